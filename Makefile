@@ -1,0 +1,83 @@
+# Everything runs in a virtual environment of its own, $(VENV), which is made when it is missing.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(abspath $(VENV))/bin
+C_FILES = $(wildcard csrc/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch])
+C_TESTS := $(MAKE) -f tests/c/Makefile
+SANITIZE := address,undefined
+# libstdc++ too: AddressSanitizer looks for the C++ runtime before Python has loaded torch.
+PRELOAD = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
+ASAN_TESTS ?= tests/optim tests/amp tests/clip
+# ThreadSanitizer wants its addresses unshuffled; not every container lets a program ask for that.
+UNSHUFFLED = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+DEMO ?= --output build/demo.png
+
+help: ## show this
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# Installs the package beside its sources, with the extra of pyproject.toml that is named last.
+$(BIN)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing faststep[$*] and what it needs into $(VENV)"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
+	@touch $@
+
+build: $(BIN)/.installed-test ## install for development, and compile what has changed
+	$(BIN)/python setup.py -q build_ext --inplace
+
+demo: build ## train a small GPT twice, plain torch and faststep; plot in build/demo.png
+	$(BIN)/python -m faststep demo $(DEMO)
+
+test: build ## run all tests, once for each instruction set of this CPU
+	@set -e; for level in $$($(BIN)/python -c \
+	    'from faststep import _C; print(*_C.cpu_info()["supported"])'); do \
+	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q; \
+	done
+
+test-c: ## run the core's tests in C: no Python, no torch
+	+$(C_TESTS)
+
+asan: build ## run the C tests and the Python tests under AddressSanitizer and UBSan
+	+$(C_TESTS) SANITIZE=$(SANITIZE)
+	FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
+	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
+	    $(BIN)/python -m pytest -q $(ASAN_TESTS)
+
+tsan: ## run the C tests of threads under ThreadSanitizer
+	+$(C_TESTS) SANITIZE=thread TESTS='test_threads*' RUN='$(UNSHUFFLED)'
+
+leaks: build ## call every function of the extension many times and look at the memory
+	$(BIN)/python -m pytest -q tests/leaks
+
+lint: build $(BIN)/.installed-dev ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(C_FILES)
+
+fix: $(BIN)/.installed-dev ## mend what lint can mend by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(C_FILES)
+
+bench: build $(BIN)/.installed-bench ## measure against torch and other libraries: table and plot
+	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
+
+wheel: $(BIN)/.installed-dev ## build dist/, and check the wheel's ABI, libraries and metadata
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/abi3audit --strict dist/*.whl
+	$(BIN)/auditwheel show dist/*.whl
+	$(BIN)/twine check --strict dist/*
+
+ci: ## what the project's CI runs, in a fresh environment
+	.ci/run
+
+clean: ## remove what was built, but not the environment
+	rm -rf build dist python/*.egg-info python/faststep/*.so
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
+
+.DEFAULT_GOAL := help
+.PHONY: help build demo test test-c asan tsan leaks lint fix bench wheel ci clean

@@ -1,0 +1,87 @@
+/* portable.h - the few words that let one source serve gcc and clang (C11) and nvcc. */
+#ifndef FST_BASE_PORTABLE_H
+#define FST_BASE_PORTABLE_H
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__CUDACC__)
+#define FST_FN static __host__ __device__ __forceinline__
+#else
+#define FST_FN static inline __attribute__((always_inline, unused))
+#endif
+
+FST_FN uint32_t fst_bits_of_f32(float value)
+{
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+FST_FN float fst_f32_of_bits(uint32_t bits)
+{
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+/* bfloat16 is the upper half of a float: exact to widen. */
+FST_FN float fst_bf16_to_f32(uint16_t half)
+{
+    return fst_f32_of_bits((uint32_t)half << 16);
+}
+
+/* Round to nearest even; every NaN becomes the quiet NaN 0x7FC0, as in torch. */
+FST_FN uint16_t fst_f32_to_bf16(float value)
+{
+    const uint32_t bits = fst_bits_of_f32(value);
+    const uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+    return (uint16_t)((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
+}
+
+/* IEEE binary16 to float. Subnormals go through an integer so that no float subnormal is
+ * formed on the way: the result does not depend on the flush-to-zero mode of the thread. */
+FST_FN float fst_f16_to_f32(uint16_t half)
+{
+    const uint32_t sign = ((uint32_t)half & 0x8000u) << 16;
+    const uint32_t magnitude = (uint32_t)half & 0x7FFFu;
+    const uint32_t normal = (magnitude << 13) + 0x38000000u;
+    const uint32_t special = (magnitude << 13) + 0x70000000u; /* exponent 31 -> 255 */
+    const uint32_t subnormal = fst_bits_of_f32((float)(int32_t)magnitude * 0x1p-24f);
+    const uint32_t bits =
+        magnitude < 0x400u ? subnormal : (magnitude >= 0x7C00u ? special : normal);
+    return fst_f32_of_bits(sign | bits);
+}
+
+/* Round to nearest even; too large becomes infinity, every NaN a quiet NaN. Results below the
+ * normal range are rounded by adding 0.5, whose last place is the subnormals' spacing. */
+FST_FN uint16_t fst_f32_to_f16(float value)
+{
+    const uint32_t bits = fst_bits_of_f32(value);
+    const uint32_t sign = (bits >> 16) & 0x8000u;
+    const uint32_t magnitude = bits & 0x7FFFFFFFu;
+    const uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
+    const uint32_t subnormal =
+        fst_bits_of_f32(fst_f32_of_bits(magnitude) + 0.5f) - 0x3F000000u;
+    const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
+    const uint32_t huge = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
+    return (uint16_t)(sign | (magnitude >= 0x477FF000u ? huge : finite));
+}
+
+/* base^exponent for a whole exponent >= 0 by squaring: the C library's pow() differs in the last
+ * bit between libraries and devices, a fixed sequence of products does not. */
+FST_FN double fst_pow_whole(double base, double exponent)
+{
+    uint64_t left = (uint64_t)exponent;
+    double result = 1.0;
+    for (; left; left >>= 1) {
+        if (left & 1u)
+            result *= base;
+        base *= base;
+    }
+    return result;
+}
+
+#endif

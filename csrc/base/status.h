@@ -1,0 +1,21 @@
+/* status.h - errors are values: a code, and a message that the caller may show. */
+#ifndef FST_BASE_STATUS_H
+#define FST_BASE_STATUS_H
+
+typedef enum {
+    FST_OK = 0,
+    FST_NO_MEMORY,
+    FST_BAD_VALUE,
+    FST_UNSUPPORTED,
+} fst_code;
+
+typedef struct {
+    fst_code code;
+    char message[400];
+} fst_status;
+
+/* Records code and a printf-style message in `status` and returns the code. */
+fst_code fst_fail(fst_status *status, fst_code code, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+#endif

@@ -1,0 +1,63 @@
+#include "core/fold.h"
+
+#include <string.h>
+
+#define NAME(field) #field,
+static const struct {
+    const char *name;
+    unsigned states;
+    const char *hyper[FST_MAX_HYPER + 1];
+} rules[FST_RULE_COUNT] = {
+#define RULE(name, states, HYPER) [FST_RULE_##name] = {#name, states, {HYPER(NAME) NULL}},
+#include "rules/rules.def"
+#undef RULE
+};
+#undef NAME
+
+fst_rule fst_rule_find(const char *name)
+{
+    unsigned rule = 0;
+    while (rule < FST_RULE_COUNT && strcmp(rules[rule].name, name))
+        rule++;
+    return (fst_rule)rule;
+}
+
+const char *fst_rule_name(fst_rule rule)
+{
+    return rules[rule].name;
+}
+
+unsigned fst_rule_states(fst_rule rule)
+{
+    return rules[rule].states;
+}
+
+unsigned fst_rule_hyper_count(fst_rule rule)
+{
+    unsigned count = 0;
+    while (rules[rule].hyper[count])
+        count++;
+    return count;
+}
+
+const char *fst_rule_hyper_name(fst_rule rule, unsigned index)
+{
+    return index < fst_rule_hyper_count(rule) ? rules[rule].hyper[index] : NULL;
+}
+
+void fst_rule_fold(fst_update_args *args, const double *hyper, double step)
+{
+    switch (args->rule) {
+#define RULE(name, states, HYPER)                                      \
+    case FST_RULE_##name:                                              \
+        if (args->wide)                                                \
+            name##_fold_f64(&args->rule_args.name##_f64, hyper, step); \
+        else                                                           \
+            name##_fold_f32(&args->rule_args.name##_f32, hyper, step); \
+        break;
+#include "rules/rules.def"
+#undef RULE
+    case FST_RULE_COUNT:
+        break;
+    }
+}

@@ -1,0 +1,14 @@
+/* overlap.h - finds spans that write the same memory, so that they do not run at the same time. */
+#ifndef FST_CORE_OVERLAP_H
+#define FST_CORE_OVERLAP_H
+
+#include "base/status.h"
+#include "base/work.h"
+
+/* Gives every span a round such that spans of one round write disjoint memory with their operands `first` to
+ * `first + how_many - 1`, and spans that meet keep their order. *round_of is NULL where one round is enough;
+ * else the caller frees it. */
+fst_code fst_overlap_rounds(const fst_work *work, unsigned first, unsigned how_many, uint32_t **round_of,
+                            size_t *round_count, fst_status *status);
+
+#endif

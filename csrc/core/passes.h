@@ -1,0 +1,35 @@
+/* passes.h - what is done with a sealed plan. Backends meet here: a pass looks at the plan's data only. */
+#ifndef FST_CORE_PASSES_H
+#define FST_CORE_PASSES_H
+
+#include "core/plan.h"
+#include "cpu/kernels.h"
+
+typedef struct {
+    double square_sum; /* of all elements times inv_scale */
+    int nonfinite;     /* whether an element was infinite or NaN before that */
+} fst_measurement;
+
+/* Chooses the kernels once, at start-up. */
+void fst_passes_use(const fst_cpu_kernels *kernels);
+
+/* Sum of squares and finite check of an operand in one read. */
+fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
+                     fst_status *status);
+
+/* The same, and writes the operand times inv_scale back. */
+fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
+                     fst_status *status);
+
+/* The norm of order p of all elements, in double: of the norms of the spans, as torch has it, which
+ * differs from the norm of all elements for p = 0 alone. */
+fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm, fst_status *status);
+
+fst_code fst_scale(fst_plan *plan, unsigned operand, double factor, fst_status *status);
+fst_code fst_clamp(fst_plan *plan, unsigned operand, double limit, fst_status *status);
+
+/* One optimizer step on spans with FST_OP_COUNT operands; see cpu/kernels.h. */
+fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scale, int write_grad,
+                    fst_status *status);
+
+#endif

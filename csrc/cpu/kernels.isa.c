@@ -1,0 +1,94 @@
+/* Compiled once per instruction set (-DFST_ISA=avx2 -mavx2 and so on): one source without intrinsics, and
+ * the compiler vectorises. Every loop named fst_loop_* must hold packed instructions; a test looks. */
+#include "cpu/kernels.h"
+#include "cpu/lanes.h"
+#include "cpu/strided.h"
+
+#define ALIGNED __attribute__((aligned(64)))
+enum {
+    BLOCK = 512,     /* elements that are worked on at a time: scratch blocks stay in a 32 KiB L1 */
+    PREFETCH = 1024, /* elements ahead */
+};
+
+#define REAL float
+#define OTHER double
+#define FST_T(name) name##_f32
+#include "cpu/block.h"
+#include "cpu/update.h"
+#include "cpu/reduce.h"
+#undef REAL
+#undef OTHER
+#undef FST_T
+
+#define REAL double
+#define OTHER float
+#define FST_T(name) name##_f64
+#include "cpu/block.h"
+#include "cpu/update.h"
+#include "cpu/reduce.h"
+#undef REAL
+#undef OTHER
+#undef FST_T
+
+static void update(const fst_operand *op, int64_t begin, size_t count, const fst_update_args *args,
+                   double inv_scale, int write_grad)
+{
+    (args->wide ? update_f64 : update_f32)(op, begin, count, args, inv_scale, write_grad);
+}
+
+static double reduce(const fst_operand *op, int64_t begin, size_t count, fst_norm norm, double power,
+                     double factor)
+{
+    return (op->dtype == FST_F64 ? reduce_f64 : reduce_f32)(op, begin, count, norm, power, factor);
+}
+
+static double combine(const double *values, size_t count, fst_norm norm)
+{
+    const int additive = norm != FST_NORM_MAX && norm != FST_NORM_MIN;
+    double lanes[FST_LANES] ALIGNED;
+    fill_lanes(lanes, count, norm);
+    for (size_t done = 0; done < count; done += FST_LANES) {
+        const size_t row = count - done < FST_LANES ? count - done : FST_LANES;
+        for (size_t i = 0; i < row; i++)
+            lanes[i] = additive ? lanes[i] + values[done + i]
+                       : norm == FST_NORM_MAX ? fst_tree_max(lanes[i], values[done + i])
+                                              : fst_tree_min(lanes[i], values[done + i]);
+    }
+    return fold_lanes(lanes, count, norm);
+}
+
+static int nonfinite(const fst_operand *op, int64_t begin, size_t count)
+{
+    return (op->dtype == FST_F64 ? nonfinite_f64 : nonfinite_f32)(op, begin, count);
+}
+
+static double unscale(const fst_operand *op, int64_t begin, size_t count, double factor, int *bad)
+{
+    return (op->dtype == FST_F64 ? unscale_f64 : unscale_f32)(op, begin, count, factor, bad);
+}
+
+static void scale(const fst_operand *op, int64_t begin, size_t count, double factor)
+{
+    (op->dtype == FST_F64 ? scale_f64 : scale_f32)(op, begin, count, factor);
+}
+
+static void clamp(const fst_operand *op, int64_t begin, size_t count, double limit)
+{
+    (op->dtype == FST_F64 ? clamp_f64 : clamp_f32)(op, begin, count, limit);
+}
+
+#define NAME_OF(isa) #isa
+#define NAME(isa) NAME_OF(isa)
+#define TABLE_OF(isa) fst_cpu_kernels_##isa
+#define TABLE(isa) TABLE_OF(isa)
+
+const fst_cpu_kernels TABLE(FST_ISA) = {
+    .name = NAME(FST_ISA),
+    .update = update,
+    .reduce = reduce,
+    .combine = combine,
+    .nonfinite = nonfinite,
+    .unscale = unscale,
+    .scale = scale,
+    .clamp = clamp,
+};

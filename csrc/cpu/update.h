@@ -1,0 +1,84 @@
+/* update.h - the update pass over one chunk, included once for float and once for double. */
+
+/* The loop that the vectoriser sees: every array is a restrict parameter of its own. */
+#define RULE(name, states, hyper)                                                                \
+    __attribute__((noinline)) static void FST_T(fst_loop_##name)(                                \
+        size_t n, REAL *restrict p, const REAL *restrict g, REAL *restrict s0,                   \
+        REAL *restrict s1, REAL *restrict s2, const void *args, REAL inv_scale, REAL factor)     \
+    {                                                                                            \
+        const FST_T(name##_args) a = *(const FST_T(name##_args) *)args;                          \
+        (void)s0, (void)s1, (void)s2;                                                            \
+        for (size_t i = 0; i < n; i++) {                                                         \
+            REAL s[FST_MAX_STATES] = {states > 0 ? s0[i] : 0, states > 1 ? s1[i] : 0,            \
+                                      states > 2 ? s2[i] : 0};                                   \
+            p[i] = FST_T(name##_rule)(p[i], g[i] * inv_scale * factor, s, &a);                   \
+            if (states > 0)                                                                      \
+                s0[i] = s[0];                                                                    \
+            if (states > 1)                                                                      \
+                s1[i] = s[1];                                                                    \
+            if (states > 2)                                                                      \
+                s2[i] = s[2];                                                                    \
+        }                                                                                        \
+    }
+#include "rules/rules.def"
+#undef RULE
+
+typedef void (*FST_T(rule_loop))(size_t n, REAL *p, const REAL *g, REAL *s0, REAL *s1, REAL *s2,
+                                 const void *args, REAL inv_scale, REAL factor);
+
+static const struct {
+    FST_T(rule_loop) loop;
+    unsigned states;
+} FST_T(rules)[FST_RULE_COUNT] = {
+#define RULE(name, states, hyper) [FST_RULE_##name] = {FST_T(fst_loop_##name), states},
+#include "rules/rules.def"
+#undef RULE
+};
+
+/* Asks for the lines that the block after next will need: the hardware's prefetchers stop at the end of a
+ * page, and there are up to seven streams here. */
+static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
+{
+    if (!op->data || op->layout || left < PREFETCH + BLOCK)
+        return;
+    const size_t size = fst_dtype_size(op->dtype);
+    const char *from = (const char *)op->data + ((size_t)at + PREFETCH) * size;
+    for (size_t line = 0; line < BLOCK * size; line += 64)
+        __builtin_prefetch(from + line);
+}
+
+static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count, const fst_update_args *args,
+                          double inv_scale, int write_grad)
+{
+    REAL scratch[FST_OP_COUNT][BLOCK] ALIGNED;
+    const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
+    const unsigned states = FST_T(rules)[args->rule].states;
+    const fst_operand *value = op[FST_OP_MASTER].data ? &op[FST_OP_MASTER] : &op[FST_OP_PARAM];
+    for (size_t done = 0; done < count; done += BLOCK) {
+        const int64_t at = begin + (int64_t)done;
+        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+        REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
+        FST_T(prefetch)(value, at, count - done);
+        FST_T(prefetch)(&op[FST_OP_GRAD], at, count - done);
+        for (unsigned k = 0; k < states; k++) {
+            FST_T(prefetch)(&op[FST_OP_STATE + k], at, count - done);
+            s[k] = FST_T(load)(&op[FST_OP_STATE + k], scratch[FST_OP_STATE + k], at, n);
+        }
+        REAL *p = FST_T(load)(value, scratch[FST_OP_PARAM], at, n);
+        REAL *g = FST_T(load)(&op[FST_OP_GRAD], scratch[FST_OP_GRAD], at, n);
+        if (write_grad) {
+            FST_T(fst_loop_scale)(n, g, (REAL)inv_scale);
+            FST_T(fst_loop_scale)(n, g, (REAL)args->clip_coefficient);
+            FST_T(store)(&op[FST_OP_GRAD], g, at, n);
+        }
+        FST_T(rules)[args->rule].loop(n, p, g, s[0], s[1], s[2], &args->rule_args,
+                                      (REAL)(write_grad ? 1.0 : inv_scale), (REAL)factor);
+        for (unsigned k = 0; k < states; k++)
+            FST_T(store)(&op[FST_OP_STATE + k], s[k], at, n);
+        FST_T(store)(value, p, at, n);
+        if (value != &op[FST_OP_PARAM])
+            FST_T(store)(&op[FST_OP_PARAM], p, at, n);
+        if (op[FST_OP_COPY].data)
+            FST_T(store)(&op[FST_OP_COPY], p, at, n);
+    }
+}

@@ -1,0 +1,200 @@
+/* Functions on lists of tensors: each binds the list to a plan of one operand per span and runs a pass. */
+#include "core/layout.h"
+#include "core/passes.h"
+#include "py/module.h"
+
+typedef struct {
+    fst_plan plan;
+    fst_layout **layouts; /* one per tensor of the list, mostly NULL */
+    PyObject *items;      /* a list or tuple that keeps the tensors alive */
+    Py_ssize_t count;
+} list_plan;
+
+static void list_plan_free(list_plan *list)
+{
+    for (Py_ssize_t i = 0; list->layouts && i < list->count; i++)
+        PyMem_Free(list->layouts[i]);
+    PyMem_Free(list->layouts);
+    Py_XDECREF(list->items);
+    fst_plan_free(&list->plan);
+}
+
+/* Adds tensor `index`; an order of its own is enough, as no other operand shares its span. */
+static int add_tensor(fst_module *state, list_plan *list, Py_ssize_t index, int written,
+                      fst_problem *problem)
+{
+    fst_view view;
+    fst_status status = {0};
+    int order[FST_MAX_DIMS];
+    PyObject *object = PyTuple_GetItem(list->items, index);
+    if (fst_tensor_view(&state->tensors, object, &view, problem))
+        return -1;
+    if (view.count == 0)
+        return 0;
+    if (!fst_view_is_packed(&view)) {
+        const int kept = fst_layout_order(view.ndim, view.shape, view.strides, order);
+        if (fst_tensor_layout(object, &view, kept, order, written, &list->layouts[index], problem))
+            return -1;
+    }
+    fst_operand *op = fst_plan_add(&list->plan, view.count, 0, &status);
+    if (!op)
+        return fst_problem_set(problem, "storage", "%s", status.message);
+    *op = (fst_operand){view.data, list->layouts[index], view.dtype};
+    return 0;
+}
+
+/* Binds a sequence of tensors; 0, or -1 with a Python error that names the tensor's place in it. */
+static int list_plan_bind(fst_module *state, list_plan *list, PyObject *sequence, int written)
+{
+    fst_status status = {0};
+    *list = (list_plan){.items = PySequence_Tuple(sequence)};
+    fst_plan_init(&list->plan, 1);
+    if (!list->items)
+        return -1;
+    list->count = PyTuple_Size(list->items);
+    list->layouts = PyMem_Calloc((size_t)list->count + 1, sizeof *list->layouts);
+    if (!list->layouts) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < list->count; i++) {
+        fst_problem problem;
+        if (add_tensor(state, list, i, written, &problem)) {
+            PyErr_Format(PyExc_TypeError, "tensor %zd %s", i, problem.detail);
+            return -1;
+        }
+    }
+    if (fst_plan_seal(&list->plan, 0, (unsigned)written, &status)) {
+        fst_raise(&status);
+        return -1;
+    }
+    return 0;
+}
+
+PyObject *fst_py_collect_grads(PyObject *module, PyObject *params)
+{
+    fst_module *state = fst_module_state(module);
+    PyObject *items = PySequence_Tuple(params), *grads = PyList_New(0);
+    if (!items || !grads)
+        goto error;
+    const Py_ssize_t count = PyTuple_Size(items);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = PyTuple_GetItem(items, i);
+        fst_problem problem;
+        PyObject *grad = fst_tensor_grad(&state->tensors, item, &problem);
+        if (!grad && !PyErr_Occurred())
+            grad = PyObject_GetAttrString(item, "grad"); /* a type that only Python can ask */
+        if (!grad)
+            goto error;
+        const int failed = grad != Py_None && PyList_Append(grads, grad);
+        Py_DECREF(grad);
+        if (failed)
+            goto error;
+    }
+    Py_DECREF(items);
+    return grads;
+error:
+    Py_XDECREF(items);
+    Py_XDECREF(grads);
+    return NULL;
+}
+
+PyObject *fst_py_fusable(PyObject *module, PyObject *tensors)
+{
+    fst_module *state = fst_module_state(module);
+    list_plan list;
+    int fusable = 1;
+    list = (list_plan){.items = PySequence_Tuple(tensors)};
+    fst_plan_init(&list.plan, 1);
+    if (!list.items)
+        return NULL;
+    list.count = PyTuple_Size(list.items);
+    list.layouts = PyMem_Calloc((size_t)list.count + 1, sizeof *list.layouts);
+    for (Py_ssize_t i = 0; list.layouts && fusable && i < list.count; i++) {
+        fst_problem problem;
+        fusable = !add_tensor(state, &list, i, 1, &problem);
+    }
+    const int memory = list.layouts != NULL;
+    list_plan_free(&list);
+    return memory ? PyBool_FromLong(fusable) : PyErr_NoMemory();
+}
+
+typedef fst_code (*measure_fn)(fst_plan *, unsigned, double, fst_measurement *, fst_status *);
+
+static PyObject *measured(PyObject *module, PyObject *args, measure_fn pass, int written)
+{
+    PyObject *tensors, *result = NULL;
+    double inv_scale;
+    list_plan list;
+    fst_measurement out = {0};
+    fst_status status = {0};
+    if (!PyArg_ParseTuple(args, "Od", &tensors, &inv_scale))
+        return NULL;
+    if (!list_plan_bind(fst_module_state(module), &list, tensors, written)) {
+        Py_BEGIN_ALLOW_THREADS
+        pass(&list.plan, 0, inv_scale, &out, &status);
+        Py_END_ALLOW_THREADS
+        result = status.code ? fst_raise(&status)
+                             : Py_BuildValue("dO", out.square_sum, out.nonfinite ? Py_True : Py_False);
+    }
+    list_plan_free(&list);
+    return result;
+}
+
+PyObject *fst_py_measure(PyObject *module, PyObject *args)
+{
+    return measured(module, args, fst_measure, 0);
+}
+
+PyObject *fst_py_unscale(PyObject *module, PyObject *args)
+{
+    return measured(module, args, fst_unscale, 1);
+}
+
+PyObject *fst_py_norm(PyObject *module, PyObject *args)
+{
+    PyObject *tensors, *result = NULL;
+    double p, norm = 0.0;
+    list_plan list;
+    fst_status status = {0};
+    if (!PyArg_ParseTuple(args, "Od", &tensors, &p))
+        return NULL;
+    if (!list_plan_bind(fst_module_state(module), &list, tensors, 0)) {
+        Py_BEGIN_ALLOW_THREADS
+        fst_total_norm(&list.plan, 0, p, &norm, &status);
+        Py_END_ALLOW_THREADS
+        result = status.code ? fst_raise(&status) : PyFloat_FromDouble(norm);
+    }
+    list_plan_free(&list);
+    return result;
+}
+
+typedef fst_code (*change_fn)(fst_plan *, unsigned, double, fst_status *);
+
+static PyObject *changed(PyObject *module, PyObject *args, change_fn pass)
+{
+    PyObject *tensors, *result = NULL;
+    double number;
+    list_plan list;
+    fst_status status = {0};
+    if (!PyArg_ParseTuple(args, "Od", &tensors, &number))
+        return NULL;
+    if (!list_plan_bind(fst_module_state(module), &list, tensors, 1)) {
+        Py_BEGIN_ALLOW_THREADS
+        pass(&list.plan, 0, number, &status);
+        Py_END_ALLOW_THREADS
+        result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
+    }
+    list_plan_free(&list);
+    return result;
+}
+
+PyObject *fst_py_scale(PyObject *module, PyObject *args)
+{
+    return changed(module, args, fst_scale);
+}
+
+PyObject *fst_py_clamp(PyObject *module, PyObject *args)
+{
+    return changed(module, args, fst_clamp);
+}

@@ -1,0 +1,166 @@
+/* The extension module faststep._C: its method table and its state. */
+#include "py/module.h"
+
+#include <stdlib.h>
+
+#include "core/fold.h"
+#include "core/passes.h"
+#include "cpu/parallel.h"
+
+fst_module *fst_module_state(PyObject *module)
+{
+    return PyModule_GetState(module);
+}
+
+PyObject *fst_raise(const fst_status *status)
+{
+    PyObject *type = status->code == FST_NO_MEMORY   ? PyExc_MemoryError
+                     : status->code == FST_BAD_VALUE ? PyExc_ValueError
+                                                     : PyExc_RuntimeError;
+    PyErr_SetString(type, status->message);
+    return NULL;
+}
+
+/* use_threads_of(path): parallel regions run on the pool of the libtorch_cpu at `path` (or None). */
+static PyObject *use_threads_of(PyObject *module, PyObject *path)
+{
+    PyObject *bytes = NULL;
+    (void)module;
+    if (path != Py_None && !PyUnicode_FSConverter(path, &bytes))
+        return NULL;
+    const int found = fst_parallel_init(bytes ? PyBytes_AsString(bytes) : NULL);
+    Py_XDECREF(bytes);
+    return PyBool_FromLong(found);
+}
+
+static PyObject *level_names(int supported_only)
+{
+    PyObject *names = PyList_New(0);
+    const char *name;
+    int supported;
+    for (size_t i = 0; names && (name = fst_cpu_level(i, &supported)); i++) {
+        if (supported_only && !supported)
+            continue;
+        PyObject *text = PyUnicode_FromString(name);
+        if (!text || PyList_Append(names, text))
+            Py_CLEAR(names);
+        Py_XDECREF(text);
+    }
+    PyObject *tuple = names ? PyList_AsTuple(names) : NULL;
+    Py_XDECREF(names);
+    return tuple;
+}
+
+static PyObject *cpu_info(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    PyObject *isa = PyObject_GetAttrString(module, "_isa");
+    if (!isa)
+        return NULL;
+    return Py_BuildValue("{s:N,s:N,s:N,s:s}", "isa", isa, "supported", level_names(1), "compiled",
+                         level_names(0), "threads", fst_parallel_name());
+}
+
+/* {rule: (number, states per element, names of the hyper-parameters)} */
+static PyObject *rules(PyObject *module, PyObject *unused)
+{
+    PyObject *all = PyDict_New();
+    (void)module, (void)unused;
+    for (unsigned r = 0; all && r < FST_RULE_COUNT; r++) {
+        const fst_rule rule = (fst_rule)r;
+        const unsigned count = fst_rule_hyper_count(rule);
+        PyObject *names = PyTuple_New(count);
+        for (unsigned i = 0; names && i < count; i++)
+            PyTuple_SetItem(names, i, PyUnicode_FromString(fst_rule_hyper_name(rule, i)));
+        PyObject *row = names ? Py_BuildValue("IIN", r, fst_rule_states(rule), names) : NULL;
+        if (!row || PyDict_SetItemString(all, fst_rule_name(rule), row))
+            Py_CLEAR(all);
+        Py_XDECREF(row);
+    }
+    return all;
+}
+
+static PyMethodDef methods[] = {
+    {"clamp", fst_py_clamp, METH_VARARGS, NULL},
+    {"collect_grads", fst_py_collect_grads, METH_O, NULL},
+    {"cpu_info", cpu_info, METH_NOARGS, NULL},
+    {"fusable", fst_py_fusable, METH_O, NULL},
+    {"measure", fst_py_measure, METH_VARARGS, NULL},
+    {"norm", fst_py_norm, METH_VARARGS, NULL},
+    {"rules", rules, METH_NOARGS, NULL},
+    {"scale", fst_py_scale, METH_VARARGS, NULL},
+    {"unscale", fst_py_unscale, METH_VARARGS, NULL},
+    {"update_scale", fst_py_update_scale, METH_VARARGS, NULL},
+    {"use_threads_of", use_threads_of, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+/* Chooses the instruction set: the best one, or that of FASTSTEP_CPU. */
+static int choose_kernels(PyObject *module)
+{
+    const char *forced = getenv("FASTSTEP_CPU");
+    if (forced && !*forced)
+        forced = NULL;
+    const fst_cpu_kernels *kernels = fst_cpu_select(forced);
+    if (!kernels) {
+        PyObject *names = level_names(1);
+        PyErr_Format(PyExc_ImportError, "FASTSTEP_CPU=%s: this machine and build run %R", forced, names);
+        Py_XDECREF(names);
+        return -1;
+    }
+    fst_passes_use(kernels);
+    return PyModule_AddStringConstant(module, "_isa", kernels->name);
+}
+
+static int module_exec(PyObject *module)
+{
+    fst_module *state = fst_module_state(module);
+    if (choose_kernels(module) || fst_tensors_init(&state->tensors, module))
+        return -1;
+    state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_plan_spec, NULL);
+    if (!state->plan_type)
+        return -1;
+    return PyModule_AddType(module, state->plan_type);
+}
+
+static int module_traverse(PyObject *module, visitproc visit, void *arg)
+{
+    fst_module *state = fst_module_state(module);
+    Py_VISIT(state->plan_type);
+    return fst_tensors_traverse(&state->tensors, visit, arg);
+}
+
+static int module_clear(PyObject *module)
+{
+    fst_module *state = fst_module_state(module);
+    fst_tensors_clear(&state->tensors);
+    Py_CLEAR(state->plan_type);
+    return 0;
+}
+
+static void module_free(void *module)
+{
+    module_clear(module);
+}
+
+static PyModuleDef_Slot slots[] = {
+    {Py_mod_exec, module_exec},
+    {0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    .m_name = "faststep._C",
+    .m_doc = "The core of faststep, in C.",
+    .m_size = sizeof(fst_module),
+    .m_methods = methods,
+    .m_slots = slots,
+    .m_traverse = module_traverse,
+    .m_clear = module_clear,
+    .m_free = module_free,
+};
+
+PyMODINIT_FUNC PyInit__C(void)
+{
+    return PyModuleDef_Init(&definition);
+}

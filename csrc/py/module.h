@@ -1,0 +1,32 @@
+/* module.h - what the files of the extension module share. */
+#ifndef FST_PY_MODULE_H
+#define FST_PY_MODULE_H
+
+#include "base/status.h"
+#include "py/tensor.h"
+
+typedef struct {
+    fst_tensors tensors;
+    PyTypeObject *plan_type;
+} fst_module;
+
+/* The state of the one module of this interpreter, of a function's module or a type's. */
+fst_module *fst_module_state(PyObject *module);
+
+/* Translates a status into the Python error it means; returns NULL. */
+PyObject *fst_raise(const fst_status *status);
+
+/* Functions on lists of tensors (lists.c), the loss scale (scaler.c). */
+PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);
+PyObject *fst_py_fusable(PyObject *module, PyObject *tensors);
+PyObject *fst_py_measure(PyObject *module, PyObject *args);
+PyObject *fst_py_unscale(PyObject *module, PyObject *args);
+PyObject *fst_py_norm(PyObject *module, PyObject *args);
+PyObject *fst_py_scale(PyObject *module, PyObject *args);
+PyObject *fst_py_clamp(PyObject *module, PyObject *args);
+PyObject *fst_py_update_scale(PyObject *module, PyObject *args);
+
+/* The type of optimizer plans (plan.c). */
+extern PyType_Spec fst_plan_spec;
+
+#endif

@@ -1,0 +1,80 @@
+/* plan.h - an optimizer's plan: what is remembered of its parameters between steps. */
+#ifndef FST_PY_PLAN_H
+#define FST_PY_PLAN_H
+
+#include "core/fold.h"
+#include "core/plan.h"
+#include "py/module.h"
+
+enum { FST_MAX_KEYS = FST_MAX_STATES + 1 };
+
+/* A parameter as it was seen last. Pointers to Python objects are only compared, never followed. */
+typedef struct {
+    const PyObject *param;
+    Py_ssize_t state_at;   /* where PyDict_Next() finds it in optimizer.state */
+    int64_t *geometry;     /* shape, then strides */
+    int *order;            /* its dimensions in the order of memory */
+    int64_t count;
+    int ndim, order_count;
+    int flat;              /* its elements lie one after another in that order */
+} fst_param;
+
+/* What one step needs of a group; parsed from the tuple that Python hands over. */
+typedef struct {
+    fst_rule rule;
+    PyObject *keys;        /* names of the states, "step" first where has_step */
+    unsigned key_count;
+    int has_step, maximize;
+    double hyper[FST_MAX_HYPER];
+} fst_group;
+
+/* The step counter of a parameter: a 0-d tensor of the optimizer's state, or none for rules that do not count. */
+typedef struct {
+    void *data;
+    double value;  /* where there is no tensor: 1 for a new state, else 2 */
+    int64_t span;  /* -1 for a parameter without elements: it only counts */
+    uint32_t group;
+    int is_double;
+} fst_counter;
+
+/* The scalars folded for one group and step count, as the update pass reads them, and what they are for. */
+typedef struct {
+    double step;
+    uint32_t group;
+} fst_fold_key;
+
+typedef struct {
+    PyObject_HEAD
+    fst_plan plan;
+    fst_param *params;
+    size_t param_count;
+    int busy;
+    /* for the step that runs */
+    fst_group *groups;
+    size_t group_count;
+    fst_counter *counters;
+    size_t counter_count, counter_capacity;
+    PyObject **held; /* every tensor in use, so that none is freed while the GIL is released */
+    size_t held_count, held_capacity;
+    PyObject **stepped; /* borrowed from held: parameters with their gradients, two by two */
+    size_t stepped_count, stepped_capacity;
+    fst_layout **layouts;
+    size_t layout_count, layout_capacity;
+    fst_update_args *args;
+    fst_fold_key *fold_keys;
+    size_t arg_count, arg_capacity;
+} fst_plan_object;
+
+/* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose state is
+ * missing, empty if all is bound, or NULL with a Python error; nothing is changed in either case. `fresh` is such
+ * a list of an earlier call whose states are new, or None. */
+PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists, PyObject *state,
+                        PyObject *fresh, int write_grads);
+
+/* Drops what the step that ran held. */
+void fst_plan_release(fst_plan_object *self);
+
+/* Makes room for one more element; 0, or -1 with a Python error. */
+int fst_reserve(void *array, size_t *capacity, size_t count, size_t size);
+
+#endif

@@ -1,0 +1,233 @@
+#include "py/tensor.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "core/layout.h"
+
+int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(problem->detail, sizeof problem->detail, format, arguments);
+    va_end(arguments);
+    problem->kind = kind;
+    return -1;
+}
+
+/* Turns the Python error that is set into the detail of a problem. */
+static int problem_from_error(fst_problem *problem, const char *kind)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *text = value ? PyObject_Str(value) : NULL;
+    PyObject *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+    const char *message = bytes ? PyBytes_AsString(bytes) : "unknown error";
+    const char *end = strchr(message, '\n'); /* torch adds a stack trace */
+    fst_problem_set(problem, kind, "%.*s", end ? (int)(end - message) : 150, message);
+    Py_XDECREF(bytes);
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    PyErr_Clear();
+    return -1;
+}
+
+static const fst_dl_api *exchange_api(PyTypeObject *type)
+{
+    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    const fst_dl_header *header =
+        capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule);
+    PyErr_Clear();
+    while (header && header->version.major != 1)
+        header = header->previous;
+    return (const fst_dl_api *)header;
+}
+
+/* Types with a __torch_dispatch__ of their own (DTensor, FakeTensor, wrappers) inherit the exchange API but
+ * have no memory of their own behind it. */
+static int has_own_dispatch(const fst_tensors *tensors, PyTypeObject *type)
+{
+    PyObject *dispatch = PyObject_GetAttrString((PyObject *)type, "__torch_dispatch__");
+    const int own = dispatch != tensors->plain_dispatch;
+    Py_XDECREF(dispatch);
+    PyErr_Clear();
+    return own;
+}
+
+static void forget_type(fst_tensor_type *known)
+{
+    Py_CLEAR(known->type);
+    Py_CLEAR(known->grad);
+    known->api = NULL;
+}
+
+static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *type, fst_problem *problem)
+{
+    PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");
+    PyObject *bytes = name ? PyUnicode_AsUTF8String(name) : NULL;
+    const char *text = bytes ? PyBytes_AsString(bytes) : "?";
+    const fst_dl_api *api = exchange_api(type);
+    PyObject *grad = NULL;
+    fst_tensor_type *known = NULL;
+    PyErr_Clear();
+    if (!api)
+        fst_problem_set(problem, "type", "is a %s, not a torch.Tensor", text);
+    else if (has_own_dispatch(tensors, type))
+        fst_problem_set(problem, "type", "is a %s, a tensor subclass with its own __torch_dispatch__", text);
+    else if (!(grad = PyObject_GetAttrString((PyObject *)type, "grad")))
+        problem_from_error(problem, "type");
+    else {
+        known = &tensors->types[tensors->next_type];
+        tensors->next_type = (tensors->next_type + 1) % FST_KNOWN_TYPES;
+        tensors->type_count += tensors->type_count < FST_KNOWN_TYPES;
+        forget_type(known);
+        Py_INCREF(type);
+        known->type = type;
+        known->api = api;
+        known->grad = grad;
+        known->read_grad = (descrgetfunc)PyType_GetSlot(Py_TYPE(grad), Py_tp_descr_get);
+    }
+    Py_XDECREF(bytes);
+    Py_XDECREF(name);
+    return known;
+}
+
+static const fst_tensor_type *type_of(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    for (unsigned i = 0; i < tensors->type_count; i++)
+        if (tensors->types[i].type == type)
+            return &tensors->types[i];
+    return learn_type(tensors, type, problem);
+}
+
+static int dtype_of(fst_dl_dtype type, fst_dtype *dtype)
+{
+    if (type.lanes != 1)
+        return -1;
+    if (type.code == FST_DL_FLOAT && (type.bits == 16 || type.bits == 32 || type.bits == 64))
+        *dtype = type.bits == 64 ? FST_F64 : type.bits == 32 ? FST_F32 : FST_F16;
+    else if (type.code == FST_DL_BFLOAT && type.bits == 16)
+        *dtype = FST_BF16;
+    else
+        return -1;
+    return 0;
+}
+
+int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
+{
+    fst_dl_tensor tensor;
+    const fst_tensor_type *known = type_of(tensors, object, problem);
+    if (!known)
+        return -1;
+    if (known->api->tensor_from_py_object(object, &tensor))
+        return problem_from_error(problem, "storage");
+    if (dtype_of(tensor.dtype, &view->dtype))
+        return fst_problem_set(problem, "dtype",
+                               tensor.dtype.code == FST_DL_COMPLEX
+                                   ? "is complex; expected float32, float64, bfloat16 or float16"
+                                   : "is not of type float32, float64, bfloat16 or float16");
+    if (tensor.device.device_type != FST_DL_CPU)
+        return fst_problem_set(problem, "device",
+                               "is not in CPU memory; this build of faststep steps CPU tensors only");
+    if (tensor.ndim > FST_MAX_DIMS)
+        return fst_problem_set(problem, "shape", "has %d dimensions; at most %d are supported",
+                               (int)tensor.ndim, (int)FST_MAX_DIMS);
+    view->data = (char *)tensor.data + tensor.byte_offset;
+    view->shape = tensor.shape;
+    view->strides = tensor.strides;
+    view->ndim = tensor.ndim;
+    view->count = fst_layout_count(tensor.ndim, tensor.shape);
+    if (!tensor.data && view->count > 0)
+        return fst_problem_set(problem, "storage", "has no memory behind it");
+    return 0;
+}
+
+int fst_view_is_packed(const fst_view *view)
+{
+    int64_t stride = 1;
+    for (int d = view->ndim; d-- > 0;) {
+        if (view->strides[d] != stride)
+            return 0;
+        stride *= view->shape[d];
+    }
+    return view->ndim > 0;
+}
+
+PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+{
+    const fst_tensor_type *known = type_of(tensors, object, problem);
+    if (!known)
+        return NULL;
+    if (known->read_grad)
+        return known->read_grad(known->grad, object, (PyObject *)known->type);
+    return PyObject_GetAttrString(object, "grad");
+}
+
+int fst_tensor_layout(PyObject *object, const fst_view *view, int order_count, const int *order,
+                      int written, fst_layout **layout, fst_problem *problem)
+{
+    fst_layout described;
+    *layout = NULL;
+    PyObject *negated = PyObject_CallMethod(object, "is_neg", NULL);
+    const int truth = negated ? PyObject_IsTrue(negated) : -1;
+    Py_XDECREF(negated);
+    if (truth < 0)
+        return problem_from_error(problem, "type");
+    if (truth)
+        return fst_problem_set(problem, "negated", "is a lazily negated view; call .resolve_neg() on it");
+    if (fst_layout_describe(order_count, order, view->shape, view->strides, &described))
+        return 0;
+    if (written && fst_layout_overlaps(&described))
+        return fst_problem_set(problem, "overlap",
+                               "has several elements in one memory location and is written to; "
+                               "call .clone() on it");
+    *layout = PyMem_Malloc(sizeof **layout);
+    if (!*layout)
+        return fst_problem_set(problem, "storage", "cannot be described for lack of memory");
+    **layout = described;
+    return 0;
+}
+
+int fst_tensors_init(fst_tensors *tensors, PyObject *module)
+{
+    PyObject *torch = PyImport_ImportModule("torch");
+    PyObject *tensor = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
+    tensors->plain_dispatch = tensor ? PyObject_GetAttrString(tensor, "__torch_dispatch__") : NULL;
+    Py_XDECREF(tensor);
+    Py_XDECREF(torch);
+    if (!tensors->plain_dispatch)
+        return -1;
+    tensors->tensor_error = PyErr_NewException("faststep._C.TensorError", PyExc_TypeError, NULL);
+    if (!tensors->tensor_error)
+        return -1;
+    Py_INCREF(tensors->tensor_error);
+    if (PyModule_AddObject(module, "TensorError", tensors->tensor_error)) {
+        Py_DECREF(tensors->tensor_error);
+        return -1;
+    }
+    return 0;
+}
+
+int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
+{
+    for (unsigned i = 0; i < FST_KNOWN_TYPES; i++) {
+        Py_VISIT(tensors->types[i].type);
+        Py_VISIT(tensors->types[i].grad);
+    }
+    Py_VISIT(tensors->plain_dispatch);
+    Py_VISIT(tensors->tensor_error);
+    return 0;
+}
+
+void fst_tensors_clear(fst_tensors *tensors)
+{
+    for (unsigned i = 0; i < FST_KNOWN_TYPES; i++)
+        forget_type(&tensors->types[i]);
+    tensors->type_count = tensors->next_type = 0;
+    Py_CLEAR(tensors->plain_dispatch);
+    Py_CLEAR(tensors->tensor_error);
+}

@@ -1,0 +1,66 @@
+/* tensor.h - reads torch tensors through DLPack's C exchange API, without libtorch. */
+#ifndef FST_PY_TENSOR_H
+#define FST_PY_TENSOR_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "base/work.h"
+#include "py/dlpack.h"
+
+enum { FST_KNOWN_TYPES = 8 };
+
+/* What is known of a tensor type (torch.Tensor, Parameter, a user's subclass). */
+typedef struct {
+    PyTypeObject *type;
+    const fst_dl_api *api;
+    PyObject *grad;        /* the descriptor of the attribute `grad` */
+    descrgetfunc read_grad;
+} fst_tensor_type;
+
+typedef struct {
+    fst_tensor_type types[FST_KNOWN_TYPES];
+    unsigned type_count, next_type;
+    PyObject *plain_dispatch; /* torch.Tensor.__torch_dispatch__: what a type without its own has */
+    PyObject *tensor_error;
+} fst_tensors;
+
+/* A tensor's memory; valid while the tensor lives and nobody changes it. */
+typedef struct {
+    void *data;
+    const int64_t *shape, *strides;
+    int64_t count;
+    int ndim;
+    fst_dtype dtype;
+} fst_view;
+
+/* Why a tensor cannot be used: a word for programs and a clause for people. */
+typedef struct {
+    const char *kind; /* "type", "storage", "dtype", "device", "shape", "overlap" or "negated" */
+    char detail[200];
+} fst_problem;
+
+/* Fills `problem` and returns -1. */
+int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* Reads a tensor of a supported type in CPU memory. Returns 0, or -1 with `problem` filled and no Python error. */
+int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);
+
+/* Whether the elements lie one after another in the order of the shape. Says no for a 0-d tensor: its strides
+ * would not show that it is the lazily negated part of a complex number. */
+int fst_view_is_packed(const fst_view *view);
+
+/* object.grad: a new reference, or NULL with a Python error. */
+PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object, fst_problem *problem);
+
+/* Describes a view in the given order of dimensions. *layout is NULL if none is needed, else the caller
+ * frees it. Returns 0, or -1 with `problem` filled (or a Python error for lack of memory). */
+int fst_tensor_layout(PyObject *object, const fst_view *view, int order_count, const int *order,
+                      int written, fst_layout **layout, fst_problem *problem);
+
+int fst_tensors_init(fst_tensors *tensors, PyObject *module);
+int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg);
+void fst_tensors_clear(fst_tensors *tensors);
+
+#endif

@@ -1,0 +1,80 @@
+"""The extension module. Tensors are dense CPU tensors in float32, float64, bfloat16 or float16."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+class TensorError(TypeError):
+    """A tensor cannot be used: (group, index, role, kind, detail)."""
+
+class Plan:
+    """What an optimizer remembers of its parameters between steps."""
+
+    def step(
+        self,
+        param_lists: list[list[Tensor]],
+        groups: Sequence[tuple[int, tuple[str, ...], bool, tuple[float, ...], bool]],
+        state: dict[Tensor, dict[str, Any]],
+        fresh: list[tuple[int, int]] | None,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        measure_found_inf: bool,
+        max_norm: float,
+        write_grads: bool,
+        /,
+    ) -> list[tuple[int, int]] | tuple[bool, float | None, list[Tensor], list[Tensor] | None]:
+        """One step of all parameters that have a gradient.
+
+        Returns a list of (group, index) whose state is missing, and then nothing was done; else
+        (skipped, norm or None, the parameters that moved, the gradients that were written or None).
+        `fresh` is such a list whose states were created since. A NaN for `max_norm` means no clipping.
+
+        Raises:
+            TensorError: a tensor cannot be used; nothing was done.
+        """
+
+def clamp(tensors: Sequence[Tensor], limit: float, /) -> None:
+    """Clamp all elements to [-limit, limit] in place; NaN stays."""
+
+def collect_grads(params: Sequence[Tensor], /) -> list[Tensor]:
+    """The gradients that are not None, in order."""
+
+def cpu_info() -> dict[str, Any]:
+    """The instruction set in use ("isa"), those "supported" and "compiled", and the "threads"."""
+
+def fusable(tensors: Sequence[Tensor], /) -> bool:
+    """Whether the functions of this module take these tensors."""
+
+def measure(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
+    """(sum of squares of all elements times inv_scale, whether one is infinite or NaN)."""
+
+def norm(tensors: Sequence[Tensor], norm_type: float, /) -> float:
+    """The norm of the tensors' norms, accumulated in double."""
+
+def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:
+    """Per optimizer rule: its number, its states per element, the names of its hyper-parameters."""
+
+def scale(tensors: Sequence[Tensor], factor: float, /) -> None:
+    """Multiply all elements by factor in place."""
+
+def unscale(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
+    """Multiply by inv_scale in place; returns what `measure` would have."""
+
+def update_scale(
+    scale: Tensor,
+    growth_tracker: Tensor,
+    hysteresis_tracker: Tensor | None,
+    found_inf: Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+    hysteresis: int,
+    min_scale: float,
+    max_scale: float,
+    /,
+) -> None:
+    """Update a loss scale in place; 0-d tensors, float32 and (the trackers) int32."""
+
+def use_threads_of(path: str | None, /) -> bool:
+    """Run on the thread pool of the libtorch_cpu at `path`; False if it offers none."""

@@ -1,0 +1,27 @@
+"""faststep makes ordinary PyTorch training scripts faster without changing what they compute."""
+
+import torch  # the extension reads tensors of this module and runs on its threads
+
+from . import _C
+from ._torch import libtorch_cpu_path
+
+_C.use_threads_of(libtorch_cpu_path())
+
+from . import amp, optim  # noqa: E402
+from .clip import (  # noqa: E402
+    clip_grad_norm_,
+    clip_grad_value_,
+    clip_grads_with_norm_,
+    get_total_norm,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "amp",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "clip_grads_with_norm_",
+    "get_total_norm",
+    "optim",
+]

@@ -1,0 +1,109 @@
+"""The only module that touches torch's private names.
+
+Everything here is a small typed function or a name found by a feature test (does the attribute
+exist, does the file exist), never by comparing version numbers. A private name that is missing
+from some torch is replaced by the public way to the same result, so the rest of the package
+imports from here and knows nothing about torch's inside.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.autograd.graph import increment_version
+
+__all__ = [
+    "OptState",
+    "cuda_amp_is_unavailable",
+    "disable_dynamo",
+    "disabled_torch_dispatch",
+    "disabled_torch_function",
+    "dtypes_of",
+    "increment_version",
+    "is_compiling",
+    "libtorch_cpu_path",
+    "step_dtype",
+    "update_scale_as_torch",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# What a tensor class carries as `__torch_dispatch__` / `__torch_function__` when it does not
+# intercept operators: the mark of a plain tensor, as opposed to a wrapper subclass.
+disabled_torch_dispatch: object = torch.Tensor.__torch_dispatch__
+disabled_torch_function: object = torch.nn.Parameter.__torch_function__
+
+
+def disable_dynamo(function: _Function) -> _Function:
+    """Keep torch.compile out of `function`: a compiled caller breaks its graph and calls it.
+
+    Uses torch's own lazy decorator where there is one, because `torch.compiler.disable` imports
+    the compiler at once, which costs seconds at `import faststep`.
+    """
+    lazy = getattr(torch, "_disable_dynamo", None)
+    disabled: _Function = (lazy or torch.compiler.disable)(function)
+    return disabled
+
+
+def is_compiling() -> bool:
+    """True while torch.compile traces or exports the caller."""
+    return torch.compiler.is_compiling()
+
+
+def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:
+    """The element types that occur in `tensors`."""
+    return set(map(operator.attrgetter("dtype"), tensors))
+
+
+def step_dtype(fused: bool | None) -> torch.dtype:
+    """The dtype of the `step` entry that torch's optimizers create.
+
+    float32 with `fused=True`; without it float64 where that is the default dtype, else float32
+    (`_get_scalar_dtype` in torch/optim/optimizer.py).
+    """
+    if not fused and torch.get_default_dtype() == torch.float64:
+        return torch.float64
+    return torch.float32
+
+
+def libtorch_cpu_path() -> str:
+    """The file that holds torch's CPU operators and its thread pool.
+
+    A full path for a torch from a wheel; the bare file name, for the loader to find, where torch
+    keeps its libraries elsewhere.
+    """
+    name = {"darwin": "libtorch_cpu.dylib", "win32": "torch_cpu.dll"}.get(
+        sys.platform, "libtorch_cpu.so"
+    )
+    path = Path(torch.__file__).parent / "lib" / name
+    return str(path) if path.is_file() else name
+
+
+def cuda_amp_is_unavailable() -> bool:
+    """True where torch.amp.GradScaler("cuda") warns and disables itself."""
+    common = getattr(torch.cuda.amp, "common", None)
+    test = getattr(common, "amp_definitely_not_available", None)
+    return bool(test()) if test is not None else not torch.cuda.is_available()
+
+
+def update_scale_as_torch(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """torch's own scale update, in place and without a synchronisation, on any device.
+
+    `scale` is 0-d float32, `growth_tracker` 0-d int32, `found_inf` 0-d float32 on one device.
+    """
+    torch._amp_update_scale_(
+        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
+    )

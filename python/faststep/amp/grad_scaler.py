@@ -1,0 +1,326 @@
+"""torch.amp.GradScaler with fused passes over the gradients."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from faststep import _C
+from faststep._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
+from faststep.amp.protocol import any_found, has_grads, lent_attributes, takes_found_inf
+from faststep.amp.scale_rule import ScaleRule, check_bounds, check_hysteresis
+from faststep.clip import clip_grad_norm_
+from faststep.optim._base import FusedOptimizer
+
+__all__ = ["GradScaler"]
+
+
+class GradScaler(torch.amp.GradScaler):
+    """Loss scaling as torch.amp.GradScaler does it, with fewer passes over the gradients.
+
+    Same arguments, methods, errors and state dict. What goes beyond torch:
+
+    * With faststep's optimizers `step` runs no pass of its own: the optimizer's first pass finds
+      overflows (and the norm), its second unscales, clips and updates.
+    * `step(optimizer, max_norm=...)` clips by the global norm of the unscaled gradients, with
+      any optimizer.
+    * `unscale_` takes all dtypes in one pass; bfloat16 gradients are allowed. With scale 1 it
+      only looks for overflows and writes nothing.
+    * An overflow on several devices at once skips the step of torch's fused optimizers too
+      (torch's scaler hands them the sum of the flags, and they skip only for exactly 1).
+    * If `optimizer.step` raises, no `grad_scale` or `found_inf` stays behind on the optimizer.
+
+    Gradients that are not plain strided real CPU tensors take torch's way.
+
+    Args:
+        device: device type of the losses. Default: "cuda".
+        init_scale: first scale. Default: 65536.
+        growth_factor: multiplies the scale after `growth_interval` steps without overflow; above
+            1. Default: 2.
+        backoff_factor: multiplies the scale after an overflow; below 1. Default: 0.5.
+        growth_interval: steps without overflow until the scale grows. Default: 2000.
+        enabled: if False, `step` calls `optimizer.step` (after clipping, with `max_norm`) and the
+            other methods do nothing. Default: True.
+        min_scale: `update` never leaves the scale below this. Default: None, no bound.
+        max_scale: `update` never leaves the scale above this. Default: None, no bound.
+        hysteresis: back off only from the n-th overflow since the scale last grew; 1 is torch's
+            behaviour (see faststep.amp.scale_rule). Default: 1.
+
+    `min_scale`, `max_scale` and `hysteresis` are not part of the state dict: like an optimizer's
+    class they belong to the script. With `hysteresis` above 1 the state dict has one more entry,
+    `_hysteresis_tracker` (int); torch's GradScaler ignores it, and a state dict without it loads
+    as a fresh tracker.
+
+    Raises:
+        AssertionError: `growth_factor` or `backoff_factor` out of range, as in torch.
+        ValueError: a bound that is not finite and positive, `min_scale` above `max_scale`,
+            `init_scale` outside the bounds, or `hysteresis` below 1.
+        TypeError: `hysteresis` is not an int.
+
+    Source: Micikevicius et al., "Mixed Precision Training", arXiv:1710.03740; hysteresis and
+    min_scale as in Megatron-LM.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float | None = None,
+        max_scale: float | None = None,
+        hysteresis: int = 1,
+    ) -> None:
+        check_bounds(init_scale, min_scale, max_scale)
+        check_hysteresis(hysteresis)
+        if enabled and device == "cuda" and cuda_amp_is_unavailable():
+            # torch's text; warned here because its stacklevel would name this file.
+            warnings.warn(
+                "torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.",
+                stacklevel=2,
+            )
+            enabled = False
+        super().__init__(
+            device, init_scale, growth_factor, backoff_factor, growth_interval, enabled
+        )
+        self._min_scale = min_scale
+        self._max_scale = max_scale
+        self._hysteresis = hysteresis
+        self._init_hysteresis_tracker = hysteresis
+        self._hysteresis_tracker: Tensor | None = None
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        if self._hysteresis > 1:
+            self._hysteresis_tracker = torch.full(
+                (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
+            )
+
+    def _unscale_grads_(
+        self,
+        optimizer: Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        params = list(itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups))
+        grads = _C.collect_grads(params)
+        if not allow_fp16 and torch.float16 in dtypes_of(grads):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        per_device: dict[torch.device, Tensor] = {}
+        if not _C.fusable(grads):
+            foreign = [p for p in params if p.grad is not None and not _C.fusable([p.grad])]
+            grads = [g for g in grads if _C.fusable([g])]
+            per_device = super()._unscale_grads_(
+                cast(Optimizer, SimpleNamespace(param_groups=[{"params": foreign}])),
+                inv_scale,
+                found_inf,
+                allow_fp16,
+            )
+        if grads:
+            device = grads[0].device
+            if device not in per_device:
+                per_device[device] = found_inf.to(device=device, copy=True)
+            if _unscale(grads, inv_scale.item()):
+                per_device[device].fill_(1.0)
+        return per_device
+
+    def step(
+        self,
+        optimizer: Optimizer,
+        *args: Any,
+        max_norm: float | None = None,
+        **kwargs: Any,
+    ) -> float | None:
+        """Unscale the gradients, check them, clip them if asked, and step the optimizer.
+
+        The step is skipped if a gradient is infinite or NaN. As in torch, gradients that
+        `unscale_` has already checked are not checked again.
+
+        Args:
+            optimizer: any optimizer.
+            *args, **kwargs: go to `optimizer.step`.
+            max_norm: clip the unscaled gradients of all parameters of `optimizer` to this global
+                2-norm. faststep's optimizers do it inside the step, without a pass more; for
+                others the gradients are unscaled and clipped in place first. Default: None, no
+                clipping.
+
+        Returns:
+            What `optimizer.step` returns, or None where it was not called.
+
+        Raises:
+            RuntimeError: second step since `update`, keyword `closure` with a scaler that is
+                enabled, or a closure together with `max_norm` for an optimizer not of faststep.
+            AssertionError: `scale` was never called, or no gradient was checked.
+            ValueError: float16 gradients, where they must be unscaled before the step.
+        """
+        fused = isinstance(optimizer, FusedOptimizer)
+        lent: dict[str, Any] = {}
+        if max_norm is not None and fused:
+            lent["_step_max_norm"] = max_norm
+        elif max_norm is not None:
+            self._clip_before_step(optimizer, max_norm, args, kwargs)
+        if not self._enabled:
+            with lent_attributes(optimizer, lent):
+                return cast("float | None", optimizer.step(*args, **kwargs))
+        if not fused and not takes_found_inf(optimizer):
+            return super().step(optimizer, *args, **kwargs)
+        state = self._begin_step(optimizer, kwargs)
+        scale = cast(Tensor, self._get_scale_async())
+        before: Tensor | None = getattr(optimizer, "grad_scale", None)
+        ready = state["stage"] is OptState.READY
+        lent["grad_scale"] = scale * (1 if before is None else before) if ready else before
+        measures = fused and ready and self._checks_like_ours()
+        if measures:
+            lent["found_inf"] = torch.zeros((), dtype=torch.float32, device=scale.device)
+            lent["_measure_found_inf"] = True
+            had_grads = has_grads(optimizer)
+        else:
+            if ready:
+                self._check_inf_per_device(optimizer)
+            found = state["found_inf_per_device"].values()
+            lent["found_inf"] = any_found(found, scale.device)
+        with lent_attributes(optimizer, lent):
+            result = cast("float | None", optimizer.step(*args, **kwargs))
+        # Without gradients nothing was checked, and torch's update() says so. A closure may have
+        # made the first ones.
+        if measures and (had_grads or has_grads(optimizer)):
+            state["found_inf_per_device"] = {lent["found_inf"].device: lent["found_inf"]}
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Update the scale from the overflows of this iteration, or set it to `new_scale`.
+
+        Does not wait for the device and does not write to any recorded found-inf tensor.
+
+        Args:
+            new_scale: a float or a 1-element tensor without requires_grad on the scaler's device
+                type; taken as it is, without regard to the bounds. Default: None.
+
+        Raises:
+            AssertionError: `scale` was never called, no gradient was checked since the last
+                update, or `new_scale` is a tensor of another kind.
+        """
+        if not self._enabled:
+            return
+        if new_scale is not None:
+            super().update(new_scale)
+            return
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        found = [
+            found_inf.to(device=scale.device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for found_inf in state["found_inf_per_device"].values()
+        ]
+        if not found:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        rule = ScaleRule(
+            self._growth_factor,
+            self._backoff_factor,
+            self._growth_interval,
+            self._min_scale,
+            self._max_scale,
+            self._hysteresis,
+        )
+        combined = sum(found[1:], start=found[0])
+        rule.update(scale, growth_tracker, self._hysteresis_tracker, combined)
+        states = cast("defaultdict[int, dict[str, Any]]", self._per_optimizer_states)
+        self._per_optimizer_states = defaultdict(states.default_factory)
+
+    def _get_hysteresis_tracker(self) -> int:
+        if self._hysteresis_tracker is None:
+            return self._init_hysteresis_tracker
+        return int(self._hysteresis_tracker.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's five entries, or none if disabled; `_hysteresis_tracker` with `hysteresis` > 1.
+
+        Waits for the device.
+        """
+        state = super().state_dict()
+        if self._enabled and self._hysteresis > 1:
+            state["_hysteresis_tracker"] = self._get_hysteresis_tracker()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of torch.amp.GradScaler.
+
+        Args:
+            state_dict: what `state_dict` returned; without `_hysteresis_tracker` that tracker
+                starts anew.
+
+        Raises:
+            RuntimeError: the state dict is empty, and this scaler is enabled.
+        """
+        super().load_state_dict(state_dict)
+        if not self._enabled:
+            return
+        left = min(int(state_dict.get("_hysteresis_tracker", self._hysteresis)), self._hysteresis)
+        self._init_hysteresis_tracker = left
+        if self._hysteresis_tracker is not None:
+            self._hysteresis_tracker.fill_(left)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            state["_init_hysteresis_tracker"] = self._get_hysteresis_tracker()
+            state["_hysteresis_tracker"] = None
+        return state
+
+    def _begin_step(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Raise torch's errors for a step out of order; return what is known of the optimizer."""
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        return state
+
+    def _clip_before_step(
+        self,
+        optimizer: Optimizer,
+        max_norm: float,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        """Unscale and clip in place, for an optimizer that cannot clip inside its step."""
+        if self._enabled:
+            state = self._begin_step(optimizer, kwargs)
+            if state["stage"] is OptState.READY:
+                self.unscale_(optimizer)
+        if any(callable(value) for value in (*args, kwargs.get("closure"))):
+            raise RuntimeError(
+                "max_norm cannot be combined with a closure for "
+                f"{type(optimizer).__name__}: the closure computes the gradients after they are "
+                "clipped. Clip inside the closure instead, or use an optimizer of faststep.optim."
+            )
+        clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
+
+    def _checks_like_ours(self) -> bool:
+        """False in a subclass with a check of its own, which `step` must then not leave out."""
+        cls = type(self)
+        return (
+            cls._unscale_grads_ is GradScaler._unscale_grads_
+            and cls._check_inf_per_device is torch.amp.GradScaler._check_inf_per_device
+        )
+
+
+def _unscale(grads: list[Tensor], inv_scale: float) -> bool:
+    """Multiply in place; True if a gradient was not finite before. Times 1 writes nothing."""
+    if inv_scale == 1.0:
+        return _C.measure(grads, 1.0)[1]
+    found_inf = _C.unscale(grads, inv_scale)[1]
+    increment_version(grads)
+    return found_inf

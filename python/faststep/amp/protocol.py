@@ -1,0 +1,70 @@
+"""What a scaler and an optimizer that skips and unscales by itself tell each other.
+
+The scaler sets attributes for the time of one step: `grad_scale`, the 0-d float32 scale that is
+still in the gradients (None where they are unscaled), and `found_inf`, 0-d float32, not 0 where
+the step must be skipped. This is torch's protocol for its fused optimizers. faststep's optimizers
+know two more: with `_measure_found_inf` their own first pass looks for overflows and writes
+`found_inf`; `_step_max_norm` is the global norm to clip to in this step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["any_found", "has_grads", "lent_attributes", "takes_found_inf"]
+
+
+def has_grads(optimizer: Optimizer) -> bool:
+    """True if any parameter has a gradient."""
+    return any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+
+
+def takes_found_inf(optimizer: Optimizer) -> bool:
+    """True for optimizers that skip and unscale by themselves, as torch's fused ones do.
+
+    Those whose step takes a `grad_scaler` follow an older protocol, which torch handles.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    return "grad_scaler" not in inspect.signature(optimizer.step).parameters
+
+
+def any_found(found: Iterable[Tensor], device: torch.device) -> Tensor:
+    """A new 0-d float32 tensor: 1 if any flag is set, else 0."""
+    total = torch.zeros((), dtype=torch.float32, device=device)
+    for flag in found:
+        total += flag.to(device, non_blocking=True)
+    return total.ne_(0.0)
+
+
+@contextlib.contextmanager
+def lent_attributes(optimizer: Optimizer, values: dict[str, Any]) -> Iterator[None]:
+    """Set attributes for one step.
+
+    All are gone afterwards, as with torch's scaler; if the step raises, what was there before
+    (a `grad_scale` of the user) is put back, so that the step can be tried again.
+    """
+    before = {name: value for name, value in vars(optimizer).items() if name in values}
+    for name, value in values.items():
+        setattr(optimizer, name, value)
+    try:
+        yield
+    except BaseException:
+        _remove(optimizer, values)
+        for name, value in before.items():
+            setattr(optimizer, name, value)
+        raise
+    _remove(optimizer, values)
+
+
+def _remove(optimizer: Optimizer, names: Iterable[str]) -> None:
+    for name in names:
+        with contextlib.suppress(AttributeError):  # the step may have removed it itself
+            delattr(optimizer, name)

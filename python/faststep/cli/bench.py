@@ -1,0 +1,83 @@
+"""``python -m faststep bench``: ratios on this machine against torch and the rivals installed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from faststep.cli import plots
+from faststep.cli.console import Progress
+from faststep.cli.report import as_json, as_text, machine
+from faststep.cli.timing import CopyMeter, Outcome, run_contest
+from faststep.cli.workloads import FAMILIES, MAX_NORM, SHAPES, Work
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "measure faststep against torch and the rivals installed, in one run on this machine"
+
+_QUICK_SHAPES = ("2000 x 64", "16 x 1M")
+_DEFAULT_SHAPES = ("2000 x 64", "16 x 1M", "ResNet-50")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``bench``."""
+    parser.add_argument(
+        "--quick", action="store_true", help=f"only {' and '.join(_QUICK_SHAPES)}, few rounds"
+    )
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        choices=list(SHAPES),
+        metavar="NAME",
+        help=f"any of {', '.join(SHAPES)} (GPT-2 small takes 8 GiB)",
+    )
+    parser.add_argument(
+        "--seconds", type=float, help="time per row of the tables; default 3, quick 0.5"
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("faststep-bench.png"),
+        metavar="PNG",
+        help="where the plot goes; default: %(default)s",
+    )
+    parser.add_argument("--no-plot", action="store_true", help="write no plot")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's time")
+
+
+def _works(shapes: Sequence[str]) -> list[Work]:
+    return [Work(family, name, SHAPES[name]()) for name in shapes for family in FAMILIES]
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Measure and print tables, and write the plot."""
+    output = None if arguments.no_plot else plots.plot_path(arguments.output)
+    shapes = arguments.shapes or (_QUICK_SHAPES if arguments.quick else _DEFAULT_SHAPES)
+    seconds = arguments.seconds
+    if seconds is None:
+        seconds = 0.5 if arguments.quick else 3.0
+    works = _works(shapes)
+    meter = CopyMeter()
+    progress = Progress(len(works))
+    outcomes: list[Outcome] = []
+    for i, work in enumerate(works):
+        progress.show(i, f"{work.key}")
+        outcomes.append(run_contest(work, meter, seconds, 3 if arguments.quick else 5))
+    progress.show(len(works), "done")
+    progress.close()
+
+    print(f"{machine()}\n")
+    print(
+        f"fp32 on the CPU; the gradients' norm is {works[0].true_norm:g} and the limit "
+        f"{MAX_NORM:g}, so clipping acts. Contenders take turns; medians.\n"
+    )
+    print(as_text(outcomes))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(as_json(outcomes), indent=1) + "\n")
+        print(f"Every round: {arguments.json}", file=sys.stderr)
+    if output is not None:
+        plots.plot_outcomes(output, machine(), outcomes)
+        print(f"Plot: {output}")

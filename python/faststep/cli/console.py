@@ -1,0 +1,82 @@
+"""Plain-text output shared by the sub-commands: errors, tables and a progress bar."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO
+
+__all__ = ["CommandError", "Progress", "table"]
+
+
+class CommandError(Exception):
+    """A problem that the user can solve; shown as one message without a traceback."""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False) -> str:
+    """Lay out a table with the first column to the left and the others to the right.
+
+    Args:
+        header: one title per column.
+        rows: one text per column and row.
+        markdown: write a GitHub-flavoured Markdown table.
+
+    Returns:
+        The table's lines joined by newlines, without a newline at the end.
+    """
+    lines = [list(header), *[list(row) for row in rows]]
+    widths = [max(3, *(len(line[i]) for line in lines)) for i in range(len(header))]
+
+    def align(cells: Sequence[str]) -> list[str]:
+        return [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+
+    if markdown:
+        rule = ["-" * widths[0], *["-" * (width - 1) + ":" for width in widths[1:]]]
+        body = [align(lines[0]), rule, *[align(line) for line in lines[1:]]]
+        return "\n".join("| " + " | ".join(cells) + " |" for cells in body)
+    body = [align(lines[0]), ["-" * width for width in widths], *map(align, lines[1:])]
+    return "\n".join("  ".join(cells).rstrip() for cells in body)
+
+
+class Progress:
+    """A progress bar on a terminal, and a line per tenth of the way elsewhere.
+
+    Args:
+        total: number of steps.
+        stream: where to write; default: stderr.
+        width: the bar's width in characters.
+    """
+
+    def __init__(self, total: int, stream: TextIO | None = None, width: int = 28) -> None:
+        self.total = max(1, total)
+        self.stream = sys.stderr if stream is None else stream
+        self.width = width
+        self._started = time.monotonic()
+        self._live = self.stream.isatty()
+        self._last_tenth = 0
+        self._last_length = 0
+
+    def show(self, done: int, note: str = "") -> None:
+        """Show that ``done`` of the steps are behind us, with a short note beside the bar."""
+        elapsed = time.monotonic() - self._started
+        left = elapsed / max(1, done) * (self.total - done)
+        filled = self.width * done // self.total
+        bar = "#" * filled + "." * (self.width - filled)
+        line = f"[{bar}] {done}/{self.total}  {left:3.0f} s left  {note}"
+        if self._live:
+            self.stream.write("\r" + line.ljust(self._last_length))
+            self._last_length = len(line)
+        elif 10 * done // self.total > self._last_tenth:
+            self._last_tenth = 10 * done // self.total
+            self.stream.write(line + "\n")
+        self.stream.flush()
+
+    def close(self) -> None:
+        """End the bar's line."""
+        if self._live:
+            self.stream.write("\n")
+            self.stream.flush()

@@ -1,0 +1,173 @@
+"""Who is measured: faststep, torch and the rivals, each as a function that does one round."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+import faststep
+from faststep.cli.workloads import INIT_SCALE, MAX_NORM, Work
+
+__all__ = [
+    "CONTENDERS",
+    "OURS",
+    "SWAPPED",
+    "Contender",
+    "Round",
+    "UnavailableError",
+    "contenders_of",
+]
+
+Round = Callable[[], object]
+
+OURS = "faststep"
+SWAPPED = "faststep, imports swapped"
+
+
+class UnavailableError(Exception):
+    """A rival that cannot be measured here; the message is shown in its place."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work.
+
+    Args:
+        name: shown in tables.
+        build: makes the optimizer for the parameters and returns the timed round; raises
+            :class:`UnavailableError` where the rival is missing or broken.
+    """
+
+    name: str
+    build: Callable[[Sequence[Parameter]], Round]
+
+
+@cache
+def _rival(module: str, distribution: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is not None and module.split(".")[0] == error.name.split(".")[0]:
+            raise UnavailableError(f"not installed (pip install {distribution})") from error
+        raise UnavailableError(f"import failed: {error}") from error
+    except (ImportError, OSError, RuntimeError) as error:
+        raise UnavailableError(f"import failed: {error}") from error
+
+
+def _torch_chain(parameters: Sequence[Parameter], **options: Any) -> Round:
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE)
+    scaler.scale(torch.zeros(()))
+
+    def chain() -> None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return chain
+
+
+def _swapped_chain(parameters: Sequence[Parameter]) -> Round:
+    optimizer = faststep.optim.AdamW(parameters, lr=1e-4)
+    scaler = faststep.amp.GradScaler("cpu", init_scale=INIT_SCALE)
+    scaler.scale(torch.zeros(()))
+
+    def chain() -> None:
+        scaler.unscale_(optimizer)
+        faststep.clip_grad_norm_(parameters, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return chain
+
+
+def _fused_chain(parameters: Sequence[Parameter]) -> Round:
+    optimizer = faststep.optim.AdamW(parameters, lr=1e-4)
+    scaler = faststep.amp.GradScaler("cpu", init_scale=INIT_SCALE)
+    scaler.scale(torch.zeros(()))
+
+    def chain() -> None:
+        scaler.step(optimizer, max_norm=MAX_NORM)
+        scaler.update()
+
+    return chain
+
+
+def _step(make: Callable[..., Any], parameters: Sequence[Parameter], **options: Any) -> Round:
+    step: Round = make(list(parameters), lr=1e-4, **options).step
+    return step
+
+
+def _deepspeed(parameters: Sequence[Parameter]) -> Round:
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    make = _rival("deepspeed.ops.adam", "deepspeed").DeepSpeedCPUAdam
+    try:
+        return _step(make, parameters, weight_decay=0.01, adamw_mode=True)
+    except (ImportError, OSError, RuntimeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UnavailableError(f"its compilation at run time failed: {reason}") from error
+
+
+def _optimi(name: str, parameters: Sequence[Parameter]) -> Round:
+    make = getattr(_rival("optimi", "torch-optimi"), name)
+    return _step(make, parameters, weight_decay=0.01)
+
+
+def _bitsandbytes(name: str, parameters: Sequence[Parameter]) -> Round:
+    make = getattr(_rival("bitsandbytes.optim", "bitsandbytes"), name)
+    return _step(make, parameters, weight_decay=0.01)
+
+
+def _torch_step(make: Callable[..., Any], **options: Any) -> Callable[[Sequence[Parameter]], Round]:
+    return partial(_step, make, **options)
+
+
+def _clip(clip: Callable[..., object]) -> Callable[[Sequence[Parameter]], Round]:
+    return lambda parameters: partial(clip, parameters, MAX_NORM)
+
+
+CONTENDERS: Mapping[str, tuple[Contender, ...]] = MappingProxyType(
+    {
+        "chain": (
+            Contender(OURS, _fused_chain),
+            Contender(SWAPPED, _swapped_chain),
+            Contender("torch fused", partial(_torch_chain, fused=True)),
+            Contender("torch foreach", partial(_torch_chain, foreach=True)),
+            Contender("torch default", _torch_chain),
+        ),
+        "adamw": (
+            Contender(OURS, _torch_step(faststep.optim.AdamW)),
+            Contender("torch fused", _torch_step(torch.optim.AdamW, fused=True)),
+            Contender("DeepSpeedCPUAdam", _deepspeed),
+            Contender("optimi AdamW", partial(_optimi, "AdamW")),
+            Contender("bitsandbytes AdamW8bit", partial(_bitsandbytes, "AdamW8bit")),
+        ),
+        "sgd": (
+            Contender(OURS, _torch_step(faststep.optim.SGD, momentum=0.9)),
+            Contender("torch fused", _torch_step(torch.optim.SGD, momentum=0.9, fused=True)),
+        ),
+        "lion": (
+            Contender(OURS, _torch_step(faststep.optim.Lion, weight_decay=0.01)),
+            Contender("optimi Lion", partial(_optimi, "Lion")),
+        ),
+        "clip": (
+            Contender(OURS, _clip(faststep.clip_grad_norm_)),
+            Contender("torch", _clip(torch.nn.utils.clip_grad_norm_)),
+        ),
+    }
+)
+
+
+def contenders_of(work: Work) -> tuple[Contender, ...]:
+    """Those who take part in a work, ours first."""
+    everyone = CONTENDERS[work.family]
+    return tuple(c for c in everyone if not work.only or c.name in work.only)

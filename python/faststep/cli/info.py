@@ -1,0 +1,109 @@
+"""``python -m faststep info``: what this build uses on this machine, and why not more."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import faststep
+from faststep import _C
+
+__all__ = ["HELP", "add_arguments", "collect", "cpu_model", "run", "version_of"]
+
+HELP = "show versions, the instruction set, the thread pool and the state of CUDA"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of ``info``."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead")
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, None where it is not installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def cpu_model() -> str:
+    """The processor's name as the operating system reports it."""
+    listing = Path("/proc/cpuinfo")
+    if listing.is_file():
+        for line in listing.read_text(errors="replace").splitlines():
+            name, _, value = line.partition(":")
+            if name.strip() in ("model name", "Model", "cpu model"):
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _usable_cores() -> int:
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _instruction_set(cpu: dict[str, Any]) -> str:
+    forced = os.environ.get("FASTSTEP_CPU")
+    missing = [level for level in cpu["compiled"] if level not in cpu["supported"]]
+    parts = [cpu["isa"] + (f", forced by FASTSTEP_CPU={forced}" if forced else "")]
+    parts.append("usable here: " + ", ".join(cpu["supported"]))
+    if missing:
+        parts.append("compiled but not offered by this processor: " + ", ".join(missing))
+    return "; ".join(parts)
+
+
+def _thread_pool(kind: str) -> str:
+    if kind == "torch_parallel_for":
+        return f"torch's own intra-op pool, {torch.get_num_threads()} threads (torch_parallel_for)"
+    return (
+        f"the calling thread only: this torch exports no torch_parallel_for, so its "
+        f"{torch.get_num_threads()} threads stay unused"
+    )
+
+
+def _torch_cuda() -> str:
+    if torch.version.cuda is None:
+        return "none: this torch was built without CUDA"
+    if not torch.cuda.is_available():
+        return (
+            f"none: this torch was built for CUDA {torch.version.cuda} but finds no usable device"
+        )
+    names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    return f"CUDA {torch.version.cuda}: {names}"
+
+
+def collect() -> dict[str, str]:
+    """What ``info`` shows: a title and a text for each line."""
+    gil = getattr(sys, "_is_gil_enabled", None)
+    threading = " (free-threaded)" if gil is not None and not gil() else ""
+    cpu = _C.cpu_info()
+    return {
+        "faststep": f"{version_of('faststep') or 'not packaged'}, {Path(faststep.__file__).parent}",
+        "torch": f"{torch.__version__} (its CPU kernels: {torch.backends.cpu.get_cpu_capability()})",
+        "Python": f"{platform.python_version()} {platform.python_implementation()}{threading}",
+        "system": platform.platform(),
+        "processor": f"{cpu_model()}, {_usable_cores()} cores usable by this process",
+        "instruction set": _instruction_set(dict(cpu)),
+        "threads": _thread_pool(cpu["threads"]),
+        "CUDA in faststep": "none: this build holds CPU kernels only",
+        "CUDA in torch": _torch_cuda(),
+    }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print what :func:`collect` finds."""
+    facts = collect()
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts))
+    for title, text in facts.items():
+        print(f"{title.ljust(width)}  {text}")

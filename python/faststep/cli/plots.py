@@ -1,0 +1,180 @@
+"""PNG plots of the demo and of the benchmarks; the only module that needs matplotlib."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from faststep.cli.console import CommandError
+from faststep.cli.contenders import OURS, contenders_of
+from faststep.cli.report import times
+from faststep.cli.timing import Outcome
+from faststep.cli.workloads import FAMILIES
+
+__all__ = ["plot_curves", "plot_outcomes", "plot_path"]
+
+_COLOURS = ("#1f77b4", "#17becf", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
+
+
+def plot_path(output: Path) -> Path:
+    """Make sure, before the work, that a plot can be written.
+
+    Args:
+        output: the PNG's path; ``.png`` is added where it has no suffix, and a missing folder
+            is made.
+
+    Returns:
+        The path to write to.
+
+    Raises:
+        CommandError: matplotlib is missing, the name ends otherwise, or the folder cannot be made.
+    """
+    output = output if output.suffix else output.with_suffix(".png")
+    if output.suffix.lower() != ".png":
+        raise CommandError(f"the plot is a PNG, so {output} must end in .png")
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"the plot's folder cannot be made: {error}") from error
+    try:
+        importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise CommandError(
+            'the plot needs matplotlib: pip install "faststep[demo]", or pass --no-plot'
+        ) from error
+    return output
+
+
+def _figure(width: float, height: float) -> Any:
+    figure = importlib.import_module("matplotlib.figure").Figure(
+        figsize=(width, height), layout="constrained"
+    )
+    importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    return figure
+
+
+def plot_curves(
+    output: Path,
+    title: str,
+    losses: dict[str, list[float]],
+    phases: dict[str, dict[str, float]],
+) -> None:
+    """Plot two loss curves, their difference, and the time of each phase.
+
+    Args:
+        output: the PNG's path.
+        title: above the plot.
+        losses: the loss of every step for each of the two runs.
+        phases: the median seconds of each phase for each run.
+    """
+    figure = _figure(11, 5)
+    figure.suptitle(title)
+    grid = figure.add_gridspec(2, 2, width_ratios=(3, 2), height_ratios=(3, 1))
+    curves = figure.add_subplot(grid[0, 0])
+    (first, a), (second, b) = losses.items()
+    curves.plot(a, color=_COLOURS[2], linewidth=4, alpha=0.6, label=first)
+    curves.plot(b, color=_COLOURS[0], linewidth=1.2, label=second)
+    curves.set_ylabel("loss (nats per byte)")
+    curves.legend()
+    difference = figure.add_subplot(grid[1, 0], sharex=curves)
+    difference.plot([abs(x - y) for x, y in zip(a, b, strict=True)], color="black", linewidth=1)
+    difference.set_yscale("symlog", linthresh=1e-7)
+    difference.set_ylabel("|difference|")
+    difference.set_xlabel("step")
+    bars = figure.add_subplot(grid[:, 1])
+    names = list(next(iter(phases.values())))
+    for i, (run, seconds) in enumerate(phases.items()):
+        places = [place + 0.4 * i - 0.2 for place in range(len(names))]
+        values = [1e3 * seconds[name] for name in names]
+        drawn = bars.barh(places, values, 0.36, color=_COLOURS[2 if i == 0 else 0], label=run)
+        bars.bar_label(drawn, fmt="%.3g", padding=2, fontsize=8)
+    bars.set_yticks(range(len(names)), names)
+    bars.invert_yaxis()
+    bars.set_xlabel("median ms per step")
+    bars.margins(x=0.15)
+    bars.legend()
+    figure.savefig(output, dpi=130)
+
+
+def _ratio_bars(axes: Any, family: str, outcomes: Sequence[Outcome]) -> None:
+    names = [c.name for c in contenders_of(outcomes[0].work) if c.name != OURS]
+    height = 0.8 / max(1, len(names))
+    everything = [r for o in outcomes for r in map(o.ratio, names) if not math.isnan(r)]
+    left, right = 0.7 * min([0.9, *everything]), 1.6 * max([2.0, *everything])
+    for i, name in enumerate(names):
+        ratios = [outcome.ratio(name) for outcome in outcomes]
+        places = [row - 0.4 + height * (i + 0.5) for row in range(len(outcomes))]
+        drawn = axes.barh(
+            places,
+            [left if math.isnan(ratio) else ratio for ratio in ratios],
+            0.9 * height,
+            color=_COLOURS[(i + 1) % len(_COLOURS)],
+            label=name,
+        )
+        labels = ["not measured" if math.isnan(ratio) else times(ratio) for ratio in ratios]
+        axes.bar_label(drawn, labels, padding=2, fontsize=7)
+    axes.axvline(1.0, color=_COLOURS[0], linewidth=1.5, label=f"{OURS} = 1")
+    axes.set_xscale("log")
+    axes.set_xlim(left, right)
+    ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500) if left <= t <= right]
+    axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+    axes.minorticks_off()
+    axes.set_yticks(range(len(outcomes)), [outcome.work.label for outcome in outcomes])
+    axes.invert_yaxis()
+    axes.set_title(FAMILIES[family].title, fontsize=9)
+    axes.set_xlabel("time / faststep's time")
+    axes.legend(fontsize=7)
+
+
+def _sweep_lines(axes: Any, sweep: str, outcomes: Sequence[Outcome]) -> None:
+    for i, contender in enumerate(contenders_of(outcomes[0].work)):
+        points = [
+            (
+                len(outcome.work.shapes) if sweep == "tensors" else outcome.work.elements,
+                1e3 * outcome.median(contender.name),
+            )
+            for outcome in outcomes
+        ]
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, marker="o", color=_COLOURS[i % len(_COLOURS)], label=contender.name)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("tensors of 64 elements" if sweep == "tensors" else "elements of one tensor")
+    axes.set_ylabel("median ms")
+    axes.set_title(f"AMP chain, cost against the number of {sweep}", fontsize=9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=7)
+
+
+def plot_outcomes(output: Path, title: str, outcomes: Sequence[Outcome]) -> None:
+    """Plot the ratios of every family as bars and the sweeps as lines.
+
+    Args:
+        output: the PNG's path.
+        title: above the plot.
+        outcomes: what was measured; those that hold no times are left out.
+    """
+    measured = [outcome for outcome in outcomes if outcome.seconds]
+    bars = {
+        family: [o for o in measured if o.work.family == family and not o.work.sweep]
+        for family in FAMILIES
+    }
+    panels = [(family, chosen) for family, chosen in bars.items() if chosen]
+    sweeps = [
+        (sweep, [o for o in measured if o.work.sweep == sweep]) for sweep in ("tensors", "elements")
+    ]
+    panels += [(sweep, chosen) for sweep, chosen in sweeps if chosen]
+    columns = min(2, max(1, len(panels)))
+    lines = math.ceil(len(panels) / columns)
+    figure = _figure(6.5 * columns, 4 * max(1, lines))
+    figure.suptitle(title, fontsize=8)
+    for i, (name, chosen) in enumerate(panels):
+        axes = figure.add_subplot(lines, columns, i + 1)
+        if name in FAMILIES:
+            _ratio_bars(axes, name, chosen)
+        else:
+            _sweep_lines(axes, name, chosen)
+    figure.savefig(output, dpi=130)

@@ -1,0 +1,163 @@
+"""How it is measured: rounds in turn, medians, and the machine's copy rate from the same minutes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from faststep.cli.contenders import OURS, Contender, Round, UnavailableError, contenders_of
+from faststep.cli.workloads import Arena, Work, available_bytes
+
+__all__ = ["Contest", "CopyMeter", "Outcome", "run_contest"]
+
+
+@dataclass
+class Outcome:
+    """What one work gave.
+
+    Args:
+        work: what was measured.
+        seconds: the rounds' times for each contender, in the order of the tables.
+        absent: the reason for each contender that could not be measured.
+        copy_rate: bytes per second of ``copy_`` during the work, 8 bytes per fp32 element.
+    """
+
+    work: Work
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    copy_rate: float = float("nan")
+
+    def median(self, contender: str) -> float:
+        """The median round in seconds; NaN where the contender was not measured."""
+        times = self.seconds.get(contender)
+        return statistics.median(times) if times else float("nan")
+
+    def ratio(self, rival: str, contender: str = OURS) -> float:
+        """How many times as long as ``contender`` the rival takes; above 1 we are faster."""
+        return self.median(rival) / self.median(contender)
+
+    def rate(self, contender: str) -> float:
+        """The least traffic of the work over the contender's median, in bytes per second."""
+        return self.work.least_bytes / self.median(contender)
+
+
+class CopyMeter:
+    """Measures torch's ``copy_`` between two buffers that no cache holds.
+
+    Args:
+        elements: fp32 elements per buffer; default: 32 Mi, 128 MiB a buffer.
+    """
+
+    def __init__(self, elements: int = 1 << 25) -> None:
+        self._source = torch.ones(elements)
+        self._target = torch.zeros(elements)
+        self._seconds: list[float] = []
+
+    def measure(self) -> None:
+        """Time one copy."""
+        start = time.perf_counter()
+        self._target.copy_(self._source)
+        self._seconds.append(time.perf_counter() - start)
+
+    def take(self) -> float:
+        """The median rate since the last call in bytes per second, reads and writes counted."""
+        rate = 2 * self._source.nbytes / statistics.median(self._seconds)
+        self._seconds.clear()
+        return rate
+
+
+class Contest:
+    """The contenders of one work, ready to run on the same tensors.
+
+    Args:
+        work: what is measured.
+        seed: seed of the tensors.
+
+    A contender is built on first use and does one untimed round, which must have changed the
+    tensors: a contender that does nothing is not a rival.
+    """
+
+    def __init__(self, work: Work, seed: int = 0) -> None:
+        self.outcome = Outcome(work)
+        self._rounds: dict[str, Round] = {}
+        self._arena: Arena | None = None
+        self._seed = seed
+        needed, free = work.bytes_needed(len(contenders_of(work))), available_bytes()
+        if free is not None and needed > free:
+            reason = f"needs {needed / 2**30:.0f} GiB of memory, {free / 2**30:.0f} GiB are free"
+            self.outcome.absent = {c.name: reason for c in contenders_of(work)}
+
+    def refill(self) -> None:
+        """Restore the gradients; belongs before each round, untimed."""
+        if self._arena is not None:
+            self._arena.refill()
+
+    def round_of(self, contender: Contender) -> Round | None:
+        """The function to time; None where the contender is absent, with the reason noted."""
+        if contender.name in self.outcome.absent:
+            return None
+        if contender.name not in self._rounds:
+            if self._arena is None:
+                self._arena = Arena(self.outcome.work, self._seed)
+            try:
+                round_ = contender.build(self._arena.parameters)
+            except UnavailableError as reason:
+                self.outcome.absent[contender.name] = str(reason)
+                return None
+            self._warm_up(contender.name, round_, self._arena)
+            self._rounds[contender.name] = round_
+        return self._rounds[contender.name]
+
+    @staticmethod
+    def _warm_up(name: str, round_: Round, arena: Arena) -> None:
+        arena.refill()
+        before = arena.probe()
+        round_()
+        after = arena.probe()
+        if torch.equal(before, after) or not bool(torch.isfinite(after).all()):
+            raise RuntimeError(f"{name} did not do the work {arena.work.key!r}")
+
+
+def run_contest(
+    work: Work,
+    meter: CopyMeter,
+    seconds: float,
+    least_rounds: int = 5,
+    progress: Callable[[str], None] | None = None,
+) -> Outcome:
+    """Let the contenders of a work take turns until the time is over.
+
+    Args:
+        work: what is measured.
+        meter: measures the copy rate once per turn.
+        seconds: stop after the turn that passes this time.
+        least_rounds: turns to do even when they take longer.
+        progress: called with a contender's name before it is built.
+
+    Returns:
+        The times of all rounds.
+    """
+    contest = Contest(work)
+    rounds: list[tuple[str, Round]] = []
+    for contender in contenders_of(work):
+        if progress is not None:
+            progress(contender.name)
+        round_ = contest.round_of(contender)
+        if round_ is not None:
+            rounds.append((contender.name, round_))
+    started, turns = time.perf_counter(), 0
+    while rounds and (turns < least_rounds or time.perf_counter() - started < seconds):
+        for name, round_ in rounds:
+            contest.refill()
+            start = time.perf_counter()
+            round_()
+            contest.outcome.seconds.setdefault(name, []).append(time.perf_counter() - start)
+        meter.measure()
+        turns += 1
+    if rounds:
+        contest.outcome.copy_rate = meter.take()
+    return contest.outcome

@@ -1,0 +1,197 @@
+"""What is measured: tensor shapes, the work on them, and the memory that one work needs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "FAMILIES",
+    "INIT_SCALE",
+    "MAX_NORM",
+    "SHAPES",
+    "Arena",
+    "Family",
+    "Shapes",
+    "Work",
+    "available_bytes",
+    "count_elements",
+    "resnet50",
+]
+
+Shapes = tuple[tuple[int, ...], ...]
+
+MAX_NORM = 1.0
+INIT_SCALE = 65536.0
+
+
+def resnet50() -> Shapes:
+    """Parameter shapes of ResNet-50: 161 tensors, 25.6 M elements (He et al., 2015)."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    incoming = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += [(width, incoming, 1, 1), (width,), (width,)]
+            shapes += [(width, width, 3, 3), (width,), (width,)]
+            shapes += [(4 * width, width, 1, 1), (4 * width,), (4 * width,)]
+            if block == 0:
+                shapes += [(4 * width, incoming, 1, 1), (4 * width,), (4 * width,)]
+            incoming = 4 * width
+    return (*shapes, (1000, 2048), (1000,))
+
+
+def gpt2_small() -> Shapes:
+    """Parameter shapes of GPT-2 small: 148 tensors, 124.4 M elements (Radford et al., 2019)."""
+    d = 768
+    block = ((d,), (d,), (3 * d, d), (3 * d,), (d, d), (d,))
+    mlp = ((d,), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,))
+    return ((50257, d), (1024, d), *((block + mlp) * 12), (d,), (d,))
+
+
+SHAPES: Mapping[str, Callable[[], Shapes]] = MappingProxyType(
+    {
+        "2000 x 64": lambda: ((64,),) * 2000,
+        "16 x 1M": lambda: ((1 << 20,),) * 16,
+        "ResNet-50": resnet50,
+        "GPT-2 small": gpt2_small,
+    }
+)
+
+
+def count_elements(shapes: Shapes) -> int:
+    """Elements of all tensors together."""
+    return sum(int(torch.Size(shape).numel()) for shape in shapes)
+
+
+@dataclass(frozen=True)
+class Family:
+    """A kind of work and the bytes that it must move at least.
+
+    Args:
+        title: what is timed.
+        bytes_per_element: the least traffic of fp32 work: every operand is read once in each pass
+            that needs it, and written once.
+        scaled: whether the gradients arrive multiplied by the loss scale.
+    """
+
+    title: str
+    bytes_per_element: int
+    scaled: bool = False
+
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        # Pass one reads g; pass two reads p, g, m, v and writes p, m, v.
+        "chain": Family("AMP chain, AdamW: unscale_, clip_grad_norm_, step, update", 32, True),
+        "adamw": Family("plain AdamW step", 28),
+        "sgd": Family("plain SGD step with momentum", 20),
+        "lion": Family("plain Lion step", 20),
+        # Pass one reads g; pass two reads and writes it.
+        "clip": Family("clip_grad_norm_ alone", 12),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One row of the benchmarks: a family of work on tensors of given shapes.
+
+    Args:
+        family: a key of ``FAMILIES``.
+        label: the shapes' name.
+        shapes: the tensors' shapes.
+        true_norm: the unscaled gradients' global norm; ``MAX_NORM`` clips what is above 1.
+        fresh_gradients: every round gets newly allocated gradients, as after
+            ``zero_grad(set_to_none=True)``; otherwise the same tensors are refilled.
+        sweep: the sweep that the work is a point of: "tensors", "elements" or "".
+        only: names of the contenders to measure; empty for all of the family.
+    """
+
+    family: str
+    label: str
+    shapes: Shapes
+    true_norm: float = 4.0
+    fresh_gradients: bool = False
+    sweep: str = ""
+    only: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """A name that identifies the work in reports."""
+        return f"{self.family} | {self.label}"
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters together."""
+        return count_elements(self.shapes)
+
+    @property
+    def least_bytes(self) -> int:
+        """The bytes that the work must move at least."""
+        return FAMILIES[self.family].bytes_per_element * self.elements
+
+    def bytes_needed(self, contenders: int) -> int:
+        """Memory for parameters, gradients, their source, states and torch's temporaries.
+
+        Args:
+            contenders: how many optimizers keep states side by side.
+        """
+        states = {"chain": 2, "adamw": 2, "sgd": 1, "lion": 1, "clip": 0}[self.family]
+        return 4 * self.elements * (3 + states * contenders + 2)
+
+
+class Arena:
+    """The tensors of one work, shared by all contenders so that they touch the same memory.
+
+    Args:
+        work: what is measured.
+        seed: seed of the parameters and gradients.
+    """
+
+    def __init__(self, work: Work, seed: int = 0) -> None:
+        self.work = work
+        generator = torch.Generator().manual_seed(seed)
+        self.parameters = [
+            torch.nn.Parameter(torch.empty(shape).normal_(0.0, 0.02, generator=generator))
+            for shape in work.shapes
+        ]
+        self._source = [torch.empty(shape).normal_(generator=generator) for shape in work.shapes]
+        squares = sum(float(g.square().sum(dtype=torch.float64)) for g in self._source)
+        scale = INIT_SCALE if FAMILIES[work.family].scaled else 1.0
+        for gradient in self._source:
+            gradient.mul_(work.true_norm * scale / squares**0.5)
+        for parameter, gradient in zip(self.parameters, self._source, strict=True):
+            parameter.grad = gradient.clone()
+
+    def refill(self) -> None:
+        """Give every parameter its gradient back; belongs before each round, untimed."""
+        for parameter, gradient in zip(self.parameters, self._source, strict=True):
+            if parameter.grad is None or self.work.fresh_gradients:
+                parameter.grad = gradient.clone()
+            else:
+                parameter.grad.copy_(gradient)
+
+    def probe(self) -> Tensor:
+        """Copies of the first values of the first and last parameter and gradient."""
+        ends = (self.parameters[0], self.parameters[-1])
+        tensors = [t for p in ends for t in (p.detach(), p.grad) if t is not None]
+        return torch.cat([t.flatten()[:8] for t in tensors]).clone()
+
+
+def available_bytes() -> int | None:
+    """Memory that can be used without swapping, None where the system does not tell."""
+    listing = Path("/proc/meminfo")
+    if listing.is_file():
+        for line in listing.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    names: Sequence[str] = list(getattr(os, "sysconf_names", ()))
+    if "SC_AVPHYS_PAGES" in names:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None

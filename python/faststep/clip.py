@@ -1,0 +1,215 @@
+"""Gradient clipping: torch.nn.utils' functions in one pass to measure and one to scale.
+
+The four functions have the names, arguments, results and errors of torch.nn.utils. What differs:
+
+* The norm is summed in double precision over one fixed tree, so it is the same for any number of
+  threads, does not overflow for gradients of about 1e19 and is within 1e-6 of the exact value.
+  torch's CPU functions sum in float32. The result is rounded to torch's result dtype at the end;
+  the clip coefficient and the check for a finite norm use the unrounded value.
+* Gradients are written only where the coefficient changes them.
+
+Gradients other than plain strided real CPU tensors (CUDA, sparse, complex, DTensor and other
+wrapper classes, integer), and calls inside torch.compile, go to torch's function of the same name;
+a list with one such gradient goes there as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import types
+import warnings
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_ as _torch_clip_grad_norm_
+from torch.nn.utils import clip_grad_value_ as _torch_clip_grad_value_
+from torch.nn.utils import clip_grads_with_norm_ as _torch_clip_grads_with_norm_
+from torch.nn.utils import get_total_norm as _torch_get_total_norm
+
+from faststep import _C
+from faststep._torch import dtypes_of, increment_version, is_compiling
+
+__all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
+
+
+def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    return tensors if isinstance(tensors, (list, tuple)) else list(tensors)
+
+
+def _result(norm: float, tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+    dtype = functools.reduce(torch.promote_types, dtypes_of(tensors))
+    return torch.tensor(norm, dtype=dtype, device=tensors[0].device)
+
+
+def _raise_if_nonfinite(norm: float, norm_type: float) -> None:
+    if not math.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from "
+            "`parameters` is non-finite, so it cannot be clipped. To disable "
+            "this error and scale the gradients by the non-finite norm anyway, "
+            "set `error_if_nonfinite=False`"
+        )
+
+
+def _scale(grads: list[Tensor], max_norm: float, norm: float) -> None:
+    """Multiply by min(1, max_norm / (norm + 1e-6)); NaN counts as below 1, as in torch.clamp."""
+    denominator = norm + 1e-6
+    coefficient = max_norm / denominator if denominator else max_norm * math.inf
+    if not coefficient >= 1.0:
+        _C.scale(grads, coefficient)
+        increment_version(grads)
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """Scale all gradients so that their common norm is at most `max_norm`.
+
+    Each gradient becomes grad * min(1, max_norm / (norm + 1e-6)). With an infinite norm finite
+    elements become 0 and infinite ones NaN; with a NaN norm all become NaN, as in torch.
+
+    Args:
+        parameters: tensors of any shape, or one tensor; those without a gradient are left out.
+        max_norm: the largest norm allowed, in units of the gradients.
+        norm_type: order p of the norm; may be `inf`. Default: 2.0.
+        error_if_nonfinite: raise if the norm is NaN or infinite. Default: False.
+        foreach: accepted for torch's sake, changes nothing for CPU gradients. Default: None.
+
+    Returns:
+        The norm before clipping, 0-d, in the promoted dtype of the gradients and on the device of
+        the first; `tensor(0.)` if there is no gradient.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; or torch's errors
+            for gradients that go to torch (see the module's docstring).
+
+    Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks",
+    arXiv:1211.5063; formula and defaults of torch.nn.utils.clip_grad_norm_.
+    """
+    if is_compiling():
+        return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    is_generator = isinstance(parameters, types.GeneratorType)
+    parameters = _as_sequence(parameters)
+    if is_generator and not parameters:
+        warnings.warn(
+            "`parameters` is an empty generator, no gradient clipping will occur.",
+            stacklevel=2,
+        )
+    grads = _C.collect_grads(parameters)
+    if not grads or not _C.fusable(grads):
+        return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm_type = float(norm_type)
+    norm = _C.norm(grads, norm_type)
+    if error_if_nonfinite:
+        _raise_if_nonfinite(norm, norm_type)
+    _scale(grads, float(max_norm), norm)
+    return _result(norm, grads)
+
+
+def get_total_norm(
+    tensors: Tensor | Iterable[Tensor],
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """The norm of `tensors`, taken over the norms of the single tensors.
+
+    For p > 0 that is the norm of all elements in one vector. For p = 0 it is, as in torch, the
+    number of tensors that have a non-zero element.
+
+    Args:
+        tensors: tensors of any shape, or one tensor.
+        norm_type: order p of the norm; may be `inf`. Default: 2.0.
+        error_if_nonfinite: raise if the norm is NaN or infinite. Default: False.
+        foreach: accepted for torch's sake, changes nothing for CPU tensors. Default: None.
+
+    Returns:
+        The norm, 0-d, in the promoted dtype of the tensors and on the device of the first;
+        `tensor(0.)` for no tensors.
+
+    Raises:
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set; or torch's errors
+            for tensors that go to torch (see the module's docstring).
+
+    Source: torch.nn.utils.get_total_norm.
+    """
+    if is_compiling():
+        return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    tensors = _as_sequence(tensors)
+    if not tensors or not _C.fusable(tensors):
+        return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
+    norm_type = float(norm_type)
+    norm = _C.norm(tensors, norm_type)
+    if error_if_nonfinite:
+        _raise_if_nonfinite(norm, norm_type)
+    return _result(norm, tensors)
+
+
+def clip_grads_with_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    total_norm: Tensor,
+    foreach: bool | None = None,
+) -> None:
+    """Scale all gradients by min(1, max_norm / (total_norm + 1e-6)).
+
+    Args:
+        parameters: tensors of any shape, or one tensor; those without a gradient are left out.
+        max_norm: the largest norm allowed, in units of the gradients.
+        total_norm: the norm of the gradients, 0-d. Where it is not a plain CPU tensor the call
+            goes to torch's function, which does not wait for the device.
+        foreach: accepted for torch's sake, changes nothing for CPU gradients. Default: None.
+
+    Raises:
+        TypeError, RuntimeError: torch's errors for a `total_norm` that is not a 0-d tensor and for
+            gradients that go to torch (see the module's docstring).
+
+    Source: torch.nn.utils.clip_grads_with_norm_.
+    """
+    if is_compiling():
+        return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+    parameters = _as_sequence(parameters)
+    grads = _C.collect_grads(parameters)
+    readable = isinstance(total_norm, Tensor) and total_norm.dim() == 0 and _C.fusable([total_norm])
+    if not grads or not readable or not _C.fusable(grads):
+        return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+    _scale(grads, float(max_norm), total_norm.item())
+    return None
+
+
+def clip_grad_value_(
+    parameters: Tensor | Iterable[Tensor],
+    clip_value: float,
+    foreach: bool | None = None,
+) -> None:
+    """Clamp every element of the gradients to [-clip_value, clip_value]; NaN stays NaN.
+
+    Args:
+        parameters: tensors of any shape, or one tensor; those without a gradient are left out.
+        clip_value: the largest magnitude allowed, in units of the gradients. A negative or NaN
+            value goes to torch's function.
+        foreach: accepted for torch's sake, changes nothing for CPU gradients. Default: None.
+
+    Raises:
+        RuntimeError: torch's errors, among them the one for a list without any gradient.
+
+    Source: torch.nn.utils.clip_grad_value_.
+    """
+    if is_compiling():
+        return _torch_clip_grad_value_(parameters, clip_value, foreach)
+    parameters = _as_sequence(parameters)
+    limit = float(clip_value)
+    grads = _C.collect_grads(parameters)
+    if not grads or not limit >= 0.0 or not _C.fusable(grads):
+        return _torch_clip_grad_value_(parameters, limit, foreach)
+    _C.clamp(grads, limit)
+    increment_version(grads)
+    return None

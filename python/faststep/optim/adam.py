@@ -1,0 +1,147 @@
+"""Adam and AdamW."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .._torch import step_dtype
+from ._base import FusedOptimizer, Rule
+
+__all__ = ["Adam", "AdamW"]
+
+
+class _AdamStep(FusedOptimizer):
+    _keys = ("step", "exp_avg", "exp_avg_sq")
+    _amsgrad_keys = (*_keys, "max_exp_avg_sq")
+
+    def _rule_of(self, group: dict[str, Any]) -> Rule:
+        beta1, beta2 = group["betas"]
+        amsgrad = group["amsgrad"]
+        return Rule(
+            self._number_of["amsgrad" if amsgrad else "adam"],
+            self._amsgrad_keys if amsgrad else self._keys,
+            True,
+            (
+                float(group["lr"]),
+                float(beta1),
+                float(beta2),
+                group["eps"],
+                group["weight_decay"],
+                group["decoupled_weight_decay"],
+            ),
+            bool(group["maximize"]),
+        )
+
+    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
+        state = self.state[param]
+        if "step" not in state:
+            on_device = group["capturable"] or group["fused"]
+            state["step"] = torch.zeros(
+                (),
+                dtype=step_dtype(group["fused"]),
+                device=param.device if on_device else "cpu",
+            )
+        for key in self._amsgrad_keys[1:] if group["amsgrad"] else self._keys[1:]:
+            if key not in state:
+                state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+    def _sparse_error(self) -> str:
+        return "Adam does not support sparse gradients, please consider SparseAdam instead"
+
+
+class Adam(_AdamStep, torch.optim.Adam):
+    """:class:`torch.optim.Adam` (Kingma & Ba 2015, arXiv:1412.6980) with a step that is one C call.
+
+    Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are accepted and
+    change nothing. Parameters: dense CPU tensors in float32, float64, bfloat16 or float16.
+
+    Args:
+        params (iterable): as for torch.
+        lr (float or Tensor): learning rate. Default: 1e-3.
+        betas (tuple of two floats): decay of the first and the second moment. Default: (0.9, 0.999).
+        eps (float): added to the denominator. Default: 1e-8.
+        weight_decay (float): L2 penalty, or decoupled decay with `decoupled_weight_decay`. Default: 0.
+        amsgrad (bool): keep the largest second moment (Reddi et al. 2018). Default: False.
+        maximize, foreach, capturable, differentiable, fused, decoupled_weight_decay: as for torch;
+            `differentiable=True` raises RuntimeError at the step.
+        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
+            step. Default: None.
+        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back. Default: False.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        decoupled_weight_decay: bool = False,
+        max_grad_norm: float | None = None,
+        keep_grads: bool = False,
+    ) -> None:
+        self._set_clipping(max_grad_norm, keep_grads)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
+
+
+class AdamW(_AdamStep, torch.optim.AdamW):
+    """:class:`torch.optim.AdamW` (Loshchilov & Hutter 2019, arXiv:1711.05101) with a step that is one C call.
+
+    As :class:`Adam`, with decoupled weight decay and its default of 1e-2.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        keep_grads: bool = False,
+    ) -> None:
+        self._set_clipping(max_grad_norm, keep_grads)
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+        )

@@ -1,0 +1,77 @@
+"""Lion."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ._base import FusedOptimizer, Rule
+
+__all__ = ["Lion"]
+
+
+class Lion(FusedOptimizer):
+    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675).
+
+    ``p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)``, then
+    ``m = beta2 * m + (1 - beta2) * g``. Parameters: dense CPU tensors in float32, float64, bfloat16
+    or float16. State: `exp_avg`, of the parameter's shape, dtype and layout.
+
+    Args:
+        params (iterable): as for the optimizers of torch.
+        lr (float or Tensor): learning rate, 3 to 10 times smaller than AdamW's. Default: 1e-4.
+        betas (tuple of two floats): weights of the momentum in the update and in its own decay.
+            Default: (0.9, 0.99).
+        weight_decay (float): decoupled. Default: 0.
+        maximize (bool): maximize instead of minimize. Default: False.
+        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
+            step. Default: None.
+        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back. Default: False.
+
+    Raises:
+        ValueError: for a hyper-parameter out of range.
+    """
+
+    _keys = ("exp_avg",)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        max_grad_norm: float | None = None,
+        keep_grads: bool = False,
+    ) -> None:
+        if isinstance(lr, Tensor) and lr.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not lr >= 0.0:
+            raise ValueError(f"Invalid learning rate: {lr}")
+        for index, beta in enumerate(betas):
+            if not 0.0 <= beta < 1.0:
+                raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+        if not weight_decay >= 0.0:
+            raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+        self._set_clipping(max_grad_norm, keep_grads)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults)
+
+    def _rule_of(self, group: dict[str, Any]) -> Rule:
+        beta1, beta2 = group["betas"]
+        return Rule(
+            self._number_of["lion"],
+            self._keys,
+            False,
+            (float(group["lr"]), beta1, beta2, group["weight_decay"]),
+            bool(group["maximize"]),
+        )
+
+    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
+        self.state[param]["exp_avg"] = torch.zeros_like(
+            param, memory_format=torch.preserve_format
+        )

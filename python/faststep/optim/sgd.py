@@ -1,0 +1,89 @@
+"""SGD."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from ._base import FusedOptimizer, Rule
+
+__all__ = ["SGD"]
+
+
+class SGD(FusedOptimizer, torch.optim.SGD):
+    """:class:`torch.optim.SGD` with a step that is one C call.
+
+    Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are accepted and
+    change nothing. Parameters: dense CPU tensors in float32, float64, bfloat16 or float16.
+
+    Args:
+        params (iterable): as for torch.
+        lr (float or Tensor): learning rate. Default: 1e-3.
+        momentum (float): decay of the momentum buffer. Default: 0, no buffer.
+        dampening (float): the gradient enters the buffer times 1 - dampening, except for the
+            first time. Default: 0.
+        weight_decay (float or Tensor): L2 penalty. Default: 0.
+        nesterov (bool): Nesterov's look-ahead (Sutskever et al. 2013). Default: False.
+        maximize, foreach, differentiable, fused: as for torch; `differentiable=True` raises
+            RuntimeError at the step.
+        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
+            step. Default: None.
+        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back. Default: False.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        keep_grads: bool = False,
+    ) -> None:
+        self._set_clipping(max_grad_norm, keep_grads)
+        super().__init__(
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
+    def _rule_of(self, group: dict[str, Any]) -> Rule:
+        momentum = group["momentum"]
+        return Rule(
+            self._number_of["momentum" if momentum else "sgd"],
+            ("momentum_buffer",) if momentum else (),
+            False,
+            (
+                float(group["lr"]),
+                momentum,
+                group["dampening"],
+                float(group["weight_decay"]),
+                group["nesterov"],
+            ),
+            bool(group["maximize"]),
+        )
+
+    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
+        self.state[param]["momentum_buffer"] = torch.zeros_like(
+            param, memory_format=torch.preserve_format
+        )
+
+    def _drop_new_state(self, param: Tensor) -> None:
+        del self.state[param]["momentum_buffer"]

@@ -1,0 +1,75 @@
+"""Compiles faststep._C and nothing else: the metadata is in pyproject.toml.
+
+The compiler's flags are in files that the Makefile and the tests read as well: csrc/compile.flags for every
+object, csrc/cpu/<level>.flags for the loops of an instruction set. FASTSTEP_WERROR=1 makes warnings errors;
+FASTSTEP_SANITIZE=address,undefined builds an instrumented extension.
+"""
+
+import copy
+import os
+import platform
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from glob import glob
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+LEVELS = ["base"] + (["avx2", "avx512"] if platform.machine() in ("x86_64", "AMD64") else [])
+STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free-threaded CPythons have none yet
+SANITIZE = os.environ.get("FASTSTEP_SANITIZE")
+LOOPS = sorted(glob("csrc/cpu/*.isa.c"))
+PLAIN = sorted(set(glob("csrc/*/*.c")) - set(LOOPS))
+HEADERS = sorted({*glob("csrc/**/*.*", recursive=True)} - {*PLAIN, *LOOPS})
+
+
+def flags() -> list[str]:
+    """What every object is compiled with, after the flags of the interpreter and of the user's CFLAGS."""
+    extra = ["-Werror"] if os.environ.get("FASTSTEP_WERROR") == "1" else []
+    if SANITIZE:
+        extra += [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    return ["@csrc/compile.flags", *extra]
+
+
+def macros() -> list[tuple[str, str]]:
+    stable = [("Py_LIMITED_API", "0x030A0000")] if STABLE_ABI else []
+    return stable + [(f"FST_HAVE_{level.upper()}", "1") for level in LEVELS[1:]]
+
+
+class BuildExt(build_ext):
+    """Compiles the objects side by side, the loops once per instruction set, and only those out of date."""
+
+    def build_extension(self, ext: Extension) -> None:
+        jobs = [(source, self.build_temp, []) for source in PLAIN]
+        for level in LEVELS:
+            folder = os.path.join(self.build_temp, level)
+            jobs += [(source, folder, [f"@csrc/cpu/{level}.flags"]) for source in LOOPS]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            objects = list(pool.map(lambda job: self.compile(*job), jobs))
+        linked = copy.copy(ext)
+        linked.sources, linked.extra_objects, linked.depends = [], objects, objects
+        super().build_extension(linked)
+
+    def compile(self, source: str, folder: str, extra: list[str]) -> str:
+        (built,) = self.compiler.object_filenames([source], output_dir=folder)
+        changed = max(map(os.path.getmtime, [source, "setup.py", *HEADERS]))
+        if self.force or not os.path.exists(built) or os.path.getmtime(built) <= changed:
+            options = flags() + extra
+            self.compiler.compile([source], folder, macros=macros(), extra_postargs=options)
+        return built
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "faststep._C",
+            sources=PLAIN + LOOPS,
+            depends=HEADERS,
+            libraries=["m", "dl", "pthread"],
+            extra_link_args=[f"-fsanitize={SANITIZE}"] if SANITIZE else [],
+            py_limited_api=STABLE_ABI,
+        )
+    ],
+    cmdclass={"build_ext": BuildExt},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}} if STABLE_ABI else {},
+)
