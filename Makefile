@@ -43,7 +43,7 @@ asan: build ## run the C tests and the Python tests under AddressSanitizer and U
 	+$(C_TESTS) SANITIZE=$(SANITIZE)
 	FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
 	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
-	    $(BIN)/python -m pytest -q $(ASAN_TESTS)
+	    $(BIN)/python -m pytest -q --capture=sys $(ASAN_TESTS)
 
 tsan: ## run the C tests of threads under ThreadSanitizer
 	+$(C_TESTS) SANITIZE=thread TESTS='test_threads*' RUN='$(UNSHUFFLED)'
@@ -67,7 +67,7 @@ bench: build $(BIN)/.installed-bench ## measure against torch and other librarie
 
 wheel: $(BIN)/.installed-dev ## build dist/, and check the wheel's ABI, libraries and metadata
 	rm -rf dist
-	$(BIN)/python -m build
+	$(BIN)/python -m build -q
 	$(BIN)/abi3audit --strict dist/*.whl
 	$(BIN)/auditwheel show dist/*.whl
 	$(BIN)/twine check --strict dist/*

@@ -1,8 +1,8 @@
 """Compiles faststep._C and nothing else: the metadata is in pyproject.toml.
 
-The compiler's flags are in files that the Makefile and the tests read as well: csrc/compile.flags for every
-object, csrc/cpu/<level>.flags for the loops of an instruction set. FASTSTEP_WERROR=1 makes warnings errors;
-FASTSTEP_SANITIZE=address,undefined builds an instrumented extension.
+The compiler's flags are in files that the Makefile and the tests read as well: csrc/compile.flags
+for every object, csrc/cpu/<level>.flags for the loops of an instruction set. FASTSTEP_WERROR=1
+makes warnings errors; FASTSTEP_SANITIZE=address,undefined builds an instrumented extension.
 """
 
 import copy
@@ -24,7 +24,7 @@ HEADERS = sorted({*glob("csrc/**/*.*", recursive=True)} - {*PLAIN, *LOOPS})
 
 
 def flags() -> list[str]:
-    """What every object is compiled with, after the flags of the interpreter and of the user's CFLAGS."""
+    """What every object is compiled with, after the interpreter's flags and the user's CFLAGS."""
     extra = ["-Werror"] if os.environ.get("FASTSTEP_WERROR") == "1" else []
     if SANITIZE:
         extra += [f"-fsanitize={SANITIZE}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
@@ -37,7 +37,7 @@ def macros() -> list[tuple[str, str]]:
 
 
 class BuildExt(build_ext):
-    """Compiles the objects side by side, the loops once per instruction set, and only those out of date."""
+    """Compiles what is out of date, side by side, and the loops once per instruction set."""
 
     def build_extension(self, ext: Extension) -> None:
         jobs = [(source, self.build_temp, []) for source in PLAIN]

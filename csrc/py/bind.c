@@ -2,6 +2,8 @@
 #include "core/layout.h"
 #include "py/plan.h"
 
+enum { SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
+
 /* A step in the making. */
 typedef struct {
     fst_module *module;
@@ -30,6 +32,8 @@ int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
 
 static int hold(fst_plan_object *self, PyObject *object)
 {
+    if (!self->hold_tensors)
+        return 0;
     if (fst_reserve(&self->held, &self->held_capacity, self->held_count, sizeof *self->held))
         return -1;
     self->held[self->held_count++] = Py_NewRef(object);
@@ -76,7 +80,8 @@ static int learn_param(const binding *at, fst_param *param, PyObject *object, co
     param->count = view->count;
     param->order_count = fst_layout_order(view->ndim, view->shape, view->strides, order);
     if (view->count > 0 &&
-        fst_tensor_layout(object, view, param->order_count, order, 1, &layout, &problem))
+        fst_tensor_layout(&at->module->tensors, object, view, param->order_count, order, 1, &layout,
+                          &problem))
         return raise_problem(at, "parameter", &problem);
     param->flat = !layout;
     PyMem_Free(layout);
@@ -99,7 +104,8 @@ static int bind_operand(const binding *at, const fst_param *param, PyObject *obj
         return raise_problem(at, role, &problem);
     }
     fst_layout *layout;
-    if (fst_tensor_layout(object, view, param->order_count, param->order, written, &layout, &problem))
+    if (fst_tensor_layout(&at->module->tensors, object, view, param->order_count, param->order, written,
+                          &layout, &problem))
         return raise_problem(at, role, &problem);
     if (layout) {
         if (fst_reserve(&self->layouts, &self->layout_capacity, self->layout_count,
@@ -147,6 +153,7 @@ static PyObject *state_of(binding *at, const fst_param *param, PyObject *object)
             rescan_state(at);
     }
     /* torch hashes tensors in Python: slow, and needed only for a parameter that is listed twice or new */
+    at->module->tensors.ran_python = 1;
     value = PyDict_GetItemWithError(at->state, object);
     return value && PyDict_Check(value) ? value : NULL;
 }
@@ -232,27 +239,6 @@ static int note_missing(const binding *at)
     return failed ? -1 : 0;
 }
 
-/* Adds what was bound to the plan. */
-static int add_span(const binding *at, const fst_param *param, const fst_operand *ops, fst_counter *counter)
-{
-    fst_plan_object *self = at->self;
-    fst_status status = {0};
-    if (fst_reserve(&self->counters, &self->counter_capacity, self->counter_count, sizeof *self->counters))
-        return -1;
-    counter->span = -1;
-    if (param->count > 0) {
-        fst_operand *to = fst_plan_add(&self->plan, param->count, 0, &status);
-        if (!to) {
-            fst_raise(&status);
-            return -1;
-        }
-        memcpy(to, ops, FST_OP_COUNT * sizeof *ops);
-        counter->span = (int64_t)self->plan.span_count - 1;
-    }
-    self->counters[self->counter_count++] = *counter;
-    return 0;
-}
-
 static int note_stepped(fst_plan_object *self, PyObject *object, PyObject *grad)
 {
     if (fst_reserve(&self->stepped, &self->stepped_capacity, self->stepped_count + 1,
@@ -263,15 +249,15 @@ static int note_stepped(fst_plan_object *self, PyObject *object, PyObject *grad)
     return 0;
 }
 
-/* Binds one parameter and its gradient, which the plan holds already. */
+/* Binds one parameter and its gradient, straight into the operands of a new span. */
 static int bind_param(binding *at, fst_param *param, PyObject *object, PyObject *grad)
 {
     fst_plan_object *self = at->self;
     fst_tensors *tensors = &at->module->tensors;
-    fst_operand ops[FST_OP_COUNT] = {{0}};
-    fst_counter counter = {.group = (uint32_t)at->group, .value = 2.0};
+    fst_operand of_empty[FST_OP_COUNT], *ops = of_empty;
     fst_view view, grad_view;
     fst_problem problem;
+    fst_status status = {0};
     if (fst_tensor_view(tensors, object, &view, &problem))
         return raise_problem(at, "parameter", &problem);
     if (fst_tensor_view(tensors, grad, &grad_view, &problem))
@@ -279,17 +265,31 @@ static int bind_param(binding *at, fst_param *param, PyObject *object, PyObject 
     if ((param->param != object || !same_geometry(param, &view)) &&
         learn_param(at, param, object, &view))
         return -1;
+    if (fst_reserve(&self->counters, &self->counter_capacity, self->counter_count, sizeof *self->counters))
+        return -1;
+    fst_counter *counter = &self->counters[self->counter_count];
+    *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
+    if (param->count > 0) {
+        ops = fst_plan_add(&self->plan, param->count, 0, &status);
+        if (!ops) {
+            fst_raise(&status);
+            return -1;
+        }
+        counter->span = (int64_t)self->plan.span_count - 1;
+        self->total += param->count;
+    }
     if (bind_operand(at, param, object, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
         bind_operand(at, param, grad, "gradient", &grad_view, at->write_grads, &ops[FST_OP_GRAD]))
         return -1;
-    const int found = bind_states(at, param, object, view.dtype, ops, &counter);
+    const int found = bind_states(at, param, object, view.dtype, ops, counter);
     if (found < 0)
         return -1;
     if (!found)
         return note_missing(at);
     if (is_fresh(at))
-        counter.value = 1.0;
-    return note_stepped(self, object, grad) || add_span(at, param, ops, &counter) ? -1 : 0;
+        counter->value = 1.0;
+    self->counter_count++;
+    return note_stepped(self, object, grad);
 }
 
 static int bind_group(binding *at, PyObject *params)
@@ -300,19 +300,17 @@ static int bind_group(binding *at, PyObject *params)
         return -1;
     for (at->index = 0; at->index < count; at->index++, at->param_count++) {
         PyObject *object = PyList_GetItem(params, at->index);
-        fst_problem problem;
-        if (!object)
-            return -1; /* the list shrank meanwhile */
-        PyObject *grad = fst_tensor_grad(&at->module->tensors, object, &problem);
+        PyObject *grad = object ? fst_tensor_grad(&at->module->tensors, object) : NULL;
         if (!grad)
-            return PyErr_Occurred() ? -1 : raise_problem(at, "parameter", &problem);
+            return -1; /* or the list shrank meanwhile */
         if (grad == Py_None) {
             Py_DECREF(grad);
             continue;
         }
-        const int failed = hold(self, object) || hold(self, grad);
+        const int failed = hold(self, object) || hold(self, grad) ||
+                           bind_param(at, &self->params[at->param_count], object, grad);
         Py_DECREF(grad);
-        if (failed || bind_param(at, &self->params[at->param_count], object, grad))
+        if (failed)
             return -1;
     }
     return 0;
@@ -345,12 +343,24 @@ static int count_params(fst_plan_object *self, PyObject *param_lists)
     return 0;
 }
 
-PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists, PyObject *state,
-                        PyObject *fresh, int write_grads)
+/* Forgets what was bound in this step, but not the groups. */
+static void unbind(fst_plan_object *self)
+{
+    for (size_t i = 0; i < self->layout_count; i++)
+        PyMem_Free(self->layouts[i]);
+    for (size_t i = 0; i < self->held_count; i++)
+        Py_DECREF(self->held[i]);
+    self->layout_count = self->held_count = self->counter_count = self->stepped_count = 0;
+}
+
+static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *param_lists, PyObject *state,
+                          PyObject *fresh, int write_grads)
 {
     binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
     at.fresh = fresh == Py_None ? NULL : fresh;
     at.missing = PyList_New(0);
+    unbind(self);
+    self->total = 0;
     fst_plan_begin(&self->plan);
     if (!at.missing || count_params(self, param_lists))
         goto error;
@@ -363,14 +373,26 @@ error:
     return NULL;
 }
 
-void fst_plan_release(fst_plan_object *self)
+PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists, PyObject *state,
+                        PyObject *fresh, int write_grads)
 {
-    for (size_t i = 0; i < self->layout_count; i++)
-        PyMem_Free(self->layouts[i]);
-    for (size_t i = 0; i < self->held_count; i++)
-        Py_DECREF(self->held[i]);
+    module->tensors.ran_python = 0;
+    PyObject *missing = bind_all(module, self, param_lists, state, fresh, write_grads);
+    const int hold = module->tensors.ran_python || self->total > SHORT_STEP;
+    if (missing && hold && !self->hold_tensors) {
+        Py_DECREF(missing);
+        self->hold_tensors = 1;
+        module->tensors.ran_python = 0;
+        missing = bind_all(module, self, param_lists, state, fresh, write_grads);
+    }
+    return missing;
+}
+
+void fst_plan_release(fst_module *module, fst_plan_object *self)
+{
+    unbind(self);
     PyMem_Free(self->groups);
     self->groups = NULL;
-    self->layout_count = self->held_count = self->counter_count = self->stepped_count = 0;
     self->group_count = self->arg_count = 0;
+    self->hold_tensors = (module && module->tensors.ran_python) || self->total > SHORT_STEP;
 }

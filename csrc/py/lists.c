@@ -33,7 +33,8 @@ static int add_tensor(fst_module *state, list_plan *list, Py_ssize_t index, int 
         return 0;
     if (!fst_view_is_packed(&view)) {
         const int kept = fst_layout_order(view.ndim, view.shape, view.strides, order);
-        if (fst_tensor_layout(object, &view, kept, order, written, &list->layouts[index], problem))
+        if (fst_tensor_layout(&state->tensors, object, &view, kept, order, written,
+                              &list->layouts[index], problem))
             return -1;
     }
     fst_operand *op = fst_plan_add(&list->plan, view.count, 0, &status);
@@ -79,11 +80,7 @@ PyObject *fst_py_collect_grads(PyObject *module, PyObject *params)
         goto error;
     const Py_ssize_t count = PyTuple_Size(items);
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = PyTuple_GetItem(items, i);
-        fst_problem problem;
-        PyObject *grad = fst_tensor_grad(&state->tensors, item, &problem);
-        if (!grad && !PyErr_Occurred())
-            grad = PyObject_GetAttrString(item, "grad"); /* a type that only Python can ask */
+        PyObject *grad = fst_tensor_grad(&state->tensors, PyTuple_GetItem(items, i));
         if (!grad)
             goto error;
         const int failed = grad != Py_None && PyList_Append(grads, grad);

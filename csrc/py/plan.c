@@ -109,103 +109,143 @@ static int fold(fst_plan_object *self, uint32_t group, double step, int wide, do
     return 0;
 }
 
-/* Gives every span its scalars. In the first of two rounds nothing is written: if memory runs out, no step
- * counter has moved. */
-static int fold_all(fst_plan_object *self, double coefficient, int count_up)
+static double counted(const fst_counter *c)
+{
+    return c->data ? read_scalar(c->data, c->is_double ? FST_F64 : FST_F32) : c->value;
+}
+
+static void count(const fst_counter *c, double step)
+{
+    if (c->data && c->is_double)
+        *(double *)c->data = step;
+    else if (c->data)
+        *(float *)c->data = (float)step;
+}
+
+/* Advances every step counter and gives every span its scalars. If memory runs out the counters go back. */
+static int fold_all(fst_plan_object *self, double coefficient)
 {
     for (size_t i = 0; i < self->counter_count; i++) {
         const fst_counter *c = &self->counters[i];
-        const fst_dtype dtype = c->is_double ? FST_F64 : FST_F32;
-        const double step = c->data ? read_scalar(c->data, dtype) + 1.0 : c->value;
-        uint32_t index;
+        const double step = c->data ? counted(c) + 1.0 : c->value;
+        uint32_t index = 0;
         if (c->span >= 0) {
-            fst_span *span = &self->plan.spans[c->span];
-            const fst_operand *param =
-                &self->plan.operands[(size_t)c->span * FST_OP_COUNT + FST_OP_PARAM];
-            if (fold(self, c->group, step, param->dtype == FST_F64, coefficient, &index))
+            const fst_operand *ops = &self->plan.operands[(size_t)c->span * FST_OP_COUNT];
+            if (fold(self, c->group, step, ops[FST_OP_PARAM].dtype == FST_F64, coefficient, &index)) {
+                while (i-- > 0)
+                    count(&self->counters[i], counted(&self->counters[i]) - 1.0);
                 return -1;
-            span->args = index;
+            }
+            self->plan.spans[c->span].args = index;
         }
-        if (!count_up || !c->data)
-            continue;
-        if (c->is_double)
-            *(double *)c->data = step;
-        else
-            *(float *)c->data = (float)step;
+        count(c, step);
     }
     return 0;
 }
 
-/* The parameters that moved (offset 0) or their gradients (offset 1). */
-static PyObject *list_stepped(const fst_plan_object *self, size_t offset)
+/* The parameters that moved: the same list object as in the step before if they are the same and lie where they did. */
+static PyObject *list_params(fst_plan_object *self)
 {
-    PyObject *list = PyList_New((Py_ssize_t)(self->stepped_count / 2));
-    for (size_t i = offset; list && i < self->stepped_count; i += 2)
-        PyList_SetItem(list, (Py_ssize_t)(i / 2), Py_NewRef(self->stepped[i]));
+    const Py_ssize_t size = (Py_ssize_t)(self->stepped_count / 2);
+    int same = self->last_stepped && !self->plan.moved && PyList_Size(self->last_stepped) == size;
+    for (Py_ssize_t i = 0; same && i < size; i++)
+        same = PyList_GetItem(self->last_stepped, i) == self->stepped[2 * i];
+    if (!same) {
+        Py_XDECREF(self->last_stepped);
+        self->last_stepped = PyList_New(size);
+        for (Py_ssize_t i = 0; self->last_stepped && i < size; i++)
+            PyList_SetItem(self->last_stepped, i, Py_NewRef(self->stepped[2 * i]));
+    }
+    Py_XINCREF(self->last_stepped);
+    return self->last_stepped;
+}
+
+static PyObject *list_grads(const fst_plan_object *self)
+{
+    const Py_ssize_t size = (Py_ssize_t)(self->stepped_count / 2);
+    PyObject *list = PyList_New(size);
+    for (Py_ssize_t i = 0; list && i < size; i++)
+        PyList_SetItem(list, i, Py_NewRef(self->stepped[2 * i + 1]));
     return list;
+}
+
+/* What the passes need besides the plan, and what they found. */
+typedef struct {
+    double inv_scale, max_norm;
+    int measure, measure_found_inf, write_grads, skip;
+    fst_measurement seen;
+} step_work;
+
+static int run_measure(fst_plan_object *self, step_work *work, fst_status *status)
+{
+    if (fst_measure(&self->plan, FST_OP_GRAD, work->inv_scale, &work->seen, status))
+        return -1;
+    work->skip = work->measure_found_inf && work->seen.nonfinite;
+    return 0;
+}
+
+/* Both passes, with the GIL released unless the step is short. */
+static int run_passes(fst_plan_object *self, step_work *work, fst_status *status)
+{
+    PyThreadState *released = self->hold_tensors ? PyEval_SaveThread() : NULL;
+    int failed = work->measure && run_measure(self, work, status);
+    if (released)
+        PyEval_RestoreThread(released);
+    if (failed || work->skip)
+        return failed;
+    double coefficient = 1.0;
+    if (!isnan(work->max_norm))
+        coefficient = fst_clip_coefficient(sqrt(work->seen.square_sum), work->max_norm);
+    if (fold_all(self, coefficient))
+        return -1;
+    released = self->hold_tensors ? PyEval_SaveThread() : NULL;
+    failed = fst_update(&self->plan, self->args, work->inv_scale, work->write_grads, status) != FST_OK;
+    if (released)
+        PyEval_RestoreThread(released);
+    return failed;
 }
 
 /* Runs the passes on a bound plan. Returns (skipped, norm or None, parameters, gradients or None). */
 static PyObject *run(fst_module *module, fst_plan_object *self, const step_options *options)
 {
     fst_status status = {0};
-    fst_measurement seen = {0};
     fst_dtype scale_dtype = FST_F32, found_dtype = FST_F32;
-    const int clip = !isnan(options->max_norm), measure = clip || options->measure_found_inf;
-    double inv_scale = 1.0, coefficient = 1.0;
+    step_work work = {.inv_scale = 1.0, .max_norm = options->max_norm};
     void *found = NULL;
-    int skip = 0;
+    work.measure_found_inf = options->measure_found_inf;
+    work.measure = work.measure_found_inf || !isnan(options->max_norm);
+    work.write_grads = options->write_grads;
     if (options->grad_scale != Py_None) {
         const void *scale = scalar_of(module, options->grad_scale, "grad_scale", &scale_dtype);
         if (!scale)
             return NULL;
-        inv_scale = (double)(float)(1.0 / read_scalar(scale, scale_dtype));
+        work.inv_scale = (double)(float)(1.0 / read_scalar(scale, scale_dtype));
     }
     if (options->found_inf != Py_None) {
         found = scalar_of(module, options->found_inf, "found_inf", &found_dtype);
         if (!found)
             return NULL;
+        work.skip = !work.measure_found_inf && read_scalar(found, found_dtype) != 0.0;
     }
-    if (fst_plan_seal(&self->plan, FST_OP_PARAM, options->write_grads ? 2 : 1, &status))
+    if (fst_plan_seal(&self->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
         return fst_raise(&status);
-    if (found && !options->measure_found_inf)
-        skip = read_scalar(found, found_dtype) != 0.0;
-    if (measure && !skip) {
-        Py_BEGIN_ALLOW_THREADS
-        fst_measure(&self->plan, FST_OP_GRAD, inv_scale, &seen, &status);
-        Py_END_ALLOW_THREADS
-        if (status.code)
-            return fst_raise(&status);
-        if (options->measure_found_inf && seen.nonfinite) {
-            skip = 1;
-            if (found_dtype == FST_F64)
-                *(double *)found = 1.0;
-            else
-                *(float *)found = 1.0f;
-        }
-        if (clip)
-            coefficient = fst_clip_coefficient(sqrt(seen.square_sum), options->max_norm);
+    const int measured = work.measure && !work.skip && self->stepped_count > 0;
+    if (!work.skip && run_passes(self, &work, &status))
+        return status.code ? fst_raise(&status) : NULL;
+    if (work.measure_found_inf && work.skip) {
+        const fst_counter flag = {.data = found, .is_double = found_dtype == FST_F64};
+        count(&flag, 1.0);
     }
-    if (!skip) {
-        if (fold_all(self, coefficient, 0) || fold_all(self, coefficient, 1))
-            return NULL;
-        Py_BEGIN_ALLOW_THREADS
-        fst_update(&self->plan, self->args, inv_scale, options->write_grads, &status);
-        Py_END_ALLOW_THREADS
-        if (status.code)
-            return fst_raise(&status);
-    }
-    PyObject *norm = measure && self->stepped_count ? PyFloat_FromDouble(sqrt(seen.square_sum))
-                                                    : Py_NewRef(Py_None);
-    PyObject *params = skip ? PyList_New(0) : list_stepped(self, 0);
-    PyObject *grads = skip || !options->write_grads ? Py_NewRef(Py_None) : list_stepped(self, 1);
+    PyObject *norm = measured ? PyFloat_FromDouble(sqrt(work.seen.square_sum)) : Py_NewRef(Py_None);
+    PyObject *params = work.skip ? PyList_New(0) : list_params(self);
+    PyObject *grads = work.skip || !work.write_grads ? Py_NewRef(Py_None) : list_grads(self);
     if (!norm || !params || !grads) {
         Py_XDECREF(norm);
         Py_XDECREF(params);
         Py_XDECREF(grads);
         return NULL;
     }
-    return Py_BuildValue("NNNN", PyBool_FromLong(skip), norm, params, grads);
+    return Py_BuildValue("NNNN", PyBool_FromLong(work.skip), norm, params, grads);
 }
 
 /* step(param_lists, groups, state, fresh, grad_scale, found_inf, measure_found_inf, max_norm, write_grads) */
@@ -239,7 +279,7 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
         Py_DECREF(result);
         result = run(module, self, &options);
     }
-    fst_plan_release(self);
+    fst_plan_release(module, self);
     self->busy = 0;
     return result;
 }
@@ -261,7 +301,8 @@ static void plan_dealloc(PyObject *object)
 {
     fst_plan_object *self = (fst_plan_object *)object;
     PyTypeObject *type = Py_TYPE(object);
-    fst_plan_release(self);
+    fst_plan_release(NULL, self);
+    Py_XDECREF(self->last_stepped);
     fst_plan_free(&self->plan);
     for (size_t i = 0; i < self->param_count; i++) {
         PyMem_Free(self->params[i].geometry);

@@ -48,15 +48,20 @@ typedef struct {
     fst_plan plan;
     fst_param *params;
     size_t param_count;
+    PyObject *last_stepped; /* the list of parameters that the last step returned */
+    int64_t total;          /* elements of the last step */
     int busy;
+    /* While Python code may run beside the step, every tensor in use is held: the step releases the GIL, or Python code
+     * was run on the way. A short step keeps the GIL instead, which spares thousands of reference counts. */
+    int hold_tensors;
     /* for the step that runs */
     fst_group *groups;
     size_t group_count;
     fst_counter *counters;
     size_t counter_count, counter_capacity;
-    PyObject **held; /* every tensor in use, so that none is freed while the GIL is released */
+    PyObject **held; /* with hold_tensors: every tensor in use */
     size_t held_count, held_capacity;
-    PyObject **stepped; /* borrowed from held: parameters with their gradients, two by two */
+    PyObject **stepped; /* parameters with their gradients, two by two; borrowed */
     size_t stepped_count, stepped_capacity;
     fst_layout **layouts;
     size_t layout_count, layout_capacity;
@@ -71,8 +76,8 @@ typedef struct {
 PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists, PyObject *state,
                         PyObject *fresh, int write_grads);
 
-/* Drops what the step that ran held. */
-void fst_plan_release(fst_plan_object *self);
+/* Drops what the step that ran held, and decides whether the next one holds its tensors from the start. */
+void fst_plan_release(fst_module *module, fst_plan_object *self);
 
 /* Makes room for one more element; 0, or -1 with a Python error. */
 int fst_reserve(void *array, size_t *capacity, size_t count, size_t size);

@@ -66,6 +66,7 @@ static void forget_type(fst_tensor_type *known)
 
 static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *type, fst_problem *problem)
 {
+    tensors->ran_python = 1;
     PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");
     PyObject *bytes = name ? PyUnicode_AsUTF8String(name) : NULL;
     const char *text = bytes ? PyBytes_AsString(bytes) : "?";
@@ -89,6 +90,8 @@ static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *typ
         known->api = api;
         known->grad = grad;
         known->read_grad = (descrgetfunc)PyType_GetSlot(Py_TYPE(grad), Py_tp_descr_get);
+        known->runs_python =
+            (PyObject *)type != tensors->tensor_type && (PyObject *)type != tensors->parameter_type;
     }
     Py_XDECREF(bytes);
     Py_XDECREF(name);
@@ -157,21 +160,22 @@ int fst_view_is_packed(const fst_view *view)
     return view->ndim > 0;
 }
 
-PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
 {
-    const fst_tensor_type *known = type_of(tensors, object, problem);
-    if (!known)
-        return NULL;
-    if (known->read_grad)
+    fst_problem unused;
+    const fst_tensor_type *known = type_of(tensors, object, &unused);
+    tensors->ran_python |= !known || known->runs_python;
+    if (known && known->read_grad)
         return known->read_grad(known->grad, object, (PyObject *)known->type);
-    return PyObject_GetAttrString(object, "grad");
+    return PyObject_GetAttrString(object, "grad"); /* a type that can have no use here, if its grad is None */
 }
 
-int fst_tensor_layout(PyObject *object, const fst_view *view, int order_count, const int *order,
-                      int written, fst_layout **layout, fst_problem *problem)
+int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *view, int order_count,
+                      const int *order, int written, fst_layout **layout, fst_problem *problem)
 {
     fst_layout described;
     *layout = NULL;
+    tensors->ran_python = 1;
     PyObject *negated = PyObject_CallMethod(object, "is_neg", NULL);
     const int truth = negated ? PyObject_IsTrue(negated) : -1;
     Py_XDECREF(negated);
@@ -194,11 +198,15 @@ int fst_tensor_layout(PyObject *object, const fst_view *view, int order_count, c
 
 int fst_tensors_init(fst_tensors *tensors, PyObject *module)
 {
-    PyObject *torch = PyImport_ImportModule("torch");
-    PyObject *tensor = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
-    tensors->plain_dispatch = tensor ? PyObject_GetAttrString(tensor, "__torch_dispatch__") : NULL;
-    Py_XDECREF(tensor);
+    PyObject *nn = PyImport_ImportModule("torch.nn");
+    PyObject *torch = nn ? PyImport_ImportModule("torch") : NULL;
+    tensors->tensor_type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
+    tensors->parameter_type = tensors->tensor_type ? PyObject_GetAttrString(nn, "Parameter") : NULL;
     Py_XDECREF(torch);
+    Py_XDECREF(nn);
+    if (!tensors->parameter_type)
+        return -1;
+    tensors->plain_dispatch = PyObject_GetAttrString(tensors->tensor_type, "__torch_dispatch__");
     if (!tensors->plain_dispatch)
         return -1;
     tensors->tensor_error = PyErr_NewException("faststep._C.TensorError", PyExc_TypeError, NULL);
@@ -219,6 +227,8 @@ int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
         Py_VISIT(tensors->types[i].grad);
     }
     Py_VISIT(tensors->plain_dispatch);
+    Py_VISIT(tensors->tensor_type);
+    Py_VISIT(tensors->parameter_type);
     Py_VISIT(tensors->tensor_error);
     return 0;
 }
@@ -229,5 +239,7 @@ void fst_tensors_clear(fst_tensors *tensors)
         forget_type(&tensors->types[i]);
     tensors->type_count = tensors->next_type = 0;
     Py_CLEAR(tensors->plain_dispatch);
+    Py_CLEAR(tensors->tensor_type);
+    Py_CLEAR(tensors->parameter_type);
     Py_CLEAR(tensors->tensor_error);
 }

@@ -16,12 +16,15 @@ typedef struct {
     const fst_dl_api *api;
     PyObject *grad;        /* the descriptor of the attribute `grad` */
     descrgetfunc read_grad;
+    int runs_python;       /* reading its attributes may run Python code: it is neither Tensor nor Parameter */
 } fst_tensor_type;
 
 typedef struct {
     fst_tensor_type types[FST_KNOWN_TYPES];
     unsigned type_count, next_type;
     PyObject *plain_dispatch; /* torch.Tensor.__torch_dispatch__: what a type without its own has */
+    PyObject *tensor_type, *parameter_type;
+    int ran_python; /* set when a function of this file may have run Python code; the caller clears it */
     PyObject *tensor_error;
 } fst_tensors;
 
@@ -52,12 +55,12 @@ int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_
 int fst_view_is_packed(const fst_view *view);
 
 /* object.grad: a new reference, or NULL with a Python error. */
-PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object, fst_problem *problem);
+PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object);
 
 /* Describes a view in the given order of dimensions. *layout is NULL if none is needed, else the caller
  * frees it. Returns 0, or -1 with `problem` filled (or a Python error for lack of memory). */
-int fst_tensor_layout(PyObject *object, const fst_view *view, int order_count, const int *order,
-                      int written, fst_layout **layout, fst_problem *problem);
+int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *view, int order_count,
+                      const int *order, int written, fst_layout **layout, fst_problem *problem);
 
 int fst_tensors_init(fst_tensors *tensors, PyObject *module);
 int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg);

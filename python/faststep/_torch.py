@@ -22,8 +22,6 @@ __all__ = [
     "OptState",
     "cuda_amp_is_unavailable",
     "disable_dynamo",
-    "disabled_torch_dispatch",
-    "disabled_torch_function",
     "dtypes_of",
     "increment_version",
     "is_compiling",
@@ -33,11 +31,6 @@ __all__ = [
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-# What a tensor class carries as `__torch_dispatch__` / `__torch_function__` when it does not
-# intercept operators: the mark of a plain tensor, as opposed to a wrapper subclass.
-disabled_torch_dispatch: object = torch.Tensor.__torch_dispatch__
-disabled_torch_function: object = torch.nn.Parameter.__torch_function__
 
 
 def disable_dynamo(function: _Function) -> _Function:

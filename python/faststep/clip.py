@@ -28,8 +28,8 @@ from torch.nn.utils import clip_grad_value_ as _torch_clip_grad_value_
 from torch.nn.utils import clip_grads_with_norm_ as _torch_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as _torch_get_total_norm
 
-from faststep import _C
-from faststep._torch import dtypes_of, increment_version, is_compiling
+from . import _C
+from ._torch import dtypes_of, increment_version, is_compiling
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -45,23 +45,33 @@ def _result(norm: float, tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
     return torch.tensor(norm, dtype=dtype, device=tensors[0].device)
 
 
-def _raise_if_nonfinite(norm: float, norm_type: float) -> None:
-    if not math.isfinite(norm):
+def _norm(
+    tensors: list[Tensor] | tuple[Tensor, ...], norm_type: float, error_if_nonfinite: bool
+) -> float:
+    """The norm in double; TypeError if one of the tensors is for torch."""
+    norm_type = float(norm_type)
+    norm = _C.norm(tensors, norm_type)
+    if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from "
             "`parameters` is non-finite, so it cannot be clipped. To disable "
             "this error and scale the gradients by the non-finite norm anyway, "
             "set `error_if_nonfinite=False`"
         )
+    return norm
 
 
-def _scale(grads: list[Tensor], max_norm: float, norm: float) -> None:
-    """Multiply by min(1, max_norm / (norm + 1e-6)); NaN counts as below 1, as in torch.clamp."""
+def _scale(grads: list[Tensor], max_norm: float, norm: float) -> bool:
+    """Multiply by min(1, max_norm / (norm + 1e-6)); NaN counts as below 1, as in torch.clamp.
+
+    True if the gradients were written; TypeError, before that, if they cannot be.
+    """
     denominator = norm + 1e-6
     coefficient = max_norm / denominator if denominator else max_norm * math.inf
-    if not coefficient >= 1.0:
-        _C.scale(grads, coefficient)
-        increment_version(grads)
+    if coefficient >= 1.0:
+        return False
+    _C.scale(grads, coefficient)
+    return True
 
 
 def clip_grad_norm_(
@@ -104,13 +114,15 @@ def clip_grad_norm_(
             stacklevel=2,
         )
     grads = _C.collect_grads(parameters)
-    if not grads or not _C.fusable(grads):
+    if not grads:
+        return torch.tensor(0.0)
+    try:
+        norm = _norm(grads, norm_type, error_if_nonfinite)
+        written = _scale(grads, float(max_norm), norm)
+    except TypeError:
         return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    norm_type = float(norm_type)
-    norm = _C.norm(grads, norm_type)
-    if error_if_nonfinite:
-        _raise_if_nonfinite(norm, norm_type)
-    _scale(grads, float(max_norm), norm)
+    if written:
+        increment_version(grads)
     return _result(norm, grads)
 
 
@@ -144,12 +156,12 @@ def get_total_norm(
     if is_compiling():
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     tensors = _as_sequence(tensors)
-    if not tensors or not _C.fusable(tensors):
+    if not tensors:
+        return torch.tensor(0.0)
+    try:
+        norm = _norm(tensors, norm_type, error_if_nonfinite)
+    except TypeError:
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    norm_type = float(norm_type)
-    norm = _C.norm(tensors, norm_type)
-    if error_if_nonfinite:
-        _raise_if_nonfinite(norm, norm_type)
     return _result(norm, tensors)
 
 
@@ -178,10 +190,14 @@ def clip_grads_with_norm_(
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     parameters = _as_sequence(parameters)
     grads = _C.collect_grads(parameters)
-    readable = isinstance(total_norm, Tensor) and total_norm.dim() == 0 and _C.fusable([total_norm])
-    if not grads or not readable or not _C.fusable(grads):
+    if not _C.fusable([total_norm]) or total_norm.dim() != 0:
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-    _scale(grads, float(max_norm), total_norm.item())
+    try:
+        written = _scale(grads, float(max_norm), total_norm.item())
+    except TypeError:
+        return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
+    if written:
+        increment_version(grads)
     return None
 
 
@@ -208,8 +224,11 @@ def clip_grad_value_(
     parameters = _as_sequence(parameters)
     limit = float(clip_value)
     grads = _C.collect_grads(parameters)
-    if not grads or not limit >= 0.0 or not _C.fusable(grads):
+    if not grads or not limit >= 0.0:
         return _torch_clip_grad_value_(parameters, limit, foreach)
-    _C.clamp(grads, limit)
+    try:
+        _C.clamp(grads, limit)
+    except TypeError:
+        return _torch_clip_grad_value_(parameters, limit, foreach)
     increment_version(grads)
     return None

@@ -1,5 +1,5 @@
 """Mixed precision: the gradient scaler."""
 
-from faststep.amp.grad_scaler import GradScaler
+from .grad_scaler import GradScaler
 
 __all__ = ["GradScaler"]

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from faststep import _C
-from faststep._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
-from faststep.amp.protocol import any_found, has_grads, lent_attributes, takes_found_inf
-from faststep.amp.scale_rule import ScaleRule, check_bounds, check_hysteresis
-from faststep.clip import clip_grad_norm_
-from faststep.optim._base import FusedOptimizer
+from .. import _C
+from .._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
+from ..clip import clip_grad_norm_
+from ..optim._base import FusedOptimizer
+from .protocol import any_found, has_grads, lent_attributes, takes_found_inf
+from .scale_rule import ScaleRule, check_bounds, check_hysteresis
 
 __all__ = ["GradScaler"]
 
@@ -117,22 +117,21 @@ class GradScaler(torch.amp.GradScaler):
         grads = _C.collect_grads(params)
         if not allow_fp16 and torch.float16 in dtypes_of(grads):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        per_device: dict[torch.device, Tensor] = {}
-        if not _C.fusable(grads):
-            foreign = [p for p in params if p.grad is not None and not _C.fusable([p.grad])]
-            grads = [g for g in grads if _C.fusable([g])]
-            per_device = super()._unscale_grads_(
-                cast(Optimizer, SimpleNamespace(param_groups=[{"params": foreign}])),
-                inv_scale,
-                found_inf,
-                allow_fp16,
-            )
+        # Only a scale in host memory can be read without waiting for a device.
+        if grads and inv_scale.is_cpu and (overflow := _unscale(grads, inv_scale)) is not None:
+            return {grads[0].device: _flag(found_inf, grads[0].device, overflow)}
+        foreign = [p for p in params if p.grad is not None and not _C.fusable([p.grad])]
+        grads = [g for g in grads if _C.fusable([g])]
+        per_device = super()._unscale_grads_(
+            cast(Optimizer, SimpleNamespace(param_groups=[{"params": foreign}])),
+            inv_scale,
+            found_inf,
+            allow_fp16,
+        )
         if grads:
             device = grads[0].device
-            if device not in per_device:
-                per_device[device] = found_inf.to(device=device, copy=True)
-            if _unscale(grads, inv_scale.item()):
-                per_device[device].fill_(1.0)
+            flag = per_device.get(device, found_inf)
+            per_device[device] = _flag(flag, device, bool(_unscale(grads, inv_scale)))
         return per_device
 
     def step(
@@ -296,16 +295,15 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> None:
         """Unscale and clip in place, for an optimizer that cannot clip inside its step."""
-        if self._enabled:
-            state = self._begin_step(optimizer, kwargs)
-            if state["stage"] is OptState.READY:
-                self.unscale_(optimizer)
+        state = self._begin_step(optimizer, kwargs) if self._enabled else None
         if any(callable(value) for value in (*args, kwargs.get("closure"))):
             raise RuntimeError(
                 "max_norm cannot be combined with a closure for "
                 f"{type(optimizer).__name__}: the closure computes the gradients after they are "
                 "clipped. Clip inside the closure instead, or use an optimizer of faststep.optim."
             )
+        if state is not None and state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
         clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
 
     def _checks_like_ours(self) -> bool:
@@ -313,14 +311,26 @@ class GradScaler(torch.amp.GradScaler):
         cls = type(self)
         return (
             cls._unscale_grads_ is GradScaler._unscale_grads_
-            and cls._check_inf_per_device is torch.amp.GradScaler._check_inf_per_device
+            and cls._check_inf_per_device is GradScaler._check_inf_per_device
         )
 
 
-def _unscale(grads: list[Tensor], inv_scale: float) -> bool:
-    """Multiply in place; True if a gradient was not finite before. Times 1 writes nothing."""
-    if inv_scale == 1.0:
-        return _C.measure(grads, 1.0)[1]
-    found_inf = _C.unscale(grads, inv_scale)[1]
-    increment_version(grads)
-    return found_inf
+def _unscale(grads: list[Tensor], inv_scale: Tensor) -> bool | None:
+    """Multiply in place; whether a gradient was not finite before. Times 1 writes nothing.
+
+    None, and nothing is written, if one of the gradients is not for the C passes.
+    """
+    factor = inv_scale.item()
+    try:
+        _, overflow = _C.measure(grads, 1.0) if factor == 1.0 else _C.unscale(grads, factor)
+    except TypeError:
+        return None
+    if factor != 1.0:
+        increment_version(grads)
+    return overflow
+
+
+def _flag(found_inf: Tensor, device: torch.device, overflow: bool) -> Tensor:
+    """A copy of `found_inf` on `device`, set to 1 at an overflow."""
+    copy = found_inf.to(device=device, copy=True)
+    return copy.fill_(1.0) if overflow else copy

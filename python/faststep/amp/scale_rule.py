@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from faststep import _C
-from faststep._torch import increment_version, update_scale_as_torch
+from .. import _C
+from .._torch import increment_version, update_scale_as_torch
 
 __all__ = ["ScaleRule", "check_bounds", "check_hysteresis"]
 

@@ -48,7 +48,8 @@ class Block(nn.Module):
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.projection(mixed.transpose(1, 2).reshape(batch, length, width))
         hidden = functional.gelu(self.expand(self.mlp_norm(x)), approximate="tanh")
-        return x + self.contract(hidden)
+        deeper: Tensor = x + self.contract(hidden)
+        return deeper
 
 
 class GPT(nn.Module):

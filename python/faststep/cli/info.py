@@ -87,7 +87,7 @@ def collect() -> dict[str, str]:
     cpu = _C.cpu_info()
     return {
         "faststep": f"{version_of('faststep') or 'not packaged'}, {Path(faststep.__file__).parent}",
-        "torch": f"{torch.__version__} (its CPU kernels: {torch.backends.cpu.get_cpu_capability()})",
+        "torch": f"{torch.__version__}, CPU kernels {torch.backends.cpu.get_cpu_capability()}",
         "Python": f"{platform.python_version()} {platform.python_implementation()}{threading}",
         "system": platform.platform(),
         "processor": f"{cpu_model()}, {_usable_cores()} cores usable by this process",

@@ -126,7 +126,7 @@ def _ratio_bars(axes: Any, family: str, outcomes: Sequence[Outcome]) -> None:
     axes.invert_yaxis()
     axes.set_title(FAMILIES[family].title, fontsize=9)
     axes.set_xlabel("time / faststep's time")
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
 
 
 def _sweep_lines(axes: Any, sweep: str, outcomes: Sequence[Outcome]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -50,13 +51,24 @@ def _rows(outcome: Outcome) -> list[list[str]]:
         if name in outcome.absent:
             short = outcome.absent[name].split(" (")[0].split(":")[0]
             rows.append([outcome.work.label, name, short, "-", "-", "-"])
-        elif name in outcome.seconds:
+        elif outcome.seconds.get(name):
             rate = outcome.rate(name)
             ratio = "" if name == OURS else times(outcome.ratio(name))
             share = f"{100 * rate / outcome.copy_rate:.0f} %"
             cells = [outcome.work.label, name, duration(outcome.median(name)), ratio]
             rows.append([*cells, f"{rate / 1e9:.1f}", share])
     return rows
+
+
+def _load_note(outcomes: Sequence[Outcome]) -> str:
+    cores = os.cpu_count() or 1
+    load = max((o.load for o in outcomes if not math.isnan(o.load)), default=0.0)
+    if load <= cores + 0.5:
+        return ""
+    return (
+        f"Other programs ran at the same time (load {load:.1f} on {cores} cores), so threads "
+        "waited for each other: these ratios are not to be relied on."
+    )
 
 
 def as_text(outcomes: Sequence[Outcome], markdown: bool = False) -> str:
@@ -87,6 +99,7 @@ def as_text(outcomes: Sequence[Outcome], markdown: bool = False) -> str:
             f"{min(rates) / 1e9:.1f} to {max(rates) / 1e9:.1f} GB/s over the works "
             "(8 bytes per fp32 element)."
         )
+    parts += [note for note in [_load_note(outcomes)] if note]
     return "\n".join(parts)
 
 
@@ -104,6 +117,7 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                 "fresh_gradients": outcome.work.fresh_gradients,
                 "least_bytes": outcome.work.least_bytes,
                 "copy_rate": None if math.isnan(outcome.copy_rate) else outcome.copy_rate,
+                "load": None if math.isnan(outcome.load) else outcome.load,
                 "seconds": outcome.seconds,
                 "absent": outcome.absent,
             }

@@ -1,7 +1,8 @@
-"""How it is measured: rounds in turn, medians, and the machine's copy rate from the same minutes."""
+"""How it is measured: rounds in turn, medians, and the copy rate of the same minutes."""
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -24,12 +25,14 @@ class Outcome:
         seconds: the rounds' times for each contender, in the order of the tables.
         absent: the reason for each contender that could not be measured.
         copy_rate: bytes per second of ``copy_`` during the work, 8 bytes per fp32 element.
+        load: the system's load average over the last minute, at the end of the work.
     """
 
     work: Work
     seconds: dict[str, list[float]] = field(default_factory=dict)
     absent: dict[str, str] = field(default_factory=dict)
     copy_rate: float = float("nan")
+    load: float = float("nan")
 
     def median(self, contender: str) -> float:
         """The median round in seconds; NaN where the contender was not measured."""
@@ -64,7 +67,12 @@ class CopyMeter:
         self._seconds.append(time.perf_counter() - start)
 
     def take(self) -> float:
-        """The median rate since the last call in bytes per second, reads and writes counted."""
+        """The median rate since the last call in bytes per second, reads and writes counted.
+
+        NaN if nothing was measured since.
+        """
+        if not self._seconds:
+            return float("nan")
         rate = 2 * self._source.nbytes / statistics.median(self._seconds)
         self._seconds.clear()
         return rate
@@ -112,6 +120,13 @@ class Contest:
             self._rounds[contender.name] = round_
         return self._rounds[contender.name]
 
+    def finish(self, meter: CopyMeter) -> Outcome:
+        """Note the copy rate and the load, and return what was measured."""
+        self.outcome.copy_rate = meter.take()
+        if hasattr(os, "getloadavg"):
+            self.outcome.load = os.getloadavg()[0]
+        return self.outcome
+
     @staticmethod
     def _warm_up(name: str, round_: Round, arena: Arena) -> None:
         arena.refill()
@@ -158,6 +173,4 @@ def run_contest(
             contest.outcome.seconds.setdefault(name, []).append(time.perf_counter() - start)
         meter.measure()
         turns += 1
-    if rounds:
-        contest.outcome.copy_rate = meter.take()
-    return contest.outcome
+    return contest.finish(meter)

@@ -67,7 +67,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _drop_new_state(self, param: Tensor) -> None:
-        """Undo `_new_state` after a skipped step, where a state of zeros is not the same as none."""
+        """Undo `_new_state` if the step did not happen, where a state of zeros is not the same as none."""
 
     @property
     def last_grad_norm(self) -> Tensor | None:
@@ -104,13 +104,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         found_inf: Tensor | None = getattr(self, "found_inf", None)
         if self._plan is None:
             self._plan = _C.Plan()
-        clips = max_norm is not None
         options = (
             grad_scale,
-            found_inf,
+            # torch's scaler passes the number 0 where no parameter has a gradient
+            found_inf if isinstance(found_inf, Tensor) else None,
             self._measure_found_inf,
-            max_norm if max_norm is not None else _NO_CLIPPING,
-            self.keep_grads if clips else grad_scale is not None,
+            _NO_CLIPPING if max_norm is None else max_norm,
+            grad_scale is not None if max_norm is None else self.keep_grads,
         )
         params = [group["params"] for group in groups]
         rules = [self._checked_rule_of(group) for group in groups]
@@ -123,9 +123,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                     for group, index in new:
                         self._new_state(groups[group], params[group][index])
                 result = self._plan.step(params, rules, self.state, new, *options)
-        except _C.TensorError as error:
-            raise self._explained(*error.args) from None
-        assert not isinstance(result, list), "a state is still missing"
+            if isinstance(result, list):  # a state was there, but None
+                group, index = result[0]
+                state = self.state[params[group][index]]
+                key = next(key for key in rules[group].state_keys if state.get(key) is None)
+                raise _C.TensorError(group, index, f"state '{key}'", "value", "is None")
+        except BaseException as error:
+            for group, index in new:
+                self._drop_new_state(params[group][index])
+            if isinstance(error, _C.TensorError):
+                raise self._explained(*error.args) from None
+            raise
         self._skipped, norm, stepped, grads = result
         increment_version(stepped)
         if grads is not None:
@@ -155,8 +163,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             return RuntimeError(self._sparse_error())
         names = self.param_groups[group].get("param_names")
         name = f"'{names[index]}', " if names else ""
+        whose = "" if role == "parameter" else f"{role} of "
         where = (
-            f"{role} of parameter {index} in group {group} "
+            f"{whose}parameter {index} in group {group} "
             f"({name}shape {tuple(param.shape)}, {param.dtype}, {param.device})"
         )
         error = TypeError if kind == "type" else RuntimeError

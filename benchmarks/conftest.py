@@ -1,0 +1,97 @@
+"""Collects what the benchmarks measure, prints it, and writes it as Markdown, JSON and PNG."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faststep.cli.plots import plot_outcomes
+from faststep.cli.report import as_json, as_text, machine
+from faststep.cli.workloads import MAX_NORM
+from goals import goals_text
+from ring import Ring
+from works import SMOKE
+
+RESULTS = Path(__file__).parent / "results"
+
+
+RING = pytest.StashKey[Ring]()
+TEXT = pytest.StashKey[str]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("faststep")
+    group.addoption(
+        "--save",
+        metavar="NAME",
+        help="write benchmarks/results/NAME.{md,json,png}, which git keeps; "
+        "default: a new name in benchmarks/results/local",
+    )
+    group.addoption(
+        "--elements",
+        type=float,
+        default=1e8,
+        metavar="N",
+        help="the largest tensor of the sweep over elements; default: 1e8",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if SMOKE and config.getoption("save"):
+        raise pytest.UsageError("--save keeps figures; those of FASTSTEP_BENCH_SMOKE mean nothing")
+    config.stash[RING] = Ring()
+    # pytest-benchmark lists every block by itself; the tables below join them.
+    config.option.benchmark_quiet = True
+
+
+@pytest.fixture(scope="session")
+def ring(request: pytest.FixtureRequest) -> Ring:
+    """The session's only ring."""
+    return request.config.stash[RING]
+
+
+def _introduction() -> str:
+    smoke = " SMOKE RUN on tiny tensors: the figures mean nothing." if SMOKE else ""
+    return (
+        f"{machine()}; {datetime.now(timezone.utc):%Y-%m-%d}.{smoke}\n\n"
+        "fp32 on the CPU. Contenders share parameters and gradients and take turns in blocks; "
+        "medians over all blocks. The gradients are restored before every round, untimed. Their "
+        f"global norm is 4 and the limit {MAX_NORM:g}, so clipping acts, unless a row says "
+        "otherwise. GB/s is the least traffic of the work over the median; copy_ counts 8 bytes "
+        "per fp32 element. torch default is the for-loop: on a CPU torch chooses foreach only "
+        "when asked."
+    )
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    ring = session.config.stash[RING]
+    ring.leave()
+    if not any(outcome.seconds for outcome in ring.outcomes):
+        return
+    name = session.config.getoption("save")
+    stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+    base = RESULTS / name if name else RESULTS / "local" / stamp
+    base.parent.mkdir(parents=True, exist_ok=True)
+    outcomes, introduction = ring.outcomes, _introduction()
+    goals = goals_text(outcomes, markdown=True)
+    tables = as_text(outcomes, markdown=True)
+    base.with_name(f"{base.name}.md").write_text(
+        f"# Benchmarks\n\n{introduction}\n\n## What it must show\n\n{goals}\n\n"
+        f"## All rows\n\n{tables}\n"
+    )
+    base.with_name(f"{base.name}.json").write_text(json.dumps(as_json(outcomes), indent=1) + "\n")
+    plot_outcomes(base.with_name(f"{base.name}.png"), machine(), outcomes)
+    session.config.stash[TEXT] = (
+        f"{introduction}\n\n{as_text(outcomes)}\n\n{goals_text(outcomes)}\n\n"
+        f"Written: {base}.md, .json and .png"
+    )
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if TEXT in config.stash:
+        terminalreporter.section("faststep against the others")
+        terminalreporter.write_line(config.stash[TEXT])

@@ -1,0 +1,96 @@
+"""What the benchmarks must show, and whether a run shows it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from faststep.cli.console import table
+from faststep.cli.contenders import OURS, SWAPPED
+from faststep.cli.report import times
+from faststep.cli.timing import Outcome
+from faststep.cli.workloads import FAMILIES
+from works import LARGE, MANY_SMALL, SMOKE
+
+__all__ = ["GOALS", "Goal", "goals_text"]
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A ratio to reach: the rival takes at least ``at_least`` times as long as ``contender``.
+
+    The rival "copy_" stands for the machine's copy rate: the contender's bytes per second over it.
+    """
+
+    family: str
+    label: str
+    rival: str
+    at_least: float
+    contender: str = OURS
+
+
+def _goals() -> tuple[Goal, ...]:
+    goals = [
+        Goal("chain", label, rival, ratio)
+        for rival, ratios in (("torch fused", (1.8, 1.8, 1.7)), ("torch default", (5.0, 4.0, 5.0)))
+        for label, ratio in zip(LARGE, ratios, strict=True)
+    ]
+    goals += [
+        Goal("chain", MANY_SMALL, "torch fused", 50.0),
+        Goal("chain", MANY_SMALL, "torch default", 100.0),
+        *(Goal("chain", label, "torch fused", 1.2, SWAPPED) for label in LARGE),
+        Goal("chain", MANY_SMALL, "torch fused", 15.0, SWAPPED),
+        Goal("adamw", MANY_SMALL, "torch fused", 25.0),
+        Goal("adamw", MANY_SMALL, "DeepSpeedCPUAdam", 10.0),
+    ]
+    for rival in ("torch fused", "DeepSpeedCPUAdam"):
+        goals += [Goal("adamw", label, rival, 1.0) for label in LARGE]
+    goals += [Goal("sgd", label, "torch fused", 1.0) for label in LARGE]
+    goals += [Goal("sgd", MANY_SMALL, "torch fused", 20.0)]
+    goals += [Goal("lion", label, "optimi Lion", 3.0) for label in (*LARGE, MANY_SMALL)]
+    goals += [
+        Goal("clip", "GPT-2 small", "torch", 1.8),
+        Goal("clip", MANY_SMALL, "torch", 20.0),
+        *(Goal("chain", label, "copy_", 0.9) for label in LARGE),
+    ]
+    return tuple(goals)
+
+
+GOALS = _goals()
+
+
+def _measured(goal: Goal, outcome: Outcome) -> float:
+    if goal.rival == "copy_":
+        return outcome.rate(goal.contender) / outcome.copy_rate
+    return outcome.ratio(goal.rival, goal.contender)
+
+
+def goals_text(outcomes: Sequence[Outcome], markdown: bool = False) -> str:
+    """A table of the goals of the works that were run, beside what was measured.
+
+    Args:
+        outcomes: what was measured.
+        markdown: write Markdown instead of plain text.
+    """
+    by_work = {(outcome.work.family, outcome.work.label): outcome for outcome in outcomes}
+    rows = []
+    for goal in GOALS:
+        if (goal.family, goal.label) not in by_work:
+            continue
+        measured = _measured(goal, by_work[goal.family, goal.label])
+        verdict = "reached" if measured >= goal.at_least else "missed"
+        if math.isnan(measured) or SMOKE:
+            verdict = "not judged: smoke run" if SMOKE else "not measured"
+        title = FAMILIES[goal.family].title.split(":")[0]
+        swapped = ", only imports swapped" if goal.contender == SWAPPED else ""
+        rows.append(
+            [
+                f"{title}{swapped}: {goal.label}",
+                "copy_'s bytes/s" if goal.rival == "copy_" else goal.rival,
+                times(goal.at_least),
+                times(measured),
+                verdict,
+            ]
+        )
+    return table(["work", "against", "at least", "measured", ""], rows, markdown)

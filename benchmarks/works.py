@@ -1,0 +1,72 @@
+"""The rows of the benchmarks, and how often each is measured."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from faststep.cli.contenders import OURS
+from faststep.cli.workloads import SHAPES, Work, count_elements
+
+__all__ = ["LARGE", "MANY_SMALL", "SMOKE", "Plan", "all_works", "plan_of"]
+
+SMOKE = os.environ.get("FASTSTEP_BENCH_SMOKE") == "1"
+
+MANY_SMALL = "2000 x 64"
+LARGE = ("16 x 1M", "ResNet-50", "GPT-2 small")
+SWEEP_CONTENDERS = (OURS, "torch fused", "torch default")
+
+
+def all_works(largest: int) -> list[Work]:
+    """Every row: the four sets of shapes, two variants of the chain, and the sweeps.
+
+    Args:
+        largest: elements of the largest tensor in the sweep over elements.
+    """
+    shapes = {name: make() for name, make in SHAPES.items()}
+    if SMOKE:
+        # The same lists of tensors, cut short and with every dimension at most 8.
+        shapes = {
+            name: tuple(tuple(min(8, n) for n in shape) for shape in sizes[:24])
+            for name, sizes in shapes.items()
+        }
+        largest = min(largest, 10_000)
+    works = [Work(family, name, shapes[name]) for name in shapes for family in ("chain", "adamw")]
+    works += [Work(family, name, shapes[name]) for family in ("sgd", "lion") for name in shapes]
+    works += [Work("clip", name, shapes[name]) for name in (MANY_SMALL, "GPT-2 small")]
+    works += [
+        Work("chain", f"{MANY_SMALL}, norm below the limit", shapes[MANY_SMALL], true_norm=0.5),
+        Work("chain", "16 x 1M, norm below the limit", shapes["16 x 1M"], true_norm=0.5),
+        Work("chain", f"{MANY_SMALL}, new gradients", shapes[MANY_SMALL], fresh_gradients=True),
+    ]
+    for tensors in (10, 100) if SMOKE else (10, 100, 1000, 10_000):
+        label = f"{tensors} x 64, sweep"
+        only = SWEEP_CONTENDERS
+        works.append(Work("chain", label, ((64,),) * tensors, sweep="tensors", only=only))
+    elements = 1000
+    while elements <= largest:
+        label = f"1 x {elements:.0e}, sweep".replace("e+0", "e")
+        only = SWEEP_CONTENDERS
+        works.append(Work("chain", label, ((elements,),), sweep="elements", only=only))
+        elements *= 10
+    return works
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often a work is measured: every contender does ``rounds`` in each of ``blocks`` turns."""
+
+    blocks: int
+    rounds: int
+
+
+def plan_of(work: Work) -> Plan:
+    """More rounds where a round is short; the slowest contender decides.
+
+    torch's default chain takes about 100 us per small tensor and 10 ns per element.
+    """
+    if SMOKE:
+        return Plan(blocks=1, rounds=2)
+    slowest = 1e-4 * len(work.shapes) + 1e-8 * count_elements(work.shapes)
+    rounds = min(40, max(7, round(1.5 / slowest)))
+    return Plan(blocks=7, rounds=max(1, round(rounds / 7)))

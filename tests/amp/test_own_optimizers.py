@@ -1,0 +1,323 @@
+"""faststep's optimizers under our scaler, and under torch's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
+
+import faststep.amp.grad_scaler
+import faststep.optim as fast
+from compare import assert_same_tensors
+from faststep.amp import GradScaler
+from gradients import exact_norm
+from scalers import Make, Training, make_param, make_scaler, plain_step
+
+INF = math.inf
+TORCHS = torch.amp.GradScaler
+PAIRS: dict[str, tuple[Make, Make]] = {
+    "AdamW": (
+        lambda ps: fast.AdamW(ps, lr=0.1, weight_decay=0.2),
+        lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.2, fused=True),
+    ),
+    "Adam": (
+        lambda ps: fast.Adam(ps, lr=0.1, amsgrad=True),
+        lambda ps: torch.optim.Adam(ps, lr=0.1, amsgrad=True, fused=True),
+    ),
+    "SGD": (
+        lambda ps: fast.SGD(ps, lr=0.1, momentum=0.9, nesterov=True),
+        lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, nesterov=True, fused=True),
+    ),
+    "SGD without momentum": (
+        lambda ps: fast.SGD(ps, lr=0.1),
+        lambda ps: torch.optim.SGD(ps, lr=0.1, fused=True),
+    ),
+}
+OURS: dict[str, Make] = {name: pair[0] for name, pair in PAIRS.items()}
+OURS["Lion"] = lambda ps: fast.Lion(ps, lr=0.1)
+OF_EACH_KIND = pytest.mark.parametrize("make", OURS.values(), ids=OURS)
+AGAINST_TORCHS = pytest.mark.parametrize(("ours", "theirs"), PAIRS.values(), ids=PAIRS)
+SCALERS = pytest.mark.parametrize("cls", [GradScaler, TORCHS], ids=["our scaler", "torch's scaler"])
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[Parameter]:
+    return [p for g in optimizer.param_groups for p in g["params"]]
+
+
+def clip_then_step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    torch_clip_grad_norm_(params_of(optimizer), 0.5)
+    scaler.step(optimizer)
+
+
+def clip_in_step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.step(optimizer, max_norm=0.5)
+
+
+def unscale_then_clip_in_step(scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer, max_norm=0.5)
+
+
+def without_gradients(training: Training, history: list[Tensor]) -> list[Tensor]:
+    """A history of Training.run without the gradients, which clipping inside the step leaves."""
+    count = len(training.params)
+    kept, at = [], 0
+    for _ in training.grads:
+        kept += [*history[at : at + count], history[at + 2 * count]]
+        at += 2 * count + 1
+    return kept + history[at:]
+
+
+@SCALERS
+@AGAINST_TORCHS
+@pytest.mark.parametrize("body", [plain_step, clip_then_step])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_training_is_that_of_torchs_fused_optimizer_and_scaler(
+    cls: type[Any], ours: Make, theirs: Make, body: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    mine = Training(cls, ours, dtype).run(body)
+    torch.testing.assert_close(mine, Training(TORCHS, theirs, dtype).run(body), equal_nan=True)
+
+
+@OF_EACH_KIND
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_both_scalers_give_the_same_bits(make: Make, dtype: torch.dtype) -> None:
+    mine = Training(GradScaler, make, dtype).run(plain_step)
+    assert_same_tensors(mine, Training(TORCHS, make, dtype).run(plain_step))
+
+
+@AGAINST_TORCHS
+@pytest.mark.parametrize("body", [clip_in_step, unscale_then_clip_in_step])
+def test_max_norm_is_unscale_clip_step(ours: Make, theirs: Make, body: Callable[..., Any]) -> None:
+    training = Training(GradScaler, ours)
+    mine = without_gradients(training, training.run(body))
+    expected = without_gradients(training, Training(TORCHS, theirs).run(clip_then_step))
+    torch.testing.assert_close(mine, expected)
+
+
+def test_max_norm_is_max_grad_norm_of_the_constructor() -> None:
+    by_step = Training(GradScaler, lambda ps: fast.AdamW(ps, lr=0.1)).run(clip_in_step)
+    by_constructor = Training(GradScaler, lambda ps: fast.AdamW(ps, lr=0.1, max_grad_norm=0.5)).run(
+        plain_step
+    )
+    assert_same_tensors(by_step, by_constructor)
+    overridden = Training(GradScaler, lambda ps: fast.AdamW(ps, lr=0.1, max_grad_norm=77.0)).run(
+        clip_in_step
+    )
+    assert_same_tensors(by_step, overridden)
+
+
+@SCALERS
+@OF_EACH_KIND
+@pytest.mark.parametrize("bad", [INF, -INF, math.nan])
+def test_an_overflow_skips_everything(cls: type[Any], make: Make, bad: float) -> None:
+    params = [make_param(1.0, 2.0, grad=[8.0, 8.0]), make_param(3.0, grad=[8.0])]
+    optimizer, scaler = make(params), make_scaler(cls)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not optimizer.step_was_skipped
+    before = [p.detach().clone() for p in params]
+    states = [t.clone() for p in params for t in optimizer.state[p].values() if t is not None]
+    for param in params:
+        param.grad = torch.full_like(param, 8.0)
+    params[1].grad[0] = bad
+    scaler.step(optimizer)
+    assert [t.item() for t in scaler._found_inf_per_device(optimizer).values()] == [1.0]
+    scaler.update()
+    assert optimizer.step_was_skipped
+    assert scaler.get_scale() == 4.0
+    assert_same_tensors([p.detach() for p in params], before)
+    after = [t for p in params for t in optimizer.state[p].values() if t is not None]
+    assert_same_tensors(after, states)
+
+
+@OF_EACH_KIND
+@pytest.mark.parametrize("max_norm", [None, 0.5, 1e9])
+def test_the_norm_is_that_of_the_unscaled_gradients(make: Make, max_norm: float | None) -> None:
+    grads = [torch.randn(1000), torch.randn(3, 5)]
+    params = [Parameter(torch.randn_like(g)) for g in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad * 8.0
+    optimizer = make(params)
+    make_scaler().step(optimizer, max_norm=max_norm)
+    assert float(optimizer.last_grad_norm) == pytest.approx(exact_norm(grads, 2.0), rel=1e-6)
+
+
+@OF_EACH_KIND
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_the_scaler_makes_no_pass_of_its_own(
+    make: Make, max_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(faststep.amp.grad_scaler, "_C", None)
+    monkeypatch.setattr(faststep.amp.grad_scaler, "clip_grad_norm_", None)
+    param = make_param(1.0, grad=[8.0])
+    scaler = make_scaler()
+    scaler.step(make([param]), max_norm=max_norm)
+    scaler.update()
+    assert param != 1.0
+
+
+@OF_EACH_KIND
+def test_gradients_are_written_back_unscaled_except_where_they_are_clipped(make: Make) -> None:
+    param = make_param(1.0, 1.0, grad=[24.0, 32.0])
+    scaler, optimizer = make_scaler(), make([param])
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.grad.tolist() == [3.0, 4.0]
+    param.grad = torch.tensor([24.0, 32.0])
+    scaler.step(optimizer, max_norm=1.0)
+    assert param.grad.tolist() == [24.0, 32.0]
+
+
+def test_kept_gradients_are_unscaled_and_clipped() -> None:
+    param = make_param(1.0, 1.0, grad=[24.0, 32.0])
+    make_scaler().step(fast.AdamW([param], keep_grads=True), max_norm=1.0)
+    torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.8]))
+
+
+@AGAINST_TORCHS
+def test_without_gradients_update_complains_as_with_torchs_fused(ours: Make, theirs: Make) -> None:
+    for cls, make in ((GradScaler, ours), (TORCHS, ours), (TORCHS, theirs)):
+        scaler, optimizer = make_scaler(cls), make([make_param(1.0)])
+        assert scaler.step(optimizer) is None
+        assert "found_inf" not in vars(optimizer)
+        with pytest.raises(AssertionError, match=r"No inf checks were recorded prior to update\."):
+            scaler.update()
+        with pytest.raises(RuntimeError, match=r"step\(\) has already been called"):
+            scaler.step(optimizer)
+
+
+@OF_EACH_KIND
+@pytest.mark.parametrize("bad", [False, True])
+def test_gradients_of_a_closure_are_checked(make: Make, bad: bool) -> None:
+    param = make_param(1.0)
+    scaler, optimizer = make_scaler(), make([param])
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (param * (INF if bad else 3.0)).sum()
+        scaler.scale(loss).backward()
+        return loss.detach()
+
+    loss = scaler.step(optimizer, closure)
+    scaler.update()
+    assert loss == (INF if bad else 3.0)
+    assert optimizer.step_was_skipped is bad
+    assert (param.item() == 1.0) is bad
+    assert scaler.get_scale() == (4.0 if bad else 8.0)
+
+
+@OF_EACH_KIND
+def test_a_scale_of_the_user_multiplies_ours(make: Make) -> None:
+    param = make_param(1.0, grad=[24.0])
+    optimizer = make([param])
+    optimizer.grad_scale = torch.tensor(3.0)
+    make_scaler().step(optimizer)
+    assert param.grad == 1.0
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@OF_EACH_KIND
+def test_an_error_in_step_leaves_nothing_behind(make: Make) -> None:
+    param = make_param(1.0, 2.0)
+    param.grad = torch.ones(2).to_sparse()
+    scaler, optimizer = make_scaler(), make([param])
+    before = set(vars(optimizer)) | {"_plan"}
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="sparse"):
+            scaler.step(optimizer, max_norm=1.0)
+        assert set(vars(optimizer)) <= before
+    assert param.tolist() == [1.0, 2.0]
+    param.grad = torch.tensor([8.0, 8.0])
+    scaler.step(optimizer, max_norm=1.0)
+    assert param.tolist() != [1.0, 2.0]
+
+
+@OF_EACH_KIND
+def test_a_step_that_was_replaced_on_the_instance_is_the_one_called(make: Make) -> None:
+    param = make_param(1.0, grad=[INF])
+    optimizer, scaler = make([param]), make_scaler()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    original, calls = optimizer.step, []
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        calls.append(optimizer.found_inf.item())
+        result = original(*args, **kwargs)
+        calls.append(optimizer.found_inf.item())
+        return result
+
+    optimizer.step = step
+    scaler.step(optimizer)
+    assert calls == [0.0, 1.0]
+
+
+@OF_EACH_KIND
+def test_one_overflow_skips_its_own_optimizer_only(make: Make) -> None:
+    scaler = make_scaler()
+    params = [make_param(1.0, grad=[g]) for g in (8.0, INF)]
+    optimizers = [make([param]) for param in params]
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    assert [p.item() == 1.0 for p in params] == [False, True]
+    assert scaler.get_scale() == 4.0
+
+
+@OF_EACH_KIND
+def test_a_disabled_scaler_still_clips(make: Make) -> None:
+    mine, other = (make_param(1.0, 1.0, grad=[3.0, 4.0]) for _ in range(2))
+    GradScaler("cpu", enabled=False).step(make([mine]), max_norm=1.0)
+    torch_clip_grad_norm_(other, 1.0)
+    make([other]).step()
+    torch.testing.assert_close(mine, other)
+
+
+@SCALERS
+@OF_EACH_KIND
+def test_gradients_spoiled_after_unscale_are_not_checked_again(cls: type[Any], make: Make) -> None:
+    param = make_param(1.0, grad=[8.0])
+    scaler, optimizer = make_scaler(cls), make([param])
+    scaler.unscale_(optimizer)
+    param.grad.fill_(math.nan)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not optimizer.step_was_skipped
+    assert math.isnan(param.item())
+    assert scaler.get_scale() == 8.0
+
+
+class Doubtful(GradScaler):
+    """Reports an overflow whatever the gradients say, as a sharded scaler may for other ranks."""
+
+    def _unscale_grads_(self, *args: Any) -> dict[torch.device, Tensor]:
+        return {d: torch.ones_like(t) for d, t in super()._unscale_grads_(*args).items()}
+
+
+@OF_EACH_KIND
+def test_a_subclass_with_a_check_of_its_own_is_asked(make: Make) -> None:
+    param = make_param(1.0, grad=[8.0])
+    scaler, optimizer = make_scaler(Doubtful), make([param])
+    scaler.step(optimizer)
+    scaler.update()
+    assert param == 1.0
+    assert optimizer.step_was_skipped
+    assert scaler.get_scale() == 4.0
+
+
+@OF_EACH_KIND
+@pytest.mark.parametrize("bodies", [(plain_step, clip_in_step)])
+def test_clipping_is_for_one_step(make: Make, bodies: tuple[Callable[..., Any], ...]) -> None:
+    param = make_param(1.0, 1.0)
+    scaler, optimizer = make_scaler(), make([param])
+    for body in (*bodies, *bodies):
+        param.grad = torch.tensor([24.0, 32.0])
+        body(scaler, optimizer)
+        scaler.update()
+        assert param.grad.tolist() == ([3.0, 4.0] if body is plain_step else [24.0, 32.0])

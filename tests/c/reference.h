@@ -1,0 +1,167 @@
+/* reference.h - slow and obvious versions of what the core computes, written without its rules and
+ * without its tree.
+ *
+ * Arithmetic in fp32 is done in double and rounded to fp32 after each operation. For +, -, *, / and
+ * sqrt that gives exactly what fp32 arithmetic gives, since a double has more than twice the bits of
+ * a float and two to spare (Figueroa 1995): results are expected to be equal, not merely close. */
+#ifndef REFERENCE_H
+#define REFERENCE_H
+
+#include "common.h"
+#include "core/fold.h"
+
+typedef struct {
+    fst_rule rule;
+    int wide; /* in double */
+    double hyper[FST_MAX_HYPER], step;
+    double inv_scale, clip, sign;
+    int write_grad;
+} update_case;
+
+/* To the precision of the update. */
+static inline double narrowed(double x)
+{
+    return (double)(float)x;
+}
+
+#define R(x) (c->wide ? (x) : narrowed(x))
+
+/* By repeated multiplication: for up to three factors the same bits as any other order. */
+static inline double power(double base, double exponent)
+{
+    double result = base;
+    for (double i = 1.0; i < exponent; i += 1.0)
+        result *= base;
+    return result;
+}
+
+static inline double expected_adam(const update_case *c, double p, double g, double *s)
+{
+    const double lr = c->hyper[0], beta1 = c->hyper[1], beta2 = c->hyper[2];
+    const double decay = c->hyper[4], root = sqrt(1.0 - power(beta2, c->step));
+    const double step_size = R(lr * root / (1.0 - power(beta1, c->step)));
+    if (c->hyper[5] == 0.0 && R(decay) != 0.0)
+        g = R(g + R(R(decay) * p));
+    s[0] = R(R(R(beta1) * s[0]) + R(R(1.0 - beta1) * g));
+    s[1] = R(R(R(beta2) * s[1]) + R(R(1.0 - beta2) * R(g * g)));
+    double v = s[1];
+    if (c->rule == FST_RULE_amsgrad)
+        v = s[2] = isnan(v) || isnan(s[2]) ? (double)NAN : s[2] > v ? s[2] : v;
+    const double denominator = R(R(sqrt(v)) + R(c->hyper[3] * root));
+    const double kept = c->hyper[5] != 0.0 ? R(p * R(1.0 - lr * decay)) : p;
+    return R(kept - R(step_size * R(s[0] / denominator)));
+}
+
+static inline double expected_sgd(const update_case *c, double p, double g, double *s)
+{
+    const double lr = R(c->hyper[0]), momentum = R(c->hyper[1]), decay = R(c->hyper[3]);
+    if (decay != 0.0)
+        g = R(g + R(decay * p));
+    double direction = g;
+    if (c->rule == FST_RULE_momentum) {
+        if (c->step == 1.0)
+            s[0] = R(R(0.0 * s[0]) + g); /* 0 but for a buffer that is not finite */
+        else
+            s[0] = R(R(momentum * s[0]) + R(R(1.0 - c->hyper[2]) * g));
+        direction = c->hyper[4] != 0.0 ? R(g + R(momentum * s[0])) : s[0];
+    }
+    return R(p - R(lr * direction));
+}
+
+static inline double expected_lion(const update_case *c, double p, double g, double *s)
+{
+    const double lr = c->hyper[0], beta1 = c->hyper[1], beta2 = c->hyper[2];
+    const double u = R(R(R(beta1) * s[0]) + R(R(1.0 - beta1) * g));
+    const double direction = isnan(u) || u == 0.0 ? u : copysign(1.0, u);
+    s[0] = R(R(R(beta2) * s[0]) + R(R(1.0 - beta2) * g));
+    return R(R(p * R(1.0 - lr * c->hyper[3])) - R(R(lr) * direction));
+}
+
+/* What fst_cpu_kernels.update is meant to do, one element after another. */
+static inline void expected_update(const fst_operand *op, int64_t begin, int64_t count,
+                                   const update_case *c)
+{
+    const fst_operand *value = &op[op[FST_OP_MASTER].data ? FST_OP_MASTER : FST_OP_PARAM];
+    for (int64_t i = begin; i < begin + count; i++) {
+        double s[FST_MAX_STATES] = {0.0};
+        for (unsigned k = 0; k < fst_rule_states(c->rule); k++)
+            s[k] = R(get(&op[FST_OP_STATE + k], i));
+        double p = R(get(value, i)), g = R(R(get(&op[FST_OP_GRAD], i)) * R(c->inv_scale));
+        g = R(g * R(c->clip));
+        if (c->write_grad)
+            set(&op[FST_OP_GRAD], i, g);
+        g *= c->sign;
+        if (c->rule == FST_RULE_lion)
+            p = expected_lion(c, p, g, s);
+        else if (c->rule == FST_RULE_adam || c->rule == FST_RULE_amsgrad)
+            p = expected_adam(c, p, g, s);
+        else
+            p = expected_sgd(c, p, g, s);
+        for (unsigned k = 0; k < fst_rule_states(c->rule); k++)
+            set(&op[FST_OP_STATE + k], i, s[k]);
+        set(value, i, p);
+        if (op[FST_OP_MASTER].data)
+            set(&op[FST_OP_PARAM], i, p);
+        if (op[FST_OP_COPY].data)
+            set(&op[FST_OP_COPY], i, p);
+    }
+}
+
+#undef R
+
+/* The arguments that the core folds for a case. */
+static inline fst_update_args args_of(const update_case *c)
+{
+    fst_update_args args = {.clip_coefficient = c->clip, .sign = c->sign};
+    args.rule = c->rule;
+    args.wide = c->wide;
+    fst_rule_fold(&args, c->hyper, c->step);
+    return args;
+}
+
+static inline double folded(double a, double b, fst_norm norm)
+{
+    if (norm != FST_NORM_MAX && norm != FST_NORM_MIN)
+        return a + b;
+    if (isnan(a) || isnan(b))
+        return (double)NAN;
+    return norm == FST_NORM_MAX ? fmax(a, b) : fmin(a, b);
+}
+
+/* The tree of rules/tree.h over values that are terms already: element i goes to lane i % 256, then
+ * lane j takes lane j + 128, j + 64, ... j + 1. */
+static inline double expected_tree(const double *terms, size_t count, fst_norm norm)
+{
+    double lanes[256];
+    for (size_t j = 0; j < 256; j++)
+        lanes[j] = norm == FST_NORM_MIN ? (double)INFINITY : 0.0;
+    for (size_t i = 0; i < count; i++)
+        lanes[i % 256] = folded(lanes[i % 256], terms[i], norm);
+    for (size_t half = 128; half > 0; half /= 2)
+        for (size_t j = 0; j < half; j++)
+            lanes[j] = folded(lanes[j], lanes[j + half], norm);
+    return lanes[0];
+}
+
+/* What a norm sums or compares of element i times the factor. */
+static inline double expected_term(const fst_operand *op, int64_t i, fst_norm norm, double p,
+                                   double factor)
+{
+    const double raw = get(op, i);
+    const double x = op->dtype == FST_F64 ? raw * factor : narrowed(raw * narrowed(factor));
+    switch (norm) {
+    case FST_NORM_SQUARES:
+        return x * x;
+    case FST_NORM_NONZERO:
+        return x == 0.0 ? 0.0 : 1.0;
+    case FST_NORM_POWER:
+        return pow(fabs(x), p);
+    case FST_NORM_ABS:
+    case FST_NORM_MAX:
+    case FST_NORM_MIN:
+    default:
+        return fabs(x);
+    }
+}
+
+#endif

@@ -1,0 +1,119 @@
+"""The command line: each sub-command does its work and says what it found."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from faststep import _C
+from faststep.cli import main
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def run(*arguments: str) -> int:
+    return main(list(arguments))
+
+
+def test_info_as_a_program() -> None:
+    command = [sys.executable, "-m", "faststep", "info"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    lines = dict(line.split("  ", 1) for line in output.splitlines())
+    assert torch.__version__ in lines["torch"]
+    assert lines["CUDA in faststep"].strip().startswith("none: this build holds CPU kernels only")
+    assert re.search(rf"^instruction set +{_C.cpu_info()['isa']}\b", output, re.MULTILINE)
+
+
+def test_info_as_json_names_what_was_not_usable(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("info", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)
+    cpu = _C.cpu_info()
+    for level in {*cpu["compiled"], *cpu["supported"]}:
+        assert level in facts["instruction set"]
+    if cpu["threads"] == "torch_parallel_for":
+        assert f"{torch.get_num_threads()} threads" in facts["threads"]
+    else:
+        assert "calling thread only" in facts["threads"]
+
+
+@pytest.mark.parametrize("level", [*_C.cpu_info()["supported"]])
+def test_info_reports_a_forced_instruction_set(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FASTSTEP_CPU", level)
+    command = [sys.executable, "-m", "faststep", "info", "--json"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    expected = f"{level}, forced by FASTSTEP_CPU={level};"
+    assert json.loads(output)["instruction set"].startswith(expected)
+
+
+def test_demo_trains_twice_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plot = tmp_path / "new folder" / "demo.png"
+    assert run("demo", "--steps", "4", "--batch-size", "2", "--output", str(plot)) == 0
+    captured = capsys.readouterr()
+    assert plot.read_bytes().startswith(PNG)
+    assert "4/4" in captured.err
+    for phase in ("data", "forward", "backward", "optimizer chain", "whole step"):
+        assert re.search(rf"^{phase} +[\d.]+ +[\d.]+ +[\d.]+x$", captured.out, re.MULTILINE)
+    gap = re.search(r"difference between the loss curves: (\S+)", captured.out)
+    assert gap is not None
+    assert float(gap[1]) < 1e-4
+    losses = re.findall(r"Loss with \S+: (\S+) -> (\S+);", captured.out)
+    assert len(losses) == 2
+    assert all(float(last) < float(first) for first, last in losses)
+
+
+def test_demo_without_matplotlib_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run("demo", "--steps", "1") == 1
+    assert 'pip install "faststep[demo]"' in capsys.readouterr().err
+
+
+def test_demo_without_plot_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run("demo", "--steps", "1", "--batch-size", "1", "--no-plot", "--torch-fused") == 0
+    assert "torch, fused=True" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("demo", "--output", "plot.pdf"), "must end in .png"),
+        (("demo", "--no-plot", "--steps", "0"), "--steps and --batch-size must be at least 1"),
+    ],
+)
+def test_wrong_arguments(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*arguments) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_bench_measures_and_keeps_absent_rivals_in_sight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for rival in ("deepspeed", "optimi", "bitsandbytes"):
+        monkeypatch.setitem(sys.modules, rival, None)
+    plot, rounds = tmp_path / "bench", tmp_path / "bench.json"
+    arguments = ["--quick", "--shapes", "2000 x 64", "--seconds", "0", "--json", str(rounds)]
+    assert run("bench", *arguments, "--output", str(plot)) == 0
+    output = capsys.readouterr().out
+    assert plot.with_suffix(".png").read_bytes().startswith(PNG)
+    for rival in ("DeepSpeedCPUAdam", "optimi AdamW", "optimi Lion", "bitsandbytes AdamW8bit"):
+        assert re.search(rf"^2000 x 64 +{rival} +not installed", output, re.MULTILINE)
+    assert re.search(r"^torch's copy_: [\d.]+ GB/s", output, re.MULTILINE)
+    works = {work["family"]: work for work in json.loads(rounds.read_text())["works"]}
+    assert set(works) == {"chain", "adamw", "sgd", "lion", "clip"}
+    assert set(works["chain"]["seconds"]) >= {"faststep", "torch fused", "torch default"}
+    assert all(len(times) == 3 for times in works["chain"]["seconds"].values())
+    assert works["lion"]["absent"] == {"optimi Lion": "not installed (pip install torch-optimi)"}

@@ -1,0 +1,35 @@
+"""The examples run, learn what they claim, and keep what they say about checkpoints."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> dict[str, Any]:
+    """The names that an example defines; its functions see changes to them."""
+    return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"].__globals__
+
+
+def test_train_gpt_learns_to_sort(capsys: pytest.CaptureFixture[str]) -> None:
+    example = load("train_gpt")
+    example["STEPS"] = 150
+    assert example["main"]() > 0.2
+    assert "gradient norm before clipping" in capsys.readouterr().out
+
+
+def test_train_digits_learns_digits() -> None:
+    pytest.importorskip("sklearn", reason="scikit-learn brings the digits")
+    example = load("train_digits")
+    example["EPOCHS"] = 3
+    assert example["main"]() > 0.9
+
+
+def test_training_continues_from_torch_and_back() -> None:
+    straight, mixed = load("continue_from_torch")["main"]()
+    assert mixed == pytest.approx(straight, rel=1e-3)

@@ -1,0 +1,127 @@
+"""What the benchmarks rest on: shapes, refills, medians, and contenders that do the work."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+
+from faststep.cli.console import Progress, table
+from faststep.cli.contenders import CONTENDERS, OURS, Contender, Round
+from faststep.cli.report import as_text
+from faststep.cli.timing import Contest, CopyMeter, Outcome
+from faststep.cli.workloads import FAMILIES, INIT_SCALE, SHAPES, Arena, Work, count_elements
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "elements"),
+    [
+        ("2000 x 64", 2000, 128_000),
+        ("16 x 1M", 16, 16 << 20),
+        ("ResNet-50", 161, 25_557_032),
+        ("GPT-2 small", 148, 124_439_808),
+    ],
+)
+def test_shapes_are_those_of_the_models(name: str, tensors: int, elements: int) -> None:
+    shapes = SHAPES[name]()
+    assert len(shapes) == tensors
+    assert count_elements(shapes) == elements
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("fresh", [False, True])
+def test_refill_restores_gradients_of_the_stated_norm(family: str, fresh: bool) -> None:
+    arena = Arena(Work(family, "", ((7, 5), (64,), ()), true_norm=3.0, fresh_gradients=fresh))
+    before = [p.grad for p in arena.parameters]
+    for gradient in before:
+        assert gradient is not None
+        gradient.zero_()
+    arena.refill()
+    after = [p.grad for p in arena.parameters if p.grad is not None]
+    scale = INIT_SCALE if FAMILIES[family].scaled else 1.0
+    norm = torch.cat([g.flatten() for g in after]).norm().item()
+    assert norm == pytest.approx(3.0 * scale, rel=1e-5)
+    assert all((a is b) is not fresh for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    "contender",
+    [pytest.param(contender, id=contender.name) for contender in CONTENDERS["chain"]],
+)
+def test_every_chain_does_the_same_step(contender: Contender) -> None:
+    work = Work("chain", "", ((33,), (4, 5)))
+    expected, arena = Arena(work), Arena(work)
+    gradients = [p.grad for p in expected.parameters]
+    for gradient in gradients:
+        assert gradient is not None
+        gradient.div_(INIT_SCALE)
+    torch.nn.utils.clip_grad_norm_(expected.parameters, 1.0)
+    torch.optim.AdamW(expected.parameters, lr=1e-4).step()
+    contender.build(arena.parameters)()
+    for p, q in zip(expected.parameters, arena.parameters, strict=True):
+        torch.testing.assert_close(q, p, rtol=1e-6, atol=1e-8)
+
+
+def test_a_contender_that_does_nothing_is_refused() -> None:
+    def build(_: object) -> Round:
+        return lambda: None
+
+    with pytest.raises(RuntimeError, match="idle did not do the work"):
+        Contest(Work("adamw", "tiny", ((4,),))).round_of(Contender("idle", build))
+
+
+def test_work_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("faststep.cli.timing.available_bytes", lambda: 1 << 30)
+    contest = Contest(Work("chain", "huge", ((1 << 30,),)))
+    assert contest.round_of(CONTENDERS["chain"][0]) is None
+    assert contest.outcome.absent[OURS] == "needs 60 GiB of memory, 1 GiB are free"
+
+
+def test_outcome_takes_medians_and_ratios() -> None:
+    outcome = Outcome(Work("chain", "", ((1000,),)), {OURS: [1.0, 2.0, 9.0], "rival": [5.0, 7.0]})
+    assert outcome.median("rival") == 6.0
+    assert outcome.ratio("rival") == 3.0
+    assert outcome.rate(OURS) == 32 * 1000 / 2.0
+    assert math.isnan(outcome.ratio("missing"))
+
+
+def test_a_busy_machine_is_reported() -> None:
+    outcome = Outcome(Work("chain", "", ((1000,),)), {OURS: [1.0]}, load=0.0)
+    assert "not to be relied on" not in as_text([outcome])
+    outcome.load = 1e3
+    assert "load 1000.0" in as_text([outcome])
+    assert "not to be relied on" in as_text([outcome])
+
+
+def test_copy_meter_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 0.5, 1.0, 3.0, 4.0, 5.0])
+    meter = CopyMeter(1000)
+    monkeypatch.setattr("faststep.cli.timing.time.perf_counter", lambda: next(clock))
+    for _ in range(3):
+        meter.measure()
+    assert meter.take() == 8 * 1000 / 1.0
+    assert math.isnan(meter.take())
+
+
+def test_table_aligns_and_writes_markdown() -> None:
+    rows = [["a", "1"], ["bcde", "23456"]]
+    assert table(["x", "y"], rows).splitlines() == [
+        "x         y",
+        "----  -----",
+        "a         1",
+        "bcde  23456",
+    ]
+    assert table(["x", "y"], rows, markdown=True).splitlines()[1] == "| ---- | ----: |"
+
+
+def test_progress_writes_a_line_per_tenth_into_a_file() -> None:
+    stream = io.StringIO()
+    progress = Progress(40, stream)
+    for done in range(1, 41):
+        progress.show(done, "note")
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[-1].startswith("[" + "#" * 28 + "] 40/40")

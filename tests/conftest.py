@@ -1,0 +1,23 @@
+"""Settings shared by all tests: seeds, threads, and hypothesis without a clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+hypothesis.settings.register_profile("default", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def _same_start() -> Iterator[None]:
+    """Every test starts from one seed and leaves torch's global settings as it found them."""
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(dtype)
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)

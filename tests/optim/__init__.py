@@ -1,0 +1,1 @@
+"""Tests of faststep.optim against torch's classes and against fp64 references."""

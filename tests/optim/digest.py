@@ -1,0 +1,78 @@
+"""Trains with every rule in every dtype and prints one hash per run: for comparing processes.
+
+    python digest.py [threads]
+
+prints the instruction set in use, then lines of `optimizer options dtype sha256`.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+import faststep
+
+RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("AdamW", {"lr": 1e-2, "weight_decay": 0.1}),
+    ("AdamW", {"amsgrad": True, "maximize": True}),
+    ("Adam", {"weight_decay": 0.1, "eps": 1e-4}),
+    ("Adam", {"amsgrad": True, "betas": (0.5, 0.7)}),
+    ("SGD", {"lr": 0.1, "weight_decay": 0.1}),
+    ("SGD", {"momentum": 0.9, "dampening": 0.2, "maximize": True}),
+    ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    ("Lion", {"weight_decay": 0.1}),
+)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+SIZES = (40_001, 3, 1, 513, 16_384, 0, 31)
+
+
+@functools.cache
+def values(seed: int) -> list[torch.Tensor]:
+    """Sizes with all kinds of tails, a transposed matrix, and values of every magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(size,) for size in SIZES] + [(61, 47)]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    drawn[3] *= 1e-30
+    drawn[4][::7] *= 1e-6
+    drawn[-1] = drawn[-1].t()
+    return drawn
+
+
+def train(name: str, options: dict[str, Any], dtype: torch.dtype) -> str:
+    """Three steps: plain, with a scale and clipping, plain."""
+    params = [torch.nn.Parameter(value.to(dtype, copy=True)) for value in values(0)]
+    optimizer = getattr(faststep.optim, name)(params, **options)
+    digest = hashlib.sha256()
+    for step in range(3):
+        for p, g in zip(params, values(step + 1), strict=True):
+            p.grad = g.to(dtype, copy=True)
+        if step == 1:
+            optimizer.grad_scale = torch.tensor(3.0)
+            optimizer.max_grad_norm, optimizer.keep_grads = 1.0, True
+        optimizer.step()
+        if step == 1:
+            del optimizer.grad_scale
+            optimizer.max_grad_norm = None
+            digest.update(str(optimizer.last_grad_norm.item().hex()).encode())
+    for p in params:
+        for t in (p.detach(), p.grad, *optimizer.state[p].values()):
+            digest.update(t.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def lines() -> Iterator[str]:
+    for name, options in RUNS:
+        for dtype in DTYPES:
+            yield f"{name} {options} {dtype} {train(name, options, dtype)}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        torch.set_num_threads(int(sys.argv[1]))
+    print(faststep._C.cpu_info()["isa"])
+    print("\n".join(lines()))

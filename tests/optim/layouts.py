@@ -1,0 +1,99 @@
+"""Parameters and gradients in every memory layout that an optimizer may meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+
+def draw(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Values of either sign in [0.25, 1): their squares times 0.001 are normal fp16 numbers."""
+    value = 2.0 * torch.rand(shape, generator=generator, dtype=torch.float64) - 1.0
+    return (0.25 * value.sign() + 0.75 * value).to(dtype)
+
+
+def same_strides(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """A gradient as autograd makes it: the strides of a dense parameter, else contiguous."""
+    return torch.empty_like(p, dtype=dtype).copy_(draw(tuple(p.shape), dtype, generator))
+
+
+def transposed_strides(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    return draw(tuple(p.shape[::-1]), dtype, generator).permute(*reversed(range(p.dim())))
+
+
+def zero_strides(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """One value per row, expanded: stride 0 in the last dimension."""
+    return draw((*p.shape[:-1], 1), dtype, generator).expand(p.shape)
+
+
+def spaced_strides(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Every second element of a larger tensor."""
+    return draw((*p.shape[:-1], 2 * p.shape[-1]), dtype, generator)[..., ::2]
+
+
+Make = Callable[[torch.dtype, torch.Generator], list[Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How to make the parameters' values, and a gradient for one of them."""
+
+    name: str
+    values: Make
+    gradient: Callable[[Tensor, torch.dtype, torch.Generator], Tensor] = same_strides
+    grad_dtype: torch.dtype | None = None
+    written_back: bool = True
+
+    def parameters(self, dtype: torch.dtype, generator: torch.Generator) -> list[Parameter]:
+        params = [Parameter(value) for value in self.values(dtype, generator)]
+        for p in params:
+            if self.grad_dtype is not None:
+                p.grad_dtype = self.grad_dtype
+        return params
+
+
+def plain(*shapes: tuple[int, ...]) -> Make:
+    return lambda dtype, generator: [draw(shape, dtype, generator) for shape in shapes]
+
+
+def permuted(dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+    return [
+        draw((9, 33), dtype, generator).t(),
+        draw((4, 3, 5), dtype, generator).permute(1, 2, 0),
+    ]
+
+
+def channels_last(dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+    value = draw((3, 5, 4, 6), dtype, generator)
+    volume = draw((2, 3, 2, 2, 3), dtype, generator)
+    return [
+        value.contiguous(memory_format=torch.channels_last),
+        volume.contiguous(memory_format=torch.channels_last_3d),
+    ]
+
+
+def sliced(dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+    """Views with holes, an odd storage offset and elements that are not adjacent."""
+    return [
+        draw((12, 10), dtype, generator)[::2, 1:8],
+        draw((40,), dtype, generator)[3::3],
+        draw((7, 6), dtype, generator)[1:, :],
+    ]
+
+
+LAYOUTS = (
+    Layout("contiguous", plain((67,), (5, 13), (16,))),
+    Layout("transposed", permuted),
+    Layout("channels_last", channels_last),
+    Layout("sliced", sliced),
+    Layout("zero_dim", plain((), ())),
+    Layout("empty", plain((0,), (3, 0), (4,))),
+    Layout("grad_transposed", plain((40, 50)), transposed_strides),
+    Layout("grad_spaced", plain((6, 11)), spaced_strides),
+    Layout("grad_expanded", plain((6, 11), (40,)), zero_strides, written_back=False),
+    Layout("grad_fp32", plain((67,), (5, 13)), grad_dtype=torch.float32),
+)

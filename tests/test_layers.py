@@ -1,0 +1,184 @@
+"""The layers of the tree: what a folder may include, import, call or name.
+
+python/faststep -> csrc/py -> csrc/core -> csrc/cpu, csrc/gpu, csrc/io -> csrc/rules -> csrc/base
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MAY_INCLUDE = {
+    "base": {"base"},
+    "rules": {"rules", "base"},
+    "cpu": {"cpu", "rules", "base"},
+    "gpu": {"gpu", "rules", "base"},
+    "io": {"io", "rules", "base"},
+    "core": {"core", "cpu", "gpu", "io", "rules", "base"},
+    "py": {"py", "core", "cpu", "gpu", "io", "rules", "base"},
+    "cuda": {"cuda", "rules", "base"},
+}
+COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
+INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
+FOREIGN = re.compile(r"(torch|ATen|c10|cuda\w*|nv\w+)(/|\.h$|_\w+\.h$)|[^.]+$|.*\.(hpp|cuh|hh)$")
+ENDS_OR_PRINTS = re.compile(
+    r"\b(v?f?printf|f?puts|f?putc|putchar|perror|exit|_exit|abort|assert)\s*\("
+)
+
+
+def c_violations(root: Path) -> list[str]:
+    found = []
+    for path in sorted([*root.glob("csrc/**/*.*"), *root.glob("cuda/**/*.*")]):
+        if path.suffix not in (".c", ".h", ".def", ".cu", ".cuh"):
+            continue
+        name = path.relative_to(root).as_posix()
+        layer = "cuda" if name.startswith("cuda/") else name.split("/")[1]
+        code = COMMENT.sub(" ", path.read_text())
+        for quote, header in INCLUDE.findall(code):
+            if header == "Python.h":
+                if layer != "py":
+                    found.append(f"{name}: only csrc/py may include Python.h")
+            elif quote == "<":
+                if layer != "cuda" and FOREIGN.match(header):
+                    found.append(f"{name}: a foreign header, <{header}>")
+            else:
+                places = [path.parent / header, root / "csrc" / header, root / "cuda" / header]
+                target = next((p.resolve() for p in places if p.is_file()), None)
+                inside = target.relative_to(root.resolve()).parts if target else ("?", "?")
+                to = "cuda" if inside[0] == "cuda" else inside[1]
+                if to not in MAY_INCLUDE[layer]:
+                    found.append(f'{name}: {layer} may not include "{header}"')
+        if layer not in ("py", "cuda"):
+            calls = ENDS_OR_PRINTS.findall(re.sub(r'"(\\.|[^"\\])*"', '""', code))
+            found += [f"{name}: the core neither prints nor ends a program: {c}()" for c in calls]
+        if "libcuda" in code and name != "csrc/gpu/driver.c":
+            found.append(f"{name}: only csrc/gpu/driver.c knows libcuda")
+    return found
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """["torch", "optim", "Adam"] for the expression torch.optim.Adam; [] for anything else."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return [*before, node.attr]
+    return []
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def python_violations(root: Path) -> list[str]:
+    found = []
+    for path in sorted(root.glob("python/faststep/**/*.py")):
+        name = path.relative_to(root).as_posix()
+        tree = ast.parse(path.read_text())
+        reached: list[tuple[int, list[str]]] = []
+        from_torch = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    reached.append((node.lineno, alias.name.split(".")))
+                    if alias.name.split(".")[0] == "torch":
+                        from_torch.add(alias.asname or "torch")
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                for alias in node.names:
+                    reached.append((node.lineno, [*node.module.split("."), alias.name]))
+                    if node.module.split(".")[0] == "torch":
+                        from_torch.add(alias.asname or alias.name)
+        for node in ast.walk(tree):
+            parts = dotted(node) if isinstance(node, ast.Attribute) else []
+            if isinstance(node, ast.Call) and dotted(node.func) == ["getattr"]:
+                key = node.args[1]
+                if isinstance(key, ast.Constant) and isinstance(key.value, str):
+                    parts = [*dotted(node.args[0]), key.value]
+            if parts and parts[0] in from_torch:
+                reached.append((node.lineno, ["torch", *parts[parts[0] == "torch" :]]))
+        for line, parts in reached:
+            if parts[0] in ("tests", "benchmarks", "examples"):
+                found.append(f"{name}:{line}: the package may not import {parts[0]}")
+            if path.name != "_torch.py" and parts[0] == "torch" and any(map(is_private, parts)):
+                found.append(f"{name}:{line}: private to torch: {'.'.join(parts)}")
+    return sorted(set(found))
+
+
+def test_sources_keep_to_their_layer() -> None:
+    assert len(list(ROOT.glob("csrc/**/*.h"))) > 5
+    assert c_violations(ROOT) == []
+
+
+def test_only_one_file_reaches_torchs_private_names() -> None:
+    assert len(list(ROOT.glob("python/faststep/**/*.py"))) > 5
+    assert python_violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "complaint"),
+    [
+        ("csrc/base/x.h", '#include "rules/rules.h"', "base may not include"),
+        ("csrc/cpu/x.h", '#include "../core/plan.h"', "cpu may not include"),
+        ("csrc/cpu/x.c", '#include "gpu/driver.h"', "cpu may not include"),
+        ("csrc/core/x.c", '#include "py/module.h"', "core may not include"),
+        ("csrc/core/x.c", '#include "nowhere.h"', "core may not include"),
+        ("csrc/core/x.c", "# include <Python.h>", "only csrc/py"),
+        ("csrc/py/x.c", "#include <ATen/dlpack.h>", "foreign header"),
+        ("csrc/gpu/x.c", "#include <cuda_runtime.h>", "foreign header"),
+        ("csrc/gpu/x.c", "#include <cuda.h>", "foreign header"),
+        ("csrc/base/x.c", "#include <vector>", "foreign header"),
+        ("cuda/x.cu", '#include "core/plan.h"', "cuda may not include"),
+        ("csrc/core/x.c", "void f(void) { abort(); }", "abort()"),
+        ("csrc/cpu/x.c", 'void f(void) { fprintf(stderr, "%d", 1); }', "fprintf()"),
+        ("csrc/gpu/other.c", 'dlopen("libcuda.so.1", 1);', "libcuda"),
+    ],
+)
+def test_a_wrong_arrow_in_c_is_caught(
+    tmp_path: Path, place: str, text: str, complaint: str
+) -> None:
+    right = {
+        "csrc/base/portable.h": "#include <stdint.h>",
+        "csrc/rules/rules.h": '#include "base/portable.h"',
+        "csrc/gpu/driver.h": '#include "rules/rules.h"',
+        "csrc/gpu/driver.c": '#include "driver.h"\nconst char *name = "libcuda.so.1";',
+        "csrc/core/plan.h": '#include "rules/rules.h" /* never printf(), never exit() */',
+        "csrc/py/module.h": '#include <Python.h>\n#include "core/plan.h"',
+        "csrc/py/module.c": '#include "module.h"\nvoid f(void) { printf("abort()"); }',
+    }
+    for name, code in right.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code)
+    assert c_violations(tmp_path) == []
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / place).write_text(text)
+    found = c_violations(tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith(place)
+    assert complaint in found[0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\nn = torch._C._get_tracing_state()",
+        "import torch.optim as o\nprint(o.optimizer._params_doc)",
+        "from torch.amp.grad_scaler import _refresh_per_optimizer_state",
+        "from torch._utils import is_compiling",
+        "import torch._dynamo",
+        "from torch import nn\nx = getattr(nn, '_reduction')",
+        "from tests.optim import references",
+    ],
+)
+def test_a_wrong_arrow_in_python_is_caught(tmp_path: Path, text: str) -> None:
+    package = tmp_path / "python" / "faststep"
+    package.mkdir(parents=True)
+    (package / "fine.py").write_text(
+        "import torch\nfrom faststep import _C\nprint(torch.__version__)"
+    )
+    (package / "_torch.py").write_text("import torch\nx = torch._C")
+    assert python_violations(tmp_path) == []
+    (package / "planted.py").write_text(text)
+    found = python_violations(tmp_path)
+    assert found
+    assert all(line.startswith("python/faststep/planted.py:") for line in found)
