@@ -2,6 +2,7 @@
 #include "core/layout.h"
 #include "py/plan.h"
 
+enum { FETCH_AHEAD = 8 };      /* parameters */
 enum { SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
 
 /* A step in the making. */
@@ -38,6 +39,26 @@ static int hold(fst_plan_object *self, PyObject *object)
         return -1;
     self->held[self->held_count++] = Py_NewRef(object);
     return 0;
+}
+
+/* Between two steps the model runs and the tensors' records leave the cache: with thousands of small tensors the
+ * step is a chase after pointers, so those of a parameter further on are asked for early. */
+static void fetch_ahead(const fst_param *param)
+{
+    __builtin_prefetch(param->dict);
+    for (size_t i = 0; i < sizeof param->near / sizeof *param->near; i += 2) {
+        const char *record = param->near[i + 1];
+        __builtin_prefetch(param->near[i]);
+        __builtin_prefetch(record - 64);
+        __builtin_prefetch(record);
+        __builtin_prefetch(record + 64);
+    }
+}
+
+static void note_near(fst_param *param, unsigned tensor, const PyObject *object, const fst_view *view)
+{
+    param->near[2 * tensor] = object;
+    param->near[2 * tensor + 1] = view->shape;
 }
 
 /* Raises TensorError(group, index, role, kind, detail); Python turns it into the error that users see. */
@@ -158,7 +179,7 @@ static PyObject *state_of(binding *at, const fst_param *param, PyObject *object)
     return value && PyDict_Check(value) ? value : NULL;
 }
 
-static int bind_counter(const binding *at, PyObject *object, fst_counter *counter)
+static int bind_counter(const binding *at, fst_param *param, PyObject *object, fst_counter *counter)
 {
     fst_view view;
     fst_problem problem;
@@ -168,13 +189,14 @@ static int bind_counter(const binding *at, PyObject *object, fst_counter *counte
         fst_problem_set(&problem, "dtype", "is not a one-element tensor of type float32 or float64");
         return raise_problem(at, "state 'step'", &problem);
     }
+    note_near(param, 2, object, &view);
     counter->data = view.data;
     counter->is_double = view.dtype == FST_F64;
     return 0;
 }
 
 /* Binds the states of the parameter at hand: 1 if all are there, 0 if one is missing, -1 with an error. */
-static int bind_states(binding *at, const fst_param *param, PyObject *object, fst_dtype dtype,
+static int bind_states(binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
                        fst_operand *ops, fst_counter *counter)
 {
     const fst_group *group = &at->self->groups[at->group];
@@ -184,6 +206,7 @@ static int bind_states(binding *at, const fst_param *param, PyObject *object, fs
     Py_ssize_t position = 0;
     if (!state)
         return PyErr_Occurred() ? -1 : 0;
+    param->dict = state;
     for (unsigned k = 0; k < group->key_count; k++) {
         PyObject *wanted = PyTuple_GetItem(group->keys, k);
         if (!PyDict_Next(state, &position, &key, &value) || key != wanted)
@@ -193,7 +216,7 @@ static int bind_states(binding *at, const fst_param *param, PyObject *object, fs
         if (hold(at->self, value))
             return -1;
         if (k == 0 && group->has_step) {
-            if (bind_counter(at, value, counter))
+            if (bind_counter(at, param, value, counter))
                 return -1;
             continue;
         }
@@ -213,6 +236,7 @@ static int bind_states(binding *at, const fst_param *param, PyObject *object, fs
                 return raise_problem(at, role, &problem);
         }
         const unsigned slot = k - (unsigned)group->has_step;
+        note_near(param, 2 + k, value, &view);
         if (bind_operand(at, param, value, role, &view, 1, &ops[FST_OP_STATE + slot]))
             return -1;
     }
@@ -262,6 +286,8 @@ static int bind_param(binding *at, fst_param *param, PyObject *object, PyObject 
         return raise_problem(at, "parameter", &problem);
     if (fst_tensor_view(tensors, grad, &grad_view, &problem))
         return raise_problem(at, "gradient", &problem);
+    note_near(param, 0, object, &view);
+    note_near(param, 1, grad, &grad_view);
     if ((param->param != object || !same_geometry(param, &view)) &&
         learn_param(at, param, object, &view))
         return -1;
@@ -300,6 +326,8 @@ static int bind_group(binding *at, PyObject *params)
         return -1;
     for (at->index = 0; at->index < count; at->index++, at->param_count++) {
         PyObject *object = PyList_GetItem(params, at->index);
+        if (at->param_count + FETCH_AHEAD < self->param_count)
+            fetch_ahead(&self->params[at->param_count + FETCH_AHEAD]);
         PyObject *grad = object ? fst_tensor_grad(&at->module->tensors, object) : NULL;
         if (!grad)
             return -1; /* or the list shrank meanwhile */

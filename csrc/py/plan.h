@@ -17,6 +17,10 @@ typedef struct {
     int64_t count;
     int ndim, order_count;
     int flat;              /* its elements lie one after another in that order */
+    /* Where the step before found what belongs to this parameter; only to fetch it ahead, never followed: the state
+     * dictionary, and of each tensor the Python object and the shape, which lies in torch's record of the tensor. */
+    const void *dict;
+    const void *near[2 * (2 + FST_MAX_KEYS)];
 } fst_param;
 
 /* What one step needs of a group; parsed from the tuple that Python hands over. */

@@ -1,5 +1,5 @@
-/* check.h - counts what was checked, says where a check failed, and goes on to the next one. A test
- * program ends with `return check_report();`. */
+/* check.h - counts what was checked, says where a check failed, and goes on to the next one; in any
+ * thread. A test program ends with `return check_report();`. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -12,9 +12,9 @@ static long checks_made, checks_failed;
 
 static inline int check_that(int holds, const char *file, int line, const char *text)
 {
-    checks_made++;
+    __atomic_fetch_add(&checks_made, 1, __ATOMIC_RELAXED);
     if (!holds) {
-        checks_failed++;
+        __atomic_fetch_add(&checks_failed, 1, __ATOMIC_RELAXED);
         fprintf(stderr, "%s:%d: failed: %s\n", file, line, text);
     }
     return holds;

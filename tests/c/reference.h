@@ -2,8 +2,9 @@
  * without its tree.
  *
  * Arithmetic in fp32 is done in double and rounded to fp32 after each operation. For +, -, *, / and
- * sqrt that gives exactly what fp32 arithmetic gives, since a double has more than twice the bits of
- * a float and two to spare (Figueroa 1995): results are expected to be equal, not merely close. */
+ * sqrt that gives exactly what fp32 arithmetic gives, since a double has more than twice the bits
+ * of a float and two to spare (Figueroa 1995): results are expected to be equal, not merely close.
+ */
 #ifndef REFERENCE_H
 #define REFERENCE_H
 

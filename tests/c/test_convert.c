@@ -51,8 +51,7 @@ static double decoded(const format *f, uint16_t half)
         return fraction ? (double)NAN : sign * (double)INFINITY;
     if (exponent == 0)
         return sign * ldexp(fraction, f->smallest - f->mantissa);
-    return sign *
-           ldexp(fraction + (1 << f->mantissa), exponent - 1 + f->smallest - f->mantissa);
+    return sign * ldexp(fraction + (1 << f->mantissa), exponent - 1 + f->smallest - f->mantissa);
 }
 
 /* The half next to a finite or infinite value; of two equally near ones the even one. The place of
@@ -84,8 +83,8 @@ static int narrows_right(const format *f, uint32_t bits)
     const uint16_t want = isnan(value) ? f->nan : encoded(f, (double)value);
     if (got == want || (isnan(value) && f->dtype == FST_F16 && (got & 0x7FFF) == f->nan))
         return 1;
-    fprintf(stderr, "%s of 0x%08x: got 0x%04x, expected 0x%04x\n", dtype_names[f->dtype], bits,
-            got, want);
+    fprintf(stderr, "%s of 0x%08x: got 0x%04x, expected 0x%04x\n", dtype_names[f->dtype], bits, got,
+            want);
     return 0;
 }
 
@@ -110,9 +109,8 @@ static uint32_t around(const format *f, uint32_t half, int middle, int distance)
 {
     const double low = decoded(f, (uint16_t)half);
     const uint32_t next = half + (uint32_t)middle;
-    const double high = (next & 0x7FFF) == f->infinity
-                            ? copysign(ldexp(1.0, f->largest + 1), low)
-                            : decoded(f, (uint16_t)next);
+    const double high = (next & 0x7FFF) == f->infinity ? copysign(ldexp(1.0, f->largest + 1), low)
+                                                       : decoded(f, (uint16_t)next);
     return fst_bits_of_f32((float)((low + high) / 2.0)) + (uint32_t)distance;
 }
 

@@ -95,8 +95,8 @@ static shape all_of(fst_rule rule, fst_dtype dtype, arrangement how, int64_t beg
 {
     shape what = {.total = begin + (int64_t)count, .begin = begin, .count = count};
     for (unsigned k = 0; k < FST_OP_COUNT; k++) {
-        const int there = k < FST_OP_MASTER ||
-                          (k >= FST_OP_STATE && k < FST_OP_STATE + fst_rule_states(rule));
+        const int there =
+            k < FST_OP_MASTER || (k >= FST_OP_STATE && k < FST_OP_STATE + fst_rule_states(rule));
         what.dtype[k] = there ? (int)dtype : ABSENT;
         what.how[k] = how;
     }
@@ -136,8 +136,8 @@ static void all_layouts_and_sizes(fst_rule rule, fst_dtype dtype)
     static const int64_t begins[] = {0, 1, 13, 511, 16383};
     for (size_t size = 1; size <= 16384; size = size == 70    ? 511
                                                 : size == 515 ? 1025
-                                                              : size > 1024 ? size * 4 - 4
-                                                                            : size + 1)
+                                                : size > 1024 ? size * 4 - 4
+                                                              : size + 1)
         for (int how = FLAT; how <= ARRANGEMENTS; how++) {
             const int64_t begin = begins[random_below(sizeof begins / sizeof begins[0])];
             update_case c = usual(rule);
@@ -179,8 +179,8 @@ static void all_settings(fst_rule rule, fst_dtype dtype)
             }
 }
 
-/* An infinite gradient, an infinite or NaN state, 0 / 0: nothing is filtered and nothing is lost. All
- * combinations of a few values in parameter, gradient and three states. */
+/* An infinite gradient, an infinite or NaN state, 0 / 0: nothing is filtered and nothing is lost.
+ * All combinations of a few values in parameter, gradient and three states. */
 static void nonfinite_values_go_through(fst_rule rule)
 {
     static const double values[] = {0.0, -0.0, 1.0, INFINITY, -INFINITY, NAN, 0x1p-149, 3e38};

@@ -37,8 +37,8 @@ static void one_bad_element_is_found(fst_dtype dtype, arrangement how)
         array_fill(a, ones);
         for (int pass = 0; pass < 2; pass++)
             for (size_t k = 0; k < 12; k++) {
-                const int64_t at = k < 2 ? (a->count - 1) * (int64_t)k
-                                         : (int64_t)random_below((size_t)a->count);
+                const int64_t at =
+                    k < 2 ? (a->count - 1) * (int64_t)k : (int64_t)random_below((size_t)a->count);
                 CHECK_INT(seen_by(pass, a, scales[k % 3]).nonfinite, 0);
                 CHECK(!kernels->nonfinite(&a->op, 0, (size_t)a->count));
                 set(&a->op, at, bad[k / 3 % 3]);

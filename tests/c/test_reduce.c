@@ -39,8 +39,8 @@ static void reductions_follow_the_tree(fst_dtype dtype, arrangement how, size_t 
         double *terms = terms_of(&a->op, begin, count, orders[k], factor);
         const double want = expected_tree(terms, count, norm_of(orders[k]));
         for (size_t i = 0; i < level_count; i++) {
-            const double got = levels[i]->reduce(&a->op, begin, count, norm_of(orders[k]),
-                                                 orders[k], factor);
+            const double got =
+                levels[i]->reduce(&a->op, begin, count, norm_of(orders[k]), orders[k], factor);
             CHECK(same_double(got, want));
         }
         free(terms);
@@ -146,7 +146,8 @@ static void norms_of_lists(size_t count)
     list l;
     list_make(&l, count, random_unit);
     for (size_t k = 0; k < ORDERS; k++) {
-        const double sum = expected_list(&l, orders[k], 1.0), exact = (double)slow_norm(&l, orders[k]);
+        const double sum = expected_list(&l, orders[k], 1.0),
+                     exact = (double)slow_norm(&l, orders[k]);
         for (size_t i = 0; i < level_count; i++) {
             double norm = -1.0;
             fst_status status = {0};

@@ -76,7 +76,7 @@ def large() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     maps = [Repeated(2 * COUNT) for _ in range(2)]
     tensors = [m.tensor(COUNT, torch.bfloat16) for m in maps]
     for t, values in zip(tensors, ([1.0, 2.0, 3.0], [0.5, -4.0, 8.0]), strict=True):
-        t[2**31 - 1], t[2**31], t[-1] = values
+        t[2**31], t[2**31 + 1], t[-1] = values
     yield tensors[0], tensors[1]
     del tensors, t
     for m in maps:
@@ -89,15 +89,16 @@ def test_more_than_2_to_the_31_elements(large: tuple[torch.Tensor, torch.Tensor]
     p = Parameter(value)
     p.grad = gradient
     norm = faststep.get_total_norm([gradient])
-    assert norm.item() == pytest.approx((0.25 + 16.0 + 64.0) ** 0.5, rel=1e-6)
+    exact = (0.25 + 16.0 + 64.0) ** 0.5
+    assert norm.item() == pytest.approx(exact, rel=4e-3), "a bf16 tensor, as in torch"
     optimizer = SGD.ours([p], lr=0.5, max_grad_norm=1e6)
     optimizer.step()
-    assert optimizer.last_grad_norm.item() == norm.item()
-    assert [p[2**31 - 1].item(), p[2**31].item(), p[-1].item()] == [0.75, 4.0, -1.0]
+    assert optimizer.last_grad_norm.item() == pytest.approx(exact, rel=1e-6)
+    assert [p[2**31].item(), p[2**31 + 1].item(), p[-1].item()] == [0.75, 4.0, -1.0]
     assert p[: BLOCK // 2].count_nonzero() == 0
     assert p[-BLOCK // 4 :].count_nonzero() == 3
     faststep.clip_grads_with_norm_([p], 1.0, torch.tensor(2.0))
-    assert [gradient[2**31 - 1].item(), gradient[-1].item()] == [0.25, 4.0]
+    assert [gradient[2**31].item(), gradient[-1].item()] == [0.25, 4.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -126,7 +126,7 @@ def test_closure_that_raises(declaration: Declaration) -> None:
 def test_closure_that_freezes_a_layer(declaration: Declaration) -> None:
     """What the closure does to the gradients counts, also when it drops some of them."""
     model, data = build()
-    first, second = list(model.parameters())[0], list(model.parameters())[2]
+    first, _, second, _ = model.parameters()
     optimizer = declaration.ours(model.parameters(), **declaration.kwargs)
 
     def closure(drop: bool) -> Callable[[], torch.Tensor]:

@@ -1,0 +1,137 @@
+/* The table of rules and the scalars that a step folds, against the formulas in long double. */
+#include "common.h"
+#include "core/fold.h"
+
+static void table_names_every_rule(void)
+{
+    static const char *const names[] = {"adam", "amsgrad", "sgd", "momentum", "lion"};
+    static const unsigned states[] = {2, 3, 0, 1, 1};
+    static const char *const adam[] = {"lr", "beta1", "beta2", "eps", "weight_decay", "decoupled"};
+    static const char *const sgd[] = {"lr", "momentum", "dampening", "weight_decay", "nesterov"};
+    static const char *const lion[] = {"lr", "beta1", "beta2", "weight_decay"};
+    static const char *const *const hyper[] = {adam, adam, sgd, sgd, lion};
+    static const unsigned counts[] = {6, 6, 5, 5, 4};
+    CHECK_INT(FST_RULE_COUNT, 5);
+    for (unsigned i = 0; i < FST_RULE_COUNT; i++) {
+        const fst_rule rule = fst_rule_find(names[i]);
+        CHECK(rule < FST_RULE_COUNT && !strcmp(fst_rule_name(rule), names[i]));
+        CHECK_INT(fst_rule_states(rule), states[i]);
+        CHECK(fst_rule_states(rule) <= FST_MAX_STATES);
+        CHECK_INT(fst_rule_hyper_count(rule), counts[i]);
+        CHECK(counts[i] <= FST_MAX_HYPER);
+        for (unsigned k = 0; k < counts[i]; k++)
+            CHECK(!strcmp(fst_rule_hyper_name(rule, k), hyper[i][k]));
+        CHECK(fst_rule_hyper_name(rule, counts[i]) == NULL);
+        CHECK(fst_rule_hyper_name(rule, 1000) == NULL);
+    }
+    CHECK_INT(fst_rule_find("adamw"), FST_RULE_COUNT);
+    CHECK_INT(fst_rule_find(""), FST_RULE_COUNT);
+}
+
+/* The error of n squarings and products is a few n units in the last place. */
+static void whole_powers(void)
+{
+    static const double bases[] = {0.0, 0.5, 0.9, 0.999, 0.999999, 1.0, 1.0 + 1e-7, 2.0, -0.5};
+    static const double exponents[] = {0, 1, 2, 3, 7, 10, 100, 1000, 65535, 1e6, 0x1p31 + 3};
+    for (size_t i = 0; i < sizeof bases / sizeof bases[0]; i++)
+        for (size_t k = 0; k < sizeof exponents / sizeof exponents[0]; k++) {
+            const double want = (double)powl((long double)bases[i], (long double)exponents[k]);
+            const double error = (exponents[k] + 1.0) * 0x1p-52 * fabs(want);
+            if (want == 0.0 || fabs(want) > 1e-290)
+                CHECK_NEAR(fst_pow_whole(bases[i], exponents[k]), want, error);
+            else
+                CHECK(fabs(fst_pow_whole(bases[i], exponents[k])) < 1e-280);
+        }
+    CHECK(fst_pow_whole(0.0, 0.0) == 1.0);
+    CHECK(fst_pow_whole(0.5, 60.0) == 0x1p-60);
+    CHECK(fst_pow_whole(-2.0, 63.0) == -0x1p63);
+    CHECK(fst_pow_whole(2.0, 0x1p31) == INFINITY);
+}
+
+static fst_rule_args fold(fst_rule rule, int wide, const double *hyper, double step)
+{
+    fst_update_args args = {.rule = rule, .wide = wide};
+    fst_rule_fold(&args, hyper, step);
+    return args.rule_args;
+}
+
+/* fp32 scalars are those of fp64, rounded once. */
+#define ROUNDED(narrow, wide, field) CHECK((narrow).field == (float)(wide).field)
+
+static void adam_scalars(fst_rule rule, double decoupled)
+{
+    static const double steps[] = {1, 2, 3, 10, 999, 1e5, 1e7};
+    const double hyper[FST_MAX_HYPER] = {3e-4, 0.9, 0.999, 1e-8, 0.1, decoupled};
+    for (size_t i = 0; i < sizeof steps / sizeof steps[0]; i++) {
+        const fst_rule_args both = fold(rule, 1, hyper, steps[i]),
+                            f = fold(rule, 0, hyper, steps[i]);
+        const adam_args_f64 a = rule == FST_RULE_adam ? both.adam_f64 : both.amsgrad_f64;
+        const adam_args_f32 b = rule == FST_RULE_adam ? f.adam_f32 : f.amsgrad_f32;
+        const long double root = sqrtl(1.0L - powl(0.999, (long double)steps[i]));
+        const long double size = 3e-4L * root / (1.0L - powl(0.9, (long double)steps[i]));
+        CHECK_NEAR(a.step_size, (double)size, 1e-12 * (double)size);
+        CHECK_NEAR(a.eps, (double)(1e-8L * root), 1e-20);
+        CHECK(a.beta1 == 0.9 && a.beta2 == 0.999);
+        CHECK(a.one_minus_beta1 == 1.0 - 0.9 && a.one_minus_beta2 == 1.0 - 0.999);
+        CHECK(a.keep == (decoupled != 0.0 ? 1.0 - 3e-4 * 0.1 : 1.0));
+        CHECK(a.l2 == (decoupled != 0.0 ? 0.0 : 0.1));
+        ROUNDED(b, a, beta1);
+        ROUNDED(b, a, one_minus_beta1);
+        ROUNDED(b, a, beta2);
+        ROUNDED(b, a, one_minus_beta2);
+        ROUNDED(b, a, keep);
+        ROUNDED(b, a, l2);
+        ROUNDED(b, a, step_size);
+        ROUNDED(b, a, eps);
+    }
+}
+
+/* The first buffer is the gradient itself: dampening and momentum begin with the second step. */
+static void sgd_scalars(fst_rule rule)
+{
+    for (int step = 1; step <= 3; step++) {
+        const double hyper[FST_MAX_HYPER] = {0.1, 0.9, 0.3, 0.01, step == 2 ? 0.0 : 1.0};
+        const fst_rule_args both = fold(rule, 1, hyper, step), f = fold(rule, 0, hyper, step);
+        const momentum_args_f64 a = rule == FST_RULE_sgd ? both.sgd_f64 : both.momentum_f64;
+        const momentum_args_f32 b = rule == FST_RULE_sgd ? f.sgd_f32 : f.momentum_f32;
+        CHECK(a.lr == 0.1 && a.l2 == 0.01 && a.momentum == 0.9);
+        CHECK(a.keep == (step == 1 ? 0.0 : 0.9));
+        CHECK(a.take == (step == 1 ? 1.0 : 1.0 - 0.3));
+        CHECK(a.nesterov == hyper[4]);
+        ROUNDED(b, a, lr);
+        ROUNDED(b, a, l2);
+        ROUNDED(b, a, momentum);
+        ROUNDED(b, a, keep);
+        ROUNDED(b, a, take);
+        ROUNDED(b, a, nesterov);
+    }
+}
+
+static void lion_scalars(void)
+{
+    const double hyper[FST_MAX_HYPER] = {1e-4, 0.9, 0.99, 0.3};
+    const lion_args_f64 a = fold(FST_RULE_lion, 1, hyper, 5.0).lion_f64;
+    const lion_args_f32 b = fold(FST_RULE_lion, 0, hyper, 5.0).lion_f32;
+    CHECK(a.lr == 1e-4 && a.beta1 == 0.9 && a.beta2 == 0.99 && a.keep == 1.0 - 1e-4 * 0.3);
+    CHECK(a.one_minus_beta1 == 1.0 - 0.9 && a.one_minus_beta2 == 1.0 - 0.99);
+    ROUNDED(b, a, lr);
+    ROUNDED(b, a, beta1);
+    ROUNDED(b, a, beta2);
+    ROUNDED(b, a, keep);
+    ROUNDED(b, a, one_minus_beta1);
+    ROUNDED(b, a, one_minus_beta2);
+}
+
+int main(void)
+{
+    table_names_every_rule();
+    whole_powers();
+    for (int decoupled = 0; decoupled < 2; decoupled++) {
+        adam_scalars(FST_RULE_adam, decoupled);
+        adam_scalars(FST_RULE_amsgrad, decoupled);
+    }
+    sgd_scalars(FST_RULE_sgd);
+    sgd_scalars(FST_RULE_momentum);
+    lion_scalars();
+    return check_report();
+}

@@ -1,0 +1,290 @@
+/* The plan: its chunk list, what it keeps between steps, and the rounds of spans that share memory;
+ * and all passes over one slice of a flat buffer. */
+#include "core/passes.h"
+#include "reference.h"
+
+static fst_status status;
+
+/* Adds a span whose operand 0 lies at `data`; the other operands stay absent. */
+static void add(fst_plan *plan, void *data, int64_t count, fst_dtype dtype)
+{
+    fst_operand *op = fst_plan_add(plan, count, 0, &status);
+    if (CHECK(op != NULL))
+        op[0] = (fst_operand){data, NULL, dtype};
+}
+
+static void seal(fst_plan *plan)
+{
+    CHECK_INT(fst_plan_seal(plan, 0, 1, &status), FST_OK);
+}
+
+/* Every element of every span once, in order within a span, spans in order within a round. */
+static void chunks_are_sound(const fst_plan *plan)
+{
+    const fst_work work = fst_plan_work(plan);
+    int64_t *done = must_alloc((work.span_count + 1) * sizeof *done);
+    uint64_t cost = 0;
+    int64_t wrong = 0;
+    memset(done, 0, (work.span_count + 1) * sizeof *done);
+    CHECK_INT(work.rounds[0], 0);
+    CHECK_INT(work.rounds[work.round_count], (int64_t)work.chunk_count);
+    for (size_t round = 0; round < work.round_count; round++)
+        for (size_t i = work.rounds[round]; i < work.rounds[round + 1]; i++) {
+            const fst_chunk *chunk = &work.chunks[i];
+            const int64_t left = work.spans[chunk->span].count - chunk->begin;
+            wrong += chunk->cost != cost;
+            wrong += chunk->begin != done[chunk->span];
+            wrong += chunk->count != (left < FST_CHUNK ? left : FST_CHUNK);
+            wrong += i > work.rounds[round] && chunk->span < chunk[-1].span;
+            done[chunk->span] += chunk->count;
+            cost += chunk->count + FST_CHUNK_COST;
+        }
+    wrong += work.chunks[work.chunk_count].cost != cost;
+    for (size_t i = 0; i < work.span_count; i++)
+        wrong += done[i] != work.spans[i].count;
+    CHECK_INT(wrong, 0);
+    free(done);
+}
+
+/* The list is kept exactly while the counts and the memory stay the same: a mark survives. */
+static int kept_its_chunks(fst_plan *plan, float *data, const int64_t *counts, size_t span_count)
+{
+    const uint64_t mark = 12345;
+    plan->chunks[0].cost = mark;
+    fst_plan_begin(plan);
+    for (size_t i = 0; i < span_count; i++) {
+        add(plan, data, counts[i], FST_F32);
+        data += counts[i];
+    }
+    seal(plan);
+    const int kept = plan->chunks[0].cost == mark;
+    if (kept)
+        plan->chunks[0].cost = 0;
+    chunks_are_sound(plan);
+    return kept;
+}
+
+static void chunk_list_is_reused(void)
+{
+    static float data[400000];
+    const int64_t counts[] = {1, 16384, 16385, 100000, 7}, other[] = {1, 16384, 16385, 100001, 7};
+    fst_plan plan;
+    fst_plan_init(&plan, FST_OP_COUNT);
+    fst_plan_begin(&plan);
+    add(&plan, data, 5, FST_F32);
+    seal(&plan);
+    chunks_are_sound(&plan);
+    CHECK(!kept_its_chunks(&plan, data, counts, 5));
+    CHECK(kept_its_chunks(&plan, data, counts, 5));
+    CHECK(!kept_its_chunks(&plan, data, other, 5));
+    CHECK(kept_its_chunks(&plan, data, other, 5));
+    CHECK(!kept_its_chunks(&plan, data, other, 4));
+    CHECK(!kept_its_chunks(&plan, data, other, 5));
+    fst_plan_begin(&plan); /* a step that fails half-way, with another count */
+    add(&plan, data, 3, FST_F32);
+    CHECK(!kept_its_chunks(&plan, data, other, 5));
+    CHECK_INT((int64_t)plan.chunk_count, 1 + 1 + 2 + 7 + 1);
+    fst_plan_begin(&plan);
+    seal(&plan);
+    chunks_are_sound(&plan);
+    CHECK_INT((int64_t)plan.chunk_count, 0);
+    fst_plan_free(&plan);
+    CHECK(plan.chunks == NULL && plan.span_count == 0);
+}
+
+/* Many tiny spans, then one of more elements than 32 bits count: no memory is touched. */
+static void large_plans(void)
+{
+    char here;
+    fst_plan plan;
+    fst_plan_init(&plan, 1);
+    fst_plan_begin(&plan);
+    for (size_t i = 0; i < 10000; i++)
+        add(&plan, &here + 64 * i, 1 + (int64_t)(i % 9), FST_F32);
+    seal(&plan);
+    chunks_are_sound(&plan);
+    CHECK_INT((int64_t)plan.chunk_count, 10000);
+    fst_plan_begin(&plan);
+    add(&plan, &here, (INT64_C(1) << 33) + 5, FST_BF16);
+    seal(&plan);
+    chunks_are_sound(&plan);
+    CHECK_INT((int64_t)plan.chunk_count, (INT64_C(1) << 19) + 1);
+    CHECK_INT(plan.chunks[1 << 19].begin, INT64_C(1) << 33);
+    fst_plan_begin(&plan);
+    add(&plan, &here, INT64_C(1) << 46, FST_BF16);
+    CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_UNSUPPORTED);
+    CHECK_CONTAINS(status.message, "2^32 chunks");
+    status = (fst_status){.code = FST_OK};
+    fst_plan_begin(&plan);
+    add(&plan, &here, 20000, FST_BF16);
+    seal(&plan);
+    chunks_are_sound(&plan);
+    fst_plan_free(&plan);
+}
+
+/* Elements [begin, begin + step * count) of one buffer, and the round they must be in. */
+typedef struct {
+    int64_t begin, count, step;
+    uint32_t round;
+} piece;
+
+/* Steps the pieces of a buffer in one plan: as if one after another. */
+static void pieces_keep_their_order(const piece *pieces, size_t count, size_t round_count)
+{
+    enum { SIZE = 60000 };
+    const update_case c = {.rule = FST_RULE_sgd,
+                           .hyper = {0.1},
+                           .step = 1.0,
+                           .inv_scale = 1.0,
+                           .clip = 1.0,
+                           .sign = 1.0};
+    const fst_update_args args = args_of(&c);
+    array *got = array_new(FST_F32, FLAT, SIZE), *grad = array_new(FST_F32, FLAT, SIZE);
+    array_fill(got, random_unit);
+    array_fill(grad, random_unit);
+    array *want = array_clone(got);
+    fst_layout *layouts = must_alloc(count * sizeof *layouts);
+    fst_plan plan;
+    fst_plan_init(&plan, FST_OP_COUNT);
+    fst_plan_begin(&plan);
+    for (size_t i = 0; i < count; i++) {
+        fst_operand expected[FST_OP_COUNT] = {{.data = NULL}};
+        fst_operand *op = fst_plan_add(&plan, pieces[i].count, 0, &status);
+        layouts[i] = (fst_layout){1, {pieces[i].count}, {pieces[i].step}};
+        op[FST_OP_GRAD] = grad->op;
+        op[FST_OP_PARAM].data = element_at(&got->op, pieces[i].begin);
+        if (pieces[i].step != 1)
+            op[FST_OP_PARAM].layout = &layouts[i];
+        memcpy(expected, op, sizeof expected);
+        expected[FST_OP_PARAM].data = element_at(&want->op, pieces[i].begin);
+        expected_update(expected, 0, pieces[i].count, &c);
+    }
+    seal(&plan);
+    chunks_are_sound(&plan);
+    CHECK_INT((int64_t)plan.round_count, (int64_t)round_count);
+    for (size_t round = 0; round < plan.round_count; round++)
+        for (size_t i = plan.rounds[round]; i < plan.rounds[round + 1]; i++)
+            CHECK_INT((int64_t)round, pieces[plan.chunks[i].span].round);
+    CHECK_INT(fst_update(&plan, &args, 1.0, 0, &status), FST_OK);
+    CHECK(same_memory(got, want));
+    fst_plan_free(&plan);
+    free(layouts);
+    array_free(want);
+    array_free(grad);
+    array_free(got);
+}
+
+static void rounds(void)
+{
+    const piece apart[] = {{0, 100, 1, 0}, {100, 20000, 1, 0}, {20100, 5, 3, 0}, {20113, 9, 1, 0}};
+    const piece twice[] = {{0, 30000, 1, 0}, {40000, 9, 1, 0}, {0, 30000, 1, 1}, {0, 30000, 1, 2}};
+    const piece shifted[] = {{100, 200, 1, 0}, {299, 200, 1, 1}, {300, 10, 1, 2}, {0, 100, 1, 0}};
+    const piece around[] = {{0, 50000, 1, 0}, {10, 1, 1, 1}, {20, 1, 1, 1}, {49999, 2, 1, 1}};
+    const piece inside[] = {{10, 1, 1, 0}, {20, 1, 1, 0}, {0, 50000, 1, 1}, {11, 9, 1, 2}};
+    const piece strided[] = {{0, 20000, 3, 0}, {59997, 1, 1, 1}, {59998, 1, 1, 0}, {3, 3, 3, 1}};
+    pieces_keep_their_order(apart, 4, 1);
+    pieces_keep_their_order(twice, 4, 3);
+    pieces_keep_their_order(shifted, 4, 3);
+    pieces_keep_their_order(around, 4, 2);
+    pieces_keep_their_order(inside, 4, 3);
+    pieces_keep_their_order(strided, 4, 2);
+}
+
+/* The same pointers and counts, but longer steps: spans that lay apart now meet. */
+static void rounds_follow_strides_and_types(void)
+{
+    static double buffer[64];
+    const fst_layout wide = {1, {10}, {2}};
+    fst_plan plan;
+    fst_plan_init(&plan, 1);
+    for (int step = 0; step < 3; step++) {
+        const fst_operand op = {buffer, step == 1 ? &wide : NULL, step == 2 ? FST_F64 : FST_F32};
+        fst_plan_begin(&plan);
+        for (size_t i = 0; i < 2; i++) {
+            fst_operand *added = fst_plan_add(&plan, 10, 0, &status);
+            *added = op;
+            added->data = (float *)(void *)buffer + 10 * i;
+        }
+        seal(&plan);
+        CHECK_INT((int64_t)plan.round_count, step ? 2 : 1);
+    }
+    fst_plan_free(&plan);
+}
+
+/* A shard: spans that begin and end anywhere in flat buffers of several types, one per operand. All
+ * passes; what lies outside of the slice stays as it is. */
+static void slices_of_flat_buffers(void)
+{
+    enum { SIZE = 100000, BEGIN = 12345, FIRST = 40000, SECOND = 31, USED = FIRST + SECOND };
+    static const fst_dtype dtypes[FST_OP_COUNT] = {FST_BF16, FST_BF16, FST_F32, FST_F16,
+                                                   FST_F32,  FST_BF16, FST_F32};
+    const update_case c = {.rule = FST_RULE_amsgrad,
+                           .hyper = {0.01, 0.9, 0.99, 1e-8, 0.1, 1.0},
+                           .step = 3.0,
+                           .inv_scale = 0.125,
+                           .clip = 0.75,
+                           .sign = -1.0,
+                           .write_grad = 1};
+    const fst_update_args args = args_of(&c);
+    array *got[FST_OP_COUNT], *want[FST_OP_COUNT];
+    fst_operand expected[FST_OP_COUNT];
+    fst_measurement seen, unscaled;
+    double norm, sum = 0.0;
+    fst_plan plan;
+    fst_plan_init(&plan, FST_OP_COUNT);
+    fst_plan_begin(&plan);
+    for (size_t k = 0; k < FST_OP_COUNT; k++) {
+        got[k] = array_new(dtypes[k], FLAT, SIZE);
+        array_fill(got[k], random_unit);
+        want[k] = array_clone(got[k]);
+        expected[k] = want[k]->op;
+    }
+    for (int64_t i = BEGIN; i < BEGIN + USED; i++) {
+        set(&want[5]->op, i, fabs(get(&want[5]->op, i)));
+        set(&got[5]->op, i, fabs(get(&got[5]->op, i)));
+        sum += pow(get(&want[FST_OP_GRAD]->op, i), 2.0);
+    }
+    for (int part = 0; part < 2; part++) {
+        fst_operand *op = fst_plan_add(&plan, part ? SECOND : FIRST, 0, &status);
+        for (size_t k = 0; k < FST_OP_COUNT; k++) {
+            op[k] = got[k]->op;
+            op[k].data = element_at(&got[k]->op, BEGIN + (part ? FIRST : 0));
+        }
+    }
+    CHECK_INT(fst_plan_seal(&plan, 0, FST_OP_COUNT, &status), FST_OK);
+    CHECK_INT((int64_t)plan.round_count, 1);
+    CHECK_INT(fst_measure(&plan, FST_OP_GRAD, 0.5, &seen, &status), FST_OK);
+    CHECK_NEAR(seen.square_sum, sum / 4.0, 1e-12 * sum);
+    CHECK_INT(fst_total_norm(&plan, FST_OP_GRAD, 2.0, &norm, &status), FST_OK);
+    CHECK_NEAR(norm, sqrt(sum), 1e-12 * norm);
+    CHECK_INT(fst_unscale(&plan, FST_OP_GRAD, 0.5, &unscaled, &status), FST_OK);
+    CHECK(!seen.nonfinite && !unscaled.nonfinite && unscaled.square_sum == seen.square_sum);
+    CHECK_INT(fst_scale(&plan, FST_OP_GRAD, 4.0, &status), FST_OK);
+    CHECK_INT(fst_clamp(&plan, FST_OP_GRAD, 1.0, &status), FST_OK);
+    for (int64_t i = BEGIN; i < BEGIN + USED; i++)
+        set(&want[FST_OP_GRAD]->op, i, fmax(-1.0, fmin(1.0, 2.0 * get(&want[FST_OP_GRAD]->op, i))));
+    CHECK(same_memory(got[FST_OP_GRAD], want[FST_OP_GRAD]));
+    CHECK_INT(fst_update(&plan, &args, c.inv_scale, c.write_grad, &status), FST_OK);
+    expected_update(expected, BEGIN, USED, &c);
+    for (size_t k = 0; k < FST_OP_COUNT; k++) {
+        CHECK(same_memory(got[k], want[k]));
+        array_free(got[k]);
+        array_free(want[k]);
+    }
+    fst_plan_free(&plan);
+}
+
+int main(void)
+{
+    const fst_cpu_kernels *levels[MAX_LEVELS];
+    const size_t count = supported_levels(levels);
+    chunk_list_is_reused();
+    large_plans();
+    for (size_t i = 0; i < count; i++) {
+        fst_passes_use(levels[i]);
+        rounds();
+        slices_of_flat_buffers();
+    }
+    rounds_follow_strides_and_types();
+    return check_report();
+}

@@ -1,0 +1,1 @@
+"""Memory of the extension module: every public function is called many times."""

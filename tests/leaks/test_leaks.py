@@ -1,0 +1,243 @@
+"""No public function of faststep._C, and no optimizer step, keeps memory or references.
+
+Each case is called many times after a warm-up.  C memory is what glibc says is in use, Python's
+own is its count of allocated blocks, and every argument must end with the references it had.
+A public function without a case fails the suite.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import faststep
+from faststep import _C
+
+CALLS = 64
+SLACK_BYTES = 16 * CALLS  # malloc hands out no less than 24 bytes
+SLACK_BLOCKS = CALLS // 2
+
+
+class MallInfo(ctypes.Structure):
+    """struct mallinfo2 of glibc."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def bytes_in_use() -> int:
+    """Bytes that malloc has handed out; the resident set where glibc cannot say."""
+    mallinfo2 = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo2 is None:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * 4096
+    mallinfo2.restype = MallInfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)
+
+
+def assert_no_growth(*calls: Callable[[], Any]) -> None:
+    """The smallest growth of three rounds counts: other threads' caches may grow once."""
+
+    def go(times: int) -> None:
+        for call in calls:
+            for _ in range(times):
+                call()
+
+    go(10)
+    gc.collect()
+    gc.freeze()  # what is there now need not be looked at again
+    grown = []
+    try:
+        for _ in range(3):
+            before = bytes_in_use(), sys.getallocatedblocks()
+            go(CALLS)
+            gc.collect()
+            grown.append((bytes_in_use() - before[0], sys.getallocatedblocks() - before[1]))
+    finally:
+        gc.unfreeze()
+    assert min(size for size, _ in grown) < SLACK_BYTES, f"bytes, blocks: {grown}"
+    assert min(blocks for _, blocks in grown) < SLACK_BLOCKS, f"bytes, blocks: {grown}"
+
+
+def assert_references_stay(call: Callable[[], Any], arguments: Iterable[Any]) -> None:
+    arguments = list(arguments)
+    call()
+    before = [sys.getrefcount(argument) for argument in arguments]
+    for _ in range(20):
+        call()
+    assert [sys.getrefcount(argument) for argument in arguments] == before
+
+
+def tensors() -> list[torch.Tensor]:
+    """Packed, transposed, with holes, empty, 0-d, and in every dtype."""
+    return [
+        torch.ones(100),
+        torch.ones(5, 7).t(),
+        torch.ones(10, 10)[::2, 1:7],
+        torch.ones(0),
+        torch.ones(()),
+        torch.ones(33, dtype=torch.float64),
+        torch.ones(33, dtype=torch.bfloat16),
+        torch.ones(33, dtype=torch.float16),
+    ]
+
+
+def parameters() -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(t) for t in tensors()]
+    for p in params[:-1]:
+        p.grad = torch.ones_like(p)
+    return params
+
+
+def unusable() -> list[list[Any]]:
+    """Lists that the functions refuse, each with a good tensor before the bad one."""
+    good = torch.ones(3)
+    return [
+        [good, torch.ones(3, dtype=torch.complex64)],
+        [good, torch.ones(3, dtype=torch.int32)],
+        [good, torch.eye(3).to_sparse()],
+        [good, torch.ones(3, device="meta")],
+        [good, 1.0],
+        [good, None],
+    ]
+
+
+def failing(function: Callable[..., Any], *arguments: Any) -> Callable[[], None]:
+    """A call that must raise, without the bookkeeping of pytest.raises."""
+
+    def call() -> None:
+        try:
+            function(*arguments)
+        except Exception:
+            return
+        pytest.fail(f"{function} took {arguments}")
+
+    return call
+
+
+Case = tuple[Callable[[], Any], list[Any]]
+
+
+def on_tensors(function: Callable[..., Any], *extra: Any) -> Iterator[Case]:
+    some = tensors()
+    yield lambda: function(some, *extra), [*some, some]
+    yield lambda: function(tuple(some), *extra), some
+    yield lambda: function([], *extra), []
+    for bad in unusable():
+        yield failing(function, bad, *extra), [*bad, bad]
+    yield failing(function, 5, *extra), []
+    yield failing(function), []
+
+
+def norms() -> Iterator[Case]:
+    yield from on_tensors(_C.norm, 2.0)
+    some = tensors()[:3]
+    for order in (1.0, 0.0, 3.0, float("inf"), -float("inf")):
+        yield lambda order=order: _C.norm(some, order), some
+
+
+def fusable() -> Iterator[Case]:
+    some = tensors()
+    yield lambda: _C.fusable(some), [*some, some]
+    for bad in unusable():
+        yield lambda bad=bad: _C.fusable(bad), [*bad, bad]
+
+
+def collect_grads() -> Iterator[Case]:
+    params = parameters()
+    yield lambda: _C.collect_grads(params), [*params, *(p.grad for p in params)]
+
+
+def update_scale() -> Iterator[Case]:
+    scale, found_inf = torch.tensor(4.0), torch.tensor(0.0)
+    trackers = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
+    numbers = (2.0, 0.5, 1000, 2, 1.0, 1e6)
+    for hysteresis in (trackers[1], None):
+        arguments = (scale, trackers[0], hysteresis, found_inf, *numbers)
+        yield lambda a=arguments: _C.update_scale(*a), list(arguments[:4])
+    for bad in ((torch.ones(2), *arguments[1:]), (1.0, *arguments[1:]), (scale,)):
+        yield failing(_C.update_scale, *bad), list(bad[:1])
+
+
+def plan() -> Iterator[Case]:
+    """Plans that are made and dropped, and bad calls of their one method."""
+    yield _C.Plan, []
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    number = _C.rules()["sgd"][0]
+    spec = (number, (), False, (0.0, 0.0, 0.0, 0.0, 0.0), False)
+    state: dict[Any, Any] = {}
+    options = (None, None, False, float("nan"), False)
+    kept = _C.Plan()
+    yield lambda: kept.step([[p]], [spec], state, None, *options), [p, p.grad, state, spec]
+    yield lambda: _C.Plan().step([[p]], [spec], state, None, *options), [p, p.grad, state, spec]
+    for arguments in (
+        ([[p]], [], state, None, *options),
+        ([[p]], [(number,)], state, None, *options),
+        ([[p]], [(99, *spec[1:])], state, None, *options),
+        ([[1.0]], [spec], state, None, *options),
+        ([[p]], [spec], state, None, 1.0, *options[1:]),
+    ):
+        yield failing(kept.step, *arguments), [p, p.grad, state, spec]
+
+
+def tensor_error() -> Iterator[Case]:
+    yield lambda: _C.TensorError(0, 0, "gradient", "type", "is odd"), []
+
+
+CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "Plan": plan,
+    "TensorError": tensor_error,
+    "clamp": lambda: on_tensors(_C.clamp, 0.5),
+    "collect_grads": collect_grads,
+    "cpu_info": lambda: iter([(_C.cpu_info, [])]),
+    "fusable": fusable,
+    "measure": lambda: on_tensors(_C.measure, 0.5),
+    "norm": norms,
+    "rules": lambda: iter([(_C.rules, [])]),
+    "scale": lambda: on_tensors(_C.scale, 1.0),
+    "unscale": lambda: on_tensors(_C.unscale, 1.0),
+    "update_scale": update_scale,
+    "use_threads_of": lambda: iter(
+        [(lambda: _C.use_threads_of(faststep._torch.libtorch_cpu_path()), [])]
+    ),
+}
+
+
+def test_every_public_function_has_a_case() -> None:
+    public = {name for name in dir(_C) if not name.startswith("_") and callable(getattr(_C, name))}
+    assert public == set(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_function(name: str) -> None:
+    cases = list(CASES[name]())
+    for call, arguments in cases:
+        assert_references_stay(call, arguments)
+    assert_no_growth(*(call for call, _ in cases))
+
+
+def test_the_measure_notices_a_leak() -> None:
+    """The check itself: a call that keeps 64 bytes of C memory, or one object, fails it."""
+    malloc = ctypes.CDLL(None).malloc
+    malloc.restype = ctypes.c_void_p
+    kept: list[Any] = []
+    if hasattr(ctypes.CDLL(None), "mallinfo2"):
+        with pytest.raises(AssertionError, match="bytes, blocks"):
+            assert_no_growth(lambda: malloc(64))
+    with pytest.raises(AssertionError, match="bytes, blocks"):
+        assert_no_growth(lambda: kept.append(object()))
+    with pytest.raises(AssertionError):
+        assert_references_stay(lambda: kept.append(malloc), [malloc])

@@ -1,0 +1,59 @@
+"""Follows "Add an optimizer" of docs/architecture.md in a copy of the tree."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+CLASS = '''
+from faststep.optim._base import FusedOptimizer, Rule
+
+
+class SignSGD(FusedOptimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    def _rule_of(self, group):
+        return Rule(self._number_of["signsgd"], (), False, (float(group["lr"]),), False)
+'''
+
+SCRIPT = """
+import torch
+from faststep.optim.signsgd import SignSGD
+
+param = torch.nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+param.grad = torch.tensor([-5.0, 0.0, 7.0])
+SignSGD([param], lr=0.5).step()
+assert param.tolist() == [1.5, 2.0, 2.5], param
+"""
+
+
+def test_the_walk_through_works(tmp_path: Path) -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    header = re.search(r"```c\n(.*?)```", text, re.DOTALL)
+    row = re.search(r"`(RULE\(signsgd,.*?\))`", text)
+    assert header and row
+    for name in ("csrc", "python", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        source = ROOT / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, tmp_path / name)
+    rules = tmp_path / "csrc" / "rules"
+    rule = "\n".join(line.removeprefix("   ") for line in header[1].splitlines())
+    (rules / "signsgd.h").write_text(rule + "\n")
+    include = '#include "rules/sgd.h"\n'
+    all_rules = (rules / "rules.h").read_text()
+    assert all_rules.count(include) == 2, "once for float and once for double"
+    (rules / "rules.h").write_text(
+        all_rules.replace(include, include + '#include "rules/signsgd.h"\n')
+    )
+    with (rules / "rules.def").open("a") as table:
+        table.write(row[1] + "\n")
+    (tmp_path / "python" / "faststep" / "optim" / "signsgd.py").write_text(CLASS)
+    build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
+    subprocess.run(build, cwd=tmp_path, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path / "python", check=True, timeout=120)
