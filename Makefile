@@ -4,10 +4,11 @@ VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 C_FILES = $(wildcard csrc/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch])
 C_TESTS := $(MAKE) -f tests/c/Makefile
+# What runs the loops: these tests are repeated for each instruction set, and under the sanitizers.
+LOOP_TESTS := tests/optim tests/amp tests/clip
 SANITIZE := address,undefined
 # libstdc++ too: AddressSanitizer looks for the C++ runtime before Python has loaded torch.
 PRELOAD = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
-ASAN_TESTS ?= tests/optim tests/amp tests/clip
 # ThreadSanitizer wants its addresses unshuffled; not every container lets a program ask for that.
 UNSHUFFLED = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 DEMO ?= --output build/demo.png
@@ -30,10 +31,11 @@ build: $(BIN)/.installed-test ## install for development, and compile what has c
 demo: build ## train a small GPT twice, plain torch and faststep; plot in build/demo.png
 	$(BIN)/python -m faststep demo $(DEMO)
 
-test: build ## run all tests, once for each instruction set of this CPU
+test: build ## run all tests, and those of the loops on each instruction set of this CPU
+	$(BIN)/python -m pytest -q
 	@set -e; for level in $$($(BIN)/python -c \
-	    'from faststep import _C; print(*_C.cpu_info()["supported"])'); do \
-	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q; \
+	    'from faststep import _C; print(*_C.cpu_info()["supported"][:-1])'); do \
+	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q $(LOOP_TESTS); \
 	done
 
 test-c: ## run the core's tests in C: no Python, no torch
@@ -43,7 +45,7 @@ asan: build ## run the C tests and the Python tests under AddressSanitizer and U
 	+$(C_TESTS) SANITIZE=$(SANITIZE)
 	FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
 	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
-	    $(BIN)/python -m pytest -q --capture=sys $(ASAN_TESTS)
+	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS)
 
 tsan: ## run the C tests of threads under ThreadSanitizer
 	+$(C_TESTS) SANITIZE=thread TESTS='test_threads*' RUN='$(UNSHUFFLED)'

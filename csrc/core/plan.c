@@ -133,8 +133,7 @@ fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_st
             return fst_fail(status, FST_NO_MEMORY, "no memory for %zu spans", plan->span_count);
         plan->written_capacity = written;
     }
-    plan->moved = !same_pointers(plan, first, how_many);
-    if (!plan->moved)
+    if (same_pointers(plan, first, how_many))
         return FST_OK;
     uint32_t *round_of = NULL;
     size_t round_count = 1;

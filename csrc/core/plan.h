@@ -20,7 +20,6 @@ typedef struct {
     size_t written_count, written_capacity;
     unsigned width;
     int stale; /* the chunk list no longer fits the spans */
-    int moved; /* what the last seal found: written memory lies elsewhere than before */
 } fst_plan;
 
 void fst_plan_init(fst_plan *plan, unsigned width);

@@ -2,7 +2,8 @@
 #include "core/layout.h"
 #include "py/plan.h"
 
-enum { FETCH_AHEAD = 8 };      /* parameters */
+enum { PIN_BYTES = 16384 };    /* larger states are not pinned: a user who drops them wants the memory back */
+enum { FETCH_AHEAD = 4 };      /* parameters */
 enum { SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
 
 /* A step in the making. */
@@ -31,34 +32,84 @@ int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
     return 0;
 }
 
+/* Between two steps the model runs and the tensors' records leave the cache: with thousands of small tensors the
+ * step is a chase after pointers, so those of a parameter further on are asked for early. */
+static void fetch_record(const void *object, const void *shape)
+{
+    const char *record = shape;
+    __builtin_prefetch(object);
+    __builtin_prefetch(record - 64);
+    __builtin_prefetch(record);
+    __builtin_prefetch(record + 64);
+}
+
+static void fetch_ahead(const fst_param *param)
+{
+    fetch_record(param->param, param->record);
+    fetch_record(param->grad, param->grad_record);
+    __builtin_prefetch(param->dict);
+    for (unsigned k = 0; k < FST_MAX_KEYS; k++)
+        fetch_record(param->states[k].object, param->states[k].record);
+}
+
+/* Remembers the tensor of a state, and pins it if it is small. */
+static void note_state(const binding *at, fst_param *param, unsigned k, PyObject *object, const fst_view *view)
+{
+    if (param->states[k].object != object) {
+        fst_tensor_unpin(param->states[k].pin);
+        param->states[k].pin = NULL;
+        if ((size_t)param->count * fst_dtype_size(view->dtype) <= PIN_BYTES)
+            param->states[k].pin = fst_tensor_pin(&at->module->tensors, object);
+    }
+    param->states[k].object = object;
+    param->states[k].record = view->shape;
+}
+
+static void forget_param(fst_param *param)
+{
+    for (unsigned k = 0; k < FST_MAX_KEYS; k++) {
+        fst_tensor_unpin(param->states[k].pin);
+        param->states[k].pin = NULL;
+        param->states[k].object = NULL;
+    }
+    PyMem_Free(param->geometry);
+    PyMem_Free(param->order);
+    param->geometry = NULL;
+    param->order = NULL;
+    param->param = NULL;
+}
+
+void fst_params_free(fst_plan_object *self)
+{
+    for (size_t i = 0; i < self->param_count; i++)
+        forget_param(&self->params[i]);
+    PyMem_Free(self->params);
+    self->params = NULL;
+    self->param_count = 0;
+}
+
+/* Appends to an array of borrowed references. */
+static int note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object)
+{
+    if (fst_reserve(array, capacity, *count, sizeof **array))
+        return -1;
+    (*array)[(*count)++] = object;
+    return 0;
+}
+
 static int hold(fst_plan_object *self, PyObject *object)
 {
     if (!self->hold_tensors)
         return 0;
-    if (fst_reserve(&self->held, &self->held_capacity, self->held_count, sizeof *self->held))
+    if (note(&self->held, &self->held_count, &self->held_capacity, object))
         return -1;
-    self->held[self->held_count++] = Py_NewRef(object);
+    Py_INCREF(object);
     return 0;
 }
 
-/* Between two steps the model runs and the tensors' records leave the cache: with thousands of small tensors the
- * step is a chase after pointers, so those of a parameter further on are asked for early. */
-static void fetch_ahead(const fst_param *param)
+static int note_written(fst_plan_object *self, PyObject *object)
 {
-    __builtin_prefetch(param->dict);
-    for (size_t i = 0; i < sizeof param->near / sizeof *param->near; i += 2) {
-        const char *record = param->near[i + 1];
-        __builtin_prefetch(param->near[i]);
-        __builtin_prefetch(record - 64);
-        __builtin_prefetch(record);
-        __builtin_prefetch(record + 64);
-    }
-}
-
-static void note_near(fst_param *param, unsigned tensor, const PyObject *object, const fst_view *view)
-{
-    param->near[2 * tensor] = object;
-    param->near[2 * tensor + 1] = view->shape;
+    return note(&self->written, &self->written_count, &self->written_capacity, object);
 }
 
 /* Raises TensorError(group, index, role, kind, detail); Python turns it into the error that users see. */
@@ -71,11 +122,20 @@ static int raise_problem(const binding *at, const char *role, const fst_problem 
     return -1;
 }
 
+/* Not memcmp(): two or three numbers are compared faster than a library is called. */
+static int same_numbers(const int64_t *a, const int64_t *b, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (a[i] != b[i])
+            return 0;
+    return 1;
+}
+
 static int same_geometry(const fst_param *param, const fst_view *view)
 {
-    const size_t bytes = (size_t)view->ndim * sizeof(int64_t);
-    return param->ndim == view->ndim && param->geometry && !memcmp(param->geometry, view->shape, bytes) &&
-           !memcmp(param->geometry + view->ndim, view->strides, bytes);
+    return param->ndim == view->ndim && param->geometry &&
+           same_numbers(param->geometry, view->shape, view->ndim) &&
+           same_numbers(param->geometry + view->ndim, view->strides, view->ndim);
 }
 
 /* Remembers a parameter that is new or has changed its shape. */
@@ -86,11 +146,9 @@ static int learn_param(const binding *at, fst_param *param, PyObject *object, co
     fst_problem problem;
     int64_t *geometry = PyMem_Malloc((2 * ndim + 1) * sizeof *geometry);
     int *order = PyMem_Malloc((ndim + 1) * sizeof *order);
-    PyMem_Free(param->geometry);
-    PyMem_Free(param->order);
+    forget_param(param);
     param->geometry = geometry;
     param->order = order;
-    param->param = NULL;
     if (!geometry || !order) {
         PyErr_NoMemory();
         return -1;
@@ -98,9 +156,9 @@ static int learn_param(const binding *at, fst_param *param, PyObject *object, co
     memcpy(geometry, view->shape, ndim * sizeof *geometry);
     memcpy(geometry + ndim, view->strides, ndim * sizeof *geometry);
     param->ndim = view->ndim;
-    param->count = view->count;
+    param->count = fst_view_count(view);
     param->order_count = fst_layout_order(view->ndim, view->shape, view->strides, order);
-    if (view->count > 0 &&
+    if (param->count > 0 &&
         fst_tensor_layout(&at->module->tensors, object, view, param->order_count, order, 1, &layout,
                           &problem))
         return raise_problem(at, "parameter", &problem);
@@ -119,8 +177,7 @@ static int bind_operand(const binding *at, const fst_param *param, PyObject *obj
     *op = (fst_operand){.data = view->data, .dtype = view->dtype};
     if (param->flat && view->ndim > 0 && same_geometry(param, view))
         return 0;
-    if (param->ndim != view->ndim ||
-        memcmp(param->geometry, view->shape, (size_t)view->ndim * sizeof(int64_t))) {
+    if (param->ndim != view->ndim || !same_numbers(param->geometry, view->shape, view->ndim)) {
         fst_problem_set(&problem, "shape", "has another shape than the parameter");
         return raise_problem(at, role, &problem);
     }
@@ -185,11 +242,11 @@ static int bind_counter(const binding *at, fst_param *param, PyObject *object, f
     fst_problem problem;
     if (fst_tensor_view(&at->module->tensors, object, &view, &problem))
         return raise_problem(at, "state 'step'", &problem);
-    if (view.count != 1 || (view.dtype != FST_F32 && view.dtype != FST_F64)) {
+    if (fst_view_count(&view) != 1 || (view.dtype != FST_F32 && view.dtype != FST_F64)) {
         fst_problem_set(&problem, "dtype", "is not a one-element tensor of type float32 or float64");
         return raise_problem(at, "state 'step'", &problem);
     }
-    note_near(param, 2, object, &view);
+    note_state(at, param, 0, object, &view);
     counter->data = view.data;
     counter->is_double = view.dtype == FST_F64;
     return 0;
@@ -236,8 +293,9 @@ static int bind_states(binding *at, fst_param *param, PyObject *object, fst_dtyp
                 return raise_problem(at, role, &problem);
         }
         const unsigned slot = k - (unsigned)group->has_step;
-        note_near(param, 2 + k, value, &view);
-        if (bind_operand(at, param, value, role, &view, 1, &ops[FST_OP_STATE + slot]))
+        note_state(at, param, k, value, &view);
+        if (bind_operand(at, param, value, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
+            note_written(at->self, value))
             return -1;
     }
     return 1;
@@ -263,16 +321,6 @@ static int note_missing(const binding *at)
     return failed ? -1 : 0;
 }
 
-static int note_stepped(fst_plan_object *self, PyObject *object, PyObject *grad)
-{
-    if (fst_reserve(&self->stepped, &self->stepped_capacity, self->stepped_count + 1,
-                    sizeof *self->stepped))
-        return -1;
-    self->stepped[self->stepped_count++] = object;
-    self->stepped[self->stepped_count++] = grad;
-    return 0;
-}
-
 /* Binds one parameter and its gradient, straight into the operands of a new span. */
 static int bind_param(binding *at, fst_param *param, PyObject *object, PyObject *grad)
 {
@@ -286,8 +334,9 @@ static int bind_param(binding *at, fst_param *param, PyObject *object, PyObject 
         return raise_problem(at, "parameter", &problem);
     if (fst_tensor_view(tensors, grad, &grad_view, &problem))
         return raise_problem(at, "gradient", &problem);
-    note_near(param, 0, object, &view);
-    note_near(param, 1, grad, &grad_view);
+    param->record = view.shape;
+    param->grad = grad;
+    param->grad_record = grad_view.shape;
     if ((param->param != object || !same_geometry(param, &view)) &&
         learn_param(at, param, object, &view))
         return -1;
@@ -315,7 +364,7 @@ static int bind_param(binding *at, fst_param *param, PyObject *object, PyObject 
     if (is_fresh(at))
         counter->value = 1.0;
     self->counter_count++;
-    return note_stepped(self, object, grad);
+    return note_written(self, object) || note(&self->grads, &self->grad_count, &self->grad_capacity, grad) ? -1 : 0;
 }
 
 static int bind_group(binding *at, PyObject *params)
@@ -356,12 +405,7 @@ static int count_params(fst_plan_object *self, PyObject *param_lists)
     }
     if (count == self->param_count)
         return 0;
-    for (size_t i = 0; i < self->param_count; i++) {
-        PyMem_Free(self->params[i].geometry);
-        PyMem_Free(self->params[i].order);
-    }
-    PyMem_Free(self->params);
-    self->param_count = 0;
+    fst_params_free(self);
     self->params = PyMem_Calloc(count + 1, sizeof *self->params);
     if (!self->params) {
         PyErr_NoMemory();
@@ -378,7 +422,8 @@ static void unbind(fst_plan_object *self)
         PyMem_Free(self->layouts[i]);
     for (size_t i = 0; i < self->held_count; i++)
         Py_DECREF(self->held[i]);
-    self->layout_count = self->held_count = self->counter_count = self->stepped_count = 0;
+    self->layout_count = self->held_count = self->counter_count = self->written_count = 0;
+    self->grad_count = 0;
 }
 
 static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *param_lists, PyObject *state,

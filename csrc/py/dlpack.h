@@ -26,6 +26,17 @@ typedef struct {
     uint64_t byte_offset;
 } fst_dl_tensor;
 
+/* An export that keeps the tensor alive until its deleter is called. */
+typedef struct fst_dl_managed {
+    struct {
+        uint32_t major, minor;
+    } version;
+    void *context;
+    void (*deleter)(struct fst_dl_managed *self);
+    uint64_t flags;
+    fst_dl_tensor tensor;
+} fst_dl_managed;
+
 typedef struct fst_dl_header {
     struct {
         uint32_t major, minor;
@@ -36,7 +47,7 @@ typedef struct fst_dl_header {
 typedef struct {
     fst_dl_header header;
     void (*managed_tensor_allocator)(void);
-    void (*managed_tensor_from_py_object)(void);
+    int (*managed_tensor_from_py_object)(void *object, fst_dl_managed **out);
     void (*managed_tensor_to_py_object)(void);
     int (*tensor_from_py_object)(void *object, fst_dl_tensor *out);
     int (*current_work_stream)(int32_t device_type, int32_t device_id, void **out);

@@ -29,7 +29,8 @@ static int add_tensor(fst_module *state, list_plan *list, Py_ssize_t index, int 
     PyObject *object = PyTuple_GetItem(list->items, index);
     if (fst_tensor_view(&state->tensors, object, &view, problem))
         return -1;
-    if (view.count == 0)
+    const int64_t count = fst_view_count(&view);
+    if (count == 0)
         return 0;
     if (!fst_view_is_packed(&view)) {
         const int kept = fst_layout_order(view.ndim, view.shape, view.strides, order);
@@ -37,7 +38,7 @@ static int add_tensor(fst_module *state, list_plan *list, Py_ssize_t index, int 
                               &list->layouts[index], problem))
             return -1;
     }
-    fst_operand *op = fst_plan_add(&list->plan, view.count, 0, &status);
+    fst_operand *op = fst_plan_add(&list->plan, count, 0, &status);
     if (!op)
         return fst_problem_set(problem, "storage", "%s", status.message);
     *op = (fst_operand){view.data, list->layouts[index], view.dtype};

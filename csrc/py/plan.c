@@ -68,7 +68,7 @@ static void *scalar_of(fst_module *module, PyObject *object, const char *name, f
         PyErr_Format(PyExc_TypeError, "optimizer.%s %s", name, problem.detail);
         return NULL;
     }
-    if (view.count != 1 || (view.dtype != FST_F32 && view.dtype != FST_F64)) {
+    if (fst_view_count(&view) != 1 || (view.dtype != FST_F32 && view.dtype != FST_F64)) {
         PyErr_Format(PyExc_TypeError, "optimizer.%s must be a one-element float32 or float64 tensor", name);
         return NULL;
     }
@@ -143,30 +143,32 @@ static int fold_all(fst_plan_object *self, double coefficient)
     return 0;
 }
 
-/* The parameters that moved: the same list object as in the step before if they are the same and lie where they did. */
-static PyObject *list_params(fst_plan_object *self)
+static PyObject *list_of(PyObject *const *objects, size_t count)
 {
-    const Py_ssize_t size = (Py_ssize_t)(self->stepped_count / 2);
-    int same = self->last_stepped && !self->plan.moved && PyList_Size(self->last_stepped) == size;
-    for (Py_ssize_t i = 0; same && i < size; i++)
-        same = PyList_GetItem(self->last_stepped, i) == self->stepped[2 * i];
-    if (!same) {
-        Py_XDECREF(self->last_stepped);
-        self->last_stepped = PyList_New(size);
-        for (Py_ssize_t i = 0; self->last_stepped && i < size; i++)
-            PyList_SetItem(self->last_stepped, i, Py_NewRef(self->stepped[2 * i]));
-    }
-    Py_XINCREF(self->last_stepped);
-    return self->last_stepped;
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; i++)
+        PyList_SetItem(list, (Py_ssize_t)i, Py_NewRef(objects[i]));
+    return list;
 }
 
-static PyObject *list_grads(const fst_plan_object *self)
+/* The tensors that the step wrote. A short step keeps the list for the next one; a long one does not: it would
+ * keep large states alive that a user replaces. */
+static PyObject *list_written(fst_plan_object *self)
 {
-    const Py_ssize_t size = (Py_ssize_t)(self->stepped_count / 2);
-    PyObject *list = PyList_New(size);
-    for (Py_ssize_t i = 0; list && i < size; i++)
-        PyList_SetItem(list, i, Py_NewRef(self->stepped[2 * i + 1]));
-    return list;
+    if (self->hold_tensors) {
+        Py_CLEAR(self->last_written);
+        return list_of(self->written, self->written_count);
+    }
+    const Py_ssize_t count = (Py_ssize_t)self->written_count;
+    int same = self->last_written && PyList_Size(self->last_written) == count;
+    for (Py_ssize_t i = 0; same && i < count; i++)
+        same = PyList_GetItem(self->last_written, i) == self->written[i];
+    if (!same) {
+        Py_XDECREF(self->last_written);
+        self->last_written = list_of(self->written, self->written_count);
+    }
+    Py_XINCREF(self->last_written);
+    return self->last_written;
 }
 
 /* What the passes need besides the plan, and what they found. */
@@ -205,7 +207,7 @@ static int run_passes(fst_plan_object *self, step_work *work, fst_status *status
     return failed;
 }
 
-/* Runs the passes on a bound plan. Returns (skipped, norm or None, parameters, gradients or None). */
+/* Runs the passes on a bound plan. Returns (skipped, norm or None, what was written, gradients that were or None). */
 static PyObject *run(fst_module *module, fst_plan_object *self, const step_options *options)
 {
     fst_status status = {0};
@@ -229,7 +231,7 @@ static PyObject *run(fst_module *module, fst_plan_object *self, const step_optio
     }
     if (fst_plan_seal(&self->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
         return fst_raise(&status);
-    const int measured = work.measure && !work.skip && self->stepped_count > 0;
+    const int measured = work.measure && !work.skip && self->counter_count > 0;
     if (!work.skip && run_passes(self, &work, &status))
         return status.code ? fst_raise(&status) : NULL;
     if (work.measure_found_inf && work.skip) {
@@ -237,15 +239,16 @@ static PyObject *run(fst_module *module, fst_plan_object *self, const step_optio
         count(&flag, 1.0);
     }
     PyObject *norm = measured ? PyFloat_FromDouble(sqrt(work.seen.square_sum)) : Py_NewRef(Py_None);
-    PyObject *params = work.skip ? PyList_New(0) : list_params(self);
-    PyObject *grads = work.skip || !work.write_grads ? Py_NewRef(Py_None) : list_grads(self);
-    if (!norm || !params || !grads) {
+    PyObject *written = work.skip ? PyList_New(0) : list_written(self);
+    PyObject *grads = work.skip || !work.write_grads ? Py_NewRef(Py_None)
+                                                    : list_of(self->grads, self->grad_count);
+    if (!norm || !written || !grads) {
         Py_XDECREF(norm);
-        Py_XDECREF(params);
+        Py_XDECREF(written);
         Py_XDECREF(grads);
         return NULL;
     }
-    return Py_BuildValue("NNNN", PyBool_FromLong(work.skip), norm, params, grads);
+    return Py_BuildValue("NNNN", PyBool_FromLong(work.skip), norm, written, grads);
 }
 
 /* step(param_lists, groups, state, fresh, grad_scale, found_inf, measure_found_inf, max_norm, write_grads) */
@@ -301,22 +304,33 @@ static void plan_dealloc(PyObject *object)
 {
     fst_plan_object *self = (fst_plan_object *)object;
     PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
     fst_plan_release(NULL, self);
-    Py_XDECREF(self->last_stepped);
+    Py_XDECREF(self->last_written);
     fst_plan_free(&self->plan);
-    for (size_t i = 0; i < self->param_count; i++) {
-        PyMem_Free(self->params[i].geometry);
-        PyMem_Free(self->params[i].order);
-    }
-    PyMem_Free(self->params);
+    fst_params_free(self);
     PyMem_Free(self->counters);
     PyMem_Free(self->held);
-    PyMem_Free(self->stepped);
+    PyMem_Free(self->written);
+    PyMem_Free(self->grads);
     PyMem_Free(self->layouts);
     PyMem_Free(self->args);
     PyMem_Free(self->fold_keys);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
+}
+
+static int plan_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((fst_plan_object *)object)->last_written);
+    return 0;
+}
+
+static int plan_clear(PyObject *object)
+{
+    Py_CLEAR(((fst_plan_object *)object)->last_written);
+    return 0;
 }
 
 static PyMethodDef plan_methods[] = {
@@ -328,6 +342,8 @@ static PyType_Slot plan_slots[] = {
     {Py_tp_doc, "What an optimizer remembers of its parameters between steps."},
     {Py_tp_new, plan_new},
     {Py_tp_dealloc, plan_dealloc},
+    {Py_tp_traverse, plan_traverse},
+    {Py_tp_clear, plan_clear},
     {Py_tp_methods, plan_methods},
     {0, NULL},
 };
@@ -335,6 +351,6 @@ static PyType_Slot plan_slots[] = {
 PyType_Spec fst_plan_spec = {
     .name = "faststep._C.Plan",
     .basicsize = sizeof(fst_plan_object),
-    .flags = Py_TPFLAGS_DEFAULT,
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = plan_slots,
 };

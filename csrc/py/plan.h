@@ -8,7 +8,7 @@
 
 enum { FST_MAX_KEYS = FST_MAX_STATES + 1 };
 
-/* A parameter as it was seen last. Pointers to Python objects are only compared, never followed. */
+/* A parameter as it was seen last. Pointers to Python objects are only compared and fetched ahead, never followed. */
 typedef struct {
     const PyObject *param;
     Py_ssize_t state_at;   /* where PyDict_Next() finds it in optimizer.state */
@@ -17,10 +17,14 @@ typedef struct {
     int64_t count;
     int ndim, order_count;
     int flat;              /* its elements lie one after another in that order */
-    /* Where the step before found what belongs to this parameter; only to fetch it ahead, never followed: the state
-     * dictionary, and of each tensor the Python object and the shape, which lies in torch's record of the tensor. */
-    const void *dict;
-    const void *near[2 * (2 + FST_MAX_KEYS)];
+    const void *dict;      /* its state */
+    const void *record;    /* where its shape lies: inside torch's record of the tensor */
+    const void *grad, *grad_record; /* of the step before: the allocator often gives the same again */
+    struct {
+        const PyObject *object;
+        const void *record;
+        fst_dl_managed *pin; /* for small tensors */
+    } states[FST_MAX_KEYS];
 } fst_param;
 
 /* What one step needs of a group; parsed from the tuple that Python hands over. */
@@ -52,7 +56,7 @@ typedef struct {
     fst_plan plan;
     fst_param *params;
     size_t param_count;
-    PyObject *last_stepped; /* the list of parameters that the last step returned */
+    PyObject *last_written; /* the list that the last short step returned */
     int64_t total;          /* elements of the last step */
     int busy;
     /* While Python code may run beside the step, every tensor in use is held: the step releases the GIL, or Python code
@@ -65,8 +69,10 @@ typedef struct {
     size_t counter_count, counter_capacity;
     PyObject **held; /* with hold_tensors: every tensor in use */
     size_t held_count, held_capacity;
-    PyObject **stepped; /* parameters with their gradients, two by two; borrowed */
-    size_t stepped_count, stepped_capacity;
+    PyObject **written; /* parameters and moments, which the step writes; borrowed */
+    size_t written_count, written_capacity;
+    PyObject **grads; /* borrowed */
+    size_t grad_count, grad_capacity;
     fst_layout **layouts;
     size_t layout_count, layout_capacity;
     fst_update_args *args;
@@ -82,6 +88,9 @@ PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *par
 
 /* Drops what the step that ran held, and decides whether the next one holds its tensors from the start. */
 void fst_plan_release(fst_module *module, fst_plan_object *self);
+
+/* Frees what is remembered of the parameters. */
+void fst_params_free(fst_plan_object *self);
 
 /* Makes room for one more element; 0, or -1 with a Python error. */
 int fst_reserve(void *array, size_t *capacity, size_t count, size_t size);

@@ -120,6 +120,11 @@ static int dtype_of(fst_dl_dtype type, fst_dtype *dtype)
     return 0;
 }
 
+int64_t fst_view_count(const fst_view *view)
+{
+    return fst_layout_count(view->ndim, view->shape);
+}
+
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
 {
     fst_dl_tensor tensor;
@@ -143,8 +148,7 @@ int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_
     view->shape = tensor.shape;
     view->strides = tensor.strides;
     view->ndim = tensor.ndim;
-    view->count = fst_layout_count(tensor.ndim, tensor.shape);
-    if (!tensor.data && view->count > 0)
+    if (!tensor.data && fst_view_count(view) > 0)
         return fst_problem_set(problem, "storage", "has no memory behind it");
     return 0;
 }
@@ -168,6 +172,24 @@ PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
     if (known && known->read_grad)
         return known->read_grad(known->grad, object, (PyObject *)known->type);
     return PyObject_GetAttrString(object, "grad"); /* a type that can have no use here, if its grad is None */
+}
+
+fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object)
+{
+    fst_problem unused;
+    fst_dl_managed *pin = NULL;
+    const fst_tensor_type *known = type_of(tensors, object, &unused);
+    if (known && known->api->managed_tensor_from_py_object(object, &pin)) {
+        PyErr_Clear();
+        return NULL;
+    }
+    return pin;
+}
+
+void fst_tensor_unpin(fst_dl_managed *pin)
+{
+    if (pin && pin->deleter)
+        pin->deleter(pin);
 }
 
 int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *view, int order_count,

@@ -27,7 +27,7 @@ class Plan:
         """One step of all parameters that have a gradient.
 
         Returns a list of (group, index) whose state is missing, and then nothing was done; else
-        (skipped, norm or None, the parameters that moved, the gradients that were written or None).
+        (skipped, norm or None, parameters and moments that were written, gradients that were or None).
         `fresh` is such a list whose states were created since. A NaN for `max_norm` means no clipping.
 
         Raises:

@@ -90,13 +90,13 @@ static void adam_scalars(fst_rule rule, double decoupled)
 static void sgd_scalars(fst_rule rule)
 {
     for (int step = 1; step <= 3; step++) {
-        const double hyper[FST_MAX_HYPER] = {0.1, 0.9, 0.3, 0.01, step == 2 ? 0.0 : 1.0};
+        const double hyper[FST_MAX_HYPER] = {0.1, 0.8, 0.9, 0.01, step == 2 ? 0.0 : 1.0};
         const fst_rule_args both = fold(rule, 1, hyper, step), f = fold(rule, 0, hyper, step);
         const momentum_args_f64 a = rule == FST_RULE_sgd ? both.sgd_f64 : both.momentum_f64;
         const momentum_args_f32 b = rule == FST_RULE_sgd ? f.sgd_f32 : f.momentum_f32;
-        CHECK(a.lr == 0.1 && a.l2 == 0.01 && a.momentum == 0.9);
-        CHECK(a.keep == (step == 1 ? 0.0 : 0.9));
-        CHECK(a.take == (step == 1 ? 1.0 : 1.0 - 0.3));
+        CHECK(a.lr == 0.1 && a.l2 == 0.01 && a.momentum == 0.8);
+        CHECK(a.keep == (step == 1 ? 0.0 : 0.8));
+        CHECK(a.take == (step == 1 ? 1.0 : 1.0 - 0.9));
         CHECK(a.nesterov == hyper[4]);
         ROUNDED(b, a, lr);
         ROUNDED(b, a, l2);

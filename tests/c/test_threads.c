@@ -144,6 +144,28 @@ static void forked_child_works_alone(array *const tensors[TENSORS][FST_OP_COUNT]
     CHECK(!strcmp(fst_parallel_name(), "torch_parallel_for"));
 }
 
+/* Parts that end where a chunk ends: no chunk is worked on twice or left out. */
+static void borders_between_chunks(void)
+{
+    static float data[8 * FST_CHUNK];
+    fst_status status = {0};
+    fst_plan plan;
+    fst_plan_init(&plan, 1);
+    fst_plan_begin(&plan);
+    *fst_plan_add(&plan, 8 * FST_CHUNK, 0, &status) = (fst_operand){data, NULL, FST_F32};
+    CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_OK);
+    for (*fake_threads = 1; *fake_threads <= 4; *fake_threads *= 2) {
+        size_t wrong = 0;
+        for (size_t i = 0; i < 8 * FST_CHUNK; i++)
+            data[i] = 1.0f;
+        CHECK_INT(fst_scale(&plan, 0, 3.0, &status), FST_OK);
+        for (size_t i = 0; i < 8 * FST_CHUNK; i++)
+            wrong += data[i] != 3.0f;
+        CHECK_INT((int64_t)wrong, 0);
+    }
+    fst_plan_free(&plan);
+}
+
 typedef struct {
     array *(*tensors)[FST_OP_COUNT];
     outcome *got;
@@ -212,6 +234,7 @@ int main(void)
                 CHECK_INT(*fake_calls - calls, 10 * (1 + shared)); /* ten passes */
                 outcome_free(got);
             }
+        borders_between_chunks();
         *fake_threads = 4;
         two_plans_at_once(tensors, alone);
         findings_and_failures_are_reported();

@@ -26,7 +26,7 @@ CHAIN = "optimizer chain"
 WHOLE = "whole step"
 PHASES = ("data", "forward", "backward", CHAIN)
 MAX_NORM = 1.0
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 5e-4
 
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -134,8 +134,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             if isinstance(error, _C.TensorError):
                 raise self._explained(*error.args) from None
             raise
-        self._skipped, norm, stepped, grads = result
-        increment_version(stepped)
+        self._skipped, norm, written, grads = result
+        increment_version(written)
         if grads is not None:
             increment_version(grads)
         if norm is not None:
@@ -174,6 +174,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _sparse_error(self) -> str:
         name = type(self).__name__
         return f"faststep.optim.{name} does not support sparse gradients; use torch.optim.{name}"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plan = None  # what it remembers of the old state would keep small tensors of it alive
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
