@@ -4,34 +4,26 @@
 
 typedef struct {
     uintptr_t begin, end;
-    uint32_t span;
+    size_t slot;        /* its place before sorting: how_many * span + operand */
+    size_t first, last; /* the run of ranges that meet, directly or through others, and that it is part of */
 } range;
 
-static range range_of(const fst_operand *op, const fst_span *span, size_t index)
+fst_extent fst_overlap_extent(const fst_operand *op, int64_t count)
 {
-    int64_t last = span->count - 1;
+    int64_t last = count - 1;
     if (op->layout) {
         last = 0;
         for (int d = 0; d < op->layout->ndim; d++)
             last += (op->layout->shape[d] - 1) * op->layout->stride[d];
     }
     const uintptr_t begin = (uintptr_t)op->data;
-    const uintptr_t end = begin + ((uintptr_t)last + 1) * fst_dtype_size(op->dtype);
-    return (range){begin, end, (uint32_t)index};
+    return (fst_extent){begin, begin + ((uintptr_t)last + 1) * fst_dtype_size(op->dtype)};
 }
 
 static int by_begin(const void *left, const void *right)
 {
     const range *a = left, *b = right;
     return (a->begin > b->begin) - (a->begin < b->begin);
-}
-
-static int meet(const range *ranges, size_t count)
-{
-    for (size_t i = 1; i < count; i++)
-        if (ranges[i].begin < ranges[i - 1].end)
-            return 1;
-    return 0;
 }
 
 static int ascending(const range *ranges, size_t count)
@@ -42,22 +34,54 @@ static int ascending(const range *ranges, size_t count)
     return 1;
 }
 
-/* Rare, so quadratic in the spans: each one follows the last round that holds memory of its own. */
-static size_t assign(const range *ranges, size_t count, uint32_t *round_of, size_t span_count)
+/* Finds the runs in sorted ranges; returns whether any is longer than one. */
+static int find_runs(range *ranges, size_t count)
+{
+    int meet = 0;
+    for (size_t first = 0, last; first < count; first = last) {
+        uintptr_t end = ranges[first].end;
+        for (last = first + 1; last < count && ranges[last].begin < end; last++)
+            end = ranges[last].end > end ? ranges[last].end : end;
+        for (size_t i = first; i < last; i++) {
+            ranges[i].first = first;
+            ranges[i].last = last;
+        }
+        meet |= last - first > 1;
+    }
+    return meet;
+}
+
+/* The round of a span: after all earlier spans that it meets. `place` finds the ranges of a slot. */
+static uint32_t round_for(const range *ranges, const size_t *place, size_t span, unsigned how_many,
+                          const uint32_t *round_of)
+{
+    uint32_t round = 0;
+    for (unsigned k = 0; k < how_many; k++) {
+        const size_t at = place[span * how_many + k];
+        if (at == SIZE_MAX)
+            continue; /* an absent operand */
+        const range *mine = &ranges[at];
+        for (size_t i = mine->first; i < mine->last; i++) {
+            const size_t other = ranges[i].slot / how_many;
+            if (other < span && ranges[i].begin < mine->end && mine->begin < ranges[i].end &&
+                round_of[other] >= round)
+                round = round_of[other] + 1;
+        }
+    }
+    return round;
+}
+
+static size_t assign(const range *ranges, size_t count, unsigned how_many, size_t span_count,
+                     uint32_t *round_of, size_t *place)
 {
     uint32_t last = 0;
+    for (size_t slot = 0; slot < span_count * how_many; slot++)
+        place[slot] = SIZE_MAX;
+    for (size_t i = 0; i < count; i++)
+        place[ranges[i].slot] = i;
     for (size_t span = 0; span < span_count; span++) {
-        uint32_t round = 0;
-        for (size_t i = 0; i < count; i++) {
-            if (ranges[i].span != span)
-                continue;
-            for (size_t k = 0; k < count; k++)
-                if (ranges[k].span < span && ranges[k].begin < ranges[i].end &&
-                    ranges[i].begin < ranges[k].end && round_of[ranges[k].span] >= round)
-                    round = round_of[ranges[k].span] + 1;
-        }
-        round_of[span] = round;
-        last = round > last ? round : last;
+        round_of[span] = round_for(ranges, place, span, how_many, round_of);
+        last = round_of[span] > last ? round_of[span] : last;
     }
     return last + 1;
 }
@@ -74,18 +98,26 @@ fst_code fst_overlap_rounds(const fst_work *work, unsigned first, unsigned how_m
     for (size_t i = 0; i < work->span_count; i++)
         for (unsigned k = 0; k < how_many; k++) {
             const fst_operand *op = &work->operands[i * work->width + first + k];
-            if (op->data)
-                ranges[count++] = range_of(op, &work->spans[i], i);
+            if (!op->data)
+                continue;
+            const fst_extent extent = fst_overlap_extent(op, work->spans[i].count);
+            ranges[count++] = (range){extent.begin, extent.end, i * how_many + k, 0, 0};
         }
     if (!ascending(ranges, count))
         qsort(ranges, count, sizeof *ranges, by_begin);
-    if (meet(ranges, count)) {
+    if (find_runs(ranges, count)) {
+        size_t *place = malloc(work->span_count * how_many * sizeof *place);
         *round_of = malloc(work->span_count * sizeof **round_of);
-        if (*round_of)
-            *round_count = assign(ranges, count, *round_of, work->span_count);
+        if (place && *round_of)
+            *round_count = assign(ranges, count, how_many, work->span_count, *round_of, place);
         else
             fst_fail(status, FST_NO_MEMORY, "no memory for %zu spans", work->span_count);
+        free(place);
     }
     free(ranges);
+    if (status->code) {
+        free(*round_of);
+        *round_of = NULL;
+    }
     return status->code;
 }

@@ -5,6 +5,13 @@
 #include "base/status.h"
 #include "base/work.h"
 
+/* The memory that an operand of `count` elements reaches over. */
+typedef struct {
+    uintptr_t begin, end;
+} fst_extent;
+
+fst_extent fst_overlap_extent(const fst_operand *op, int64_t count);
+
 /* Gives every span a round such that spans of one round write disjoint memory with their operands `first` to
  * `first + how_many - 1`, and spans that meet keep their order. *round_of is NULL where one round is enough;
  * else the caller frees it. */

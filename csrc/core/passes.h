@@ -17,7 +17,7 @@ void fst_passes_use(const fst_cpu_kernels *kernels);
 fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status);
 
-/* The same, and writes the operand times inv_scale back. */
+/* The same, and writes the operand times inv_scale back, rounded to its type. */
 fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status);
 

@@ -2,8 +2,6 @@
 
 #include <stdlib.h>
 
-#include "core/overlap.h"
-
 void fst_plan_init(fst_plan *plan, unsigned width)
 {
     *plan = (fst_plan){.width = width, .stale = 1};
@@ -108,16 +106,17 @@ static fst_code list_chunks(fst_plan *plan, const uint32_t *round_of, size_t rou
     return FST_OK;
 }
 
-/* Remembers the written pointers; returns 1 if they are those of the step before. */
-static int same_pointers(fst_plan *plan, unsigned first, unsigned how_many)
+/* Remembers the memory that is written; returns 1 if it is that of the step before. */
+static int same_memory(fst_plan *plan, unsigned first, unsigned how_many)
 {
     int same = !plan->stale && plan->written_count == plan->span_count * how_many;
     size_t at = 0;
     for (size_t i = 0; i < plan->span_count; i++)
         for (unsigned k = 0; k < how_many; k++, at++) {
-            const void *data = plan->operands[i * plan->width + first + k].data;
-            same = same && plan->written[at] == data;
-            plan->written[at] = data;
+            const fst_operand *op = &plan->operands[i * plan->width + first + k];
+            const fst_extent extent = fst_overlap_extent(op, plan->spans[i].count);
+            same = same && plan->written[at].begin == extent.begin && plan->written[at].end == extent.end;
+            plan->written[at] = extent;
         }
     plan->written_count = at;
     return same;
@@ -133,7 +132,7 @@ fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_st
             return fst_fail(status, FST_NO_MEMORY, "no memory for %zu spans", plan->span_count);
         plan->written_capacity = written;
     }
-    if (same_pointers(plan, first, how_many))
+    if (same_memory(plan, first, how_many))
         return FST_OK;
     uint32_t *round_of = NULL;
     size_t round_count = 1;

@@ -7,6 +7,7 @@
 
 #include "base/status.h"
 #include "base/work.h"
+#include "core/overlap.h"
 
 typedef struct {
     fst_span *spans;
@@ -14,7 +15,7 @@ typedef struct {
     fst_chunk *chunks;
     uint32_t *rounds;
     double *partial;       /* one per chunk */
-    const void **written;  /* data pointers that the rounds were made for */
+    fst_extent *written;   /* memory that the rounds were made for */
     size_t span_count, span_capacity, sealed_count;
     size_t chunk_count, chunk_capacity, round_count;
     size_t written_count, written_capacity;

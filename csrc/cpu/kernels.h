@@ -30,8 +30,8 @@ typedef struct {
     double (*combine)(const double *values, size_t count, fst_norm norm);
     /* Nonzero if any element is infinite or NaN. */
     int (*nonfinite)(const fst_operand *op, int64_t begin, size_t count);
-    /* x = factor * x; returns the sum of squares of the new values. Sets *nonfinite to 1 if an old value
-     * was infinite or NaN. */
+    /* x = factor * x; returns the sum of squares of the products, as they are before they are rounded to the
+     * operand's type. Sets *nonfinite to 1 if an old value was infinite or NaN. */
     double (*unscale)(const fst_operand *op, int64_t begin, size_t count, double factor, int *nonfinite);
     void (*scale)(const fst_operand *op, int64_t begin, size_t count, double factor);
     /* x = min(max(x, -limit), limit); NaN stays. */

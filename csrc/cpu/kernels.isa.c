@@ -6,8 +6,9 @@
 
 #define ALIGNED __attribute__((aligned(64)))
 enum {
-    BLOCK = 512,     /* elements that are worked on at a time: scratch blocks stay in a 32 KiB L1 */
-    PREFETCH = 1024, /* elements ahead */
+    BLOCK = FST_LANES, /* elements that are worked on at a time: scratch blocks stay in the first-level cache, and a
+                        * reduction takes one element per lane */
+    PREFETCH = 2048,   /* elements ahead */
 };
 
 #define REAL float

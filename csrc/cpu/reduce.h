@@ -18,39 +18,23 @@ REDUCE(min, fst_tree_min(lane, fabs(x)))
 REDUCE(nonzero, lane + (x != 0.0 ? 1.0 : 0.0))
 #undef REDUCE
 
+/* The squares of the products from = factor * from. */
+__attribute__((noinline)) static void FST_T(fst_loop_unscale)(size_t n, double *restrict lanes,
+                                                              REAL *restrict from, REAL factor)
+{
+    for (size_t i = 0; i < n; i++) {
+        const REAL product = from[i] * factor;
+        const double x = (double)product;
+        from[i] = product;
+        lanes[i] += x * x;
+    }
+}
+
 /* No library has a vector pow() that gives the same bits everywhere: this one is a plain loop. */
 static void FST_T(accumulate_power)(size_t n, double *lanes, const REAL *from, REAL factor, double power)
 {
     for (size_t i = 0; i < n; i++)
         lanes[i] += pow(fabs((double)(from[i] * factor)), power);
-}
-
-static void FST_T(accumulate)(size_t n, double *lanes, const REAL *from, fst_norm norm, double power,
-                              REAL factor)
-{
-    for (size_t done = 0; done < n; done += FST_LANES) {
-        const size_t row = n - done < FST_LANES ? n - done : FST_LANES;
-        switch (norm) {
-        case FST_NORM_SQUARES:
-            FST_T(fst_loop_squares)(row, lanes, from + done, factor);
-            break;
-        case FST_NORM_ABS:
-            FST_T(fst_loop_abs)(row, lanes, from + done, factor);
-            break;
-        case FST_NORM_MAX:
-            FST_T(fst_loop_max)(row, lanes, from + done, factor);
-            break;
-        case FST_NORM_MIN:
-            FST_T(fst_loop_min)(row, lanes, from + done, factor);
-            break;
-        case FST_NORM_NONZERO:
-            FST_T(fst_loop_nonzero)(row, lanes, from + done, factor);
-            break;
-        case FST_NORM_POWER:
-            FST_T(accumulate_power)(row, lanes, from + done, factor, power);
-            break;
-        }
-    }
 }
 
 static double FST_T(reduce)(const fst_operand *op, int64_t begin, size_t count, fst_norm norm,
@@ -63,7 +47,27 @@ static double FST_T(reduce)(const fst_operand *op, int64_t begin, size_t count, 
         const int64_t at = begin + (int64_t)done;
         const size_t n = count - done < BLOCK ? count - done : BLOCK;
         FST_T(prefetch)(op, at, count - done);
-        FST_T(accumulate)(n, lanes, FST_T(load)(op, scratch, at, n), norm, power, (REAL)factor);
+        const REAL *x = FST_T(load)(op, scratch, at, n);
+        switch (norm) {
+        case FST_NORM_SQUARES:
+            FST_T(fst_loop_squares)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_ABS:
+            FST_T(fst_loop_abs)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_MAX:
+            FST_T(fst_loop_max)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_MIN:
+            FST_T(fst_loop_min)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_NONZERO:
+            FST_T(fst_loop_nonzero)(n, lanes, x, (REAL)factor);
+            break;
+        case FST_NORM_POWER:
+            FST_T(accumulate_power)(n, lanes, x, (REAL)factor, power);
+            break;
+        }
     }
     return fold_lanes(lanes, count, norm);
 }
@@ -92,24 +96,29 @@ static int FST_T(nonfinite)(const fst_operand *op, int64_t begin, size_t count)
     return 0;
 }
 
+/* With a factor of at most 1 finite floats stay finite, and their squares' sum is finite in double: the sum itself
+ * then tells. In other cases the old values are looked at before they are gone. */
 static double FST_T(unscale)(const fst_operand *op, int64_t begin, size_t count, double factor,
                              int *nonfinite)
 {
     double lanes[FST_LANES] ALIGNED;
     REAL scratch[BLOCK] ALIGNED, zeros[BLOCK] ALIGNED;
+    const int look = sizeof(REAL) > sizeof(float) || !(fabs(factor) <= 1.0);
     fill_lanes(lanes, count, FST_NORM_SQUARES);
     for (size_t done = 0; done < count; done += BLOCK) {
         const int64_t at = begin + (int64_t)done;
         const size_t n = count - done < BLOCK ? count - done : BLOCK;
         FST_T(prefetch)(op, at, count - done);
         REAL *x = FST_T(load)(op, scratch, at, n);
-        if (FST_T(fst_loop_nonfinite)(n, zeros, x) != (REAL)0)
+        if (look && FST_T(fst_loop_nonfinite)(n, zeros, x) != (REAL)0)
             *nonfinite = 1;
-        FST_T(fst_loop_scale)(n, x, (REAL)factor);
-        FST_T(accumulate)(n, lanes, x, FST_NORM_SQUARES, 2.0, (REAL)1);
+        FST_T(fst_loop_unscale)(n, lanes, x, (REAL)factor);
         FST_T(store)(op, x, at, n);
     }
-    return fold_lanes(lanes, count, FST_NORM_SQUARES);
+    const double sum = fold_lanes(lanes, count, FST_NORM_SQUARES);
+    if (!look && !isfinite(sum))
+        *nonfinite = 1;
+    return sum;
 }
 
 static void FST_T(scale)(const fst_operand *op, int64_t begin, size_t count, double factor)

@@ -37,6 +37,8 @@ int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
 static void fetch_record(const void *object, const void *shape)
 {
     const char *record = shape;
+    if (!record)
+        return;
     __builtin_prefetch(object);
     __builtin_prefetch(record - 64);
     __builtin_prefetch(record);
@@ -178,7 +180,7 @@ static int bind_operand(const binding *at, const fst_param *param, PyObject *obj
     if (param->flat && view->ndim > 0 && same_geometry(param, view))
         return 0;
     if (param->ndim != view->ndim || !same_numbers(param->geometry, view->shape, view->ndim)) {
-        fst_problem_set(&problem, "shape", "has another shape than the parameter");
+        fst_problem_set(&problem, "shape", "is not of the parameter's shape");
         return raise_problem(at, role, &problem);
     }
     fst_layout *layout;
@@ -288,7 +290,8 @@ static int bind_states(binding *at, fst_param *param, PyObject *object, fst_dtyp
             PyOS_snprintf(role, sizeof role, "state '%s'", PyBytes_AsString(name));
             Py_DECREF(name);
             if (!bad && view.dtype != dtype)
-                fst_problem_set(&problem, "dtype", "has another dtype than the parameter");
+                fst_problem_set(&problem, "dtype", "has dtype %s, not %s as the parameter has",
+                                fst_dtype_name(view.dtype), fst_dtype_name(dtype));
             if (bad || view.dtype != dtype)
                 return raise_problem(at, role, &problem);
         }

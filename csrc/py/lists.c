@@ -2,12 +2,14 @@
 #include "core/layout.h"
 #include "core/passes.h"
 #include "py/module.h"
+#include "rules/loss_scale.h"
 
 typedef struct {
     fst_plan plan;
     fst_layout **layouts; /* one per tensor of the list, mostly NULL */
     PyObject *items;      /* a list or tuple that keeps the tensors alive */
     Py_ssize_t count;
+    unsigned dtypes;      /* those that occur: bit 1 << fst_dtype */
 } list_plan;
 
 static void list_plan_free(list_plan *list)
@@ -30,6 +32,7 @@ static int add_tensor(fst_module *state, list_plan *list, Py_ssize_t index, int 
     if (fst_tensor_view(&state->tensors, object, &view, problem))
         return -1;
     const int64_t count = fst_view_count(&view);
+    list->dtypes |= 1u << view.dtype;
     if (count == 0)
         return 0;
     if (!fst_view_is_packed(&view)) {
@@ -119,49 +122,75 @@ PyObject *fst_py_fusable(PyObject *module, PyObject *tensors)
 
 typedef fst_code (*measure_fn)(fst_plan *, unsigned, double, fst_measurement *, fst_status *);
 
-static PyObject *measured(PyObject *module, PyObject *args, measure_fn pass, int written)
+/* Runs a measuring pass on a list that is bound; (sum of squares, whether an element is not finite). */
+static PyObject *measured(list_plan *list, double inv_scale, measure_fn pass)
+{
+    fst_measurement out = {0};
+    fst_status status = {0};
+    Py_BEGIN_ALLOW_THREADS
+    pass(&list->plan, 0, inv_scale, &out, &status);
+    Py_END_ALLOW_THREADS
+    if (status.code)
+        return fst_raise(&status);
+    return Py_BuildValue("dO", out.square_sum, out.nonfinite ? Py_True : Py_False);
+}
+
+PyObject *fst_py_measure(PyObject *module, PyObject *args)
 {
     PyObject *tensors, *result = NULL;
     double inv_scale;
     list_plan list;
-    fst_measurement out = {0};
-    fst_status status = {0};
     if (!PyArg_ParseTuple(args, "Od", &tensors, &inv_scale))
         return NULL;
-    if (!list_plan_bind(fst_module_state(module), &list, tensors, written)) {
-        Py_BEGIN_ALLOW_THREADS
-        pass(&list.plan, 0, inv_scale, &out, &status);
-        Py_END_ALLOW_THREADS
-        result = status.code ? fst_raise(&status)
-                             : Py_BuildValue("dO", out.square_sum, out.nonfinite ? Py_True : Py_False);
+    if (!list_plan_bind(fst_module_state(module), &list, tensors, 0))
+        result = measured(&list, inv_scale, fst_measure);
+    list_plan_free(&list);
+    return result;
+}
+
+PyObject *fst_py_unscale(PyObject *module, PyObject *args)
+{
+    PyObject *tensors, *result = NULL;
+    double inv_scale;
+    int allow_fp16 = 1;
+    list_plan list;
+    if (!PyArg_ParseTuple(args, "Od|p", &tensors, &inv_scale, &allow_fp16))
+        return NULL;
+    if (!list_plan_bind(fst_module_state(module), &list, tensors, 1)) {
+        if (!allow_fp16 && list.dtypes >> FST_F16 & 1u)
+            PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
+        else
+            result = measured(&list, inv_scale, fst_unscale);
     }
     list_plan_free(&list);
     return result;
 }
 
-PyObject *fst_py_measure(PyObject *module, PyObject *args)
-{
-    return measured(module, args, fst_measure, 0);
-}
-
-PyObject *fst_py_unscale(PyObject *module, PyObject *args)
-{
-    return measured(module, args, fst_unscale, 1);
-}
-
+/* norm(tensors, p, max_norm, only_finite): see _C.pyi. */
 PyObject *fst_py_norm(PyObject *module, PyObject *args)
 {
-    PyObject *tensors, *result = NULL;
-    double p, norm = 0.0;
+    PyObject *tensors, *limit = Py_None, *result = NULL;
+    double p, max_norm = 0.0, norm = 0.0, factor = 1.0;
+    int only_finite = 0;
     list_plan list;
     fst_status status = {0};
-    if (!PyArg_ParseTuple(args, "Od", &tensors, &p))
+    if (!PyArg_ParseTuple(args, "Od|Op", &tensors, &p, &limit, &only_finite))
         return NULL;
-    if (!list_plan_bind(fst_module_state(module), &list, tensors, 0)) {
+    if (limit != Py_None) {
+        max_norm = PyFloat_AsDouble(limit);
+        if (max_norm == -1.0 && PyErr_Occurred())
+            return NULL;
+    }
+    if (!list_plan_bind(fst_module_state(module), &list, tensors, limit != Py_None)) {
         Py_BEGIN_ALLOW_THREADS
         fst_total_norm(&list.plan, 0, p, &norm, &status);
+        if (!status.code && limit != Py_None && (isfinite(norm) || !only_finite))
+            factor = fst_clip_coefficient(norm, max_norm);
+        if (!status.code && !(factor >= 1.0))
+            fst_scale(&list.plan, 0, factor, &status);
         Py_END_ALLOW_THREADS
-        result = status.code ? fst_raise(&status) : PyFloat_FromDouble(norm);
+        PyObject *written = factor >= 1.0 ? Py_False : Py_True;
+        result = status.code ? fst_raise(&status) : Py_BuildValue("dIO", norm, list.dtypes, written);
     }
     list_plan_free(&list);
     return result;

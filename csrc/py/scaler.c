@@ -11,7 +11,11 @@ static void *scalar_of(PyObject *object, const char *name, uint8_t code)
     const fst_dl_api *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
     fst_dl_tensor tensor;
     Py_XDECREF(capsule);
-    if (!api || api->tensor_from_py_object(object, &tensor))
+    if (!api) {
+        PyErr_Format(PyExc_TypeError, "%s must be a tensor", name);
+        return NULL;
+    }
+    if (api->tensor_from_py_object(object, &tensor))
         return NULL;
     int64_t count = 1;
     for (int d = 0; d < tensor.ndim; d++)

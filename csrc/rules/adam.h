@@ -42,7 +42,7 @@ FST_FN void FST_T(adam_moments)(REAL p, REAL g, REAL *s, const FST_T(adam_args) 
 {
     g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = a->beta1 * s[0] + a->one_minus_beta1 * g;
-    s[1] = a->beta2 * s[1] + a->one_minus_beta2 * (g * g);
+    s[1] = a->beta2 * s[1] + a->one_minus_beta2 * g * g; /* in this order |g| may reach 5.8e20 in fp32 */
 }
 
 FST_FN REAL FST_T(adam_rule)(REAL p, REAL g, REAL *s, const FST_T(adam_args) *a)

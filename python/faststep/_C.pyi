@@ -49,8 +49,21 @@ def fusable(tensors: Sequence[Tensor], /) -> bool:
 def measure(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
     """(sum of squares of all elements times inv_scale, whether one is infinite or NaN)."""
 
-def norm(tensors: Sequence[Tensor], norm_type: float, /) -> float:
-    """The norm of the tensors' norms, accumulated in double."""
+def norm(
+    tensors: Sequence[Tensor],
+    norm_type: float,
+    max_norm: float | None = ...,
+    only_finite: bool = ...,
+    /,
+) -> tuple[float, int, bool]:
+    """The norm of the tensors' norms, accumulated in double, and clipping by it.
+
+    All elements are multiplied by min(1, max_norm / (norm + 1e-6)), NaN included, if that is not 1, and unless
+    `only_finite` is set and the norm is not finite. With None, the default, nothing is multiplied.
+
+    Returns (norm, dtypes, whether the tensors were written); `dtypes` has a bit for each of float32,
+    float64, bfloat16, float16, from the lowest, that occurs.
+    """
 
 def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:
     """Per optimizer rule: its number, its states per element, the names of its hyper-parameters."""
@@ -58,8 +71,14 @@ def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:
 def scale(tensors: Sequence[Tensor], factor: float, /) -> None:
     """Multiply all elements by factor in place."""
 
-def unscale(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
-    """Multiply by inv_scale in place; returns what `measure` would have."""
+def unscale(
+    tensors: Sequence[Tensor], inv_scale: float, allow_fp16: bool = ..., /
+) -> tuple[float, bool]:
+    """Multiply by inv_scale in place; returns what `measure` would have.
+
+    Raises:
+        ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
+    """
 
 def update_scale(
     scale: Tensor,

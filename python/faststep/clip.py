@@ -29,7 +29,7 @@ from torch.nn.utils import clip_grads_with_norm_ as _torch_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as _torch_get_total_norm
 
 from . import _C
-from ._torch import dtypes_of, increment_version, is_compiling
+from ._torch import increment_version, is_compiling
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -40,17 +40,24 @@ def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Ten
     return tensors if isinstance(tensors, (list, tuple)) else list(tensors)
 
 
-def _result(norm: float, tensors: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-    dtype = functools.reduce(torch.promote_types, dtypes_of(tensors))
-    return torch.tensor(norm, dtype=dtype, device=tensors[0].device)
+@functools.cache
+def _promoted(dtypes: int) -> torch.dtype:
+    """The common dtype of those whose bits are set."""
+    every = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+    return functools.reduce(
+        torch.promote_types, [dtype for bit, dtype in enumerate(every) if dtypes >> bit & 1]
+    )
 
 
 def _norm(
-    tensors: list[Tensor] | tuple[Tensor, ...], norm_type: float, error_if_nonfinite: bool
-) -> float:
-    """The norm in double; TypeError if one of the tensors is for torch."""
+    tensors: list[Tensor] | tuple[Tensor, ...],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    max_norm: float | None = None,
+) -> tuple[Tensor, bool]:
+    """The norm, and whether the tensors were clipped by it; TypeError if one of them is for torch."""
     norm_type = float(norm_type)
-    norm = _C.norm(tensors, norm_type)
+    norm, dtypes, written = _C.norm(tensors, norm_type, max_norm, error_if_nonfinite)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from "
@@ -58,7 +65,7 @@ def _norm(
             "this error and scale the gradients by the non-finite norm anyway, "
             "set `error_if_nonfinite=False`"
         )
-    return norm
+    return torch.tensor(norm, dtype=_promoted(dtypes), device="cpu"), written
 
 
 def _scale(grads: list[Tensor], max_norm: float, norm: float) -> bool:
@@ -117,13 +124,12 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     try:
-        norm = _norm(grads, norm_type, error_if_nonfinite)
-        written = _scale(grads, float(max_norm), norm)
+        norm, written = _norm(grads, norm_type, error_if_nonfinite, float(max_norm))
     except TypeError:
         return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     if written:
         increment_version(grads)
-    return _result(norm, grads)
+    return norm
 
 
 def get_total_norm(
@@ -159,10 +165,10 @@ def get_total_norm(
     if not tensors:
         return torch.tensor(0.0)
     try:
-        norm = _norm(tensors, norm_type, error_if_nonfinite)
+        norm, _ = _norm(tensors, norm_type, error_if_nonfinite)
     except TypeError:
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    return _result(norm, tensors)
+    return norm
 
 
 def clip_grads_with_norm_(

@@ -44,7 +44,7 @@ static inline double expected_adam(const update_case *c, double p, double g, dou
     if (c->hyper[5] == 0.0 && R(decay) != 0.0)
         g = R(g + R(R(decay) * p));
     s[0] = R(R(R(beta1) * s[0]) + R(R(1.0 - beta1) * g));
-    s[1] = R(R(R(beta2) * s[1]) + R(R(1.0 - beta2) * R(g * g)));
+    s[1] = R(R(R(beta2) * s[1]) + R(R(R(1.0 - beta2) * g) * g));
     double v = s[1];
     if (c->rule == FST_RULE_amsgrad)
         v = s[2] = isnan(v) || isnan(s[2]) ? (double)NAN : s[2] > v ? s[2] : v;

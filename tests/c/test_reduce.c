@@ -206,6 +206,28 @@ static void passes_over_lists(size_t count, double inv_scale)
     list_free(&l);
 }
 
+/* A step in which no parameter has a gradient. */
+static void empty_lists(void)
+{
+    list l = {.count = 0};
+    fst_status status = {0};
+    fst_measurement seen = {-1.0, -1};
+    double norm = -1.0;
+    fst_plan_init(&l.plan, 1);
+    list_seal(&l, 1);
+    fst_passes_use(fst_cpu_select(NULL));
+    CHECK_INT(fst_measure(&l.plan, 0, 1.0, &seen, &status), FST_OK);
+    CHECK(seen.square_sum == 0.0 && !seen.nonfinite);
+    CHECK_INT(fst_unscale(&l.plan, 0, 1.0, &seen, &status), FST_OK);
+    CHECK(seen.square_sum == 0.0 && !seen.nonfinite);
+    CHECK_INT(fst_total_norm(&l.plan, 0, 2.0, &norm, &status), FST_OK);
+    CHECK(norm == 0.0);
+    CHECK_INT(fst_scale(&l.plan, 0, 2.0, &status), FST_OK);
+    CHECK_INT(fst_clamp(&l.plan, 0, 2.0, &status), FST_OK);
+    CHECK_INT(fst_update(&l.plan, NULL, 1.0, 1, &status), FST_OK);
+    fst_plan_free(&l.plan);
+}
+
 int main(void)
 {
     static const size_t sizes[] = {255, 256, 257, 511, 512, 513, 1023, 1025, 4096, 16383, 16384};
@@ -221,6 +243,7 @@ int main(void)
         combining_follows_the_tree(sizes[i]);
     for (size_t count = 1; count < 40; count++)
         combining_follows_the_tree(count);
+    empty_lists();
     norms_of_lists(1);
     norms_of_lists(300);
     passes_over_lists(100, 1.0 / 65536.0);

@@ -219,7 +219,8 @@ def test_norm_of_anything(values: list[float], split: int, max_norm: float) -> N
     assert optimizer.last_grad_norm.item() == pytest.approx(
         torch.tensor(norm).item(), rel=1e-6, abs=1e-45
     )
-    coefficient = min(1.0, max_norm / (norm + 1e-6))
+    # the factor itself is a float32, as in torch: below 2^-126 it has fewer digits
+    coefficient = torch.tensor(min(1.0, max_norm / (norm + 1e-6)), dtype=torch.float32).item()
     for p, g in zip(params, pieces, strict=True):
         expected = (g.double() * -coefficient).float()
         torch.testing.assert_close(p.detach(), expected, rtol=2e-6, atol=1e-37)

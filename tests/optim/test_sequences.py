@@ -87,6 +87,7 @@ def run(declaration: Declaration, cls: Any, script: list[Any], **kwargs: Any) ->
         if any(p.grad is not None for p in params):
             optimizer.step()
         if change is mutation.exchange_param:  # as there, but new each time
+            optimizer.state.pop(params[1], None)
             params[1] = parameters((6, 7), seed=step)[0]
             optimizer.param_groups[0]["params"][1] = params[1]  # in the middle of three, always
         else:

@@ -115,11 +115,15 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         params = list(itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups))
         grads = _C.collect_grads(params)
+        # Only a scale in host memory can be read without waiting for a device.
+        if (
+            grads
+            and inv_scale.is_cpu
+            and (overflow := _unscale(grads, inv_scale, allow_fp16)) is not None
+        ):
+            return {grads[0].device: _flag(found_inf, grads[0].device, overflow)}
         if not allow_fp16 and torch.float16 in dtypes_of(grads):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        # Only a scale in host memory can be read without waiting for a device.
-        if grads and inv_scale.is_cpu and (overflow := _unscale(grads, inv_scale)) is not None:
-            return {grads[0].device: _flag(found_inf, grads[0].device, overflow)}
         foreign = [p for p in params if p.grad is not None and not _C.fusable([p.grad])]
         grads = [g for g in grads if _C.fusable([g])]
         per_device = super()._unscale_grads_(
@@ -131,7 +135,7 @@ class GradScaler(torch.amp.GradScaler):
         if grads:
             device = grads[0].device
             flag = per_device.get(device, found_inf)
-            per_device[device] = _flag(flag, device, bool(_unscale(grads, inv_scale)))
+            per_device[device] = _flag(flag, device, bool(_unscale(grads, inv_scale, allow_fp16)))
         return per_device
 
     def step(
@@ -315,18 +319,20 @@ class GradScaler(torch.amp.GradScaler):
         )
 
 
-def _unscale(grads: list[Tensor], inv_scale: Tensor) -> bool | None:
+def _unscale(grads: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> bool | None:
     """Multiply in place; whether a gradient was not finite before. Times 1 writes nothing.
 
-    None, and nothing is written, if one of the gradients is not for the C passes.
+    None, and nothing is written, if one of the gradients is not for the C passes. ValueError for a
+    float16 gradient if they are not allowed.
     """
     factor = inv_scale.item()
     try:
-        _, overflow = _C.measure(grads, 1.0) if factor == 1.0 else _C.unscale(grads, factor)
+        if factor == 1.0 and allow_fp16:
+            return _C.measure(grads, 1.0)[1]
+        _, overflow = _C.unscale(grads, factor, allow_fp16)
     except TypeError:
         return None
-    if factor != 1.0:
-        increment_version(grads)
+    increment_version(grads)
     return overflow
 
 

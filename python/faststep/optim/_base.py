@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _C
 from .._torch import disable_dynamo, increment_version
 
-__all__ = ["FusedOptimizer", "Rule"]
+__all__ = ["FusedOptimizer", "Rule", "number"]
 
 _NO_CLIPPING = math.nan
 
@@ -25,6 +25,11 @@ class Rule(NamedTuple):
     has_step: bool
     hyper: tuple[float, ...]  # in the order of the rule's row in csrc/rules/rules.def
     maximize: bool
+
+
+def number(value: float | Tensor) -> float:
+    """A hyper-parameter that may be a one-element tensor."""
+    return float(value.item() if isinstance(value, Tensor) else value)
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -76,7 +81,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         A 0-d float32 tensor; None before the first step that measured (one with `max_grad_norm`, or
         under :class:`faststep.amp.GradScaler`).
         """
-        return None if self._last_norm is None else torch.tensor(self._last_norm)
+        return None if self._last_norm is None else torch.tensor(self._last_norm, dtype=torch.float32)
 
     @property
     def step_was_skipped(self) -> bool:

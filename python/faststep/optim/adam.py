@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from .._torch import step_dtype
-from ._base import FusedOptimizer, Rule
+from ._base import FusedOptimizer, Rule, number
 
 __all__ = ["Adam", "AdamW"]
 
@@ -26,9 +26,9 @@ class _AdamStep(FusedOptimizer):
             self._amsgrad_keys if amsgrad else self._keys,
             True,
             (
-                float(group["lr"]),
-                float(beta1),
-                float(beta2),
+                number(group["lr"]),
+                number(beta1),
+                number(beta2),
                 group["eps"],
                 group["weight_decay"],
                 group["decoupled_weight_decay"],

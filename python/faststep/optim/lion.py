@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._base import FusedOptimizer, Rule
+from ._base import FusedOptimizer, Rule, number
 
 __all__ = ["Lion"]
 
@@ -67,7 +67,7 @@ class Lion(FusedOptimizer):
             self._number_of["lion"],
             self._keys,
             False,
-            (float(group["lr"]), beta1, beta2, group["weight_decay"]),
+            (number(group["lr"]), number(beta1), number(beta2), group["weight_decay"]),
             bool(group["maximize"]),
         )
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from ._base import FusedOptimizer, Rule
+from ._base import FusedOptimizer, Rule, number
 
 __all__ = ["SGD"]
 
@@ -71,10 +71,10 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             ("momentum_buffer",) if momentum else (),
             False,
             (
-                float(group["lr"]),
+                number(group["lr"]),
                 momentum,
                 group["dampening"],
-                float(group["weight_decay"]),
+                number(group["weight_decay"]),
                 group["nesterov"],
             ),
             bool(group["maximize"]),
