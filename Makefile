@@ -41,7 +41,7 @@ test: build ## run all tests, and those of the loops on each instruction set of 
 test-c: ## run the core's tests in C: no Python, no torch
 	+$(C_TESTS)
 
-asan: build ## run the C tests and the Python tests under AddressSanitizer and UBSan
+asan: $(BIN)/.installed-test ## run the C tests and the Python tests under AddressSanitizer and UBSan
 	+$(C_TESTS) SANITIZE=$(SANITIZE)
 	FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
 	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \

@@ -13,24 +13,40 @@ static void fill_lanes(double *lanes, size_t count, fst_norm norm)
         lanes[i] = neutral;
 }
 
-/* Folds the lanes that hold something: with fewer elements than lanes the upper ones are neutral. */
+/* The number of lanes that take another one when the upper half of `half` lanes is folded into the lower; the
+ * others are neutral. */
+static size_t folded(size_t used, size_t half)
+{
+    return used <= half ? 0 : used - half < half ? used - half : half;
+}
+
+#define FOLD(name, expression)                                                                   \
+    static void name(double *restrict lanes, size_t used)                                        \
+    {                                                                                            \
+        for (size_t half = FST_LANES / 2; half > 0; half /= 2) {                                 \
+            const double *upper = lanes + half;                                                  \
+            const size_t count = folded(used, half);                                             \
+            for (size_t i = 0; i < count; i++)                                                   \
+                lanes[i] = (expression);                                                         \
+            used = used < half ? used : half;                                                    \
+        }                                                                                        \
+    }
+FOLD(fold_sum, lanes[i] + upper[i])
+FOLD(fold_max, fst_tree_max(lanes[i], upper[i]))
+FOLD(fold_min, fst_tree_min(lanes[i], upper[i]))
+#undef FOLD
+
 static double fold_lanes(double *lanes, size_t count, fst_norm norm)
 {
-    size_t used = count < FST_LANES ? count : FST_LANES;
+    const size_t used = count < FST_LANES ? count : FST_LANES;
     if (used == 0)
         return norm == FST_NORM_MIN ? (double)INFINITY : 0.0;
-    for (size_t half = FST_LANES / 2; half > 0; half /= 2) {
-        for (size_t i = 0; i + half < used; i++) {
-            if (norm == FST_NORM_MAX)
-                lanes[i] = fst_tree_max(lanes[i], lanes[i + half]);
-            else if (norm == FST_NORM_MIN)
-                lanes[i] = fst_tree_min(lanes[i], lanes[i + half]);
-            else
-                lanes[i] += lanes[i + half];
-        }
-        if (used > half)
-            used = half;
-    }
+    if (norm == FST_NORM_MAX)
+        fold_max(lanes, used);
+    else if (norm == FST_NORM_MIN)
+        fold_min(lanes, used);
+    else
+        fold_sum(lanes, used);
     return lanes[0];
 }
 

@@ -47,12 +47,46 @@ static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
         __builtin_prefetch(from + line);
 }
 
+/* Whether nothing has to be converted, gathered or written elsewhere. */
+static int FST_T(is_plain)(const fst_operand *op, unsigned states, int write_grad)
+{
+    int plain = !write_grad && !op[FST_OP_MASTER].data && !op[FST_OP_COPY].data &&
+                FST_T(in_place)(&op[FST_OP_PARAM]) && FST_T(in_place)(&op[FST_OP_GRAD]);
+    for (unsigned k = 0; k < states; k++)
+        plain = plain && FST_T(in_place)(&op[FST_OP_STATE + k]);
+    return plain;
+}
+
+static void FST_T(update_plain)(const fst_operand *op, int64_t begin, size_t count,
+                                const fst_update_args *args, REAL inv_scale, REAL factor)
+{
+    const unsigned states = FST_T(rules)[args->rule].states;
+    REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
+    for (size_t done = 0; done < count; done += BLOCK) {
+        const int64_t at = begin + (int64_t)done;
+        const size_t left = count - done;
+        FST_T(prefetch)(&op[FST_OP_PARAM], at, left);
+        FST_T(prefetch)(&op[FST_OP_GRAD], at, left);
+        for (unsigned k = 0; k < states; k++) {
+            FST_T(prefetch)(&op[FST_OP_STATE + k], at, left);
+            s[k] = (REAL *)op[FST_OP_STATE + k].data + at;
+        }
+        FST_T(rules)[args->rule].loop(left < BLOCK ? left : BLOCK, (REAL *)op[FST_OP_PARAM].data + at,
+                                      (const REAL *)op[FST_OP_GRAD].data + at, s[0], s[1], s[2],
+                                      &args->rule_args, inv_scale, factor);
+    }
+}
+
 static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count, const fst_update_args *args,
                           double inv_scale, int write_grad)
 {
     REAL scratch[FST_OP_COUNT][BLOCK] ALIGNED;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
+    if (FST_T(is_plain)(op, states, write_grad)) {
+        FST_T(update_plain)(op, begin, count, args, (REAL)inv_scale, (REAL)factor);
+        return;
+    }
     const fst_operand *value = op[FST_OP_MASTER].data ? &op[FST_OP_MASTER] : &op[FST_OP_PARAM];
     for (size_t done = 0; done < count; done += BLOCK) {
         const int64_t at = begin + (int64_t)done;
