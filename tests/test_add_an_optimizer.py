@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-CLASS = '''
+CLASS = """
 from faststep.optim._base import FusedOptimizer, Rule
 
 
@@ -20,7 +20,7 @@ class SignSGD(FusedOptimizer):
 
     def _rule_of(self, group):
         return Rule(self._number_of["signsgd"], (), False, (float(group["lr"]),), False)
-'''
+"""
 
 SCRIPT = """
 import torch
@@ -37,7 +37,8 @@ def test_the_walk_through_works(tmp_path: Path) -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     header = re.search(r"```c\n(.*?)```", text, re.DOTALL)
     row = re.search(r"`(RULE\(signsgd,.*?\))`", text)
-    assert header and row
+    assert header
+    assert row
     for name in ("csrc", "python", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         source = ROOT / name
         copy = shutil.copytree if source.is_dir() else shutil.copy

@@ -63,8 +63,7 @@ FST_FN uint16_t fst_f32_to_f16(float value)
     const uint32_t sign = (bits >> 16) & 0x8000u;
     const uint32_t magnitude = bits & 0x7FFFFFFFu;
     const uint32_t normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
-    const uint32_t subnormal =
-        fst_bits_of_f32(fst_f32_of_bits(magnitude) + 0.5f) - 0x3F000000u;
+    const uint32_t subnormal = fst_bits_of_f32(fst_f32_of_bits(magnitude) + 0.5f) - 0x3F000000u;
     const uint32_t finite = magnitude < 0x38800000u ? subnormal : normal;
     const uint32_t huge = magnitude > 0x7F800000u ? 0x7E00u : 0x7C00u;
     return (uint16_t)(sign | (magnitude >= 0x477FF000u ? huge : finite));

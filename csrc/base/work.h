@@ -1,9 +1,9 @@
 /* work.h - what a pass works on, as plain data that every backend reads.
  *
  * A span is one run of elements that the operands of a parameter share: parameter, gradient, states
- * and so on, each with its own type and, where its strides differ, its own layout. Spans are cut into
- * chunks of at most FST_CHUNK elements; the chunk list covers all spans, and its order and the chunk
- * size are fixed, so that partial sums are the same for every number of threads. */
+ * and so on, each with its own type and, where its strides differ, its own layout. Spans are cut
+ * into chunks of at most FST_CHUNK elements; the chunk list covers all spans, and its order and the
+ * chunk size are fixed, so that partial sums are the same for every number of threads. */
 #ifndef FST_BASE_WORK_H
 #define FST_BASE_WORK_H
 
@@ -12,7 +12,7 @@
 #include "base/dtype.h"
 
 enum {
-    FST_CHUNK = 16384, /* elements: the four fp32 operands of Adam fill half of a 512 KiB L2 */
+    FST_CHUNK = 16384,   /* elements: the four fp32 operands of Adam fill half of a 512 KiB L2 */
     FST_CHUNK_COST = 64, /* what a chunk costs besides its elements, in elements */
     FST_MAX_DIMS = 64,
     FST_MAX_STATES = 3,

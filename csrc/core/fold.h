@@ -18,8 +18,8 @@ unsigned fst_rule_states(fst_rule rule);
 unsigned fst_rule_hyper_count(fst_rule rule);
 const char *fst_rule_hyper_name(fst_rule rule, unsigned index);
 
-/* Fills args->rule_args for step `step` (the count after this step: 1 at first) from args->rule, args->wide
- * and the rule's hyper-parameters in their order. */
+/* Fills args->rule_args for step `step` (the count after this step: 1 at first) from args->rule,
+ * args->wide and the rule's hyper-parameters in their order. */
 void fst_rule_fold(fst_update_args *args, const double *hyper, double step);
 
 #endif

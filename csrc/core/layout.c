@@ -23,8 +23,8 @@ int fst_layout_order(int ndim, const int64_t *shape, const int64_t *strides, int
     return kept;
 }
 
-int fst_layout_describe(int order_count, const int *order, const int64_t *shape, const int64_t *strides,
-                        fst_layout *layout)
+int fst_layout_describe(int order_count, const int *order, const int64_t *shape,
+                        const int64_t *strides, fst_layout *layout)
 {
     int n = 0;
     for (int k = 0; k < order_count; k++) {

@@ -4,8 +4,9 @@
 
 typedef struct {
     uintptr_t begin, end;
-    size_t slot;        /* its place before sorting: how_many * span + operand */
-    size_t first, last; /* the run of ranges that meet, directly or through others, and that it is part of */
+    size_t slot; /* its place before sorting: how_many * span + operand */
+    size_t first,
+        last; /* the run of ranges that meet, directly or through others, and that it is part of */
 } range;
 
 fst_extent fst_overlap_extent(const fst_operand *op, int64_t count)
@@ -51,7 +52,8 @@ static int find_runs(range *ranges, size_t count)
     return meet;
 }
 
-/* The round of a span: after all earlier spans that it meets. `place` finds the ranges of a slot. */
+/* The round of a span: after all earlier spans that it meets. `place` finds the ranges of a slot.
+ */
 static uint32_t round_for(const range *ranges, const size_t *place, size_t span, unsigned how_many,
                           const uint32_t *round_of)
 {
@@ -86,8 +88,8 @@ static size_t assign(const range *ranges, size_t count, unsigned how_many, size_
     return last + 1;
 }
 
-fst_code fst_overlap_rounds(const fst_work *work, unsigned first, unsigned how_many, uint32_t **round_of,
-                            size_t *round_count, fst_status *status)
+fst_code fst_overlap_rounds(const fst_work *work, unsigned first, unsigned how_many,
+                            uint32_t **round_of, size_t *round_count, fst_status *status)
 {
     *round_of = NULL;
     *round_count = 1;

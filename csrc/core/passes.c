@@ -24,10 +24,12 @@ fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
                      fst_status *status)
 {
     const fst_work work = fst_plan_work(plan);
-    if (fst_cpu_reduce(&work, kernels, operand, FST_NORM_SQUARES, 2.0, inv_scale, plan->partial, status))
+    if (fst_cpu_reduce(&work, kernels, operand, FST_NORM_SQUARES, 2.0, inv_scale, plan->partial,
+                       status))
         return status->code;
     out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
-    /* A sum in double overflows only for fp64 elements or where inv_scale > 1: look again before saying so. */
+    /* A sum in double overflows only for fp64 elements or where inv_scale > 1: look again before
+     * saying so. */
     out->nonfinite = !isfinite(out->square_sum) && any_nonfinite(&work, operand, plan->partial);
     return FST_OK;
 }
@@ -66,7 +68,8 @@ static double nonzero_spans(const fst_work *work, const double *partial)
     return count;
 }
 
-fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm, fst_status *status)
+fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm,
+                        fst_status *status)
 {
     const fst_work work = fst_plan_work(plan);
     const fst_norm kind = kind_of(p);

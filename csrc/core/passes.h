@@ -1,4 +1,5 @@
-/* passes.h - what is done with a sealed plan. Backends meet here: a pass looks at the plan's data only. */
+/* passes.h - what is done with a sealed plan. Backends meet here: a pass looks at the plan's data
+ * only. */
 #ifndef FST_CORE_PASSES_H
 #define FST_CORE_PASSES_H
 
@@ -23,7 +24,8 @@ fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
 
 /* The norm of order p of all elements, in double: of the norms of the spans, as torch has it, which
  * differs from the norm of all elements for p = 0 alone. */
-fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm, fst_status *status);
+fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm,
+                        fst_status *status);
 
 fst_code fst_scale(fst_plan *plan, unsigned operand, double factor, fst_status *status);
 fst_code fst_clamp(fst_plan *plan, unsigned operand, double limit, fst_status *status);

@@ -115,7 +115,8 @@ static int same_memory(fst_plan *plan, unsigned first, unsigned how_many)
         for (unsigned k = 0; k < how_many; k++, at++) {
             const fst_operand *op = &plan->operands[i * plan->width + first + k];
             const fst_extent extent = fst_overlap_extent(op, plan->spans[i].count);
-            same = same && plan->written[at].begin == extent.begin && plan->written[at].end == extent.end;
+            same = same && plan->written[at].begin == extent.begin &&
+                   plan->written[at].end == extent.end;
             plan->written[at] = extent;
         }
     plan->written_count = at;

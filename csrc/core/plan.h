@@ -1,7 +1,8 @@
 /* plan.h - the list of spans of a pass and what is derived from it: the chunk list and the rounds.
  *
- * A plan is filled anew for every step: begin, add each span and set its operands, seal. As long as the
- * number of elements of every span stays the same, sealing keeps the chunk list of the step before. */
+ * A plan is filled anew for every step: begin, add each span and set its operands, seal. As long as
+ * the number of elements of every span stays the same, sealing keeps the chunk list of the step
+ * before. */
 #ifndef FST_CORE_PLAN_H
 #define FST_CORE_PLAN_H
 
@@ -14,8 +15,8 @@ typedef struct {
     fst_operand *operands;
     fst_chunk *chunks;
     uint32_t *rounds;
-    double *partial;       /* one per chunk */
-    fst_extent *written;   /* memory that the rounds were made for */
+    double *partial;     /* one per chunk */
+    fst_extent *written; /* memory that the rounds were made for */
     size_t span_count, span_capacity, sealed_count;
     size_t chunk_count, chunk_capacity, round_count;
     size_t written_count, written_capacity;
@@ -28,12 +29,12 @@ void fst_plan_free(fst_plan *plan);
 
 void fst_plan_begin(fst_plan *plan);
 
-/* Adds a span of `count` > 0 elements whose operands are all absent; returns them, or NULL if there is no
- * memory. They may move at the next call. */
+/* Adds a span of `count` > 0 elements whose operands are all absent; returns them, or NULL if there
+ * is no memory. They may move at the next call. */
 fst_operand *fst_plan_add(fst_plan *plan, int64_t count, uint32_t args, fst_status *status);
 
-/* Makes the chunk list. Operand `first` to `first + how_many - 1` of each span will be written: spans whose
- * memory meets there go into different rounds. */
+/* Makes the chunk list. Operand `first` to `first + how_many - 1` of each span will be written:
+ * spans whose memory meets there go into different rounds. */
 fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_status *status);
 
 /* What the passes read; valid until the plan changes. */

@@ -1,28 +1,28 @@
-/* block.h - load/store pairs between an operand of any type and layout and a block of REAL; included once
- * for float and once for double. An operand that is REAL already, element after element, is worked on in
- * place; any other goes through a scratch block that stays in the first-level cache. Types and
- * loops therefore cost M + N pieces of code, not M * N. */
+/* block.h - load/store pairs between an operand of any type and layout and a block of REAL;
+ * included once for float and once for double. An operand that is REAL already, element after
+ * element, is worked on in place; any other goes through a scratch block that stays in the
+ * first-level cache. Types and loops therefore cost M + N pieces of code, not M * N. */
 
 enum { FST_T(SELF) = sizeof(REAL) == 4 ? FST_F32 : FST_F64 };
 
-#define WIDEN(suffix, type, expression)                                                          \
-    __attribute__((noinline)) static void FST_T(fst_loop_widen_##suffix)(                        \
-        size_t n, REAL *restrict to, const type *restrict from)                                  \
-    {                                                                                            \
-        for (size_t i = 0; i < n; i++)                                                           \
-            to[i] = (REAL)(expression);                                                          \
+#define WIDEN(suffix, type, expression)                                   \
+    __attribute__((noinline)) static void FST_T(fst_loop_widen_##suffix)( \
+        size_t n, REAL *restrict to, const type *restrict from)           \
+    {                                                                     \
+        for (size_t i = 0; i < n; i++)                                    \
+            to[i] = (REAL)(expression);                                   \
     }
 WIDEN(bf16, uint16_t, fst_bf16_to_f32(from[i]))
 WIDEN(f16, uint16_t, fst_f16_to_f32(from[i]))
 WIDEN(other, OTHER, from[i])
 #undef WIDEN
 
-#define NARROW(suffix, type, expression)                                                         \
-    __attribute__((noinline)) static void FST_T(fst_loop_narrow_##suffix)(                       \
-        size_t n, type *restrict to, const REAL *restrict from)                                  \
-    {                                                                                            \
-        for (size_t i = 0; i < n; i++)                                                           \
-            to[i] = (expression);                                                                \
+#define NARROW(suffix, type, expression)                                   \
+    __attribute__((noinline)) static void FST_T(fst_loop_narrow_##suffix)( \
+        size_t n, type *restrict to, const REAL *restrict from)            \
+    {                                                                      \
+        for (size_t i = 0; i < n; i++)                                     \
+            to[i] = (expression);                                          \
     }
 NARROW(bf16, uint16_t, fst_f32_to_bf16((float)from[i]))
 NARROW(f16, uint16_t, fst_f32_to_f16((float)from[i]))
@@ -31,7 +31,7 @@ NARROW(other, OTHER, (OTHER)from[i])
 
 static int FST_T(in_place)(const fst_operand *op)
 {
-    return op->dtype == (fst_dtype)FST_T(SELF) && !op->layout;
+    return op->dtype == (fst_dtype)FST_T(SELF) &&!op->layout;
 }
 
 /* The elements as REAL: in place where possible, else in `scratch`. */

@@ -7,16 +7,16 @@
 
 /* What a norm sums or compares, per element x. */
 typedef enum {
-    FST_NORM_SQUARES,  /* x * x */
-    FST_NORM_ABS,      /* |x| */
-    FST_NORM_MAX,      /* max |x|, NaN wins */
-    FST_NORM_MIN,      /* min |x|, NaN wins */
-    FST_NORM_NONZERO,  /* x != 0 */
-    FST_NORM_POWER,    /* |x|^p */
+    FST_NORM_SQUARES, /* x * x */
+    FST_NORM_ABS,     /* |x| */
+    FST_NORM_MAX,     /* max |x|, NaN wins */
+    FST_NORM_MIN,     /* min |x|, NaN wins */
+    FST_NORM_NONZERO, /* x != 0 */
+    FST_NORM_POWER,   /* |x|^p */
 } fst_norm;
 
-/* All work on elements [begin, begin + count) of a span, whose first operand is `op`. Factors are rounded
- * to float before they meet elements narrower than fp64. */
+/* All work on elements [begin, begin + count) of a span, whose first operand is `op`. Factors are
+ * rounded to float before they meet elements narrower than fp64. */
 typedef struct {
     const char *name;
     /* One optimizer update of op[FST_OP_COUNT]; the gradient is multiplied by inv_scale and then by
@@ -24,15 +24,16 @@ typedef struct {
     void (*update)(const fst_operand *op, int64_t begin, size_t count, const fst_update_args *args,
                    double inv_scale, int write_grad);
     /* Reduces factor * x over the fixed tree of tree.h; in double, so squares do not overflow. */
-    double (*reduce)(const fst_operand *op, int64_t begin, size_t count, fst_norm norm, double power,
-                     double factor);
+    double (*reduce)(const fst_operand *op, int64_t begin, size_t count, fst_norm norm,
+                     double power, double factor);
     /* Reduces values that are themselves results of `reduce`. */
     double (*combine)(const double *values, size_t count, fst_norm norm);
     /* Nonzero if any element is infinite or NaN. */
     int (*nonfinite)(const fst_operand *op, int64_t begin, size_t count);
-    /* x = factor * x; returns the sum of squares of the products, as they are before they are rounded to the
-     * operand's type. Sets *nonfinite to 1 if an old value was infinite or NaN. */
-    double (*unscale)(const fst_operand *op, int64_t begin, size_t count, double factor, int *nonfinite);
+    /* x = factor * x; returns the sum of squares of the products, as they are before they are
+     * rounded to the operand's type. Sets *nonfinite to 1 if an old value was infinite or NaN. */
+    double (*unscale)(const fst_operand *op, int64_t begin, size_t count, double factor,
+                      int *nonfinite);
     void (*scale)(const fst_operand *op, int64_t begin, size_t count, double factor);
     /* x = min(max(x, -limit), limit); NaN stays. */
     void (*clamp)(const fst_operand *op, int64_t begin, size_t count, double limit);
@@ -46,7 +47,8 @@ extern const fst_cpu_kernels fst_cpu_kernels_avx2;
 extern const fst_cpu_kernels fst_cpu_kernels_avx512;
 #endif
 
-/* The best kernels that this CPU runs, or those called `name`; NULL if there are none of that name. */
+/* The best kernels that this CPU runs, or those called `name`; NULL if there are none of that name.
+ */
 const fst_cpu_kernels *fst_cpu_select(const char *name);
 
 /* The i-th compiled level, best last, and whether this CPU runs it; NULL past the end. */

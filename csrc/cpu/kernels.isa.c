@@ -1,13 +1,14 @@
-/* Compiled once per instruction set (-DFST_ISA=avx2 -mavx2 and so on): one source without intrinsics, and
- * the compiler vectorises. Every loop named fst_loop_* must hold packed instructions; a test looks. */
+/* Compiled once per instruction set (-DFST_ISA=avx2 -mavx2 and so on): one source without
+ * intrinsics, and the compiler vectorises. Every loop named fst_loop_* must hold packed
+ * instructions; a test looks. */
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
 #include "cpu/strided.h"
 
 #define ALIGNED __attribute__((aligned(64)))
 enum {
-    BLOCK = FST_LANES, /* elements that are worked on at a time: scratch blocks stay in the first-level cache, and a
-                        * reduction takes one element per lane */
+    BLOCK = FST_LANES, /* elements that are worked on at a time: scratch blocks stay in the
+                        * first-level cache, and a reduction takes one element per lane */
     PREFETCH = 2048,   /* elements ahead */
 };
 
@@ -37,8 +38,8 @@ static void update(const fst_operand *op, int64_t begin, size_t count, const fst
     (args->wide ? update_f64 : update_f32)(op, begin, count, args, inv_scale, write_grad);
 }
 
-static double reduce(const fst_operand *op, int64_t begin, size_t count, fst_norm norm, double power,
-                     double factor)
+static double reduce(const fst_operand *op, int64_t begin, size_t count, fst_norm norm,
+                     double power, double factor)
 {
     return (op->dtype == FST_F64 ? reduce_f64 : reduce_f32)(op, begin, count, norm, power, factor);
 }
@@ -51,7 +52,7 @@ static double combine(const double *values, size_t count, fst_norm norm)
     for (size_t done = 0; done < count; done += FST_LANES) {
         const size_t row = count - done < FST_LANES ? count - done : FST_LANES;
         for (size_t i = 0; i < row; i++)
-            lanes[i] = additive ? lanes[i] + values[done + i]
+            lanes[i] = additive               ? lanes[i] + values[done + i]
                        : norm == FST_NORM_MAX ? fst_tree_max(lanes[i], values[done + i])
                                               : fst_tree_min(lanes[i], values[done + i]);
     }

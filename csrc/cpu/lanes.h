@@ -13,23 +13,23 @@ static void fill_lanes(double *lanes, size_t count, fst_norm norm)
         lanes[i] = neutral;
 }
 
-/* The number of lanes that take another one when the upper half of `half` lanes is folded into the lower; the
- * others are neutral. */
+/* The number of lanes that take another one when the upper half of `half` lanes is folded into the
+ * lower; the others are neutral. */
 static size_t folded(size_t used, size_t half)
 {
     return used <= half ? 0 : used - half < half ? used - half : half;
 }
 
-#define FOLD(name, expression)                                                                   \
-    static void name(double *restrict lanes, size_t used)                                        \
-    {                                                                                            \
-        for (size_t half = FST_LANES / 2; half > 0; half /= 2) {                                 \
-            const double *upper = lanes + half;                                                  \
-            const size_t count = folded(used, half);                                             \
-            for (size_t i = 0; i < count; i++)                                                   \
-                lanes[i] = (expression);                                                         \
-            used = used < half ? used : half;                                                    \
-        }                                                                                        \
+#define FOLD(name, expression)                                   \
+    static void name(double *restrict lanes, size_t used)        \
+    {                                                            \
+        for (size_t half = FST_LANES / 2; half > 0; half /= 2) { \
+            const double *upper = lanes + half;                  \
+            const size_t count = folded(used, half);             \
+            for (size_t i = 0; i < count; i++)                   \
+                lanes[i] = (expression);                         \
+            used = used < half ? used : half;                    \
+        }                                                        \
     }
 FOLD(fold_sum, lanes[i] + upper[i])
 FOLD(fold_max, fst_tree_max(lanes[i], upper[i]))

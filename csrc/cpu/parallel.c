@@ -4,7 +4,8 @@
 #include <pthread.h>
 #include <stddef.h>
 
-typedef int32_t (*parallel_fn)(int64_t begin, int64_t end, int64_t grain, fst_range_fn fn, void *context);
+typedef int32_t (*parallel_fn)(int64_t begin, int64_t end, int64_t grain, fst_range_fn fn,
+                               void *context);
 
 static parallel_fn torch_parallel_for;
 
@@ -33,7 +34,8 @@ const char *fst_parallel_name(void)
     return torch_parallel_for ? "torch_parallel_for" : "calling thread";
 }
 
-fst_code fst_parallel_for(int64_t end, int64_t grain, fst_range_fn fn, void *context, fst_status *status)
+fst_code fst_parallel_for(int64_t end, int64_t grain, fst_range_fn fn, void *context,
+                          fst_status *status)
 {
     if (end <= 0)
         return FST_OK;

@@ -8,15 +8,18 @@
 
 typedef void (*fst_range_fn)(int64_t begin, int64_t end, void *context);
 
-/* Opens the library at `path`, which must be loaded already, and uses its torch_parallel_for from now on.
- * Where that is missing (NULL path, or a torch without it) and in a forked child, whose copy of the
- * thread pool has no threads, work runs on the calling thread. Returns 1 if the function was found; if not, nothing changes. */
+/* Opens the library at `path`, which must be loaded already, and uses its torch_parallel_for from
+ * now on. Where that is missing (NULL path, or a torch without it) and in a forked child, whose
+ * copy of the thread pool has no threads, work runs on the calling thread. Returns 1 if the
+ * function was found; if not, nothing changes. */
 int fst_parallel_init(const char *path);
 
 /* "torch_parallel_for" or "calling thread". */
 const char *fst_parallel_name(void);
 
-/* Calls fn for disjoint parts of [0, end) of at least `grain` each, and returns when all are done. */
-fst_code fst_parallel_for(int64_t end, int64_t grain, fst_range_fn fn, void *context, fst_status *status);
+/* Calls fn for disjoint parts of [0, end) of at least `grain` each, and returns when all are done.
+ */
+fst_code fst_parallel_for(int64_t end, int64_t grain, fst_range_fn fn, void *context,
+                          fst_status *status);
 
 #endif

@@ -1,17 +1,17 @@
-/* reduce.h - reductions and in-place changes of one operand, included once for float and once for double.
- * The shape of the tree is that of rules/tree.h. */
+/* reduce.h - reductions and in-place changes of one operand, included once for float and once for
+ * double. The shape of the tree is that of rules/tree.h. */
 
 /* Accumulates into lanes[i % FST_LANES] the `expression` of x, the element times the factor. */
-#define REDUCE(name, expression)                                                                 \
-    __attribute__((noinline)) static void FST_T(fst_loop_##name)(                                \
-        size_t n, double *restrict lanes, const REAL *restrict from, REAL factor)                \
-    {                                                                                            \
-        for (size_t i = 0; i < n; i++) {                                                         \
-            const double x = (double)(from[i] * factor), lane = lanes[i];                        \
-            lanes[i] = (expression);                                                             \
-        }                                                                                        \
+#define REDUCE(name, expression)                                                  \
+    __attribute__((noinline)) static void FST_T(fst_loop_##name)(                 \
+        size_t n, double *restrict lanes, const REAL *restrict from, REAL factor) \
+    {                                                                             \
+        for (size_t i = 0; i < n; i++) {                                          \
+            const double x = (double)(from[i] * factor), lane = lanes[i];         \
+            lanes[i] = (expression);                                              \
+        }                                                                         \
     }
-REDUCE(squares, lane + x *x)
+REDUCE(squares, lane + x * x)
 REDUCE(abs, lane + fabs(x))
 REDUCE(max, fst_tree_max(lane, fabs(x)))
 REDUCE(min, fst_tree_min(lane, fabs(x)))
@@ -31,7 +31,8 @@ __attribute__((noinline)) static void FST_T(fst_loop_unscale)(size_t n, double *
 }
 
 /* No library has a vector pow() that gives the same bits everywhere: this one is a plain loop. */
-static void FST_T(accumulate_power)(size_t n, double *lanes, const REAL *from, REAL factor, double power)
+static void FST_T(accumulate_power)(size_t n, double *lanes, const REAL *from, REAL factor,
+                                    double power)
 {
     for (size_t i = 0; i < n; i++)
         lanes[i] += pow(fabs((double)(from[i] * factor)), power);
@@ -96,8 +97,8 @@ static int FST_T(nonfinite)(const fst_operand *op, int64_t begin, size_t count)
     return 0;
 }
 
-/* With a factor of at most 1 finite floats stay finite, and their squares' sum is finite in double: the sum itself
- * then tells. In other cases the old values are looked at before they are gone. */
+/* With a factor of at most 1 finite floats stay finite, and their squares' sum is finite in double:
+ * the sum itself then tells. In other cases the old values are looked at before they are gone. */
 static double FST_T(unscale)(const fst_operand *op, int64_t begin, size_t count, double factor,
                              int *nonfinite)
 {

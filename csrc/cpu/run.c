@@ -2,8 +2,8 @@
 
 #include "cpu/parallel.h"
 
-/* The cost of the smallest part worth a thread: some 0.2 ms. Waking threads takes microseconds, but where the cores are
- * busy with other programs, waiting for them takes milliseconds. */
+/* The cost of the smallest part worth a thread: some 0.2 ms. Waking threads takes microseconds, but
+ * where the cores are busy with other programs, waiting for them takes milliseconds. */
 enum { GRAIN = 1 << 18 };
 
 typedef struct fst_job fst_job;
@@ -11,8 +11,8 @@ struct fst_job {
     const fst_work *work;
     const fst_cpu_kernels *kernels;
     void (*chunk)(const fst_job *job, size_t index);
-    uint64_t cost_begin;     /* of the round that runs */
-    size_t first, last;      /* chunks of the round */
+    uint64_t cost_begin; /* of the round that runs */
+    size_t first, last;  /* chunks of the round */
     int backwards;
     unsigned operand;
     fst_norm norm;
@@ -78,7 +78,8 @@ static void reduce_chunk(const fst_job *job, size_t index)
 }
 
 fst_code fst_cpu_reduce(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
-                        fst_norm norm, double power, double factor, double *partial, fst_status *status)
+                        fst_norm norm, double power, double factor, double *partial,
+                        fst_status *status)
 {
     fst_job job = {.work = work, .kernels = kernels, .chunk = reduce_chunk, .operand = operand};
     job.norm = norm;
@@ -146,8 +147,9 @@ static void update_chunk(const fst_job *job, size_t index)
                          job->write_grad);
 }
 
-fst_code fst_cpu_update(const fst_work *work, const fst_cpu_kernels *kernels, const fst_update_args *args,
-                        double inv_scale, int write_grad, fst_status *status)
+fst_code fst_cpu_update(const fst_work *work, const fst_cpu_kernels *kernels,
+                        const fst_update_args *args, double inv_scale, int write_grad,
+                        fst_status *status)
 {
     fst_job job = {.work = work, .kernels = kernels, .chunk = update_chunk};
     job.args = args;

@@ -7,7 +7,8 @@
 
 /* partial[c] = reduction of factor * operand over chunk c. */
 fst_code fst_cpu_reduce(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
-                        fst_norm norm, double power, double factor, double *partial, fst_status *status);
+                        fst_norm norm, double power, double factor, double *partial,
+                        fst_status *status);
 
 /* The operand times factor, in place; partial[c] = sum of squares of the new values of chunk c;
  * *nonfinite is set to 1 if an old value was infinite or NaN. */
@@ -22,7 +23,8 @@ fst_code fst_cpu_clamp(const fst_work *work, const fst_cpu_kernels *kernels, uns
 
 /* The optimizer's update of every span; see fst_cpu_kernels.update. `args` is indexed by span.args.
  * Chunks run from last to first: what the measuring pass read last is still in the cache. */
-fst_code fst_cpu_update(const fst_work *work, const fst_cpu_kernels *kernels, const fst_update_args *args,
-                        double inv_scale, int write_grad, fst_status *status);
+fst_code fst_cpu_update(const fst_work *work, const fst_cpu_kernels *kernels,
+                        const fst_update_args *args, double inv_scale, int write_grad,
+                        fst_status *status);
 
 #endif

@@ -1,4 +1,5 @@
-/* strided.h - moves a run of elements between a contiguous block and an operand with strides of its own. */
+/* strided.h - moves a run of elements between a contiguous block and an operand with strides of its
+ * own. */
 #ifndef FST_CPU_STRIDED_H
 #define FST_CPU_STRIDED_H
 
@@ -33,7 +34,8 @@ static inline void fst_cursor_next(fst_cursor *at, const fst_layout *layout)
     }
 }
 
-/* Copies `count` elements from `begin` on: out of the operand into `block`, or the other way round. */
+/* Copies `count` elements from `begin` on: out of the operand into `block`, or the other way round.
+ */
 static inline void fst_strided_copy(const fst_operand *op, void *block, int64_t begin, size_t count,
                                     int into_operand)
 {

@@ -1,24 +1,24 @@
 /* update.h - the update pass over one chunk, included once for float and once for double. */
 
 /* The loop that the vectoriser sees: every array is a restrict parameter of its own. */
-#define RULE(name, states, hyper)                                                                \
-    __attribute__((noinline)) static void FST_T(fst_loop_##name)(                                \
-        size_t n, REAL *restrict p, const REAL *restrict g, REAL *restrict s0,                   \
-        REAL *restrict s1, REAL *restrict s2, const void *args, REAL inv_scale, REAL factor)     \
-    {                                                                                            \
-        const FST_T(name##_args) a = *(const FST_T(name##_args) *)args;                          \
-        (void)s0, (void)s1, (void)s2;                                                            \
-        for (size_t i = 0; i < n; i++) {                                                         \
-            REAL s[FST_MAX_STATES] = {states > 0 ? s0[i] : 0, states > 1 ? s1[i] : 0,            \
-                                      states > 2 ? s2[i] : 0};                                   \
-            p[i] = FST_T(name##_rule)(p[i], g[i] * inv_scale * factor, s, &a);                   \
-            if (states > 0)                                                                      \
-                s0[i] = s[0];                                                                    \
-            if (states > 1)                                                                      \
-                s1[i] = s[1];                                                                    \
-            if (states > 2)                                                                      \
-                s2[i] = s[2];                                                                    \
-        }                                                                                        \
+#define RULE(name, states, hyper)                                                                 \
+    __attribute__((noinline)) static void FST_T(fst_loop_##name)(                                 \
+        size_t n, REAL *restrict p, const REAL *restrict g, REAL *restrict s0, REAL *restrict s1, \
+        REAL *restrict s2, const void *args, REAL inv_scale, REAL factor)                         \
+    {                                                                                             \
+        const FST_T(name##_args) a = *(const FST_T(name##_args) *)args;                           \
+        (void)s0, (void)s1, (void)s2;                                                             \
+        for (size_t i = 0; i < n; i++) {                                                          \
+            REAL s[FST_MAX_STATES] = {states > 0 ? s0[i] : 0, states > 1 ? s1[i] : 0,             \
+                                      states > 2 ? s2[i] : 0};                                    \
+            p[i] = FST_T(name##_rule)(p[i], g[i] * inv_scale * factor, s, &a);                    \
+            if (states > 0)                                                                       \
+                s0[i] = s[0];                                                                     \
+            if (states > 1)                                                                       \
+                s1[i] = s[1];                                                                     \
+            if (states > 2)                                                                       \
+                s2[i] = s[2];                                                                     \
+        }                                                                                         \
     }
 #include "rules/rules.def"
 #undef RULE
@@ -35,8 +35,8 @@ static const struct {
 #undef RULE
 };
 
-/* Asks for the lines that the block after next will need: the hardware's prefetchers stop at the end of a
- * page, and there are up to seven streams here. */
+/* Asks for the lines that the block after next will need: the hardware's prefetchers stop at the
+ * end of a page, and there are up to seven streams here. */
 static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
 {
     if (!op->data || op->layout || left < PREFETCH + BLOCK)
@@ -71,14 +71,15 @@ static void FST_T(update_plain)(const fst_operand *op, int64_t begin, size_t cou
             FST_T(prefetch)(&op[FST_OP_STATE + k], at, left);
             s[k] = (REAL *)op[FST_OP_STATE + k].data + at;
         }
-        FST_T(rules)[args->rule].loop(left < BLOCK ? left : BLOCK, (REAL *)op[FST_OP_PARAM].data + at,
+        FST_T(rules)[args->rule].loop(left < BLOCK ? left : BLOCK,
+                                      (REAL *)op[FST_OP_PARAM].data + at,
                                       (const REAL *)op[FST_OP_GRAD].data + at, s[0], s[1], s[2],
                                       &args->rule_args, inv_scale, factor);
     }
 }
 
-static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count, const fst_update_args *args,
-                          double inv_scale, int write_grad)
+static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
+                          const fst_update_args *args, double inv_scale, int write_grad)
 {
     REAL scratch[FST_OP_COUNT][BLOCK] ALIGNED;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;

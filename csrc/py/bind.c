@@ -1,8 +1,8 @@
-/* Binding: one loop over all parameters that reads every pointer anew, and looks closer only at what changed. */
+/* Binding: one loop over all parameters that reads every pointer anew, and looks closer only at
+ * what changed. */
 #include "core/layout.h"
 #include "py/plan.h"
 
-enum { PIN_BYTES = 16384 };    /* larger states are not pinned: a user who drops them wants the memory back */
 enum { FETCH_AHEAD = 4 };      /* parameters */
 enum { SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
 
@@ -32,59 +32,10 @@ int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
     return 0;
 }
 
-/* Between two steps the model runs and the tensors' records leave the cache: with thousands of small tensors the
- * step is a chase after pointers, so those of a parameter further on are asked for early. */
-static void fetch_record(const void *object, const void *shape)
-{
-    const char *record = shape;
-    if (!record)
-        return;
-    __builtin_prefetch(object);
-    __builtin_prefetch(record - 64);
-    __builtin_prefetch(record);
-    __builtin_prefetch(record + 64);
-}
-
-static void fetch_ahead(const fst_param *param)
-{
-    fetch_record(param->param, param->record);
-    fetch_record(param->grad, param->grad_record);
-    __builtin_prefetch(param->dict);
-    for (unsigned k = 0; k < FST_MAX_KEYS; k++)
-        fetch_record(param->states[k].object, param->states[k].record);
-}
-
-/* Remembers the tensor of a state, and pins it if it is small. */
-static void note_state(const binding *at, fst_param *param, unsigned k, PyObject *object, const fst_view *view)
-{
-    if (param->states[k].object != object) {
-        fst_tensor_unpin(param->states[k].pin);
-        param->states[k].pin = NULL;
-        if ((size_t)param->count * fst_dtype_size(view->dtype) <= PIN_BYTES)
-            param->states[k].pin = fst_tensor_pin(&at->module->tensors, object);
-    }
-    param->states[k].object = object;
-    param->states[k].record = view->shape;
-}
-
-static void forget_param(fst_param *param)
-{
-    for (unsigned k = 0; k < FST_MAX_KEYS; k++) {
-        fst_tensor_unpin(param->states[k].pin);
-        param->states[k].pin = NULL;
-        param->states[k].object = NULL;
-    }
-    PyMem_Free(param->geometry);
-    PyMem_Free(param->order);
-    param->geometry = NULL;
-    param->order = NULL;
-    param->param = NULL;
-}
-
 void fst_params_free(fst_plan_object *self)
 {
     for (size_t i = 0; i < self->param_count; i++)
-        forget_param(&self->params[i]);
+        fst_param_forget(&self->params[i]);
     PyMem_Free(self->params);
     self->params = NULL;
     self->param_count = 0;
@@ -114,78 +65,34 @@ static int note_written(fst_plan_object *self, PyObject *object)
     return note(&self->written, &self->written_count, &self->written_capacity, object);
 }
 
-/* Raises TensorError(group, index, role, kind, detail); Python turns it into the error that users see. */
+/* Raises TensorError(group, index, role, kind, detail); Python turns it into the error that users
+ * see. */
 static int raise_problem(const binding *at, const char *role, const fst_problem *problem)
 {
-    PyObject *args = Py_BuildValue("nnsss", at->group, at->index, role, problem->kind, problem->detail);
+    PyObject *args =
+        Py_BuildValue("nnsss", at->group, at->index, role, problem->kind, problem->detail);
     if (args)
         PyErr_SetObject(at->module->tensors.tensor_error, args);
     Py_XDECREF(args);
     return -1;
 }
 
-/* Not memcmp(): two or three numbers are compared faster than a library is called. */
-static int same_numbers(const int64_t *a, const int64_t *b, int count)
-{
-    for (int i = 0; i < count; i++)
-        if (a[i] != b[i])
-            return 0;
-    return 1;
-}
-
-static int same_geometry(const fst_param *param, const fst_view *view)
-{
-    return param->ndim == view->ndim && param->geometry &&
-           same_numbers(param->geometry, view->shape, view->ndim) &&
-           same_numbers(param->geometry + view->ndim, view->strides, view->ndim);
-}
-
-/* Remembers a parameter that is new or has changed its shape. */
-static int learn_param(const binding *at, fst_param *param, PyObject *object, const fst_view *view)
-{
-    const size_t ndim = (size_t)view->ndim;
-    fst_layout *layout = NULL;
-    fst_problem problem;
-    int64_t *geometry = PyMem_Malloc((2 * ndim + 1) * sizeof *geometry);
-    int *order = PyMem_Malloc((ndim + 1) * sizeof *order);
-    forget_param(param);
-    param->geometry = geometry;
-    param->order = order;
-    if (!geometry || !order) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    memcpy(geometry, view->shape, ndim * sizeof *geometry);
-    memcpy(geometry + ndim, view->strides, ndim * sizeof *geometry);
-    param->ndim = view->ndim;
-    param->count = fst_view_count(view);
-    param->order_count = fst_layout_order(view->ndim, view->shape, view->strides, order);
-    if (param->count > 0 &&
-        fst_tensor_layout(&at->module->tensors, object, view, param->order_count, order, 1, &layout,
-                          &problem))
-        return raise_problem(at, "parameter", &problem);
-    param->flat = !layout;
-    PyMem_Free(layout);
-    param->param = object;
-    return 0;
-}
-
 /* Makes an operand of a tensor that must have the parameter's shape. */
-static int bind_operand(const binding *at, const fst_param *param, PyObject *object, const char *role,
-                        const fst_view *view, int written, fst_operand *op)
+static int bind_operand(const binding *at, const fst_param *param, PyObject *object,
+                        const char *role, const fst_view *view, int written, fst_operand *op)
 {
     fst_plan_object *self = at->self;
     fst_problem problem;
     *op = (fst_operand){.data = view->data, .dtype = view->dtype};
-    if (param->flat && view->ndim > 0 && same_geometry(param, view))
+    if (param->flat && view->ndim > 0 && fst_param_fits(param, view))
         return 0;
-    if (param->ndim != view->ndim || !same_numbers(param->geometry, view->shape, view->ndim)) {
+    if (!fst_param_has_shape(param, view)) {
         fst_problem_set(&problem, "shape", "is not of the parameter's shape");
         return raise_problem(at, role, &problem);
     }
     fst_layout *layout;
-    if (fst_tensor_layout(&at->module->tensors, object, view, param->order_count, param->order, written,
-                          &layout, &problem))
+    if (fst_tensor_layout(&at->module->tensors, object, view, param->order_count, param->order,
+                          written, &layout, &problem))
         return raise_problem(at, role, &problem);
     if (layout) {
         if (fst_reserve(&self->layouts, &self->layout_capacity, self->layout_count,
@@ -232,7 +139,8 @@ static PyObject *state_of(binding *at, const fst_param *param, PyObject *object)
         if (!at->rescanned)
             rescan_state(at);
     }
-    /* torch hashes tensors in Python: slow, and needed only for a parameter that is listed twice or new */
+    /* torch hashes tensors in Python: slow, and needed only for a parameter that is listed twice or
+     * new */
     at->module->tensors.ran_python = 1;
     value = PyDict_GetItemWithError(at->state, object);
     return value && PyDict_Check(value) ? value : NULL;
@@ -245,16 +153,18 @@ static int bind_counter(const binding *at, fst_param *param, PyObject *object, f
     if (fst_tensor_view(&at->module->tensors, object, &view, &problem))
         return raise_problem(at, "state 'step'", &problem);
     if (fst_view_count(&view) != 1 || (view.dtype != FST_F32 && view.dtype != FST_F64)) {
-        fst_problem_set(&problem, "dtype", "is not a one-element tensor of type float32 or float64");
+        fst_problem_set(&problem, "dtype",
+                        "is not a one-element tensor of type float32 or float64");
         return raise_problem(at, "state 'step'", &problem);
     }
-    note_state(at, param, 0, object, &view);
+    fst_param_note_state(&at->module->tensors, param, 0, object, &view);
     counter->data = view.data;
     counter->is_double = view.dtype == FST_F64;
     return 0;
 }
 
-/* Binds the states of the parameter at hand: 1 if all are there, 0 if one is missing, -1 with an error. */
+/* Binds the states of the parameter at hand: 1 if all are there, 0 if one is missing, -1 with an
+ * error. */
 static int bind_states(binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
                        fst_operand *ops, fst_counter *counter)
 {
@@ -283,7 +193,8 @@ static int bind_states(binding *at, fst_param *param, PyObject *object, fst_dtyp
         fst_problem problem;
         char role[64] = "state";
         const int bad = fst_tensor_view(&at->module->tensors, value, &view, &problem);
-        if (bad || view.dtype != dtype || !same_geometry(param, &view) || !param->flat || !view.ndim) {
+        if (bad || view.dtype != dtype || !fst_param_fits(param, &view) || !param->flat ||
+            !view.ndim) {
             PyObject *name = PyUnicode_AsUTF8String(wanted);
             if (!name)
                 return -1;
@@ -296,7 +207,7 @@ static int bind_states(binding *at, fst_param *param, PyObject *object, fst_dtyp
                 return raise_problem(at, role, &problem);
         }
         const unsigned slot = k - (unsigned)group->has_step;
-        note_state(at, param, k, value, &view);
+        fst_param_note_state(&at->module->tensors, param, k, value, &view);
         if (bind_operand(at, param, value, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
             note_written(at->self, value))
             return -1;
@@ -340,10 +251,11 @@ static int bind_param(binding *at, fst_param *param, PyObject *object, PyObject 
     param->record = view.shape;
     param->grad = grad;
     param->grad_record = grad_view.shape;
-    if ((param->param != object || !same_geometry(param, &view)) &&
-        learn_param(at, param, object, &view))
-        return -1;
-    if (fst_reserve(&self->counters, &self->counter_capacity, self->counter_count, sizeof *self->counters))
+    if ((param->param != object || !fst_param_fits(param, &view)) &&
+        fst_param_learn(tensors, param, object, &view, &problem))
+        return raise_problem(at, "parameter", &problem);
+    if (fst_reserve(&self->counters, &self->counter_capacity, self->counter_count,
+                    sizeof *self->counters))
         return -1;
     fst_counter *counter = &self->counters[self->counter_count];
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
@@ -367,7 +279,10 @@ static int bind_param(binding *at, fst_param *param, PyObject *object, PyObject 
     if (is_fresh(at))
         counter->value = 1.0;
     self->counter_count++;
-    return note_written(self, object) || note(&self->grads, &self->grad_count, &self->grad_capacity, grad) ? -1 : 0;
+    return note_written(self, object) ||
+                   note(&self->grads, &self->grad_count, &self->grad_capacity, grad)
+               ? -1
+               : 0;
 }
 
 static int bind_group(binding *at, PyObject *params)
@@ -379,7 +294,7 @@ static int bind_group(binding *at, PyObject *params)
     for (at->index = 0; at->index < count; at->index++, at->param_count++) {
         PyObject *object = PyList_GetItem(params, at->index);
         if (at->param_count + FETCH_AHEAD < self->param_count)
-            fetch_ahead(&self->params[at->param_count + FETCH_AHEAD]);
+            fst_param_fetch(&self->params[at->param_count + FETCH_AHEAD]);
         PyObject *grad = object ? fst_tensor_grad(&at->module->tensors, object) : NULL;
         if (!grad)
             return -1; /* or the list shrank meanwhile */
@@ -429,8 +344,8 @@ static void unbind(fst_plan_object *self)
     self->grad_count = 0;
 }
 
-static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *param_lists, PyObject *state,
-                          PyObject *fresh, int write_grads)
+static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                          PyObject *state, PyObject *fresh, int write_grads)
 {
     binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
     at.fresh = fresh == Py_None ? NULL : fresh;
@@ -449,8 +364,8 @@ error:
     return NULL;
 }
 
-PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists, PyObject *state,
-                        PyObject *fresh, int write_grads)
+PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                        PyObject *state, PyObject *fresh, int write_grads)
 {
     module->tensors.ran_python = 0;
     PyObject *missing = bind_all(module, self, param_lists, state, fresh, write_grads);

@@ -1,11 +1,11 @@
-/* dlpack.h - the part of DLPack 1.3's C exchange API (https://github.com/dmlc/dlpack) that is used here,
- * declared by its ABI; a test compiles it against torch's copy of the header. */
+/* dlpack.h - the part of DLPack 1.3's C exchange API (https://github.com/dmlc/dlpack) that is used
+ * here, declared by its ABI; a test compiles it against torch's copy of the header. */
 #ifndef FST_PY_DLPACK_H
 #define FST_PY_DLPACK_H
 
 #include <stdint.h>
 
-enum { FST_DL_CPU = 1, FST_DL_CUDA = 2 };                    /* device types */
+enum { FST_DL_CPU = 1, FST_DL_CUDA = 2 };                         /* device types */
 enum { FST_DL_FLOAT = 2, FST_DL_BFLOAT = 4, FST_DL_COMPLEX = 5 }; /* type codes */
 
 typedef struct {

@@ -1,4 +1,5 @@
-/* Functions on lists of tensors: each binds the list to a plan of one operand per span and runs a pass. */
+/* Functions on lists of tensors: each binds the list to a plan of one operand per span and runs a
+ * pass. */
 #include "core/layout.h"
 #include "core/passes.h"
 #include "py/module.h"
@@ -9,7 +10,7 @@ typedef struct {
     fst_layout **layouts; /* one per tensor of the list, mostly NULL */
     PyObject *items;      /* a list or tuple that keeps the tensors alive */
     Py_ssize_t count;
-    unsigned dtypes;      /* those that occur: bit 1 << fst_dtype */
+    unsigned dtypes; /* those that occur: bit 1 << fst_dtype */
 } list_plan;
 
 static void list_plan_free(list_plan *list)
@@ -122,16 +123,14 @@ PyObject *fst_py_fusable(PyObject *module, PyObject *tensors)
 
 typedef fst_code (*measure_fn)(fst_plan *, unsigned, double, fst_measurement *, fst_status *);
 
-/* Runs a measuring pass on a list that is bound; (sum of squares, whether an element is not finite). */
+/* Runs a measuring pass on a list that is bound; (sum of squares, whether an element is not
+ * finite). */
 static PyObject *measured(list_plan *list, double inv_scale, measure_fn pass)
 {
     fst_measurement out = {0};
     fst_status status = {0};
-    Py_BEGIN_ALLOW_THREADS
-    pass(&list->plan, 0, inv_scale, &out, &status);
-    Py_END_ALLOW_THREADS
-    if (status.code)
-        return fst_raise(&status);
+    Py_BEGIN_ALLOW_THREADS pass(&list->plan, 0, inv_scale, &out, &status);
+    Py_END_ALLOW_THREADS if (status.code) return fst_raise(&status);
     return Py_BuildValue("dO", out.square_sum, out.nonfinite ? Py_True : Py_False);
 }
 
@@ -182,15 +181,14 @@ PyObject *fst_py_norm(PyObject *module, PyObject *args)
             return NULL;
     }
     if (!list_plan_bind(fst_module_state(module), &list, tensors, limit != Py_None)) {
-        Py_BEGIN_ALLOW_THREADS
-        fst_total_norm(&list.plan, 0, p, &norm, &status);
+        Py_BEGIN_ALLOW_THREADS fst_total_norm(&list.plan, 0, p, &norm, &status);
         if (!status.code && limit != Py_None && (isfinite(norm) || !only_finite))
             factor = fst_clip_coefficient(norm, max_norm);
         if (!status.code && !(factor >= 1.0))
             fst_scale(&list.plan, 0, factor, &status);
-        Py_END_ALLOW_THREADS
-        PyObject *written = factor >= 1.0 ? Py_False : Py_True;
-        result = status.code ? fst_raise(&status) : Py_BuildValue("dIO", norm, list.dtypes, written);
+        Py_END_ALLOW_THREADS PyObject *written = factor >= 1.0 ? Py_False : Py_True;
+        result =
+            status.code ? fst_raise(&status) : Py_BuildValue("dIO", norm, list.dtypes, written);
     }
     list_plan_free(&list);
     return result;
@@ -207,10 +205,8 @@ static PyObject *changed(PyObject *module, PyObject *args, change_fn pass)
     if (!PyArg_ParseTuple(args, "Od", &tensors, &number))
         return NULL;
     if (!list_plan_bind(fst_module_state(module), &list, tensors, 1)) {
-        Py_BEGIN_ALLOW_THREADS
-        pass(&list.plan, 0, number, &status);
-        Py_END_ALLOW_THREADS
-        result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
+        Py_BEGIN_ALLOW_THREADS pass(&list.plan, 0, number, &status);
+        Py_END_ALLOW_THREADS result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
     }
     list_plan_free(&list);
     return result;

@@ -21,7 +21,8 @@ PyObject *fst_raise(const fst_status *status)
     return NULL;
 }
 
-/* use_threads_of(path): parallel regions run on the pool of the libtorch_cpu at `path` (or None). */
+/* use_threads_of(path): parallel regions run on the pool of the libtorch_cpu at `path` (or None).
+ */
 static PyObject *use_threads_of(PyObject *module, PyObject *path)
 {
     PyObject *bytes = NULL;
@@ -104,7 +105,8 @@ static int choose_kernels(PyObject *module)
     const fst_cpu_kernels *kernels = fst_cpu_select(forced);
     if (!kernels) {
         PyObject *names = level_names(1);
-        PyErr_Format(PyExc_ImportError, "FASTSTEP_CPU=%s: this machine and build run %R", forced, names);
+        PyErr_Format(PyExc_ImportError, "FASTSTEP_CPU=%s: this machine and build run %R", forced,
+                     names);
         Py_XDECREF(names);
         return -1;
     }
@@ -149,15 +151,9 @@ static PyModuleDef_Slot slots[] = {
 };
 
 static struct PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT,
-    .m_name = "faststep._C",
-    .m_doc = "The core of faststep, in C.",
-    .m_size = sizeof(fst_module),
-    .m_methods = methods,
-    .m_slots = slots,
-    .m_traverse = module_traverse,
-    .m_clear = module_clear,
-    .m_free = module_free,
+    PyModuleDef_HEAD_INIT,         .m_name = "faststep._C", .m_doc = "The core of faststep, in C.",
+    .m_size = sizeof(fst_module),  .m_methods = methods,    .m_slots = slots,
+    .m_traverse = module_traverse, .m_clear = module_clear, .m_free = module_free,
 };
 
 PyMODINIT_FUNC PyInit__C(void)

@@ -20,14 +20,15 @@ static int parse_group(PyObject *spec, fst_group *group)
         PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
         return -1;
     }
-    if (!PyArg_ParseTuple(spec, "iO!pO!p", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type, &hyper,
-                          &maximize))
+    if (!PyArg_ParseTuple(spec, "iO!pO!p", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type,
+                          &hyper, &maximize))
         return -1;
     if (rule < 0 || rule >= FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
         return -1;
     }
-    *group = (fst_group){.rule = (fst_rule)rule, .keys = keys, .has_step = has_step, .maximize = maximize};
+    *group = (fst_group){
+        .rule = (fst_rule)rule, .keys = keys, .has_step = has_step, .maximize = maximize};
     group->key_count = (unsigned)PyTuple_Size(keys);
     if (group->key_count != fst_rule_states(group->rule) + (unsigned)has_step ||
         (size_t)PyTuple_Size(hyper) != fst_rule_hyper_count(group->rule)) {
@@ -69,7 +70,8 @@ static void *scalar_of(fst_module *module, PyObject *object, const char *name, f
         return NULL;
     }
     if (fst_view_count(&view) != 1 || (view.dtype != FST_F32 && view.dtype != FST_F64)) {
-        PyErr_Format(PyExc_TypeError, "optimizer.%s must be a one-element float32 or float64 tensor", name);
+        PyErr_Format(PyExc_TypeError,
+                     "optimizer.%s must be a one-element float32 or float64 tensor", name);
         return NULL;
     }
     *dtype = view.dtype;
@@ -96,7 +98,8 @@ static int fold(fst_plan_object *self, uint32_t group, double step, int wide, do
     }
     size_t capacity = self->arg_capacity;
     if (fst_reserve(&self->args, &capacity, self->arg_count, sizeof *self->args) ||
-        fst_reserve(&self->fold_keys, &self->arg_capacity, self->arg_count, sizeof *self->fold_keys))
+        fst_reserve(&self->fold_keys, &self->arg_capacity, self->arg_count,
+                    sizeof *self->fold_keys))
         return -1;
     fst_update_args *args = &self->args[self->arg_count];
     args->rule = g->rule;
@@ -122,7 +125,8 @@ static void count(const fst_counter *c, double step)
         *(float *)c->data = (float)step;
 }
 
-/* Advances every step counter and gives every span its scalars. If memory runs out the counters go back. */
+/* Advances every step counter and gives every span its scalars. If memory runs out the counters go
+ * back. */
 static int fold_all(fst_plan_object *self, double coefficient)
 {
     for (size_t i = 0; i < self->counter_count; i++) {
@@ -131,7 +135,8 @@ static int fold_all(fst_plan_object *self, double coefficient)
         uint32_t index = 0;
         if (c->span >= 0) {
             const fst_operand *ops = &self->plan.operands[(size_t)c->span * FST_OP_COUNT];
-            if (fold(self, c->group, step, ops[FST_OP_PARAM].dtype == FST_F64, coefficient, &index)) {
+            if (fold(self, c->group, step, ops[FST_OP_PARAM].dtype == FST_F64, coefficient,
+                     &index)) {
                 while (i-- > 0)
                     count(&self->counters[i], counted(&self->counters[i]) - 1.0);
                 return -1;
@@ -151,8 +156,8 @@ static PyObject *list_of(PyObject *const *objects, size_t count)
     return list;
 }
 
-/* The tensors that the step wrote. A short step keeps the list for the next one; a long one does not: it would
- * keep large states alive that a user replaces. */
+/* The tensors that the step wrote. A short step keeps the list for the next one; a long one does
+ * not: it would keep large states alive that a user replaces. */
 static PyObject *list_written(fst_plan_object *self)
 {
     if (self->hold_tensors) {
@@ -201,13 +206,15 @@ static int run_passes(fst_plan_object *self, step_work *work, fst_status *status
     if (fold_all(self, coefficient))
         return -1;
     released = self->hold_tensors ? PyEval_SaveThread() : NULL;
-    failed = fst_update(&self->plan, self->args, work->inv_scale, work->write_grads, status) != FST_OK;
+    failed =
+        fst_update(&self->plan, self->args, work->inv_scale, work->write_grads, status) != FST_OK;
     if (released)
         PyEval_RestoreThread(released);
     return failed;
 }
 
-/* Runs the passes on a bound plan. Returns (skipped, norm or None, what was written, gradients that were or None). */
+/* Runs the passes on a bound plan. Returns (skipped, norm or None, what was written, gradients that
+ * were or None). */
 static PyObject *run(fst_module *module, fst_plan_object *self, const step_options *options)
 {
     fst_status status = {0};
@@ -241,7 +248,7 @@ static PyObject *run(fst_module *module, fst_plan_object *self, const step_optio
     PyObject *norm = measured ? PyFloat_FromDouble(sqrt(work.seen.square_sum)) : Py_NewRef(Py_None);
     PyObject *written = work.skip ? PyList_New(0) : list_written(self);
     PyObject *grads = work.skip || !work.write_grads ? Py_NewRef(Py_None)
-                                                    : list_of(self->grads, self->grad_count);
+                                                     : list_of(self->grads, self->grad_count);
     if (!norm || !written || !grads) {
         Py_XDECREF(norm);
         Py_XDECREF(written);
@@ -251,7 +258,8 @@ static PyObject *run(fst_module *module, fst_plan_object *self, const step_optio
     return Py_BuildValue("NNNN", PyBool_FromLong(work.skip), norm, written, grads);
 }
 
-/* step(param_lists, groups, state, fresh, grad_scale, found_inf, measure_found_inf, max_norm, write_grads) */
+/* step(param_lists, groups, state, fresh, grad_scale, found_inf, measure_found_inf, max_norm,
+ * write_grads) */
 static PyObject *plan_step(PyObject *object, PyObject *args)
 {
     fst_plan_object *self = (fst_plan_object *)object;
@@ -272,7 +280,8 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
         return NULL;
     }
     if (self->busy) {
-        PyErr_SetString(PyExc_RuntimeError, "this optimizer is stepping already, in another thread");
+        PyErr_SetString(PyExc_RuntimeError,
+                        "this optimizer is stepping already, in another thread");
         return NULL;
     }
     self->busy = 1;

@@ -5,62 +5,44 @@
 #include "core/fold.h"
 #include "core/plan.h"
 #include "py/module.h"
-
-enum { FST_MAX_KEYS = FST_MAX_STATES + 1 };
-
-/* A parameter as it was seen last. Pointers to Python objects are only compared and fetched ahead, never followed. */
-typedef struct {
-    const PyObject *param;
-    Py_ssize_t state_at;   /* where PyDict_Next() finds it in optimizer.state */
-    int64_t *geometry;     /* shape, then strides */
-    int *order;            /* its dimensions in the order of memory */
-    int64_t count;
-    int ndim, order_count;
-    int flat;              /* its elements lie one after another in that order */
-    const void *dict;      /* its state */
-    const void *record;    /* where its shape lies: inside torch's record of the tensor */
-    const void *grad, *grad_record; /* of the step before: the allocator often gives the same again */
-    struct {
-        const PyObject *object;
-        const void *record;
-        fst_dl_managed *pin; /* for small tensors */
-    } states[FST_MAX_KEYS];
-} fst_param;
+#include "py/param.h"
 
 /* What one step needs of a group; parsed from the tuple that Python hands over. */
 typedef struct {
     fst_rule rule;
-    PyObject *keys;        /* names of the states, "step" first where has_step */
+    PyObject *keys; /* names of the states, "step" first where has_step */
     unsigned key_count;
     int has_step, maximize;
     double hyper[FST_MAX_HYPER];
 } fst_group;
 
-/* The step counter of a parameter: a 0-d tensor of the optimizer's state, or none for rules that do not count. */
+/* The step counter of a parameter: a 0-d tensor of the optimizer's state, or none for rules that do
+ * not count. */
 typedef struct {
     void *data;
-    double value;  /* where there is no tensor: 1 for a new state, else 2 */
-    int64_t span;  /* -1 for a parameter without elements: it only counts */
+    double value; /* where there is no tensor: 1 for a new state, else 2 */
+    int64_t span; /* -1 for a parameter without elements: it only counts */
     uint32_t group;
     int is_double;
 } fst_counter;
 
-/* The scalars folded for one group and step count, as the update pass reads them, and what they are for. */
+/* The scalars folded for one group and step count, as the update pass reads them, and what they are
+ * for. */
 typedef struct {
     double step;
     uint32_t group;
 } fst_fold_key;
 
 typedef struct {
-    PyObject_HEAD
-    fst_plan plan;
+    PyObject_HEAD fst_plan plan;
     fst_param *params;
     size_t param_count;
     PyObject *last_written; /* the list that the last short step returned */
     int64_t total;          /* elements of the last step */
     int busy;
-    /* While Python code may run beside the step, every tensor in use is held: the step releases the GIL, or Python code
-     * was run on the way. A short step keeps the GIL instead, which spares thousands of reference counts. */
+    /* While Python code may run beside the step, every tensor in use is held: the step releases the
+     * GIL, or Python code was run on the way. A short step keeps the GIL instead, which spares
+     * thousands of reference counts. */
     int hold_tensors;
     /* for the step that runs */
     fst_group *groups;
@@ -80,13 +62,14 @@ typedef struct {
     size_t arg_count, arg_capacity;
 } fst_plan_object;
 
-/* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose state is
- * missing, empty if all is bound, or NULL with a Python error; nothing is changed in either case. `fresh` is such
- * a list of an earlier call whose states are new, or None. */
-PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists, PyObject *state,
-                        PyObject *fresh, int write_grads);
+/* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose
+ * state is missing, empty if all is bound, or NULL with a Python error; nothing is changed in
+ * either case. `fresh` is such a list of an earlier call whose states are new, or None. */
+PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                        PyObject *state, PyObject *fresh, int write_grads);
 
-/* Drops what the step that ran held, and decides whether the next one holds its tensors from the start. */
+/* Drops what the step that ran held, and decides whether the next one holds its tensors from the
+ * start. */
 void fst_plan_release(fst_module *module, fst_plan_object *self);
 
 /* Frees what is remembered of the parameters. */

@@ -7,7 +7,8 @@ enum { FST_DL_INT = 0 };
 /* The memory of a one-element CPU tensor of the given type, or NULL with a Python error. */
 static void *scalar_of(PyObject *object, const char *name, uint8_t code)
 {
-    PyObject *capsule = PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__dlpack_c_exchange_api__");
+    PyObject *capsule =
+        PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__dlpack_c_exchange_api__");
     const fst_dl_api *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
     fst_dl_tensor tensor;
     Py_XDECREF(capsule);
@@ -35,12 +36,13 @@ PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
     fst_loss_scale_args a;
     int32_t once = 1;
     (void)module;
-    if (!PyArg_ParseTuple(args, "OOOOddiidd", &scale, &growth_tracker, &hysteresis_tracker, &found_inf,
-                          &a.growth_factor, &a.backoff_factor, &a.growth_interval, &a.hysteresis,
-                          &a.min_scale, &a.max_scale))
+    if (!PyArg_ParseTuple(args, "OOOOddiidd", &scale, &growth_tracker, &hysteresis_tracker,
+                          &found_inf, &a.growth_factor, &a.backoff_factor, &a.growth_interval,
+                          &a.hysteresis, &a.min_scale, &a.max_scale))
         return NULL;
     float *scale_data = scalar_of(scale, "scale", FST_DL_FLOAT);
-    int32_t *growth_data = scale_data ? scalar_of(growth_tracker, "growth_tracker", FST_DL_INT) : NULL;
+    int32_t *growth_data =
+        scale_data ? scalar_of(growth_tracker, "growth_tracker", FST_DL_INT) : NULL;
     float *found_data = growth_data ? scalar_of(found_inf, "found_inf", FST_DL_FLOAT) : NULL;
     int32_t *left = &once;
     if (found_data && hysteresis_tracker != Py_None)

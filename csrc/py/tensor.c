@@ -46,8 +46,8 @@ static const fst_dl_api *exchange_api(PyTypeObject *type)
     return (const fst_dl_api *)header;
 }
 
-/* Types with a __torch_dispatch__ of their own (DTensor, FakeTensor, wrappers) inherit the exchange API but
- * have no memory of their own behind it. */
+/* Types with a __torch_dispatch__ of their own (DTensor, FakeTensor, wrappers) inherit the exchange
+ * API but have no memory of their own behind it. */
 static int has_own_dispatch(const fst_tensors *tensors, PyTypeObject *type)
 {
     PyObject *dispatch = PyObject_GetAttrString((PyObject *)type, "__torch_dispatch__");
@@ -64,7 +64,8 @@ static void forget_type(fst_tensor_type *known)
     known->api = NULL;
 }
 
-static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *type, fst_problem *problem)
+static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *type,
+                                         fst_problem *problem)
 {
     tensors->ran_python = 1;
     PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");
@@ -77,7 +78,8 @@ static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *typ
     if (!api)
         fst_problem_set(problem, "type", "is a %s, not a torch.Tensor", text);
     else if (has_own_dispatch(tensors, type))
-        fst_problem_set(problem, "type", "is a %s, a tensor subclass with its own __torch_dispatch__", text);
+        fst_problem_set(problem, "type",
+                        "is a %s, a tensor subclass with its own __torch_dispatch__", text);
     else if (!(grad = PyObject_GetAttrString((PyObject *)type, "grad")))
         problem_from_error(problem, "type");
     else {
@@ -139,8 +141,9 @@ int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_
                                    ? "is complex; expected float32, float64, bfloat16 or float16"
                                    : "is not of type float32, float64, bfloat16 or float16");
     if (tensor.device.device_type != FST_DL_CPU)
-        return fst_problem_set(problem, "device",
-                               "is not in CPU memory; this build of faststep steps CPU tensors only");
+        return fst_problem_set(
+            problem, "device",
+            "is not in CPU memory; this build of faststep steps CPU tensors only");
     if (tensor.ndim > FST_MAX_DIMS)
         return fst_problem_set(problem, "shape", "has %d dimensions; at most %d are supported",
                                (int)tensor.ndim, (int)FST_MAX_DIMS);
@@ -171,7 +174,8 @@ PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
     tensors->ran_python |= !known || known->runs_python;
     if (known && known->read_grad)
         return known->read_grad(known->grad, object, (PyObject *)known->type);
-    return PyObject_GetAttrString(object, "grad"); /* a type that can have no use here, if its grad is None */
+    return PyObject_GetAttrString(
+        object, "grad"); /* a type that can have no use here, if its grad is None */
 }
 
 fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object)
@@ -204,7 +208,8 @@ int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *vi
     if (truth < 0)
         return problem_from_error(problem, "type");
     if (truth)
-        return fst_problem_set(problem, "negated", "is a lazily negated view; call .resolve_neg() on it");
+        return fst_problem_set(problem, "negated",
+                               "is a lazily negated view; call .resolve_neg() on it");
     if (fst_layout_describe(order_count, order, view->shape, view->strides, &described))
         return 0;
     if (written && fst_layout_overlaps(&described))

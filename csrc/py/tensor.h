@@ -14,9 +14,10 @@ enum { FST_KNOWN_TYPES = 8 };
 typedef struct {
     PyTypeObject *type;
     const fst_dl_api *api;
-    PyObject *grad;        /* the descriptor of the attribute `grad` */
+    PyObject *grad; /* the descriptor of the attribute `grad` */
     descrgetfunc read_grad;
-    int runs_python;       /* reading its attributes may run Python code: it is neither Tensor nor Parameter */
+    int runs_python; /* reading its attributes may run Python code: it is neither Tensor nor
+                        Parameter */
 } fst_tensor_type;
 
 typedef struct {
@@ -24,7 +25,8 @@ typedef struct {
     unsigned type_count, next_type;
     PyObject *plain_dispatch; /* torch.Tensor.__torch_dispatch__: what a type without its own has */
     PyObject *tensor_type, *parameter_type;
-    int ran_python; /* set when a function of this file may have run Python code; the caller clears it */
+    int ran_python; /* set when a function of this file may have run Python code; the caller clears
+                       it */
     PyObject *tensor_error;
 } fst_tensors;
 
@@ -48,25 +50,28 @@ typedef struct {
 int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Reads a tensor of a supported type in CPU memory. Returns 0, or -1 with `problem` filled and no Python error. */
+/* Reads a tensor of a supported type in CPU memory. Returns 0, or -1 with `problem` filled and no
+ * Python error. */
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);
 
-/* Whether the elements lie one after another in the order of the shape. Says no for a 0-d tensor: its strides
- * would not show that it is the lazily negated part of a complex number. */
+/* Whether the elements lie one after another in the order of the shape. Says no for a 0-d tensor:
+ * its strides would not show that it is the lazily negated part of a complex number. */
 int fst_view_is_packed(const fst_view *view);
 
 /* object.grad: a new reference, or NULL with a Python error. */
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object);
 
-/* Keeps a tensor alive, in C++ only. torch's functions on a tensor that nothing but its Python object owns
- * spend most of their time on the two reference counts: a tensor that is read at every step is read in half the time
- * when it is pinned. Returns NULL where that fails, with no Python error: a pin is never necessary.
- * The garbage collector does not see pins: pin only what refers to nothing. */
+/* Keeps a tensor alive, in C++ only. torch's functions on a tensor that nothing but its Python
+ * object owns spend most of their time on the two reference counts: a tensor that is read at every
+ * step is read in half the time when it is pinned. Returns NULL where that fails, with no Python
+ * error: a pin is never necessary. The garbage collector does not see pins: pin only what refers to
+ * nothing. */
 fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object);
 void fst_tensor_unpin(fst_dl_managed *pin);
 
-/* Describes a view in the given order of dimensions. *layout is NULL if none is needed, else the caller
- * frees it. Returns 0, or -1 with `problem` filled (or a Python error for lack of memory). */
+/* Describes a view in the given order of dimensions. *layout is NULL if none is needed, else the
+ * caller frees it. Returns 0, or -1 with `problem` filled (or a Python error for lack of memory).
+ */
 int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *view, int order_count,
                       const int *order, int written, fst_layout **layout, fst_problem *problem);
 

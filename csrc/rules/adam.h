@@ -1,5 +1,6 @@
-/* Adam (Kingma & Ba 2015, arXiv:1412.6980), with decoupled weight decay AdamW (Loshchilov & Hutter 2019,
- * arXiv:1711.05101); amsgrad (Reddi, Kale & Kumar 2018, arXiv:1904.09237) keeps the largest v.
+/* Adam (Kingma & Ba 2015, arXiv:1412.6980), with decoupled weight decay AdamW (Loshchilov & Hutter
+ * 2019, arXiv:1711.05101); amsgrad (Reddi, Kale & Kumar 2018, arXiv:1904.09237) keeps the largest
+ * v.
  *
  * p -= lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps) is folded to one square root and one division:
  * step_size = lr * sqrt(bc2) / bc1 and eps * sqrt(bc2). */
@@ -42,7 +43,8 @@ FST_FN void FST_T(adam_moments)(REAL p, REAL g, REAL *s, const FST_T(adam_args) 
 {
     g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = a->beta1 * s[0] + a->one_minus_beta1 * g;
-    s[1] = a->beta2 * s[1] + a->one_minus_beta2 * g * g; /* in this order |g| may reach 5.8e20 in fp32 */
+    s[1] = a->beta2 * s[1] +
+           a->one_minus_beta2 * g * g; /* in this order |g| may reach 5.8e20 in fp32 */
 }
 
 FST_FN REAL FST_T(adam_rule)(REAL p, REAL g, REAL *s, const FST_T(adam_args) *a)

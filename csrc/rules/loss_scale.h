@@ -9,7 +9,8 @@ typedef struct {
     double growth_factor, backoff_factor;
     double min_scale, max_scale; /* 0 and infinity: no bounds */
     int32_t growth_interval;
-    int32_t hysteresis; /* overflows until the scale backs off, counted since it last grew; 1: at once */
+    int32_t hysteresis; /* overflows until the scale backs off, counted since it last grew; 1: at
+                           once */
 } fst_loss_scale_args;
 
 FST_FN void fst_loss_scale_update(float *scale, int32_t *growth_tracker, int32_t *hysteresis_left,

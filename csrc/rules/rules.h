@@ -1,9 +1,10 @@
 /* rules.h - the optimizer rules, once for float and once for double, and what the table generates.
  *
  * A rule header gives, for REAL and FST_T(name): a struct `<name>_args` with the step's scalars, a
- * function `<name>_fold` that computes them in double from the hyper-parameters and the step count, and
- * a function `<name>_rule` from (p, g, states) to the new p and states. Gradient scale, clipping,
- * maximize, master weights and types are not the rule's business: the loops deal with them. */
+ * function `<name>_fold` that computes them in double from the hyper-parameters and the step count,
+ * and a function `<name>_rule` from (p, g, states) to the new p and states. Gradient scale,
+ * clipping, maximize, master weights and types are not the rule's business: the loops deal with
+ * them. */
 #ifndef FST_RULES_RULES_H
 #define FST_RULES_RULES_H
 
@@ -37,8 +38,8 @@ typedef enum {
 } fst_rule;
 
 typedef union {
-#define RULE(name, states, hyper)    \
-    name##_args_f32 name##_f32;      \
+#define RULE(name, states, hyper) \
+    name##_args_f32 name##_f32;   \
     name##_args_f64 name##_f64;
 #include "rules/rules.def"
 #undef RULE

@@ -1,12 +1,12 @@
-/* SGD with momentum (Sutskever et al. 2013) as in torch: the first buffer is the gradient itself, without
- * dampening, and the learning rate multiplies the buffer, not the gradient. */
+/* SGD with momentum (Sutskever et al. 2013) as in torch: the first buffer is the gradient itself,
+ * without dampening, and the learning rate multiplies the buffer, not the gradient. */
 #define FST_SGD_HYPER(X) X(lr) X(momentum) X(dampening) X(weight_decay) X(nesterov)
 
 typedef struct {
     REAL lr, l2;
-    REAL momentum;    /* for Nesterov's look-ahead */
-    REAL keep, take;  /* buffer = keep * buffer + take * gradient */
-    REAL nesterov;    /* 0 or 1 */
+    REAL momentum;   /* for Nesterov's look-ahead */
+    REAL keep, take; /* buffer = keep * buffer + take * gradient */
+    REAL nesterov;   /* 0 or 1 */
 } FST_T(momentum_args);
 
 typedef FST_T(momentum_args) FST_T(sgd_args);

@@ -1,10 +1,10 @@
 /* tree.h - the fixed order of every reduction, for all backends.
  *
- * Lane j of FST_LANES accumulates elements j, j + FST_LANES, ... of a chunk, one after another, in double;
- * the lanes are then folded in halves: lane j takes lane j + 128, then j + 64, and so on. Results of chunks
- * are reduced in the order of the chunk list by the same tree. Lanes that no element reached hold the
- * neutral element, so folds over them may be left out without changing a bit.
- * A warp of a GPU holds 8 lanes per thread: 16-byte loads of any type. */
+ * Lane j of FST_LANES accumulates elements j, j + FST_LANES, ... of a chunk, one after another, in
+ * double; the lanes are then folded in halves: lane j takes lane j + 128, then j + 64, and so on.
+ * Results of chunks are reduced in the order of the chunk list by the same tree. Lanes that no
+ * element reached hold the neutral element, so folds over them may be left out without changing a
+ * bit. A warp of a GPU holds 8 lanes per thread: 16-byte loads of any type. */
 #ifndef FST_RULES_TREE_H
 #define FST_RULES_TREE_H
 

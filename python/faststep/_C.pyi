@@ -27,8 +27,9 @@ class Plan:
         """One step of all parameters that have a gradient.
 
         Returns a list of (group, index) whose state is missing, and then nothing was done; else
-        (skipped, norm or None, parameters and moments that were written, gradients that were or None).
-        `fresh` is such a list whose states were created since. A NaN for `max_norm` means no clipping.
+        (skipped, norm or None, parameters and moments that were written, gradients that were or
+        None). `fresh` is such a list whose states were created since. A NaN for `max_norm` means
+        no clipping.
 
         Raises:
             TensorError: a tensor cannot be used; nothing was done.
@@ -58,11 +59,12 @@ def norm(
 ) -> tuple[float, int, bool]:
     """The norm of the tensors' norms, accumulated in double, and clipping by it.
 
-    All elements are multiplied by min(1, max_norm / (norm + 1e-6)), NaN included, if that is not 1, and unless
-    `only_finite` is set and the norm is not finite. With None, the default, nothing is multiplied.
+    All elements are multiplied by min(1, max_norm / (norm + 1e-6)), NaN included, if that is not
+    1, and unless `only_finite` is set and the norm is not finite. With None, the default, nothing
+    is multiplied.
 
-    Returns (norm, dtypes, whether the tensors were written); `dtypes` has a bit for each of float32,
-    float64, bfloat16, float16, from the lowest, that occurs.
+    Returns (norm, dtypes, whether the tensors were written); `dtypes` has a bit for each of
+    float32, float64, bfloat16, float16, from the lowest, that occurs.
     """
 
 def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:

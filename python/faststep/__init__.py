@@ -1,7 +1,5 @@
 """faststep makes ordinary PyTorch training scripts faster without changing what they compute."""
 
-import torch  # the extension reads tensors of this module and runs on its threads
-
 from . import _C
 from ._torch import libtorch_cpu_path
 

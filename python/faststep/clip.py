@@ -55,7 +55,7 @@ def _norm(
     error_if_nonfinite: bool,
     max_norm: float | None = None,
 ) -> tuple[Tensor, bool]:
-    """The norm, and whether the tensors were clipped by it; TypeError if one of them is for torch."""
+    """The norm, and whether the tensors were clipped by it; TypeError if one is for torch."""
     norm_type = float(norm_type)
     norm, dtypes, written = _C.norm(tensors, norm_type, max_norm, error_if_nonfinite)
     if error_if_nonfinite and not math.isfinite(norm):

@@ -38,8 +38,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     A class gives `_rule_of` and, where states are created at the first step, `_new_state`.
 
     Args (keyword-only, on top of the torch class):
-        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the step, with
-            the formula of :func:`torch.nn.utils.clip_grad_norm_`. Default: None, no clipping.
+        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the step,
+            with the formula of :func:`torch.nn.utils.clip_grad_norm_`. Default: None, no clipping.
         keep_grads (bool): with `max_grad_norm`, write the unscaled and clipped gradients back
             to `.grad`. Default: False, `.grad` stays as backward left it.
     """
@@ -72,16 +72,18 @@ class FusedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _drop_new_state(self, param: Tensor) -> None:
-        """Undo `_new_state` if the step did not happen, where a state of zeros is not the same as none."""
+        """Undo `_new_state` if the step did not happen, where zeros differ from no state."""
 
     @property
     def last_grad_norm(self) -> Tensor | None:
-        """The global 2-norm of the unscaled gradients before clipping, as the last step measured it.
+        """The global 2-norm of the unscaled gradients before clipping, from the last step.
 
         A 0-d float32 tensor; None before the first step that measured (one with `max_grad_norm`, or
         under :class:`faststep.amp.GradScaler`).
         """
-        return None if self._last_norm is None else torch.tensor(self._last_norm, dtype=torch.float32)
+        return (
+            None if self._last_norm is None else torch.tensor(self._last_norm, dtype=torch.float32)
+        )
 
     @property
     def step_was_skipped(self) -> bool:
@@ -158,9 +160,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
         return self._rule_of(group)
 
-    def _explained(
-        self, group: int, index: int, role: str, kind: str, detail: str
-    ) -> Exception:
+    def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
         """The error for a tensor that cannot be used: torch's own where it has one."""
         param: Tensor = self.param_groups[group]["params"][index]
         sparse = param.grad is not None and param.grad.is_sparse
@@ -185,5 +185,5 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._plan = None  # what it remembers of the old state would keep small tensors of it alive
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        state: dict[str, Any] = super().__getstate__()
         return {**state, "max_grad_norm": self.max_grad_norm, "keep_grads": self.keep_grads}

@@ -56,21 +56,24 @@ class _AdamStep(FusedOptimizer):
 class Adam(_AdamStep, torch.optim.Adam):
     """:class:`torch.optim.Adam` (Kingma & Ba 2015, arXiv:1412.6980) with a step that is one C call.
 
-    Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are accepted and
-    change nothing. Parameters: dense CPU tensors in float32, float64, bfloat16 or float16.
+    Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are
+    accepted and change nothing. Parameters: CPU tensors in float32, float64, bfloat16 or float16.
 
     Args:
         params (iterable): as for torch.
         lr (float or Tensor): learning rate. Default: 1e-3.
-        betas (tuple of two floats): decay of the first and the second moment. Default: (0.9, 0.999).
+        betas (tuple of two floats): decay of the first and the second moment.
+            Default: (0.9, 0.999).
         eps (float): added to the denominator. Default: 1e-8.
-        weight_decay (float): L2 penalty, or decoupled decay with `decoupled_weight_decay`. Default: 0.
+        weight_decay (float): L2 penalty, or decoupled decay with `decoupled_weight_decay`.
+            Default: 0.
         amsgrad (bool): keep the largest second moment (Reddi et al. 2018). Default: False.
         maximize, foreach, capturable, differentiable, fused, decoupled_weight_decay: as for torch;
             `differentiable=True` raises RuntimeError at the step.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
-        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back. Default: False.
+        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
+            Default: False.
     """
 
     def __init__(
@@ -109,9 +112,10 @@ class Adam(_AdamStep, torch.optim.Adam):
 
 
 class AdamW(_AdamStep, torch.optim.AdamW):
-    """:class:`torch.optim.AdamW` (Loshchilov & Hutter 2019, arXiv:1711.05101) with a step that is one C call.
+    """:class:`torch.optim.AdamW` with a step that is one C call.
 
-    As :class:`Adam`, with decoupled weight decay and its default of 1e-2.
+    As :class:`Adam`, with decoupled weight decay (Loshchilov & Hutter 2019, arXiv:1711.05101),
+    1e-2 by default.
     """
 
     def __init__(

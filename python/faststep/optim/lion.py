@@ -29,7 +29,8 @@ class Lion(FusedOptimizer):
         maximize (bool): maximize instead of minimize. Default: False.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
-        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back. Default: False.
+        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
+            Default: False.
 
     Raises:
         ValueError: for a hyper-parameter out of range.
@@ -72,6 +73,4 @@ class Lion(FusedOptimizer):
         )
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
-        self.state[param]["exp_avg"] = torch.zeros_like(
-            param, memory_format=torch.preserve_format
-        )
+        self.state[param]["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)

@@ -16,8 +16,8 @@ __all__ = ["SGD"]
 class SGD(FusedOptimizer, torch.optim.SGD):
     """:class:`torch.optim.SGD` with a step that is one C call.
 
-    Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are accepted and
-    change nothing. Parameters: dense CPU tensors in float32, float64, bfloat16 or float16.
+    Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are
+    accepted and change nothing. Parameters: CPU tensors in float32, float64, bfloat16 or float16.
 
     Args:
         params (iterable): as for torch.
@@ -31,7 +31,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             RuntimeError at the step.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
-        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back. Default: False.
+        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
+            Default: False.
     """
 
     def __init__(

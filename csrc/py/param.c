@@ -1,0 +1,95 @@
+#include "py/param.h"
+
+#include "core/layout.h"
+
+enum { PIN_BYTES = 16384 }; /* a user who drops a larger state wants the memory back at once */
+
+static void fetch_record(const void *object, const void *shape)
+{
+    const char *record = shape;
+    if (!record)
+        return;
+    __builtin_prefetch(object);
+    __builtin_prefetch(record - 64);
+    __builtin_prefetch(record);
+    __builtin_prefetch(record + 64);
+}
+
+void fst_param_fetch(const fst_param *param)
+{
+    fetch_record(param->param, param->record);
+    fetch_record(param->grad, param->grad_record);
+    __builtin_prefetch(param->dict);
+    for (unsigned k = 0; k < FST_MAX_KEYS; k++)
+        fetch_record(param->states[k].object, param->states[k].record);
+}
+
+void fst_param_note_state(fst_tensors *tensors, fst_param *param, unsigned k, PyObject *object,
+                          const fst_view *view)
+{
+    if (param->states[k].object != object) {
+        fst_tensor_unpin(param->states[k].pin);
+        param->states[k].pin = NULL;
+        if ((size_t)param->count * fst_dtype_size(view->dtype) <= PIN_BYTES)
+            param->states[k].pin = fst_tensor_pin(tensors, object);
+    }
+    param->states[k].object = object;
+    param->states[k].record = view->shape;
+}
+
+void fst_param_forget(fst_param *param)
+{
+    for (unsigned k = 0; k < FST_MAX_KEYS; k++)
+        fst_tensor_unpin(param->states[k].pin);
+    PyMem_Free(param->geometry);
+    PyMem_Free(param->order);
+    *param = (fst_param){.param = NULL};
+}
+
+/* Not memcmp(): two or three numbers are compared faster than a library is called. */
+static int same_numbers(const int64_t *a, const int64_t *b, int count)
+{
+    for (int i = 0; i < count; i++)
+        if (a[i] != b[i])
+            return 0;
+    return 1;
+}
+
+int fst_param_has_shape(const fst_param *param, const fst_view *view)
+{
+    return param->ndim == view->ndim && param->geometry &&
+           same_numbers(param->geometry, view->shape, view->ndim);
+}
+
+int fst_param_fits(const fst_param *param, const fst_view *view)
+{
+    return fst_param_has_shape(param, view) &&
+           same_numbers(param->geometry + view->ndim, view->strides, view->ndim);
+}
+
+int fst_param_learn(fst_tensors *tensors, fst_param *param, PyObject *object, const fst_view *view,
+                    fst_problem *problem)
+{
+    const size_t ndim = (size_t)view->ndim;
+    const int64_t count = fst_view_count(view);
+    fst_layout *layout = NULL;
+    fst_param_forget(param);
+    param->geometry = PyMem_Malloc((2 * ndim + 1) * sizeof *param->geometry);
+    param->order = PyMem_Malloc((ndim + 1) * sizeof *param->order);
+    if (!param->geometry || !param->order) {
+        fst_param_forget(param);
+        return fst_problem_set(problem, "storage", "cannot be described for lack of memory");
+    }
+    memcpy(param->geometry, view->shape, ndim * sizeof *param->geometry);
+    memcpy(param->geometry + ndim, view->strides, ndim * sizeof *param->geometry);
+    param->ndim = view->ndim;
+    param->count = count;
+    param->order_count = fst_layout_order(view->ndim, view->shape, view->strides, param->order);
+    if (count > 0 && fst_tensor_layout(tensors, object, view, param->order_count, param->order, 1,
+                                       &layout, problem))
+        return -1;
+    param->flat = !layout;
+    PyMem_Free(layout);
+    param->param = object;
+    return 0;
+}
