@@ -12,6 +12,13 @@ enum {
     PREFETCH = 2048,   /* elements ahead */
 };
 
+/* Elements that a prefetch may reach over: a whole chunk is most likely followed by the next of its
+ * tensor. */
+static size_t reach(size_t count, size_t done)
+{
+    return count == FST_CHUNK ? SIZE_MAX : count - done;
+}
+
 #define REAL float
 #define OTHER double
 #define FST_T(name) name##_f32

@@ -65,10 +65,10 @@ static void FST_T(update_plain)(const fst_operand *op, int64_t begin, size_t cou
     for (size_t done = 0; done < count; done += BLOCK) {
         const int64_t at = begin + (int64_t)done;
         const size_t left = count - done;
-        FST_T(prefetch)(&op[FST_OP_PARAM], at, left);
-        FST_T(prefetch)(&op[FST_OP_GRAD], at, left);
+        FST_T(prefetch)(&op[FST_OP_PARAM], at, reach(count, done));
+        FST_T(prefetch)(&op[FST_OP_GRAD], at, reach(count, done));
         for (unsigned k = 0; k < states; k++) {
-            FST_T(prefetch)(&op[FST_OP_STATE + k], at, left);
+            FST_T(prefetch)(&op[FST_OP_STATE + k], at, reach(count, done));
             s[k] = (REAL *)op[FST_OP_STATE + k].data + at;
         }
         FST_T(rules)[args->rule].loop(left < BLOCK ? left : BLOCK,
@@ -93,10 +93,10 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
         const int64_t at = begin + (int64_t)done;
         const size_t n = count - done < BLOCK ? count - done : BLOCK;
         REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
-        FST_T(prefetch)(value, at, count - done);
-        FST_T(prefetch)(&op[FST_OP_GRAD], at, count - done);
+        FST_T(prefetch)(value, at, reach(count, done));
+        FST_T(prefetch)(&op[FST_OP_GRAD], at, reach(count, done));
         for (unsigned k = 0; k < states; k++) {
-            FST_T(prefetch)(&op[FST_OP_STATE + k], at, count - done);
+            FST_T(prefetch)(&op[FST_OP_STATE + k], at, reach(count, done));
             s[k] = FST_T(load)(&op[FST_OP_STATE + k], scratch[FST_OP_STATE + k], at, n);
         }
         REAL *p = FST_T(load)(value, scratch[FST_OP_PARAM], at, n);
