@@ -49,20 +49,27 @@ static int add_tensor(fst_module *state, list_plan *list, Py_ssize_t index, int 
     return 0;
 }
 
-/* Binds a sequence of tensors; 0, or -1 with a Python error that names the tensor's place in it. */
-static int list_plan_bind(fst_module *state, list_plan *list, PyObject *sequence, int written)
+/* Takes hold of a sequence of tensors; 0, or -1 with a Python error. To be freed in either case. */
+static int list_plan_start(list_plan *list, PyObject *sequence)
 {
-    fst_status status = {0};
     *list = (list_plan){.items = PySequence_Tuple(sequence)};
     fst_plan_init(&list->plan, 1);
     if (!list->items)
         return -1;
     list->count = PyTuple_Size(list->items);
     list->layouts = PyMem_Calloc((size_t)list->count + 1, sizeof *list->layouts);
-    if (!list->layouts) {
-        PyErr_NoMemory();
+    if (list->layouts)
+        return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+/* Binds a sequence of tensors; 0, or -1 with a Python error that names the tensor's place in it. */
+static int list_plan_bind(fst_module *state, list_plan *list, PyObject *sequence, int written)
+{
+    fst_status status = {0};
+    if (list_plan_start(list, sequence))
         return -1;
-    }
     for (Py_ssize_t i = 0; i < list->count; i++) {
         fst_problem problem;
         if (add_tensor(state, list, i, written, &problem)) {
@@ -106,19 +113,13 @@ PyObject *fst_py_fusable(PyObject *module, PyObject *tensors)
     fst_module *state = fst_module_state(module);
     list_plan list;
     int fusable = 1;
-    list = (list_plan){.items = PySequence_Tuple(tensors)};
-    fst_plan_init(&list.plan, 1);
-    if (!list.items)
-        return NULL;
-    list.count = PyTuple_Size(list.items);
-    list.layouts = PyMem_Calloc((size_t)list.count + 1, sizeof *list.layouts);
-    for (Py_ssize_t i = 0; list.layouts && fusable && i < list.count; i++) {
+    const int failed = list_plan_start(&list, tensors);
+    for (Py_ssize_t i = 0; !failed && fusable && i < list.count; i++) {
         fst_problem problem;
         fusable = !add_tensor(state, &list, i, 1, &problem);
     }
-    const int memory = list.layouts != NULL;
     list_plan_free(&list);
-    return memory ? PyBool_FromLong(fusable) : PyErr_NoMemory();
+    return failed ? NULL : PyBool_FromLong(fusable);
 }
 
 typedef fst_code (*measure_fn)(fst_plan *, unsigned, double, fst_measurement *, fst_status *);
