@@ -6,6 +6,11 @@
  * where the cores are busy with other programs, waiting for them takes milliseconds. */
 enum { GRAIN = 1 << 18 };
 
+/* Backwards, chunks go in groups of this many, each from its first to its last: what a measuring
+ * pass read last is then met early, and the hardware's prefetchers still run from chunk to chunk.
+ */
+enum { GROUP = 32 };
+
 typedef struct fst_job fst_job;
 struct fst_job {
     const fst_work *work;
@@ -47,12 +52,13 @@ static void run_range(int64_t begin, int64_t end, void *context)
     const fst_job *job = context;
     const size_t first = chunk_at(job, job->cost_begin + (uint64_t)begin);
     const size_t last = chunk_at(job, job->cost_begin + (uint64_t)end);
-    if (job->backwards)
-        for (size_t i = last; i-- > first;)
+    for (size_t done = 0, count = last - first; done < count;) {
+        const size_t left = count - done, some = job->backwards && left > GROUP ? GROUP : left;
+        const size_t from = job->backwards ? last - done - some : first;
+        for (size_t i = from; i < from + some; i++)
             job->chunk(job, i);
-    else
-        for (size_t i = first; i < last; i++)
-            job->chunk(job, i);
+        done += some;
+    }
 }
 
 static fst_code run(fst_job *job, fst_status *status)
