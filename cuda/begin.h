@@ -92,7 +92,7 @@ FST_DEVICE void fst_advance_counters(const fst_device_tables *tables)
 FST_DEVICE void fst_decide(const fst_begin_launch *launch, fst_device_outcome *outcome,
                            int measured, int skip, double sum, double inv_scale)
 {
-    const int seen = fst_outcome_close(outcome);
+    const int seen = fst_any_seen(outcome);
     const double norm = measured ? sqrt(sum) : (double)NAN;
     const int clips = measured && launch->max_norm == launch->max_norm;
     outcome->square_sum = sum;

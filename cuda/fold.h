@@ -76,7 +76,7 @@ FST_DEVICE double fst_fold_block(fst_shared *shared, double lane, fst_norm_kind 
             shared->lanes[threadIdx.x] =
                 fst_tree_join(shared->lanes[threadIdx.x], shared->lanes[threadIdx.x + half], kind);
     }
-    return shared->lanes[0];
+    return shared->lanes[threadIdx.x];
 }
 
 /* Folds the results of chunks [0, count) by one block; the result is thread 0's. */
@@ -90,7 +90,7 @@ FST_DEVICE double fst_fold_partial(fst_shared *shared, const double *partial, ui
 }
 
 /* Called by all threads when a block has done its part. Returns 1 in the block that comes last: it
- * sees what every other wrote before. `seen` is noted for it if any thread says so. */
+ * sees what every other wrote before. The ticket is then 0 again. `seen` is noted for it if any thread says so. */
 FST_DEVICE int fst_is_last_block(fst_shared *shared, fst_device_outcome *outcome, int seen)
 {
     const int any = __syncthreads_or(seen);
@@ -98,21 +98,17 @@ FST_DEVICE int fst_is_last_block(fst_shared *shared, fst_device_outcome *outcome
         if (any)
             atomicOr(&outcome->seen, 1u);
         __threadfence();
-        shared->last = atomicAdd(&outcome->ticket, 1u) == gridDim.x - 1u;
+        shared->last = atomicInc(&outcome->ticket, gridDim.x - 1u) == gridDim.x - 1u;
         __threadfence();
     }
     __syncthreads();
     return shared->last;
 }
 
-/* By one thread of the last block: makes the outcome ready for the next launch. Returns whether any
- * block saw an infinity or NaN. */
-FST_DEVICE int fst_outcome_close(fst_device_outcome *outcome)
+/* By one thread of the last block: whether any block saw an infinity or NaN. */
+FST_DEVICE int fst_any_seen(fst_device_outcome *outcome)
 {
-    const int seen = outcome->seen != 0;
-    outcome->seen = 0;
-    outcome->ticket = 0;
-    return seen;
+    return atomicExch(&outcome->seen, 0u) != 0u;
 }
 
 #endif

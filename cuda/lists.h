@@ -20,7 +20,7 @@ FST_KERNEL(fst_unscale, fst_unscale_launch)
                          FST_NORM_SQUARES);
     if (threadIdx.x)
         return;
-    const int found = fst_outcome_close(outcome) || (tables->chunk_first && outcome->nonfinite);
+    const int found = fst_any_seen(outcome) || (tables->chunk_first && outcome->nonfinite);
     outcome->square_sum = sum;
     outcome->norm = sqrt(sum);
     outcome->clip_coefficient = 1.0;
@@ -73,7 +73,7 @@ FST_KERNEL(fst_norm, fst_norm_launch)
     const double norm = kind == FST_NORM_SQUARES ? sqrt(result)
                         : kind == FST_NORM_POWER ? fst_power(result, 1.0 / launch.power)
                                                  : result;
-    outcome->nonfinite = fst_outcome_close(outcome);
+    outcome->nonfinite = fst_any_seen(outcome);
     outcome->square_sum = kind == FST_NORM_SQUARES ? result : (double)NAN;
     outcome->norm = norm;
     outcome->clip_coefficient = 1.0;

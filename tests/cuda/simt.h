@@ -35,8 +35,9 @@ int simt_barrier(int any, int line);
 double simt_shuffle_down(uint32_t mask, double value, unsigned delta, int line);
 void *simt_shared_memory(size_t size, int line);
 void simt_fence(void);
-uint32_t simt_atomic_add(uint32_t *at, uint32_t value);
+uint32_t simt_atomic_inc(uint32_t *at, uint32_t last);
 uint32_t simt_atomic_or(uint32_t *at, uint32_t value);
+uint32_t simt_atomic_exchange(uint32_t *at, uint32_t value);
 
 #ifdef SIMT_KERNELS
 #define threadIdx simt_thread_idx
@@ -47,8 +48,9 @@ uint32_t simt_atomic_or(uint32_t *at, uint32_t value);
 #define __syncthreads_or(any) simt_barrier((any), __LINE__)
 #define __shfl_down_sync(mask, value, delta) simt_shuffle_down((mask), (value), (delta), __LINE__)
 #define __threadfence() simt_fence()
-#define atomicAdd(at, value) simt_atomic_add((at), (value))
+#define atomicInc(at, last) simt_atomic_inc((at), (last))
 #define atomicOr(at, value) simt_atomic_or((at), (value))
+#define atomicExch(at, value) simt_atomic_exchange((at), (value))
 
 #define FST_DEVICE static inline __attribute__((unused))
 #define FST_DEVICE_CALL static __attribute__((noinline, unused))

@@ -115,10 +115,11 @@ void simt_fence(void)
 {
 }
 
-uint32_t simt_atomic_add(uint32_t *at, uint32_t value)
+/* Counts from 0 to `last`, and from there to 0 again. */
+uint32_t simt_atomic_inc(uint32_t *at, uint32_t last)
 {
     const uint32_t old = *at;
-    *at = old + value;
+    *at = old >= last ? 0 : old + 1;
     return old;
 }
 
@@ -126,6 +127,13 @@ uint32_t simt_atomic_or(uint32_t *at, uint32_t value)
 {
     const uint32_t old = *at;
     *at = old | value;
+    return old;
+}
+
+uint32_t simt_atomic_exchange(uint32_t *at, uint32_t value)
+{
+    const uint32_t old = *at;
+    *at = value;
     return old;
 }
 

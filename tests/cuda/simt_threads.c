@@ -100,16 +100,26 @@ static void before_atomic(uint32_t *at)
     last_atomic = at;
 }
 
-uint32_t simt_atomic_add(uint32_t *at, uint32_t value)
+uint32_t simt_atomic_inc(uint32_t *at, uint32_t last)
 {
+    uint32_t old = __atomic_load_n(at, __ATOMIC_RELAXED), next;
     before_atomic(at);
-    return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
+    do
+        next = old >= last ? 0 : old + 1;
+    while (!__atomic_compare_exchange_n(at, &old, next, 0, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return old;
 }
 
 uint32_t simt_atomic_or(uint32_t *at, uint32_t value)
 {
     before_atomic(at);
     return __atomic_fetch_or(at, value, __ATOMIC_RELAXED);
+}
+
+uint32_t simt_atomic_exchange(uint32_t *at, uint32_t value)
+{
+    before_atomic(at);
+    return __atomic_exchange_n(at, value, __ATOMIC_RELAXED);
 }
 
 static void *worker_main(void *argument)
