@@ -7,29 +7,20 @@ or square root is one instruction, div.rn or sqrt.rn; what the assembler makes o
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from nvcc import FLAGS, NVCC, ROOT, needs_nvcc
+from nvcc import KERNELS, needs_nvcc, ptx
 
 INSTRUCTION = re.compile(r"^\s+(?:@!?%p\d+ )?([a-z][a-z0-9_.]*)\s.*;$", re.MULTILINE)
-KERNELS = {
-    *("fst_begin", "fst_update", "fst_unscale", "fst_norm"),
-    *("fst_scale", "fst_clamp", "fst_loss_scale"),
-}
 pytestmark = needs_nvcc
 
 
-def ptx(folder: Path, *more: str) -> dict[str, str]:
+def functions(folder: Path, fmad: bool = False) -> dict[str, str]:
     """The code of each function in PTX."""
-    out = folder / "kernels.ptx"
-    command = [NVCC, FLAGS, *more, "-ptx", "-arch=compute_75", "-Werror=all-warnings"]
-    command += ["-o", str(out), "cuda/kernels.cu"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    parts = re.split(r"^(?=\.(?:visible|weak|func|entry))", out.read_text(), flags=re.MULTILINE)
+    code = ptx(folder / "kernels.ptx", fmad)
+    parts = re.split(r"^(?=\.(?:visible|weak|func|entry))", code, flags=re.MULTILINE)
     named = {m[1]: part for part in parts if "\n{" in part and (m := re.search(r"(\w+)\(\n", part))}
     assert named.keys() >= KERNELS
     return named
@@ -42,7 +33,7 @@ def fused(code: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def unfused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return ptx(tmp_path_factory.mktemp("ptx"))
+    return functions(tmp_path_factory.mktemp("ptx"))
 
 
 def of_the_power(name: str) -> bool:
@@ -59,7 +50,7 @@ def test_nothing_is_fused_but_in_the_power(unfused: dict[str, str]) -> None:
 
 def test_the_search_finds_what_is_fused(tmp_path: Path) -> None:
     """Where fusing is allowed nvcc does it, in fp32 and in fp64."""
-    found = {i for code in ptx(tmp_path, "--fmad=true").values() for i in fused(code)}
+    found = {i for code in functions(tmp_path, fmad=True).values() for i in fused(code)}
     assert {"fma.rn.f32", "fma.rn.f64"} <= found
 
 
