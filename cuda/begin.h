@@ -52,7 +52,9 @@ FST_DEVICE void fst_fold_span(const fst_device_tables *tables, uint32_t index)
     const double step = fst_step_of(&span);
     fst_rule_args *args = (fst_rule_args *)fst_args_of(tables, index);
     double hyper[FST_DEVICE_HYPER];
-    FST_UNROLL for (unsigned i = 0; i < FST_DEVICE_HYPER; i++) hyper[i] = group->hyper[i];
+    FST_UNROLL
+    for (unsigned i = 0; i < FST_DEVICE_HYPER; i++)
+        hyper[i] = group->hyper[i];
     if (group->lr.data)
         hyper[0] = fst_scalar_read(&group->lr);
     switch (span.rule) {
@@ -79,12 +81,24 @@ FST_DEVICE void fst_fold_spans(const fst_device_tables *tables)
         fst_fold_span(tables, (uint32_t)i);
 }
 
-/* By the last block. */
+/* By the last block, while the others have left: as many at a time as a thread can wait for. */
 FST_DEVICE void fst_advance_counters(const fst_device_tables *tables)
 {
-    for (uint32_t i = threadIdx.x; i < tables->span_count; i += FST_DEVICE_BLOCK) {
-        const fst_device_span *span = &fst_spans_of(tables)[i];
-        fst_scalar_write(&span->step, fst_step_of(span));
+    const fst_device_span *spans = fst_spans_of(tables);
+    for (uint32_t base = threadIdx.x; base < tables->span_count;
+         base += FST_DEVICE_BLOCK * FST_AT_ONCE) {
+        double step[FST_AT_ONCE];
+        FST_UNROLL
+        for (uint32_t k = 0; k < FST_AT_ONCE; k++) {
+            const uint32_t i = base + k * FST_DEVICE_BLOCK;
+            step[k] = i < tables->span_count ? fst_step_of(&spans[i]) : 0.0;
+        }
+        FST_UNROLL
+        for (uint32_t k = 0; k < FST_AT_ONCE; k++) {
+            const uint32_t i = base + k * FST_DEVICE_BLOCK;
+            if (i < tables->span_count)
+                fst_scalar_write(&spans[i].step, step[k]);
+        }
     }
 }
 

@@ -45,8 +45,8 @@ FST_DEVICE fst_words *FST_T(word_at)(const fst_share *share, uint32_t base,
 FST_DEVICE void FST_T(fetch)(const fst_share *share, uint32_t base, const fst_device_operand *op,
                              fst_words *words)
 {
-    FST_UNROLL for (unsigned n = 0; n < 2; n++)
-    {
+    FST_UNROLL
+    for (unsigned n = 0; n < 2; n++) {
         words[n] = fst_words_zero();
         if (FST_T(has_word)(share, base, op, n))
             words[n] = *FST_T(word_at)(share, base, op, n);
@@ -56,8 +56,8 @@ FST_DEVICE void FST_T(fetch)(const fst_share *share, uint32_t base, const fst_de
 /* From words to numbers. */
 FST_DEVICE void FST_T(widen)(const fst_words *words, int32_t dtype, REAL *x)
 {
-    FST_UNROLL for (unsigned q = 0; q < HELD; q++)
-    {
+    FST_UNROLL
+    for (unsigned q = 0; q < HELD; q++) {
         const uint32_t half = words[0].word[q / 2 % 4] >> q % 2 * 16;
         if (dtype == (int32_t)FST_T(SELF))
             memcpy(&x[q], &words[q / (HELD / 2)].word[q % (HELD / 2) * sizeof(REAL) / 4],
@@ -75,8 +75,8 @@ FST_DEVICE void FST_T(widen)(const fst_words *words, int32_t dtype, REAL *x)
 FST_DEVICE void FST_T(narrow)(const REAL *x, int32_t dtype, fst_words *words)
 {
     words[0] = words[1] = fst_words_zero();
-    FST_UNROLL for (unsigned q = 0; q < HELD; q++)
-    {
+    FST_UNROLL
+    for (unsigned q = 0; q < HELD; q++) {
         const unsigned shift = q % 2 * 16;
         if (dtype == (int32_t)FST_T(SELF))
             memcpy(&words[q / (HELD / 2)].word[q % (HELD / 2) * sizeof(REAL) / 4], &x[q],
@@ -95,8 +95,10 @@ FST_DEVICE void FST_T(store)(const fst_share *share, uint32_t base, const fst_de
 {
     fst_words words[2];
     FST_T(narrow)(x, op->dtype, words);
-    FST_UNROLL for (unsigned n = 0; n < 2; n++) if (FST_T(has_word)(share, base, op, n)) *
-        FST_T(word_at)(share, base, op, n) = words[n];
+    FST_UNROLL
+    for (unsigned n = 0; n < 2; n++)
+        if (FST_T(has_word)(share, base, op, n))
+            *FST_T(word_at)(share, base, op, n) = words[n];
 }
 
 /* One element of any operand. */

@@ -40,15 +40,21 @@ FST_DEVICE double fst_term(double x, const fst_reduction *what)
 FST_DEVICE double fst_fold_shifted(double *lanes, unsigned shift, fst_norm_kind kind)
 {
     const unsigned run = 1u << shift;
-    FST_UNROLL for (unsigned half = 4; half >= run; half /= 2)
-        FST_UNROLL for (unsigned q = 0; q < half; q++) lanes[q] =
-            fst_tree_join(lanes[q], lanes[q + half], kind);
-    FST_UNROLL for (unsigned half = FST_WARP / 2; half > 0; half /= 2)
-        FST_UNROLL for (unsigned q = 0; q < run; q++) lanes[q] =
-            fst_tree_join(lanes[q], __shfl_down_sync(0xFFFFFFFFu, lanes[q], half), kind);
-    FST_UNROLL for (unsigned half = run / 2; half > 0; half /= 2)
-        FST_UNROLL for (unsigned q = 0; q < half; q++) lanes[q] =
-            fst_tree_join(lanes[q], lanes[q + half], kind);
+    FST_UNROLL
+    for (unsigned half = 4; half >= run; half /= 2)
+        FST_UNROLL
+    for (unsigned q = 0; q < half; q++)
+        lanes[q] = fst_tree_join(lanes[q], lanes[q + half], kind);
+    FST_UNROLL
+    for (unsigned half = FST_WARP / 2; half > 0; half /= 2)
+        FST_UNROLL
+    for (unsigned q = 0; q < run; q++)
+        lanes[q] = fst_tree_join(lanes[q], __shfl_down_sync(0xFFFFFFFFu, lanes[q], half), kind);
+    FST_UNROLL
+    for (unsigned half = run / 2; half > 0; half /= 2)
+        FST_UNROLL
+    for (unsigned q = 0; q < half; q++)
+        lanes[q] = fst_tree_join(lanes[q], lanes[q + half], kind);
     return lanes[0];
 }
 
@@ -84,13 +90,23 @@ FST_DEVICE double fst_fold_partial(fst_shared *shared, const double *partial, ui
                                    fst_norm_kind kind)
 {
     double lane = fst_tree_neutral(kind);
-    for (uint32_t i = threadIdx.x; i < count; i += FST_LANES)
-        lane = fst_tree_join(lane, partial[i], kind);
+    for (uint32_t base = threadIdx.x; base < count; base += FST_LANES * FST_AT_ONCE) {
+        double values[FST_AT_ONCE];
+        FST_UNROLL
+        for (uint32_t k = 0; k < FST_AT_ONCE; k++) {
+            const uint32_t i = base + k * FST_LANES;
+            values[k] = i < count ? partial[i] : fst_tree_neutral(kind);
+        }
+        FST_UNROLL
+        for (uint32_t k = 0; k < FST_AT_ONCE; k++)
+            lane = fst_tree_join(lane, values[k], kind);
+    }
     return fst_fold_block(shared, lane, kind);
 }
 
 /* Called by all threads when a block has done its part. Returns 1 in the block that comes last: it
- * sees what every other wrote before. The ticket is then 0 again. `seen` is noted for it if any thread says so. */
+ * sees what every other wrote before. The ticket is then 0 again. `seen` is noted for it if any
+ * thread says so. */
 FST_DEVICE int fst_is_last_block(fst_shared *shared, fst_device_outcome *outcome, int seen)
 {
     const int any = __syncthreads_or(seen);

@@ -7,6 +7,8 @@
 #include "fold.h"
 #include "tile.h"
 
+enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
+
 #define REAL float
 #define FST_T(name) name##_f32
 #include "block.h"

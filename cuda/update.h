@@ -15,23 +15,26 @@ typedef struct {
 /* The products in the order of unscale_ and clip_grad_norm_, one after the other. */
 FST_DEVICE void FST_T(scale_grad)(FST_T(fst_held) *x, unsigned held, const FST_T(fst_step) *step)
 {
-    FST_UNROLL for (unsigned q = 0; q < held; q++) x->g[q] =
-        x->g[q] * step->inv_scale * step->coefficient;
+    FST_UNROLL
+    for (unsigned q = 0; q < held; q++)
+        x->g[q] = x->g[q] * step->inv_scale * step->coefficient;
 }
 
 FST_DEVICE void FST_T(apply)(FST_T(fst_held) *x, unsigned held, const FST_T(fst_step) *step)
 {
     switch (step->rule) {
-#define RULE(name, states, hyper)                                                           \
-    case FST_RULE_##name: {                                                                 \
-        const FST_T(name##_args) a = *(const FST_T(name##_args) *)step->args;               \
-        FST_UNROLL for (unsigned q = 0; q < held; q++)                                      \
-        {                                                                                   \
-            REAL s[FST_MAX_STATES] = {x->state[0][q], x->state[1][q], x->state[2][q]};      \
-            x->p[q] = FST_T(name##_rule)(x->p[q], step->sign * x->g[q], s, &a);             \
-            FST_UNROLL for (unsigned k = 0; k < FST_MAX_STATES; k++) x->state[k][q] = s[k]; \
-        }                                                                                   \
-        break;                                                                              \
+#define RULE(name, states, hyper)                                                      \
+    case FST_RULE_##name: {                                                            \
+        const FST_T(name##_args) a = *(const FST_T(name##_args) *)step->args;          \
+        FST_UNROLL                                                                     \
+        for (unsigned q = 0; q < held; q++) {                                          \
+            REAL s[FST_MAX_STATES] = {x->state[0][q], x->state[1][q], x->state[2][q]}; \
+            x->p[q] = FST_T(name##_rule)(x->p[q], step->sign * x->g[q], s, &a);        \
+            FST_UNROLL                                                                 \
+            for (unsigned k = 0; k < FST_MAX_STATES; k++)                              \
+                x->state[k][q] = s[k];                                                 \
+        }                                                                              \
+        break;                                                                         \
     }
 #include "rules/rules.def"
 #undef RULE
@@ -49,22 +52,25 @@ FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base,
     FST_T(fst_held) x;
     FST_T(fetch)(share, base, value, words[0]);
     FST_T(fetch)(share, base, &op[FST_OP_GRAD], words[1]);
-    FST_UNROLL for (unsigned k = 0; k < FST_MAX_STATES; k++)
-    {
+    FST_UNROLL
+    for (unsigned k = 0; k < FST_MAX_STATES; k++) {
         words[2 + k][0] = words[2 + k][1] = fst_words_zero();
         if (op[FST_OP_STATE + k].data)
             FST_T(fetch)(share, base, &op[FST_OP_STATE + k], words[2 + k]);
     }
     FST_T(widen)(words[0], value->dtype, x.p);
     FST_T(widen)(words[1], op[FST_OP_GRAD].dtype, x.g);
-    FST_UNROLL for (unsigned k = 0; k < FST_MAX_STATES; k++)
+    FST_UNROLL
+    for (unsigned k = 0; k < FST_MAX_STATES; k++)
         FST_T(widen)(words[2 + k], op[FST_OP_STATE + k].dtype, x.state[k]);
     FST_T(scale_grad)(&x, HELD, step);
     if (write_grad)
         FST_T(store)(share, base, &op[FST_OP_GRAD], x.g);
     FST_T(apply)(&x, HELD, step);
-    FST_UNROLL for (unsigned k = 0; k < FST_MAX_STATES; k++) if (op[FST_OP_STATE + k].data)
-        FST_T(store)(share, base, &op[FST_OP_STATE + k], x.state[k]);
+    FST_UNROLL
+    for (unsigned k = 0; k < FST_MAX_STATES; k++)
+        if (op[FST_OP_STATE + k].data)
+            FST_T(store)(share, base, &op[FST_OP_STATE + k], x.state[k]);
     FST_T(store)(share, base, value, x.p);
     if (op[FST_OP_MASTER].data)
         FST_T(store)(share, base, &op[FST_OP_PARAM], x.p);
@@ -80,14 +86,18 @@ FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
     FST_T(fst_held) x;
     x.p[0] = FST_T(get)(share, value, element);
     x.g[0] = FST_T(get)(share, &op[FST_OP_GRAD], element);
-    FST_UNROLL for (unsigned k = 0; k < FST_MAX_STATES; k++) x.state[k][0] =
-        op[FST_OP_STATE + k].data ? FST_T(get)(share, &op[FST_OP_STATE + k], element) : (REAL)0;
+    FST_UNROLL
+    for (unsigned k = 0; k < FST_MAX_STATES; k++)
+        x.state[k][0] =
+            op[FST_OP_STATE + k].data ? FST_T(get)(share, &op[FST_OP_STATE + k], element) : (REAL)0;
     FST_T(scale_grad)(&x, 1, step);
     if (write_grad)
         FST_T(set)(share, &op[FST_OP_GRAD], element, x.g[0]);
     FST_T(apply)(&x, 1, step);
-    FST_UNROLL for (unsigned k = 0; k < FST_MAX_STATES; k++) if (op[FST_OP_STATE + k].data)
-        FST_T(set)(share, &op[FST_OP_STATE + k], element, x.state[k][0]);
+    FST_UNROLL
+    for (unsigned k = 0; k < FST_MAX_STATES; k++)
+        if (op[FST_OP_STATE + k].data)
+            FST_T(set)(share, &op[FST_OP_STATE + k], element, x.state[k][0]);
     FST_T(set)(share, value, element, x.p[0]);
     if (op[FST_OP_MASTER].data)
         FST_T(set)(share, &op[FST_OP_PARAM], element, x.p[0]);
@@ -133,7 +143,9 @@ FST_DEVICE void FST_T(change)(const fst_device_tables *tables, const fst_device_
         REAL x[HELD];
         FST_T(fetch)(&share, base, op, words);
         FST_T(widen)(words, op->dtype, x);
-        FST_UNROLL for (unsigned q = 0; q < HELD; q++) x[q] = FST_T(changed)(x[q], factor, clamp);
+        FST_UNROLL
+        for (unsigned q = 0; q < HELD; q++)
+            x[q] = FST_T(changed)(x[q], factor, clamp);
         FST_T(store)(&share, base, op, x);
     }
     for (uint32_t i = share.whole + threadIdx.x; i < share.count; i += FST_DEVICE_BLOCK)

@@ -23,6 +23,7 @@
 enum {
     FST_WARP = 32,
     FST_WARPS = FST_DEVICE_BLOCK / FST_WARP, /* of a block */
+    FST_AT_ONCE = 8, /* loads of a thread that are under way together, in loops of one block */
 };
 
 /* What one instruction moves: 16 bytes, over elements of any type. */

@@ -4,10 +4,10 @@
 #include "core/passes.h"
 #include "rules/loss_scale.h"
 
-enum { MAX_TENSORS = 20 };
+enum { FEW = 20, MANY = 2600 /* more chunks than a block folds in one go */ };
 
 typedef struct {
-    array *tensors[MAX_TENSORS];
+    array *tensors[MANY];
     size_t count;
     fst_plan plan;
     device device;
@@ -35,8 +35,8 @@ static list *list_new(size_t count, double (*value)(void))
     l->count = count;
     for (size_t i = 0; i < count; i++) {
         const fst_dtype dtype = (fst_dtype)random_below(FST_DTYPE_COUNT);
-        const int64_t size =
-            1 + (int64_t)(i ? random_below(1500) : (size_t)FST_CHUNK + random_below(20000));
+        const int64_t size = 1 + (int64_t)(i ? random_below(count == MANY ? 20 : 1500)
+                                             : (size_t)FST_CHUNK + random_below(20000));
         const arrangement how = (arrangement)random_below(EXPANDED);
         l->tensors[i] =
             random_below(2) ? array_new_aligned(dtype, size) : array_new(dtype, how, size);
@@ -254,12 +254,15 @@ int main(void)
     static double (*const values[])(void) = {random_unit, random_value};
     level_count = supported_levels(levels);
     for (int round = 0; round < 40; round++) {
-        const size_t count = round ? 1 + random_below(MAX_TENSORS) : 0;
+        const size_t count = round ? 1 + random_below(FEW) : 0;
         unscale(count, values[round / 3 % 2], round % 4 ? 1024.0 : 1e-3, round % 3);
         for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++)
             norm_and_scale(count, values[round % 4 == 3], orders[i], limits[(round + (int)i) % 4]);
         scale_and_clamp(count, round % 2 ? 0.7 : 1e20);
     }
+    unscale(MANY, random_unit, 3.0, 0);
+    for (int i = 0; i < 5; i++)
+        norm_and_scale(MANY, random_unit, orders[i], 0.5);
     for (int bad = 0; bad < 2; bad++)
         rounds(bad);
     zeros();

@@ -175,6 +175,42 @@ static void no_parameters(void)
     model_free(m);
 }
 
+/* More step counters than a block advances in one go, and the scalars that are folded for each. */
+static void many_counters(int skipped)
+{
+    enum { COUNT = 2600 };
+    device d;
+    double *steps = must_alloc(COUNT * sizeof *steps);
+    float found_inf = (float)skipped;
+    const fst_work nothing = {.width = FST_OP_COUNT};
+    const double *hyper = usual[FST_RULE_adam];
+    device_make(&d, &nothing, COUNT);
+    d.groups = must_alloc_poison(sizeof *d.groups);
+    d.tables.groups = address_of(d.groups);
+    memcpy(d.groups->hyper, hyper, sizeof d.groups->hyper);
+    d.groups->lr = (fst_device_scalar){.data = 0};
+    for (int i = 0; i < COUNT; i++) {
+        steps[i] = i % 1000;
+        d.spans[i] = (fst_device_span){scalar_at(&steps[i], 1), .rule = FST_RULE_adam};
+        d.spans[i].wide = i % 2;
+    }
+    fst_begin_launch begin = {.tables = d.tables, .max_norm = NAN};
+    begin.found_inf = scalar_at(&found_inf, 0);
+    device_launch(&d, "fst_begin", 3, &begin);
+    CHECK_INT(d.outcome->skip, skipped);
+    for (int i = 0; i < COUNT; i++) {
+        fst_update_args want = {.rule = FST_RULE_adam, .wide = i % 2};
+        const fst_rule_args *got = (const fst_rule_args *)d.args + i;
+        const size_t size = i % 2 ? sizeof got->adam_f64 : sizeof got->adam_f32;
+        CHECK(steps[i] == i % 1000 + 1 - skipped);
+        fst_rule_fold(&want, hyper, i % 1000 + 1);
+        if (!skipped)
+            CHECK_BYTES(got, &want.rule_args, size);
+    }
+    device_free(&d);
+    free(steps);
+}
+
 int main(void)
 {
     level_count = supported_levels(levels);
@@ -190,5 +226,7 @@ int main(void)
     rounds();
     expanded_gradients();
     no_parameters();
+    for (int skipped = 0; skipped < 2; skipped++)
+        many_counters(skipped);
     return check_report();
 }
