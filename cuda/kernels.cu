@@ -53,10 +53,11 @@ FST_KERNEL(fst_loss_scale, fst_loss_scale_launch)
     float *scale = (float *)fst_global(launch.scale);
     int32_t *growth_tracker = (int32_t *)fst_global(launch.growth_tracker);
     int32_t *hysteresis_left = (int32_t *)fst_global(launch.hysteresis_left);
+    const int counts = launch.hysteresis_left != 0;
     if (blockIdx.x || threadIdx.x)
         return;
     float next = *scale;
-    int32_t growth = *growth_tracker, left = hysteresis_left ? *hysteresis_left : 1;
+    int32_t growth = *growth_tracker, left = counts ? *hysteresis_left : 1;
     fst_loss_scale_args args;
     args.growth_factor = launch.growth_factor;
     args.backoff_factor = launch.backoff_factor;
@@ -67,6 +68,6 @@ FST_KERNEL(fst_loss_scale, fst_loss_scale_launch)
     fst_loss_scale_update(&next, &growth, &left, (float)fst_scalar_read(&launch.found_inf), &args);
     *scale = next;
     *growth_tracker = growth;
-    if (hysteresis_left)
+    if (counts)
         *hysteresis_left = left;
 }

@@ -221,30 +221,38 @@ static void zeros(void)
     list_free(l);
 }
 
-static void loss_scales(void)
+/* Elements of a span beyond the 2^32nd, without its memory: an address that lies as far before it,
+ * and a layout that sees the same few elements again and again. */
+static void far_elements(fst_dtype dtype, int by_layout)
 {
-    const fst_loss_scale_args args = {2.0, 0.5, 1.0, 4096.0, 3, 2};
-    float scale = 1024.0f, found[2] = {0.0f, 0.0f}, want = scale;
-    int32_t growth = 0, left = 2, want_growth = 0, want_left = 2;
-    fst_loss_scale_launch launch = {
-        .scale = address_of(&scale),
-        .growth_tracker = address_of(&growth),
-        .found_inf = scalar_at(found, 0),
-        .growth_factor = args.growth_factor,
-        .backoff_factor = args.backoff_factor,
-        .min_scale = args.min_scale,
-        .max_scale = args.max_scale,
-        .growth_interval = args.growth_interval,
-        .hysteresis = args.hysteresis,
-    };
-    for (int i = 0; i < 200; i++) {
-        int32_t once = 1;
-        launch.hysteresis_left = i % 5 ? address_of(&left) : 0;
-        found[0] = random_below(3) ? 0.0f : 2.0f;
-        device_launch(NULL, "fst_loss_scale", 1, &launch);
-        fst_loss_scale_update(&want, &want_growth, i % 5 ? &want_left : &once, found[0], &args);
-        CHECK(scale == want && growth == want_growth && left == want_left);
+    const int64_t far = INT64_C(7) << 33;
+    list *l = list_new(1, random_unit);
+    fst_plan_free(&l->plan);
+    device_free(&l->device);
+    array_free(l->tensors[0]);
+    l->tensors[0] = by_layout ? array_new(dtype, EXPANDED, 5000) : array_new_aligned(dtype, 5000);
+    array_fill(l->tensors[0], random_unit);
+    list_seal(l);
+    const fst_operand *op = &l->tensors[0]->op;
+    const uint32_t count = l->device.chunks[0].count;
+    l->device.chunks[0].begin = far;
+    if (by_layout)
+        l->device.layouts[0].shape[0] = INT64_C(1) << 34;
+    else
+        l->device.operands[0].data -= (uint64_t)far * fst_dtype_size(dtype);
+    fst_norm_launch norm = {.tables = l->device.tables, .kind = FST_NORM_ABS};
+    device_launch(&l->device, "fst_norm", 1, &norm);
+    const double want = levels[0]->reduce(op, 0, count, FST_NORM_ABS, 1.0, 1.0);
+    CHECK(same_double(l->device.outcome->norm, want));
+    if (!by_layout) {
+        array *scaled = array_clone(l->tensors[0]);
+        fst_scale_launch scale = {.tables = l->device.tables, .factor = 0.7};
+        levels[0]->scale(&scaled->op, 0, count, 0.7);
+        device_launch(&l->device, "fst_scale", 1, &scale);
+        CHECK(same_memory(l->tensors[0], scaled));
+        array_free(scaled);
     }
+    list_free(l);
 }
 
 int main(void)
@@ -266,6 +274,8 @@ int main(void)
     for (int bad = 0; bad < 2; bad++)
         rounds(bad);
     zeros();
-    loss_scales();
+    for (int dtype = 0; dtype < FST_DTYPE_COUNT; dtype++)
+        for (int by_layout = 0; by_layout < 2; by_layout++)
+            far_elements((fst_dtype)dtype, by_layout);
     return check_report();
 }

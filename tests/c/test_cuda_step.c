@@ -1,5 +1,6 @@
-/* The kernels of a step, run without a GPU, against the CPU: the same bits for every rule, type,
- * layout and setting, for any number of blocks and any order of blocks and threads. */
+/* The kernels of a step, and of the loss scale after it, run without a GPU, against the CPU: the
+ * same bits for every rule, type, layout and setting, for any number of blocks and any order of
+ * blocks and threads. */
 #include "../cuda/models.h"
 
 static const fst_cpu_kernels *levels[MAX_LEVELS];
@@ -211,6 +212,32 @@ static void many_counters(int skipped)
     free(steps);
 }
 
+static void loss_scales(void)
+{
+    const fst_loss_scale_args args = {2.0, 0.5, 1.0, 4096.0, 3, 2};
+    float scale = 1024.0f, found[2] = {0.0f, 0.0f}, want = scale;
+    int32_t growth = 0, left = 2, want_growth = 0, want_left = 2;
+    fst_loss_scale_launch launch = {
+        .scale = address_of(&scale),
+        .growth_tracker = address_of(&growth),
+        .found_inf = scalar_at(found, 0),
+        .growth_factor = args.growth_factor,
+        .backoff_factor = args.backoff_factor,
+        .min_scale = args.min_scale,
+        .max_scale = args.max_scale,
+        .growth_interval = args.growth_interval,
+        .hysteresis = args.hysteresis,
+    };
+    for (int i = 0; i < 200; i++) {
+        int32_t once = 1;
+        launch.hysteresis_left = i % 5 ? address_of(&left) : 0;
+        found[0] = random_below(3) ? 0.0f : 2.0f;
+        device_launch(NULL, "fst_loss_scale", 1, &launch);
+        fst_loss_scale_update(&want, &want_growth, i % 5 ? &want_left : &once, found[0], &args);
+        CHECK(scale == want && growth == want_growth && left == want_left);
+    }
+}
+
 int main(void)
 {
     level_count = supported_levels(levels);
@@ -228,5 +255,6 @@ int main(void)
     no_parameters();
     for (int skipped = 0; skipped < 2; skipped++)
         many_counters(skipped);
+    loss_scales();
     return check_report();
 }
