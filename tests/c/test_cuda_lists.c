@@ -128,7 +128,7 @@ static void norm_and_scale(size_t count, double (*value)(void), double p, double
 {
     list *start = list_new(count, value), *got = list_clone(start);
     float shown = -1.0f;
-    fst_norm_launch norm = {.tables = got->device.tables, .power = p, .kind = kind_of(p)};
+    fst_norm_launch norm = {.tables = got->device.tables, .power = p, .kind = (int32_t)kind_of(p)};
     norm.norm = scalar_at(&shown, 0);
     device_launch(&got->device, "fst_norm", any_grid(), &norm);
     fst_scale_launch scale = {.tables = got->device.tables, .max_norm = max_norm, .factor = NAN};

@@ -14,9 +14,10 @@ typedef struct {
 } simt_context;
 
 /* Keeps what a function must preserve, changes the stack, and returns on the other one. */
-__attribute__((naked, noinline)) static void simt_switch(simt_context *from, const simt_context *to)
+__attribute__((naked, noinline)) static void simt_switch(simt_context *from __attribute__((unused)),
+                                                         const simt_context *to
+                                                         __attribute__((unused)))
 {
-    (void)from, (void)to;
     __asm__("pushq %rbp\n pushq %rbx\n pushq %r12\n pushq %r13\n pushq %r14\n pushq %r15\n"
             "movq %rsp, (%rdi)\n movq (%rsi), %rsp\n"
             "popq %r15\n popq %r14\n popq %r13\n popq %r12\n popq %rbx\n popq %rbp\n ret\n");
