@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
-C_FILES = $(wildcard csrc/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch])
+C_FILES = $(wildcard csrc/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch] tests/cuda/*.[ch] tests/cuda/*.cu)
 C_TESTS := $(MAKE) -f tests/c/Makefile
 # What runs the loops: these tests are repeated for each instruction set, and under the sanitizers.
 LOOP_TESTS := tests/optim tests/amp tests/clip
@@ -78,7 +78,7 @@ ci: ## what the project's CI runs, in a fresh environment
 	.ci/run
 
 clean: ## remove what was built, but not the environment
-	rm -rf build dist python/*.egg-info python/faststep/*.so
+	rm -rf build dist python/*.egg-info python/faststep/*.so python/faststep/*.fatbin
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .DEFAULT_GOAL := help

@@ -1,19 +1,25 @@
-"""Compiles faststep._C and nothing else: the metadata is in pyproject.toml.
+"""Compiles faststep._C and the kernels, and nothing else: the metadata is in pyproject.toml.
 
 The compiler's flags are in files that the Makefile and the tests read as well: csrc/compile.flags
 for every object, csrc/cpu/<level>.flags for the loops of an instruction set. FASTSTEP_WERROR=1
 makes warnings errors; FASTSTEP_SANITIZE=address,undefined builds an instrumented extension.
+
+Where nvcc is found the kernels of cuda/ become faststep/kernels.fatbin, with the flags of
+cuda/*.flags. FASTSTEP_CUDA=0 leaves them out, FASTSTEP_CUDA=1 fails where they cannot be built.
 """
 
 import copy
 import os
 import platform
+import shutil
+import subprocess
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.errors import CompileError
 
 LEVELS = ["base"] + (["avx2", "avx512"] if platform.machine() in ("x86_64", "AMD64") else [])
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free-threaded CPythons have none yet
@@ -21,6 +27,18 @@ SANITIZE = os.environ.get("FASTSTEP_SANITIZE")
 LOOPS = sorted(glob("csrc/cpu/*.isa.c"))
 PLAIN = sorted(set(glob("csrc/*/*.c")) - set(LOOPS))
 HEADERS = sorted({*glob("csrc/**/*.*", recursive=True)} - {*PLAIN, *LOOPS})
+KERNELS = sorted(glob("cuda/*.*"))
+CUDA = os.environ.get("FASTSTEP_CUDA", "")
+
+
+def nvcc() -> str | None:
+    homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
+    places = [os.environ.get("PATH", os.defpath), *(os.path.join(h, "bin") for h in homes if h)]
+    return shutil.which("nvcc", path=os.pathsep.join(places))
+
+
+def newest(*sources: str) -> float:
+    return max(map(os.path.getmtime, sources))
 
 
 def flags() -> list[str]:
@@ -39,6 +57,11 @@ def macros() -> list[tuple[str, str]]:
 class BuildExt(build_ext):
     """Compiles what is out of date, side by side, and the loops once per instruction set."""
 
+    def run(self) -> None:
+        super().run()
+        folder = os.path.dirname(self.get_ext_fullpath("faststep._C"))
+        self.build_kernels(os.path.join(folder, "kernels.fatbin"))
+
     def build_extension(self, ext: Extension) -> None:
         jobs = [(source, self.build_temp, []) for source in PLAIN]
         for level in LEVELS:
@@ -50,9 +73,27 @@ class BuildExt(build_ext):
         linked.sources, linked.extra_objects, linked.depends = [], objects, objects
         super().build_extension(linked)
 
+    def build_kernels(self, built: str) -> None:
+        if CUDA == "0" or not (compiler := nvcc()):
+            if os.path.exists(built):
+                os.remove(built)
+            if CUDA == "1":
+                raise CompileError("FASTSTEP_CUDA=1, but nvcc is neither in PATH nor in CUDA_HOME")
+            return
+        sources = [*KERNELS, "setup.py", *glob("csrc/base/*.h"), *glob("csrc/rules/*.*")]
+        if os.path.exists(built) and os.path.getmtime(built) > newest(*sources) and not self.force:
+            return
+        options = [f"--options-file={f}" for f in KERNELS if f.endswith(".flags")]
+        command = [compiler, *options, "--threads=0", "-fatbin", "cuda/kernels.cu", "-o", built]
+        self.announce(" ".join(command), 2)
+        if subprocess.run(command, check=False).returncode:
+            if CUDA == "1":
+                raise CompileError(f"FASTSTEP_CUDA=1, but {compiler} failed")
+            self.warn(f"{compiler} failed: faststep is built without CUDA kernels")
+
     def compile(self, source: str, folder: str, extra: list[str]) -> str:
         (built,) = self.compiler.object_filenames([source], output_dir=folder)
-        changed = max(map(os.path.getmtime, [source, "setup.py", *HEADERS]))
+        changed = newest(source, "setup.py", *HEADERS)
         if self.force or not os.path.exists(built) or os.path.getmtime(built) <= changed:
             options = flags() + extra
             self.compiler.compile([source], folder, macros=macros(), extra_postargs=options)
@@ -64,7 +105,7 @@ setup(
         Extension(
             "faststep._C",
             sources=PLAIN + LOOPS,
-            depends=HEADERS,
+            depends=HEADERS + KERNELS,
             libraries=["m", "dl", "pthread"],
             extra_link_args=[f"-fsanitize={SANITIZE}"] if SANITIZE else [],
             py_limited_api=STABLE_ABI,

@@ -1,0 +1,177 @@
+"""The kernels as they are built: for every architecture, without warnings, spills or surprises."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import runpy
+import shutil
+import struct
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+import setuptools
+from setuptools.errors import CompileError
+
+from nvcc import (
+    ARCHITECTURES,
+    ENTRY,
+    KERNELS,
+    NVCC,
+    RESOURCES,
+    ROOT,
+    assembled,
+    needs_nvcc,
+    version,
+)
+from nvcc import resources as resources_in
+
+RECORDED = json.loads(RESOURCES.read_text())
+FATBIN_MAGIC, PTX, ELF = 0xBA55ED50, 1, 2
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    return assembled()
+
+
+@needs_nvcc
+def test_every_architecture_is_assembled(said: dict[str, str]) -> None:
+    assert len(ARCHITECTURES) >= 7
+    for arch, text in said.items():
+        assert {name for name, *_ in ENTRY.findall(text)} == KERNELS, arch
+
+
+@needs_nvcc
+def test_nothing_is_spilled_and_nothing_is_on_the_stack(said: dict[str, str]) -> None:
+    numbers = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill lo")
+    for arch, text in said.items():
+        found = numbers.findall(text)
+        assert len(found) > len(KERNELS)
+        assert set(found) == {("0", "0", "0")}, f"{arch}\n{text}"
+
+
+@needs_nvcc
+def test_resources_are_as_recorded(said: dict[str, str]) -> None:
+    """Another nvcc may choose otherwise, within limits; `python tests/nvcc.py` records anew."""
+    found = resources_in(said)
+    if version() == RECORDED["nvcc"]:
+        assert found == RECORDED["kernels"]
+    used = [kernel for table in found.values() for kernel in table.values()]
+    assert max(kernel["registers"] for kernel in used) <= 128  # two blocks per multiprocessor
+    assert max(kernel["shared"] for kernel in used) <= 8 << 10
+
+
+def test_the_record_is_whole() -> None:
+    assert set(RECORDED["kernels"]) == set(ARCHITECTURES)
+    assert all(set(table) == KERNELS for table in RECORDED["kernels"].values())
+
+
+def images(data: bytes) -> set[tuple[int, int]]:
+    """Kind and architecture of what a fatbin holds."""
+    magic, _, header, size = struct.unpack_from("<IHHQ", data)
+    assert magic == FATBIN_MAGIC
+    assert len(data) >= header + size
+    found, at = set(), header
+    while at < header + size:
+        kind, _, own_header, own_size = struct.unpack_from("<HHIQ", data, at)
+        found.add((kind, struct.unpack_from("<I", data, at + 28)[0]))
+        at += own_header + own_size
+    return found
+
+
+@needs_nvcc
+@pytest.mark.skipif(os.environ.get("FASTSTEP_CUDA") == "0", reason="FASTSTEP_CUDA=0")
+def test_the_package_holds_an_image_for_every_architecture() -> None:
+    data = files("faststep").joinpath("kernels.fatbin").read_bytes()
+    numbers = [int(arch.removeprefix("sm_")) for arch in ARCHITECTURES]
+    assert images(data) == {*((ELF, number) for number in numbers), (PTX, max(numbers))}
+    assert len(data) < 5_000_000
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of what the kernels are made of, and an nvcc that only notes that it was called."""
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    shutil.copytree(ROOT / "cuda", tmp_path / "cuda")
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    tool = tmp_path / "bin" / "nvcc"
+    tool.parent.mkdir()
+    tool.write_text(
+        f'#!/bin/sh\necho "$@" >>{tmp_path}/calls\n'
+        f"[ -e {tmp_path}/broken ] && exit 1\n"
+        'while [ "$1" != -o ]; do shift; done\necho built >"$2"\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    return tmp_path
+
+
+def build(monkeypatch: pytest.MonkeyPatch, cuda: str = "", nvcc: bool = True) -> bool:
+    """Builds the kernels alone; whether there are any afterwards."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setenv("FASTSTEP_CUDA", cuda)
+    module: dict[str, Any] = runpy.run_path("setup.py")
+    command = module["BuildExt"](setuptools.Distribution())
+    command.force = False
+    if not nvcc:
+        command.build_kernels.__func__.__globals__["nvcc"] = lambda: None
+    command.build_kernels("kernels.fatbin")
+    return Path("kernels.fatbin").exists()
+
+
+def calls(tree: Path) -> list[str]:
+    return (tree / "calls").read_text().splitlines() if (tree / "calls").exists() else []
+
+
+def test_kernels_are_built_again_only_when_a_source_changed(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert build(monkeypatch)
+    assert build(monkeypatch)
+    assert len(calls(tree)) == 1
+    assert "--options-file=cuda/targets.flags" in calls(tree)[0]
+    sources = ["cuda/update.h", "cuda/compile.flags", "csrc/rules/adam.h", "csrc/base/device.h"]
+    for count, source in enumerate(sources, 2):
+        later = (tree / "kernels.fatbin").stat().st_mtime + 1
+        os.utime(tree / source, (later, later))
+        assert build(monkeypatch)
+        assert len(calls(tree)) == count
+        os.utime(tree / source, (0, 0))
+    os.utime(tree / "csrc/cpu/update.h", (2**31, 2**31))
+    assert build(monkeypatch)
+    assert len(calls(tree)) == 1 + len(sources)
+
+
+def test_kernels_are_left_out_on_demand(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build(monkeypatch)
+    assert not build(monkeypatch, cuda="0")
+    assert len(calls(tree)) == 1
+
+
+def test_without_nvcc_there_are_no_kernels(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not build(monkeypatch, nvcc=False)
+    with pytest.raises(CompileError, match="nvcc is neither in PATH nor in CUDA_HOME"):
+        build(monkeypatch, cuda="1", nvcc=False)
+
+
+def test_an_nvcc_that_fails(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tree / "broken").touch()
+    assert not build(monkeypatch)
+    with pytest.raises(CompileError, match=r"nvcc failed"):
+        build(monkeypatch, cuda="1")
+    assert len(calls(tree)) == 2
+
+
+@needs_nvcc
+def test_nvcc_is_found_outside_the_path(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(Path(NVCC).resolve().parents[1]))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    found = runpy.run_path("setup.py")["nvcc"]()
+    assert found
+    assert os.access(found, os.X_OK)
