@@ -2,19 +2,26 @@
  *
  * A step is two launches for any number of tensors. `begin` measures the gradients, and its last
  * block decides: found infinity, norm, clip coefficient; unless the step is skipped it advances
- * every step counter and folds the scalars of every span. `update` reads that decision. Nothing of
- * it passes through the host. Addresses are 64-bit numbers, so that host and device agree on every
- * struct. */
+ * every step counter. `update` reads that decision. Nothing of it passes through the host.
+ * Addresses are 64-bit numbers, so that host and device agree on every struct. */
 #ifndef FST_BASE_DEVICE_H
 #define FST_BASE_DEVICE_H
 
 #include "base/work.h"
 
 enum {
-    FST_DEVICE_BLOCK = 256,  /* threads of a block, and lanes of the tree */
+    FST_DEVICE_BLOCK = 256,  /* threads of a block of any kernel, and lanes of the tree */
     FST_DEVICE_MAX_DIMS = 8, /* of a layout after neighbouring dimensions were merged */
     FST_DEVICE_HYPER = 8,
+    FST_DEVICE_ARGS = 64, /* bytes of a span's folded scalars, a fst_rule_args */
 };
+
+/* One fp32 or fp64 number in the device's memory. */
+typedef struct {
+    uint64_t data; /* 0: absent */
+    int32_t is_double;
+    int32_t reserved;
+} fst_device_scalar;
 
 /* An operand of a span; operand k of span i at [i * width + k]. */
 typedef struct {
@@ -28,22 +35,20 @@ typedef struct {
     int32_t ndim, reserved;
 } fst_device_layout;
 
+/* A span of an update. Spans without chunks, for parameters without elements, only count: they
+ * follow the others and have no operands. No two spans share a step counter. */
 typedef struct {
-    uint64_t step; /* address of the step counter, one fp32 or fp64 number; 0: the rule has none */
-    double value;  /* without a counter, what the rule reads: 1 for a new state, else 2 */
+    fst_device_scalar step; /* the step counter; absent: the rule has none */
+    double value;           /* without a counter, what the rule reads: 1 for a new state, else 2 */
     uint32_t group;
-    int32_t step_is_double;
+    int32_t rule; /* fst_rule */
+    int32_t maximize;
     int32_t wide; /* computed in double */
-    int32_t reserved;
 } fst_device_span;
 
 typedef struct {
     double hyper[FST_DEVICE_HYPER];
-    uint64_t lr; /* address of hyper-parameter 0 on the device, 0: it is in `hyper` */
-    int32_t lr_is_double;
-    int32_t rule; /* fst_rule */
-    int32_t maximize;
-    int32_t reserved;
+    fst_device_scalar lr; /* hyper-parameter 0; absent: it is in `hyper` */
 } fst_device_group;
 
 /* One chunk, as fst_chunk without its cost. */
@@ -53,30 +58,103 @@ typedef struct {
     uint32_t count;
 } fst_device_chunk;
 
-/* What `begin` (or a reduction) decided. All zero before its first use; the ticket returns to 0. */
+/* What `begin`, `unscale` or `norm` found. All zero before its first use. */
 typedef struct {
-    double square_sum;       /* of the gradients times inv_scale */
-    double norm;             /* its root, or the norm that a reduction was asked for */
+    double square_sum;       /* of the operand times inv_scale */
+    double norm;             /* its root, or the norm that was asked for; NaN: not measured */
     double clip_coefficient; /* 1 where nothing is clipped */
     double inv_scale;
     int32_t skip;
     int32_t nonfinite;
-    uint32_t ticket; /* blocks that are done */
-    uint32_t reserved;
+    uint32_t ticket; /* blocks that are done; returns to 0 */
+    uint32_t seen;   /* nonzero if a block saw an infinity or NaN; returns to 0 */
 } fst_device_outcome;
 
-/* The tables of one plan on one device. */
+/* The tables of one plan on one device. Passes over a list of tensors need neither spans nor groups
+ * nor args. Launches that write run round after round; those that only read take all chunks. */
 typedef struct {
     uint64_t operands; /* fst_device_operand */
     uint64_t layouts;  /* fst_device_layout */
     uint64_t spans;    /* fst_device_span */
     uint64_t groups;   /* fst_device_group */
-    uint64_t chunks;   /* fst_device_chunk */
-    uint64_t args;     /* fst_update_args per span, written by `begin` */
+    uint64_t chunks;   /* fst_device_chunk; the first one of all, not of this launch */
+    uint64_t args;     /* FST_DEVICE_ARGS bytes per span, aligned to as much; written by `begin` */
     uint64_t partial;  /* a double per chunk, written by reductions */
     uint64_t outcome;  /* fst_device_outcome */
-    uint32_t span_count, group_count, width;
-    uint32_t chunk_first, chunk_count; /* of the round that this launch runs */
+    uint32_t span_count, width;
+    uint32_t chunk_first, chunk_count; /* of this launch */
 } fst_device_tables;
+
+/* Every kernel takes one of these structs, in blocks of FST_DEVICE_BLOCK threads without dynamic
+ * shared memory, and is right for any number of blocks from 1 on. More blocks than run at a time
+ * gain nothing. A reduction gives every chunk to a warp, other passes to a block. */
+
+/* fst_begin: measures if asked, decides, and folds the scalars of every span. One launch. */
+typedef struct {
+    fst_device_tables tables;
+    fst_device_scalar grad_scale; /* what the gradients were multiplied by; absent: 1 */
+    fst_device_scalar found_inf;
+    fst_device_scalar norm;    /* receives the norm; NaN where it was not measured */
+    double max_norm;           /* NaN: no clipping */
+    int32_t measure;           /* must be set to clip or to find infinities */
+    int32_t measure_found_inf; /* set found_inf to 1 instead of reading it */
+} fst_begin_launch;
+
+/* fst_update: the optimizer's update of spans with FST_OP_COUNT operands. */
+typedef struct {
+    fst_device_tables tables;
+    int32_t write_grad; /* write gradients back, unscaled and clipped */
+    int32_t reserved;
+} fst_update_launch;
+
+/* fst_unscale: operand times inverse scale, in place, measured on the way. After the last round the
+ * outcome holds the sum of squares, its root and whether an element was infinite or NaN. */
+typedef struct {
+    fst_device_tables tables;
+    fst_device_scalar scale;
+    fst_device_scalar found_inf; /* set to 1 where an element is infinite or NaN, else left alone */
+    double factor;               /* the inverse scale where `scale` is absent */
+    uint32_t operand;
+    int32_t inverse; /* `scale` is the inverse scale already */
+} fst_unscale_launch;
+
+/* fst_norm: the norm of all elements of an operand. One launch. */
+typedef struct {
+    fst_device_tables tables;
+    fst_device_scalar norm; /* receives the norm */
+    double power;           /* of FST_NORM_POWER */
+    uint32_t operand;
+    int32_t kind; /* fst_norm */
+} fst_norm_launch;
+
+/* fst_scale: operand times a factor, in place: by value, or the clip coefficient of a norm in the
+ * device's memory, such as the outcome's; nothing is read where that coefficient is 1. */
+typedef struct {
+    fst_device_tables tables;
+    fst_device_scalar norm; /* absent: use `factor` */
+    double max_norm;
+    double factor;
+    uint32_t operand;
+    int32_t reserved;
+} fst_scale_launch;
+
+/* fst_clamp: every element of an operand to [-limit, limit], in place; NaN stays. */
+typedef struct {
+    fst_device_tables tables;
+    double limit;
+    uint32_t operand;
+    int32_t reserved;
+} fst_clamp_launch;
+
+/* fst_loss_scale: the loss scale's update, see rules/loss_scale.h. One block. */
+typedef struct {
+    uint64_t scale;           /* fp32 */
+    uint64_t growth_tracker;  /* int32 */
+    uint64_t hysteresis_left; /* int32; 0: none, back off at once */
+    fst_device_scalar found_inf;
+    double growth_factor, backoff_factor;
+    double min_scale, max_scale;
+    int32_t growth_interval, hysteresis;
+} fst_loss_scale_launch;
 
 #endif
