@@ -11,7 +11,7 @@ static int initialized;
 static int retained[FAKE_MAX_DEVICES]; /* the contexts */
 static int modules[FAKE_MAX_DEVICES];
 static __thread int stack[DEPTH], depth, mode;
-size_t fake_events;
+fake_event *fake_events;
 
 /* A function of one device. */
 typedef struct {
@@ -203,14 +203,20 @@ ENTRY(cuEventCreate, (void **event, unsigned flags), {
     result = device < 0 ? FAKE_INVALID_CONTEXT : made ? FAKE_OK : FAKE_INVALID_VALUE;
     if (made) {
         made->device = device;
-        *event = made;
-        fake_events++;
+        made->next = fake_events;
+        *event = fake_events = made;
     }
 })
 
 ENTRY(cuEventDestroy_v2, (void *event), {
+    fake_event **at = &fake_events;
+    while (*at && *at != event)
+        at = &(*at)->next;
+    if (*at)
+        *at = (*at)->next;
+    else
+        fake_complain("an event is destroyed twice");
     free(event);
-    fake_events--;
 })
 
 ENTRY(cuEventRecord, (void *event, void *stream), {
@@ -222,7 +228,8 @@ ENTRY(cuEventRecord, (void *event, void *stream), {
         fake_complain("an event is recorded into a capture");
         result = FAKE_CAPTURED_EVENT;
     } else {
-        *recorded = (fake_event){on, on->submitted + 1, device};
+        recorded->stream = on;
+        recorded->until = on->submitted + 1;
         fake_submit(on, (fake_op){.kind = FAKE_RECORD});
     }
 })

@@ -97,11 +97,13 @@ struct fake_stream {
     unsigned long thread; /* of a per-thread stream */
 };
 
-typedef struct {
+typedef struct fake_event fake_event;
+struct fake_event {
+    fake_event *next;
     fake_stream *stream;
     uint64_t until;
     int device;
-} fake_event;
+};
 
 /* fake_cuda.c */
 extern fake_settings fake;
@@ -109,7 +111,7 @@ int fake_enter(int entry); /* takes the lock; what the call returns if it is to 
 void fake_leave(void);
 
 /* fake_cuda_calls.c */
-extern size_t fake_events; /* that live */
+extern fake_event *fake_events; /* that live */
 
 /* fake_cuda_memory.c */
 void *fake_allocate(int device, size_t size); /* device: -1 for pinned memory */

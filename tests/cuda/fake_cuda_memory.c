@@ -116,7 +116,9 @@ void fake_cuda_free(void *memory)
 
 fake_cuda_living fake_cuda_alive(void)
 {
-    fake_cuda_living count = {.events = fake_events};
+    fake_cuda_living count = {0};
+    for (const fake_event *e = fake_events; e; e = e->next)
+        count.events++;
     for (const allocation *a = living; a; a = a->next) {
         count.memory += a->device >= 0;
         count.pinned += a->device < 0;
