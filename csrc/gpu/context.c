@@ -68,7 +68,8 @@ static fst_code load_module(fst_gpu_device *device, const fst_driver_device *inf
     fst_fatbin fatbin;
     if (fst_fatbin_open(&source, &fatbin, status))
         return status->code;
-    if (fst_driver_load(device->ordinal, fatbin.data, &device->module, status))
+    if (fst_driver_load(device->ordinal, fatbin.data, &device->module, status) != FST_OK &&
+        status->code != FST_NO_MEMORY)
         explain(info, status);
     fst_fatbin_close(&fatbin);
     return status->code;
