@@ -2,22 +2,23 @@
 
 #include <stddef.h>
 
-/* How a pass goes over the chunks. */
+enum { SPANS_PER_BLOCK = 32 }; /* that a block of `begin` folds: few, for they take long */
+
+/* How a pass that writes goes over the chunks: round after round. */
 typedef enum {
-    ONE_BLOCK,  /* it reads none */
-    AT_ONCE,    /* it only reads */
-    BY_ROUNDS,  /* it writes */
-    AT_LEAST_1, /* it writes, and leaves an outcome even where there are no chunks */
-} extent;
+    ALL_AT_ONCE,
+    BY_ROUNDS,
+    BY_ROUNDS_AT_LEAST_ONE, /* it leaves an outcome even where there are no chunks */
+} order;
 
 static fst_code launch_rounds(fst_gpu_tables *tables, fst_kernel kernel, void *args,
-                              fst_device_tables *view, extent how, fst_status *status)
+                              fst_device_tables *view, int at_least_one, fst_status *status)
 {
     const size_t rounds = tables->round_count;
-    for (size_t r = 0; r < rounds || (r == 0 && how == AT_LEAST_1); r++) {
+    for (size_t r = 0; r < rounds || (r == 0 && at_least_one); r++) {
         const uint32_t first = rounds ? tables->rounds[r] : 0;
         const uint32_t last = rounds ? tables->rounds[r + 1] : 0;
-        if (first == last && how != AT_LEAST_1)
+        if (first == last && !at_least_one)
             continue;
         view->chunk_first = first;
         view->chunk_count = last - first;
@@ -27,9 +28,18 @@ static fst_code launch_rounds(fst_gpu_tables *tables, fst_kernel kernel, void *a
     return FST_OK;
 }
 
+static size_t blocks_of(fst_kernel kernel, const void *args, const fst_device_tables *view)
+{
+    const fst_begin_launch *begin = args;
+    if (kernel != FST_KERNEL_BEGIN)
+        return view->chunk_count;
+    const size_t fold = (view->span_count + SPANS_PER_BLOCK - 1) / SPANS_PER_BLOCK;
+    return begin->measure && view->chunk_count > fold ? view->chunk_count : fold;
+}
+
 /* `view` is the part of `args` that says where the tables are. */
 static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, fst_device_tables *view,
-                    extent how, fst_status *status)
+                    order how, fst_status *status)
 {
     const fst_gpu_device *device = tables->device;
     int mode;
@@ -42,11 +52,11 @@ static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, fst_d
     const int captured = tables->set == &tables->captured;
     if (!captured)
         tables->unrecorded = 1;
-    if (how == ONE_BLOCK || how == AT_ONCE)
-        fst_gpu_launch(device, kernel, how == AT_ONCE ? view->chunk_count : 1, tables->set_stream,
-                       args, status);
+    if (how == ALL_AT_ONCE)
+        fst_gpu_launch(device, kernel, blocks_of(kernel, args, view), tables->set_stream, args,
+                       status);
     else
-        launch_rounds(tables, kernel, args, view, how, status);
+        launch_rounds(tables, kernel, args, view, how == BY_ROUNDS_AT_LEAST_ONE, status);
     if (!status->code && !captured && kernel != FST_KERNEL_BEGIN) /* an update follows that one */
         fst_gpu_tables_record(tables, status);
     return fst_gpu_leave(device, mode, status);
@@ -55,8 +65,7 @@ static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, fst_d
 fst_code fst_gpu_begin(fst_gpu_tables *tables, const fst_begin_launch *launch, fst_status *status)
 {
     fst_begin_launch args = *launch;
-    return run(tables, FST_KERNEL_BEGIN, &args, &args.tables, args.measure ? AT_ONCE : ONE_BLOCK,
-               status);
+    return run(tables, FST_KERNEL_BEGIN, &args, &args.tables, ALL_AT_ONCE, status);
 }
 
 fst_code fst_gpu_update(fst_gpu_tables *tables, const fst_update_launch *launch, fst_status *status)
@@ -69,13 +78,13 @@ fst_code fst_gpu_unscale(fst_gpu_tables *tables, const fst_unscale_launch *launc
                          fst_status *status)
 {
     fst_unscale_launch args = *launch;
-    return run(tables, FST_KERNEL_UNSCALE, &args, &args.tables, AT_LEAST_1, status);
+    return run(tables, FST_KERNEL_UNSCALE, &args, &args.tables, BY_ROUNDS_AT_LEAST_ONE, status);
 }
 
 fst_code fst_gpu_norm(fst_gpu_tables *tables, const fst_norm_launch *launch, fst_status *status)
 {
     fst_norm_launch args = *launch;
-    return run(tables, FST_KERNEL_NORM, &args, &args.tables, AT_ONCE, status);
+    return run(tables, FST_KERNEL_NORM, &args, &args.tables, ALL_AT_ONCE, status);
 }
 
 fst_code fst_gpu_scale(fst_gpu_tables *tables, const fst_scale_launch *launch, int from_outcome,
