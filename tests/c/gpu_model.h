@@ -101,88 +101,97 @@ static fst_device_outcome *outcome_at(const fst_device_tables *t)
 }
 
 /* Leaves its tag wherever the real one leaves something for the kernels that follow. */
-static void run_begin(unsigned grid, unsigned block, void *args)
+static int run_begin(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
 {
     const fst_begin_launch *launch = args;
     const int tag = (int)launch->max_norm;
     const expectation *e = look(&launch->tables, tag);
     char *folded = (void *)(uintptr_t)launch->tables.args;
     double *partial = (void *)(uintptr_t)launch->tables.partial;
-    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK);
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_begin"));
     CHECK_INT(outcome_at(&launch->tables)->ticket, 0);
     outcome_at(&launch->tables)->norm = tag;
     for (size_t i = 0; i < e->span_count; i++)
         memset(folded + i * FST_DEVICE_ARGS, tag, FST_DEVICE_ARGS);
     for (size_t i = 0; i < e->chunk_count; i++)
         partial[i] = tag;
+    return 0;
 }
 
-static void run_update(unsigned grid, unsigned block, void *args)
+static int run_update(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
 {
     const fst_update_launch *launch = args;
     const int tag = launch->write_grad;
     const expectation *e = look(&launch->tables, tag);
     const unsigned char *folded = (void *)(uintptr_t)launch->tables.args;
     const double *partial = (void *)(uintptr_t)launch->tables.partial;
-    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK);
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_update"));
     CHECK_NEAR(outcome_at(&launch->tables)->norm, tag, 0);
     for (size_t i = 0; i < e->span_count; i++)
         CHECK_INT(folded[i * FST_DEVICE_ARGS], (unsigned char)tag);
     for (size_t i = 0; i < e->chunk_count; i++)
         CHECK_NEAR(partial[i], tag, 0);
+    return 0;
 }
 
-static void run_unscale(unsigned grid, unsigned block, void *args)
+static int run_unscale(const fake_cuda_kernel *self, unsigned grid, unsigned block,
+                       const void *args)
 {
     const fst_unscale_launch *launch = args;
-    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK);
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_unscale"));
     look(&launch->tables, (int)launch->factor);
     outcome_at(&launch->tables)->norm = launch->factor;
+    return 0;
 }
 
-static void run_norm(unsigned grid, unsigned block, void *args)
+static int run_norm(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
 {
     const fst_norm_launch *launch = args;
-    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK);
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_norm"));
     look(&launch->tables, (int)launch->power);
     CHECK_INT(launch->tables.chunk_count, (int64_t)expected[(int)launch->power].chunk_count);
     outcome_at(&launch->tables)->norm = launch->power;
+    return 0;
 }
 
 /* The norm of the outcome is that of an earlier pass of the same step. */
-static void run_scale(unsigned grid, unsigned block, void *args)
+static int run_scale(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
 {
     const fst_scale_launch *launch = args;
-    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK);
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_scale"));
     look(&launch->tables, (int)launch->max_norm);
     if (launch->norm.data && CHECK(fake_cuda_holds(launch->norm.data, sizeof(double))))
         CHECK_NEAR(*(const double *)(uintptr_t)launch->norm.data, launch->max_norm, 0);
+    return 0;
 }
 
-static void run_clamp(unsigned grid, unsigned block, void *args)
+static int run_clamp(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
 {
     const fst_clamp_launch *launch = args;
-    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK);
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_clamp"));
     look(&launch->tables, (int)launch->limit);
+    return 0;
 }
 
-static void run_loss_scale(unsigned grid, unsigned block, void *args)
+static int run_loss_scale(const fake_cuda_kernel *self, unsigned grid, unsigned block,
+                          const void *args)
 {
     const fst_loss_scale_launch *launch = args;
-    CHECK(grid == 1 && block == FST_DEVICE_BLOCK);
+    CHECK(grid == 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_loss_scale"));
     CHECK(fake_cuda_holds(launch->scale, sizeof(float)));
     *(float *)(uintptr_t)launch->scale *= 2.0f;
     kernels_ran++;
+    return 0;
 }
 
 static const fake_cuda_kernel test_kernels[] = {
-    {"fst_begin", sizeof(fst_begin_launch), run_begin},
-    {"fst_update", sizeof(fst_update_launch), run_update},
-    {"fst_unscale", sizeof(fst_unscale_launch), run_unscale},
-    {"fst_norm", sizeof(fst_norm_launch), run_norm},
-    {"fst_scale", sizeof(fst_scale_launch), run_scale},
-    {"fst_clamp", sizeof(fst_clamp_launch), run_clamp},
-    {"fst_loss_scale", sizeof(fst_loss_scale_launch), run_loss_scale},
+    {"fst_begin", sizeof(fst_begin_launch), run_begin, NULL},
+    {"fst_update", sizeof(fst_update_launch), run_update, NULL},
+    {"fst_unscale", sizeof(fst_unscale_launch), run_unscale, NULL},
+    {"fst_norm", sizeof(fst_norm_launch), run_norm, NULL},
+    {"fst_scale", sizeof(fst_scale_launch), run_scale, NULL},
+    {"fst_clamp", sizeof(fst_clamp_launch), run_clamp, NULL},
+    {"fst_loss_scale", sizeof(fst_loss_scale_launch), run_loss_scale, NULL},
 };
 
 static inline void use_test_kernels(void)

@@ -17,13 +17,13 @@ static void (*use)(const fake_cuda_kernel *kernels, size_t count);
 static long (*calls)(const char *call);
 
 static const fake_cuda_kernel kernels[] = {
-    {"fst_begin", sizeof(fst_begin_launch), NULL},
-    {"fst_update", sizeof(fst_update_launch), NULL},
-    {"fst_unscale", sizeof(fst_unscale_launch), NULL},
-    {"fst_norm", sizeof(fst_norm_launch), NULL},
-    {"fst_scale", sizeof(fst_scale_launch), NULL},
-    {"fst_clamp", sizeof(fst_clamp_launch), NULL},
-    {"fst_loss_scale", sizeof(fst_loss_scale_launch), NULL},
+    {"fst_begin", sizeof(fst_begin_launch), NULL, NULL},
+    {"fst_update", sizeof(fst_update_launch), NULL, NULL},
+    {"fst_unscale", sizeof(fst_unscale_launch), NULL, NULL},
+    {"fst_norm", sizeof(fst_norm_launch), NULL, NULL},
+    {"fst_scale", sizeof(fst_scale_launch), NULL, NULL},
+    {"fst_clamp", sizeof(fst_clamp_launch), NULL, NULL},
+    {"fst_loss_scale", sizeof(fst_loss_scale_launch), NULL, NULL},
 };
 
 static void load(const char *path, size_t kernel_count)

@@ -10,12 +10,15 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* A kernel of the fatbin: its grid, its block and a copy of the struct it was launched with. */
-typedef struct {
+/* A kernel of the fatbin. It runs with its grid, its block and a copy of the struct it was launched
+ * with; NULL: it does nothing. A result other than 0 is a complaint. */
+typedef struct fake_cuda_kernel fake_cuda_kernel;
+struct fake_cuda_kernel {
     const char *name;
     size_t args_size;
-    void (*run)(unsigned grid, unsigned block, void *args);
-} fake_cuda_kernel;
+    int (*run)(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args);
+    const void *user;
+};
 
 /* The kernels that cuModuleGetFunction finds; the table must stay. */
 void fake_cuda_use(const fake_cuda_kernel *kernels, size_t count);

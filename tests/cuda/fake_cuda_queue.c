@@ -91,8 +91,9 @@ static void run_first(fake_stream *stream)
     if (op->kind == FAKE_COPY)
         run_copy(stream, op);
     running = stream->device;
-    if (op->kind == FAKE_LAUNCH && op->kernel->run)
-        op->kernel->run(op->grid, op->block, op->args);
+    if (op->kind == FAKE_LAUNCH && op->kernel->run &&
+        op->kernel->run(op->kernel, op->grid, op->block, op->args))
+        fake_complain("%s failed", op->kernel->name);
     running = outer;
     stream->done++;
     free(op->args);
