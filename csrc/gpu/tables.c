@@ -142,7 +142,6 @@ static fst_code upload_captured(fst_gpu_tables *tables, uint64_t capture, void *
     fst_gpu_copy *copy = &tables->captured;
     if (copy->capture == capture && fst_gpu_mirror_is_current(&copy->mirror))
         return FST_OK;
-    copy->capture = 0;
     const size_t size = fst_gpu_mirror_size(&copy->mirror);
     const fst_gpu_kept *kept = take(tables, &copy->mirror, 1, status);
     if (!kept)

@@ -10,12 +10,12 @@ static void step(model *m, void *stream)
     CHECK_INT(model_step(m, stream, &status), FST_OK);
 }
 
-/* Captures `steps` steps; what they launch is expected once per replay. */
-static void *capture(model *m, void *stream, int steps, int *first_tag)
+/* Captures `count` steps; what they launch is expected once per replay. */
+static void *capture(model *m, void *stream, int count, int *first_tag)
 {
     *first_tag = last_tag + 1;
     fake_cuda_begin_capture(stream);
-    for (int i = 0; i < steps; i++) {
+    for (int i = 0; i < count; i++) {
         step(m, stream);
         expected[m->tag].launched = 0;
     }
@@ -85,6 +85,26 @@ static void passes_of_a_capture_share_their_tables(void)
     nothing_lives();
 }
 
+/* The same step in two graphs, of which only the second is replayed: it does not count on what the
+ * first would have uploaded. */
+static void a_graph_that_is_thrown_away(void)
+{
+    model *m = model_new(0, 9);
+    void *stream = fake_cuda_stream(0), *graphs[2];
+    int tags[2];
+    for (int g = 0; g < 2; g++) {
+        m->shift = 6; /* 0 in the step */
+        graphs[g] = capture(m, stream, 1, &tags[g]);
+    }
+    fake_cuda_free_graph(graphs[0]);
+    replay(graphs[1], stream, tags[1], 1);
+    replay(graphs[1], stream, tags[1], 1);
+    models_finish();
+    fake_cuda_free_graph(graphs[1]);
+    model_free(m);
+    nothing_lives();
+}
+
 /* Another thread's tables grow while a stream is captured: that must not break the capture. */
 static void steps_beside_a_capture(void)
 {
@@ -144,6 +164,7 @@ int main(void)
         for (int warm_up = 0; warm_up < 3; warm_up++)
             replays_among_steps(lags[i], warm_up);
     passes_of_a_capture_share_their_tables();
+    a_graph_that_is_thrown_away();
     steps_beside_a_capture();
     a_capture_without_memory();
     CHECK(kernels_ran > 1000);
