@@ -124,7 +124,7 @@ typedef struct {
     fst_device_scalar norm; /* receives the norm */
     double power;           /* of FST_NORM_POWER */
     uint32_t operand;
-    int32_t kind; /* fst_norm */
+    int32_t kind; /* fst_norm_kind */
 } fst_norm_launch;
 
 /* fst_scale: operand times a factor, in place: by value, or the clip coefficient of a norm in the

@@ -132,11 +132,6 @@ static fst_code open_driver(fst_status *status)
     return FST_OK;
 }
 
-int fst_driver_forked(void)
-{
-    return __atomic_load_n(&state, __ATOMIC_ACQUIRE) == FORKED;
-}
-
 fst_code fst_driver_open(fst_status *status)
 {
     const int now = __atomic_load_n(&state, __ATOMIC_ACQUIRE);

@@ -21,10 +21,6 @@ typedef struct {
  * an error. Safe from any thread, and cheap once it has succeeded. */
 fst_code fst_driver_open(fst_status *status);
 
-/* Whether this process was forked from one that had initialized the driver: it must not be called.
- */
-int fst_driver_forked(void);
-
 /* The CUDA version that the driver supports, 1000 * major + 10 * minor. */
 fst_code fst_driver_version(int *version, fst_status *status);
 

@@ -131,33 +131,50 @@ static void steps(const options *o, size_t lag, fst_gpu_tables *tables)
     model_free(want);
 }
 
-/* A norm, clipping by it and a scale, as explicit calls. */
-static void explicit_calls(fst_gpu_tables *tables)
+/* Gradients are unscaled, or scaled and measured; then clipped by the norm that this left on the
+ * device, and clamped. With `shared` one tensor is listed twice. */
+static void explicit_calls(fst_gpu_tables *tables, int unscale, int shared)
 {
     model *got = new_model(), *want = model_clone(got);
     const options o = {.scale = NAN, .write_grad = 1};
-    double norm, shown;
+    fst_measurement seen = {0};
+    double norm, shown = 0.0;
     fst_plan plan;
+    if (shared) {
+        got->params[5] = got->params[1];
+        want->params[5] = want->params[1];
+    }
     model_plan(want, &o, &plan);
-    CHECK_INT(fst_scale(&plan, FST_OP_GRAD, 0.125, &status), FST_OK);
+    CHECK_INT((int64_t)plan.round_count, 1 + shared);
+    if (unscale)
+        CHECK_INT(fst_unscale(&plan, FST_OP_GRAD, 0.125, &seen, &status), FST_OK);
+    else
+        CHECK_INT(fst_scale(&plan, FST_OP_GRAD, 0.125, &status), FST_OK);
     CHECK_INT(fst_total_norm(&plan, FST_OP_GRAD, 2.0, &norm, &status), FST_OK);
+    if (unscale)
+        norm = sqrt(seen.square_sum); /* of the products before they are rounded */
     CHECK_INT(fst_scale(&plan, FST_OP_GRAD, fst_clip_coefficient(norm, 0.5), &status), FST_OK);
     CHECK_INT(fst_clamp(&plan, FST_OP_GRAD, 0.001, &status), FST_OK);
     fst_plan_free(&plan);
     model_plan(got, &o, &plan);
     const fst_work work = fst_plan_work(&plan);
+    const fst_unscale_launch inverse = {.factor = 0.125, .operand = FST_OP_GRAD};
     const fst_scale_launch scale = {.factor = 0.125, .operand = FST_OP_GRAD};
     const fst_norm_launch measure = {
         .norm = scalar_at(&shown, 1), .kind = FST_NORM_SQUARES, .operand = FST_OP_GRAD};
     const fst_scale_launch clip = {.max_norm = 0.5, .operand = FST_OP_GRAD};
     const fst_clamp_launch clamp = {.limit = 0.001, .operand = FST_OP_GRAD};
     CHECK_INT(fst_gpu_tables_set(tables, &work, NULL, NULL, &status), FST_OK);
-    CHECK_INT(fst_gpu_scale(tables, &scale, 0, &status), FST_OK);
-    CHECK_INT(fst_gpu_norm(tables, &measure, &status), FST_OK);
+    if (unscale) {
+        CHECK_INT(fst_gpu_unscale(tables, &inverse, &status), FST_OK);
+    } else {
+        CHECK_INT(fst_gpu_scale(tables, &scale, 0, &status), FST_OK);
+        CHECK_INT(fst_gpu_norm(tables, &measure, &status), FST_OK);
+    }
     CHECK_INT(fst_gpu_scale(tables, &clip, 1, &status), FST_OK);
     CHECK_INT(fst_gpu_clamp(tables, &clamp, &status), FST_OK);
     fake_cuda_synchronize();
-    CHECK(same_double(shown, norm));
+    CHECK(unscale || same_double(shown, norm));
     for (int i = 0; i < got->array_count; i++)
         CHECK(same_memory(got->arrays[i], want->arrays[i]));
     fst_plan_free(&plan);
@@ -182,7 +199,8 @@ int main(void)
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++)
         for (size_t lag = 0; lag <= 12; lag += 12)
             steps(&cases[i], lag, tables);
-    explicit_calls(tables);
+    for (int i = 0; i < 4; i++)
+        explicit_calls(tables, i % 2, i / 2);
     fst_gpu_tables_free(tables);
     return check_report();
 }
