@@ -139,6 +139,18 @@ static void files(void *argument)
     close(file);
 }
 
+/* For programs that do not know that the driver is not the real one. */
+static void failure_from_the_environment(void *argument)
+{
+    (void)argument;
+    CHECK_INT(setenv("FAKE_CUDA_FAIL", "cuInit:1:2", 1), 0);
+    load(FAKE_CUDA, 7);
+    CHECK(!fst_gpu_tables_new(0, &status));
+    CHECK_INT(status.code, FST_NO_MEMORY);
+    CHECK_CONTAINS(status.message, "cuInit: CUDA_ERROR_OUT_OF_MEMORY (out of memory)");
+    works();
+}
+
 static void child_of_a_user(void *argument)
 {
     const fst_loss_scale_launch launch = {.scale = 0};
@@ -184,6 +196,7 @@ int main(void)
     in_child(machines_that_do_not_fit, NULL, "machines that do not fit");
     in_child(kernels_that_are_missing, NULL, "kernels that are missing");
     in_child(files, NULL, "files");
+    in_child(failure_from_the_environment, NULL, "a failure from the environment");
     in_child(forks, NULL, "forks");
     return check_report();
 }

@@ -27,10 +27,11 @@ static void still_tensors(void)
         steps(m, 1, NULL);
         CHECK_INT((int64_t)since(before).uploads, 1);
         before = fst_gpu_counted();
-        const long calls = fake_cuda_calls("cuLaunchKernel");
+        const long calls = fake_cuda_calls("cuLaunchKernel"), all = fake_cuda_calls(NULL);
         steps(m, 20, NULL);
         CHECK_INT((int64_t)since(before).launches, 40);
         CHECK_INT(fake_cuda_calls("cuLaunchKernel") - calls, 40);
+        CHECK_INT(fake_cuda_calls(NULL) - all, 20 * 16);
         CHECK_INT((int64_t)since(before).uploads, 0);
         models_finish();
         model_free(m);
