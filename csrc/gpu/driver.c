@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdio.h>
 #include <string.h>
 
 /* cuda.h, as far as it is used. */
@@ -57,30 +58,35 @@ static struct {
 
 enum { CLOSED, READY, FORKED };
 static int state; /* READY once the driver is initialized, FORKED in the children of that process */
-static int touched; /* cuInit was called */
-static int watching;
+static int touched;  /* cuInit was called */
+static int watching; /* for forks */
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 
+/* In a child, which has no other thread: one that was opening the driver left that half done. */
 static void note_fork(void)
 {
-    if (__atomic_load_n(&touched, __ATOMIC_ACQUIRE))
-        __atomic_store_n(&state, FORKED, __ATOMIC_RELEASE);
+    if (touched) {
+        state = FORKED;
+        return;
+    }
+    memset(&cu, 0, sizeof cu);
+    opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
 }
 
 static fst_code failed(cu_result result, const char *call, const char *kernel, int device,
                        fst_status *status)
 {
     const fst_code code = result == CU_OUT_OF_MEMORY ? FST_NO_MEMORY : FST_DEVICE_FAILED;
-    const char *name = NULL, *text = NULL, *of = kernel ? " of " : "";
-    kernel = kernel ? kernel : "";
+    const char *name = NULL, *text = NULL;
+    char place[32] = "";
     if (cu.cuGetErrorName(result, &name) || !name)
         name = "unknown error";
     if (cu.cuGetErrorString(result, &text) || !text)
         text = "no description";
-    if (device < 0)
-        return fst_fail(status, code, "%s%s%s: %s (%s)", call, of, kernel, name, text);
-    return fst_fail(status, code, "%s%s%s on CUDA device %d: %s (%s)", call, of, kernel, device,
-                    name, text);
+    if (device >= 0)
+        snprintf(place, sizeof place, " on CUDA device %d", device);
+    return fst_fail(status, code, "%s%s%s%s: %s (%s)", call, kernel ? " of " : "",
+                    kernel ? kernel : "", place, name, text);
 }
 
 /* Returns the error of a call from the function that made it. */
@@ -113,6 +119,9 @@ static fst_code find_entry_points(void *library, fst_status *status)
 static fst_code open_driver(fst_status *status)
 {
     const int device = -1;
+    if (!watching && pthread_atfork(NULL, NULL, note_fork))
+        return fst_fail(status, FST_NO_MEMORY, "no memory for a handler of fork()");
+    watching = 1;
     if (!cu.cuInit) {
         void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
         if (!library)
@@ -123,10 +132,7 @@ static fst_code open_driver(fst_status *status)
             return status->code;
         }
     }
-    if (!watching && pthread_atfork(NULL, NULL, note_fork))
-        return fst_fail(status, FST_NO_MEMORY, "no memory for a handler of fork()");
-    watching = 1;
-    __atomic_store_n(&touched, 1, __ATOMIC_RELEASE);
+    touched = 1;
     TRY(cuInit, 0);
     __atomic_store_n(&state, READY, __ATOMIC_RELEASE);
     return FST_OK;
@@ -278,8 +284,9 @@ fst_code fst_driver_passed(int device, void *event, int *passed, fst_status *sta
 {
     const cu_result result = cu.cuEventQuery(event);
     *passed = result == 0;
-    return result && result != CU_NOT_READY ? failed(result, "cuEventQuery", NULL, device, status)
-                                            : FST_OK;
+    if (!result || result == CU_NOT_READY)
+        return FST_OK;
+    return failed(result, "cuEventQuery", NULL, device, status);
 }
 
 void fst_driver_synchronize(void *event)
@@ -290,8 +297,7 @@ void fst_driver_synchronize(void *event)
 fst_code fst_driver_capture(int device, void *stream, uint64_t *capture, fst_status *status)
 {
     int capturing = 0;
-    uint64_t id = 0;
-    TRY(cuStreamGetCaptureInfo, stream, &capturing, &id);
-    *capture = capturing ? id : 0; /* a capture that is broken refuses what follows */
+    TRY(cuStreamGetCaptureInfo, stream, &capturing, capture);
+    *capture = capturing ? *capture : 0; /* a capture that is broken refuses what follows */
     return FST_OK;
 }
