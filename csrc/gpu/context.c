@@ -50,16 +50,13 @@ static fst_code find_kernels(fst_gpu_device *device, int multiprocessors, fst_st
 /* CUDA's text does not say which of the two is too old, nor which device it is. */
 static fst_code explain(const fst_driver_device *info, fst_status *status)
 {
-    fst_status ignored = {0};
     char reason[sizeof status->message];
-    int version = 0;
     memcpy(reason, status->message, sizeof reason);
-    fst_driver_version(&version, &ignored);
     return fst_fail(status, status->code,
                     "%.200s; the kernels may need a newer device than %s (compute capability "
                     "%d.%d) or a newer driver than one for CUDA %d.%d",
-                    reason, info->name, info->major, info->minor, version / 1000,
-                    version % 1000 / 10);
+                    reason, info->name, info->major, info->minor, info->version / 1000,
+                    info->version % 1000 / 10);
 }
 
 static fst_code load_module(fst_gpu_device *device, const fst_driver_device *info,

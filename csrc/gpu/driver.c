@@ -154,15 +154,9 @@ fst_code fst_driver_open(fst_status *status)
     return code;
 }
 
-fst_code fst_driver_version(int *version, fst_status *status)
-{
-    const int device = -1;
-    TRY(cuDriverGetVersion, version);
-    return FST_OK;
-}
-
 fst_code fst_driver_describe(int device, fst_driver_device *out, fst_status *status)
 {
+    TRY(cuDriverGetVersion, &out->version);
     TRY(cuDeviceGet, &out->handle, device);
     TRY(cuDeviceGetName, out->name, (int)sizeof out->name, out->handle);
     TRY(cuDeviceGetAttribute, &out->multiprocessors, CU_MULTIPROCESSOR_COUNT, out->handle);

@@ -15,14 +15,12 @@ typedef struct {
     char name[64];
     int handle, multiprocessors;
     int major, minor; /* compute capability */
+    int version;      /* of CUDA, that the driver supports: 1000 * major + 10 * minor */
 } fst_driver_device;
 
 /* Finds the driver and initializes it; after a fork, and where the driver lacks a function, this is
  * an error. Safe from any thread, and cheap once it has succeeded. */
 fst_code fst_driver_open(fst_status *status);
-
-/* The CUDA version that the driver supports, 1000 * major + 10 * minor. */
-fst_code fst_driver_version(int *version, fst_status *status);
 
 fst_code fst_driver_describe(int device, fst_driver_device *out, fst_status *status);
 
