@@ -1,4 +1,4 @@
-"""The rules are written in the common subset of C11 and CUDA C: nvcc compiles them, unfused.
+"""The kernels are written in the common subset of C11 and CUDA C: nvcc compiles them, unfused.
 
 nvcc --fmad=false is to CUDA what -ffp-contract=off is to gcc. In PTX a correctly rounded division
 or square root is one instruction, div.rn or sqrt.rn; what the assembler makes of it rounds alike.
@@ -7,27 +7,32 @@ or square root is one instruction, div.rn or sqrt.rn; what the assembler makes o
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
-NVCC = shutil.which("nvcc")
-RULES = re.findall(r"^RULE\((\w+),", (ROOT / "csrc/rules/rules.def").read_text(), re.MULTILINE)
+from nvcc import FLAGS, NVCC, ROOT, needs_nvcc
+
 INSTRUCTION = re.compile(r"^\s+(?:@!?%p\d+ )?([a-z][a-z0-9_.]*)\s.*;$", re.MULTILINE)
-ENTRY = re.compile(r"\.entry (\w+)\(")
-pytestmark = pytest.mark.skipif(not NVCC, reason="nvcc is not installed")
+KERNELS = {
+    *("fst_begin", "fst_update", "fst_unscale", "fst_norm"),
+    *("fst_scale", "fst_clamp", "fst_loss_scale"),
+}
+pytestmark = needs_nvcc
 
 
-def ptx(folder: Path, fmad: bool) -> str:
-    out = folder / f"{fmad}.ptx"
-    options = ["-ptx", "-arch=sm_80", f"--fmad={str(fmad).lower()}", "-Werror", "all-warnings"]
-    command = [str(NVCC), *options, "-Icsrc", "-o", str(out), "cuda/rules_check.cu"]
+def ptx(folder: Path, *more: str) -> dict[str, str]:
+    """The code of each function in PTX."""
+    out = folder / "kernels.ptx"
+    command = [NVCC, FLAGS, *more, "-ptx", "-arch=compute_75", "-Werror=all-warnings"]
+    command += ["-o", str(out), "cuda/kernels.cu"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return out.read_text()
+    parts = re.split(r"^(?=\.(?:visible|weak|func|entry))", out.read_text(), flags=re.MULTILINE)
+    named = {m[1]: part for part in parts if "\n{" in part and (m := re.search(r"(\w+)\(\n", part))}
+    assert named.keys() >= KERNELS
+    return named
 
 
 def fused(code: str) -> list[str]:
@@ -36,30 +41,52 @@ def fused(code: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def unfused(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return ptx(tmp_path_factory.mktemp("ptx"), fmad=False)
+def unfused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return ptx(tmp_path_factory.mktemp("ptx"))
 
 
-def test_every_rule_compiles_for_both_types(unfused: str) -> None:
-    assert len(RULES) >= 5
-    rules = {f"check_{name}_{real}" for name in RULES for real in ("f32", "f64")}
-    others = {"check_conversions", "check_loss_scale", "check_tree"}
-    assert set(ENTRY.findall(unfused)) == rules | others
+def of_the_power(name: str) -> bool:
+    """The library's pow(), which only norms of an order that has no kind of its own call."""
+    return "fst_power" in name or "accurate_pow" in name
 
 
-def test_nothing_is_fused(unfused: str) -> None:
-    assert fused(unfused) == []
+def test_nothing_is_fused_but_in_the_power(unfused: dict[str, str]) -> None:
+    found = {name for name, code in unfused.items() if fused(code)}
+    assert {name for name in found if not of_the_power(name)} == set()
+    callers = {name for name, code in unfused.items() if re.search(r"call.*\n?.*fst_power", code)}
+    assert callers <= {"fst_norm"}
 
 
 def test_the_search_finds_what_is_fused(tmp_path: Path) -> None:
     """Where fusing is allowed nvcc does it, in fp32 and in fp64."""
-    found = set(fused(ptx(tmp_path, fmad=True)))
+    found = {i for code in ptx(tmp_path, "--fmad=true").values() for i in fused(code)}
     assert {"fma.rn.f32", "fma.rn.f64"} <= found
 
 
-def test_every_operation_rounds_to_nearest_and_keeps_subnormals(unfused: str) -> None:
-    real = [i for i in INSTRUCTION.findall(unfused) if re.search(r"\.f(32|64)$", i)]
+def test_every_operation_rounds_to_nearest_and_keeps_subnormals(unfused: dict[str, str]) -> None:
+    code = "\n".join(text for name, text in unfused.items() if not of_the_power(name))
+    real = [i for i in INSTRUCTION.findall(code) if re.search(r"\.f(32|64)$", i)]
     arithmetic = [i for i in real if re.match(r"(add|sub|mul|div|sqrt|rcp|rsqrt|ex2|lg2)\.", i)]
     assert {"div.rn.f32", "div.rn.f64", "sqrt.rn.f32", "sqrt.rn.f64"} <= set(arithmetic)
-    unlike_c = re.compile(r"\.(approx|full|ftz|sat|r[zmp])\b|^(rcp|rsqrt|ex2|lg2)\.")
+    unlike_c = re.compile(r"\.(approx|full|ftz|sat|r[zmp])\b|^(rsqrt|ex2|lg2)\.|^rcp(?!\.rn\.f64)")
     assert [i for i in real if unlike_c.search(i)] == []
+
+
+def wide(operation: str, code: str) -> int:
+    return len(re.findall(rf"{operation}\.global\.v(?:4\.[bu]32|2\.[bfu]64)", code))
+
+
+def test_elements_move_by_16_bytes(unfused: dict[str, str]) -> None:
+    """Two words of each operand in an update, eight in a reduction; in fp32 and in fp64."""
+    loads = {name: wide("ld", unfused[name]) for name in KERNELS}
+    stores = {name: wide("st", unfused[name]) for name in KERNELS}
+    assert loads["fst_update"] >= 2 * 2 * 5
+    assert stores["fst_update"] >= 2 * 2 * 5
+    assert min(loads["fst_begin"], loads["fst_unscale"], loads["fst_norm"]) >= 2 * 8
+    assert min(stores["fst_unscale"], stores["fst_scale"], stores["fst_clamp"]) >= 2 * 2
+
+
+def test_no_element_moves_through_a_generic_address(unfused: dict[str, str]) -> None:
+    found = [i for code in unfused.values() for i in INSTRUCTION.findall(code)]
+    assert len(found) > 1000
+    assert [i for i in found if re.match(r"(ld|st)\.(?!global|param|shared)", i)] == []

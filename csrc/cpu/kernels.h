@@ -4,16 +4,7 @@
 
 #include "base/work.h"
 #include "rules/rules.h"
-
-/* What a norm sums or compares, per element x. */
-typedef enum {
-    FST_NORM_SQUARES, /* x * x */
-    FST_NORM_ABS,     /* |x| */
-    FST_NORM_MAX,     /* max |x|, NaN wins */
-    FST_NORM_MIN,     /* min |x|, NaN wins */
-    FST_NORM_NONZERO, /* x != 0 */
-    FST_NORM_POWER,   /* |x|^p */
-} fst_norm;
+#include "rules/tree.h"
 
 /* All work on elements [begin, begin + count) of a span, whose first operand is `op`. Factors are
  * rounded to float before they meet elements narrower than fp64. */
@@ -24,10 +15,10 @@ typedef struct {
     void (*update)(const fst_operand *op, int64_t begin, size_t count, const fst_update_args *args,
                    double inv_scale, int write_grad);
     /* Reduces factor * x over the fixed tree of tree.h; in double, so squares do not overflow. */
-    double (*reduce)(const fst_operand *op, int64_t begin, size_t count, fst_norm norm,
+    double (*reduce)(const fst_operand *op, int64_t begin, size_t count, fst_norm_kind norm,
                      double power, double factor);
     /* Reduces values that are themselves results of `reduce`. */
-    double (*combine)(const double *values, size_t count, fst_norm norm);
+    double (*combine)(const double *values, size_t count, fst_norm_kind norm);
     /* Nonzero if any element is infinite or NaN. */
     int (*nonfinite)(const fst_operand *op, int64_t begin, size_t count);
     /* x = factor * x; returns the sum of squares of the products, as they are before they are

@@ -45,13 +45,13 @@ static void update(const fst_operand *op, int64_t begin, size_t count, const fst
     (args->wide ? update_f64 : update_f32)(op, begin, count, args, inv_scale, write_grad);
 }
 
-static double reduce(const fst_operand *op, int64_t begin, size_t count, fst_norm norm,
+static double reduce(const fst_operand *op, int64_t begin, size_t count, fst_norm_kind norm,
                      double power, double factor)
 {
     return (op->dtype == FST_F64 ? reduce_f64 : reduce_f32)(op, begin, count, norm, power, factor);
 }
 
-static double combine(const double *values, size_t count, fst_norm norm)
+static double combine(const double *values, size_t count, fst_norm_kind norm)
 {
     const int additive = norm != FST_NORM_MAX && norm != FST_NORM_MIN;
     double lanes[FST_LANES] ALIGNED;

@@ -3,11 +3,10 @@
 #define FST_CPU_LANES_H
 
 #include "cpu/kernels.h"
-#include "rules/tree.h"
 
-static void fill_lanes(double *lanes, size_t count, fst_norm norm)
+static void fill_lanes(double *lanes, size_t count, fst_norm_kind norm)
 {
-    const double neutral = norm == FST_NORM_MIN ? (double)INFINITY : 0.0;
+    const double neutral = fst_tree_neutral(norm);
     const size_t used = count < FST_LANES ? count : FST_LANES;
     for (size_t i = 0; i < used; i++)
         lanes[i] = neutral;
@@ -36,11 +35,11 @@ FOLD(fold_max, fst_tree_max(lanes[i], upper[i]))
 FOLD(fold_min, fst_tree_min(lanes[i], upper[i]))
 #undef FOLD
 
-static double fold_lanes(double *lanes, size_t count, fst_norm norm)
+static double fold_lanes(double *lanes, size_t count, fst_norm_kind norm)
 {
     const size_t used = count < FST_LANES ? count : FST_LANES;
     if (used == 0)
-        return norm == FST_NORM_MIN ? (double)INFINITY : 0.0;
+        return fst_tree_neutral(norm);
     if (norm == FST_NORM_MAX)
         fold_max(lanes, used);
     else if (norm == FST_NORM_MIN)

@@ -38,7 +38,7 @@ static void FST_T(accumulate_power)(size_t n, double *lanes, const REAL *from, R
         lanes[i] += pow(fabs((double)(from[i] * factor)), power);
 }
 
-static double FST_T(reduce)(const fst_operand *op, int64_t begin, size_t count, fst_norm norm,
+static double FST_T(reduce)(const fst_operand *op, int64_t begin, size_t count, fst_norm_kind norm,
                             double power, double factor)
 {
     double lanes[FST_LANES] ALIGNED;

@@ -15,7 +15,7 @@ struct fst_job {
     size_t first, last;  /* chunks of the round */
     int backwards;
     unsigned operand;
-    fst_norm norm;
+    fst_norm_kind norm;
     double power, factor;
     double *partial;
     int *nonfinite;
@@ -78,7 +78,7 @@ static void reduce_chunk(const fst_job *job, size_t index)
 }
 
 fst_code fst_cpu_reduce(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
-                        fst_norm norm, double power, double factor, double *partial,
+                        fst_norm_kind norm, double power, double factor, double *partial,
                         fst_status *status)
 {
     fst_job job = {.work = work, .kernels = kernels, .chunk = reduce_chunk, .operand = operand};

@@ -7,7 +7,7 @@
 
 /* partial[c] = reduction of factor * operand over chunk c. */
 fst_code fst_cpu_reduce(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
-                        fst_norm norm, double power, double factor, double *partial,
+                        fst_norm_kind norm, double power, double factor, double *partial,
                         fst_status *status);
 
 /* The operand times factor, in place; partial[c] = sum of squares of the new values of chunk c;

@@ -12,6 +12,16 @@
 
 enum { FST_LANES = 256 };
 
+/* What a norm sums or compares, per element x. */
+typedef enum {
+    FST_NORM_SQUARES, /* x * x */
+    FST_NORM_ABS,     /* |x| */
+    FST_NORM_MAX,     /* max |x|, NaN wins */
+    FST_NORM_MIN,     /* min |x|, NaN wins */
+    FST_NORM_NONZERO, /* x != 0 */
+    FST_NORM_POWER,   /* |x|^p */
+} fst_norm_kind;
+
 /* Max and min that a NaN on either side wins. */
 FST_FN double fst_tree_max(double a, double b)
 {
@@ -21,6 +31,20 @@ FST_FN double fst_tree_max(double a, double b)
 FST_FN double fst_tree_min(double a, double b)
 {
     return a <= b || a != a ? a : b;
+}
+
+/* What starts a lane, and what stands for no element. */
+FST_FN double fst_tree_neutral(fst_norm_kind norm)
+{
+    return norm == FST_NORM_MIN ? (double)INFINITY : 0.0;
+}
+
+/* Two results of a reduction as one; `a` comes first. */
+FST_FN double fst_tree_join(double a, double b, fst_norm_kind norm)
+{
+    return norm == FST_NORM_MAX   ? fst_tree_max(a, b)
+           : norm == FST_NORM_MIN ? fst_tree_min(a, b)
+                                  : a + b;
 }
 
 #endif

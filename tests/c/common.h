@@ -112,7 +112,7 @@ typedef struct {
     fst_operand op;
     fst_layout layout;
     unsigned char *memory;
-    size_t size;
+    size_t size, lead; /* bytes; of them before the first element */
     int64_t count;
 } array;
 
@@ -133,6 +133,7 @@ static inline array *array_new(fst_dtype dtype, arrangement how, int64_t count)
         last = how == EXPANDED ? 6 : a->count - 1;
     }
     const size_t element = fst_dtype_size(dtype);
+    a->lead = element;
     a->size = ((size_t)last + 2) * element;
     a->memory = must_alloc(a->size);
     memset(a->memory, 0, a->size);
@@ -142,11 +143,24 @@ static inline array *array_new(fst_dtype dtype, arrangement how, int64_t count)
     return a;
 }
 
+/* One element after another from an address that is a multiple of 16 on. */
+static inline array *array_new_aligned(fst_dtype dtype, int64_t count)
+{
+    array *a = array_new(dtype, FLAT, count);
+    a->lead = 16;
+    a->size = a->lead + (size_t)count * fst_dtype_size(dtype);
+    free(a->memory);
+    a->memory = must_alloc(a->size);
+    memset(a->memory, 0, a->size);
+    a->op.data = a->memory + a->lead;
+    return a;
+}
+
 static inline array *array_clone(const array *from)
 {
     array *a = must_copy(from, sizeof *from);
     a->memory = must_copy(from->memory, from->size);
-    a->op.data = a->memory + fst_dtype_size(a->op.dtype);
+    a->op.data = a->memory + a->lead;
     a->op.layout = from->op.layout ? &a->layout : NULL;
     return a;
 }

@@ -120,7 +120,7 @@ static inline fst_update_args args_of(const update_case *c)
     return args;
 }
 
-static inline double folded(double a, double b, fst_norm norm)
+static inline double folded(double a, double b, fst_norm_kind norm)
 {
     if (norm != FST_NORM_MAX && norm != FST_NORM_MIN)
         return a + b;
@@ -131,7 +131,7 @@ static inline double folded(double a, double b, fst_norm norm)
 
 /* The tree of rules/tree.h over values that are terms already: element i goes to lane i % 256, then
  * lane j takes lane j + 128, j + 64, ... j + 1. */
-static inline double expected_tree(const double *terms, size_t count, fst_norm norm)
+static inline double expected_tree(const double *terms, size_t count, fst_norm_kind norm)
 {
     double lanes[256];
     for (size_t j = 0; j < 256; j++)
@@ -145,7 +145,7 @@ static inline double expected_tree(const double *terms, size_t count, fst_norm n
 }
 
 /* What a norm sums or compares of element i times the factor. */
-static inline double expected_term(const fst_operand *op, int64_t i, fst_norm norm, double p,
+static inline double expected_term(const fst_operand *op, int64_t i, fst_norm_kind norm, double p,
                                    double factor)
 {
     const double raw = get(op, i);

@@ -80,8 +80,8 @@ static void kernels_reach_far(const fst_cpu_kernels *kernels, twins *t, const up
         twins_are_equal(t);
     }
     for (int norm = FST_NORM_SQUARES; norm <= FST_NORM_POWER; norm++)
-        CHECK(same_double(kernels->reduce(gradient, far_away, SMALL, (fst_norm)norm, 3.0, 0.5),
-                          kernels->reduce(other, 0, SMALL, (fst_norm)norm, 3.0, 0.5)));
+        CHECK(same_double(kernels->reduce(gradient, far_away, SMALL, (fst_norm_kind)norm, 3.0, 0.5),
+                          kernels->reduce(other, 0, SMALL, (fst_norm_kind)norm, 3.0, 0.5)));
     CHECK(same_double(kernels->unscale(gradient, far_away, SMALL, 1.5, &found),
                       kernels->unscale(other, 0, SMALL, 1.5, &also)));
     CHECK_INT(found, also);

@@ -9,7 +9,7 @@ static size_t level_count;
 static const double orders[] = {2.0, 1.0, INFINITY, -INFINITY, 0.0, 3.0, 0.5, -1.0};
 enum { ORDERS = sizeof orders / sizeof orders[0] };
 
-static fst_norm norm_of(double p)
+static fst_norm_kind norm_of(double p)
 {
     if (isinf(p))
         return p > 0.0 ? FST_NORM_MAX : FST_NORM_MIN;
@@ -55,9 +55,9 @@ static void combining_follows_the_tree(size_t count)
         for (int norm = FST_NORM_SQUARES; norm <= FST_NORM_POWER; norm++) {
             for (size_t i = 0; i < count; i++)
                 values[i] = round ? random_positive() : fabs(random_unit());
-            const double want = expected_tree(values, count, (fst_norm)norm);
+            const double want = expected_tree(values, count, (fst_norm_kind)norm);
             for (size_t i = 0; i < level_count; i++)
-                CHECK(same_double(levels[i]->combine(values, count, (fst_norm)norm), want));
+                CHECK(same_double(levels[i]->combine(values, count, (fst_norm_kind)norm), want));
         }
     free(values);
 }

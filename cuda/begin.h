@@ -1,0 +1,139 @@
+/* begin.h - what comes before an update: measuring, deciding, and the scalars of the rules. */
+#ifndef FST_CUDA_BEGIN_H
+#define FST_CUDA_BEGIN_H
+
+/* Reduces every chunk, each by a warp, into the table of partial results. Returns whether the
+ * calling thread met an infinity or NaN. */
+FST_DEVICE int fst_reduce_chunks(const fst_device_tables *tables, uint32_t operand,
+                                 const fst_reduction *what)
+{
+    const uint32_t warp = blockIdx.x * FST_WARPS + threadIdx.x / FST_WARP;
+    int seen = 0;
+    for (uint32_t i = warp; i < tables->chunk_count; i += gridDim.x * FST_WARPS) {
+        const uint32_t at = tables->chunk_first + i;
+        const fst_device_chunk chunk = fst_chunks_of(tables)[at];
+        const fst_device_operand op = fst_operands_of(tables, chunk.span)[operand];
+        const double result = op.dtype == FST_F64 ? reduce_f64(tables, &op, &chunk, what, &seen)
+                                                  : reduce_f32(tables, &op, &chunk, what, &seen);
+        if (threadIdx.x % FST_WARP == 0)
+            fst_partial_of(tables)[at] = result;
+    }
+    return seen;
+}
+
+FST_DEVICE fst_reduction fst_squares(double factor, int write)
+{
+    fst_reduction what;
+    what.kind = FST_NORM_SQUARES;
+    what.power = 2.0;
+    what.factor = factor;
+    what.write = write;
+    what.deep = 1;
+    return what;
+}
+
+/* The inverse of a gradient scale as torch has it, rounded to fp32. */
+FST_DEVICE double fst_inverse_scale(const fst_device_scalar *scale)
+{
+    return scale->data ? (double)(float)(1.0 / fst_scalar_read(scale)) : 1.0;
+}
+
+/* The number of the step that comes, as the rule reads it. */
+FST_DEVICE double fst_step_of(const fst_device_span *span)
+{
+    return span->step.data ? fst_scalar_read(&span->step) + 1.0 : span->value;
+}
+
+FST_DEVICE void fst_fold_span(const fst_device_tables *tables, uint32_t index)
+{
+    const fst_device_span span = fst_spans_of(tables)[index];
+    const fst_device_group *group =
+        (const fst_device_group *)fst_global(tables->groups) + span.group;
+    const double step = fst_step_of(&span);
+    fst_rule_args *args = (fst_rule_args *)fst_args_of(tables, index);
+    double hyper[FST_DEVICE_HYPER];
+    FST_UNROLL for (unsigned i = 0; i < FST_DEVICE_HYPER; i++) hyper[i] = group->hyper[i];
+    if (group->lr.data)
+        hyper[0] = fst_scalar_read(&group->lr);
+    switch (span.rule) {
+#define RULE(name, states, HYPER)                            \
+    case FST_RULE_##name:                                    \
+        if (span.wide)                                       \
+            name##_fold_f64(&args->name##_f64, hyper, step); \
+        else                                                 \
+            name##_fold_f32(&args->name##_f32, hyper, step); \
+        break;
+#include "rules/rules.def"
+#undef RULE
+    default:
+        break;
+    }
+}
+
+/* Folds the scalars of all spans, spread over the grid: should the step be skipped nobody reads
+ * them. Counters are advanced later, when every block has read them. */
+FST_DEVICE void fst_fold_spans(const fst_device_tables *tables)
+{
+    for (uint64_t i = (uint64_t)threadIdx.x * gridDim.x + blockIdx.x; i < tables->span_count;
+         i += (uint64_t)FST_DEVICE_BLOCK * gridDim.x)
+        fst_fold_span(tables, (uint32_t)i);
+}
+
+/* By the last block. */
+FST_DEVICE void fst_advance_counters(const fst_device_tables *tables)
+{
+    for (uint32_t i = threadIdx.x; i < tables->span_count; i += FST_DEVICE_BLOCK) {
+        const fst_device_span *span = &fst_spans_of(tables)[i];
+        fst_scalar_write(&span->step, fst_step_of(span));
+    }
+}
+
+/* By one thread, with the sum of squares if there is one. */
+FST_DEVICE void fst_decide(const fst_begin_launch *launch, fst_device_outcome *outcome,
+                           int measured, int skip, double sum, double inv_scale)
+{
+    const int seen = fst_any_seen(outcome);
+    const double norm = measured ? sqrt(sum) : (double)NAN;
+    const int clips = measured && launch->max_norm == launch->max_norm;
+    outcome->square_sum = sum;
+    outcome->norm = norm;
+    outcome->clip_coefficient = clips ? fst_clip_coefficient(norm, launch->max_norm) : 1.0;
+    outcome->inv_scale = inv_scale;
+    outcome->nonfinite = seen;
+    outcome->skip = skip || (launch->measure_found_inf && seen);
+    fst_scalar_write(&launch->norm, norm);
+    if (launch->measure_found_inf && seen)
+        fst_scalar_write(&launch->found_inf, 1.0);
+}
+
+FST_KERNEL(fst_begin, fst_begin_launch)
+{
+    FST_SHARED(fst_shared, shared);
+    const fst_device_tables *tables = &launch.tables;
+    fst_device_outcome *outcome = fst_outcome_of(tables);
+    const double inv_scale = fst_inverse_scale(&launch.grad_scale);
+    const int skip = !launch.measure_found_inf && launch.found_inf.data &&
+                     fst_scalar_read(&launch.found_inf) != 0.0;
+    const int measured = launch.measure && !skip;
+    const uint32_t end = tables->chunk_first + tables->chunk_count;
+    const fst_reduction squares = fst_squares(inv_scale, 0);
+    double sum = (double)NAN;
+    int seen = 0;
+    if (!skip)
+        fst_fold_spans(tables);
+    if (measured)
+        seen = fst_reduce_chunks(tables, FST_OP_GRAD, &squares);
+    if (!fst_is_last_block(shared, outcome, seen))
+        return;
+    if (measured)
+        sum = fst_fold_partial(shared, fst_partial_of(tables), end, FST_NORM_SQUARES);
+    if (threadIdx.x == 0) {
+        fst_decide(&launch, outcome, measured, skip, sum, inv_scale);
+        shared->skip = outcome->skip;
+    }
+    __syncthreads();
+    if (!shared->skip)
+        fst_advance_counters(tables);
+}
+
+#endif

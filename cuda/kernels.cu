@@ -1,0 +1,70 @@
+/* kernels.cu - all kernels, and the loops that they share for float and for double.
+ *
+ * base/device.h says what each of them does and is launched with; the results are those of
+ * csrc/cpu, bit for bit. */
+#include "rules/loss_scale.h"
+#include "rules/rules.h"
+#include "fold.h"
+#include "tile.h"
+
+#define REAL float
+#define FST_T(name) name##_f32
+#include "block.h"
+#include "update.h"
+#include "reduce.h"
+#undef HELD
+#undef REAL
+#undef FST_T
+
+#define REAL double
+#define FST_T(name) name##_f64
+#include "block.h"
+#include "update.h"
+#include "reduce.h"
+#undef HELD
+#undef REAL
+#undef FST_T
+
+#include "begin.h"
+#include "lists.h"
+
+/* Backwards: what `begin` measured last is still in the cache. */
+FST_KERNEL(fst_update, fst_update_launch)
+{
+    const fst_device_tables *tables = &launch.tables;
+    const fst_device_outcome *outcome = fst_outcome_of(tables);
+    const fst_device_chunk *chunks = fst_chunks_of(tables) + tables->chunk_first;
+    if (outcome->skip)
+        return;
+    for (uint32_t i = blockIdx.x; i < tables->chunk_count; i += gridDim.x) {
+        const fst_device_chunk chunk = chunks[tables->chunk_count - 1 - i];
+        const fst_device_span span = fst_spans_of(tables)[chunk.span];
+        if (span.wide)
+            update_f64(&launch, &chunk, &span, outcome);
+        else
+            update_f32(&launch, &chunk, &span, outcome);
+    }
+}
+
+FST_KERNEL(fst_loss_scale, fst_loss_scale_launch)
+{
+    float *scale = (float *)fst_global(launch.scale);
+    int32_t *growth_tracker = (int32_t *)fst_global(launch.growth_tracker);
+    int32_t *hysteresis_left = (int32_t *)fst_global(launch.hysteresis_left);
+    if (blockIdx.x || threadIdx.x)
+        return;
+    float next = *scale;
+    int32_t growth = *growth_tracker, left = hysteresis_left ? *hysteresis_left : 1;
+    fst_loss_scale_args args;
+    args.growth_factor = launch.growth_factor;
+    args.backoff_factor = launch.backoff_factor;
+    args.min_scale = launch.min_scale;
+    args.max_scale = launch.max_scale;
+    args.growth_interval = launch.growth_interval;
+    args.hysteresis = launch.hysteresis;
+    fst_loss_scale_update(&next, &growth, &left, (float)fst_scalar_read(&launch.found_inf), &args);
+    *scale = next;
+    *growth_tracker = growth;
+    if (hysteresis_left)
+        *hysteresis_left = left;
+}

@@ -1,0 +1,57 @@
+/* tile.h - which thread works on which elements of a chunk.
+ *
+ * If every operand is contiguous and aligned, elements that fill whole 16-byte words go first: a
+ * thread takes runs of 1 << shift elements, as many as 16 bytes of the narrowest type hold, and the
+ * thread after it the next run. The rest, and a chunk with any other operand, goes element by
+ * element. */
+#ifndef FST_CUDA_TILE_H
+#define FST_CUDA_TILE_H
+
+#include "tables.h"
+
+/* A chunk as a group of threads, a warp or a block, shares it. */
+typedef struct {
+    const fst_device_layout *layouts;
+    int64_t begin;         /* of the chunk in its span */
+    uint32_t count, whole; /* elements; how many of them go by whole words */
+    uint32_t thread, threads;
+    unsigned shift;
+} fst_share;
+
+FST_DEVICE fst_share fst_share_of(const fst_device_tables *tables, const fst_device_chunk *chunk,
+                                  uint32_t thread, uint32_t threads)
+{
+    fst_share share;
+    share.layouts = (const fst_device_layout *)fst_global(tables->layouts);
+    share.begin = chunk->begin;
+    share.count = share.whole = chunk->count;
+    share.thread = thread;
+    share.threads = threads;
+    share.shift = 0;
+    return share;
+}
+
+/* The last word on a share, when all operands have been looked at. */
+FST_DEVICE void fst_share_close(fst_share *share)
+{
+    share->whole &= ~((1u << share->shift) - 1u);
+    if (!share->whole)
+        share->shift = 0;
+}
+
+/* Where an element of the chunk lies, in elements of the operand. */
+FST_DEVICE int64_t fst_share_place(const fst_share *share, const fst_device_operand *op,
+                                   uint32_t element)
+{
+    const int64_t at = share->begin + element;
+    return op->layout < 0 ? at : fst_offset(&share->layouts[op->layout], at);
+}
+
+/* Of the elements that the group holds from `base` on, number q of the calling thread. */
+FST_DEVICE uint32_t fst_share_element(const fst_share *share, uint32_t base, uint32_t q)
+{
+    const uint32_t run = (q >> share->shift) * share->threads + share->thread;
+    return base + (run << share->shift) + (q & ((1u << share->shift) - 1u));
+}
+
+#endif

@@ -1,0 +1,51 @@
+/* words.h - how kernels are written, so that nvcc compiles them and, for tests without a GPU, a C
+ * compiler: a simulator then defines these words, and those of CUDA C that kernels use, before. */
+#ifndef FST_CUDA_WORDS_H
+#define FST_CUDA_WORDS_H
+
+#include "base/device.h"
+#include "base/portable.h"
+
+#if defined(__CUDACC__)
+#define FST_DEVICE static __device__ __forceinline__
+#define FST_DEVICE_CALL static __device__ __noinline__
+#define FST_UNROLL _Pragma("unroll")
+/* A kernel with one parameter, `launch`, a struct by value. */
+#define FST_KERNEL(name, launch_type)                                 \
+    extern "C" __global__ void __launch_bounds__(FST_DEVICE_BLOCK, 2) \
+        name(const __grid_constant__ launch_type launch)
+/* A pointer to memory that the threads of a block share. */
+#define FST_SHARED(type, name)       \
+    __shared__ type name##_of_block; \
+    type *const name = &name##_of_block
+#endif
+
+enum {
+    FST_WARP = 32,
+    FST_WARPS = FST_DEVICE_BLOCK / FST_WARP, /* of a block */
+};
+
+/* What one instruction moves: 16 bytes, over elements of any type. */
+typedef struct __attribute__((aligned(16), may_alias)) {
+    uint32_t word[4];
+} fst_words;
+
+/* A pointer to the device's memory; nvcc has faster instructions where it knows of which memory. */
+FST_DEVICE void *fst_global(uint64_t address)
+{
+#if defined(__CUDACC__)
+    return __cvta_global_to_generic(address);
+#else
+    return (void *)(uintptr_t)address;
+#endif
+}
+
+FST_DEVICE fst_words fst_words_zero(void)
+{
+    fst_words zero;
+    for (unsigned k = 0; k < 4; k++)
+        zero.word[k] = 0;
+    return zero;
+}
+
+#endif

@@ -1,0 +1,268 @@
+/* The kernels that work on a list of tensors, run without a GPU, against the passes of the CPU: the
+ * same bits on every level, for any number of blocks and any order of blocks and threads. */
+#include "../cuda/device.h"
+#include "core/passes.h"
+#include "rules/loss_scale.h"
+
+enum { MAX_TENSORS = 20 };
+
+typedef struct {
+    array *tensors[MAX_TENSORS];
+    size_t count;
+    fst_plan plan;
+    device device;
+} list;
+
+static const fst_cpu_kernels *levels[MAX_LEVELS];
+static size_t level_count;
+
+static void list_seal(list *l)
+{
+    fst_status status = {0};
+    fst_plan_init(&l->plan, 1);
+    fst_plan_begin(&l->plan);
+    for (size_t i = 0; i < l->count; i++)
+        *fst_plan_add(&l->plan, l->tensors[i]->count, 0, &status) = l->tensors[i]->op;
+    CHECK_INT(fst_plan_seal(&l->plan, 0, 1, &status), FST_OK);
+    const fst_work work = fst_plan_work(&l->plan);
+    device_make(&l->device, &work, 0);
+}
+
+/* Tensors of all types and layouts; one of several chunks. */
+static list *list_new(size_t count, double (*value)(void))
+{
+    list *l = must_alloc(sizeof *l);
+    l->count = count;
+    for (size_t i = 0; i < count; i++) {
+        const fst_dtype dtype = (fst_dtype)random_below(FST_DTYPE_COUNT);
+        const int64_t size =
+            1 + (int64_t)(i ? random_below(1500) : (size_t)FST_CHUNK + random_below(20000));
+        const arrangement how = (arrangement)random_below(EXPANDED);
+        l->tensors[i] =
+            random_below(2) ? array_new_aligned(dtype, size) : array_new(dtype, how, size);
+        array_fill(l->tensors[i], value);
+    }
+    list_seal(l);
+    return l;
+}
+
+static list *list_clone(const list *from)
+{
+    list *l = must_copy(from, sizeof *from);
+    for (size_t i = 0; i < l->count; i++)
+        l->tensors[i] = array_clone(from->tensors[i]);
+    list_seal(l);
+    return l;
+}
+
+static void list_free(list *l)
+{
+    for (size_t i = 0; i < l->count; i++)
+        array_free(l->tensors[i]);
+    fst_plan_free(&l->plan);
+    device_free(&l->device);
+    free(l);
+}
+
+static int same_list(const list *a, const list *b)
+{
+    int same = 1;
+    for (size_t i = 0; i < a->count; i++)
+        same = same && same_memory(a->tensors[i], b->tensors[i]);
+    return same;
+}
+
+static unsigned any_grid(void)
+{
+    simt_shuffle_by(random_below(3));
+    return 1 + (unsigned)random_below(5);
+}
+
+static void unscale(size_t count, double (*value)(void), double scale, int how)
+{
+    list *start = list_new(count, value), *got = list_clone(start);
+    double place = -1.0, found = 0.0;
+    const double inverse = (double)(float)(1.0 / scale);
+    const fst_work work = fst_plan_work(&got->plan);
+    fst_unscale_launch launch = {.factor = inverse, .inverse = how == 1};
+    launch.found_inf = scalar_at(&found, how % 2);
+    if (how > 0)
+        launch.scale = scalar_at(&place, 1);
+    place = how == 1 ? inverse : scale;
+    const unsigned grid = any_grid();
+    for (size_t round = 0; round < work.round_count; round++) {
+        launch.tables = device_round(&got->device, &work, round);
+        device_launch(&got->device, "fst_unscale", grid, &launch);
+    }
+    for (size_t i = 0; i < level_count; i++) {
+        list *want = list_clone(start);
+        fst_status status = {0};
+        fst_measurement seen;
+        fst_passes_use(levels[i]);
+        CHECK_INT(fst_unscale(&want->plan, 0, inverse, &seen, &status), FST_OK);
+        const fst_device_outcome *out = got->device.outcome;
+        CHECK(same_list(got, want));
+        CHECK(same_double(out->square_sum, seen.square_sum));
+        CHECK(same_double(out->norm, sqrt(seen.square_sum)));
+        CHECK(same_double(out->inv_scale, inverse));
+        CHECK_INT(out->nonfinite, seen.nonfinite);
+        CHECK_NEAR(load_value(&found, how % 2 ? FST_F64 : FST_F32), seen.nonfinite, 0.0);
+        list_free(want);
+    }
+    list_free(got);
+    list_free(start);
+}
+
+static fst_norm_kind kind_of(double p)
+{
+    if (isinf(p))
+        return p > 0.0 ? FST_NORM_MAX : FST_NORM_MIN;
+    return p == 2.0   ? FST_NORM_SQUARES
+           : p == 1.0 ? FST_NORM_ABS
+           : p == 0.0 ? FST_NORM_NONZERO
+                      : FST_NORM_POWER;
+}
+
+/* The norm, and the clipping that goes by it. */
+static void norm_and_scale(size_t count, double (*value)(void), double p, double max_norm)
+{
+    list *start = list_new(count, value), *got = list_clone(start);
+    float shown = -1.0f;
+    fst_norm_launch norm = {.tables = got->device.tables, .power = p, .kind = kind_of(p)};
+    norm.norm = scalar_at(&shown, 0);
+    device_launch(&got->device, "fst_norm", any_grid(), &norm);
+    fst_scale_launch scale = {.tables = got->device.tables, .max_norm = max_norm, .factor = NAN};
+    scale.norm = scalar_at(&got->device.outcome->norm, 1);
+    device_launch(&got->device, "fst_scale", any_grid(), &scale);
+    for (size_t i = 0; i < level_count; i++) {
+        list *want = list_clone(start);
+        fst_status status = {0};
+        double expected = -1.0;
+        fst_passes_use(levels[i]);
+        CHECK_INT(fst_total_norm(&want->plan, 0, p, &expected, &status), FST_OK);
+        CHECK(same_double(got->device.outcome->norm, expected));
+        CHECK(same_double((double)shown, (double)(float)expected));
+        const double factor = fst_clip_coefficient(expected, max_norm);
+        if (!(factor >= 1.0))
+            CHECK_INT(fst_scale(&want->plan, 0, factor, &status), FST_OK);
+        CHECK(same_list(got, want));
+        list_free(want);
+    }
+    list_free(got);
+    list_free(start);
+}
+
+static void scale_and_clamp(size_t count, double factor)
+{
+    list *start = list_new(count, random_value), *got = list_clone(start);
+    fst_scale_launch scale = {.tables = got->device.tables, .factor = factor};
+    fst_clamp_launch clamp = {.tables = got->device.tables, .limit = 0.3};
+    device_launch(&got->device, "fst_scale", any_grid(), &scale);
+    device_launch(&got->device, "fst_clamp", any_grid(), &clamp);
+    for (size_t i = 0; i < level_count; i++) {
+        list *want = list_clone(start);
+        fst_status status = {0};
+        fst_passes_use(levels[i]);
+        CHECK_INT(fst_scale(&want->plan, 0, factor, &status), FST_OK);
+        CHECK_INT(fst_clamp(&want->plan, 0, 0.3, &status), FST_OK);
+        CHECK(same_list(got, want));
+        list_free(want);
+    }
+    list_free(got);
+    list_free(start);
+}
+
+/* A list that names one tensor twice: unscaled twice, in two rounds, and an infinity that only the
+ * first of them meets is not forgotten in the second. */
+static void rounds(int bad)
+{
+    list *l = list_new(3, random_unit);
+    fst_plan_free(&l->plan);
+    device_free(&l->device);
+    array_free(l->tensors[2]);
+    l->tensors[2] = l->tensors[1];
+    if (bad)
+        set(&l->tensors[0]->op, 7, (double)INFINITY);
+    list_seal(l);
+    const fst_work work = fst_plan_work(&l->plan);
+    CHECK_INT((int64_t)work.round_count, 2);
+    float found = 0.0f;
+    const double before = get(&l->tensors[1]->op, 0);
+    for (size_t round = 0; round < work.round_count; round++) {
+        fst_unscale_launch launch = {.tables = device_round(&l->device, &work, round)};
+        launch.factor = 0.5;
+        launch.found_inf = scalar_at(&found, 0);
+        device_launch(&l->device, "fst_unscale", 2, &launch);
+    }
+    CHECK(found == (float)bad);
+    CHECK_INT(l->device.outcome->nonfinite, bad);
+    CHECK_NEAR(get(&l->tensors[1]->op, 0), before / 4.0, 0x1p-7);
+    l->count = 2;
+    list_free(l);
+}
+
+/* Tensors of zeros do not count in the 0-norm, one element of many does. */
+static double zero(void)
+{
+    return 0.0;
+}
+
+static void zeros(void)
+{
+    list *l = list_new(9, zero);
+    fst_norm_launch norm = {.tables = l->device.tables, .kind = FST_NORM_NONZERO};
+    device_launch(&l->device, "fst_norm", 2, &norm);
+    CHECK(l->device.outcome->norm == 0.0);
+    set(&l->tensors[0]->op, l->tensors[0]->count - 1, 1.0);
+    set(&l->tensors[4]->op, 0, -1.0);
+    set(&l->tensors[8]->op, 0, (double)NAN);
+    device_launch(&l->device, "fst_norm", 2, &norm);
+    CHECK(l->device.outcome->norm == 3.0);
+    list_free(l);
+}
+
+static void loss_scales(void)
+{
+    const fst_loss_scale_args args = {2.0, 0.5, 1.0, 4096.0, 3, 2};
+    float scale = 1024.0f, found[2] = {0.0f, 0.0f}, want = scale;
+    int32_t growth = 0, left = 2, want_growth = 0, want_left = 2;
+    fst_loss_scale_launch launch = {
+        .scale = address_of(&scale),
+        .growth_tracker = address_of(&growth),
+        .found_inf = scalar_at(found, 0),
+        .growth_factor = args.growth_factor,
+        .backoff_factor = args.backoff_factor,
+        .min_scale = args.min_scale,
+        .max_scale = args.max_scale,
+        .growth_interval = args.growth_interval,
+        .hysteresis = args.hysteresis,
+    };
+    for (int i = 0; i < 200; i++) {
+        int32_t once = 1;
+        launch.hysteresis_left = i % 5 ? address_of(&left) : 0;
+        found[0] = random_below(3) ? 0.0f : 2.0f;
+        device_launch(NULL, "fst_loss_scale", 1, &launch);
+        fst_loss_scale_update(&want, &want_growth, i % 5 ? &want_left : &once, found[0], &args);
+        CHECK(scale == want && growth == want_growth && left == want_left);
+    }
+}
+
+int main(void)
+{
+    static const double orders[] = {2.0, 1.0, INFINITY, -INFINITY, 0.0, 3.0, 0.5, -1.0};
+    static const double limits[] = {1e-3, 1e9, 0.0, INFINITY};
+    static double (*const values[])(void) = {random_unit, random_value};
+    level_count = supported_levels(levels);
+    for (int round = 0; round < 40; round++) {
+        const size_t count = round ? 1 + random_below(MAX_TENSORS) : 0;
+        unscale(count, values[round / 3 % 2], round % 4 ? 1024.0 : 1e-3, round % 3);
+        for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++)
+            norm_and_scale(count, values[round % 4 == 3], orders[i], limits[(round + (int)i) % 4]);
+        scale_and_clamp(count, round % 2 ? 0.7 : 1e20);
+    }
+    for (int bad = 0; bad < 2; bad++)
+        rounds(bad);
+    zeros();
+    loss_scales();
+    return check_report();
+}

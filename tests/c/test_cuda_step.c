@@ -1,0 +1,194 @@
+/* The kernels of a step, run without a GPU, against the CPU: the same bits for every rule, type,
+ * layout and setting, for any number of blocks and any order of blocks and threads. */
+#include "../cuda/models.h"
+
+static const fst_cpu_kernels *levels[MAX_LEVELS];
+static size_t level_count;
+
+static options random_options(void)
+{
+    static const double scales[] = {NAN, 1.0, 65536.0, 3.7, 1e-30, INFINITY, 0.0};
+    static const double norms[] = {NAN, NAN, 0.5, 1e30, 0.0, INFINITY};
+    options o = {.scale = scales[random_below(sizeof scales / sizeof scales[0])],
+                 .max_norm = norms[random_below(sizeof norms / sizeof norms[0])],
+                 .found_inf = NAN};
+    const size_t found = random_below(8);
+    if (found < 6)
+        o.found_inf = found == 0 ? 2.0 : 0.0;
+    o.measure_found_inf = found > 2 && found < 6;
+    o.write_grad = (int)random_below(2);
+    o.scale_is_double = (int)random_below(2);
+    o.found_is_double = (int)random_below(2);
+    o.norm_is_double = (int)random_below(2);
+    return o;
+}
+
+static void describe(const char *level, const kind *k, const options *o, const model *m)
+{
+    fprintf(stderr,
+            "    %s, %s: %s, gradient %s, state %s, master %d, copy %d, placement %d; scale %g, "
+            "found %g, measured %d, max_norm %g, write_grad %d\n",
+            level, fst_rule_name(m->groups[0].rule), dtype_names[k->dtype],
+            dtype_names[k->grad_dtype], dtype_names[k->state_dtype], k->master, k->copy, k->how,
+            o->scale, o->found_inf, o->measure_found_inf, o->max_norm, o->write_grad);
+}
+
+/* Two steps, so that what the first leaves behind is used. */
+static void compare(const model *start, const options *o, const kind *k)
+{
+    model *got = model_clone(start);
+    const unsigned grid = 1 + (unsigned)random_below(4);
+    simt_shuffle_by(random_below(3));
+    outcome seen = {0};
+    for (int step = 0; step < 2; step++)
+        seen = device_step(got, o, grid);
+    for (size_t i = 0; i < level_count; i++) {
+        model *want = model_clone(start);
+        outcome expected = {0};
+        fst_passes_use(levels[i]);
+        for (int step = 0; step < 2; step++)
+            expected = cpu_step(want, o);
+        if (!CHECK(same_step(got, &seen, want, &expected)))
+            describe(levels[i]->name, k, o, start);
+        model_free(want);
+    }
+    model_free(got);
+}
+
+static double (*const grad_values[])(void) = {random_unit, random_unit, random_value};
+
+static kind random_kind(fst_dtype dtype, fst_dtype grad_dtype, placement how)
+{
+    kind k = {.dtype = dtype, .grad_dtype = grad_dtype, .state_dtype = dtype, .how = how};
+    const int half = dtype == FST_BF16 || dtype == FST_F16;
+    k.grad_value = grad_values[random_below(3)];
+    k.master = half && random_below(2) ? FST_F32 : -1;
+    k.copy = random_below(3) ? -1 : (int)random_below(FST_DTYPE_COUNT);
+    if (half && random_below(2))
+        k.state_dtype = FST_F32;
+    return k;
+}
+
+/* Several tensors in several groups; chunks that do not fill, and one tensor of two chunks. */
+static void all_kinds(fst_rule rule, fst_dtype dtype, fst_dtype grad_dtype, placement how)
+{
+    static const int64_t sizes[] = {1, 5, 8, 255, 256, 1024, 2051, 4096, 16384};
+    for (int round = 0; round < 3; round++) {
+        model *m = new_model(rule);
+        const kind k = random_kind(dtype, grad_dtype, how);
+        for (unsigned group = 0; group < 2; group++) {
+            add_param(m, group, 0, &k);
+            for (int i = 0; i < 2; i++)
+                add_param(m, group, sizes[random_below(sizeof sizes / sizeof sizes[0])], &k);
+        }
+        const kind other = random_kind((fst_dtype)random_below(FST_DTYPE_COUNT), FST_F32,
+                                       (placement)random_below(5));
+        add_param(m, 2, 1 + (int64_t)random_below(300), &other);
+        add_param(m, 2, 16384 + (int64_t)random_below(1000), &k);
+        const options o = random_options();
+        compare(m, &o, &k);
+        model_free(m);
+    }
+}
+
+/* Every type of every operand, also those that a plan would not make. */
+static void all_types(fst_rule rule)
+{
+    for (int p = 0; p < FST_DTYPE_COUNT; p++)
+        for (int g = 0; g < FST_DTYPE_COUNT; g++)
+            for (int s = 0; s < FST_DTYPE_COUNT; s++) {
+                model *m = new_model(rule);
+                kind k = {(fst_dtype)p, (fst_dtype)g, (fst_dtype)s, ALIGNED, random_value, -1, -1};
+                k.copy = (p + g + s) % FST_DTYPE_COUNT;
+                k.master = p < FST_BF16 ? -1 : s % 2 ? FST_F32 : FST_F64;
+                const options o = {NAN, NAN, NAN, .write_grad = s % 2};
+                add_param(m, 0, 1037, &k);
+                m->params[0].wide ^= g % 2;
+                compare(m, &o, &k);
+                model_free(m);
+            }
+}
+
+/* All settings that decide whether a step is skipped and what it multiplies by. */
+static void all_settings(void)
+{
+    static const double scales[] = {NAN, 1024.0, 0.0}, norms[] = {NAN, 0.25, 1e9};
+    static const double founds[] = {NAN, 0.0, 1.0, NAN, 0.0, 3.0};
+    for (size_t scale = 0; scale < 3; scale++)
+        for (size_t norm = 0; norm < 3; norm++)
+            for (size_t found = 0; found < 6; found++)
+                for (int values = 1; values < 3; values++) {
+                    model *m = new_model(FST_RULE_adam);
+                    kind k = random_kind(FST_F32, FST_F32, ALIGNED);
+                    options o = {scales[scale], founds[found], norms[norm], .write_grad = values};
+                    k.grad_value = grad_values[values];
+                    o.measure_found_inf = found >= 3 && !isnan(o.found_inf);
+                    add_param(m, 0, 777, &k);
+                    add_param(m, 1, 0, &k);
+                    compare(m, &o, &k);
+                    model_free(m);
+                }
+}
+
+/* Parameters that are views of the same memory are updated one after the other. */
+static void rounds(void)
+{
+    model *m = new_model(FST_RULE_momentum);
+    const kind k = {FST_F32, FST_F32, FST_F32, ALIGNED, random_unit, -1, -1};
+    const options o = {NAN, NAN, 0.5, .write_grad = 0};
+    for (int i = 0; i < 3; i++)
+        add_param(m, 0, 3000, &k);
+    m->params[2].array[FST_OP_PARAM] = m->params[0].array[FST_OP_PARAM];
+    fst_plan plan;
+    model_plan(m, &o, &plan);
+    CHECK_INT((int64_t)plan.round_count, 2);
+    fst_plan_free(&plan);
+    compare(m, &o, &k);
+    model_free(m);
+}
+
+/* A gradient that is one row seen again and again, in parameters of other layouts. */
+static void expanded_gradients(void)
+{
+    for (int how = ALIGNED; how < PLACEMENTS; how++) {
+        model *m = new_model(FST_RULE_adam);
+        const kind k = {FST_F32, FST_F32, FST_F32, (placement)how, random_unit, -1, -1};
+        const options o = {NAN, NAN, 0.5, .write_grad = 0};
+        add_param(m, 0, 2100, &k);
+        array **grad = &m->arrays[m->params[0].array[FST_OP_GRAD]];
+        array_free(*grad);
+        *grad = array_new(FST_F32, EXPANDED, 2100);
+        array_fill(*grad, random_unit);
+        compare(m, &o, &k);
+        model_free(m);
+    }
+}
+
+static void no_parameters(void)
+{
+    model *m = new_model(FST_RULE_adam);
+    const kind k = random_kind(FST_F32, FST_F32, ALIGNED);
+    const options o = {1024.0, 0.0, 1.0, .measure_found_inf = 1};
+    compare(m, &o, &k);
+    add_param(m, 0, 0, &k);
+    compare(m, &o, &k);
+    model_free(m);
+}
+
+int main(void)
+{
+    level_count = supported_levels(levels);
+    for (int rule = 0; rule < FST_RULE_COUNT; rule++) {
+        for (int dtype = 0; dtype < FST_DTYPE_COUNT; dtype++)
+            for (int own = 0; own < (dtype == FST_F32 ? 1 : 2); own++)
+                for (int how = ALIGNED; how < PLACEMENTS; how++)
+                    all_kinds((fst_rule)rule, (fst_dtype)dtype, own ? (fst_dtype)dtype : FST_F32,
+                              (placement)how);
+        all_types((fst_rule)rule);
+    }
+    all_settings();
+    rounds();
+    expanded_gradients();
+    no_parameters();
+    return check_report();
+}

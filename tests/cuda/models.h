@@ -1,0 +1,87 @@
+/* models.h - parameters of all kinds to step. */
+#ifndef TEST_CUDA_MODELS_H
+#define TEST_CUDA_MODELS_H
+
+#include "step.h"
+
+typedef enum { ALIGNED, MISALIGNED, BY_STRIDES, BY_COLUMNS, MIXED, PLACEMENTS } placement;
+
+static const double usual[FST_RULE_COUNT][FST_MAX_HYPER] = {
+    [FST_RULE_adam] = {0.0078125, 0.9, 0.999, 1e-8, 0.1, 1.0},
+    [FST_RULE_amsgrad] = {0.0078125, 0.9, 0.999, 1e-8, 0.1, 0.0},
+    [FST_RULE_sgd] = {0.125, 0.0, 0.0, 0.01, 0.0},
+    [FST_RULE_momentum] = {0.125, 0.9, 0.3, 0.01, 1.0},
+    [FST_RULE_lion] = {0.0009765625, 0.9, 0.99, 0.1},
+};
+
+static inline array *new_array(fst_dtype dtype, placement how, int64_t count)
+{
+    if (how == MIXED)
+        how = (placement)random_below(MIXED);
+    return how == ALIGNED ? array_new_aligned(dtype, count)
+                          : array_new(dtype,
+                                      how == MISALIGNED   ? FLAT
+                                      : how == BY_STRIDES ? STRIDED
+                                                          : TRANSPOSED,
+                                      count);
+}
+
+static inline void add_operand(model *m, param *p, int role, fst_dtype dtype, placement how,
+                               double (*value)(void))
+{
+    array *a = new_array(dtype, how, p->count);
+    array_fill(a, value);
+    p->array[role] = m->array_count;
+    m->arrays[m->array_count++] = a;
+}
+
+typedef struct {
+    fst_dtype dtype, grad_dtype, state_dtype;
+    placement how;
+    double (*grad_value)(void);
+    int master, copy; /* -1, or their types */
+} kind;
+
+static inline void add_param(model *m, unsigned group, int64_t count, const kind *k)
+{
+    const fst_rule rule = m->groups[group].rule;
+    param *p = &m->params[m->param_count];
+    *p = (param){.count = count, .group = group, .wide = k->dtype == FST_F64};
+    for (int i = 0; i < FST_OP_COUNT; i++)
+        p->array[i] = -1;
+    p->counts = rule == FST_RULE_adam || rule == FST_RULE_amsgrad || random_below(4) == 0;
+    p->is_double = (int)random_below(2);
+    p->value = 1.0 + (double)random_below(2);
+    scalar_set(&m->steps[m->param_count++], p->is_double, (double)random_below(5));
+    if (!count)
+        return;
+    add_operand(m, p, FST_OP_PARAM, k->dtype, k->how, random_value);
+    add_operand(m, p, FST_OP_GRAD, k->grad_dtype, k->how, k->grad_value);
+    for (unsigned i = 0; i < fst_rule_states(rule); i++)
+        add_operand(m, p, FST_OP_STATE + (int)i, k->state_dtype, k->how,
+                    i ? random_positive : random_value);
+    if (k->master >= 0)
+        add_operand(m, p, FST_OP_MASTER, (fst_dtype)k->master, k->how, random_value);
+    if (k->copy >= 0)
+        add_operand(m, p, FST_OP_COPY, (fst_dtype)k->copy, k->how, random_value);
+}
+
+static inline model *new_model(fst_rule rule)
+{
+    model *m = must_alloc(sizeof *m);
+    memset(m, 0, sizeof *m);
+    m->group_count = 3;
+    for (int i = 0; i < m->group_count; i++) {
+        model_group *g = &m->groups[i];
+        g->rule = i == 2 ? (fst_rule)random_below(FST_RULE_COUNT) : rule;
+        memcpy(g->hyper, usual[g->rule], sizeof g->hyper);
+        g->maximize = (int)random_below(2);
+        g->lr_on_device = (int)random_below(2);
+        g->lr_is_double = (int)random_below(2);
+        if (random_below(3) == 0) /* no weight decay */
+            g->hyper[rule == FST_RULE_adam || rule == FST_RULE_amsgrad ? 4 : 3] = 0.0;
+    }
+    return m;
+}
+
+#endif

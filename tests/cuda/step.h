@@ -1,0 +1,224 @@
+/* step.h - optimizer steps by the kernels, and by the CPU as csrc/py does them, on copies of the
+ * same parameters. */
+#ifndef TEST_CUDA_STEP_H
+#define TEST_CUDA_STEP_H
+
+#include "core/fold.h"
+#include "core/passes.h"
+#include "device.h"
+#include "rules/loss_scale.h"
+
+enum { MAX_PARAMS = 16, MAX_GROUPS = 4, MAX_ARRAYS = MAX_PARAMS * FST_OP_COUNT };
+
+typedef struct {
+    int64_t count;           /* 0: without elements, it only counts */
+    int array[FST_OP_COUNT]; /* index of each operand's array, -1: absent */
+    unsigned group;
+    int counts, is_double; /* its step counter */
+    double value;          /* what the rule reads without one */
+    int wide;
+} param;
+
+typedef struct {
+    fst_rule rule;
+    double hyper[FST_MAX_HYPER];
+    int maximize;
+    int lr_on_device, lr_is_double;
+} model_group;
+
+/* Plain data but for `arrays`. */
+typedef struct {
+    param params[MAX_PARAMS];
+    model_group groups[MAX_GROUPS];
+    array *arrays[MAX_ARRAYS];
+    double steps[MAX_PARAMS]; /* counters: fp64, or fp32 in the first half */
+    int param_count, group_count, array_count;
+} model;
+
+typedef struct {
+    double scale, found_inf, max_norm; /* NaN: absent */
+    int scale_is_double, found_is_double, norm_is_double;
+    int measure_found_inf, write_grad;
+} options;
+
+typedef struct {
+    int skip;
+    double norm, found_inf;
+} outcome;
+
+static inline model *model_clone(const model *from)
+{
+    model *m = must_copy(from, sizeof *from);
+    for (int i = 0; i < m->array_count; i++)
+        m->arrays[i] = array_clone(from->arrays[i]);
+    return m;
+}
+
+static inline void model_free(model *m)
+{
+    for (int i = 0; i < m->array_count; i++)
+        array_free(m->arrays[i]);
+    free(m);
+}
+
+static inline double scalar_get(const void *at, int is_double)
+{
+    return load_value(at, is_double ? FST_F64 : FST_F32);
+}
+
+static inline void scalar_set(void *at, int is_double, double value)
+{
+    store_value(at, is_double ? FST_F64 : FST_F32, value);
+}
+
+/* The parameters with elements, sealed into a plan; spans are numbered like them. */
+static inline void model_plan(const model *m, const options *o, fst_plan *plan)
+{
+    fst_status status = {0};
+    fst_plan_init(plan, FST_OP_COUNT);
+    fst_plan_begin(plan);
+    for (int i = 0; i < m->param_count; i++) {
+        if (!m->params[i].count)
+            continue;
+        const uint32_t span = (uint32_t)plan->span_count;
+        fst_operand *op = fst_plan_add(plan, m->params[i].count, span, &status);
+        for (int k = 0; k < FST_OP_COUNT; k++)
+            if (m->params[i].array[k] >= 0)
+                op[k] = m->arrays[m->params[i].array[k]]->op;
+    }
+    CHECK_INT(fst_plan_seal(plan, FST_OP_PARAM, o->write_grad ? 2 : 1, &status), FST_OK);
+}
+
+/* As fold_all in csrc/py/plan.c. */
+static inline void cpu_fold(model *m, fst_update_args *args, double coefficient)
+{
+    uint32_t span = 0;
+    for (int i = 0; i < m->param_count; i++) {
+        const param *p = &m->params[i];
+        const model_group *g = &m->groups[p->group];
+        const double step = p->counts ? scalar_get(&m->steps[i], p->is_double) + 1.0 : p->value;
+        if (p->count) {
+            fst_update_args *a = &args[span++];
+            *a = (fst_update_args){.clip_coefficient = coefficient,
+                                   .sign = g->maximize ? -1.0 : 1.0,
+                                   .rule = g->rule,
+                                   .wide = p->wide};
+            fst_rule_fold(a, g->hyper, step);
+        }
+        if (p->counts)
+            scalar_set(&m->steps[i], p->is_double, step);
+    }
+}
+
+/* As run and run_passes in csrc/py/plan.c. */
+static inline outcome cpu_step(model *m, const options *o)
+{
+    fst_plan plan;
+    fst_status status = {0};
+    fst_measurement seen = {NAN, 0};
+    fst_update_args args[MAX_PARAMS];
+    outcome out = {0, NAN, o->found_inf};
+    const double scale = o->scale_is_double ? o->scale : (double)(float)o->scale;
+    const double inv_scale = isnan(o->scale) ? 1.0 : (double)(float)(1.0 / scale);
+    const int measure = o->measure_found_inf || !isnan(o->max_norm);
+    double coefficient = 1.0;
+    model_plan(m, o, &plan);
+    out.skip = !o->measure_found_inf && !isnan(o->found_inf) && o->found_inf != 0.0;
+    if (measure && !out.skip) {
+        CHECK_INT(fst_measure(&plan, FST_OP_GRAD, inv_scale, &seen, &status), FST_OK);
+        out.norm = sqrt(seen.square_sum);
+        out.skip = o->measure_found_inf && seen.nonfinite;
+    }
+    if (o->measure_found_inf && out.skip)
+        out.found_inf = 1.0;
+    if (!out.skip) {
+        if (!isnan(o->max_norm))
+            coefficient = fst_clip_coefficient(out.norm, o->max_norm);
+        cpu_fold(m, args, coefficient);
+        CHECK_INT(fst_update(&plan, args, inv_scale, o->write_grad, &status), FST_OK);
+    }
+    fst_plan_free(&plan);
+    return out;
+}
+
+/* The spans with elements come first, as in the plan. */
+static inline void device_add_spans(device *d, model *m, double *lr)
+{
+    size_t at = 0;
+    for (int empty = 0; empty < 2; empty++)
+        for (int i = 0; i < m->param_count; i++) {
+            const param *p = &m->params[i];
+            if ((p->count == 0) != empty)
+                continue;
+            d->spans[at] = (fst_device_span){.value = p->value,
+                                             .group = p->group,
+                                             .rule = (int32_t)m->groups[p->group].rule,
+                                             .maximize = m->groups[p->group].maximize,
+                                             .wide = p->wide};
+            if (p->counts)
+                d->spans[at].step = scalar_at(&m->steps[i], p->is_double);
+            at++;
+        }
+    d->groups = must_alloc_poison((size_t)m->group_count * sizeof *d->groups);
+    d->tables.groups = address_of(d->groups);
+    for (int i = 0; i < m->group_count; i++) {
+        const model_group *g = &m->groups[i];
+        memcpy(d->groups[i].hyper, g->hyper, sizeof g->hyper);
+        d->groups[i].lr = (fst_device_scalar){.data = 0};
+        if (!g->lr_on_device)
+            continue;
+        scalar_set(&lr[i], g->lr_is_double, g->hyper[0]);
+        d->groups[i].hyper[0] = NAN;
+        d->groups[i].lr = scalar_at(&lr[i], g->lr_is_double);
+    }
+}
+
+static inline outcome device_step(model *m, const options *o, unsigned grid)
+{
+    device d;
+    fst_plan plan;
+    double lr[MAX_GROUPS], scale, found_inf, norm = -1.0;
+    size_t empty = 0;
+    model_plan(m, o, &plan);
+    const fst_work work = fst_plan_work(&plan);
+    for (int i = 0; i < m->param_count; i++)
+        empty += m->params[i].count == 0;
+    device_make(&d, &work, empty);
+    device_add_spans(&d, m, lr);
+    fst_begin_launch begin = {.tables = d.tables, .max_norm = o->max_norm};
+    begin.measure_found_inf = o->measure_found_inf;
+    begin.measure = o->measure_found_inf || !isnan(o->max_norm);
+    begin.norm = scalar_at(&norm, o->norm_is_double);
+    scalar_set(&scale, o->scale_is_double, o->scale);
+    scalar_set(&found_inf, o->found_is_double, o->found_inf);
+    if (!isnan(o->scale))
+        begin.grad_scale = scalar_at(&scale, o->scale_is_double);
+    if (!isnan(o->found_inf))
+        begin.found_inf = scalar_at(&found_inf, o->found_is_double);
+    device_launch(&d, "fst_begin", grid, &begin);
+    for (size_t round = 0; round < work.round_count; round++) {
+        fst_update_launch update = {.tables = device_round(&d, &work, round)};
+        update.write_grad = o->write_grad;
+        device_launch(&d, "fst_update", grid, &update);
+    }
+    const outcome out = {d.outcome->skip, d.outcome->norm,
+                         isnan(o->found_inf) ? NAN : scalar_get(&found_inf, o->found_is_double)};
+    const double shown = o->norm_is_double ? out.norm : (double)(float)out.norm;
+    CHECK(same_double(scalar_get(&norm, o->norm_is_double), shown));
+    device_free(&d);
+    fst_plan_free(&plan);
+    return out;
+}
+
+/* The same parameters, gradients, states, counters, norm and flag, bit for bit. */
+static inline int same_step(const model *a, const outcome *x, const model *b, const outcome *y)
+{
+    int same = x->skip == y->skip && same_double(x->norm, y->norm) &&
+               same_double(x->found_inf, y->found_inf) &&
+               !memcmp(a->steps, b->steps, sizeof a->steps);
+    for (int i = 0; i < a->array_count; i++)
+        same = same && same_memory(a->arrays[i], b->arrays[i]);
+    return same;
+}
+
+#endif
