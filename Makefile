@@ -48,7 +48,7 @@ asan: $(BIN)/.installed-test ## run the C tests and the Python tests under Addre
 	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS)
 
 tsan: ## run the C tests of threads under ThreadSanitizer
-	+$(C_TESTS) SANITIZE=thread TESTS='test_threads*' RUN='$(UNSHUFFLED)'
+	+$(C_TESTS) SANITIZE=thread TESTS='test_threads* test_gpu_threads' RUN='$(UNSHUFFLED)'
 
 leaks: build ## call every function of the extension many times and look at the memory
 	$(BIN)/python -m pytest -q tests/leaks

@@ -7,6 +7,7 @@ typedef enum {
     FST_NO_MEMORY,
     FST_BAD_VALUE,
     FST_UNSUPPORTED,
+    FST_DEVICE_FAILED, /* a call of a device's driver returned an error */
 } fst_code;
 
 typedef struct {

@@ -64,6 +64,7 @@ typedef struct {
     const fst_chunk *chunks;     /* chunk_count + 1: the last one only closes the costs */
     const uint32_t *rounds;      /* round_count + 1 */
     size_t span_count, chunk_count, round_count;
+    uint64_t serial; /* of the chunk list: no two lists have the same; 0: unknown */
     unsigned width;
 } fst_work;
 

@@ -83,8 +83,10 @@ static fst_code list_chunks(fst_plan *plan, const uint32_t *round_of, size_t rou
         return status->code;
     if (!grow(&plan->rounds, round_count + 1, sizeof *plan->rounds))
         return fst_fail(status, FST_NO_MEMORY, "no memory for %zu rounds", round_count);
+    static uint64_t lists;
     size_t at = 0;
     uint64_t cost = 0;
+    plan->serial = __atomic_add_fetch(&lists, 1, __ATOMIC_RELAXED);
     for (size_t round = 0; round < round_count; round++) {
         plan->rounds[round] = (uint32_t)at;
         for (size_t i = 0; i < plan->span_count; i++) {
@@ -160,6 +162,7 @@ fst_work fst_plan_work(const fst_plan *plan)
         .span_count = plan->span_count,
         .chunk_count = plan->chunk_count,
         .round_count = plan->round_count,
+        .serial = plan->serial,
         .width = plan->width,
     };
 }

@@ -20,6 +20,7 @@ typedef struct {
     size_t span_count, span_capacity, sealed_count;
     size_t chunk_count, chunk_capacity, round_count;
     size_t written_count, written_capacity;
+    uint64_t serial; /* of the chunk list */
     unsigned width;
     int stale; /* the chunk list no longer fits the spans */
 } fst_plan;

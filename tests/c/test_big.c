@@ -113,8 +113,8 @@ static void passes_reach_far(const fst_cpu_kernels *kernels, twins *t, const upd
         far_chunks[i] = near_chunks[i];
         far_chunks[i].begin += far_away;
     }
-    const fst_work far = {&far_span, t->far, far_chunks, rounds, 1, 3, 1, FST_OP_COUNT};
-    const fst_work near = {&near_span, t->near, near_chunks, rounds, 1, 3, 1, FST_OP_COUNT};
+    const fst_work far = {&far_span, t->far, far_chunks, rounds, 1, 3, 1, 0, FST_OP_COUNT};
+    const fst_work near = {&near_span, t->near, near_chunks, rounds, 1, 3, 1, 0, FST_OP_COUNT};
     CHECK_INT(fst_cpu_update(&far, kernels, &args, c->inv_scale, 1, &status), FST_OK);
     CHECK_INT(fst_cpu_update(&near, kernels, &args, c->inv_scale, 1, &status), FST_OK);
     CHECK_INT(fst_cpu_reduce(&far, kernels, FST_OP_PARAM, FST_NORM_ABS, 1.0, 1.0, far_sum, &status),

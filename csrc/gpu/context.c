@@ -1,0 +1,148 @@
+#include "gpu/context.h"
+
+#include <pthread.h>
+#include <string.h>
+
+#include "base/device.h"
+#include "gpu/driver.h"
+#include "gpu/fatbin.h"
+
+static const char *const names[FST_KERNEL_COUNT] = {
+    [FST_KERNEL_BEGIN] = "fst_begin",           [FST_KERNEL_UPDATE] = "fst_update",
+    [FST_KERNEL_UNSCALE] = "fst_unscale",       [FST_KERNEL_NORM] = "fst_norm",
+    [FST_KERNEL_SCALE] = "fst_scale",           [FST_KERNEL_CLAMP] = "fst_clamp",
+    [FST_KERNEL_LOSS_SCALE] = "fst_loss_scale",
+};
+
+static fst_gpu_device devices[FST_GPU_DEVICES];
+static fst_fatbin_source source;
+static fst_gpu_counts counts;
+static pthread_mutex_t loading = PTHREAD_MUTEX_INITIALIZER;
+
+fst_code fst_gpu_kernels_in_file(const char *path, fst_status *status)
+{
+    return fst_fatbin_in_file(&source, path, status);
+}
+
+void fst_gpu_kernels_in_memory(const void *fatbin, size_t size)
+{
+    fst_fatbin_in_memory(&source, fatbin, size);
+}
+
+static fst_code find_kernels(fst_gpu_device *device, int multiprocessors, fst_status *status)
+{
+    for (unsigned k = 0; k < FST_KERNEL_COUNT; k++) {
+        int blocks = 0;
+        if (fst_driver_find(device->ordinal, device->module, names[k], &device->functions[k],
+                            status) ||
+            fst_driver_occupancy(device->ordinal, names[k], device->functions[k], FST_DEVICE_BLOCK,
+                                 &blocks, status))
+            return status->code;
+        if (blocks < 1)
+            return fst_fail(status, FST_UNSUPPORTED,
+                            "no block of %s fits on a multiprocessor of CUDA device %d", names[k],
+                            device->ordinal);
+        device->grids[k] = (uint32_t)(blocks * multiprocessors);
+    }
+    return FST_OK;
+}
+
+/* CUDA's text does not say which of the two is too old, nor which device it is. */
+static fst_code explain(const fst_driver_device *info, fst_status *status)
+{
+    char reason[sizeof status->message];
+    memcpy(reason, status->message, sizeof reason);
+    return fst_fail(status, status->code,
+                    "%.200s; the kernels may need a newer device than %s (compute capability "
+                    "%d.%d) or a newer driver than one for CUDA %d.%d",
+                    reason, info->name, info->major, info->minor, info->version / 1000,
+                    info->version % 1000 / 10);
+}
+
+static fst_code load_module(fst_gpu_device *device, const fst_driver_device *info,
+                            fst_status *status)
+{
+    fst_fatbin fatbin;
+    if (fst_fatbin_open(&source, &fatbin, status))
+        return status->code;
+    if (fst_driver_load(device->ordinal, fatbin.data, &device->module, status) != FST_OK &&
+        status->code != FST_NO_MEMORY)
+        explain(info, status);
+    fst_fatbin_close(&fatbin);
+    return status->code;
+}
+
+static fst_code start(fst_gpu_device *device, int ordinal, fst_status *status)
+{
+    fst_driver_device info;
+    int mode;
+    device->ordinal = ordinal;
+    if (fst_driver_describe(ordinal, &info, status))
+        return status->code;
+    if (!device->context && fst_driver_retain(ordinal, info.handle, &device->context, status))
+        return status->code;
+    if (fst_gpu_enter(device, &mode, status))
+        return status->code;
+    if (device->module || !load_module(device, &info, status))
+        find_kernels(device, info.multiprocessors, status);
+    return fst_gpu_leave(device, mode, status);
+}
+
+fst_gpu_device *fst_gpu_device_get(int ordinal, fst_status *status)
+{
+    if (ordinal < 0 || ordinal >= FST_GPU_DEVICES) {
+        fst_fail(status, FST_BAD_VALUE, "no CUDA device %d: the last one is %d", ordinal,
+                 FST_GPU_DEVICES - 1);
+        return NULL;
+    }
+    fst_gpu_device *device = &devices[ordinal];
+    if (fst_driver_open(status))
+        return NULL;
+    if (__atomic_load_n(&device->ready, __ATOMIC_ACQUIRE))
+        return device;
+    pthread_mutex_lock(&loading);
+    if (!device->ready && !start(device, ordinal, status))
+        __atomic_store_n(&device->ready, 1, __ATOMIC_RELEASE);
+    const int ready = device->ready;
+    pthread_mutex_unlock(&loading);
+    return ready ? device : NULL;
+}
+
+fst_code fst_gpu_enter(const fst_gpu_device *device, int *mode, fst_status *status)
+{
+    if (fst_driver_open(status)) /* a forked child keeps its devices, but must not use them */
+        return status->code;
+    return fst_driver_enter(device->ordinal, device->context, mode, status);
+}
+
+fst_code fst_gpu_leave(const fst_gpu_device *device, int mode, fst_status *status)
+{
+    return fst_driver_leave(device->ordinal, mode, status);
+}
+
+fst_code fst_gpu_launch(const fst_gpu_device *device, fst_kernel kernel, size_t blocks,
+                        void *stream, void *args, fst_status *status)
+{
+    const uint32_t most = device->grids[kernel];
+    const uint32_t grid = blocks < 1 ? 1 : blocks < most ? (uint32_t)blocks : most;
+    __atomic_fetch_add(&counts.launches, 1, __ATOMIC_RELAXED);
+    return fst_driver_launch(device->ordinal, names[kernel], device->functions[kernel], grid,
+                             FST_DEVICE_BLOCK, stream, args, status);
+}
+
+fst_code fst_gpu_upload(const fst_gpu_device *device, uint64_t to, const void *pinned, size_t size,
+                        void *stream, fst_status *status)
+{
+    __atomic_fetch_add(&counts.uploads, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&counts.uploaded_bytes, size, __ATOMIC_RELAXED);
+    return fst_driver_upload(device->ordinal, to, pinned, size, stream, status);
+}
+
+fst_gpu_counts fst_gpu_counted(void)
+{
+    return (fst_gpu_counts){
+        __atomic_load_n(&counts.launches, __ATOMIC_RELAXED),
+        __atomic_load_n(&counts.uploads, __ATOMIC_RELAXED),
+        __atomic_load_n(&counts.uploaded_bytes, __ATOMIC_RELAXED),
+    };
+}

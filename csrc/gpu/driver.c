@@ -1,0 +1,297 @@
+/* The only file that knows libcuda. */
+#include "gpu/driver.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+/* cuda.h, as far as it is used. */
+typedef int cu_result;
+enum {
+    CU_OUT_OF_MEMORY = 2,
+    CU_NOT_READY = 600,
+    CU_MULTIPROCESSOR_COUNT = 16,
+    CU_CAPABILITY_MAJOR = 75,
+    CU_CAPABILITY_MINOR = 76,
+    CU_EVENT_DISABLE_TIMING = 2,
+    CU_CAPTURE_RELAXED = 2,
+};
+
+#define ENTRY_POINTS(X)                                                                       \
+    X(cuInit, (unsigned flags))                                                               \
+    X(cuDriverGetVersion, (int *version))                                                     \
+    X(cuGetErrorName, (cu_result result, const char **name))                                  \
+    X(cuGetErrorString, (cu_result result, const char **text))                                \
+    X(cuDeviceGet, (int *handle, int ordinal))                                                \
+    X(cuDeviceGetName, (char *name, int size, int handle))                                    \
+    X(cuDeviceGetAttribute, (int *value, int attribute, int handle))                          \
+    X(cuDevicePrimaryCtxRetain, (void **context, int handle))                                 \
+    X(cuCtxPushCurrent_v2, (void *context))                                                   \
+    X(cuCtxPopCurrent_v2, (void **context))                                                   \
+    X(cuThreadExchangeStreamCaptureMode, (int *mode))                                         \
+    X(cuModuleLoadData, (void **module, const void *image))                                   \
+    X(cuModuleGetFunction, (void **function, void *module, const char *name))                 \
+    X(cuOccupancyMaxActiveBlocksPerMultiprocessor,                                            \
+      (int *blocks, void *function, int block, size_t shared))                                \
+    X(cuLaunchKernel, (void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,     \
+                       unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared, \
+                       void *stream, void **params, void **extra))                            \
+    X(cuMemAlloc_v2, (uint64_t *memory, size_t size))                                         \
+    X(cuMemFree_v2, (uint64_t memory))                                                        \
+    X(cuMemHostAlloc, (void **memory, size_t size, unsigned flags))                           \
+    X(cuMemFreeHost, (void *memory))                                                          \
+    X(cuMemcpyHtoDAsync_v2, (uint64_t to, const void *from, size_t size, void *stream))       \
+    X(cuEventCreate, (void **event, unsigned flags))                                          \
+    X(cuEventDestroy_v2, (void *event))                                                       \
+    X(cuEventRecord, (void *event, void *stream))                                             \
+    X(cuEventQuery, (void *event))                                                            \
+    X(cuEventSynchronize, (void *event))                                                      \
+    X(cuStreamWaitEvent, (void *stream, void *event, unsigned flags))                         \
+    X(cuStreamGetCaptureInfo, (void *stream, int *state, uint64_t *id))
+
+static struct {
+#define POINTER(name, parameters) cu_result(*name) parameters;
+    ENTRY_POINTS(POINTER)
+#undef POINTER
+} cu;
+
+enum { CLOSED, READY, FORKED };
+static int state; /* READY once the driver is initialized, FORKED in the children of that process */
+static int touched;  /* cuInit was called */
+static int watching; /* for forks */
+static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
+
+/* In a child, which has no other thread: one that was opening the driver left that half done. */
+static void note_fork(void)
+{
+    if (touched) {
+        state = FORKED;
+        return;
+    }
+    memset(&cu, 0, sizeof cu);
+    opening = (pthread_mutex_t)PTHREAD_MUTEX_INITIALIZER;
+}
+
+static fst_code failed(cu_result result, const char *call, const char *kernel, int device,
+                       fst_status *status)
+{
+    const fst_code code = result == CU_OUT_OF_MEMORY ? FST_NO_MEMORY : FST_DEVICE_FAILED;
+    const char *name = NULL, *text = NULL;
+    char place[32] = "";
+    if (cu.cuGetErrorName(result, &name) || !name)
+        name = "unknown error";
+    if (cu.cuGetErrorString(result, &text) || !text)
+        text = "no description";
+    if (device >= 0)
+        snprintf(place, sizeof place, " on CUDA device %d", device);
+    return fst_fail(status, code, "%s%s%s%s: %s (%s)", call, kernel ? " of " : "",
+                    kernel ? kernel : "", place, name, text);
+}
+
+/* Returns the error of a call from the function that made it. */
+#define TRY_FOR(kernel, name, ...)                                \
+    do {                                                          \
+        const cu_result result = cu.name(__VA_ARGS__);            \
+        if (result)                                               \
+            return failed(result, #name, kernel, device, status); \
+    } while (0)
+#define TRY(...) TRY_FOR(NULL, __VA_ARGS__)
+
+static fst_code find_entry_points(void *library, fst_status *status)
+{
+    const char *missing = NULL;
+    int version = 0;
+#define FIND(name, parameters)                         \
+    if (!(*(void **)&cu.name = dlsym(library, #name))) \
+        missing = #name;
+    ENTRY_POINTS(FIND)
+#undef FIND
+    if (!missing)
+        return FST_OK;
+    if (cu.cuDriverGetVersion)
+        cu.cuDriverGetVersion(&version);
+    return fst_fail(status, FST_UNSUPPORTED,
+                    "the NVIDIA driver (for CUDA %d.%d) is too old: it has no %s; update it",
+                    version / 1000, version % 1000 / 10, missing);
+}
+
+static fst_code open_driver(fst_status *status)
+{
+    const int device = -1;
+    if (!watching && pthread_atfork(NULL, NULL, note_fork))
+        return fst_fail(status, FST_NO_MEMORY, "no memory for a handler of fork()");
+    watching = 1;
+    if (!cu.cuInit) {
+        void *library = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+        if (!library)
+            return fst_fail(status, FST_UNSUPPORTED, "no NVIDIA driver: %s", dlerror());
+        if (find_entry_points(library, status)) {
+            memset(&cu, 0, sizeof cu);
+            dlclose(library);
+            return status->code;
+        }
+    }
+    touched = 1;
+    TRY(cuInit, 0);
+    __atomic_store_n(&state, READY, __ATOMIC_RELEASE);
+    return FST_OK;
+}
+
+fst_code fst_driver_open(fst_status *status)
+{
+    const int now = __atomic_load_n(&state, __ATOMIC_ACQUIRE);
+    if (now == READY)
+        return FST_OK;
+    if (now == FORKED) /* before the mutex: another thread may have held it at the fork */
+        return fst_fail(status, FST_UNSUPPORTED,
+                        "CUDA was initialized before this process was forked and cannot be used "
+                        "in it: start the process by \"spawn\" or \"forkserver\"");
+    pthread_mutex_lock(&opening);
+    const fst_code code =
+        __atomic_load_n(&state, __ATOMIC_ACQUIRE) == READY ? FST_OK : open_driver(status);
+    pthread_mutex_unlock(&opening);
+    return code;
+}
+
+fst_code fst_driver_describe(int device, fst_driver_device *out, fst_status *status)
+{
+    TRY(cuDriverGetVersion, &out->version);
+    TRY(cuDeviceGet, &out->handle, device);
+    TRY(cuDeviceGetName, out->name, (int)sizeof out->name, out->handle);
+    TRY(cuDeviceGetAttribute, &out->multiprocessors, CU_MULTIPROCESSOR_COUNT, out->handle);
+    TRY(cuDeviceGetAttribute, &out->major, CU_CAPABILITY_MAJOR, out->handle);
+    TRY(cuDeviceGetAttribute, &out->minor, CU_CAPABILITY_MINOR, out->handle);
+    return FST_OK;
+}
+
+fst_code fst_driver_retain(int device, int handle, void **context, fst_status *status)
+{
+    TRY(cuDevicePrimaryCtxRetain, context, handle);
+    return FST_OK;
+}
+
+fst_code fst_driver_enter(int device, void *context, int *mode, fst_status *status)
+{
+    TRY(cuCtxPushCurrent_v2, context);
+    *mode = CU_CAPTURE_RELAXED;
+    const cu_result result = cu.cuThreadExchangeStreamCaptureMode(mode);
+    if (!result)
+        return FST_OK;
+    cu.cuCtxPopCurrent_v2(&context);
+    return failed(result, "cuThreadExchangeStreamCaptureMode", NULL, device, status);
+}
+
+fst_code fst_driver_leave(int device, int mode, fst_status *status)
+{
+    void *context;
+    const cu_result exchanged = cu.cuThreadExchangeStreamCaptureMode(&mode);
+    const cu_result popped = cu.cuCtxPopCurrent_v2(&context);
+    if (status->code)
+        return status->code;
+    if (exchanged)
+        return failed(exchanged, "cuThreadExchangeStreamCaptureMode", NULL, device, status);
+    return popped ? failed(popped, "cuCtxPopCurrent_v2", NULL, device, status) : FST_OK;
+}
+
+fst_code fst_driver_load(int device, const void *image, void **module, fst_status *status)
+{
+    TRY(cuModuleLoadData, module, image);
+    return FST_OK;
+}
+
+fst_code fst_driver_find(int device, void *module, const char *kernel, void **function,
+                         fst_status *status)
+{
+    TRY_FOR(kernel, cuModuleGetFunction, function, module, kernel);
+    return FST_OK;
+}
+
+fst_code fst_driver_occupancy(int device, const char *kernel, void *function, int block,
+                              int *blocks, fst_status *status)
+{
+    TRY_FOR(kernel, cuOccupancyMaxActiveBlocksPerMultiprocessor, blocks, function, block, 0);
+    return FST_OK;
+}
+
+fst_code fst_driver_launch(int device, const char *kernel, void *function, uint32_t grid,
+                           uint32_t block, void *stream, void *args, fst_status *status)
+{
+    void *params[] = {args};
+    TRY_FOR(kernel, cuLaunchKernel, function, grid, 1, 1, block, 1, 1, 0, stream, params, NULL);
+    return FST_OK;
+}
+
+fst_code fst_driver_alloc(int device, size_t size, uint64_t *memory, fst_status *status)
+{
+    TRY(cuMemAlloc_v2, memory, size);
+    return FST_OK;
+}
+
+void fst_driver_free(uint64_t memory)
+{
+    cu.cuMemFree_v2(memory);
+}
+
+fst_code fst_driver_alloc_pinned(int device, size_t size, void **memory, fst_status *status)
+{
+    TRY(cuMemHostAlloc, memory, size, 0);
+    return FST_OK;
+}
+
+void fst_driver_free_pinned(void *memory)
+{
+    cu.cuMemFreeHost(memory);
+}
+
+fst_code fst_driver_upload(int device, uint64_t to, const void *pinned, size_t size, void *stream,
+                           fst_status *status)
+{
+    TRY(cuMemcpyHtoDAsync_v2, to, pinned, size, stream);
+    return FST_OK;
+}
+
+fst_code fst_driver_new_event(int device, void **event, fst_status *status)
+{
+    TRY(cuEventCreate, event, CU_EVENT_DISABLE_TIMING);
+    return FST_OK;
+}
+
+void fst_driver_free_event(void *event)
+{
+    cu.cuEventDestroy_v2(event);
+}
+
+fst_code fst_driver_record(int device, void *event, void *stream, fst_status *status)
+{
+    TRY(cuEventRecord, event, stream);
+    return FST_OK;
+}
+
+fst_code fst_driver_wait(int device, void *stream, void *event, fst_status *status)
+{
+    TRY(cuStreamWaitEvent, stream, event, 0);
+    return FST_OK;
+}
+
+fst_code fst_driver_passed(int device, void *event, int *passed, fst_status *status)
+{
+    const cu_result result = cu.cuEventQuery(event);
+    *passed = result == 0;
+    if (!result || result == CU_NOT_READY)
+        return FST_OK;
+    return failed(result, "cuEventQuery", NULL, device, status);
+}
+
+void fst_driver_synchronize(void *event)
+{
+    cu.cuEventSynchronize(event);
+}
+
+fst_code fst_driver_capture(int device, void *stream, uint64_t *capture, fst_status *status)
+{
+    int capturing = 0;
+    TRY(cuStreamGetCaptureInfo, stream, &capturing, capture);
+    *capture = capturing ? *capture : 0; /* a capture that is broken refuses what follows */
+    return FST_OK;
+}

@@ -1,0 +1,62 @@
+/* mirror.h - the tables as the device's memory will hold them: one block of memory in sections, and
+ * which bytes of it the device does not hold yet. Knows nothing of the driver. */
+#ifndef FST_GPU_MIRROR_H
+#define FST_GPU_MIRROR_H
+
+#include "base/device.h"
+#include "base/status.h"
+#include "base/work.h"
+
+/* What an update reads besides the work. A pass over a list of tensors has neither spans nor
+ * groups. The structs are compared as bytes: what is reserved in them must be 0. */
+typedef struct {
+    const fst_device_span *spans; /* those of the work, and after them those that only count */
+    const fst_device_group *groups;
+    size_t span_count, group_count;
+} fst_gpu_rules;
+
+/* What changes from step to step lies together: hyper-parameters and addresses. */
+enum {
+    FST_SECTION_OUTCOME,
+    FST_SECTION_SPANS,
+    FST_SECTION_GROUPS,
+    FST_SECTION_OPERANDS,
+    FST_SECTION_LAYOUTS,
+    FST_SECTION_CHUNKS,
+    FST_SECTION_MIRRORED, /* the sections before this one; kernels write the others */
+    FST_SECTION_ARGS = FST_SECTION_MIRRORED,
+    FST_SECTION_PARTIAL,
+    FST_SECTION_COUNT,
+};
+
+typedef struct {
+    unsigned char *bytes;
+    size_t capacity[FST_SECTION_COUNT];   /* elements */
+    size_t offset[FST_SECTION_COUNT + 1]; /* bytes */
+    size_t changed_begin, changed_end;    /* equal: nothing changed */
+    uint64_t serial;                      /* of the chunk list, 0: unknown */
+    uint32_t span_count, width, chunk_count;
+} fst_gpu_mirror;
+
+/* Takes over the work. *moved becomes 1 if sections had to move: the device's memory is then of no
+ * use any more. An error leaves a mirror that another call may fill. */
+fst_code fst_gpu_mirror_fill(fst_gpu_mirror *mirror, const fst_work *work,
+                             const fst_gpu_rules *rules, int *moved, fst_status *status);
+
+/* Bytes of the mirror, and of the device's memory. */
+size_t fst_gpu_mirror_size(const fst_gpu_mirror *mirror);
+size_t fst_gpu_mirror_total(const fst_gpu_mirror *mirror);
+
+/* Whether the device holds all of it. */
+int fst_gpu_mirror_is_current(const fst_gpu_mirror *mirror);
+
+/* Forgets what changed, or says that all of it did. */
+void fst_gpu_mirror_uploaded(fst_gpu_mirror *mirror);
+void fst_gpu_mirror_lost(fst_gpu_mirror *mirror);
+
+/* The tables at `memory`, for a launch over all chunks. */
+fst_device_tables fst_gpu_mirror_tables(const fst_gpu_mirror *mirror, uint64_t memory);
+
+void fst_gpu_mirror_free(fst_gpu_mirror *mirror);
+
+#endif

@@ -1,0 +1,33 @@
+/* ring.h - pinned host memory for uploads. A slot is used again only after the event recorded
+ * behind its copy has passed; where the next one is still in use the ring grows, it never waits. */
+#ifndef FST_GPU_RING_H
+#define FST_GPU_RING_H
+
+#include "gpu/context.h"
+
+typedef enum {
+    FST_SLOT_FREE,
+    FST_SLOT_COPYING,
+    FST_SLOT_LOST, /* its event could not be recorded: nobody knows when it is free */
+} fst_slot_state;
+
+typedef struct {
+    void *memory;
+    void *event;
+    size_t capacity;
+    fst_slot_state state;
+} fst_gpu_slot;
+
+typedef struct {
+    fst_gpu_slot *slots; /* from the oldest copy to the newest, beginning at `next` */
+    size_t count, next;
+} fst_gpu_ring;
+
+/* Copies `size` bytes to the device's memory, in the order of the stream. Within fst_gpu_enter. */
+fst_code fst_gpu_ring_upload(fst_gpu_ring *ring, const fst_gpu_device *device, uint64_t to,
+                             const void *from, size_t size, void *stream, fst_status *status);
+
+/* Frees the host's part, and with `inside` (within fst_gpu_enter) the driver's. */
+void fst_gpu_ring_free(fst_gpu_ring *ring, int inside);
+
+#endif

@@ -1,0 +1,185 @@
+/* gpu_expect.h - kernels for the fake device that look whether the tables they run with are those
+ * of their step. A step is known by its tag, which travels in a number that its kernels do not
+ * need. */
+#ifndef GPU_EXPECT_H
+#define GPU_EXPECT_H
+
+#include "common.h"
+#include "fake_cuda.h"
+#include "gpu/run.h"
+
+enum { MAX_TAGS = 1 << 16 };
+
+/* What one call of model_set described; kernels find it by its tag. */
+typedef struct {
+    fst_operand *operands;
+    fst_device_span *spans;
+    fst_device_group groups[2];
+    fst_chunk *chunks;
+    fst_layout layout;
+    size_t operand_count, span_count, chunk_count;
+    int launched, ran; /* launches with this tag */
+} expectation;
+
+static expectation expected[MAX_TAGS];
+static int last_tag;
+static long kernels_ran;
+
+static const unsigned char fake_fatbin[24] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16, 0, 8};
+
+/* Whether the tables are those of the expectation, field by field, and where the device can see
+ * them. */
+static int same_tables(const fst_device_tables *t, const expectation *e)
+{
+    const fst_device_operand *ops = (const void *)(uintptr_t)t->operands;
+    const fst_device_chunk *chunks = (const void *)(uintptr_t)t->chunks;
+    const fst_device_layout *layouts = (const void *)(uintptr_t)t->layouts;
+    const size_t span_bytes = e->span_count * sizeof *e->spans;
+    int same = t->span_count == e->span_count &&
+               fake_cuda_holds(t->operands, e->operand_count * sizeof *ops) &&
+               fake_cuda_holds(t->spans, span_bytes) &&
+               fake_cuda_holds(t->groups, sizeof e->groups) &&
+               fake_cuda_holds(t->chunks, e->chunk_count * sizeof *chunks) &&
+               fake_cuda_holds(t->args, e->span_count * FST_DEVICE_ARGS) &&
+               fake_cuda_holds(t->partial, e->chunk_count * sizeof(double)) &&
+               fake_cuda_holds(t->outcome, sizeof(fst_device_outcome));
+    same =
+        same && t->chunk_first + t->chunk_count <= e->chunk_count && t->args % FST_DEVICE_ARGS == 0;
+    for (size_t i = 0; same && i < e->operand_count; i++) {
+        const fst_operand *op = &e->operands[i];
+        same = ops[i].data == (uint64_t)(uintptr_t)op->data && ops[i].dtype == (int)op->dtype;
+        if (!op->layout) {
+            same = same && ops[i].layout == -1;
+            continue;
+        }
+        const fst_device_layout *layout = layouts + ops[i].layout;
+        same = same && ops[i].layout >= 0 &&
+               fake_cuda_holds((uint64_t)(uintptr_t)layout, sizeof *layout) &&
+               layout->ndim == e->layout.ndim;
+        for (int d = 0; same && d < e->layout.ndim; d++)
+            same =
+                layout->shape[d] == e->layout.shape[d] && layout->stride[d] == e->layout.stride[d];
+    }
+    for (size_t i = 0; same && i < e->chunk_count; i++)
+        same = chunks[i].begin == e->chunks[i].begin && chunks[i].span == e->chunks[i].span &&
+               chunks[i].count == e->chunks[i].count;
+    return same && !memcmp((const void *)(uintptr_t)t->spans, e->spans, span_bytes) &&
+           !memcmp((const void *)(uintptr_t)t->groups, e->groups, sizeof e->groups);
+}
+
+static expectation *look(const fst_device_tables *t, int tag)
+{
+    expectation *e = &expected[tag];
+    kernels_ran++;
+    if (CHECK(tag > 0 && tag <= last_tag))
+        CHECK(same_tables(t, e));
+    e->ran++;
+    return e;
+}
+
+static fst_device_outcome *outcome_at(const fst_device_tables *t)
+{
+    return (void *)(uintptr_t)t->outcome;
+}
+
+/* Leaves its tag wherever the real one leaves something for the kernels that follow. */
+static int run_begin(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
+{
+    const fst_begin_launch *launch = args;
+    const int tag = (int)launch->max_norm;
+    const expectation *e = look(&launch->tables, tag);
+    char *folded = (void *)(uintptr_t)launch->tables.args;
+    double *partial = (void *)(uintptr_t)launch->tables.partial;
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_begin"));
+    CHECK_INT(outcome_at(&launch->tables)->ticket, 0);
+    outcome_at(&launch->tables)->norm = tag;
+    for (size_t i = 0; i < e->span_count; i++)
+        memset(folded + i * FST_DEVICE_ARGS, tag, FST_DEVICE_ARGS);
+    for (size_t i = 0; i < e->chunk_count; i++)
+        partial[i] = tag;
+    return 0;
+}
+
+static int run_update(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
+{
+    const fst_update_launch *launch = args;
+    const int tag = launch->write_grad;
+    const expectation *e = look(&launch->tables, tag);
+    const unsigned char *folded = (void *)(uintptr_t)launch->tables.args;
+    const double *partial = (void *)(uintptr_t)launch->tables.partial;
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_update"));
+    CHECK_NEAR(outcome_at(&launch->tables)->norm, tag, 0);
+    for (size_t i = 0; i < e->span_count; i++)
+        CHECK_INT(folded[i * FST_DEVICE_ARGS], (unsigned char)tag);
+    for (size_t i = 0; i < e->chunk_count; i++)
+        CHECK_NEAR(partial[i], tag, 0);
+    return 0;
+}
+
+static int run_unscale(const fake_cuda_kernel *self, unsigned grid, unsigned block,
+                       const void *args)
+{
+    const fst_unscale_launch *launch = args;
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_unscale"));
+    look(&launch->tables, (int)launch->factor);
+    outcome_at(&launch->tables)->norm = launch->factor;
+    return 0;
+}
+
+static int run_norm(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
+{
+    const fst_norm_launch *launch = args;
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_norm"));
+    look(&launch->tables, (int)launch->power);
+    CHECK_INT(launch->tables.chunk_count, (int64_t)expected[(int)launch->power].chunk_count);
+    outcome_at(&launch->tables)->norm = launch->power;
+    return 0;
+}
+
+/* The norm of the outcome is that of an earlier pass of the same step. */
+static int run_scale(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
+{
+    const fst_scale_launch *launch = args;
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_scale"));
+    look(&launch->tables, (int)launch->max_norm);
+    if (launch->norm.data && CHECK(fake_cuda_holds(launch->norm.data, sizeof(double))))
+        CHECK_NEAR(*(const double *)(uintptr_t)launch->norm.data, launch->max_norm, 0);
+    return 0;
+}
+
+static int run_clamp(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
+{
+    const fst_clamp_launch *launch = args;
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_clamp"));
+    look(&launch->tables, (int)launch->limit);
+    return 0;
+}
+
+static int run_loss_scale(const fake_cuda_kernel *self, unsigned grid, unsigned block,
+                          const void *args)
+{
+    const fst_loss_scale_launch *launch = args;
+    CHECK(grid == 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_loss_scale"));
+    CHECK(fake_cuda_holds(launch->scale, sizeof(float)));
+    *(float *)(uintptr_t)launch->scale *= 2.0f;
+    kernels_ran++;
+    return 0;
+}
+
+static const fake_cuda_kernel test_kernels[] = {
+    {"fst_begin", sizeof(fst_begin_launch), run_begin, NULL},
+    {"fst_update", sizeof(fst_update_launch), run_update, NULL},
+    {"fst_unscale", sizeof(fst_unscale_launch), run_unscale, NULL},
+    {"fst_norm", sizeof(fst_norm_launch), run_norm, NULL},
+    {"fst_scale", sizeof(fst_scale_launch), run_scale, NULL},
+    {"fst_clamp", sizeof(fst_clamp_launch), run_clamp, NULL},
+    {"fst_loss_scale", sizeof(fst_loss_scale_launch), run_loss_scale, NULL},
+};
+
+static inline void use_test_kernels(void)
+{
+    fake_cuda_use(test_kernels, sizeof test_kernels / sizeof test_kernels[0]);
+    fst_gpu_kernels_in_memory(fake_fatbin, sizeof fake_fatbin);
+}
+
+#endif

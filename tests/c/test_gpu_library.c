@@ -1,0 +1,202 @@
+/* How the driver is found, or is not: without one, with one that is too old, on machines that do
+ * not fit, with files that are no kernels, and after a fork. Each part has a process of its own. */
+#include <dlfcn.h>
+
+#include "base/device.h"
+#include "common.h"
+#include "fake_cuda.h"
+#include "gpu/run.h"
+#include "gpu_child.h"
+
+static const unsigned char fatbin[24] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16, 0, 8};
+static fst_status status;
+
+/* The fake library is not linked with this program. */
+static void (*machine)(int devices, int capability, int version);
+static void (*use)(const fake_cuda_kernel *kernels, size_t count);
+static long (*calls)(const char *call);
+
+static const fake_cuda_kernel kernels[] = {
+    {"fst_begin", sizeof(fst_begin_launch), NULL, NULL},
+    {"fst_update", sizeof(fst_update_launch), NULL, NULL},
+    {"fst_unscale", sizeof(fst_unscale_launch), NULL, NULL},
+    {"fst_norm", sizeof(fst_norm_launch), NULL, NULL},
+    {"fst_scale", sizeof(fst_scale_launch), NULL, NULL},
+    {"fst_clamp", sizeof(fst_clamp_launch), NULL, NULL},
+    {"fst_loss_scale", sizeof(fst_loss_scale_launch), NULL, NULL},
+};
+
+static void load(const char *path, size_t kernel_count)
+{
+    void *library = dlopen(path, RTLD_NOW);
+    if (!CHECK(library != NULL)) {
+        fprintf(stderr, "    %s\n", dlerror());
+        exit(1);
+    }
+    *(void **)&machine = dlsym(library, "fake_cuda_machine");
+    *(void **)&use = dlsym(library, "fake_cuda_use");
+    *(void **)&calls = dlsym(library, "fake_cuda_calls");
+    CHECK_INT(calls(NULL), 0);
+    use(kernels, kernel_count);
+    fst_gpu_kernels_in_memory(fatbin, sizeof fatbin);
+}
+
+/* The first use fails with this text, and so does the next one. */
+static void refuses(fst_code code, const char *text)
+{
+    for (int i = 0; i < 2; i++) {
+        status = (fst_status){0};
+        CHECK(!fst_gpu_tables_new(0, &status));
+        CHECK_INT(status.code, code);
+        CHECK_CONTAINS(status.message, text);
+    }
+    status = (fst_status){0};
+}
+
+static void works(void)
+{
+    status = (fst_status){0};
+    const fst_loss_scale_launch launch = {.scale = 0};
+    fst_gpu_tables *tables = fst_gpu_tables_new(0, &status);
+    CHECK(tables != NULL);
+    CHECK_INT(fst_gpu_loss_scale(0, &launch, NULL, &status), FST_OK);
+    fst_gpu_tables_free(tables);
+}
+
+static void no_driver(void *argument)
+{
+    (void)argument;
+    fst_gpu_kernels_in_memory(fatbin, sizeof fatbin);
+    refuses(FST_UNSUPPORTED, "no NVIDIA driver: libcuda.so.1");
+    load(FAKE_CUDA, 7); /* installed meanwhile */
+    works();
+}
+
+static void old_driver(void *argument)
+{
+    (void)argument;
+    load(OLD_CUDA, 7);
+    machine(1, 90, 10020);
+    refuses(FST_UNSUPPORTED,
+            "the NVIDIA driver (for CUDA 10.2) is too old: it has no cuStreamGetCaptureInfo");
+}
+
+static void machines_that_do_not_fit(void *argument)
+{
+    (void)argument;
+    load(FAKE_CUDA, 7);
+    machine(0, 90, 13000);
+    refuses(FST_DEVICE_FAILED, "cuInit: CUDA_ERROR_NO_DEVICE");
+    machine(1, 61, 13000);
+    refuses(FST_DEVICE_FAILED, "cuModuleLoadData on CUDA device 0: CUDA_ERROR_NO_BINARY_FOR_GPU");
+    refuses(FST_DEVICE_FAILED, "than Fake GPU 0 (compute capability 6.1)");
+    machine(1, 90, 12040);
+    refuses(FST_DEVICE_FAILED, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION");
+    refuses(FST_DEVICE_FAILED, "a newer driver than one for CUDA 12.4");
+    machine(1, 90, 13000);
+    works();
+}
+
+static void kernels_that_are_missing(void *argument)
+{
+    (void)argument;
+    load(FAKE_CUDA, 5);
+    refuses(FST_DEVICE_FAILED,
+            "cuModuleGetFunction of fst_clamp on CUDA device 0: CUDA_ERROR_NOT_FOUND");
+    use(kernels, 7);
+    works();
+}
+
+/* Files that are no fatbin, and one that is. */
+static void files(void *argument)
+{
+    static const char *const text = "this is a text and no fatbin at all";
+    unsigned char later[sizeof fatbin];
+    char path[] = FAKE_CUDA ".XXXXXX";
+    const int file = mkstemp(path);
+    (void)argument;
+    load(FAKE_CUDA, 7);
+    fst_gpu_kernels_in_memory(NULL, 0);
+    refuses(FST_UNSUPPORTED, "built without nvcc");
+    fst_gpu_kernels_in_memory(fatbin, sizeof fatbin - 1);
+    refuses(FST_UNSUPPORTED, "is not a whole fatbin");
+    CHECK_INT(fst_gpu_kernels_in_file("/no/such/file", &status), FST_OK);
+    refuses(FST_UNSUPPORTED, "no CUDA kernels: /no/such/file: No such file");
+    CHECK_INT(fst_gpu_kernels_in_file("/", &status), FST_OK);
+    refuses(FST_UNSUPPORTED, "/ cannot be read");
+    CHECK_INT(fst_gpu_kernels_in_file(path, &status), FST_OK);
+    refuses(FST_UNSUPPORTED, "is not a whole fatbin"); /* empty */
+    CHECK(write(file, text, strlen(text)) > 0);
+    refuses(FST_UNSUPPORTED, "is not a whole fatbin");
+    memcpy(later, fatbin, sizeof later);
+    later[8] = 9; /* one byte more than there is */
+    CHECK(pwrite(file, later, sizeof later, 0) > 0 && !ftruncate(file, sizeof later));
+    refuses(FST_UNSUPPORTED, "is not a whole fatbin");
+    CHECK(pwrite(file, fatbin, sizeof fatbin, 0) > 0);
+    works();
+    fst_gpu_kernels_in_memory(NULL, 0); /* the path is freed */
+    unlink(path);
+    close(file);
+}
+
+/* For programs that do not know that the driver is not the real one. */
+static void failure_from_the_environment(void *argument)
+{
+    (void)argument;
+    CHECK_INT(setenv("FAKE_CUDA_FAIL", "cuInit:1:2", 1), 0);
+    load(FAKE_CUDA, 7);
+    CHECK(!fst_gpu_tables_new(0, &status));
+    CHECK_INT(status.code, FST_NO_MEMORY);
+    CHECK_CONTAINS(status.message, "cuInit: CUDA_ERROR_OUT_OF_MEMORY (out of memory)");
+    works();
+}
+
+static void child_of_a_user(void *argument)
+{
+    const fst_loss_scale_launch launch = {.scale = 0};
+    const long before = calls(NULL);
+    refuses(FST_UNSUPPORTED, "before this process was forked");
+    CHECK_INT(fst_gpu_loss_scale(0, &launch, NULL, &status), FST_UNSUPPORTED);
+    status = (fst_status){0};
+    fst_work none = {.width = 1};
+    CHECK_INT(fst_gpu_tables_set(argument, &none, NULL, NULL, &status), FST_UNSUPPORTED);
+    fst_gpu_tables_free(argument);
+    CHECK_INT(calls(NULL), before); /* the driver was not called */
+}
+
+static void child_before_use(void *argument)
+{
+    (void)argument;
+    works();
+}
+
+static void forks(void *argument)
+{
+    (void)argument;
+    load(FAKE_CUDA, 7);
+    in_child(child_before_use, NULL, "a child of a process that has not used CUDA");
+    fst_gpu_tables *tables = fst_gpu_tables_new(0, &status);
+    if (!CHECK(tables != NULL))
+        return;
+    fst_work none = {.width = 1};
+    CHECK_INT(fst_gpu_tables_set(tables, &none, NULL, NULL, &status), FST_OK);
+    in_child(child_of_a_user, tables, "a child of a process that has");
+    works();
+    fst_gpu_tables_free(tables);
+}
+
+int main(void)
+{
+    void *real = dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
+    if (!real) /* else this machine has a driver of its own */
+        in_child(no_driver, NULL, "no driver");
+    else
+        dlclose(real);
+    in_child(old_driver, NULL, "an old driver");
+    in_child(machines_that_do_not_fit, NULL, "machines that do not fit");
+    in_child(kernels_that_are_missing, NULL, "kernels that are missing");
+    in_child(files, NULL, "files");
+    in_child(failure_from_the_environment, NULL, "a failure from the environment");
+    in_child(forks, NULL, "forks");
+    return check_report();
+}

@@ -1,0 +1,87 @@
+/* Several threads use devices for the first time at the same moment, and step with tables of their
+ * own. Runs under ThreadSanitizer. */
+#include <pthread.h>
+
+#include "common.h"
+#include "core/plan.h"
+#include "fake_cuda.h"
+#include "gpu/run.h"
+
+enum { THREADS = 6, STEPS = 300 };
+
+static const unsigned char fatbin[24] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16, 0, 8};
+
+static const fake_cuda_kernel kernels[] = {
+    {"fst_begin", sizeof(fst_begin_launch), NULL, NULL},
+    {"fst_update", sizeof(fst_update_launch), NULL, NULL},
+    {"fst_unscale", sizeof(fst_unscale_launch), NULL, NULL},
+    {"fst_norm", sizeof(fst_norm_launch), NULL, NULL},
+    {"fst_scale", sizeof(fst_scale_launch), NULL, NULL},
+    {"fst_clamp", sizeof(fst_clamp_launch), NULL, NULL},
+    {"fst_loss_scale", sizeof(fst_loss_scale_launch), NULL, NULL},
+};
+
+typedef struct {
+    pthread_barrier_t *start;
+    int device;
+    fst_status status;
+} worker;
+
+/* Every second step finds its gradient elsewhere. */
+static void *run_worker(void *argument)
+{
+    static float memory[4096];
+    worker *mine = argument;
+    const fst_device_span span = {.value = 1.0};
+    const fst_device_group group = {.hyper = {0.1}};
+    const fst_gpu_rules rules = {&span, &group, 1, 1};
+    const fst_begin_launch begin = {.measure = 1};
+    const fst_update_launch update = {0};
+    fst_plan plan;
+    fst_plan_init(&plan, FST_OP_COUNT);
+    pthread_barrier_wait(mine->start);
+    fst_gpu_tables *tables = fst_gpu_tables_new(mine->device, &mine->status);
+    for (int i = 0; tables && !mine->status.code && i < STEPS; i++) {
+        fst_plan_begin(&plan);
+        fst_operand *op = fst_plan_add(&plan, 100, 0, &mine->status);
+        op[FST_OP_PARAM] = (fst_operand){memory, NULL, FST_F32};
+        op[FST_OP_GRAD] = (fst_operand){memory + 200 + i / 2 % 2, NULL, FST_F32};
+        fst_plan_seal(&plan, FST_OP_PARAM, 1, &mine->status);
+        const fst_work work = fst_plan_work(&plan);
+        if (!fst_gpu_tables_set(tables, &work, &rules, NULL, &mine->status) &&
+            !fst_gpu_begin(tables, &begin, &mine->status))
+            fst_gpu_update(tables, &update, &mine->status);
+    }
+    fst_gpu_tables_free(tables);
+    fst_plan_free(&plan);
+    return NULL;
+}
+
+int main(void)
+{
+    pthread_barrier_t start;
+    pthread_t threads[THREADS];
+    worker workers[THREADS] = {0};
+    fake_cuda_use(kernels, sizeof kernels / sizeof kernels[0]);
+    fst_gpu_kernels_in_memory(fatbin, sizeof fatbin);
+    fake_cuda_lag(5);
+    CHECK_INT(pthread_barrier_init(&start, NULL, THREADS), 0);
+    for (int i = 0; i < THREADS; i++) {
+        workers[i] = (worker){.start = &start, .device = i % 2};
+        CHECK_INT(pthread_create(&threads[i], NULL, run_worker, &workers[i]), 0);
+    }
+    for (int i = 0; i < THREADS; i++) {
+        CHECK_INT(pthread_join(threads[i], NULL), 0);
+        if (!CHECK(workers[i].status.code == FST_OK))
+            fprintf(stderr, "    %s\n", workers[i].status.message);
+    }
+    pthread_barrier_destroy(&start);
+    CHECK_INT((int64_t)fst_gpu_counted().launches, 2 * THREADS * STEPS);
+    CHECK_INT((int64_t)fst_gpu_counted().uploads, THREADS * STEPS / 2);
+    CHECK_INT(fake_cuda_calls("cuLaunchKernel"), 2 * THREADS * STEPS);
+    CHECK_INT(fake_cuda_calls("cuInit"), 1);
+    CHECK_INT(fake_cuda_calls("cuModuleLoadData"), 2);
+    CHECK(!fake_cuda_complaint());
+    CHECK_INT((int64_t)fake_cuda_alive().memory, 0);
+    return check_report();
+}

@@ -1,0 +1,92 @@
+/* A library that stands in for libcuda.so.1 (see fake_cuda.h): what a test sets and reads. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "fake_cuda_inside.h"
+
+static const char *const names[FAKE_ENTRIES] = {
+#define NAME(name) #name,
+    FAKE_EACH_ENTRY(NAME)
+#undef NAME
+};
+
+static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+static long calls[FAKE_ENTRIES];
+static struct {
+    long at; /* the call that fails; 0: none does, -1: each does */
+    int code;
+} failures[FAKE_ENTRIES];
+
+fake_settings fake = {.devices = 2, .capability = 90, .version = 13000};
+
+int fake_enter(int entry)
+{
+    pthread_mutex_lock(&lock);
+    calls[entry]++;
+    if (failures[entry].at != -1 && failures[entry].at != calls[entry])
+        return FAKE_OK;
+    if (failures[entry].at > 0)
+        failures[entry].at = 0;
+    return failures[entry].code;
+}
+
+void fake_leave(void)
+{
+    pthread_mutex_unlock(&lock);
+}
+
+static int entry_of(const char *call)
+{
+    for (int i = 0; i < FAKE_ENTRIES; i++)
+        if (!strcmp(names[i], call))
+            return i;
+    fprintf(stderr, "fake_cuda: no entry point %s\n", call);
+    abort();
+}
+
+void fake_cuda_fail(const char *call, long nth, int code)
+{
+    const int entry = entry_of(call);
+    failures[entry].at = nth > 0 ? calls[entry] + nth : nth;
+    failures[entry].code = code;
+}
+
+/* From the environment, for programs that do not know that the driver is not the real one. */
+__attribute__((constructor)) static void start(void)
+{
+    const char *wish = getenv("FAKE_CUDA_FAIL");
+    char call[64];
+    long nth;
+    int code;
+    if (wish && sscanf(wish, "%63[^:]:%ld:%d", call, &nth, &code) == 3)
+        fake_cuda_fail(call, nth, code);
+}
+
+long fake_cuda_calls(const char *call)
+{
+    long sum = 0;
+    for (int i = 0; !call && i < FAKE_ENTRIES; i++)
+        sum += calls[i];
+    return call ? calls[entry_of(call)] : sum;
+}
+
+const char *fake_cuda_entry(size_t index)
+{
+    return index < FAKE_ENTRIES ? names[index] : NULL;
+}
+
+void fake_cuda_use(const fake_cuda_kernel *kernels, size_t count)
+{
+    fake.kernels = kernels;
+    fake.kernel_count = count;
+}
+
+void fake_cuda_machine(int devices, int capability, int version)
+{
+    fake.devices = devices;
+    fake.capability = capability;
+    fake.version = version;
+}

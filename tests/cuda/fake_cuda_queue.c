@@ -1,0 +1,182 @@
+/* Streams of the fake library: queues that run late, events between them, and captures. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "fake_cuda_inside.h"
+
+static fake_stream *streams;
+static size_t lag;
+static uint64_t captures;
+static int running = -1;
+static unsigned long threads = 1; /* 1: of no thread */
+static __thread unsigned long this_thread;
+
+int fake_running(void)
+{
+    return running;
+}
+
+void fake_cuda_lag(size_t operations)
+{
+    lag = operations;
+}
+
+static fake_stream *new_stream(int device)
+{
+    fake_stream *stream = calloc(1, sizeof *stream);
+    if (!stream)
+        abort();
+    stream->device = device;
+    stream->last = &stream->first;
+    stream->next = streams;
+    return streams = stream;
+}
+
+void *fake_cuda_stream(int device)
+{
+    fake_stream *stream = new_stream(device);
+    stream->thread = 1;
+    return stream;
+}
+
+void fake_cuda_close_stream(void *stream)
+{
+    fake_stream *closed = stream;
+    fake_run_until(closed, closed->submitted);
+    closed->closed = 1;
+}
+
+/* NULL is a device's own stream; 2 is one of each thread and device. */
+fake_stream *fake_stream_of(void *handle, int device)
+{
+    const uintptr_t number = (uintptr_t)handle;
+    if (number == 2 && !this_thread)
+        this_thread = ++threads;
+    const unsigned long thread = number == 2 ? this_thread : 0;
+    for (fake_stream *s = streams; s; s = s->next) {
+        if (s == handle && s->closed)
+            fake_complain("a stream is used that was closed");
+        if (s == handle)
+            return s->device == device && !s->closed ? s : NULL;
+        if ((number == 0 || number == 2) && s->device == device && s->thread == thread)
+            return s;
+    }
+    if (number != 0 && number != 2)
+        return NULL;
+    fake_stream *own = new_stream(device);
+    own->thread = thread;
+    return own;
+}
+
+static void run_copy(const fake_stream *stream, const fake_op *op)
+{
+    if (!fake_inside(stream->device, (uint64_t)(uintptr_t)op->to, op->size))
+        fake_complain("a copy of %zu bytes runs out of its memory on device %d", op->size,
+                      stream->device);
+    else if (!fake_inside(-1, (uint64_t)(uintptr_t)op->from, op->size))
+        fake_complain("a copy of %zu bytes reads what is not pinned memory", op->size);
+    else
+        memcpy(op->to, op->from, op->size);
+}
+
+static void run_first(fake_stream *stream)
+{
+    fake_op *op = stream->first;
+    const int outer = running;
+    if (op->kind == FAKE_WAIT)
+        fake_run_until(op->other, op->until);
+    stream->first = op->next;
+    if (!stream->first)
+        stream->last = &stream->first;
+    if (op->kind == FAKE_COPY)
+        run_copy(stream, op);
+    running = stream->device;
+    if (op->kind == FAKE_LAUNCH && op->kernel->run &&
+        op->kernel->run(op->kernel, op->grid, op->block, op->args))
+        fake_complain("%s failed", op->kernel->name);
+    running = outer;
+    stream->done++;
+    free(op->args);
+    free(op);
+}
+
+void fake_run_until(fake_stream *stream, uint64_t until)
+{
+    while (stream->done < until && stream->first)
+        run_first(stream);
+}
+
+static fake_op *copy_of(const fake_op *op)
+{
+    fake_op *copy = malloc(sizeof *copy);
+    if (!copy)
+        abort();
+    *copy = *op;
+    copy->next = NULL;
+    if (op->args) {
+        copy->args = malloc(op->kernel->args_size);
+        if (!copy->args)
+            abort();
+        memcpy(copy->args, op->args, op->kernel->args_size);
+    }
+    return copy;
+}
+
+void fake_submit(fake_stream *stream, fake_op op)
+{
+    fake_op *added = copy_of(&op);
+    if (stream->capture) {
+        *stream->graph_last = added;
+        stream->graph_last = &added->next;
+        return;
+    }
+    *stream->last = added;
+    stream->last = &added->next;
+    stream->submitted++;
+    while (stream->submitted - stream->done > lag)
+        run_first(stream);
+}
+
+void fake_cuda_synchronize(void)
+{
+    for (fake_stream *s = streams; s; s = s->next)
+        fake_run_until(s, s->submitted);
+}
+
+int fake_capturing(void)
+{
+    for (const fake_stream *s = streams; s; s = s->next)
+        if (s->capture)
+            return 1;
+    return 0;
+}
+
+void fake_cuda_begin_capture(void *stream)
+{
+    fake_stream *captured = stream;
+    captured->capture = ++captures;
+    captured->graph = NULL;
+    captured->graph_last = &captured->graph;
+}
+
+void *fake_cuda_end_capture(void *stream)
+{
+    fake_stream *captured = stream;
+    captured->capture = 0;
+    return captured->graph;
+}
+
+void fake_cuda_replay(void *graph, void *stream)
+{
+    for (const fake_op *op = graph; op; op = op->next)
+        fake_submit(stream, *op);
+}
+
+void fake_cuda_free_graph(void *graph)
+{
+    for (fake_op *op = graph, *next; op; op = next) {
+        next = op->next;
+        free(op->args);
+        free(op);
+    }
+}
