@@ -6,6 +6,8 @@ C_FILES = $(wildcard csrc/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch] tests/cuda/
 C_TESTS := $(MAKE) -f tests/c/Makefile
 # What runs the loops: these tests are repeated for each instruction set, and under the sanitizers.
 LOOP_TESTS := tests/optim tests/amp tests/clip
+# What goes from Python to the kernels, on a machine that claims to have CUDA devices.
+DEVICE_TESTS := $(addprefix tests/device/test_,amp.py graphs.py lists.py state_dict.py steps.py)
 SANITIZE := address,undefined
 # libstdc++ too: AddressSanitizer looks for the C++ runtime before Python has loaded torch.
 PRELOAD = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
@@ -43,9 +45,9 @@ test-c: ## run the core's tests in C: no Python, no torch
 
 asan: $(BIN)/.installed-test ## run the C tests and the Python tests under AddressSanitizer and UBSan
 	+$(C_TESTS) SANITIZE=$(SANITIZE)
-	FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
+	FASTSTEP_CUDA=0 FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
 	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
-	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS)
+	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS)
 
 tsan: ## run the C tests of threads under ThreadSanitizer
 	+$(C_TESTS) SANITIZE=thread TESTS='test_threads* test_gpu_threads' RUN='$(UNSHUFFLED)'

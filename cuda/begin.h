@@ -7,7 +7,8 @@
 FST_DEVICE int fst_reduce_chunks(const fst_device_tables *tables, uint32_t operand,
                                  const fst_reduction *what)
 {
-    const uint32_t warp = blockIdx.x * FST_WARPS + threadIdx.x / FST_WARP;
+    /* Neighbouring chunks go to different blocks, so that few chunks use many multiprocessors. */
+    const uint32_t warp = threadIdx.x / FST_WARP * gridDim.x + blockIdx.x;
     int seen = 0;
     for (uint32_t i = warp; i < tables->chunk_count; i += gridDim.x * FST_WARPS) {
         const uint32_t at = tables->chunk_first + i;
@@ -107,15 +108,18 @@ FST_DEVICE void fst_decide(const fst_begin_launch *launch, fst_device_outcome *o
                            int measured, int skip, double sum, double inv_scale)
 {
     const int seen = fst_any_seen(outcome);
-    const double norm = measured ? sqrt(sum) : (double)NAN;
-    const int clips = measured && launch->max_norm == launch->max_norm;
+    const int may_clip = launch->max_norm == launch->max_norm;
+    const int given = !launch->measure && may_clip;
+    const double norm = measured ? sqrt(sum) : given ? fst_scalar_read(&launch->norm) : (double)NAN;
+    const int clips = (measured || given) && may_clip;
     outcome->square_sum = sum;
     outcome->norm = norm;
     outcome->clip_coefficient = clips ? fst_clip_coefficient(norm, launch->max_norm) : 1.0;
     outcome->inv_scale = inv_scale;
     outcome->nonfinite = seen;
     outcome->skip = skip || (launch->measure_found_inf && seen);
-    fst_scalar_write(&launch->norm, norm);
+    if (!given)
+        fst_scalar_write(&launch->norm, norm);
     if (launch->measure_found_inf && seen)
         fst_scalar_write(&launch->found_inf, 1.0);
 }
@@ -133,7 +137,7 @@ FST_KERNEL(fst_begin, fst_begin_launch)
     const fst_reduction squares = fst_squares(inv_scale, 0);
     double sum = (double)NAN;
     int seen = 0;
-    if (!skip)
+    if (!skip && !launch.only_measure)
         fst_fold_spans(tables);
     if (measured)
         seen = fst_reduce_chunks(tables, FST_OP_GRAD, &squares);
@@ -146,7 +150,7 @@ FST_KERNEL(fst_begin, fst_begin_launch)
         shared->skip = outcome->skip;
     }
     __syncthreads();
-    if (!shared->skip)
+    if (!shared->skip && !launch.only_measure)
         fst_advance_counters(tables);
 }
 

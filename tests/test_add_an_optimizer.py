@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -56,5 +57,6 @@ def test_the_walk_through_works(tmp_path: Path) -> None:
         table.write(row[1] + "\n")
     (tmp_path / "python" / "faststep" / "optim" / "signsgd.py").write_text(CLASS)
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
-    subprocess.run(build, cwd=tmp_path, check=True, timeout=300)
+    cpu_only = {**os.environ, "FASTSTEP_CUDA": "0"}
+    subprocess.run(build, cwd=tmp_path, check=True, timeout=300, env=cpu_only)
     subprocess.run([sys.executable, "-c", SCRIPT], cwd=tmp_path / "python", check=True, timeout=120)

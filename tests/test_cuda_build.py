@@ -161,9 +161,9 @@ def test_without_nvcc_there_are_no_kernels(tree: Path, monkeypatch: pytest.Monke
 
 def test_an_nvcc_that_fails(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "broken").touch()
-    assert not build(monkeypatch)
-    with pytest.raises(CompileError, match=r"nvcc failed"):
-        build(monkeypatch, cuda="1")
+    for cuda in ("", "1"):
+        with pytest.raises(CompileError, match=r"nvcc failed; FASTSTEP_CUDA=0 builds without"):
+            build(monkeypatch, cuda=cuda)
     assert len(calls(tree)) == 2
 
 

@@ -94,10 +94,13 @@ typedef struct {
     fst_device_tables tables;
     fst_device_scalar grad_scale; /* what the gradients were multiplied by; absent: 1 */
     fst_device_scalar found_inf;
-    fst_device_scalar norm;    /* receives the norm; NaN where it was not measured */
+    fst_device_scalar norm;    /* receives the norm; NaN where found_inf skips the step */
     double max_norm;           /* NaN: no clipping */
-    int32_t measure;           /* must be set to clip or to find infinities */
+    int32_t measure;           /* to find infinities, and to clip by a norm that is not known */
     int32_t measure_found_inf; /* set found_inf to 1 instead of reading it */
+    int32_t only_measure;      /* decide nothing: another launch will, which does not measure but
+                                  reads found_inf and, to clip, the norm */
+    int32_t reserved;
 } fst_begin_launch;
 
 /* fst_update: the optimizer's update of spans with FST_OP_COUNT operands. */

@@ -44,7 +44,7 @@ fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
     return FST_OK;
 }
 
-static fst_norm_kind kind_of(double p)
+fst_norm_kind fst_norm_kind_of(double p)
 {
     if (isinf(p))
         return p > 0 ? FST_NORM_MAX : FST_NORM_MIN;
@@ -72,7 +72,7 @@ fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm
                         fst_status *status)
 {
     const fst_work work = fst_plan_work(plan);
-    const fst_norm_kind kind = kind_of(p);
+    const fst_norm_kind kind = fst_norm_kind_of(p);
     if (fst_cpu_reduce(&work, kernels, operand, kind, p, 1.0, plan->partial, status))
         return status->code;
     const double sum = kernels->combine(plan->partial, work.chunk_count, kind);

@@ -22,6 +22,9 @@ fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
 fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status);
 
+/* What a norm of order p sums or compares. */
+fst_norm_kind fst_norm_kind_of(double p);
+
 /* The norm of order p of all elements, in double: of the norms of the spans, as torch has it, which
  * differs from the norm of all elements for p = 0 alone. */
 fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm,

@@ -1,19 +1,12 @@
-/* Functions on lists of tensors: each binds the list to a plan of one operand per span and runs a
- * pass. */
+/* Functions on lists of tensors in CPU memory: each binds the list to a plan of one operand per
+ * span and runs a pass. */
+#include "py/lists.h"
+
 #include "core/layout.h"
 #include "core/passes.h"
-#include "py/module.h"
 #include "rules/loss_scale.h"
 
-typedef struct {
-    fst_plan plan;
-    fst_layout **layouts; /* one per tensor of the list, mostly NULL */
-    PyObject *items;      /* a list or tuple that keeps the tensors alive */
-    Py_ssize_t count;
-    unsigned dtypes; /* those that occur: bit 1 << fst_dtype */
-} list_plan;
-
-static void list_plan_free(list_plan *list)
+void fst_list_free(fst_list *list)
 {
     for (Py_ssize_t i = 0; list->layouts && i < list->count; i++)
         PyMem_Free(list->layouts[i]);
@@ -23,14 +16,15 @@ static void list_plan_free(list_plan *list)
 }
 
 /* Adds tensor `index`; an order of its own is enough, as no other operand shares its span. */
-static int add_tensor(fst_module *state, list_plan *list, Py_ssize_t index, int written,
+static int add_tensor(fst_module *state, fst_list *list, Py_ssize_t index, int written,
                       fst_problem *problem)
 {
     fst_view view;
     fst_status status = {0};
     int order[FST_MAX_DIMS];
     PyObject *object = PyTuple_GetItem(list->items, index);
-    if (fst_tensor_view(&state->tensors, object, &view, problem))
+    if (fst_tensor_view(&state->tensors, object, &view, problem) ||
+        fst_view_is_on(&view, list->device, problem))
         return -1;
     const int64_t count = fst_view_count(&view);
     list->dtypes |= 1u << view.dtype;
@@ -39,7 +33,9 @@ static int add_tensor(fst_module *state, list_plan *list, Py_ssize_t index, int 
     if (!fst_view_is_packed(&view)) {
         const int kept = fst_layout_order(view.ndim, view.shape, view.strides, order);
         if (fst_tensor_layout(&state->tensors, object, &view, kept, order, written,
-                              &list->layouts[index], problem))
+                              &list->layouts[index], problem) ||
+            (list->layouts[index] &&
+             fst_layout_is_for(list->layouts[index], list->device, problem)))
             return -1;
     }
     fst_operand *op = fst_plan_add(&list->plan, count, 0, &status);
@@ -50,9 +46,9 @@ static int add_tensor(fst_module *state, list_plan *list, Py_ssize_t index, int 
 }
 
 /* Takes hold of a sequence of tensors; 0, or -1 with a Python error. To be freed in either case. */
-static int list_plan_start(list_plan *list, PyObject *sequence)
+static int list_start(fst_list *list, PyObject *sequence, int device)
 {
-    *list = (list_plan){.items = PySequence_Tuple(sequence)};
+    *list = (fst_list){.items = PySequence_Tuple(sequence), .device = device};
     fst_plan_init(&list->plan, 1);
     if (!list->items)
         return -1;
@@ -64,11 +60,10 @@ static int list_plan_start(list_plan *list, PyObject *sequence)
     return -1;
 }
 
-/* Binds a sequence of tensors; 0, or -1 with a Python error that names the tensor's place in it. */
-static int list_plan_bind(fst_module *state, list_plan *list, PyObject *sequence, int written)
+int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int device, int written)
 {
     fst_status status = {0};
-    if (list_plan_start(list, sequence))
+    if (list_start(list, sequence, device))
         return -1;
     for (Py_ssize_t i = 0; i < list->count; i++) {
         fst_problem problem;
@@ -108,17 +103,20 @@ error:
     return NULL;
 }
 
-PyObject *fst_py_fusable(PyObject *module, PyObject *tensors)
+PyObject *fst_py_fusable(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
-    list_plan list;
-    int fusable = 1;
-    const int failed = list_plan_start(&list, tensors);
+    PyObject *tensors;
+    int device = FST_HOST, fusable = 1;
+    fst_list list;
+    if (!PyArg_ParseTuple(args, "O|i", &tensors, &device))
+        return NULL;
+    const int failed = list_start(&list, tensors, device);
     for (Py_ssize_t i = 0; !failed && fusable && i < list.count; i++) {
         fst_problem problem;
         fusable = !add_tensor(state, &list, i, 1, &problem);
     }
-    list_plan_free(&list);
+    fst_list_free(&list);
     return failed ? NULL : PyBool_FromLong(fusable);
 }
 
@@ -126,7 +124,7 @@ typedef fst_code (*measure_fn)(fst_plan *, unsigned, double, fst_measurement *, 
 
 /* Runs a measuring pass on a list that is bound; (sum of squares, whether an element is not
  * finite). */
-static PyObject *measured(list_plan *list, double inv_scale, measure_fn pass)
+static PyObject *measured(fst_list *list, double inv_scale, measure_fn pass)
 {
     fst_measurement out = {0};
     fst_status status = {0};
@@ -139,12 +137,12 @@ PyObject *fst_py_measure(PyObject *module, PyObject *args)
 {
     PyObject *tensors, *result = NULL;
     double inv_scale;
-    list_plan list;
+    fst_list list;
     if (!PyArg_ParseTuple(args, "Od", &tensors, &inv_scale))
         return NULL;
-    if (!list_plan_bind(fst_module_state(module), &list, tensors, 0))
+    if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 0))
         result = measured(&list, inv_scale, fst_measure);
-    list_plan_free(&list);
+    fst_list_free(&list);
     return result;
 }
 
@@ -153,16 +151,16 @@ PyObject *fst_py_unscale(PyObject *module, PyObject *args)
     PyObject *tensors, *result = NULL;
     double inv_scale;
     int allow_fp16 = 1;
-    list_plan list;
+    fst_list list;
     if (!PyArg_ParseTuple(args, "Od|p", &tensors, &inv_scale, &allow_fp16))
         return NULL;
-    if (!list_plan_bind(fst_module_state(module), &list, tensors, 1)) {
+    if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 1)) {
         if (!allow_fp16 && list.dtypes >> FST_F16 & 1u)
             PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
         else
             result = measured(&list, inv_scale, fst_unscale);
     }
-    list_plan_free(&list);
+    fst_list_free(&list);
     return result;
 }
 
@@ -172,7 +170,7 @@ PyObject *fst_py_norm(PyObject *module, PyObject *args)
     PyObject *tensors, *limit = Py_None, *result = NULL;
     double p, max_norm = 0.0, norm = 0.0, factor = 1.0;
     int only_finite = 0;
-    list_plan list;
+    fst_list list;
     fst_status status = {0};
     if (!PyArg_ParseTuple(args, "Od|Op", &tensors, &p, &limit, &only_finite))
         return NULL;
@@ -181,7 +179,7 @@ PyObject *fst_py_norm(PyObject *module, PyObject *args)
         if (max_norm == -1.0 && PyErr_Occurred())
             return NULL;
     }
-    if (!list_plan_bind(fst_module_state(module), &list, tensors, limit != Py_None)) {
+    if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, limit != Py_None)) {
         Py_BEGIN_ALLOW_THREADS fst_total_norm(&list.plan, 0, p, &norm, &status);
         if (!status.code && limit != Py_None && (isfinite(norm) || !only_finite))
             factor = fst_clip_coefficient(norm, max_norm);
@@ -191,7 +189,7 @@ PyObject *fst_py_norm(PyObject *module, PyObject *args)
         result =
             status.code ? fst_raise(&status) : Py_BuildValue("dIO", norm, list.dtypes, written);
     }
-    list_plan_free(&list);
+    fst_list_free(&list);
     return result;
 }
 
@@ -201,15 +199,15 @@ static PyObject *changed(PyObject *module, PyObject *args, change_fn pass)
 {
     PyObject *tensors, *result = NULL;
     double number;
-    list_plan list;
+    fst_list list;
     fst_status status = {0};
     if (!PyArg_ParseTuple(args, "Od", &tensors, &number))
         return NULL;
-    if (!list_plan_bind(fst_module_state(module), &list, tensors, 1)) {
+    if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 1)) {
         Py_BEGIN_ALLOW_THREADS pass(&list.plan, 0, number, &status);
         Py_END_ALLOW_THREADS result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
     }
-    list_plan_free(&list);
+    fst_list_free(&list);
     return result;
 }
 

@@ -6,6 +6,7 @@
 #include "core/fold.h"
 #include "core/passes.h"
 #include "cpu/parallel.h"
+#include "gpu/context.h"
 
 fst_module *fst_module_state(PyObject *module)
 {
@@ -81,17 +82,74 @@ static PyObject *rules(PyObject *module, PyObject *unused)
     return all;
 }
 
+/* use_kernels_of(path): CUDA devices load their kernels from this fatbin when they are first used.
+ */
+static PyObject *use_kernels_of(PyObject *module, PyObject *path)
+{
+    PyObject *bytes = NULL;
+    fst_status status = {0};
+    if (!PyUnicode_FSConverter(path, &bytes))
+        return NULL;
+    fst_gpu_kernels_in_file(PyBytes_AsString(bytes), &status);
+    Py_DECREF(bytes);
+    if (status.code)
+        return fst_raise(&status);
+    fst_module_state(module)->has_kernels = 1;
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *has_kernels(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(fst_module_state(module)->has_kernels);
+}
+
+/* device_info(ordinal): makes the device ready for use, and describes it. */
+static PyObject *device_info(PyObject *module, PyObject *ordinal)
+{
+    fst_status status = {0};
+    (void)module;
+    const long device = PyLong_AsLong(ordinal);
+    if (device == -1 && PyErr_Occurred())
+        return NULL;
+    if (device < 0 || device >= FST_GPU_DEVICES)
+        return PyErr_Format(PyExc_ValueError, "no CUDA device %ld", device);
+    const fst_gpu_device *found = fst_gpu_device_get((int)device, &status);
+    if (!found)
+        return fst_raise(&status);
+    return Py_BuildValue("{s:i,s:I}", "device", found->ordinal, "update_blocks",
+                         (unsigned)found->grids[FST_KERNEL_UPDATE]);
+}
+
+/* (launches, uploads, uploaded bytes) since the process started. */
+static PyObject *device_counts(PyObject *module, PyObject *unused)
+{
+    const fst_gpu_counts counts = fst_gpu_counted();
+    (void)module, (void)unused;
+    return Py_BuildValue("KKK", (unsigned long long)counts.launches,
+                         (unsigned long long)counts.uploads,
+                         (unsigned long long)counts.uploaded_bytes);
+}
+
 static PyMethodDef methods[] = {
     {"clamp", fst_py_clamp, METH_VARARGS, NULL},
     {"collect_grads", fst_py_collect_grads, METH_O, NULL},
     {"cpu_info", cpu_info, METH_NOARGS, NULL},
-    {"fusable", fst_py_fusable, METH_O, NULL},
+    {"device_clamp", fst_py_device_clamp, METH_VARARGS, NULL},
+    {"device_clip", fst_py_device_clip, METH_VARARGS, NULL},
+    {"device_counts", device_counts, METH_NOARGS, NULL},
+    {"device_info", device_info, METH_O, NULL},
+    {"device_norm", fst_py_device_norm, METH_VARARGS, NULL},
+    {"device_unscale", fst_py_device_unscale, METH_VARARGS, NULL},
+    {"fusable", fst_py_fusable, METH_VARARGS, NULL},
+    {"has_kernels", has_kernels, METH_NOARGS, NULL},
     {"measure", fst_py_measure, METH_VARARGS, NULL},
     {"norm", fst_py_norm, METH_VARARGS, NULL},
     {"rules", rules, METH_NOARGS, NULL},
     {"scale", fst_py_scale, METH_VARARGS, NULL},
     {"unscale", fst_py_unscale, METH_VARARGS, NULL},
     {"update_scale", fst_py_update_scale, METH_VARARGS, NULL},
+    {"use_kernels_of", use_kernels_of, METH_O, NULL},
     {"use_threads_of", use_threads_of, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };
@@ -142,7 +200,11 @@ static int module_clear(PyObject *module)
 
 static void module_free(void *module)
 {
+    fst_module *state = fst_module_state(module);
     module_clear(module);
+    for (int i = 0; state && i < FST_GPU_DEVICES; i++)
+        if (state->list_tables[i])
+            fst_gpu_tables_free(state->list_tables[i]);
 }
 
 static PyModuleDef_Slot slots[] = {

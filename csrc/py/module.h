@@ -3,11 +3,14 @@
 #define FST_PY_MODULE_H
 
 #include "base/status.h"
+#include "gpu/tables.h"
 #include "py/tensor.h"
 
 typedef struct {
     fst_tensors tensors;
     PyTypeObject *plan_type;
+    int has_kernels; /* whether use_kernels_of() said where those for CUDA are */
+    fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
 } fst_module;
 
 /* The state of the one module of this interpreter, of a function's module or a type's. */
@@ -18,13 +21,19 @@ PyObject *fst_raise(const fst_status *status);
 
 /* Functions on lists of tensors (lists.c), the loss scale (scaler.c). */
 PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);
-PyObject *fst_py_fusable(PyObject *module, PyObject *tensors);
+PyObject *fst_py_fusable(PyObject *module, PyObject *args);
 PyObject *fst_py_measure(PyObject *module, PyObject *args);
 PyObject *fst_py_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_norm(PyObject *module, PyObject *args);
 PyObject *fst_py_scale(PyObject *module, PyObject *args);
 PyObject *fst_py_clamp(PyObject *module, PyObject *args);
 PyObject *fst_py_update_scale(PyObject *module, PyObject *args);
+
+/* The same on a CUDA device (device_lists.c): launches, and nothing is waited for. */
+PyObject *fst_py_device_norm(PyObject *module, PyObject *args);
+PyObject *fst_py_device_unscale(PyObject *module, PyObject *args);
+PyObject *fst_py_device_clip(PyObject *module, PyObject *args);
+PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 
 /* The type of optimizer plans (plan.c). */
 extern PyType_Spec fst_plan_spec;

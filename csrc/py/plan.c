@@ -1,34 +1,24 @@
 /* The type faststep._C.Plan: one call per optimizer step. */
 #include "py/plan.h"
 
-#include "core/passes.h"
-#include "rules/loss_scale.h"
-
-/* What the caller of step() asked for. */
-typedef struct {
-    PyObject *grad_scale, *found_inf;
-    int measure_found_inf, write_grads;
-    double max_norm; /* NaN: no clipping */
-} step_options;
-
-/* Reads (rule, state keys, has a step counter, hyper-parameters, maximize). */
+/* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, lr or None). */
 static int parse_group(PyObject *spec, fst_group *group)
 {
-    PyObject *keys, *hyper;
+    PyObject *keys, *hyper, *lr;
     int rule, has_step, maximize;
     if (!PyTuple_Check(spec)) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
         return -1;
     }
-    if (!PyArg_ParseTuple(spec, "iO!pO!p", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type,
-                          &hyper, &maximize))
+    if (!PyArg_ParseTuple(spec, "iO!pO!pO", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type,
+                          &hyper, &maximize, &lr))
         return -1;
     if (rule < 0 || rule >= FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
         return -1;
     }
     *group = (fst_group){
-        .rule = (fst_rule)rule, .keys = keys, .has_step = has_step, .maximize = maximize};
+        .rule = (fst_rule)rule, .keys = keys, .has_step = has_step, .maximize = maximize, .lr = lr};
     group->key_count = (unsigned)PyTuple_Size(keys);
     if (group->key_count != fst_rule_states(group->rule) + (unsigned)has_step ||
         (size_t)PyTuple_Size(hyper) != fst_rule_hyper_count(group->rule)) {
@@ -60,94 +50,6 @@ static int parse_groups(fst_plan_object *self, PyObject *specs)
     return 0;
 }
 
-/* The one float of a CPU tensor such as optimizer.found_inf, or NULL with a Python error. */
-static void *scalar_of(fst_module *module, PyObject *object, const char *name, fst_dtype *dtype)
-{
-    fst_view view;
-    fst_problem problem;
-    if (fst_tensor_view(&module->tensors, object, &view, &problem)) {
-        PyErr_Format(PyExc_TypeError, "optimizer.%s %s", name, problem.detail);
-        return NULL;
-    }
-    if (fst_view_count(&view) != 1 || (view.dtype != FST_F32 && view.dtype != FST_F64)) {
-        PyErr_Format(PyExc_TypeError,
-                     "optimizer.%s must be a one-element float32 or float64 tensor", name);
-        return NULL;
-    }
-    *dtype = view.dtype;
-    return view.data;
-}
-
-static double read_scalar(const void *data, fst_dtype dtype)
-{
-    return dtype == FST_F64 ? *(const double *)data : (double)*(const float *)data;
-}
-
-/* The index of the folded scalars for a group, a step count and a type. */
-static int fold(fst_plan_object *self, uint32_t group, double step, int wide, double coefficient,
-                uint32_t *index)
-{
-    const fst_group *g = &self->groups[group];
-    for (size_t back = 0; back < self->arg_count && back < 64; back++) {
-        const size_t i = self->arg_count - 1 - back;
-        if (self->fold_keys[i].group == group && self->fold_keys[i].step == step &&
-            self->args[i].wide == wide) {
-            *index = (uint32_t)i;
-            return 0;
-        }
-    }
-    size_t capacity = self->arg_capacity;
-    if (fst_reserve(&self->args, &capacity, self->arg_count, sizeof *self->args) ||
-        fst_reserve(&self->fold_keys, &self->arg_capacity, self->arg_count,
-                    sizeof *self->fold_keys))
-        return -1;
-    fst_update_args *args = &self->args[self->arg_count];
-    args->rule = g->rule;
-    args->wide = wide;
-    args->clip_coefficient = coefficient;
-    args->sign = g->maximize ? -1.0 : 1.0;
-    fst_rule_fold(args, g->hyper, step);
-    self->fold_keys[self->arg_count] = (fst_fold_key){step, group};
-    *index = (uint32_t)self->arg_count++;
-    return 0;
-}
-
-static double counted(const fst_counter *c)
-{
-    return c->data ? read_scalar(c->data, c->is_double ? FST_F64 : FST_F32) : c->value;
-}
-
-static void count(const fst_counter *c, double step)
-{
-    if (c->data && c->is_double)
-        *(double *)c->data = step;
-    else if (c->data)
-        *(float *)c->data = (float)step;
-}
-
-/* Advances every step counter and gives every span its scalars. If memory runs out the counters go
- * back. */
-static int fold_all(fst_plan_object *self, double coefficient)
-{
-    for (size_t i = 0; i < self->counter_count; i++) {
-        const fst_counter *c = &self->counters[i];
-        const double step = c->data ? counted(c) + 1.0 : c->value;
-        uint32_t index = 0;
-        if (c->span >= 0) {
-            const fst_operand *ops = &self->plan.operands[(size_t)c->span * FST_OP_COUNT];
-            if (fold(self, c->group, step, ops[FST_OP_PARAM].dtype == FST_F64, coefficient,
-                     &index)) {
-                while (i-- > 0)
-                    count(&self->counters[i], counted(&self->counters[i]) - 1.0);
-                return -1;
-            }
-            self->plan.spans[c->span].args = index;
-        }
-        count(c, step);
-    }
-    return 0;
-}
-
 static PyObject *list_of(PyObject *const *objects, size_t count)
 {
     PyObject *list = PyList_New((Py_ssize_t)count);
@@ -176,104 +78,94 @@ static PyObject *list_written(fst_plan_object *self)
     return self->last_written;
 }
 
-/* What the passes need besides the plan, and what they found. */
-typedef struct {
-    double inv_scale, max_norm;
-    int measure, measure_found_inf, write_grads, skip;
-    fst_measurement seen;
-} step_work;
-
-static int run_measure(fst_plan_object *self, step_work *work, fst_status *status)
+/* The devices whose parameters have gradients: a list of -1 for the host and CUDA ordinals. *known
+ * becomes 0 if one of them is not a key of `scalars`. */
+static PyObject *list_devices(const fst_plan_object *self, PyObject *scalars, int *known)
 {
-    if (fst_measure(&self->plan, FST_OP_GRAD, work->inv_scale, &work->seen, status))
-        return -1;
-    work->skip = work->measure_found_inf && work->seen.nonfinite;
-    return 0;
+    PyObject *devices = PyList_New(0);
+    *known = 1;
+    for (size_t i = 0; devices && i < self->share_count; i++) {
+        if (self->shares[i].counter_count == 0)
+            continue;
+        PyObject *device = PyLong_FromLong(self->shares[i].device);
+        const int has = device ? PyDict_Contains(scalars, device) : -1;
+        *known = *known && has;
+        if (has < 0 || PyList_Append(devices, device))
+            Py_CLEAR(devices);
+        Py_XDECREF(device);
+    }
+    return devices;
 }
 
-/* Both passes, with the GIL released unless the step is short. */
-static int run_passes(fst_plan_object *self, step_work *work, fst_status *status)
+static int run_shares(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+                      fst_step_outcome *outcome)
 {
-    PyThreadState *released = self->hold_tensors ? PyEval_SaveThread() : NULL;
-    int failed = work->measure && run_measure(self, work, status);
-    if (released)
-        PyEval_RestoreThread(released);
-    if (failed || work->skip)
-        return failed;
-    double coefficient = 1.0;
-    if (!isnan(work->max_norm))
-        coefficient = fst_clip_coefficient(sqrt(work->seen.square_sum), work->max_norm);
-    if (fold_all(self, coefficient))
-        return -1;
-    released = self->hold_tensors ? PyEval_SaveThread() : NULL;
-    failed =
-        fst_update(&self->plan, self->args, work->inv_scale, work->write_grads, status) != FST_OK;
-    if (released)
-        PyEval_RestoreThread(released);
-    return failed;
+    for (size_t i = 1; i < self->share_count; i++)
+        if (self->shares[i].counter_count &&
+            fst_device_prepare(module, self, &self->shares[i], options))
+            return -1;
+    for (size_t i = 1; i < self->share_count; i++)
+        if (self->shares[i].counter_count && fst_device_step(module, &self->shares[i], options))
+            return -1;
+    return self->shares[0].counter_count ? fst_host_step(module, self, options, outcome) : 0;
 }
 
-/* Runs the passes on a bound plan. Returns (skipped, norm or None, what was written, gradients that
- * were or None). */
-static PyObject *run(fst_module *module, fst_plan_object *self, const step_options *options)
+/* Runs the passes on a bound plan: (skipped, norm or None, what was written, gradients that were or
+ * None). */
+static PyObject *run(fst_module *module, fst_plan_object *self, const fst_step_options *options)
 {
-    fst_status status = {0};
-    fst_dtype scale_dtype = FST_F32, found_dtype = FST_F32;
-    step_work work = {.inv_scale = 1.0, .max_norm = options->max_norm};
-    void *found = NULL;
-    work.measure_found_inf = options->measure_found_inf;
-    work.measure = work.measure_found_inf || !isnan(options->max_norm);
-    work.write_grads = options->write_grads;
-    if (options->grad_scale != Py_None) {
-        const void *scale = scalar_of(module, options->grad_scale, "grad_scale", &scale_dtype);
-        if (!scale)
-            return NULL;
-        work.inv_scale = (double)(float)(1.0 / read_scalar(scale, scale_dtype));
-    }
-    if (options->found_inf != Py_None) {
-        found = scalar_of(module, options->found_inf, "found_inf", &found_dtype);
-        if (!found)
-            return NULL;
-        work.skip = !work.measure_found_inf && read_scalar(found, found_dtype) != 0.0;
-    }
-    if (fst_plan_seal(&self->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
-        return fst_raise(&status);
-    const int measured = work.measure && !work.skip && self->counter_count > 0;
-    if (!work.skip && run_passes(self, &work, &status))
-        return status.code ? fst_raise(&status) : NULL;
-    if (work.measure_found_inf && work.skip) {
-        const fst_counter flag = {.data = found, .is_double = found_dtype == FST_F64};
-        count(&flag, 1.0);
-    }
-    PyObject *norm = measured ? PyFloat_FromDouble(sqrt(work.seen.square_sum)) : Py_NewRef(Py_None);
-    PyObject *written = work.skip ? PyList_New(0) : list_written(self);
-    PyObject *grads = work.skip || !work.write_grads ? Py_NewRef(Py_None)
-                                                     : list_of(self->grads, self->grad_count);
-    if (!norm || !written || !grads) {
-        Py_XDECREF(norm);
-        Py_XDECREF(written);
-        Py_XDECREF(grads);
+    fst_step_outcome outcome = {0};
+    if (run_shares(module, self, options, &outcome))
         return NULL;
-    }
-    return Py_BuildValue("NNNN", PyBool_FromLong(work.skip), norm, written, grads);
+    PyObject *norm = outcome.measured ? PyFloat_FromDouble(outcome.norm) : Py_NewRef(Py_None);
+    PyObject *written = outcome.skipped ? PyList_New(0) : list_written(self);
+    PyObject *grads = outcome.skipped || !options->write_grads
+                          ? Py_NewRef(Py_None)
+                          : list_of(self->grads, self->grad_count);
+    if (norm && written && grads)
+        return Py_BuildValue("NNNN", PyBool_FromLong(outcome.skipped), norm, written, grads);
+    Py_XDECREF(norm);
+    Py_XDECREF(written);
+    Py_XDECREF(grads);
+    return NULL;
 }
 
-/* step(param_lists, groups, state, fresh, grad_scale, found_inf, measure_found_inf, max_norm,
- * write_grads) */
+/* (what, value) of step(); takes over `value`. */
+static PyObject *answer(const char *what, PyObject *value)
+{
+    return value ? Py_BuildValue("sN", what, value) : NULL;
+}
+
+/* Binds, and runs if nothing is missing. */
+static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                              PyObject *state, PyObject *fresh, const fst_step_options *options)
+{
+    int known;
+    PyObject *missing =
+        fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
+    if (!missing || PyList_Size(missing) > 0)
+        return answer("missing", missing);
+    Py_DECREF(missing);
+    PyObject *devices = list_devices(self, options->scalars, &known);
+    if (!devices || !known)
+        return answer("devices", devices);
+    Py_DECREF(devices);
+    return answer("done", run(module, self, options));
+}
+
+/* step(param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, write_grads, phase)
+ */
 static PyObject *plan_step(PyObject *object, PyObject *args)
 {
     fst_plan_object *self = (fst_plan_object *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     PyObject *param_lists, *specs, *state, *fresh, *result = NULL;
-    step_options options;
-    if (!PyArg_ParseTuple(args, "O!O!O!OOOpdp", &PyList_Type, &param_lists, &PyList_Type, &specs,
-                          &PyDict_Type, &state, &fresh, &options.grad_scale, &options.found_inf,
-                          &options.measure_found_inf, &options.max_norm, &options.write_grads))
+    fst_step_options options;
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!pdpi", &PyList_Type, &param_lists, &PyList_Type, &specs,
+                          &PyDict_Type, &state, &fresh, &PyDict_Type, &options.scalars,
+                          &options.measure_found_inf, &options.max_norm, &options.write_grads,
+                          &options.phase))
         return NULL;
-    if (options.measure_found_inf && options.found_inf == Py_None) {
-        PyErr_SetString(PyExc_ValueError, "measure_found_inf needs found_inf");
-        return NULL;
-    }
     if (PyList_Size(param_lists) != PyList_Size(specs) ||
         (fresh != Py_None && !PyList_Check(fresh))) {
         PyErr_SetString(PyExc_ValueError, "expected one group per list of parameters");
@@ -286,11 +178,7 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
     }
     self->busy = 1;
     if (!parse_groups(self, specs))
-        result = fst_plan_bind(module, self, param_lists, state, fresh, options.write_grads);
-    if (result && PyList_Size(result) == 0) {
-        Py_DECREF(result);
-        result = run(module, self, &options);
-    }
+        result = bind_and_run(module, self, param_lists, state, fresh, &options);
     fst_plan_release(module, self);
     self->busy = 0;
     return result;
@@ -304,8 +192,8 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     fst_plan_object *self = (fst_plan_object *)allocate(type, 0); /* zeroed */
-    if (self)
-        fst_plan_init(&self->plan, FST_OP_COUNT);
+    if (self && !fst_plan_share(self, FST_HOST))
+        Py_CLEAR(self);
     return (PyObject *)self;
 }
 
@@ -316,15 +204,12 @@ static void plan_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     fst_plan_release(NULL, self);
     Py_XDECREF(self->last_written);
-    fst_plan_free(&self->plan);
+    fst_plan_free_shares(self);
     fst_params_free(self);
-    PyMem_Free(self->counters);
     PyMem_Free(self->held);
     PyMem_Free(self->written);
     PyMem_Free(self->grads);
     PyMem_Free(self->layouts);
-    PyMem_Free(self->args);
-    PyMem_Free(self->fold_keys);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }

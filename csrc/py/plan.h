@@ -4,6 +4,7 @@
 
 #include "core/fold.h"
 #include "core/plan.h"
+#include "gpu/tables.h"
 #include "py/module.h"
 #include "py/param.h"
 
@@ -11,6 +12,7 @@
 typedef struct {
     fst_rule rule;
     PyObject *keys; /* names of the states, "step" first where has_step */
+    PyObject *lr;   /* hyper-parameter 0 as a tensor in CUDA memory, or None */
     unsigned key_count;
     int has_step, maximize;
     double hyper[FST_MAX_HYPER];
@@ -33,12 +35,31 @@ typedef struct {
     uint32_t group;
 } fst_fold_key;
 
+/* The part of a plan that lies on one device. */
 typedef struct {
-    PyObject_HEAD fst_plan plan;
+    int device; /* FST_HOST or a CUDA ordinal */
+    fst_plan plan;
+    fst_counter *counters; /* of the parameters that have a gradient in the step that runs */
+    size_t counter_count, counter_capacity;
+    /* on the host */
+    fst_update_args *args;
+    fst_fold_key *fold_keys;
+    size_t arg_count, arg_capacity;
+    /* on a CUDA device */
+    void *stream; /* of the step that runs */
+    fst_gpu_tables *tables;
+    fst_device_span *spans;
+    fst_device_group *groups;
+    size_t span_capacity, group_capacity;
+} fst_share;
+
+typedef struct {
+    PyObject_HEAD fst_share *shares; /* the host's comes first */
+    size_t share_count;
     fst_param *params;
     size_t param_count;
     PyObject *last_written; /* the list that the last short step returned */
-    int64_t total;          /* elements of the last step */
+    int64_t total;          /* elements of the last step that the host worked on */
     int busy;
     /* While Python code may run beside the step, every tensor in use is held: the step releases the
      * GIL, or Python code was run on the way. A short step keeps the GIL instead, which spares
@@ -47,8 +68,6 @@ typedef struct {
     /* for the step that runs */
     fst_group *groups;
     size_t group_count;
-    fst_counter *counters;
-    size_t counter_count, counter_capacity;
     PyObject **held; /* with hold_tensors: every tensor in use */
     size_t held_count, held_capacity;
     PyObject **written; /* parameters and moments, which the step writes; borrowed */
@@ -57,10 +76,25 @@ typedef struct {
     size_t grad_count, grad_capacity;
     fst_layout **layouts;
     size_t layout_count, layout_capacity;
-    fst_update_args *args;
-    fst_fold_key *fold_keys;
-    size_t arg_count, arg_capacity;
 } fst_plan_object;
+
+/* Where parameters lie on several devices they agree first: one call measures, into the flag and
+ * norm of each device, and another one reads there what they agreed on. */
+typedef enum { FST_STEP_WHOLE, FST_STEP_MEASURE, FST_STEP_APPLY } fst_step_phase;
+
+/* What the caller of step() asked for. */
+typedef struct {
+    PyObject *scalars; /* {device: (grad_scale, found_inf, norm)}, tensors or None */
+    int measure_found_inf, write_grads;
+    double max_norm; /* NaN: no clipping */
+    int phase;
+} fst_step_options;
+
+/* What a step found on the host; a CUDA device keeps that to itself. */
+typedef struct {
+    int skipped, measured;
+    double norm;
+} fst_step_outcome;
 
 /* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose
  * state is missing, empty if all is bound, or NULL with a Python error; nothing is changed in
@@ -71,6 +105,26 @@ PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *par
 /* Drops what the step that ran held, and decides whether the next one holds its tensors from the
  * start. */
 void fst_plan_release(fst_module *module, fst_plan_object *self);
+
+/* The host's share, or that of a CUDA device, which is made when it is first asked for; NULL with a
+ * Python error. Shares may move then (share.c). */
+fst_share *fst_plan_share(fst_plan_object *self, int device);
+void fst_plan_free_shares(fst_plan_object *self);
+
+/* A scalar of the options for a device, or NULL with a Python error that calls it `name`; `view`
+ * has no data where it is None. */
+int fst_plan_scalar(fst_module *module, const fst_step_options *options, int device,
+                    Py_ssize_t which, const char *name, fst_view *view);
+
+/* The passes of the host's share (host.c): 0, or -1 with a Python error. */
+int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+                  fst_step_outcome *outcome);
+
+/* Those of a CUDA device (device.c): everything that can fail for want of anything comes in the
+ * first, the launches in the second. */
+int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *share,
+                       const fst_step_options *options);
+int fst_device_step(fst_module *module, fst_share *share, const fst_step_options *options);
 
 /* Frees what is remembered of the parameters. */
 void fst_params_free(fst_plan_object *self);

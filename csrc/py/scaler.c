@@ -1,11 +1,23 @@
-/* The loss scale's update on 0-d CPU tensors. */
+/* The loss scale's update, in CPU or CUDA memory. */
+#include "gpu/run.h"
 #include "py/module.h"
 #include "rules/loss_scale.h"
 
 enum { FST_DL_INT = 0 };
 
-/* The memory of a one-element CPU tensor of the given type, or NULL with a Python error. */
-static void *scalar_of(PyObject *object, const char *name, uint8_t code)
+/* Where a one-element tensor lies, in words of its device. */
+typedef struct {
+    void *data;
+    fst_dl_device device;
+} place;
+
+static const char *type_name(uint8_t code)
+{
+    return code == FST_DL_INT ? "int32" : "float32";
+}
+
+/* Reads a one-element tensor of the given type; 0, or -1 with a Python error. */
+static int place_of(PyObject *object, const char *name, uint8_t code, place *out)
 {
     PyObject *capsule =
         PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__dlpack_c_exchange_api__");
@@ -14,20 +26,49 @@ static void *scalar_of(PyObject *object, const char *name, uint8_t code)
     Py_XDECREF(capsule);
     if (!api) {
         PyErr_Format(PyExc_TypeError, "%s must be a tensor", name);
-        return NULL;
+        return -1;
     }
     if (api->tensor_from_py_object(object, &tensor))
-        return NULL;
+        return -1;
     int64_t count = 1;
     for (int d = 0; d < tensor.ndim; d++)
         count *= tensor.shape[d];
     if (count != 1 || tensor.dtype.code != code || tensor.dtype.bits != 32 ||
-        tensor.device.device_type != FST_DL_CPU) {
-        PyErr_Format(PyExc_TypeError, "%s must be a one-element %s tensor in CPU memory", name,
-                     code == FST_DL_INT ? "int32" : "float32");
+        (tensor.device.device_type != FST_DL_CPU && tensor.device.device_type != FST_DL_CUDA)) {
+        PyErr_Format(PyExc_TypeError, "%s must be a one-element %s tensor in CPU or CUDA memory",
+                     name, type_name(code));
+        return -1;
+    }
+    *out = (place){(char *)tensor.data + tensor.byte_offset, tensor.device};
+    return 0;
+}
+
+/* The same, and on the device of `scale`. */
+static int place_beside(const place *scale, PyObject *object, const char *name, uint8_t code,
+                        place *out)
+{
+    if (place_of(object, name, code, out))
+        return -1;
+    if (out->device.device_type == scale->device.device_type &&
+        (out->device.device_type == FST_DL_CPU || out->device.device_id == scale->device.device_id))
+        return 0;
+    PyErr_Format(PyExc_TypeError, "%s must be on the device of scale", name);
+    return -1;
+}
+
+static PyObject *update_on_device(fst_module *state, PyObject *scale, int device,
+                                  const fst_loss_scale_launch *launch)
+{
+    fst_status status = {0};
+    fst_problem problem;
+    void *stream;
+    if (fst_tensor_stream(&state->tensors, scale, device, &stream, &problem)) {
+        PyErr_Format(PyExc_RuntimeError, "scale %s", problem.detail);
         return NULL;
     }
-    return (char *)tensor.data + tensor.byte_offset;
+    if (fst_gpu_loss_scale(device, launch, stream, &status))
+        return fst_raise(&status);
+    return Py_NewRef(Py_None);
 }
 
 PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
@@ -35,20 +76,33 @@ PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
     PyObject *scale, *growth_tracker, *hysteresis_tracker, *found_inf;
     fst_loss_scale_args a;
     int32_t once = 1;
-    (void)module;
+    place at, growth, left = {.data = NULL}, found;
     if (!PyArg_ParseTuple(args, "OOOOddiidd", &scale, &growth_tracker, &hysteresis_tracker,
                           &found_inf, &a.growth_factor, &a.backoff_factor, &a.growth_interval,
                           &a.hysteresis, &a.min_scale, &a.max_scale))
         return NULL;
-    float *scale_data = scalar_of(scale, "scale", FST_DL_FLOAT);
-    int32_t *growth_data =
-        scale_data ? scalar_of(growth_tracker, "growth_tracker", FST_DL_INT) : NULL;
-    float *found_data = growth_data ? scalar_of(found_inf, "found_inf", FST_DL_FLOAT) : NULL;
-    int32_t *left = &once;
-    if (found_data && hysteresis_tracker != Py_None)
-        left = scalar_of(hysteresis_tracker, "hysteresis_tracker", FST_DL_INT);
-    if (!found_data || !left)
+    if (place_of(scale, "scale", FST_DL_FLOAT, &at) ||
+        place_beside(&at, growth_tracker, "growth_tracker", FST_DL_INT, &growth) ||
+        place_beside(&at, found_inf, "found_inf", FST_DL_FLOAT, &found) ||
+        (hysteresis_tracker != Py_None &&
+         place_beside(&at, hysteresis_tracker, "hysteresis_tracker", FST_DL_INT, &left)))
         return NULL;
-    fst_loss_scale_update(scale_data, growth_data, left, *found_data, &a);
-    return Py_NewRef(Py_None);
+    if (at.device.device_type == FST_DL_CPU) {
+        fst_loss_scale_update(at.data, growth.data, left.data ? left.data : &once,
+                              *(const float *)found.data, &a);
+        return Py_NewRef(Py_None);
+    }
+    const fst_loss_scale_launch launch = {
+        .scale = (uint64_t)(uintptr_t)at.data,
+        .growth_tracker = (uint64_t)(uintptr_t)growth.data,
+        .hysteresis_left = (uint64_t)(uintptr_t)left.data,
+        .found_inf = {.data = (uint64_t)(uintptr_t)found.data},
+        .growth_factor = a.growth_factor,
+        .backoff_factor = a.backoff_factor,
+        .min_scale = a.min_scale,
+        .max_scale = a.max_scale,
+        .growth_interval = a.growth_interval,
+        .hysteresis = a.hysteresis,
+    };
+    return update_on_device(fst_module_state(module), scale, at.device.device_id, &launch);
 }

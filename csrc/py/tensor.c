@@ -3,6 +3,7 @@
 #include <stdarg.h>
 #include <stdio.h>
 
+#include "base/device.h"
 #include "core/layout.h"
 
 int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
@@ -140,10 +141,8 @@ int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_
                                tensor.dtype.code == FST_DL_COMPLEX
                                    ? "is complex; expected float32, float64, bfloat16 or float16"
                                    : "is not of type float32, float64, bfloat16 or float16");
-    if (tensor.device.device_type != FST_DL_CPU)
-        return fst_problem_set(
-            problem, "device",
-            "is not in CPU memory; this build of faststep steps CPU tensors only");
+    if (tensor.device.device_type != FST_DL_CPU && tensor.device.device_type != FST_DL_CUDA)
+        return fst_problem_set(problem, "device", "is neither in CPU nor in CUDA memory");
     if (tensor.ndim > FST_MAX_DIMS)
         return fst_problem_set(problem, "shape", "has %d dimensions; at most %d are supported",
                                (int)tensor.ndim, (int)FST_MAX_DIMS);
@@ -151,8 +150,44 @@ int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_
     view->shape = tensor.shape;
     view->strides = tensor.strides;
     view->ndim = tensor.ndim;
+    view->device = tensor.device.device_type == FST_DL_CPU ? FST_HOST : tensor.device.device_id;
     if (!tensor.data && fst_view_count(view) > 0)
         return fst_problem_set(problem, "storage", "has no memory behind it");
+    return 0;
+}
+
+static const char *device_name(int device, char name[16])
+{
+    snprintf(name, 16, device == FST_HOST ? "cpu" : "cuda:%d", device);
+    return name;
+}
+
+int fst_view_misplaced(const fst_view *view, int device, fst_problem *problem)
+{
+    char is[16], must[16];
+    return fst_problem_set(problem, "device", "is on %s, not on %s", device_name(view->device, is),
+                           device_name(device, must));
+}
+
+int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
+                      fst_problem *problem)
+{
+    if (fst_tensor_view(tensors, object, view, problem) || fst_view_is_on(view, device, problem))
+        return -1;
+    if (fst_view_count(view) != 1 || (view->dtype != FST_F32 && view->dtype != FST_F64))
+        return fst_problem_set(problem, "dtype",
+                               "is not a one-element tensor of type float32 or float64");
+    return 0;
+}
+
+int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void **stream,
+                      fst_problem *problem)
+{
+    const fst_tensor_type *known = type_of(tensors, object, problem);
+    if (!known)
+        return -1;
+    if (known->api->current_work_stream(FST_DL_CUDA, device, stream))
+        return problem_from_error(problem, "device");
     return 0;
 }
 
@@ -221,6 +256,16 @@ int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *vi
         return fst_problem_set(problem, "storage", "cannot be described for lack of memory");
     **layout = described;
     return 0;
+}
+
+int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem)
+{
+    if (device == FST_HOST || layout->ndim <= FST_DEVICE_MAX_DIMS)
+        return 0;
+    return fst_problem_set(problem, "shape",
+                           "needs %d strides to be described, of which kernels take %d; "
+                           "call .contiguous() on it",
+                           layout->ndim, (int)FST_DEVICE_MAX_DIMS);
 }
 
 int fst_tensors_init(fst_tensors *tensors, PyObject *module)

@@ -30,11 +30,14 @@ typedef struct {
     PyObject *tensor_error;
 } fst_tensors;
 
+enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */
+
 /* A tensor's memory; valid while the tensor lives and nobody changes it. */
 typedef struct {
-    void *data;
+    void *data; /* an address of the device */
     const int64_t *shape, *strides;
     int ndim;
+    int device;
     fst_dtype dtype;
 } fst_view;
 
@@ -50,9 +53,26 @@ typedef struct {
 int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
-/* Reads a tensor of a supported type in CPU memory. Returns 0, or -1 with `problem` filled and no
- * Python error. */
+/* Reads a tensor of a supported type in CPU or CUDA memory. Returns 0, or -1 with `problem` filled
+ * and no Python error. */
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);
+
+/* Fills `problem` with where the tensor is and where it must be; returns -1. */
+int fst_view_misplaced(const fst_view *view, int device, fst_problem *problem);
+
+static inline int fst_view_is_on(const fst_view *view, int device, fst_problem *problem)
+{
+    return view->device == device ? 0 : fst_view_misplaced(view, device, problem);
+}
+
+/* The address of a tensor of one fp32 or fp64 number on `device`. */
+int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
+                      fst_problem *problem);
+
+/* Torch's current stream, a CUstream, on the CUDA device that the tensor lies on. Returns 0, or -1
+ * with `problem` filled. */
+int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void **stream,
+                      fst_problem *problem);
 
 /* Whether the elements lie one after another in the order of the shape. Says no for a 0-d tensor:
  * its strides would not show that it is the lazily negated part of a complex number. */
@@ -74,6 +94,9 @@ void fst_tensor_unpin(fst_dl_managed *pin);
  */
 int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *view, int order_count,
                       const int *order, int written, fst_layout **layout, fst_problem *problem);
+
+/* Whether the tables of a device can hold the layout; 0, or -1 with `problem` filled. */
+int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem);
 
 int fst_tensors_init(fst_tensors *tensors, PyObject *module);
 int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg);

@@ -1,6 +1,10 @@
-"""The extension module. Tensors are dense CPU tensors in float32, float64, bfloat16 or float16."""
+"""The extension module.
 
-from collections.abc import Sequence
+Tensors are dense, in float32, float64, bfloat16 or float16, and in CPU memory where nothing else
+is said.
+"""
+
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,22 +18,31 @@ class Plan:
     def step(
         self,
         param_lists: list[list[Tensor]],
-        groups: Sequence[tuple[int, tuple[str, ...], bool, tuple[float, ...], bool]],
+        groups: Sequence[tuple[int, tuple[str, ...], bool, tuple[float, ...], bool, Tensor | None]],
         state: dict[Tensor, dict[str, Any]],
         fresh: list[tuple[int, int]] | None,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
+        scalars: Mapping[int, tuple[Tensor | None, Tensor | None, Tensor | None]],
         measure_found_inf: bool,
         max_norm: float,
         write_grads: bool,
+        phase: int,
         /,
-    ) -> list[tuple[int, int]] | tuple[bool, float | None, list[Tensor], list[Tensor] | None]:
+    ) -> tuple[str, Any]:
         """One step of all parameters that have a gradient.
 
-        Returns a list of (group, index) whose state is missing, and then nothing was done; else
-        (skipped, norm or None, parameters and moments that were written, gradients that were or
-        None). `fresh` is such a list whose states were created since. A NaN for `max_norm` means
-        no clipping.
+        `scalars` holds (grad_scale, found_inf, norm) per device: -1 for CPU memory, else a CUDA
+        ordinal. `fresh` is a list of (group, index) whose states were created since they were found
+        missing. A NaN for `max_norm` means no clipping.
+
+        Returns ("missing", [(group, index), ...]) where a state is missing or, a step counter, not
+        on the parameter's device, and ("devices", [...]), those that have gradients, where
+        `scalars` lacks one of them; then nothing was done. Else ("done", (skipped, norm or None,
+        parameters and moments that were written, gradients that were or None)): what the host
+        found. For CUDA parameters the step was launched on torch's current stream, and the device
+        knows the rest.
+
+        `phase` is 0 for a whole step. Where several devices measure, 1 measures, into the found_inf
+        and norm of each, and 2 does the rest with those two as they are then.
 
         Raises:
             TensorError: a tensor cannot be used; nothing was done.
@@ -44,8 +57,45 @@ def collect_grads(params: Sequence[Tensor], /) -> list[Tensor]:
 def cpu_info() -> dict[str, Any]:
     """The instruction set in use ("isa"), those "supported" and "compiled", and the "threads"."""
 
-def fusable(tensors: Sequence[Tensor], /) -> bool:
-    """Whether the functions of this module take these tensors."""
+def device_clamp(tensors: Sequence[Tensor], limit: float, /) -> None:
+    """`clamp` of tensors on one CUDA device, as one launch."""
+
+def device_clip(tensors: Sequence[Tensor], max_norm: float, norm: Tensor, /) -> None:
+    """Multiply by min(1, max_norm / (norm + 1e-6)) on the CUDA device where all of it lies."""
+
+def device_counts() -> tuple[int, int, int]:
+    """Kernel launches, uploads of tables and bytes of these since the process started."""
+
+def device_info(ordinal: int, /) -> dict[str, Any]:
+    """Make a CUDA device ready, and describe it.
+
+    Raises:
+        RuntimeError: it cannot be used, and why.
+    """
+
+def device_norm(tensors: Sequence[Tensor], norm_type: float, out: Tensor, /) -> int:
+    """Write `norm` of tensors on one CUDA device to `out`, 0-d float32 or float64 on it.
+
+    Returns the dtypes, as `norm` does. A norm of order 0 is a TypeError.
+    """
+
+def device_unscale(
+    tensors: Sequence[Tensor], inv_scale: Tensor, found_inf: Tensor | None, allow_fp16: bool, /
+) -> None:
+    """Multiply by `inv_scale`, on one CUDA device, and set `found_inf` to 1 at an overflow.
+
+    Raises:
+        ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
+    """
+
+def fusable(tensors: Sequence[Tensor], device: int = ..., /) -> bool:
+    """Whether the functions of this module take these tensors, all on one device.
+
+    The device is -1 for CPU memory, the default, or a CUDA ordinal.
+    """
+
+def has_kernels() -> bool:
+    """Whether `use_kernels_of` was called: CUDA tensors can be worked on, given a driver."""
 
 def measure(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
     """(sum of squares of all elements times inv_scale, whether one is infinite or NaN)."""
@@ -95,7 +145,13 @@ def update_scale(
     max_scale: float,
     /,
 ) -> None:
-    """Update a loss scale in place; 0-d tensors, float32 and (the trackers) int32."""
+    """Update a loss scale in place; 0-d tensors, float32 and (the trackers) int32.
+
+    All lie in CPU memory or on one CUDA device; there it is one launch.
+    """
+
+def use_kernels_of(path: str, /) -> None:
+    """CUDA devices load their kernels from this fatbin when they are first used."""
 
 def use_threads_of(path: str | None, /) -> bool:
     """Run on the thread pool of the libtorch_cpu at `path`; False if it offers none."""

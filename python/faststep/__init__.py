@@ -1,9 +1,14 @@
 """faststep makes ordinary PyTorch training scripts faster without changing what they compute."""
 
+from pathlib import Path
+
 from . import _C
 from ._torch import libtorch_cpu_path
 
 _C.use_threads_of(libtorch_cpu_path())
+_KERNELS = Path(__file__).with_name("kernels.fatbin")  # missing where it was built without nvcc
+if _KERNELS.is_file():
+    _C.use_kernels_of(str(_KERNELS))
 
 from . import amp, optim  # noqa: E402
 from .clip import (  # noqa: E402

@@ -24,6 +24,7 @@ __all__ = [
     "disable_dynamo",
     "dtypes_of",
     "increment_version",
+    "is_capturing",
     "is_compiling",
     "libtorch_cpu_path",
     "step_dtype",
@@ -47,6 +48,12 @@ def disable_dynamo(function: _Function) -> _Function:
 def is_compiling() -> bool:
     """True while torch.compile traces or exports the caller."""
     return torch.compiler.is_compiling()
+
+
+def is_capturing() -> bool:
+    """True while torch's current CUDA stream is captured into a graph."""
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(initialized and torch.cuda.is_current_stream_capturing())
 
 
 def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:

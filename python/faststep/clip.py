@@ -7,10 +7,13 @@ The four functions have the names, arguments, results and errors of torch.nn.uti
   torch's CPU functions sum in float32. The result is rounded to torch's result dtype at the end;
   the clip coefficient and the check for a finite norm use the unrounded value.
 * Gradients are written only where the coefficient changes them.
+* CUDA gradients take one launch to measure and one to scale, which reads the norm on the device;
+  nothing waits for the device unless `error_if_nonfinite` is set, as in torch.
 
-Gradients other than plain strided real CPU tensors (CUDA, sparse, complex, DTensor and other
-wrapper classes, integer), and calls inside torch.compile, go to torch's function of the same name;
-a list with one such gradient goes there as a whole.
+Gradients other than plain strided real CPU or CUDA tensors (sparse, complex, DTensor and other
+wrapper classes, integer, CUDA where this build has no kernels), those on several devices, and calls
+inside torch.compile, go to torch's function of the same name; a list with one such gradient goes
+there as a whole.
 """
 
 from __future__ import annotations
@@ -32,6 +35,13 @@ from . import _C
 from ._torch import increment_version, is_compiling
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
+
+_NONFINITE = (  # torch's text
+    "The total norm of order {} for gradients from "
+    "`parameters` is non-finite, so it cannot be clipped. To disable "
+    "this error and scale the gradients by the non-finite norm anyway, "
+    "set `error_if_nonfinite=False`"
+)
 
 
 def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
@@ -59,13 +69,30 @@ def _norm(
     norm_type = float(norm_type)
     norm, dtypes, written = _C.norm(tensors, norm_type, max_norm, error_if_nonfinite)
     if error_if_nonfinite and not math.isfinite(norm):
-        raise RuntimeError(
-            f"The total norm of order {norm_type} for gradients from "
-            "`parameters` is non-finite, so it cannot be clipped. To disable "
-            "this error and scale the gradients by the non-finite norm anyway, "
-            "set `error_if_nonfinite=False`"
-        )
+        raise RuntimeError(_NONFINITE.format(norm_type))
     return torch.tensor(norm, dtype=_promoted(dtypes), device="cpu"), written
+
+
+def _for_device(tensor: object) -> bool:
+    """Whether a list with this tensor is for our kernels for CUDA."""
+    return isinstance(tensor, Tensor) and tensor.is_cuda and _C.has_kernels()
+
+
+def _norm_on_device(
+    tensors: list[Tensor] | tuple[Tensor, ...],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    max_norm: float | None = None,
+) -> Tensor:
+    """The norm, after clipping by it if asked; waits for the device only to raise an error."""
+    wide = torch.empty((), dtype=torch.float64, device=tensors[0].device)
+    norm = wide.to(_promoted(_C.device_norm(tensors, float(norm_type), wide)))
+    if error_if_nonfinite and not bool(torch.isfinite(wide)):
+        raise RuntimeError(_NONFINITE.format(float(norm_type)))
+    if max_norm is not None:
+        _C.device_clip(tensors, max_norm, wide)
+        increment_version(tensors)
+    return norm
 
 
 def _scale(grads: list[Tensor], max_norm: float, norm: float) -> bool:
@@ -124,6 +151,8 @@ def clip_grad_norm_(
     if not grads:
         return torch.tensor(0.0)
     try:
+        if _for_device(grads[0]):
+            return _norm_on_device(grads, norm_type, error_if_nonfinite, float(max_norm))
         norm, written = _norm(grads, norm_type, error_if_nonfinite, float(max_norm))
     except TypeError:
         return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -165,6 +194,8 @@ def get_total_norm(
     if not tensors:
         return torch.tensor(0.0)
     try:
+        if _for_device(tensors[0]):
+            return _norm_on_device(tensors, norm_type, error_if_nonfinite)
         norm, _ = _norm(tensors, norm_type, error_if_nonfinite)
     except TypeError:
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
@@ -182,8 +213,8 @@ def clip_grads_with_norm_(
     Args:
         parameters: tensors of any shape, or one tensor; those without a gradient are left out.
         max_norm: the largest norm allowed, in units of the gradients.
-        total_norm: the norm of the gradients, 0-d. Where it is not a plain CPU tensor the call
-            goes to torch's function, which does not wait for the device.
+        total_norm: the norm of the gradients, 0-d. Where it is not a plain tensor in float32 or
+            float64 on the gradients' device the call goes to torch's function.
         foreach: accepted for torch's sake, changes nothing for CPU gradients. Default: None.
 
     Raises:
@@ -196,10 +227,13 @@ def clip_grads_with_norm_(
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     parameters = _as_sequence(parameters)
     grads = _C.collect_grads(parameters)
-    if not _C.fusable([total_norm]) or total_norm.dim() != 0:
+    on_device = _for_device(total_norm)
+    if not (on_device or _C.fusable([total_norm])) or total_norm.dim() != 0:
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     try:
-        written = _scale(grads, float(max_norm), total_norm.item())
+        if on_device and grads:
+            _C.device_clip(grads, float(max_norm), total_norm)
+        written = on_device or _scale(grads, float(max_norm), total_norm.item())
     except TypeError:
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     if written:
@@ -233,7 +267,7 @@ def clip_grad_value_(
     if not grads or not limit >= 0.0:
         return _torch_clip_grad_value_(parameters, limit, foreach)
     try:
-        _C.clamp(grads, limit)
+        (_C.device_clamp if _for_device(grads[0]) else _C.clamp)(grads, limit)
     except TypeError:
         return _torch_clip_grad_value_(parameters, limit, foreach)
     increment_version(grads)

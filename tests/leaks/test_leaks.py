@@ -8,6 +8,7 @@ A public function without a case fails the suite.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -174,18 +175,24 @@ def plan() -> Iterator[Case]:
     p = torch.nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     number = _C.rules()["sgd"][0]
-    spec = (number, (), False, (0.0, 0.0, 0.0, 0.0, 0.0), False)
+    spec = (number, (), False, (0.0, 0.0, 0.0, 0.0, 0.0), False, None)
     state: dict[Any, Any] = {}
-    options = (None, None, False, float("nan"), False)
+    scalars = {-1: (None, torch.zeros(()), torch.zeros((), dtype=torch.float64))}
+    options = (scalars, False, float("nan"), False, 0)
     kept = _C.Plan()
     yield lambda: kept.step([[p]], [spec], state, None, *options), [p, p.grad, state, spec]
     yield lambda: _C.Plan().step([[p]], [spec], state, None, *options), [p, p.grad, state, spec]
+    measure, apply = (scalars, True, 1.0, False, 1), (scalars, True, 1.0, False, 2)
+    for several in (measure, apply, ({}, *measure[1:])):
+        call = functools.partial(kept.step, [[p]], [spec], state, None, *several)
+        yield call, [p, p.grad, state, spec, *scalars[-1]]
     for arguments in (
         ([[p]], [], state, None, *options),
         ([[p]], [(number,)], state, None, *options),
         ([[p]], [(99, *spec[1:])], state, None, *options),
         ([[1.0]], [spec], state, None, *options),
-        ([[p]], [spec], state, None, 1.0, *options[1:]),
+        ([[p]], [spec], state, None, {-1: (1.0, None, None)}, *options[1:]),
+        ([[p]], [spec], state, None, {-1: None}, *options[1:]),
     ):
         yield failing(kept.step, *arguments), [p, p.grad, state, spec]
 
@@ -194,28 +201,48 @@ def tensor_error() -> Iterator[Case]:
     yield lambda: _C.TensorError(0, 0, "gradient", "type", "is odd"), []
 
 
+def kernels() -> Iterator[Case]:
+    """Of a path that is there and of none; the one that was in use stays."""
+    path = str(faststep._KERNELS)
+    if _C.has_kernels():
+        yield lambda: _C.use_kernels_of(path), [path]
+    yield failing(_C.use_kernels_of, 1), []
+
+
+def device_info() -> Iterator[Case]:
+    yield failing(_C.device_info, 10**6), []
+    yield failing(_C.device_info, "0"), []
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Plan": plan,
     "TensorError": tensor_error,
     "clamp": lambda: on_tensors(_C.clamp, 0.5),
     "collect_grads": collect_grads,
     "cpu_info": lambda: iter([(_C.cpu_info, [])]),
+    "device_counts": lambda: iter([(_C.device_counts, [])]),
+    "device_info": device_info,
     "fusable": fusable,
+    "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "measure": lambda: on_tensors(_C.measure, 0.5),
     "norm": norms,
     "rules": lambda: iter([(_C.rules, [])]),
     "scale": lambda: on_tensors(_C.scale, 1.0),
     "unscale": lambda: on_tensors(_C.unscale, 1.0),
     "update_scale": update_scale,
+    "use_kernels_of": kernels,
     "use_threads_of": lambda: iter(
         [(lambda: _C.use_threads_of(faststep._torch.libtorch_cpu_path()), [])]
     ),
 }
 
 
+ON_DEVICE = ("device_clamp", "device_clip", "device_norm", "device_unscale")  # tests/device
+
+
 def test_every_public_function_has_a_case() -> None:
     public = {name for name in dir(_C) if not name.startswith("_") and callable(getattr(_C, name))}
-    assert public == set(CASES)
+    assert public == set(CASES) | set(ON_DEVICE)
 
 
 @pytest.mark.parametrize("name", CASES)

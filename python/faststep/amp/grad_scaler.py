@@ -16,6 +16,7 @@ from .. import _C
 from .._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
 from ..clip import clip_grad_norm_
 from ..optim._base import FusedOptimizer
+from ..optim._devices import ordinal_of
 from .protocol import any_found, has_grads, lent_attributes, takes_found_inf
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
 
@@ -37,7 +38,8 @@ class GradScaler(torch.amp.GradScaler):
       (torch's scaler hands them the sum of the flags, and they skip only for exactly 1).
     * If `optimizer.step` raises, no `grad_scale` or `found_inf` stays behind on the optimizer.
 
-    Gradients that are not plain strided real CPU tensors take torch's way.
+    Gradients that are not plain strided real CPU or CUDA tensors take torch's way. On CUDA nothing
+    waits for the device: the overflow is found, the step skipped and the scale updated there.
 
     Args:
         device: device type of the losses. Default: "cuda".
@@ -115,6 +117,11 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         params = list(itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups))
         grads = _C.collect_grads(params)
+        if grads and _C.has_kernels() and all(g.is_cuda for g in grads):
+            found = _unscale_on_devices(grads, inv_scale, found_inf, allow_fp16)
+            if found is not None:
+                return found
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # Only a scale in host memory can be read without waiting for a device.
         if (
             grads
@@ -334,6 +341,30 @@ def _unscale(grads: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> bool |
         return None
     increment_version(grads)
     return overflow
+
+
+def _unscale_on_devices(
+    grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+) -> dict[torch.device, Tensor] | None:
+    """Multiply in place, one launch per device; a flag for each, set at an overflow there.
+
+    None, and nothing is written, if one of the gradients is not for the C passes.
+    """
+    lists: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        lists[grad.device].append(grad)
+    if len(lists) > 1 and not all(_C.fusable(some, ordinal_of(some[0])) for some in lists.values()):
+        return None
+    flags = {}
+    for device, some in lists.items():
+        flag = flags[device] = found_inf.to(device=device, copy=True, non_blocking=True)
+        scale = inv_scale.to(device=device, non_blocking=True)
+        try:
+            _C.device_unscale(some, scale, flag, allow_fp16)
+        except TypeError:
+            return None  # the only list, then
+        increment_version(some)
+    return flags
 
 
 def _flag(found_inf: Tensor, device: torch.device, overflow: bool) -> Tensor:

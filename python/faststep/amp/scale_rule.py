@@ -71,7 +71,7 @@ class ScaleRule:
                 self.backoff_factor,
                 self.growth_interval,
             )
-        elif scale.is_cpu:
+        elif scale.is_cpu or (scale.is_cuda and _C.has_kernels()):
             self._update_in_c(scale, growth_tracker, hysteresis_tracker, found_inf)
         else:
             self._update_in_torch(scale, growth_tracker, hysteresis_tracker, found_inf)

@@ -80,6 +80,16 @@ def _torch_cuda() -> str:
     return f"CUDA {torch.version.cuda}: {names}"
 
 
+def _our_cuda() -> str:
+    if not _C.has_kernels():
+        return "none: this build holds CPU kernels only, as it was made without nvcc"
+    try:
+        device = _C.device_info(0)
+    except RuntimeError as error:
+        return f"kernels that cannot be used here: {error}"
+    return f"kernels loaded on device 0, {device['update_blocks']} blocks at a time"
+
+
 def collect() -> dict[str, str]:
     """What ``info`` shows: a title and a text for each line."""
     gil = getattr(sys, "_is_gil_enabled", None)
@@ -93,7 +103,7 @@ def collect() -> dict[str, str]:
         "processor": f"{cpu_model()}, {_usable_cores()} cores usable by this process",
         "instruction set": _instruction_set(dict(cpu)),
         "threads": _thread_pool(cpu["threads"]),
-        "CUDA in faststep": "none: this build holds CPU kernels only",
+        "CUDA in faststep": _our_cuda(),
         "CUDA in torch": _torch_cuda(),
     }
 

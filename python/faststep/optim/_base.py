@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -11,6 +12,16 @@ from torch import Tensor
 
 from .. import _C
 from .._torch import disable_dynamo, increment_version
+from ._devices import (
+    HOST,
+    HOST_ONLY,
+    Scalars,
+    agreed,
+    devices_of,
+    new_scalar,
+    on_device,
+    ordinal_of,
+)
 
 __all__ = ["FusedOptimizer", "Rule", "number"]
 
@@ -23,8 +34,17 @@ class Rule(NamedTuple):
     number: int
     state_keys: tuple[str, ...]  # "step" first where has_step, then the states in the rule's order
     has_step: bool
-    hyper: tuple[float, ...]  # in the order of the rule's row in csrc/rules/rules.def
+    hyper: tuple[float, ...]  # in the order of the rule's row in csrc/rules/rules.def, lr first
     maximize: bool
+    lr: Tensor | None = None  # in CUDA memory: read there instead of from `hyper`
+
+
+class Phase(IntEnum):
+    """What one call of the plan does; see csrc/py/plan.h."""
+
+    WHOLE = 0
+    MEASURE = 1
+    APPLY = 2
 
 
 def number(value: float | Tensor) -> float:
@@ -54,8 +74,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     _plan: _C.Plan | None = None
     _measure_found_inf: bool = False  # set by faststep.amp.GradScaler around a step
     _step_max_norm: float | None = None
-    _last_norm: float | None = None
-    _skipped: bool = False
+    _devices: tuple[int, ...] = ()  # of the parameters, as the C side calls them
+    _norms: dict[int, Tensor] | None = None  # per CUDA device: where it writes the norm
+    _last_norm: float | Tensor | None = None
+    _skipped: bool | Tensor = False
 
     def _set_clipping(self, max_grad_norm: float | None, keep_grads: bool) -> None:
         if max_grad_norm is not None and not max_grad_norm >= 0.0:
@@ -74,20 +96,42 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _drop_new_state(self, param: Tensor) -> None:
         """Undo `_new_state` if the step did not happen, where zeros differ from no state."""
 
+    def _check_capture(self) -> None:
+        """Raise torch's error for a step that must not be captured into a CUDA graph."""
+
+    def _zeros_differ(self, group: dict[str, Any]) -> bool:
+        """Whether a new state of zeros and no state give different next steps."""
+        return False
+
+    def _lr_of(self, group: dict[str, Any]) -> tuple[float, Tensor | None]:
+        """The learning rate, as a number or as a tensor that the device reads for itself."""
+        lr = group["lr"]
+        if isinstance(lr, Tensor) and lr.is_cuda and self._devices == (ordinal_of(lr),):
+            return math.nan, lr
+        return number(lr), None
+
     @property
     def last_grad_norm(self) -> Tensor | None:
         """The global 2-norm of the unscaled gradients before clipping, from the last step.
 
         A 0-d float32 tensor; None before the first step that measured (one with `max_grad_norm`, or
-        under :class:`faststep.amp.GradScaler`).
+        under :class:`faststep.amp.GradScaler`). For CUDA parameters it lies on their device, NaN
+        after a step that did not measure because it was skipped; nothing waits for the device.
         """
+        if isinstance(self._last_norm, Tensor):
+            return self._last_norm.to(torch.float32, copy=True)
         return (
             None if self._last_norm is None else torch.tensor(self._last_norm, dtype=torch.float32)
         )
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step left everything as it was because a gradient was not finite."""
+        """Whether the last step left everything as it was because a gradient was not finite.
+
+        For CUDA parameters this waits for the device.
+        """
+        if isinstance(self._skipped, Tensor):
+            self._skipped = bool(self._skipped.item() != 0.0)
         return self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,48 +152,111 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = self.param_groups
         max_norm = self.max_grad_norm if self._step_max_norm is None else self._step_max_norm
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        found_inf: Any = getattr(self, "found_inf", None)
+        if not isinstance(found_inf, Tensor):
+            found_inf = None  # torch's scaler passes the number 0 where no parameter has a gradient
         if self._plan is None:
             self._plan = _C.Plan()
+            self._devices = devices_of(p for group in groups for p in group["params"])
+        if self._devices != HOST_ONLY:
+            self._check_capture()
+        measures = self._measure_found_inf or max_norm is not None
         options = (
-            grad_scale,
-            # torch's scaler passes the number 0 where no parameter has a gradient
-            found_inf if isinstance(found_inf, Tensor) else None,
             self._measure_found_inf,
             _NO_CLIPPING if max_norm is None else max_norm,
             grad_scale is not None if max_norm is None else self.keep_grads,
         )
         params = [group["params"] for group in groups]
-        rules = [self._checked_rule_of(group) for group in groups]
         new: list[tuple[int, int]] = []
+        phase = Phase.WHOLE
+        scalars: dict[int, Scalars] = {}
         try:
-            result = self._plan.step(params, rules, self.state, None, *options)
-            if isinstance(result, list):
-                new = result
-                with torch.no_grad():
-                    for group, index in new:
-                        self._new_state(groups[group], params[group][index])
-                result = self._plan.step(params, rules, self.state, new, *options)
-            if isinstance(result, list):  # a state was there, but None
-                group, index = result[0]
-                state = self.state[params[group][index]]
-                key = next(key for key in rules[group].state_keys if state.get(key) is None)
-                raise _C.TensorError(group, index, f"state '{key}'", "value", "is None")
+            while True:
+                if not scalars:
+                    rules = [self._checked_rule_of(group) for group in groups]
+                    phase = Phase.MEASURE if measures and len(self._devices) > 1 else Phase.WHOLE
+                    scalars = self._scalars(grad_scale, found_inf, measures, phase)
+                what, value = self._plan.step(
+                    params, rules, self.state, new or None, scalars, *options, phase
+                )
+                if what == "devices":  # parameters have moved
+                    self._devices, scalars = tuple(value), {}
+                elif what == "missing" and new:  # a state was there, but None
+                    group, index = value[0]
+                    state = self.state[params[group][index]]
+                    key = next(key for key in rules[group].state_keys if state.get(key) is None)
+                    raise _C.TensorError(group, index, f"state '{key}'", "value", "is None")
+                elif what == "missing":
+                    new = value
+                    with torch.no_grad():
+                        for group, index in new:
+                            self._new_state(groups[group], params[group][index])
+                elif phase is Phase.MEASURE:
+                    phase, scalars = Phase.APPLY, agreed(scalars)
+                else:
+                    break
         except BaseException as error:
             for group, index in new:
                 self._drop_new_state(params[group][index])
             if isinstance(error, _C.TensorError):
                 raise self._explained(*error.args) from None
             raise
-        self._skipped, norm, written, grads = result
+        self._skipped, norm, written, grads = value
         increment_version(written)
         if grads is not None:
             increment_version(grads)
         if norm is not None:
             self._last_norm = norm
-        if self._skipped:
+        self._note_on_device(scalars, found_inf, measures)
+        if new and (self._skipped is True or self._must_know(new)) and self.step_was_skipped:
             for group, index in new:
                 self._drop_new_state(params[group][index])
+
+    def _scalars(
+        self, grad_scale: Tensor | None, found_inf: Tensor | None, measures: bool, phase: Phase
+    ) -> dict[int, Scalars]:
+        """The scale and the flag on every device in use, and room for the norm.
+
+        Where several devices measure, each has a flag and a float64 norm of its own.
+        """
+        if self._devices == HOST_ONLY and phase is Phase.WHOLE:
+            flag = found_inf if found_inf is None or found_inf.is_cpu else found_inf.cpu()
+            scale = grad_scale if grad_scale is None or grad_scale.is_cpu else grad_scale.cpu()
+            return {HOST: Scalars(scale, flag, None)}
+        scalars = {}
+        for device in self._devices:
+            if self._norms is None:
+                self._norms = {}
+            if measures and device not in self._norms:
+                self._norms[device] = new_scalar(device, torch.float64)
+            flag = None if found_inf is None else on_device(found_inf, device)
+            if phase is Phase.MEASURE and (flag is None or self._measure_found_inf):
+                flag = new_scalar(device, torch.float32)
+            scale = None if grad_scale is None else on_device(grad_scale, device)
+            scalars[device] = Scalars(scale, flag, self._norms[device] if measures else None)
+        return scalars
+
+    def _note_on_device(
+        self, scalars: dict[int, Scalars], found_inf: Tensor | None, measures: bool
+    ) -> None:
+        """Bring a flag back that was sent away, and keep what only the device knows."""
+        first = next(iter(scalars.values()))
+        flag = first.found_inf
+        sent = found_inf if self._measure_found_inf else None
+        if sent is not None and flag is not None and flag is not sent:
+            sent.copy_(flag, non_blocking=True)
+        if self._devices == HOST_ONLY:
+            return
+        if flag is not None:
+            self._skipped = flag
+        if measures:
+            self._last_norm = first.norm
+
+    def _must_know(self, new: list[tuple[int, int]]) -> bool:
+        """Whether new states have to go again if the step was skipped: waits for the device."""
+        return isinstance(self._skipped, Tensor) and any(
+            self._zeros_differ(self.param_groups[group]) for group, _ in new
+        )
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
         if group.get("differentiable"):
@@ -179,6 +286,23 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _sparse_error(self) -> str:
         name = type(self).__name__
         return f"faststep.optim.{name} does not support sparse gradients; use torch.optim.{name}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with the `step` counters where torch keeps them.
+
+        torch keeps them in CPU memory unless a group is `fused` or `capturable`; here those of CUDA
+        parameters are on the device, and saving them waits for it.
+        """
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            if group.get("fused") or group.get("capturable"):
+                continue
+            for index in group["params"]:
+                state = state_dict["state"].get(index, {})
+                step = state.get("step")
+                if isinstance(step, Tensor) and step.is_cuda:
+                    state_dict["state"][index] = {**state, "step": step.cpu()}
+        return state_dict
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

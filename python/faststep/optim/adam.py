@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .._torch import step_dtype
+from .._torch import is_capturing, step_dtype
 from ._base import FusedOptimizer, Rule, number
 
 __all__ = ["Adam", "AdamW"]
@@ -21,12 +21,13 @@ class _AdamStep(FusedOptimizer):
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         beta1, beta2 = group["betas"]
         amsgrad = group["amsgrad"]
+        lr, lr_on_device = self._lr_of(group)
         return Rule(
             self._number_of["amsgrad" if amsgrad else "adam"],
             self._amsgrad_keys if amsgrad else self._keys,
             True,
             (
-                number(group["lr"]),
+                lr,
                 number(beta1),
                 number(beta2),
                 group["eps"],
@@ -34,20 +35,30 @@ class _AdamStep(FusedOptimizer):
                 group["decoupled_weight_decay"],
             ),
             bool(group["maximize"]),
+            lr_on_device,
         )
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
         if "step" not in state:
-            on_device = group["capturable"] or group["fused"]
+            on_device = group["capturable"] or group["fused"] or param.is_cuda
             state["step"] = torch.zeros(
                 (),
                 dtype=step_dtype(group["fused"]),
                 device=param.device if on_device else "cpu",
             )
+        elif param.is_cuda and isinstance(state["step"], Tensor):  # where torch keeps it
+            state["step"] = state["step"].to(param.device)
         for key in self._amsgrad_keys[1:] if group["amsgrad"] else self._keys[1:]:
             if key not in state:
                 state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+
+    def _check_capture(self) -> None:
+        if is_capturing() and not all(group["capturable"] for group in self.param_groups):
+            raise RuntimeError(
+                "Attempting CUDA graph capture of step() for an instance of "
+                f"{type(self).__name__} but param_groups' capturable is False."
+            )
 
     def _sparse_error(self) -> str:
         return "Adam does not support sparse gradients, please consider SparseAdam instead"
@@ -57,7 +68,8 @@ class Adam(_AdamStep, torch.optim.Adam):
     """:class:`torch.optim.Adam` (Kingma & Ba 2015, arXiv:1412.6980) with a step that is one C call.
 
     Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are
-    accepted and change nothing. Parameters: CPU tensors in float32, float64, bfloat16 or float16.
+    accepted and change nothing. Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or
+    float16; a CUDA step is two kernel launches for any number of tensors.
 
     Args:
         params (iterable): as for torch.

@@ -17,8 +17,8 @@ class Lion(FusedOptimizer):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675).
 
     ``p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)``, then
-    ``m = beta2 * m + (1 - beta2) * g``. Parameters: dense CPU tensors in float32, float64, bfloat16
-    or float16. State: `exp_avg`, of the parameter's shape, dtype and layout.
+    ``m = beta2 * m + (1 - beta2) * g``. Parameters: dense CPU or CUDA tensors in float32, float64,
+    bfloat16 or float16. State: `exp_avg`, of the parameter's shape, dtype and layout.
 
     Args:
         params (iterable): as for the optimizers of torch.
@@ -64,12 +64,14 @@ class Lion(FusedOptimizer):
 
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         beta1, beta2 = group["betas"]
+        lr, lr_on_device = self._lr_of(group)
         return Rule(
             self._number_of["lion"],
             self._keys,
             False,
-            (number(group["lr"]), number(beta1), number(beta2), group["weight_decay"]),
+            (lr, number(beta1), number(beta2), group["weight_decay"]),
             bool(group["maximize"]),
+            lr_on_device,
         )
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:

@@ -17,7 +17,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     """:class:`torch.optim.SGD` with a step that is one C call.
 
     Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are
-    accepted and change nothing. Parameters: CPU tensors in float32, float64, bfloat16 or float16.
+    accepted and change nothing. Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or
+    float16; a CUDA step is two kernel launches for any number of tensors.
 
     Args:
         params (iterable): as for torch.
@@ -67,18 +68,20 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         momentum = group["momentum"]
+        lr, lr_on_device = self._lr_of(group)
         return Rule(
             self._number_of["momentum" if momentum else "sgd"],
             ("momentum_buffer",) if momentum else (),
             False,
             (
-                number(group["lr"]),
+                lr,
                 momentum,
                 group["dampening"],
                 number(group["weight_decay"]),
                 group["nesterov"],
             ),
             bool(group["maximize"]),
+            lr_on_device,
         )
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
@@ -88,3 +91,6 @@ class SGD(FusedOptimizer, torch.optim.SGD):
 
     def _drop_new_state(self, param: Tensor) -> None:
         del self.state[param]["momentum_buffer"]
+
+    def _zeros_differ(self, group: dict[str, Any]) -> bool:
+        return bool(group["dampening"] != 0)

@@ -1,0 +1,40 @@
+/* bind.h - a step in the making, shared by the files that bind it. */
+#ifndef FST_PY_BIND_H
+#define FST_PY_BIND_H
+
+#include "py/plan.h"
+
+typedef struct {
+    fst_module *module;
+    fst_plan_object *self;
+    fst_share *share; /* of the parameter at hand */
+    PyObject *state, *missing, *fresh;
+    Py_ssize_t fresh_at;
+    Py_ssize_t group, index; /* of the parameter at hand */
+    int write_grads, rescanned;
+    size_t param_count;
+} fst_binding;
+
+/* Raises TensorError(group, index, role, kind, detail) for the parameter at hand; Python turns it
+ * into the error that users see. Returns -1. */
+int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem);
+
+/* Takes a reference where the step needs one. */
+int fst_bind_hold(fst_plan_object *self, PyObject *object);
+
+/* Notes a tensor that the step writes. */
+int fst_bind_written(fst_plan_object *self, PyObject *object);
+
+/* Appends to an array of borrowed references. */
+int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object);
+
+/* Makes an operand of a tensor that must have the parameter's shape and device. */
+int fst_bind_operand(const fst_binding *at, const fst_param *param, PyObject *object,
+                     const char *role, const fst_view *view, int written, fst_operand *op);
+
+/* Binds the states of the parameter at hand (states.c): 1 if all are there, 0 if one is missing, -1
+ * with an error. */
+int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
+                    fst_operand *ops, fst_counter *counter);
+
+#endif

@@ -1,0 +1,160 @@
+/* A step of the parameters in one CUDA device's memory: launches, and nothing is waited for. */
+#include <stdlib.h>
+
+#include "gpu/run.h"
+#include "py/plan.h"
+
+static fst_device_scalar scalar_at(const fst_view *view)
+{
+    return (fst_device_scalar){.data = (uint64_t)(uintptr_t)view->data,
+                               .is_double = view->dtype == FST_F64};
+}
+
+static int raise(const fst_status *status)
+{
+    fst_raise(status);
+    return -1;
+}
+
+/* The hyper-parameters of every group; a learning rate that lies on the device is read there. */
+static int list_groups(fst_module *module, const fst_plan_object *self, fst_share *share)
+{
+    for (size_t i = 0; i < self->group_count; i++) {
+        const fst_group *group = &self->groups[i];
+        if (fst_reserve(&share->groups, &share->group_capacity, i, sizeof *share->groups))
+            return -1;
+        fst_device_group *out = &share->groups[i];
+        memset(out, 0, sizeof *out);
+        memcpy(out->hyper, group->hyper, sizeof group->hyper);
+        if (group->lr == Py_None)
+            continue;
+        fst_view lr;
+        fst_problem problem;
+        if (fst_tensor_scalar(&module->tensors, group->lr, share->device, &lr, &problem)) {
+            PyErr_Format(PyExc_RuntimeError, "lr of group %zu %s", i, problem.detail);
+            return -1;
+        }
+        out->lr = scalar_at(&lr);
+    }
+    return 0;
+}
+
+static void describe_span(const fst_plan_object *self, const fst_share *share,
+                          const fst_counter *counter, fst_device_span *span)
+{
+    const fst_group *group = &self->groups[counter->group];
+    memset(span, 0, sizeof *span);
+    span->step.data = (uint64_t)(uintptr_t)counter->data;
+    span->step.is_double = counter->is_double;
+    span->value = counter->data ? 0.0 : counter->value; /* so that a first step changes nothing */
+    span->group = counter->group;
+    span->rule = (int32_t)group->rule;
+    span->maximize = group->maximize;
+    if (counter->span >= 0)
+        span->wide = share->plan.operands[(size_t)counter->span * FST_OP_COUNT].dtype == FST_F64;
+}
+
+static int by_address(const void *a, const void *b)
+{
+    const uint64_t left = *(const uint64_t *)a, right = *(const uint64_t *)b;
+    return left < right ? -1 : left > right;
+}
+
+/* On the device all counters advance at once: no two may be the same. */
+static int counters_differ(const fst_share *share)
+{
+    size_t count = 0;
+    uint64_t *sorted = PyMem_Malloc(share->counter_count * sizeof *sorted);
+    if (!sorted) {
+        PyErr_NoMemory();
+        return 0;
+    }
+    for (size_t i = 0; i < share->counter_count; i++)
+        if (share->spans[i].step.data)
+            sorted[count++] = share->spans[i].step.data;
+    qsort(sorted, count, sizeof *sorted, by_address);
+    int differ = 1;
+    for (size_t i = 1; i < count; i++)
+        differ = differ && sorted[i - 1] != sorted[i];
+    PyMem_Free(sorted);
+    if (!differ)
+        PyErr_SetString(PyExc_RuntimeError, "two parameters share the tensor state['step']; each "
+                                            "needs one of its own");
+    return differ;
+}
+
+/* One entry per span of the plan, in its order, and then those that only count. */
+static int list_spans(const fst_plan_object *self, fst_share *share)
+{
+    size_t only_counts = share->plan.span_count;
+    int moved = 0;
+    while (share->span_capacity < share->counter_count) {
+        const size_t before = share->span_capacity;
+        if (fst_reserve(&share->spans, &share->span_capacity, before, sizeof *share->spans))
+            return -1;
+        memset(share->spans + before, 0, (share->span_capacity - before) * sizeof *share->spans);
+    }
+    for (size_t i = 0; i < share->counter_count; i++) {
+        const fst_counter *counter = &share->counters[i];
+        fst_device_span *span =
+            &share->spans[counter->span >= 0 ? (size_t)counter->span : only_counts++];
+        moved = moved || span->step.data != (uint64_t)(uintptr_t)counter->data;
+        describe_span(self, share, counter, span);
+    }
+    if (!moved || counters_differ(share))
+        return 0;
+    memset(share->spans, 0, share->span_capacity * sizeof *share->spans); /* to look again */
+    return -1;
+}
+
+int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *share,
+                       const fst_step_options *options)
+{
+    fst_status status = {0};
+    if (!share->tables && !(share->tables = fst_gpu_tables_new(share->device, &status)))
+        return raise(&status);
+    if (list_groups(module, self, share) || list_spans(self, share))
+        return -1;
+    if (fst_plan_seal(&share->plan, FST_OP_PARAM, options->write_grads ? 2 : 1, &status))
+        return raise(&status);
+    const fst_work work = fst_plan_work(&share->plan);
+    const fst_gpu_rules rules = {
+        .spans = share->spans,
+        .groups = share->groups,
+        .span_count = share->counter_count,
+        .group_count = self->group_count,
+    };
+    if (fst_gpu_tables_set(share->tables, &work, &rules, share->stream, &status))
+        return raise(&status);
+    return 0;
+}
+
+int fst_device_step(fst_module *module, fst_share *share, const fst_step_options *options)
+{
+    fst_status status = {0};
+    fst_view scale, found, norm;
+    if (fst_plan_scalar(module, options, share->device, 0, "grad_scale", &scale) ||
+        fst_plan_scalar(module, options, share->device, 1, "found_inf", &found) ||
+        fst_plan_scalar(module, options, share->device, 2, "last_grad_norm", &norm))
+        return -1;
+    if (options->measure_found_inf && !found.data) {
+        PyErr_SetString(PyExc_ValueError, "measure_found_inf needs found_inf");
+        return -1;
+    }
+    const int apply = options->phase == FST_STEP_APPLY;
+    const fst_begin_launch begin = {
+        .grad_scale = scalar_at(&scale),
+        .found_inf = scalar_at(&found),
+        .norm = scalar_at(&norm),
+        .max_norm = options->max_norm,
+        .measure = !apply && (options->measure_found_inf || !isnan(options->max_norm)),
+        .measure_found_inf = !apply && options->measure_found_inf,
+        .only_measure = options->phase == FST_STEP_MEASURE,
+    };
+    const fst_update_launch update = {.write_grad = options->write_grads};
+    if (fst_gpu_begin(share->tables, &begin, &status))
+        return raise(&status);
+    if (!begin.only_measure && fst_gpu_update(share->tables, &update, &status))
+        return raise(&status);
+    return 0;
+}

@@ -1,0 +1,167 @@
+/* Functions on lists of tensors in a CUDA device's memory: launches on torch's current stream, and
+ * nothing is waited for. */
+#include "core/passes.h"
+#include "gpu/run.h"
+#include "py/lists.h"
+
+/* A list whose tables the device has. */
+typedef struct {
+    fst_list list;
+    fst_gpu_tables *tables;
+} device_list;
+
+static int raise(const fst_status *status)
+{
+    fst_raise(status);
+    return -1;
+}
+
+/* A scalar on the list's device, or none for None; 0, or -1 with a TypeError. */
+static int scalar_of(fst_module *state, PyObject *object, int device, const char *name,
+                     fst_device_scalar *scalar)
+{
+    fst_view view;
+    fst_problem problem;
+    *scalar = (fst_device_scalar){0};
+    if (object == Py_None)
+        return 0;
+    if (fst_tensor_scalar(&state->tensors, object, device, &view, &problem)) {
+        PyErr_Format(PyExc_TypeError, "%s %s", name, problem.detail);
+        return -1;
+    }
+    scalar->data = (uint64_t)(uintptr_t)view.data;
+    scalar->is_double = view.dtype == FST_F64;
+    return 0;
+}
+
+/* The device of the first tensor and its current stream; 0, or -1 with a TypeError. */
+static int find_device(fst_module *state, PyObject *tensors, int *device, void **stream)
+{
+    fst_view view;
+    fst_problem problem;
+    PyObject *first = PySequence_GetItem(tensors, 0);
+    if (!first)
+        return -1;
+    int failed = fst_tensor_view(&state->tensors, first, &view, &problem);
+    if (!failed && (view.device < 0 || view.device >= FST_GPU_DEVICES))
+        failed = fst_problem_set(&problem, "device", "is not on a CUDA device");
+    *device = view.device;
+    if (!failed)
+        failed = fst_tensor_stream(&state->tensors, first, view.device, stream, &problem);
+    Py_DECREF(first);
+    if (failed)
+        PyErr_Format(PyExc_TypeError, "tensor 0 %s", problem.detail);
+    return failed;
+}
+
+/* Binds the list and brings its tables up to date; to be freed in either case. */
+static int bind(fst_module *state, device_list *it, PyObject *tensors, int written)
+{
+    fst_status status = {0};
+    int device;
+    void *stream;
+    *it = (device_list){.tables = NULL};
+    if (find_device(state, tensors, &device, &stream) ||
+        fst_list_bind(state, &it->list, tensors, device, written))
+        return -1;
+    if (!state->list_tables[device])
+        state->list_tables[device] = fst_gpu_tables_new(device, &status);
+    it->tables = state->list_tables[device];
+    if (!it->tables)
+        return raise(&status);
+    const fst_work work = fst_plan_work(&it->list.plan);
+    if (fst_gpu_tables_set(it->tables, &work, NULL, stream, &status))
+        return raise(&status);
+    return 0;
+}
+
+/* device_norm(tensors, p, out): see _C.pyi. */
+PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
+{
+    fst_module *state = fst_module_state(module);
+    PyObject *tensors, *out, *result = NULL;
+    fst_norm_launch launch = {0};
+    fst_status status = {0};
+    device_list it;
+    if (!PyArg_ParseTuple(args, "OdO", &tensors, &launch.power, &out))
+        return NULL;
+    if (launch.power == 0.0) {
+        PyErr_SetString(PyExc_TypeError, "a norm of order 0 is not for the device");
+        return NULL;
+    }
+    launch.kind = (int32_t)fst_norm_kind_of(launch.power);
+    if (!bind(state, &it, tensors, 0) &&
+        !scalar_of(state, out, it.list.device, "out", &launch.norm)) {
+        if (fst_gpu_norm(it.tables, &launch, &status))
+            fst_raise(&status);
+        else
+            result = PyLong_FromUnsignedLong(it.list.dtypes);
+    }
+    fst_list_free(&it.list);
+    return result;
+}
+
+/* device_unscale(tensors, inv_scale, found_inf, allow_fp16) */
+PyObject *fst_py_device_unscale(PyObject *module, PyObject *args)
+{
+    fst_module *state = fst_module_state(module);
+    PyObject *tensors, *inv_scale, *found_inf, *result = NULL;
+    fst_unscale_launch launch = {.inverse = 1};
+    fst_status status = {0};
+    device_list it;
+    int allow_fp16;
+    if (!PyArg_ParseTuple(args, "OOOp", &tensors, &inv_scale, &found_inf, &allow_fp16))
+        return NULL;
+    if (!bind(state, &it, tensors, 1) &&
+        !scalar_of(state, inv_scale, it.list.device, "inv_scale", &launch.scale) &&
+        !scalar_of(state, found_inf, it.list.device, "found_inf", &launch.found_inf)) {
+        if (!allow_fp16 && it.list.dtypes >> FST_F16 & 1u)
+            PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
+        else if (fst_gpu_unscale(it.tables, &launch, &status))
+            fst_raise(&status);
+        else
+            result = Py_NewRef(Py_None);
+    }
+    fst_list_free(&it.list);
+    return result;
+}
+
+/* device_clip(tensors, max_norm, norm) */
+PyObject *fst_py_device_clip(PyObject *module, PyObject *args)
+{
+    fst_module *state = fst_module_state(module);
+    PyObject *tensors, *norm, *result = NULL;
+    fst_scale_launch launch = {0};
+    fst_status status = {0};
+    device_list it;
+    if (!PyArg_ParseTuple(args, "OdO", &tensors, &launch.max_norm, &norm))
+        return NULL;
+    if (!bind(state, &it, tensors, 1) &&
+        !scalar_of(state, norm, it.list.device, "norm", &launch.norm)) {
+        if (fst_gpu_scale(it.tables, &launch, 0, &status))
+            fst_raise(&status);
+        else
+            result = Py_NewRef(Py_None);
+    }
+    fst_list_free(&it.list);
+    return result;
+}
+
+/* device_clamp(tensors, limit) */
+PyObject *fst_py_device_clamp(PyObject *module, PyObject *args)
+{
+    PyObject *tensors, *result = NULL;
+    fst_clamp_launch launch = {0};
+    fst_status status = {0};
+    device_list it;
+    if (!PyArg_ParseTuple(args, "Od", &tensors, &launch.limit))
+        return NULL;
+    if (!bind(fst_module_state(module), &it, tensors, 1)) {
+        if (fst_gpu_clamp(it.tables, &launch, &status))
+            fst_raise(&status);
+        else
+            result = Py_NewRef(Py_None);
+    }
+    fst_list_free(&it.list);
+    return result;
+}

@@ -1,0 +1,180 @@
+/* A step of the parameters in CPU memory. */
+#include "core/passes.h"
+#include "py/plan.h"
+#include "rules/loss_scale.h"
+
+/* What the passes need besides the share, and what they found. */
+typedef struct {
+    double inv_scale, max_norm, norm;
+    int measure, measure_found_inf, write_grads, skip, only_measure;
+    fst_measurement seen;
+} step_work;
+
+static double read_scalar(const fst_view *view)
+{
+    return view->dtype == FST_F64 ? *(const double *)view->data
+                                  : (double)*(const float *)view->data;
+}
+
+static void write_scalar(const fst_view *view, double value)
+{
+    if (view->dtype == FST_F64)
+        *(double *)view->data = value;
+    else
+        *(float *)view->data = (float)value;
+}
+
+/* The index of the folded scalars for a group, a step count and a type. */
+static int fold(fst_share *share, const fst_group *groups, uint32_t group, double step, int wide,
+                double coefficient, uint32_t *index)
+{
+    for (size_t back = 0; back < share->arg_count && back < 64; back++) {
+        const size_t i = share->arg_count - 1 - back;
+        if (share->fold_keys[i].group == group && share->fold_keys[i].step == step &&
+            share->args[i].wide == wide) {
+            *index = (uint32_t)i;
+            return 0;
+        }
+    }
+    size_t capacity = share->arg_capacity;
+    if (fst_reserve(&share->args, &capacity, share->arg_count, sizeof *share->args) ||
+        fst_reserve(&share->fold_keys, &share->arg_capacity, share->arg_count,
+                    sizeof *share->fold_keys))
+        return -1;
+    fst_update_args *args = &share->args[share->arg_count];
+    args->rule = groups[group].rule;
+    args->wide = wide;
+    args->clip_coefficient = coefficient;
+    args->sign = groups[group].maximize ? -1.0 : 1.0;
+    fst_rule_fold(args, groups[group].hyper, step);
+    share->fold_keys[share->arg_count] = (fst_fold_key){step, group};
+    *index = (uint32_t)share->arg_count++;
+    return 0;
+}
+
+/* The number of the step that comes, as the rule reads it. */
+static double counted(const fst_counter *c)
+{
+    if (!c->data)
+        return c->value;
+    return 1.0 + (c->is_double ? *(const double *)c->data : (double)*(const float *)c->data);
+}
+
+static void advance(const fst_counter *c, double by)
+{
+    if (c->data && c->is_double)
+        *(double *)c->data += by;
+    else if (c->data)
+        *(float *)c->data = (float)((double)*(float *)c->data + by);
+}
+
+/* Advances every step counter and gives every span its scalars. If memory runs out the counters go
+ * back. */
+static int fold_all(fst_share *share, const fst_group *groups, double coefficient)
+{
+    share->arg_count = 0;
+    for (size_t i = 0; i < share->counter_count; i++) {
+        const fst_counter *c = &share->counters[i];
+        const double step = counted(c);
+        uint32_t index = 0;
+        if (c->span >= 0) {
+            const fst_operand *ops = &share->plan.operands[(size_t)c->span * FST_OP_COUNT];
+            if (fold(share, groups, c->group, step, ops[FST_OP_PARAM].dtype == FST_F64, coefficient,
+                     &index)) {
+                while (i-- > 0)
+                    advance(&share->counters[i], -1.0);
+                return -1;
+            }
+            share->plan.spans[c->span].args = index;
+        }
+        advance(c, 1.0);
+    }
+    return 0;
+}
+
+static int run_measure(fst_share *share, step_work *work, fst_status *status)
+{
+    if (fst_measure(&share->plan, FST_OP_GRAD, work->inv_scale, &work->seen, status))
+        return -1;
+    work->norm = sqrt(work->seen.square_sum);
+    work->skip = work->measure_found_inf && work->seen.nonfinite;
+    return 0;
+}
+
+/* Both passes, with the GIL released unless the step is short. */
+static int run_passes(fst_plan_object *self, step_work *work, fst_status *status)
+{
+    fst_share *share = &self->shares[0];
+    PyThreadState *released = self->hold_tensors ? PyEval_SaveThread() : NULL;
+    int failed = work->measure && run_measure(share, work, status);
+    if (released)
+        PyEval_RestoreThread(released);
+    if (failed || work->skip || work->only_measure)
+        return failed;
+    double coefficient = 1.0;
+    if (!isnan(work->max_norm))
+        coefficient = fst_clip_coefficient(work->norm, work->max_norm);
+    if (fold_all(share, self->groups, coefficient))
+        return -1;
+    released = self->hold_tensors ? PyEval_SaveThread() : NULL;
+    failed =
+        fst_update(&share->plan, share->args, work->inv_scale, work->write_grads, status) != FST_OK;
+    if (released)
+        PyEval_RestoreThread(released);
+    return failed;
+}
+
+/* What the options mean for the host. Returns 0, or -1 with a Python error. */
+static int read_options(fst_module *module, const fst_step_options *options, step_work *work,
+                        fst_view *found, fst_view *norm)
+{
+    fst_view scale;
+    const int clips = !isnan(options->max_norm), apply = options->phase == FST_STEP_APPLY;
+    if (fst_plan_scalar(module, options, FST_HOST, 0, "grad_scale", &scale) ||
+        fst_plan_scalar(module, options, FST_HOST, 1, "found_inf", found) ||
+        fst_plan_scalar(module, options, FST_HOST, 2, "norm", norm))
+        return -1;
+    if ((options->measure_found_inf && !found->data) || (apply && clips && !norm->data)) {
+        PyErr_SetString(PyExc_ValueError, "expected found_inf and norm to measure or apply");
+        return -1;
+    }
+    *work = (step_work){
+        .inv_scale = scale.data ? (double)(float)(1.0 / read_scalar(&scale)) : 1.0,
+        .max_norm = options->max_norm,
+        .norm = apply && norm->data ? read_scalar(norm) : (double)NAN,
+        .measure = !apply && (options->measure_found_inf || clips),
+        .measure_found_inf = !apply && options->measure_found_inf,
+        .only_measure = options->phase == FST_STEP_MEASURE,
+        .write_grads = options->write_grads,
+    };
+    work->skip = found->data && !work->measure_found_inf && read_scalar(found) != 0.0;
+    return 0;
+}
+
+int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+                  fst_step_outcome *outcome)
+{
+    fst_share *share = &self->shares[0];
+    fst_status status = {0};
+    fst_view found, norm;
+    step_work work;
+    if (read_options(module, options, &work, &found, &norm))
+        return -1;
+    if (fst_plan_seal(&share->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status)) {
+        fst_raise(&status);
+        return -1;
+    }
+    outcome->measured = work.measure && !work.skip;
+    if (!work.skip && run_passes(self, &work, &status)) {
+        if (status.code)
+            fst_raise(&status);
+        return -1;
+    }
+    outcome->skipped = work.skip;
+    outcome->norm = work.norm;
+    if (work.measure_found_inf && work.skip)
+        write_scalar(&found, 1.0);
+    if (work.measure && norm.data)
+        write_scalar(&norm, work.norm);
+    return 0;
+}

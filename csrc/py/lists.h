@@ -1,0 +1,23 @@
+/* lists.h - a list of tensors of one device as a plan of one operand per span. */
+#ifndef FST_PY_LISTS_H
+#define FST_PY_LISTS_H
+
+#include "core/plan.h"
+#include "py/module.h"
+
+typedef struct {
+    fst_plan plan;
+    fst_layout **layouts; /* one per tensor of the list, mostly NULL */
+    PyObject *items;      /* a tuple that keeps the tensors alive */
+    Py_ssize_t count;
+    int device;
+    unsigned dtypes; /* those that occur: bit 1 << fst_dtype */
+} fst_list;
+
+/* Binds a sequence of tensors that lie on `device`, for passes that write them or not; 0, or -1
+ * with a TypeError that names the tensor's place in it. To be freed in either case. */
+int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int device, int written);
+
+void fst_list_free(fst_list *list);
+
+#endif

@@ -1,0 +1,112 @@
+/* Binding a parameter's states, which lie in optimizer.state. */
+#include "py/bind.h"
+
+/* Finds out again where each parameter's entry of optimizer.state lies; once per step at most. */
+static void rescan_state(fst_binding *at)
+{
+    fst_plan_object *self = at->self;
+    Py_ssize_t next = 0, here = 0;
+    PyObject *key, *value;
+    size_t guess = 0;
+    at->rescanned = 1;
+    for (size_t i = 0; i < self->param_count; i++)
+        self->params[i].state_at = -1;
+    for (; PyDict_Next(at->state, &next, &key, &value); here = next)
+        for (size_t tried = 0; tried < self->param_count; tried++, guess++) {
+            fst_param *param = &self->params[guess % self->param_count];
+            if (param->param == key) {
+                param->state_at = here;
+                break;
+            }
+        }
+}
+
+/* The state dictionary of a parameter, borrowed; NULL if it has none. */
+static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *object)
+{
+    PyObject *key = NULL, *value = NULL;
+    if (PyDict_Size(at->state) == 0)
+        return NULL;
+    for (int again = 0; again < 2; again++) {
+        Py_ssize_t position = param->state_at;
+        if (position >= 0 && PyDict_Next(at->state, &position, &key, &value) && key == object)
+            return PyDict_Check(value) ? value : NULL;
+        if (!at->rescanned)
+            rescan_state(at);
+    }
+    /* torch hashes tensors in Python: slow, and needed only for a parameter that is listed twice or
+     * new */
+    at->module->tensors.ran_python = 1;
+    value = PyDict_GetItemWithError(at->state, object);
+    return value && PyDict_Check(value) ? value : NULL;
+}
+
+/* 1 if the counter is there, 0 if it must be brought to the parameter's device first: torch keeps
+ * it in CPU memory where neither `fused` nor `capturable` is set. */
+static int bind_counter(const fst_binding *at, fst_param *param, PyObject *object,
+                        fst_counter *counter)
+{
+    fst_view view;
+    fst_problem problem;
+    if (fst_tensor_view(&at->module->tensors, object, &view, &problem))
+        return fst_bind_problem(at, "state 'step'", &problem);
+    if (view.device == FST_HOST && at->share->device != FST_HOST)
+        return 0;
+    if (fst_tensor_scalar(&at->module->tensors, object, at->share->device, &view, &problem))
+        return fst_bind_problem(at, "state 'step'", &problem);
+    fst_param_note_state(&at->module->tensors, param, 0, object, &view);
+    counter->data = view.data;
+    counter->is_double = view.dtype == FST_F64;
+    return 1;
+}
+
+int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
+                    fst_operand *ops, fst_counter *counter)
+{
+    const fst_group *group = &at->self->groups[at->group];
+    if (group->key_count == 0)
+        return 1;
+    PyObject *state = state_of(at, param, object), *key, *value;
+    Py_ssize_t position = 0;
+    if (!state)
+        return PyErr_Occurred() ? -1 : 0;
+    param->dict = state;
+    for (unsigned k = 0; k < group->key_count; k++) {
+        PyObject *wanted = PyTuple_GetItem(group->keys, k);
+        if (!PyDict_Next(state, &position, &key, &value) || key != wanted)
+            value = PyDict_GetItemWithError(state, wanted);
+        if (!value || value == Py_None)
+            return PyErr_Occurred() ? -1 : 0;
+        if (fst_bind_hold(at->self, value))
+            return -1;
+        if (k == 0 && group->has_step) {
+            const int there = bind_counter(at, param, value, counter);
+            if (there <= 0)
+                return there;
+            continue;
+        }
+        fst_view view;
+        fst_problem problem;
+        char role[64] = "state";
+        const int bad = fst_tensor_view(&at->module->tensors, value, &view, &problem);
+        if (bad || view.dtype != dtype || view.device != at->share->device ||
+            !fst_param_fits(param, &view) || !param->flat || !view.ndim) {
+            PyObject *name = PyUnicode_AsUTF8String(wanted);
+            if (!name)
+                return -1;
+            PyOS_snprintf(role, sizeof role, "state '%s'", PyBytes_AsString(name));
+            Py_DECREF(name);
+            if (!bad && view.dtype != dtype)
+                fst_problem_set(&problem, "dtype", "has dtype %s, not %s as the parameter has",
+                                fst_dtype_name(view.dtype), fst_dtype_name(dtype));
+            if (bad || view.dtype != dtype)
+                return fst_bind_problem(at, role, &problem);
+        }
+        const unsigned slot = k - (unsigned)group->has_step;
+        fst_param_note_state(&at->module->tensors, param, k, value, &view);
+        if (fst_bind_operand(at, param, value, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
+            fst_bind_written(at->self, value))
+            return -1;
+    }
+    return 1;
+}

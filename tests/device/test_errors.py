@@ -1,0 +1,176 @@
+"""What goes wrong between Python and the device: a clear error, and a next step that works."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+import faststep
+
+from . import fake
+from .common import Pair, values
+
+SETUP = """
+import torch, faststep
+from device import fake
+import pytest
+patch = pytest.MonkeyPatch()
+machine = fake.start(patch)
+p = fake.parameter(torch.ones(3))
+p.grad = fake.claim(torch.ones(3))
+optimizer = faststep.optim.AdamW([p])
+"""
+
+
+def run_python(code: str) -> str:
+    """What a fresh interpreter prints."""
+    script = textwrap.dedent(code)
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=fake.ROOT / "tests", capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_states_on_the_wrong_device(machine: fake.Machine) -> None:
+    pair = Pair([torch.ones(3)])
+    optimizer = faststep.optim.AdamW(pair.cuda)
+    pair.set_grads([torch.ones(3)])
+    optimizer.step()
+    state = optimizer.state[pair.cuda[0]]
+    state["exp_avg"] = torch.zeros(3)
+    with pytest.raises(
+        RuntimeError, match=r"state 'exp_avg' of parameter 0 .* is on cpu, not on cuda:0"
+    ):
+        optimizer.step()
+    assert float(fake.plain(state["step"])) == 1.0
+    state["exp_avg"] = fake.claim(torch.zeros(3), 1)
+    with pytest.raises(RuntimeError, match=r"is on cuda:1, not on cuda:0"):
+        optimizer.step()
+    state["exp_avg"] = fake.claim(torch.zeros(3))
+    optimizer.step()
+    assert float(fake.plain(state["step"])) == 2.0
+
+
+def test_shared_step_counters(machine: fake.Machine) -> None:
+    pair = Pair([torch.ones(3), torch.ones(2), torch.ones(1)])
+    optimizer = faststep.optim.AdamW(pair.cuda)
+    pair.set_grads([torch.ones(3), torch.ones(2), torch.ones(1)])
+    optimizer.step()
+    first, _, last = (optimizer.state[p] for p in pair.cuda)
+    last["step"] = first["step"]
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"share the tensor state\['step'\]"):
+            optimizer.step()
+    last["step"] = fake.claim(torch.tensor(1.0))
+    optimizer.step()
+    assert [float(fake.plain(optimizer.state[p]["step"])) for p in pair.cuda] == [2.0] * 3
+
+
+def test_more_dimensions_than_a_layout_holds(machine: fake.Machine) -> None:
+    shape = (2,) * 9
+    pair = Pair([values(shape, 0, torch.float32)])
+    optimizer = faststep.optim.SGD(pair.cuda, lr=0.1)
+    odd = torch.randn(tuple(2 * n for n in shape))[(slice(None, None, 2),) * 9]
+    pair.cuda[0].grad = fake.claim(odd)
+    with pytest.raises(RuntimeError, match=r"gradient of parameter 0 .* needs 9 strides"):
+        optimizer.step()
+
+
+def test_every_error_of_the_driver(machine: fake.Machine) -> None:
+    """Each call of a first and of a second step fails once; the step after it is right."""
+    names = machine.entry_points()
+    assert "cuLaunchKernel" in names
+    failures = 0
+    for name in names:
+        for nth in (1, 2):
+            pair = Pair([values((40,), 0, torch.float32)])
+            a, b = pair.optimizers(faststep.optim.AdamW, max_grad_norm=0.5)
+            machine.use(machine.stream())
+            pair.set_grads([values((40,), 1, torch.float32)])
+            machine.fail(name, nth, 1)
+            error = None
+            try:
+                b.step()
+            except RuntimeError as raised:
+                error = str(raised)
+            machine.fail(name, 0, 0)
+            if error is None:
+                a.step()
+                pair.assert_same(a, b)
+                continue
+            failures += 1
+            assert name.removesuffix("_v2") in error
+            assert "as the test wished" in error  # the driver's own words
+            if (name, nth) == ("cuLaunchKernel", 2) or b.state[pair.cuda[0]]["step"] == 1:
+                continue  # the step was decided, and may have counted
+            a.step()
+            b.step()
+            pair.assert_same(a, b)
+    assert failures >= 8
+
+
+def test_a_forked_child_says_so() -> None:
+    out = run_python(
+        SETUP
+        + """
+import os
+optimizer.step()
+pid = os.fork()
+if pid == 0:
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        print(error, flush=True)
+    q = torch.nn.Parameter(torch.ones(3))
+    q.grad = torch.ones(3)
+    faststep.optim.AdamW([q]).step()
+    print("CPU", q.detach().tolist() != [1.0, 1.0, 1.0], flush=True)
+    os._exit(0)
+assert os.waitpid(pid, 0)[1] == 0
+"""
+    )
+    assert "fork" in out
+    assert "CPU True" in out
+
+
+def test_without_kernels() -> None:
+    out = run_python(
+        """
+import torch, faststep
+from faststep import _C
+print(_C.has_kernels())
+try:
+    _C.device_info(0)
+except RuntimeError as error:
+    print(error)
+q = torch.nn.Parameter(torch.ones(3))
+q.grad = torch.ones(3)
+faststep.optim.AdamW([q]).step()
+print("CPU", q.detach().tolist() != [1.0, 1.0, 1.0], flush=True)
+"""
+    )
+    assert "CPU True" in out
+    assert "no NVIDIA driver" in out or "no CUDA kernels" in out
+
+
+def test_import_does_not_touch_the_driver() -> None:
+    fake.library()  # builds it
+    out = run_python(
+        """
+import ctypes
+from device import fake
+loaded = ctypes.CDLL(str(fake.ROOT / fake.LIBRARY))
+import torch, faststep
+q = torch.nn.Parameter(torch.ones(3))
+q.grad = torch.ones(3)
+faststep.optim.AdamW([q], max_grad_norm=1.0).step()
+faststep.clip_grad_norm_([q], 1.0)
+print(loaded.fake_cuda_calls(None))
+"""
+    )
+    assert out.strip() == "0"

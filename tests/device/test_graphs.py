@@ -1,0 +1,116 @@
+"""Steps captured into a CUDA graph and replayed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import faststep
+from optim.declarations import ADAMW, LION, SGD, Declaration
+
+from . import fake
+from .common import Pair, scaler_on, values
+
+SHAPES = (3, 20000)
+
+
+def refill(pair: Pair, step: int, scale: float = 1.0) -> None:
+    """New values in the gradients' own memory: a graph knows the addresses only."""
+    for i, (p, q) in enumerate(zip(pair.cpu, pair.cuda, strict=True)):
+        grad = values(tuple(p.shape), 10 * step + i, torch.float32, scale)
+        p.grad.copy_(grad)
+        fake.plain(q.grad).copy_(grad)
+
+
+@pytest.mark.parametrize("declaration", [ADAMW, SGD, LION], ids=lambda d: d.name)
+def test_replays_with_another_learning_rate(
+    machine: fake.Machine, declaration: Declaration
+) -> None:
+    pair = Pair([values((n,), n, torch.float32) for n in SHAPES])
+    kwargs = {**declaration.kwargs, "lr": torch.tensor(0.25), "max_grad_norm": 0.5}
+    if declaration is ADAMW:
+        kwargs["capturable"] = True
+    a = (
+        declaration.ours(pair.cpu, **{**kwargs, "capturable": False})
+        if declaration is ADAMW
+        else (declaration.ours(pair.cpu, **kwargs))
+    )
+    b = declaration.ours(pair.cuda, **{**kwargs, "lr": fake.claim(torch.tensor(0.25))})
+    pair.set_grads([torch.zeros(n) for n in SHAPES])
+    for optimizer in (a, b):  # to warm up, as graphs need it
+        optimizer.step()
+    stream = machine.stream()
+    machine.use(stream)
+    machine.capture(stream)
+    b.step()
+    graph = machine.captured(stream)
+    pair.assert_same(a, b)
+    for step in range(3):
+        refill(pair, step)
+        for optimizer in (a, b):
+            fake.plain(optimizer.param_groups[0]["lr"]).fill_(0.5 / (step + 1))
+        a.step()
+        machine.replay(graph, stream)
+        machine.synchronize()
+        pair.assert_same(a, b)
+    b.step()  # outside of the graph again, with the graph alive
+    a.step()
+    pair.assert_same(a, b)
+    refill(pair, 7)
+    a.step()
+    machine.replay(graph, stream)
+    machine.synchronize()
+    pair.assert_same(a, b)
+
+
+def test_chain_with_overflow(machine: fake.Machine) -> None:
+    pair = Pair([values((n,), n, torch.float32) for n in SHAPES])
+    a, b = pair.optimizers(faststep.optim.AdamW, max_grad_norm=0.5)
+    b.param_groups[0]["capturable"] = True
+    options = {"init_scale": 1024.0, "growth_interval": 2, "max_scale": 4096.0}
+    ours, theirs = scaler_on(None, **options), scaler_on(0, **options)
+    pair.set_grads([torch.zeros(n) for n in SHAPES])
+
+    def whole(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    whole(a, ours)
+    whole(b, theirs)
+    stream = machine.stream()
+    machine.use(stream)
+    flag = fake.claim(torch.zeros(()))  # what a graph writes has to live as long as the graph
+    b.found_inf, b.grad_scale, b._measure_found_inf = flag, theirs._scale, True
+    machine.capture(stream)
+    b.step()
+    graph = machine.captured(stream)
+    del b.found_inf, b.grad_scale, b._measure_found_inf
+    for step in range(3):
+        refill(pair, step, scale=float(ours._scale))
+        fake.plain(theirs._scale).copy_(ours._scale)
+        if step == 1:
+            pair.cpu[0].grad[0] = float("inf")
+            fake.plain(pair.cuda[0].grad)[0] = float("inf")
+        fake.plain(flag).zero_()
+        whole(a, ours)
+        machine.replay(graph, stream)
+        machine.synchronize()
+        pair.assert_same(a, b)
+        assert bool(fake.plain(flag) != 0) is (step == 1)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_capture_has_to_be_allowed(
+    machine: fake.Machine, monkeypatch: pytest.MonkeyPatch, capturable: bool
+) -> None:
+    pair = Pair([torch.ones(3)])
+    optimizer = faststep.optim.AdamW(pair.cuda, capturable=capturable)
+    pair.set_grads([torch.ones(3)])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    if capturable:
+        optimizer.step()
+        return
+    with pytest.raises(RuntimeError, match=r"Attempting CUDA graph capture of step\(\).*AdamW"):
+        optimizer.step()
+    assert torch.equal(fake.plain(pair.cuda[0]), torch.ones(3))

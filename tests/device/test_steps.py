@@ -1,0 +1,207 @@
+"""Optimizers on a CUDA device: from Python to the kernels, the bits of the CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import faststep
+from faststep import _C
+from optim.common import DTYPES, dtype_name
+from optim.declarations import ADAMW, ALL, LION, SGD, Declaration
+
+from . import fake
+from .common import SPECIAL, Pair, values
+
+pytestmark = pytest.mark.usefixtures("machine")
+SHAPES = ((3, 5), (257,), (1,), (), (0, 4), (40, 50))
+SETTINGS = [
+    pytest.param(d, kwargs, id=f"{d.name}-{name}")
+    for d in ALL
+    for name, kwargs in {"usual": d.kwargs, "other": d.other, **d.variants}.items()
+]
+
+
+def run(pair: Pair, make: Any, kwargs: dict[str, Any], steps: int = 3, **options: Any) -> None:
+    dtypes = [p.dtype for p in pair.cpu]
+    a, b = pair.optimizers(make, **kwargs, **options)
+    for step in range(steps):
+        pair.set_grads(
+            values(tuple(p.shape), 100 * step + i, d)
+            for i, (p, d) in enumerate(zip(pair.cpu, dtypes, strict=True))
+        )
+        a.step()
+        b.step()
+        pair.assert_same(a, b, grads=True)
+
+
+@pytest.mark.parametrize(("declaration", "kwargs"), SETTINGS)
+def test_every_setting(declaration: Declaration, kwargs: dict[str, Any]) -> None:
+    run(Pair([values(s, i, torch.float32) for i, s in enumerate(SHAPES)]), declaration.ours, kwargs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_every_dtype(declaration: Declaration, dtype: torch.dtype) -> None:
+    pair = Pair([values(s, i, dtype) for i, s in enumerate(SHAPES)])
+    run(pair, declaration.ours, declaration.kwargs, max_grad_norm=0.7)
+    run(pair, declaration.ours, declaration.other, maximize=True)
+
+
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_mixed_dtypes_and_groups_in_one_step(declaration: Declaration) -> None:
+    pair = Pair([values((33,), i, dtype) for i, dtype in enumerate((*DTYPES, torch.float32))])
+    groups = [
+        [{"params": params[:3]}, {"params": params[3:], **declaration.other}]
+        for params in (pair.cpu, pair.cuda)
+    ]
+    optimizers = [declaration.ours(g, **declaration.kwargs, max_grad_norm=1.0) for g in groups]
+    for step in range(2):
+        pair.set_grads(values((33,), 50 + 10 * step + i, p.dtype) for i, p in enumerate(pair.cpu))
+        for optimizer in optimizers:
+            optimizer.step()
+        pair.assert_same(*optimizers)
+
+
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_layouts(declaration: Declaration) -> None:
+    dense = values((4, 6), 0, torch.float32)
+    image = values((2, 3, 4, 5), 1, torch.float32).to(memory_format=torch.channels_last)
+    shifted = values((101,), 2, torch.float32)[1:]
+    pair = Pair([dense, image, shifted])
+    a, b = pair.optimizers(declaration.ours, **declaration.kwargs)
+    for _ in range(2):
+        grads = [
+            values((6, 4), 5, torch.float32).t(),
+            values((2, 3, 4, 5), 6, torch.float32),
+            values((200,), 7, torch.float32)[::2],
+        ]
+        for p, q, grad in zip(pair.cpu, pair.cuda, grads, strict=True):
+            p.grad, q.grad = grad, fake.claim(grad)
+        a.step()
+        b.step()
+        pair.assert_same(a, b)
+
+
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_special_values(declaration: Declaration) -> None:
+    pair = Pair([torch.tensor(SPECIAL), torch.tensor(SPECIAL).flip(0)])
+    a, b = pair.optimizers(declaration.ours, **declaration.kwargs)
+    for _ in range(2):
+        pair.set_grads([torch.tensor(SPECIAL).roll(3), torch.tensor(SPECIAL)])
+        a.step()
+        b.step()
+        pair.assert_same(a, b)
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+def test_norm_and_kept_gradients(keep_grads: bool) -> None:
+    pair = Pair([values((20000,), 0, torch.float32), values((7,), 1, torch.bfloat16)])
+    options = {"max_grad_norm": 0.5, "keep_grads": keep_grads}
+    a, b = pair.optimizers(faststep.optim.AdamW, **options)
+    assert b.last_grad_norm is None
+    pair.set_grads([values((20000,), 3, torch.float32), values((7,), 4, torch.bfloat16)])
+    a.step()
+    b.step()
+    pair.assert_same(a, b, grads=True)
+    norm = b.last_grad_norm
+    assert norm.is_cuda
+    assert norm.dtype == torch.float32
+    assert fake.plain(norm) == a.last_grad_norm
+    assert b.step_was_skipped is False
+
+
+def test_several_devices_and_the_host_in_one_optimizer() -> None:
+    tensors = [values((50,), i, torch.float32) for i in range(4)]
+    pair = Pair(tensors, [0, 1, None, 0])
+    run(pair, faststep.optim.AdamW, {}, max_grad_norm=None)
+    run(Pair(tensors, [1, 1, 1, 1]), faststep.optim.SGD, {"lr": 0.1, "momentum": 0.9})
+
+
+def test_several_devices_agree_on_the_norm() -> None:
+    tensors = [values((50,), i, torch.float32) for i in range(3)]
+    pair = Pair(tensors, [0, 1, None])
+    a, b = pair.optimizers(faststep.optim.AdamW, max_grad_norm=0.1)
+    for step in range(2):
+        pair.set_grads(values((50,), 10 * step + i, torch.float32) for i in range(3))
+        a.step()
+        b.step()
+        for p, q in zip(pair.cpu, pair.cuda, strict=True):
+            torch.testing.assert_close(fake.plain(q), p.detach(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(b.last_grad_norm.cpu(), a.last_grad_norm, rtol=1e-6, atol=0.0)
+
+
+def test_parameters_that_move() -> None:
+    pair = Pair([values((50,), 0, torch.float32)])
+    a, b = pair.optimizers(faststep.optim.SGD, lr=0.1)
+    for ordinal in (0, 1):
+        pair.cuda[0].data = fake.claim(fake.plain(pair.cuda[0]), ordinal)
+        pair.set_grads([values((50,), 2, torch.float32)])
+        a.step()
+        b.step()
+        pair.assert_same(a, b)
+
+
+def test_launches_do_not_depend_on_the_number_of_tensors(machine: fake.Machine) -> None:
+    for count in (1, 5000):
+        pair = Pair([torch.ones(2)] * count)
+        optimizer = faststep.optim.AdamW(pair.cuda, max_grad_norm=1.0)
+        pair.set_grads([torch.ones(2)] * count)
+        optimizer.step()
+        before, uploads = machine.calls("cuLaunchKernel"), _C.device_counts()[1]
+        optimizer.step()
+        assert machine.calls("cuLaunchKernel") - before == 2
+        assert _C.device_counts()[1] == uploads, "nothing had changed"
+        for p in pair.cuda:
+            p.grad = fake.claim(torch.ones(2))
+        optimizer.step()
+        assert _C.device_counts()[1] == uploads + 1, "the gradients had moved"
+
+
+def test_no_gradients_no_launches(machine: fake.Machine) -> None:
+    pair = Pair([torch.ones(2)])
+    optimizer = faststep.optim.AdamW(pair.cuda, max_grad_norm=1.0)
+    before = machine.calls(None)
+    optimizer.step()
+    assert machine.calls(None) == before
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("declaration", [ADAMW, SGD, LION], ids=lambda d: d.name)
+def test_learning_rate_on_the_device(declaration: Declaration) -> None:
+    pair = Pair([values((50,), 0, torch.float32)])
+    kwargs = {**declaration.kwargs, "lr": torch.tensor(0.25)}
+    a = declaration.ours(pair.cpu, **kwargs)
+    b = declaration.ours(pair.cuda, **{**kwargs, "lr": fake.claim(torch.tensor(0.25))})
+    for step in range(3):
+        for optimizer in (a, b):
+            fake.plain(optimizer.param_groups[0]["lr"]).fill_(0.25 / (step + 1))
+        pair.set_grads([values((50,), step, torch.float32)])
+        a.step()
+        b.step()
+        pair.assert_same(a, b)
+
+
+def test_scheduler() -> None:
+    pair = Pair([values((50,), 0, torch.float32)])
+    optimizers = pair.optimizers(faststep.optim.AdamW, lr=0.1)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    for step in range(3):
+        pair.set_grads([values((50,), step, torch.float32)])
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            scheduler.step()
+        pair.assert_same(*optimizers)
+
+
+def test_version_counters_move() -> None:
+    pair = Pair([torch.ones(3)])
+    optimizer = faststep.optim.AdamW(pair.cuda)
+    pair.set_grads([torch.ones(3)])
+    optimizer.step()
+    p = pair.cuda[0]
+    before = [t._version for t in (p, optimizer.state[p]["exp_avg"])]
+    optimizer.step()
+    assert [t._version for t in (p, optimizer.state[p]["exp_avg"])] == [v + 1 for v in before]
