@@ -124,10 +124,27 @@ static fst_share *enter_share(fst_binding *at, PyObject *object, int device)
         at->share = fst_plan_share(at->self, device);
     if (!at->share || device == FST_HOST || at->share->counter_count)
         return at->share;
+    at->share->sample = object;
     if (!fst_tensor_stream(&at->module->tensors, object, device, &at->share->stream, &problem))
         return at->share;
     fst_bind_problem(at, "parameter", &problem);
     return NULL;
+}
+
+/* Notes how the parameter at hand is bound; its states follow. */
+static void trace_param(fst_binding *at, const fst_param *param, PyObject *object,
+                        const fst_view *view, PyObject *grad, const fst_view *grad_view,
+                        int64_t span)
+{
+    const fst_record_layout *layout = &at->module->records;
+    fst_plan_object *self = at->self;
+    fst_trace *trace = self->traceable ? &self->traces[at->param_count] : NULL;
+    if (trace) {
+        *trace = (fst_trace){.has_grad = 1, .span = span, .share = (int)(at->share - self->shares)};
+        self->traceable = param->flat && fst_record_take(layout, object, view, &trace->param) &&
+                          fst_record_take(layout, grad, grad_view, &trace->grad);
+    }
+    at->trace = self->traceable ? trace : NULL;
 }
 
 /* Binds one parameter and its gradient, straight into the operands of a new span. */
@@ -168,6 +185,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         fst_bind_operand(at, param, grad, "gradient", &grad_view, at->write_grads,
                          &ops[FST_OP_GRAD]))
         return -1;
+    trace_param(at, param, object, &view, grad, &grad_view, counter->span);
     const int found = fst_bind_states(at, param, object, view.dtype, ops, counter);
     if (found < 0)
         return -1;
@@ -197,6 +215,7 @@ static int bind_group(fst_binding *at, PyObject *params)
             return -1; /* or the list shrank meanwhile */
         if (grad == Py_None) {
             Py_DECREF(grad);
+            fst_trace_idle(&at->module->records, self, at->param_count, object);
             continue;
         }
         const int failed = fst_bind_hold(self, object) || fst_bind_hold(self, grad) ||
@@ -254,9 +273,12 @@ static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *p
         fst_plan_begin(&self->shares[i].plan);
     if (!at.missing || count_params(self, param_lists))
         goto error;
+    fst_trace_begin(self);
     for (; (size_t)at.group < self->group_count; at.group++)
         if (bind_group(&at, PyList_GetItem(param_lists, at.group)))
             goto error;
+    if (PyList_Size(at.missing) == 0)
+        fst_trace_end(self, param_lists);
     return at.missing;
 error:
     Py_XDECREF(at.missing);
@@ -280,7 +302,8 @@ PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *par
 
 void fst_plan_release(fst_module *module, fst_plan_object *self)
 {
-    unbind(self);
+    if (!self->traced)
+        unbind(self);
     PyMem_Free(self->groups);
     self->groups = NULL;
     self->group_count = 0;

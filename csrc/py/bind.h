@@ -2,7 +2,7 @@
 #ifndef FST_PY_BIND_H
 #define FST_PY_BIND_H
 
-#include "py/plan.h"
+#include "py/trace.h"
 
 typedef struct {
     fst_module *module;
@@ -11,6 +11,7 @@ typedef struct {
     PyObject *state, *missing, *fresh;
     Py_ssize_t fresh_at;
     Py_ssize_t group, index; /* of the parameter at hand */
+    fst_trace *trace;        /* of the parameter at hand; NULL: none */
     int write_grads, rescanned;
     size_t param_count;
 } fst_binding;

@@ -98,6 +98,43 @@ static PyObject *use_kernels_of(PyObject *module, PyObject *path)
     return Py_NewRef(Py_None);
 }
 
+/* use_records(...): the places of fst_record_places in their order and two masks; without arguments
+ * torch is asked every time. */
+static PyObject *use_records(PyObject *module, PyObject *args)
+{
+    fst_record_layout found = {.known = 0};
+    fst_record_places *at = &found.at;
+    unsigned long long masks[2];
+    if (PyTuple_Size(args) == 0) {
+        fst_module_state(module)->records = found;
+        return Py_NewRef(Py_None);
+    }
+    if (!PyArg_ParseTuple(args, "iiiiiiiiiiiKK", &at->impl_in_object, &at->storage_in_impl,
+                          &at->data_in_storage, &at->meta_in_impl, &at->grad_in_meta, &at->ndim,
+                          &at->sizes, &at->strides, &at->offset, &at->numel, &at->kind, &masks[0],
+                          &masks[1]))
+        return NULL;
+    const int all[] = {at->impl_in_object,
+                       at->storage_in_impl,
+                       at->data_in_storage,
+                       at->meta_in_impl,
+                       at->grad_in_meta,
+                       at->ndim,
+                       at->sizes,
+                       at->strides,
+                       at->offset,
+                       at->numel,
+                       at->kind};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i] < 0 || all[i] >= FST_RECORD_WORDS)
+            return PyErr_Format(PyExc_ValueError, "no record has a word %d", all[i]);
+    found.masks[0] = masks[0];
+    found.masks[1] = masks[1];
+    fst_record_init(&found);
+    fst_module_state(module)->records = found;
+    return Py_NewRef(Py_None);
+}
+
 static PyObject *has_kernels(PyObject *module, PyObject *unused)
 {
     (void)unused;
@@ -150,6 +187,7 @@ static PyMethodDef methods[] = {
     {"unscale", fst_py_unscale, METH_VARARGS, NULL},
     {"update_scale", fst_py_update_scale, METH_VARARGS, NULL},
     {"use_kernels_of", use_kernels_of, METH_O, NULL},
+    {"use_records", use_records, METH_VARARGS, NULL},
     {"use_threads_of", use_threads_of, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

@@ -4,11 +4,12 @@
 
 #include "base/status.h"
 #include "gpu/tables.h"
-#include "py/tensor.h"
+#include "py/record.h"
 
 typedef struct {
     fst_tensors tensors;
     PyTypeObject *plan_type;
+    fst_record_layout records;
     int has_kernels; /* whether use_kernels_of() said where those for CUDA are */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
 } fst_module;

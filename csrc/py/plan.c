@@ -1,6 +1,8 @@
 /* The type faststep._C.Plan: one call per optimizer step. */
 #include "py/plan.h"
 
+#include "py/trace.h"
+
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, lr or None). */
 static int parse_group(PyObject *spec, fst_group *group)
 {
@@ -141,11 +143,14 @@ static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObjec
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
 {
     int known;
-    PyObject *missing =
-        fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
-    if (!missing || PyList_Size(missing) > 0)
-        return answer("missing", missing);
-    Py_DECREF(missing);
+    if (fresh != Py_None || options->write_grads ||
+        !fst_trace_holds(module, self, param_lists, state)) {
+        PyObject *missing =
+            fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
+        if (!missing || PyList_Size(missing) > 0)
+            return answer("missing", missing);
+        Py_DECREF(missing);
+    }
     PyObject *devices = list_devices(self, options->scalars, &known);
     if (!devices || !known)
         return answer("devices", devices);
@@ -202,6 +207,7 @@ static void plan_dealloc(PyObject *object)
     fst_plan_object *self = (fst_plan_object *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
+    fst_trace_free(self);
     fst_plan_release(NULL, self);
     Py_XDECREF(self->last_written);
     fst_plan_free_shares(self);

@@ -7,6 +7,7 @@
 #include "gpu/tables.h"
 #include "py/module.h"
 #include "py/param.h"
+#include "py/record.h"
 
 /* What one step needs of a group; parsed from the tuple that Python hands over. */
 typedef struct {
@@ -46,12 +47,22 @@ typedef struct {
     fst_fold_key *fold_keys;
     size_t arg_count, arg_capacity;
     /* on a CUDA device */
-    void *stream; /* of the step that runs */
+    void *stream;     /* of the step that runs */
+    PyObject *sample; /* a parameter there; borrowed */
     fst_gpu_tables *tables;
     fst_device_span *spans;
     fst_device_group *groups;
     size_t span_capacity, group_capacity;
 } fst_share;
+
+/* A group of a traced step (trace.h). */
+typedef struct {
+    PyObject *keys; /* owned */
+    fst_rule rule;
+    Py_ssize_t size;
+} fst_traced_group;
+
+typedef struct fst_trace fst_trace;
 
 typedef struct {
     PyObject_HEAD fst_share *shares; /* the host's comes first */
@@ -65,6 +76,11 @@ typedef struct {
      * GIL, or Python code was run on the way. A short step keeps the GIL instead, which spares
      * thousands of reference counts. */
     int hold_tensors;
+    /* What tells that the next step is like this one, and what was bound, below, still stands. */
+    fst_trace *traces;
+    fst_traced_group *traced_groups;
+    size_t trace_capacity, traced_group_count;
+    int traceable, traced;
     /* for the step that runs */
     fst_group *groups;
     size_t group_count;

@@ -44,20 +44,60 @@ static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *obj
 /* 1 if the counter is there, 0 if it must be brought to the parameter's device first: torch keeps
  * it in CPU memory where neither `fused` nor `capturable` is set. */
 static int bind_counter(const fst_binding *at, fst_param *param, PyObject *object,
-                        fst_counter *counter)
+                        fst_counter *counter, fst_view *view)
 {
-    fst_view view;
     fst_problem problem;
-    if (fst_tensor_view(&at->module->tensors, object, &view, &problem))
+    if (fst_tensor_view(&at->module->tensors, object, view, &problem))
         return fst_bind_problem(at, "state 'step'", &problem);
-    if (view.device == FST_HOST && at->share->device != FST_HOST)
+    if (view->device == FST_HOST && at->share->device != FST_HOST)
         return 0;
-    if (fst_tensor_scalar(&at->module->tensors, object, at->share->device, &view, &problem))
+    if (fst_tensor_scalar(&at->module->tensors, object, at->share->device, view, &problem))
         return fst_bind_problem(at, "state 'step'", &problem);
-    fst_param_note_state(&at->module->tensors, param, 0, object, &view);
-    counter->data = view.data;
-    counter->is_double = view.dtype == FST_F64;
+    fst_param_note_state(&at->module->tensors, param, 0, object, view);
+    counter->data = view->data;
+    counter->is_double = view->dtype == FST_F64;
     return 1;
+}
+
+/* Notes state `k` of the parameter at hand, entry `k` of its dictionary. */
+static void trace_state(const fst_binding *at, unsigned k, const PyObject *key, PyObject *value,
+                        const fst_view *view)
+{
+    if (!at->trace || !at->self->traceable)
+        return;
+    at->trace->keys[k] = key;
+    at->self->traceable =
+        key && fst_record_take(&at->module->records, value, view, &at->trace->states[k]);
+}
+
+/* The state called `wanted`, borrowed. Where it is the next entry of the dictionary, as it should
+ * be, *key becomes its key, else NULL. */
+static PyObject *next_state(PyObject *state, Py_ssize_t *position, PyObject *wanted, PyObject **key)
+{
+    PyObject *value = NULL;
+    if (PyDict_Next(state, position, key, &value) && *key == wanted)
+        return value;
+    PyObject *found = PyDict_GetItemWithError(state, wanted);
+    if (!value || value != found)
+        *key = NULL;
+    return found;
+}
+
+/* Why a state that does not fit its parameter cannot be used, if it cannot. */
+static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *view,
+                        fst_dtype dtype, int bad, fst_problem *problem, char role[64])
+{
+    PyObject *bytes = PyUnicode_AsUTF8String(name);
+    if (!bytes)
+        return -1;
+    PyOS_snprintf(role, 64, "state '%s'", PyBytes_AsString(bytes));
+    Py_DECREF(bytes);
+    if (!bad && view->dtype == dtype)
+        return 0;
+    if (!bad)
+        fst_problem_set(problem, "dtype", "has dtype %s, not %s as the parameter has",
+                        fst_dtype_name(view->dtype), fst_dtype_name(dtype));
+    return fst_bind_problem(at, role, problem);
 }
 
 int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
@@ -66,47 +106,45 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
     const fst_group *group = &at->self->groups[at->group];
     if (group->key_count == 0)
         return 1;
-    PyObject *state = state_of(at, param, object), *key, *value;
+    PyObject *state = state_of(at, param, object), *key;
     Py_ssize_t position = 0;
     if (!state)
         return PyErr_Occurred() ? -1 : 0;
     param->dict = state;
+    if (at->trace) {
+        at->trace->dict = state;
+        at->trace->state_at = param->state_at;
+    }
     for (unsigned k = 0; k < group->key_count; k++) {
         PyObject *wanted = PyTuple_GetItem(group->keys, k);
-        if (!PyDict_Next(state, &position, &key, &value) || key != wanted)
-            value = PyDict_GetItemWithError(state, wanted);
+        PyObject *value = next_state(state, &position, wanted, &key);
+        fst_view view;
         if (!value || value == Py_None)
             return PyErr_Occurred() ? -1 : 0;
         if (fst_bind_hold(at->self, value))
             return -1;
         if (k == 0 && group->has_step) {
-            const int there = bind_counter(at, param, value, counter);
+            const int there = bind_counter(at, param, value, counter, &view);
             if (there <= 0)
                 return there;
+            trace_state(at, k, key, value, &view);
             continue;
         }
-        fst_view view;
         fst_problem problem;
         char role[64] = "state";
         const int bad = fst_tensor_view(&at->module->tensors, value, &view, &problem);
-        if (bad || view.dtype != dtype || view.device != at->share->device ||
-            !fst_param_fits(param, &view) || !param->flat || !view.ndim) {
-            PyObject *name = PyUnicode_AsUTF8String(wanted);
-            if (!name)
-                return -1;
-            PyOS_snprintf(role, sizeof role, "state '%s'", PyBytes_AsString(name));
-            Py_DECREF(name);
-            if (!bad && view.dtype != dtype)
-                fst_problem_set(&problem, "dtype", "has dtype %s, not %s as the parameter has",
-                                fst_dtype_name(view.dtype), fst_dtype_name(dtype));
-            if (bad || view.dtype != dtype)
-                return fst_bind_problem(at, role, &problem);
-        }
+        if ((bad || view.dtype != dtype || view.device != at->share->device ||
+             !fst_param_fits(param, &view) || !param->flat || !view.ndim) &&
+            refuse_state(at, wanted, &view, dtype, bad, &problem, role))
+            return -1;
         const unsigned slot = k - (unsigned)group->has_step;
         fst_param_note_state(&at->module->tensors, param, k, value, &view);
         if (fst_bind_operand(at, param, value, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
             fst_bind_written(at->self, value))
             return -1;
+        trace_state(at, k, key, value, &view);
+        if (ops[FST_OP_STATE + slot].layout)
+            at->self->traceable = 0;
     }
     return 1;
 }

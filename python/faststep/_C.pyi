@@ -153,5 +153,11 @@ def update_scale(
 def use_kernels_of(path: str, /) -> None:
     """CUDA devices load their kernels from this fatbin when they are first used."""
 
+def use_records(*words: int) -> None:
+    """Recognize unchanged tensors by their records; see faststep/_records.py for the numbers.
+
+    Without arguments torch is asked about every tensor in every step.
+    """
+
 def use_threads_of(path: str | None, /) -> bool:
     """Run on the thread pool of the libtorch_cpu at `path`; False if it offers none."""

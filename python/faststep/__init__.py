@@ -1,11 +1,15 @@
 """faststep makes ordinary PyTorch training scripts faster without changing what they compute."""
 
+import os
 from pathlib import Path
 
-from . import _C
+from . import _C, _records
 from ._torch import libtorch_cpu_path
 
 _C.use_threads_of(libtorch_cpu_path())
+_layout = None if os.environ.get("FASTSTEP_RECORDS") == "0" else _records.find()
+if _layout is not None:
+    _C.use_records(*_layout)
 _KERNELS = Path(__file__).with_name("kernels.fatbin")  # missing where it was built without nvcc
 if _KERNELS.is_file():
     _C.use_kernels_of(str(_KERNELS))

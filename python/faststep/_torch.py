@@ -26,8 +26,12 @@ __all__ = [
     "increment_version",
     "is_capturing",
     "is_compiling",
+    "lazy_clone",
     "libtorch_cpu_path",
+    "neg_view",
+    "record_of",
     "step_dtype",
+    "storage_record_of",
     "update_scale_as_torch",
 ]
 
@@ -70,6 +74,26 @@ def step_dtype(fused: bool | None) -> torch.dtype:
     if not fused and torch.get_default_dtype() == torch.float64:
         return torch.float64
     return torch.float32
+
+
+def record_of(tensor: torch.Tensor) -> int:
+    """The address of torch's record of a tensor."""
+    return int(tensor._cdata)
+
+
+def storage_record_of(tensor: torch.Tensor) -> int:
+    """The address of torch's record of a tensor's storage."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A clone that shares the memory until one of the two is written."""
+    return torch._lazy_clone(tensor)
+
+
+def neg_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, to be read with the other sign."""
+    return torch._neg_view(tensor)
 
 
 def libtorch_cpu_path() -> str:

@@ -209,6 +209,14 @@ def kernels() -> Iterator[Case]:
     yield failing(_C.use_kernels_of, 1), []
 
 
+def records() -> Iterator[Case]:
+    """What was in use stays."""
+    if faststep._layout is not None:
+        yield functools.partial(_C.use_records, *faststep._layout), []
+    yield failing(_C.use_records, *[10**6] * 13), []
+    yield failing(_C.use_records, 1), []
+
+
 def device_info() -> Iterator[Case]:
     yield failing(_C.device_info, 10**6), []
     yield failing(_C.device_info, "0"), []
@@ -231,6 +239,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "unscale": lambda: on_tensors(_C.unscale, 1.0),
     "update_scale": update_scale,
     "use_kernels_of": kernels,
+    "use_records": records,
     "use_threads_of": lambda: iter(
         [(lambda: _C.use_threads_of(faststep._torch.libtorch_cpu_path()), [])]
     ),

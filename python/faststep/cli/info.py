@@ -80,6 +80,14 @@ def _torch_cuda() -> str:
     return f"CUDA {torch.version.cuda}: {names}"
 
 
+def _records_in_use() -> str:
+    if faststep._layout is not None:
+        return "recognized by torch's records of them"
+    if os.environ.get("FASTSTEP_RECORDS") == "0":
+        return "torch is asked about each in every step, as FASTSTEP_RECORDS=0 says"
+    return "torch is asked about each in every step: its records are not laid out as expected"
+
+
 def _our_cuda() -> str:
     if not _C.has_kernels():
         return "none: this build holds CPU kernels only, as it was made without nvcc"
@@ -103,6 +111,7 @@ def collect() -> dict[str, str]:
         "processor": f"{cpu_model()}, {_usable_cores()} cores usable by this process",
         "instruction set": _instruction_set(dict(cpu)),
         "threads": _thread_pool(cpu["threads"]),
+        "unchanged tensors": _records_in_use(),
         "CUDA in faststep": _our_cuda(),
         "CUDA in torch": _torch_cuda(),
     }

@@ -1,0 +1,135 @@
+#include "py/record.h"
+
+static uint64_t word(const void *base, int index)
+{
+    return ((const uint64_t *)base)[index];
+}
+
+static const void *pointer(const void *base, int index)
+{
+    return (const void *)(uintptr_t)word(base, index);
+}
+
+void fst_record_init(fst_record_layout *layout)
+{
+    uint64_t state = 0; /* splitmix64 (Steele, Lea & Flood 2014) */
+    for (int i = 0; i < FST_RECORD_WORDS; i++) {
+        uint64_t z = (state += 0x9E3779B97F4A7C15u);
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        layout->factors[i] = (z ^ (z >> 31)) | 1u;
+    }
+    layout->known = 1;
+}
+
+/* Products with odd factors add up in any order: no chain of waits, as in a usual hash. */
+static uint64_t describe(const fst_record_layout *layout, const void *impl)
+{
+    const fst_record_places *at = &layout->at;
+    const uint64_t *factors = layout->factors;
+    const uint64_t ndim = word(impl, at->ndim);
+    uint64_t sum = ndim * factors[0] + word(impl, at->offset) * factors[1] +
+                   word(impl, at->numel) * factors[2] +
+                   (word(impl, at->kind) & layout->masks[0]) * factors[3] +
+                   (word(impl, at->kind + 1) & layout->masks[1]) * factors[4];
+    for (int d = 0; d < FST_RECORD_DIMS && (uint64_t)d < ndim; d++)
+        sum += word(impl, at->sizes + d) * factors[5 + 2 * d] +
+               word(impl, at->strides + d) * factors[6 + 2 * d];
+    return sum;
+}
+
+static int same_memory(const fst_record_layout *layout, const fst_record *record)
+{
+    const uint64_t *now = (const uint64_t *)record->storage + layout->at.data_in_storage;
+    return now[0] == record->memory[0] && now[1] == record->memory[1] &&
+           now[2] == record->memory[2];
+}
+
+int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
+                    fst_record *record)
+{
+    if (!layout->known)
+        return 0;
+    const char *impl = pointer(object, layout->at.impl_in_object);
+    if (view->ndim > FST_RECORD_DIMS ||
+        (view->ndim > 0 && (const char *)view->shape != impl + 8 * layout->at.sizes))
+        return 0;
+    const void *storage = pointer(impl, layout->at.storage_in_impl);
+    if (!storage || !word(storage, layout->at.data_in_storage))
+        return 0;
+    *record = (fst_record){
+        .object = object,
+        .impl = impl,
+        .storage = storage,
+        .description = describe(layout, impl),
+        .data = (uint64_t)(uintptr_t)view->data,
+    };
+    memcpy(record->memory, (const uint64_t *)storage + layout->at.data_in_storage,
+           sizeof record->memory);
+    return 1;
+}
+
+int fst_record_of(const fst_record_layout *layout, PyObject *object, fst_record *record)
+{
+    if (!layout->known)
+        return 0;
+    *record = (fst_record){.object = object, .impl = pointer(object, layout->at.impl_in_object)};
+    return record->impl != NULL;
+}
+
+int fst_record_is_of(const fst_record_layout *layout, const fst_record *record, PyObject *object)
+{
+    return pointer(object, layout->at.impl_in_object) == record->impl;
+}
+
+int fst_record_is_same(const fst_record_layout *layout, const fst_record *record)
+{
+    return pointer(record->impl, layout->at.storage_in_impl) == record->storage &&
+           describe(layout, record->impl) == record->description && same_memory(layout, record);
+}
+
+int fst_record_holds(const fst_record_layout *layout, const fst_record *record)
+{
+    return pointer(record->object, layout->at.impl_in_object) == record->impl &&
+           fst_record_is_same(layout, record);
+}
+
+const void *fst_record_grad(const fst_record_layout *layout, const fst_record *param)
+{
+    const void *meta = pointer(param->impl, layout->at.meta_in_impl);
+    return meta ? pointer(meta, layout->at.grad_in_meta) : NULL;
+}
+
+/* Whether an owner is what it was, or moved with the memory. */
+static int same_owner(uint64_t before, uint64_t now, uint64_t data_before, uint64_t data_now)
+{
+    return now == before || (before == data_before && now == data_now);
+}
+
+int fst_record_follow(const fst_record_layout *layout, fst_record *record, const void *impl)
+{
+    if (describe(layout, impl) != record->description)
+        return 0;
+    const void *storage = pointer(impl, layout->at.storage_in_impl);
+    if (!storage)
+        return 0;
+    const uint64_t *now = (const uint64_t *)storage + layout->at.data_in_storage;
+    const uint64_t *before = record->memory;
+    if (!now[0] || !same_owner(before[1], now[1], before[0], now[0]) ||
+        !same_owner(before[2], now[2], before[0], now[0]))
+        return 0;
+    record->data += now[0] - before[0]; /* the offset in the storage is the same */
+    record->impl = impl;
+    record->storage = storage;
+    memcpy(record->memory, now, sizeof record->memory);
+    return 1;
+}
+
+void fst_record_fetch(const fst_record *record)
+{
+    __builtin_prefetch(record->object);
+    for (int byte = 0; byte < 192; byte += 64)
+        __builtin_prefetch((const char *)record->impl + byte);
+    __builtin_prefetch(record->storage);
+    __builtin_prefetch((const char *)record->storage + 32);
+}

@@ -1,0 +1,72 @@
+/* record.h - recognizes a tensor that is as it was, without a call into torch.
+ *
+ * Torch keeps what it knows of a tensor in a record of its own: storage, shape, strides, type,
+ * device and so on; the storage has a record too, with its address. As long as both hold what they
+ * held when torch was asked last, its answer still stands. Python finds out by experiment where
+ * those records are and which of their words count (faststep/_records.py); where the experiment
+ * fails torch is asked every time. Records are compared, never written. */
+#ifndef FST_PY_RECORD_H
+#define FST_PY_RECORD_H
+
+#include "py/tensor.h"
+
+enum {
+    FST_RECORD_WORDS = 32,
+    FST_RECORD_DIMS = 5, /* sizes of more dimensions are not in the record itself */
+};
+
+/* Where things are, in words from the beginning of what they are in. */
+typedef struct {
+    int impl_in_object;  /* the tensor's record, in the Python object */
+    int storage_in_impl; /* the storage's record */
+    int data_in_storage; /* the memory's address; two words that own the memory follow */
+    int meta_in_impl;    /* what autograd knows */
+    int grad_in_meta;    /* the record of the gradient */
+    int ndim, sizes, strides, offset, numel;
+    int kind; /* type, device and kind of tensor: this word and the next one, under masks */
+} fst_record_places;
+
+typedef struct {
+    int known;
+    fst_record_places at;
+    uint64_t masks[2];
+    uint64_t factors[FST_RECORD_WORDS]; /* of the hash */
+} fst_record_layout;
+
+/* Makes the layout ready for use; places and masks are set. */
+void fst_record_init(fst_record_layout *layout);
+
+/* A tensor as it was. */
+typedef struct {
+    const void *object; /* only compared */
+    const void *impl, *storage;
+    uint64_t description; /* a hash of the words that describe it */
+    uint64_t memory[3];   /* address and owners, in the storage's record */
+    uint64_t data;        /* what torch answered */
+} fst_record;
+
+/* 1 if it was taken; the view is torch's answer on the object. */
+int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
+                    fst_record *record);
+
+/* Takes no more than which record is the object's; 1 if that is known. */
+int fst_record_of(const fst_record_layout *layout, PyObject *object, fst_record *record);
+int fst_record_is_of(const fst_record_layout *layout, const fst_record *record, PyObject *object);
+
+/* Whether torch's record, which the caller knows to be alive, still holds what it held. */
+int fst_record_is_same(const fst_record_layout *layout, const fst_record *record);
+
+/* Whether the object of the record, which is alive, is still the same tensor in the same memory. */
+int fst_record_holds(const fst_record_layout *layout, const fst_record *record);
+
+/* The record of a parameter's gradient: torch's one for none where there is none; NULL if that
+ * cannot be said. `param` must hold. */
+const void *fst_record_grad(const fst_record_layout *layout, const fst_record *param);
+
+/* Whether the tensor with this record is like the recorded one but for its memory, which the record
+ * then follows. Nothing changes where it is not. */
+int fst_record_follow(const fst_record_layout *layout, fst_record *record, const void *impl);
+
+void fst_record_fetch(const fst_record *record);
+
+#endif

@@ -1,0 +1,191 @@
+"""Where torch keeps what it knows of a tensor, found by experiment.
+
+A step reads thousands of small tensors, and asking torch about each takes longer than the update.
+Most of them are as they were in the step before. To see that, the C side compares some words of
+torch's own records with what they were when torch was asked (csrc/py/record.h); it needs to know
+where these are. Nothing here depends on a version of torch: tensors whose records must hold
+certain numbers show where each is, and then every way to change a tensor must change a word that
+is compared. If any of this comes out otherwise, `find` returns None, and torch is asked every
+time: slower, but the same results. FASTSTEP_RECORDS=0 chooses that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._torch import lazy_clone, neg_view, record_of, storage_record_of
+
+__all__ = ["Layout", "find"]
+
+_WORDS = 23  # that a tensor's record has at least: 184 bytes in every torch from 2.10 to 2.13
+_META_WORDS = 12
+_STORAGE_WORDS = 8
+_ATTEMPTS = 5  # what is not in use in a record may by chance hold a number that is looked for
+
+
+class Layout(NamedTuple):
+    """Places in words of 8 bytes; see fst_record_layout."""
+
+    impl_in_object: int
+    storage_in_impl: int
+    data_in_storage: int
+    meta_in_impl: int
+    grad_in_meta: int
+    ndim: int
+    sizes: int
+    strides: int
+    offset: int
+    numel: int
+    kind: int  # this word and the next one are compared under masks
+    kind_mask: int
+    next_mask: int
+
+
+def _words(address: int, count: int) -> list[int]:
+    return list((ctypes.c_uint64 * count).from_address(address))
+
+
+def _place(words: Sequence[int], wanted: Sequence[int]) -> int:
+    """Where `wanted` stands in `words`; ValueError unless it is there exactly once."""
+    size = len(wanted)
+    places = [i for i in range(len(words) - size + 1) if list(words[i : i + size]) == list(wanted)]
+    (place,) = places
+    return place
+
+
+def _search() -> Layout:
+    """The layout; ValueError where something is not to be found."""
+    memory = torch.empty(150_000, dtype=torch.uint8)
+    strange = memory.as_strided((13, 17, 19), (1009, 53, 1), 100_003)
+    impl = _words(record_of(strange), _WORDS)
+    storage = _words(storage_record_of(strange), _STORAGE_WORDS)
+    sizes, strides = _place(impl, (13, 17, 19)), _place(impl, (1009, 53, 1))
+    offset, numel = _place(impl, (100_003,)), _place(impl, (13 * 17 * 19,))
+    kind = max(sizes, strides, offset, numel) + 1
+    if kind + 1 >= _WORDS or impl[sizes - 1] != 3:
+        raise ValueError("the record is not laid out as it should be")
+    leaf = torch.empty(2, requires_grad=True)
+    leaf.grad = torch.empty(2)
+    with_meta, without = _words(record_of(leaf), _WORDS), _words(record_of(leaf.grad), _WORDS)
+    (meta,) = [i for i in range(min(sizes, strides) - 1) if with_meta[i] and not without[i]]
+    return Layout(
+        _place(_words(id(strange), torch.Tensor.__basicsize__ // 8), (record_of(strange),)),
+        _place(impl, (storage_record_of(strange),)),
+        storage.index(memory.data_ptr()),  # the owner may be the same again
+        meta,
+        _place(_words(with_meta[meta], _META_WORDS), (record_of(leaf.grad),)),
+        sizes - 1,
+        sizes,
+        strides,
+        offset,
+        numel,
+        kind,
+        _mask(kind),
+        _mask(kind + 1),
+    )
+
+
+def _different_tensors() -> Iterator[Tensor]:
+    """Tensors of one shape that must not be taken for each other."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
+        yield torch.zeros(4, dtype=dtype)
+    yield torch.zeros(4, device="meta")
+    yield neg_view(torch.zeros(4))
+    yield torch.zeros(4, dtype=torch.complex64).conj()
+    yield torch.zeros(4).to_sparse()
+    with torch.inference_mode():
+        yield torch.zeros(4)
+
+
+def _mask(place: int) -> int:
+    """The bytes of a word that tell different tensors apart: there is padding between them."""
+    words = [_words(record_of(tensor), place + 1)[place] for tensor in _different_tensors()]
+    differ = 0
+    for word in words:
+        differ |= word ^ words[0]
+    return sum(0xFF << bit for bit in range(0, 64, 8) if differ >> bit & 0xFF)
+
+
+def _seen(layout: Layout, tensor: Tensor) -> tuple[int, ...]:
+    """The words that the C side compares."""
+    impl = _words(id(tensor), layout.impl_in_object + 1)[-1]
+    words = _words(impl, _WORDS)
+    storage, meta = words[layout.storage_in_impl], words[layout.meta_in_impl]
+    memory = _words(storage, _STORAGE_WORDS)[layout.data_in_storage :][:3] if storage else []
+    grad = _words(meta, _META_WORDS)[layout.grad_in_meta] if meta else 0
+    ndim = words[layout.ndim]
+    shape = [*words[layout.sizes :][:ndim], *words[layout.strides :][:ndim]]
+    kind = words[layout.kind] & layout.kind_mask, words[layout.kind + 1] & layout.next_mask
+    numbers = ndim, words[layout.offset], words[layout.numel]
+    return (impl, storage, grad, *memory, *numbers, *shape, *kind)
+
+
+def _resize_storage(tensor: Tensor) -> None:
+    tensor.untyped_storage().resize_(1 << 16)
+
+
+def _new_data(tensor: Tensor) -> None:
+    tensor.data = torch.zeros_like(tensor)
+
+
+def _new_grad(tensor: Tensor) -> None:
+    tensor.grad = torch.ones_like(tensor)
+
+
+def _no_grad(tensor: Tensor) -> None:
+    tensor.grad = None
+
+
+_OF_A_PARAMETER: tuple[Callable[[Tensor], object], ...] = (_new_data, _new_grad, _no_grad)
+_OF_ANY: tuple[Callable[[Tensor], object], ...] = (
+    _new_data,
+    _resize_storage,
+    lazy_clone,
+    lambda t: t.set_(torch.zeros(2, 3)),  # type: ignore[call-overload]
+    lambda t: t.resize_(3, 2),
+    lambda t: t.t_(),
+    lambda t: t.as_strided_((2, 2), (3, 1), 1),
+    lambda t: t.unsqueeze_(0),
+)
+
+
+def _notices(layout: Layout, change: Callable[[Tensor], object], requires_grad: bool) -> bool:
+    tensor = torch.zeros(2, 3, requires_grad=requires_grad)
+    tensor.grad = torch.zeros(2, 3) if requires_grad else None
+    before = _seen(layout, tensor)
+    if before != _seen(layout, tensor):
+        return False
+    with torch.no_grad():
+        kept = change(tensor)
+    noticed = before != _seen(layout, tensor)
+    del kept  # not before: a clone shares the memory only as long as it lives
+    return noticed
+
+
+def _notices_changes(layout: Layout) -> bool:
+    """Whether every change of a tensor, and every difference between two, is seen."""
+    if not all(_notices(layout, change, True) for change in _OF_A_PARAMETER):
+        return False
+    if not all(_notices(layout, change, False) for change in _OF_ANY):
+        return False
+    described = [_seen(layout, tensor)[-7:] for tensor in _different_tensors()]
+    return len(set(described)) == len(described)
+
+
+def find() -> Layout | None:
+    """The layout of this torch's records, or None where they cannot be relied on."""
+    if ctypes.sizeof(ctypes.c_void_p) != 8:
+        return None
+    others = []
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(ValueError, AttributeError), torch.inference_mode(False):
+            layout = _search()
+            return layout if _notices_changes(layout) else None
+        others.append(torch.empty(3))  # so that the next attempt gets other memory
+    return None

@@ -1,0 +1,174 @@
+"""Steps that recognize unchanged tensors by torch's records: see faststep/_records.py."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+import faststep
+from faststep import _C, _records
+
+from .common import assert_same_bits, generator, parameters
+from .declarations import ALL, Declaration
+
+COUNT = r"""
+import ctypes, torch
+get = ctypes.pythonapi.PyCapsule_GetPointer
+get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+name = b"dlpack_exchange_api"
+api = get(torch.Tensor.__dlpack_c_exchange_api__, name)
+words = (ctypes.c_uint64 * 8).from_address(api)
+copy = (ctypes.c_uint64 * 8)(*words)
+Ask = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+ask, calls = Ask(words[5]), []
+counting = Ask(lambda object, out: calls.append(1) or ask(object, out))
+copy[5] = ctypes.cast(counting, ctypes.c_void_p).value
+new = ctypes.pythonapi.PyCapsule_New
+new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+torch.Tensor.__dlpack_c_exchange_api__ = new(ctypes.addressof(copy), name, None)
+import faststep
+params = [torch.nn.Parameter(torch.ones(5)) for _ in range(10)]
+optimizer = faststep.optim.AdamW(params)
+for step in range(6):
+    for p in params:
+        p.grad = torch.ones(5)
+    before = len(calls)
+    optimizer.step()
+    print(len(calls) - before)
+"""
+
+
+@pytest.fixture
+def ask_every_time() -> Iterator[None]:
+    """Without records, as in a torch where they are not found."""
+    _C.use_records()
+    yield
+    if faststep._layout is not None:
+        _C.use_records(*faststep._layout)
+
+
+def test_records_are_found_in_this_torch() -> None:
+    assert _records.find() is not None
+
+
+@pytest.mark.parametrize(("value", "asked"), [("1", False), ("0", True)])
+def test_torch_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, value: str, asked: bool) -> None:
+    monkeypatch.setenv("FASTSTEP_RECORDS", value)
+    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
+    counts = [int(line) for line in done.stdout.split()]
+    assert counts[0] >= 30, "of every new tensor torch was asked"
+    assert (counts[-1] >= 30) is asked
+    assert asked or counts[-1] == 0
+
+
+@pytest.mark.parametrize(
+    "change", [*_records._OF_ANY, *_records._OF_A_PARAMETER], ids=lambda c: c.__name__
+)
+def test_a_change_that_is_not_seen_turns_records_off(
+    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], object]
+) -> None:
+    def nothing(tensor: Tensor) -> None:
+        pass
+
+    for name in ("_OF_ANY", "_OF_A_PARAMETER"):
+        swapped = tuple(nothing if c is change else c for c in getattr(_records, name))
+        monkeypatch.setattr(_records, name, swapped)
+    assert _records.find() is None
+
+
+def test_records_that_lie_elsewhere_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_records, "record_of", lambda tensor: id(tensor))
+    assert _records.find() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(_records, "_WORDS", 12)
+    assert _records.find() is None
+
+
+def kinds_of_gradients(p: Parameter) -> Iterator[Tensor | None]:
+    """Gradients as scripts make them, each for a few steps, so that old ones are remembered."""
+    source = generator(5)
+    shape = tuple(p.shape)
+    drawn = [torch.randn(shape, generator=source) for _ in range(12)]
+    kept = drawn[0].clone()
+    yield from (kept, kept, kept)
+    yield from (drawn[1].clone(), drawn[2].clone(), drawn[3].clone())
+    yield None
+    yield None
+    yield drawn[4].clone()
+    transposed = drawn[5].t().contiguous().t()
+    yield from (transposed, transposed, transposed.clone())
+    yield from (drawn[6].double().float(), drawn[6][:, :1].expand(shape), drawn[6].clone())
+    negated = torch.complex(drawn[7], drawn[8]).conj().imag
+    assert negated.is_neg()
+    yield negated.resolve_neg()
+    yield from (torch.from_numpy(np.ones(shape, dtype=np.float32)), drawn[9].clone())
+    flat = torch.randn(200, generator=source)
+    yield from (flat[:12].view(shape), flat[13:25].view(shape), flat[13:25].view(shape))
+    yield torch._lazy_clone(drawn[10])
+    yield from (drawn[11].requires_grad_(), drawn[11].detach().clone())
+
+
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_gradients_of_every_kind_in_turn(declaration: Declaration) -> None:
+    """With and without records, the same bits."""
+    results = []
+    for records in (True, False):
+        params = parameters((3, 4))
+        optimizer = declaration.ours(params, **declaration.kwargs)
+        if not records:
+            _C.use_records()
+        for grad in kinds_of_gradients(params[0]):
+            params[0].grad = grad
+            optimizer.step()
+        if faststep._layout is not None:
+            _C.use_records(*faststep._layout)
+        results.append([*params, *(v for v in optimizer.state[params[0]].values())])
+    assert_same_bits(*results)
+
+
+def test_a_gradient_that_cannot_be_used_is_noticed_late() -> None:
+    params = parameters((3, 4))
+    optimizer = faststep.optim.AdamW(params)
+    for _ in range(3):
+        params[0].grad = torch.ones(3, 4)
+        optimizer.step()
+    before = params[0].detach().clone()
+    params[0].grad = torch.complex(torch.ones(3, 4), torch.ones(3, 4)).conj().imag
+    with pytest.raises(RuntimeError, match="negated view"):
+        optimizer.step()
+    params[0].grad = torch.ones(3, 4).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
+    params[0].grad = torch.ones(3, 4)
+    optimizer.step()
+    assert not torch.equal(params[0], before)
+
+
+@pytest.mark.usefixtures("ask_every_time")
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_steps_without_records(declaration: Declaration) -> None:
+    params = parameters((3, 4), (5,))
+    optimizer = declaration.ours(params, **declaration.kwargs)
+    for _ in range(4):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert all(torch.isfinite(p).all() for p in params)
+
+
+def test_an_optimizer_that_goes_takes_its_traces_along() -> None:
+    for _ in range(50):
+        params = parameters((3, 4))
+        optimizer = faststep.optim.AdamW(params)
+        for _ in range(3):
+            params[0].grad = torch.ones(3, 4)
+            optimizer.step()
+        del optimizer, params
