@@ -2,8 +2,7 @@
  * what changed. */
 #include "py/bind.h"
 
-enum { FETCH_AHEAD = 4 };      /* parameters */
-enum { SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
+enum { FETCH_AHEAD = 4 }; /* parameters */
 
 int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
 {
@@ -180,6 +179,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         }
         counter->span = (int64_t)share->plan.span_count - 1;
         self->total += share->device == FST_HOST ? param->count : 0;
+        self->written_total += param->count;
     }
     if (fst_bind_operand(at, param, object, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
         fst_bind_operand(at, param, grad, "gradient", &grad_view, at->write_grads,
@@ -268,7 +268,7 @@ static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *p
     at.fresh = fresh == Py_None ? NULL : fresh;
     at.missing = PyList_New(0);
     unbind(self);
-    self->total = 0;
+    self->total = self->written_total = 0;
     for (size_t i = 0; i < self->share_count; i++)
         fst_plan_begin(&self->shares[i].plan);
     if (!at.missing || count_params(self, param_lists))
@@ -290,7 +290,7 @@ PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *par
 {
     module->tensors.ran_python = 0;
     PyObject *missing = bind_all(module, self, param_lists, state, fresh, write_grads);
-    const int hold = module->tensors.ran_python || self->total > SHORT_STEP;
+    const int hold = module->tensors.ran_python || self->total > FST_SHORT_STEP;
     if (missing && hold && !self->hold_tensors) {
         Py_DECREF(missing);
         self->hold_tensors = 1;
@@ -307,5 +307,5 @@ void fst_plan_release(fst_module *module, fst_plan_object *self)
     PyMem_Free(self->groups);
     self->groups = NULL;
     self->group_count = 0;
-    self->hold_tensors = (module && module->tensors.ran_python) || self->total > SHORT_STEP;
+    self->hold_tensors = (module && module->tensors.ran_python) || self->total > FST_SHORT_STEP;
 }

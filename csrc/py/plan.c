@@ -60,11 +60,11 @@ static PyObject *list_of(PyObject *const *objects, size_t count)
     return list;
 }
 
-/* The tensors that the step wrote. A short step keeps the list for the next one; a long one does
- * not: it would keep large states alive that a user replaces. */
+/* The tensors that the step wrote. A short step keeps the list for the next one; a long one, on any
+ * device, does not: it would keep large states alive that a user replaces. */
 static PyObject *list_written(fst_plan_object *self)
 {
-    if (self->hold_tensors) {
+    if (self->hold_tensors || self->written_total > FST_SHORT_STEP) {
         Py_CLEAR(self->last_written);
         return list_of(self->written, self->written_count);
     }

@@ -9,6 +9,8 @@
 #include "py/param.h"
 #include "py/record.h"
 
+enum { FST_SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
+
 /* What one step needs of a group; parsed from the tuple that Python hands over. */
 typedef struct {
     fst_rule rule;
@@ -71,6 +73,7 @@ typedef struct {
     size_t param_count;
     PyObject *last_written; /* the list that the last short step returned */
     int64_t total;          /* elements of the last step that the host worked on */
+    int64_t written_total;  /* elements of its parameters on all devices */
     int busy;
     /* While Python code may run beside the step, every tensor in use is held: the step releases the
      * GIL, or Python code was run on the way. A short step keeps the GIL instead, which spares
