@@ -4,10 +4,11 @@
 #include "gpu/run.h"
 #include "py/lists.h"
 
-/* A list whose tables the device has. */
+/* A list on a device. */
 typedef struct {
     fst_list list;
-    fst_gpu_tables *tables;
+    void *stream;
+    fst_gpu_tables *tables; /* NULL until `upload` */
 } device_list;
 
 static int raise(const fst_status *status)
@@ -54,23 +55,30 @@ static int find_device(fst_module *state, PyObject *tensors, int *device, void *
     return failed;
 }
 
-/* Binds the list and brings its tables up to date; to be freed in either case. */
+/* Binds the list; to be freed in either case. */
 static int bind(fst_module *state, device_list *it, PyObject *tensors, int written)
 {
-    fst_status status = {0};
     int device;
-    void *stream;
     *it = (device_list){.tables = NULL};
-    if (find_device(state, tensors, &device, &stream) ||
+    if (find_device(state, tensors, &device, &it->stream) ||
         fst_list_bind(state, &it->list, tensors, device, written))
         return -1;
+    return 0;
+}
+
+/* Brings the device's tables up to date. All lists share them, so nothing that may run Python code,
+ * and with it such a function, comes between this and the launch. */
+static int upload(fst_module *state, device_list *it)
+{
+    fst_status status = {0};
+    const int device = it->list.device;
     if (!state->list_tables[device])
         state->list_tables[device] = fst_gpu_tables_new(device, &status);
     it->tables = state->list_tables[device];
     if (!it->tables)
         return raise(&status);
     const fst_work work = fst_plan_work(&it->list.plan);
-    if (fst_gpu_tables_set(it->tables, &work, NULL, stream, &status))
+    if (fst_gpu_tables_set(it->tables, &work, NULL, it->stream, &status))
         return raise(&status);
     return 0;
 }
@@ -91,7 +99,7 @@ PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
     }
     launch.kind = (int32_t)fst_norm_kind_of(launch.power);
     if (!bind(state, &it, tensors, 0) &&
-        !scalar_of(state, out, it.list.device, "out", &launch.norm)) {
+        !scalar_of(state, out, it.list.device, "out", &launch.norm) && !upload(state, &it)) {
         if (fst_gpu_norm(it.tables, &launch, &status))
             fst_raise(&status);
         else
@@ -117,10 +125,12 @@ PyObject *fst_py_device_unscale(PyObject *module, PyObject *args)
         !scalar_of(state, found_inf, it.list.device, "found_inf", &launch.found_inf)) {
         if (!allow_fp16 && it.list.dtypes >> FST_F16 & 1u)
             PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
-        else if (fst_gpu_unscale(it.tables, &launch, &status))
-            fst_raise(&status);
-        else
-            result = Py_NewRef(Py_None);
+        else if (!upload(state, &it)) {
+            if (fst_gpu_unscale(it.tables, &launch, &status))
+                fst_raise(&status);
+            else
+                result = Py_NewRef(Py_None);
+        }
     }
     fst_list_free(&it.list);
     return result;
@@ -137,7 +147,7 @@ PyObject *fst_py_device_clip(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "OdO", &tensors, &launch.max_norm, &norm))
         return NULL;
     if (!bind(state, &it, tensors, 1) &&
-        !scalar_of(state, norm, it.list.device, "norm", &launch.norm)) {
+        !scalar_of(state, norm, it.list.device, "norm", &launch.norm) && !upload(state, &it)) {
         if (fst_gpu_scale(it.tables, &launch, 0, &status))
             fst_raise(&status);
         else
@@ -150,13 +160,14 @@ PyObject *fst_py_device_clip(PyObject *module, PyObject *args)
 /* device_clamp(tensors, limit) */
 PyObject *fst_py_device_clamp(PyObject *module, PyObject *args)
 {
+    fst_module *state = fst_module_state(module);
     PyObject *tensors, *result = NULL;
     fst_clamp_launch launch = {0};
     fst_status status = {0};
     device_list it;
     if (!PyArg_ParseTuple(args, "Od", &tensors, &launch.limit))
         return NULL;
-    if (!bind(fst_module_state(module), &it, tensors, 1)) {
+    if (!bind(state, &it, tensors, 1) && !upload(state, &it)) {
         if (fst_gpu_clamp(it.tables, &launch, &status))
             fst_raise(&status);
         else

@@ -141,3 +141,32 @@ def test_bad_lists() -> None:
         _C.device_norm([inside], 2.0, inside)
     with pytest.raises(IndexError):
         _C.device_clamp([], 1.0)
+
+
+def test_python_code_that_runs_between(machine: fake.Machine) -> None:
+    """Looking at a type for the first time may call a function on another list."""
+    others = [fake.claim(torch.full((70000,), 8.0)) for _ in range(3)]
+    calls: list[str] = []
+
+    class Meta(type(torch.Tensor)):  # type: ignore[misc]
+        def __getattribute__(cls, name: str) -> object:
+            if not calls:
+                calls.append(name)
+                _C.device_clamp(others, 100.0)
+            return super().__getattribute__(name)
+
+    tensors = [fake.claim(torch.ones(3))]
+    for name in ("clip", "norm", "unscale"):
+        odd = Meta("Odd", (fake.OnCuda,), {})
+        scalar = torch.tensor(4.0 if name == "unscale" else 2.0).as_subclass(odd)
+        calls.clear()
+        if name == "clip":
+            _C.device_clip(tensors, 1.0, scalar)
+        elif name == "norm":
+            _C.device_norm(tensors, float("inf"), scalar)
+        else:
+            _C.device_unscale(tensors, scalar, fake.claim(torch.zeros(())), True)
+        assert calls
+    machine.synchronize()
+    assert fake.plain(tensors[0]).tolist() == pytest.approx([2.0] * 3, rel=1e-5)
+    assert all(bool((fake.plain(t) == 8.0).all()) for t in others)
