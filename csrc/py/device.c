@@ -145,7 +145,8 @@ int fst_device_step(fst_module *module, fst_share *share, const fst_step_options
     const fst_begin_launch begin = {
         .grad_scale = scalar_at(&scale),
         .found_inf = scalar_at(&found),
-        .norm = scalar_at(&norm),
+        /* to apply, the common norm is there already: it is read to clip, never written */
+        .norm = apply && isnan(options->max_norm) ? (fst_device_scalar){0} : scalar_at(&norm),
         .max_norm = options->max_norm,
         .measure = !apply && (options->measure_found_inf || !isnan(options->max_norm)),
         .measure_found_inf = !apply && options->measure_found_inf,

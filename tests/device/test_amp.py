@@ -192,3 +192,17 @@ def test_kept_on_other_streams(machine: fake.Machine) -> None:
         b.step()
     machine.synchronize()
     pair.assert_same(a, b)
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize("ordinals", [[0, 1], [0, None], [1, 1]])
+def test_norm_on_several_devices(ordinals: list[int | None], max_norm: float | None) -> None:
+    pair = Pair([values((50,), i, torch.float32) for i in range(2)], ordinals)
+    both = twins(pair, faststep.optim.SGD, lr=0.1, max_grad_norm=max_norm)
+    for step in range(2):
+        pair.set_grads(grads_of(pair, step))
+        for optimizer, scaler in both:
+            scaler.step(optimizer)
+            scaler.update()
+        ours, theirs = (optimizer.last_grad_norm for optimizer, _ in both)
+        torch.testing.assert_close(theirs.cpu(), ours, rtol=1e-6, atol=0.0)
