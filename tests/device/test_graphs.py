@@ -114,3 +114,20 @@ def test_capture_has_to_be_allowed(
     with pytest.raises(RuntimeError, match=r"Attempting CUDA graph capture of step\(\).*AdamW"):
         optimizer.step()
     assert torch.equal(fake.plain(pair.cuda[0]), torch.ones(3))
+
+
+def test_replays_tell_whether_they_were_skipped(machine: fake.Machine) -> None:
+    pair = Pair([torch.ones(3)])
+    optimizer = faststep.optim.SGD(pair.cuda, lr=0.1)
+    optimizer.found_inf = flag = fake.claim(torch.tensor(1.0))
+    pair.set_grads([torch.ones(3)])
+    stream = machine.stream()
+    machine.use(stream)
+    machine.capture(stream)
+    optimizer.step()
+    graph = machine.captured(stream)
+    for skipped in (True, False, True):
+        fake.plain(flag).fill_(float(skipped))
+        machine.replay(graph, stream)
+        machine.synchronize()
+        assert optimizer.step_was_skipped is skipped

@@ -205,3 +205,16 @@ def test_version_counters_move() -> None:
     before = [t._version for t in (p, optimizer.state[p]["exp_avg"])]
     optimizer.step()
     assert [t._version for t in (p, optimizer.state[p]["exp_avg"])] == [v + 1 for v in before]
+
+
+def test_devices_without_gradients_have_no_norm() -> None:
+    """What a device measured in an earlier step does not count."""
+    pair = Pair([values((50,), i, torch.float32) for i in range(3)], [0, 1, None])
+    a, b = pair.optimizers(faststep.optim.SGD, lr=0.1, max_grad_norm=0.1)
+    for present in ((0, 1, 2), (0,), (2,), (1,)):
+        pair.set_grads(torch.full((50,), 10.0**i) if i in present else None for i in range(3))
+        a.step()
+        b.step()
+        torch.testing.assert_close(b.last_grad_norm.cpu(), a.last_grad_norm, rtol=1e-6, atol=0.0)
+        for p, q in zip(pair.cpu, pair.cuda, strict=True):
+            torch.testing.assert_close(fake.plain(q), p.detach(), rtol=1e-6, atol=1e-7)

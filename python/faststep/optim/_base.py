@@ -131,7 +131,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         For CUDA parameters this waits for the device.
         """
         if isinstance(self._skipped, Tensor):
-            self._skipped = bool(self._skipped.item() != 0.0)
+            return bool(self._skipped.item() != 0.0)  # not kept: a graph may be replayed
         return self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -225,16 +225,23 @@ class FusedOptimizer(torch.optim.Optimizer):
             return {HOST: Scalars(scale, flag, None)}
         scalars = {}
         for device in self._devices:
-            if self._norms is None:
-                self._norms = {}
-            if measures and device not in self._norms:
-                self._norms[device] = new_scalar(device, torch.float64)
             flag = None if found_inf is None else on_device(found_inf, device)
             if phase is Phase.MEASURE and (flag is None or self._measure_found_inf):
                 flag = new_scalar(device, torch.float32)
             scale = None if grad_scale is None else on_device(grad_scale, device)
-            scalars[device] = Scalars(scale, flag, self._norms[device] if measures else None)
+            norm = self._norm_on(device, phase) if measures else None
+            scalars[device] = Scalars(scale, flag, norm)
         return scalars
+
+    def _norm_on(self, device: int, phase: Phase) -> Tensor:
+        """Where a device writes its norm; of several, one without gradients leaves its zero."""
+        if phase is Phase.MEASURE:
+            return new_scalar(device, torch.float64)
+        if self._norms is None:
+            self._norms = {}
+        if device not in self._norms:
+            self._norms[device] = new_scalar(device, torch.float64)
+        return self._norms[device]
 
     def _note_on_device(
         self, scalars: dict[int, Scalars], found_inf: Tensor | None, measures: bool
