@@ -174,3 +174,27 @@ print(loaded.fake_cuda_calls(None))
 """
     )
     assert out.strip() == "0"
+
+
+def test_no_memory_for_new_states(machine: fake.Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's error comes through, and the next step starts from nothing."""
+    pair = Pair([torch.ones(3)] * 3)
+    a, b = pair.optimizers(faststep.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5)
+    pair.set_grads([torch.ones(3)] * 3)
+    zeros, calls = torch.zeros_like, 0
+
+    def full(*args: object, **kwargs: object) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return zeros(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", full)
+        with pytest.raises(torch.OutOfMemoryError):
+            b.step()
+    for _ in range(2):
+        a.step()
+        b.step()
+        pair.assert_same(a, b)

@@ -90,7 +90,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         )
 
     def _drop_new_state(self, param: Tensor) -> None:
-        del self.state[param]["momentum_buffer"]
+        self.state[param].pop("momentum_buffer", None)  # not there if memory ran out before
 
     def _zeros_differ(self, group: dict[str, Any]) -> bool:
         return bool(group["dampening"] != 0)
