@@ -206,3 +206,13 @@ def test_norm_on_several_devices(ordinals: list[int | None], max_norm: float | N
             scaler.update()
         ours, theirs = (optimizer.last_grad_norm for optimizer, _ in both)
         torch.testing.assert_close(theirs.cpu(), ours, rtol=1e-6, atol=0.0)
+
+
+def test_float16_gradients_on_one_of_several_devices() -> None:
+    pair = Pair([values((5,), 0, torch.float32), values((5,), 1, torch.float16)], [0, 1])
+    optimizer, scaler = twins(pair, faststep.optim.AdamW)[1]
+    pair.set_grads([torch.ones(5), torch.ones(5, dtype=torch.float16)])
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.unscale_(optimizer)
+    for p in pair.cuda:
+        assert torch.equal(fake.plain(p.grad), torch.ones(5, dtype=p.dtype))

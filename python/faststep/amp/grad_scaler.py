@@ -353,6 +353,8 @@ def _unscale_on_devices(
     lists: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for grad in grads:
         lists[grad.device].append(grad)
+    if len(lists) > 1 and not allow_fp16 and torch.float16 in dtypes_of(grads):
+        raise ValueError("Attempting to unscale FP16 gradients.")  # before any list is written
     if len(lists) > 1 and not all(_C.fusable(some, ordinal_of(some[0])) for some in lists.values()):
         return None
     flags = {}
