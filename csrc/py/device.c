@@ -87,7 +87,7 @@ static int counters_differ(const fst_share *share)
 static int list_spans(const fst_plan_object *self, fst_share *share)
 {
     size_t only_counts = share->plan.span_count;
-    int moved = 0;
+    int moved = share->distinct != share->counter_count;
     while (share->span_capacity < share->counter_count) {
         const size_t before = share->span_capacity;
         if (fst_reserve(&share->spans, &share->span_capacity, before, sizeof *share->spans))
@@ -101,10 +101,8 @@ static int list_spans(const fst_plan_object *self, fst_share *share)
         moved = moved || span->step.data != (uint64_t)(uintptr_t)counter->data;
         describe_span(self, share, counter, span);
     }
-    if (!moved || counters_differ(share))
-        return 0;
-    memset(share->spans, 0, share->span_capacity * sizeof *share->spans); /* to look again */
-    return -1;
+    share->distinct = !moved || counters_differ(share) ? share->counter_count : 0;
+    return share->distinct == share->counter_count ? 0 : -1;
 }
 
 int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *share,

@@ -55,6 +55,7 @@ typedef struct {
     fst_device_span *spans;
     fst_device_group *groups;
     size_t span_capacity, group_capacity;
+    size_t distinct; /* spans whose counters are known to differ; 0: look again */
 } fst_share;
 
 /* A group of a traced step (trace.h). */

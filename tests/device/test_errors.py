@@ -71,6 +71,20 @@ def test_shared_step_counters(machine: fake.Machine) -> None:
     assert [float(fake.plain(optimizer.state[p]["step"])) for p in pair.cuda] == [2.0] * 3
 
 
+def test_a_step_counter_that_becomes_shared_between_steps(machine: fake.Machine) -> None:
+    """Also where the tables of the step before, with fewer gradients, look the same."""
+    pair = Pair([torch.ones(3), torch.ones(2)])
+    optimizer = faststep.optim.AdamW(pair.cuda)
+    first, second = pair.cuda
+    for grads in ([torch.ones(3), torch.ones(2)], [None, torch.ones(2)]):
+        pair.set_grads(grads)
+        optimizer.step()
+    optimizer.state[first]["step"] = optimizer.state[second]["step"]
+    pair.set_grads([torch.ones(3), torch.ones(2)])
+    with pytest.raises(RuntimeError, match=r"share the tensor state\['step'\]"):
+        optimizer.step()
+
+
 def test_more_dimensions_than_a_layout_holds(machine: fake.Machine) -> None:
     shape = (2,) * 9
     pair = Pair([values(shape, 0, torch.float32)])
