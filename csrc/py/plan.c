@@ -233,7 +233,22 @@ static int plan_clear(PyObject *object)
     return 0;
 }
 
+/* forget(): lets go of the tensors, but keeps the tables: a CUDA graph may read them. */
+static PyObject *plan_forget(PyObject *object, PyObject *unused)
+{
+    fst_plan_object *self = (fst_plan_object *)object;
+    (void)unused;
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "this optimizer is stepping");
+        return NULL;
+    }
+    fst_params_free(self);
+    Py_CLEAR(self->last_written);
+    return Py_NewRef(Py_None);
+}
+
 static PyMethodDef plan_methods[] = {
+    {"forget", plan_forget, METH_NOARGS, "Let go of the tensors of earlier steps."},
     {"step", plan_step, METH_VARARGS, "One optimizer step; see faststep/optim/_base.py."},
     {NULL, NULL, 0, NULL},
 };

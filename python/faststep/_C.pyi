@@ -15,6 +15,9 @@ class TensorError(TypeError):
 class Plan:
     """What an optimizer remembers of its parameters between steps."""
 
+    def forget(self) -> None:
+        """Let go of the tensors of earlier steps; RuntimeError in a step."""
+
     def step(
         self,
         param_lists: list[list[Tensor]],

@@ -131,3 +131,19 @@ def test_replays_tell_whether_they_were_skipped(machine: fake.Machine) -> None:
         machine.replay(graph, stream)
         machine.synchronize()
         assert optimizer.step_was_skipped is skipped
+
+
+def test_replays_after_a_state_dict_was_loaded(machine: fake.Machine) -> None:
+    pair = Pair([torch.ones(3)])
+    a, b = pair.optimizers(faststep.optim.SGD, lr=0.1)
+    pair.set_grads([torch.ones(3)])
+    stream = machine.stream()
+    machine.use(stream)
+    machine.capture(stream)
+    b.step()
+    graph = machine.captured(stream)
+    b.load_state_dict(b.state_dict())
+    a.step()
+    machine.replay(graph, stream)
+    machine.synchronize()
+    pair.assert_same(a, b)

@@ -313,7 +313,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._plan = None  # what it remembers of the old state would keep small tensors of it alive
+        if self._plan is not None:  # it would keep small tensors of the old state alive
+            self._plan.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
