@@ -242,6 +242,7 @@ static PyObject *plan_forget(PyObject *object, PyObject *unused)
         PyErr_SetString(PyExc_RuntimeError, "this optimizer is stepping");
         return NULL;
     }
+    fst_trace_forget(self);
     fst_params_free(self);
     Py_CLEAR(self->last_written);
     return Py_NewRef(Py_None);
