@@ -1,0 +1,66 @@
+"""Runs every kernel over dtypes, layouts and sizes, for a tool that watches it.
+
+`compute-sanitizer --tool memcheck python -m gpu.all_kernels`, in the folder of the tests.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import faststep
+from faststep import _C
+from optim.common import DTYPES, generator
+from optim.declarations import ALL
+from optim.layouts import LAYOUTS
+
+from .common import Twins, assert_same_scales, scalers, values
+
+
+def steps() -> None:
+    for declaration in ALL:
+        for dtype in DTYPES:
+            source = generator(1)
+            tensors = [t for layout in LAYOUTS for t in layout.values(dtype, source)]
+            twins = Twins([*tensors, values((20_003,), 1, dtype), values((9,), 2, dtype)[1:]])
+            both = twins.optimizers(
+                declaration.ours, **declaration.kwargs, max_grad_norm=0.7, keep_grads=True
+            )
+            pair = scalers(init_scale=16.0, growth_interval=2, max_scale=64.0, hysteresis=2)
+            for step in range(2):
+                twins.draw_grads(step, 16.0)
+                for optimizer, scaler in zip(both, pair, strict=True):
+                    scaler.step(optimizer)
+                    scaler.update()
+            twins.assert_same(*both, grads=True)
+            assert_same_scales(*pair)
+
+
+def lists() -> None:
+    twins = Twins([values((n,), n, d) for d in DTYPES for n in (1, 257, 20_003)])
+    for norm_type in (2.0, 1.0, float("inf"), 3.0):
+        twins.draw_grads(1)
+        for params in (twins.cpu, twins.cuda):
+            faststep.clip_grad_norm_(params, 0.5, norm_type)
+            faststep.clip_grad_value_(params, 0.1)
+    without_half = Twins([values((n,), n, d) for d in DTYPES[:3] for n in (1, 257, 20_003)])
+    both = without_half.optimizers(faststep.optim.SGD, lr=0.1)
+    pair: Any = scalers(init_scale=16.0)
+    without_half.draw_grads(2, 16.0)
+    for optimizer, scaler in zip(both, pair, strict=True):
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    without_half.assert_same(*both, grads=True)
+
+
+def main() -> None:
+    steps()
+    lists()
+    torch.cuda.synchronize()
+    print(f"{_C.device_counts()[0]} launches, the bits of the CPU")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The same run on the CPU and on a CUDA device, side by side."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import faststep
+from faststep import _C
+from optim.common import generator, same_bits
+
+# Run on the fake machine of tests/device instead, to see that the tests themselves work.
+REHEARSAL = os.environ.get("FASTSTEP_FAKE_GPU") == "1"
+CUDA = torch.device("cuda", 0)
+SPECIAL = (0.0, -0.0, 1e-42, -1e-42, 3.0e38, float("inf"), float("-inf"), float("nan"))
+
+
+def why_not() -> str | None:
+    """The reason why nothing can be tested here; None where it can."""
+    if REHEARSAL:
+        return None
+    if not torch.cuda.is_available():
+        return "torch finds no CUDA device"
+    if not _C.has_kernels():
+        return "this build of faststep has no CUDA kernels"
+    return None
+
+
+def values(
+    shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> Tensor:
+    drawn = torch.randn(shape, generator=generator(seed), dtype=torch.float64)
+    return (drawn * scale).to(dtype)
+
+
+def place(tensor: Tensor, device: torch.device | str, factor: float = 1.0) -> Tensor:
+    """A copy on a device with the same strides and offset, multiplied by a power of two."""
+    size = tensor.untyped_storage().nbytes() // tensor.element_size()
+    whole = torch.as_strided(tensor.detach(), (size,), (1,), 0) * factor
+    moved = whole.to(device, copy=True)
+    return moved.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+class Twins:
+    """Equal parameters on the CPU and on CUDA devices.
+
+    Args:
+        tensors: the parameters' first values.
+        devices: where the second set lies; default: all on the first CUDA device.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], devices: Sequence[str] = ()) -> None:
+        self.devices = [torch.device(d) for d in devices] or [CUDA] * len(tensors)
+        self.cpu = [torch.nn.Parameter(place(t, "cpu")) for t in tensors]
+        self.cuda = [
+            torch.nn.Parameter(place(t, d)) for t, d in zip(tensors, self.devices, strict=True)
+        ]
+
+    def set_grads(self, grads: Iterable[Tensor | None], factor: float = 1.0) -> None:
+        """New gradients in new memory, as after zero_grad(set_to_none=True)."""
+        for p, q, d, grad in zip(self.cpu, self.cuda, self.devices, grads, strict=True):
+            for parameter, device in ((p, torch.device("cpu")), (q, d)):
+                if grad is not None and grad.dtype != parameter.dtype:
+                    parameter.grad_dtype = grad.dtype
+                parameter.grad = None if grad is None else place(grad, device, factor)
+
+    def draw_grads(self, step: int, factor: float = 1.0) -> None:
+        """Other gradients for each step, in the parameters' dtypes."""
+        self.set_grads(
+            [values(tuple(p.shape), 1000 * step + i, p.dtype) for i, p in enumerate(self.cpu)],
+            factor,
+        )
+
+    def optimizers(self, make: Callable[..., Any], **kwargs: Any) -> tuple[Any, Any]:
+        return make(self.cpu, **kwargs), make(self.cuda, **kwargs)
+
+    def assert_same(self, a: Any, b: Any, grads: bool = False) -> None:
+        """Parameters, states and, if asked, gradients have the same bits."""
+        for i, (p, q) in enumerate(zip(self.cpu, self.cuda, strict=True)):
+            assert same_bits(p, q.cpu()), f"parameter {i}: {p} on the CPU, {q.cpu()} on {q.device}"
+            assert a.state[p].keys() == b.state[q].keys()
+            for key, value in a.state[p].items():
+                theirs = b.state[q][key]
+                assert theirs.device == q.device
+                assert same_bits(value, theirs.cpu()), f"parameter {i}: state {key}"
+            if grads and p.grad is not None:
+                assert q.grad is not None
+                assert same_bits(p.grad, q.grad.cpu()), f"gradient {i}"
+
+
+def scalers(make: Any = faststep.amp.GradScaler, **kwargs: Any) -> tuple[Any, Any]:
+    """A scaler for the CPU and one for CUDA, with their scales made."""
+    made = make("cpu", **kwargs), make("cuda", **kwargs)
+    for scaler, device in zip(made, ("cpu", CUDA), strict=True):
+        scaler.scale(torch.zeros((), device=device))
+    return made
+
+
+def assert_same_scales(a: Any, b: Any) -> None:
+    assert same_bits(a._scale, b._scale.cpu())
+    assert same_bits(a._growth_tracker, b._growth_tracker.cpu())
+
+
+@contextmanager
+def no_synchronization() -> Iterator[None]:
+    """torch raises an error where something inside waits for the device."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def needs_two_devices() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one CUDA device only")

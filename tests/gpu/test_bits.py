@@ -1,0 +1,142 @@
+"""Bits: what the kernels compute is what the CPU backend computes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+import faststep
+from optim.common import DTYPES, dtype_name, generator, same_bits
+from optim.declarations import ALL, Declaration
+from optim.layouts import LAYOUTS, Layout
+
+from .common import REHEARSAL, SPECIAL, Twins, assert_same_scales, scalers, values
+
+SCALE = 16.0
+SHAPES = ((3, 5), (257,), (1,), (), (0, 4), (40, 50))
+CHAINS = ("plain", "clipped", "scaled", "scaled and clipped")
+LARGE = 300_003 if REHEARSAL else 30_000_003
+SETTINGS = [
+    pytest.param(d, kwargs, id=f"{d.name}-{name}")
+    for d in ALL
+    for name, kwargs in {"usual": d.kwargs, "other": d.other, **d.variants}.items()
+]
+# A scaled step without clipping writes gradients back; one that is expanded cannot be written.
+CASES = [
+    pytest.param(d, dtype, layout, chain, id=f"{d.name}-{dtype_name(dtype)}-{layout.name}-{chain}")
+    for d, dtype, layout, chain in itertools.product(ALL, DTYPES, LAYOUTS, CHAINS)
+    if layout.written_back or chain != "scaled"
+]
+
+
+@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
+@pytest.mark.parametrize(("declaration", "dtype", "layout", "chain"), CASES)
+def test_every_dtype_layout_and_chain(
+    declaration: Declaration, dtype: torch.dtype, layout: Layout, chain: str, maximize: bool
+) -> None:
+    twins = Twins(layout.values(dtype, generator(1)))
+    kwargs: dict[str, Any] = {**declaration.kwargs, "maximize": maximize}
+    if chain.endswith("clipped"):
+        kwargs["max_grad_norm"] = 0.7
+    both = twins.optimizers(declaration.ours, **kwargs)
+    scaled = chain.startswith("scaled")
+    pair = scalers(init_scale=SCALE, growth_interval=1000) if scaled else (None, None)
+    for step in range(2):
+        source = generator(100 + step)
+        grads = [layout.gradient(p, layout.grad_dtype or dtype, source) for p in twins.cpu]
+        twins.set_grads(grads, SCALE if scaled else 1.0)
+        for optimizer, scaler in zip(both, pair, strict=True):
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+        twins.assert_same(*both, grads=True)
+    if scaled:
+        assert_same_scales(*pair)
+
+
+@pytest.mark.parametrize(("declaration", "kwargs"), SETTINGS)
+def test_every_setting(declaration: Declaration, kwargs: dict[str, Any]) -> None:
+    twins = Twins([values(s, i) for i, s in enumerate(SHAPES)])
+    both = twins.optimizers(declaration.ours, **kwargs)
+    for step in range(4):
+        twins.draw_grads(step)
+        for optimizer in both:
+            optimizer.step()
+        twins.assert_same(*both)
+
+
+@pytest.mark.parametrize("keep_grads", [False, True])
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_mixed_dtypes_and_groups_in_one_step(declaration: Declaration, keep_grads: bool) -> None:
+    twins = Twins([values((33,), i, dtype) for i, dtype in enumerate((*DTYPES, torch.float32))])
+    options = {**declaration.kwargs, "max_grad_norm": 1.0, "keep_grads": keep_grads}
+    a, b = (
+        declaration.ours([{"params": ps[:3]}, {"params": ps[3:], **declaration.other}], **options)
+        for ps in (twins.cpu, twins.cuda)
+    )
+    for step in range(3):
+        twins.draw_grads(step)
+        a.step()
+        b.step()
+        twins.assert_same(a, b, grads=True)
+        assert b.last_grad_norm.is_cuda
+        assert same_bits(a.last_grad_norm, b.last_grad_norm.cpu())
+
+
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_special_values(declaration: Declaration) -> None:
+    twins = Twins([torch.tensor(SPECIAL), torch.tensor(SPECIAL).flip(0)])
+    both = twins.optimizers(declaration.ours, **declaration.kwargs)
+    for _ in range(2):
+        twins.set_grads([torch.tensor(SPECIAL).roll(3), torch.tensor(SPECIAL)])
+        for optimizer in both:
+            optimizer.step()
+        twins.assert_same(*both)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=dtype_name)
+def test_large_and_many_tensors(dtype: torch.dtype) -> None:
+    many = 40 if REHEARSAL else 5000
+    shapes = [(LARGE,), *[(1024,)] * many, (LARGE // 3,)]
+    twins = Twins([values(s, i, dtype, 0.1) for i, s in enumerate(shapes)])
+    both = twins.optimizers(faststep.optim.AdamW, max_grad_norm=1.0)
+    for step in range(2):
+        twins.draw_grads(step)
+        for optimizer in both:
+            optimizer.step()
+        twins.assert_same(*both)
+
+
+def test_every_run_gives_the_same_bits() -> None:
+    ends = []
+    for _ in range(5):
+        twins = Twins([values((LARGE // 4,), 0), values((7,), 1)])
+        optimizer = faststep.optim.AdamW(twins.cuda, max_grad_norm=1.0)
+        twins.draw_grads(0)
+        for _ in range(3):
+            optimizer.step()
+        ends.append([p.cpu() for p in twins.cuda])
+    for end in ends[1:]:
+        assert all(same_bits(p, q) for p, q in zip(ends[0], end, strict=True))
+
+
+def test_unaligned_and_odd_sizes() -> None:
+    """Vector loads need 16 bytes of alignment; every start and every tail must do without."""
+    for dtype in DTYPES:
+        tensors = [
+            values((size + 9,), size, dtype)[start : start + size]
+            for start in range(9)
+            for size in (1, 7, 255, 256, 257, 4099)
+        ]
+        twins = Twins(tensors)
+        both = twins.optimizers(faststep.optim.AdamW, max_grad_norm=1.0, keep_grads=True)
+        for step in range(2):
+            twins.draw_grads(step)
+            for optimizer in both:
+                optimizer.step()
+            twins.assert_same(*both, grads=True)

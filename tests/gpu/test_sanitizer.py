@@ -1,0 +1,43 @@
+"""compute-sanitizer over every kernel: no access out of bounds, no race on shared memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nvcc import PLACES
+
+from . import all_kernels
+from .common import REHEARSAL
+
+SANITIZER = shutil.which("compute-sanitizer", path=":".join(PLACES))
+SECONDS = 150
+
+
+def test_the_script_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    all_kernels.main()
+    assert "launches, the bits of the CPU" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(REHEARSAL or not SANITIZER, reason="compute-sanitizer is missing")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_kernels_under(tool: str) -> None:
+    # Only our kernels are watched; without torch's cache every tensor is an allocation of its own.
+    command = [str(SANITIZER), "--tool", tool, "--kernel-name", "kns=fst_", "--error-exitcode", "9"]
+    done = subprocess.run(
+        [*command, sys.executable, "-m", "gpu.all_kernels"],
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    assert "launches, the bits of the CPU" in done.stdout
+    assert "0 errors" in done.stdout or "0 hazards" in done.stdout
