@@ -10,8 +10,8 @@ from faststep.cli.console import table
 from faststep.cli.contenders import OURS, SWAPPED
 from faststep.cli.report import times
 from faststep.cli.timing import Outcome
-from faststep.cli.workloads import FAMILIES
-from works import LARGE, MANY_SMALL, SMOKE
+from faststep.cli.workloads import ALL_FAMILIES
+from works import HOST_TENSORS, LARGE, MANY_SMALL, SMOKE
 
 __all__ = ["GOALS", "Goal", "goals_text"]
 
@@ -53,6 +53,7 @@ def _goals() -> tuple[Goal, ...]:
         Goal("clip", "GPT-2 small", "torch", 1.8),
         Goal("clip", MANY_SMALL, "torch", 20.0),
         *(Goal("chain", label, "copy_", 0.9) for label in LARGE),
+        *(Goal("host", f"{tensors} x 1", "torch fused", 20.0) for tensors in HOST_TENSORS),
     ]
     return tuple(goals)
 
@@ -82,7 +83,7 @@ def goals_text(outcomes: Sequence[Outcome], markdown: bool = False) -> str:
         verdict = "reached" if measured >= goal.at_least else "missed"
         if math.isnan(measured) or SMOKE:
             verdict = "not judged: smoke run" if SMOKE else "not measured"
-        title = FAMILIES[goal.family].title.split(":")[0]
+        title = ALL_FAMILIES[goal.family].title.split(":")[0]
         swapped = ", only imports swapped" if goal.contender == SWAPPED else ""
         rows.append(
             [

@@ -61,6 +61,11 @@ class Ring:
                 self._meter.measure()
         return self._contest
 
+    def note(self, outcome: Outcome) -> None:
+        """Keep what was measured elsewhere."""
+        self.leave()
+        self.outcomes.append(outcome)
+
     def leave(self) -> None:
         """Free the current work's tensors and settle its copy rate."""
         if self._contest is not None and self._meter is not None:

@@ -8,11 +8,21 @@ from dataclasses import dataclass
 from faststep.cli.contenders import OURS
 from faststep.cli.workloads import SHAPES, Work, count_elements
 
-__all__ = ["LARGE", "MANY_SMALL", "SMOKE", "Plan", "all_works", "plan_of"]
+__all__ = [
+    "HOST_TENSORS",
+    "LARGE",
+    "MANY_SMALL",
+    "SMOKE",
+    "Plan",
+    "all_works",
+    "host_works",
+    "plan_of",
+]
 
 SMOKE = os.environ.get("FASTSTEP_BENCH_SMOKE") == "1"
 
 MANY_SMALL = "2000 x 64"
+HOST_TENSORS = (300, 5000)
 LARGE = ("16 x 1M", "ResNet-50", "GPT-2 small")
 SWEEP_CONTENDERS = (OURS, "torch fused", "torch default")
 
@@ -50,6 +60,14 @@ def all_works(largest: int) -> list[Work]:
         works.append(Work("chain", label, ((elements,),), sweep="elements", only=only))
         elements *= 10
     return works
+
+
+def host_works() -> list[Work]:
+    """The rows about the host's part of a CUDA step: tensors of one element."""
+    return [
+        Work("host", f"{tensors} x 1", ((1,),) * (24 if SMOKE else tensors))
+        for tensors in HOST_TENSORS
+    ]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 
 try:
     import hypothesis
-except ImportError:  # the tests that need it say so; those of a GPU do not
+except ImportError:  # missing where nothing but tests/gpu runs
     pass
 else:
     hypothesis.settings.register_profile("default", deadline=None, derandomize=True, database=None)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -125,3 +129,27 @@ def test_progress_writes_a_line_per_tenth_into_a_file() -> None:
     lines = stream.getvalue().splitlines()
     assert len(lines) == 10
     assert lines[-1].startswith("[" + "#" * 28 + "] 40/40")
+
+
+def test_outcome_of_contenders_that_are_measured_elsewhere() -> None:
+    outcome = Outcome(
+        Work("host", "3 x 1", ((1,),) * 3), {OURS: [0.001], "rival": [0.03]}, order=("rival", OURS)
+    )
+    lines = as_text([outcome]).splitlines()
+    assert lines[3].split() == ["3", "x", "1", "rival", "30", "30x", "-", "-"]
+    assert lines[4].split() == ["3", "x", "1", OURS, "1", "-", "-"]
+
+
+def test_half_the_bytes_in_half_the_precision() -> None:
+    work = Work("cuda chain", "", ((10, 10),), dtype=torch.bfloat16)
+    assert work.least_bytes == 16 * 100
+    assert work.bytes_needed(3) == 2 * 100 * (3 + 2 * 3 + 2)
+    assert Arena(work).parameters[0].grad.dtype == torch.bfloat16
+
+
+def test_host_benchmark_measures_both() -> None:
+    script = Path(__file__).parents[2] / "benchmarks" / "host.py"
+    done = subprocess.run([sys.executable, script, "5", "2", "3"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    times = json.loads(done.stdout)
+    assert {name: len(seconds) for name, seconds in times.items()} == {OURS: 6, "torch fused": 6}

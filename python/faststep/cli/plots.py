@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from faststep.cli.console import CommandError
-from faststep.cli.contenders import OURS, contenders_of
+from faststep.cli.contenders import OURS
 from faststep.cli.report import times
 from faststep.cli.timing import Outcome
-from faststep.cli.workloads import FAMILIES
+from faststep.cli.workloads import ALL_FAMILIES
 
 __all__ = ["plot_curves", "plot_outcomes", "plot_path"]
 
@@ -100,7 +100,7 @@ def plot_curves(
 
 
 def _ratio_bars(axes: Any, family: str, outcomes: Sequence[Outcome]) -> None:
-    names = [c.name for c in contenders_of(outcomes[0].work) if c.name != OURS]
+    names = [name for name in outcomes[0].names if name != OURS]
     height = 0.8 / max(1, len(names))
     everything = [r for o in outcomes for r in map(o.ratio, names) if not math.isnan(r)]
     left, right = 0.7 * min([0.9, *everything]), 1.6 * max([2.0, *everything])
@@ -124,22 +124,22 @@ def _ratio_bars(axes: Any, family: str, outcomes: Sequence[Outcome]) -> None:
     axes.minorticks_off()
     axes.set_yticks(range(len(outcomes)), [outcome.work.label for outcome in outcomes])
     axes.invert_yaxis()
-    axes.set_title(FAMILIES[family].title, fontsize=9)
+    axes.set_title(ALL_FAMILIES[family].title, fontsize=9)
     axes.set_xlabel("time / faststep's time")
     axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
 
 
 def _sweep_lines(axes: Any, sweep: str, outcomes: Sequence[Outcome]) -> None:
-    for i, contender in enumerate(contenders_of(outcomes[0].work)):
+    for i, name in enumerate(outcomes[0].names):
         points = [
             (
                 len(outcome.work.shapes) if sweep == "tensors" else outcome.work.elements,
-                1e3 * outcome.median(contender.name),
+                1e3 * outcome.median(name),
             )
             for outcome in outcomes
         ]
         x, y = zip(*points, strict=True)
-        axes.plot(x, y, marker="o", color=_COLOURS[i % len(_COLOURS)], label=contender.name)
+        axes.plot(x, y, marker="o", color=_COLOURS[i % len(_COLOURS)], label=name)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("tensors of 64 elements" if sweep == "tensors" else "elements of one tensor")
@@ -160,7 +160,7 @@ def plot_outcomes(output: Path, title: str, outcomes: Sequence[Outcome]) -> None
     measured = [outcome for outcome in outcomes if outcome.seconds]
     bars = {
         family: [o for o in measured if o.work.family == family and not o.work.sweep]
-        for family in FAMILIES
+        for family in ALL_FAMILIES
     }
     panels = [(family, chosen) for family, chosen in bars.items() if chosen]
     sweeps = [
@@ -173,7 +173,7 @@ def plot_outcomes(output: Path, title: str, outcomes: Sequence[Outcome]) -> None
     figure.suptitle(title, fontsize=8)
     for i, (name, chosen) in enumerate(panels):
         axes = figure.add_subplot(lines, columns, i + 1)
-        if name in FAMILIES:
+        if name in ALL_FAMILIES:
             _ratio_bars(axes, name, chosen)
         else:
             _sweep_lines(axes, name, chosen)

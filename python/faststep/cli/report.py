@@ -12,10 +12,10 @@ import torch
 
 from faststep import _C
 from faststep.cli.console import table
-from faststep.cli.contenders import OURS, contenders_of
+from faststep.cli.contenders import OURS
 from faststep.cli.info import cpu_model, version_of
 from faststep.cli.timing import Outcome
-from faststep.cli.workloads import FAMILIES
+from faststep.cli.workloads import ALL_FAMILIES
 
 __all__ = ["as_json", "as_text", "duration", "machine", "times"]
 
@@ -46,17 +46,18 @@ def times(ratio: float) -> str:
 
 def _rows(outcome: Outcome) -> list[list[str]]:
     rows = []
-    for contender in contenders_of(outcome.work):
-        name = contender.name
+    for name in outcome.names:
         if name in outcome.absent:
             short = outcome.absent[name].split(" (")[0].split(":")[0]
             rows.append([outcome.work.label, name, short, "-", "-", "-"])
         elif outcome.seconds.get(name):
             rate = outcome.rate(name)
             ratio = "" if name == OURS else times(outcome.ratio(name))
-            share = f"{100 * rate / outcome.copy_rate:.0f} %"
-            cells = [outcome.work.label, name, duration(outcome.median(name)), ratio]
-            rows.append([*cells, f"{rate / 1e9:.1f}", share])
+            moved = ["-", "-"]
+            if rate:
+                share = 100 * rate / outcome.copy_rate
+                moved = [f"{rate / 1e9:.1f}", "-" if math.isnan(share) else f"{share:.0f} %"]
+            rows.append([outcome.work.label, name, duration(outcome.median(name)), ratio, *moved])
     return rows
 
 
@@ -84,11 +85,13 @@ def as_text(outcomes: Sequence[Outcome], markdown: bool = False) -> str:
     """
     header = ["tensors", "contender", "median ms", "time / ours", "GB/s", "of copy"]
     parts = []
-    for key, family in FAMILIES.items():
+    for key, family in ALL_FAMILIES.items():
         chosen = [outcome for outcome in outcomes if outcome.work.family == key]
         rows = [row for outcome in chosen for row in _rows(outcome)]
         if rows:
-            title = f"{family.title} ({family.bytes_per_element} bytes per element at least)"
+            title = family.title
+            if family.bytes_per_element:
+                title += f" ({family.bytes_per_element} bytes per fp32 element at least)"
             parts += [f"### {title}\n" if markdown else title, table(header, rows, markdown), ""]
             absent = dict.fromkeys(f"{n}: {why}" for o in chosen for n, why in o.absent.items())
             parts += [*absent, ""] if absent else []
@@ -113,6 +116,7 @@ def as_json(outcomes: Sequence[Outcome]) -> dict[str, Any]:
                 "label": outcome.work.label,
                 "tensors": len(outcome.work.shapes),
                 "elements": outcome.work.elements,
+                "dtype": str(outcome.work.dtype).removeprefix("torch."),
                 "true_norm": outcome.work.true_norm,
                 "fresh_gradients": outcome.work.fresh_gradients,
                 "least_bytes": outcome.work.least_bytes,

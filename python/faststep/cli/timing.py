@@ -26,6 +26,7 @@ class Outcome:
         absent: the reason for each contender that could not be measured.
         copy_rate: bytes per second of ``copy_`` during the work, 8 bytes per fp32 element.
         load: the system's load average over the last minute, at the end of the work.
+        order: the contenders' names in the order of the tables; default: all of the work's.
     """
 
     work: Work
@@ -33,6 +34,12 @@ class Outcome:
     absent: dict[str, str] = field(default_factory=dict)
     copy_rate: float = float("nan")
     load: float = float("nan")
+    order: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The contenders in the order of the tables."""
+        return self.order or tuple(contender.name for contender in contenders_of(self.work))
 
     def median(self, contender: str) -> float:
         """The median round in seconds; NaN where the contender was not measured."""

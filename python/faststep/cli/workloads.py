@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "ALL_FAMILIES",
     "FAMILIES",
     "INIT_SCALE",
     "MAX_NORM",
@@ -77,23 +78,41 @@ class Family:
         title: what is timed.
         bytes_per_element: the least traffic of fp32 work: every operand is read once in each pass
             that needs it, and written once.
+            0 where time does not depend on it.
+        states: how many tensors of a parameter's size the optimizer keeps for it.
         scaled: whether the gradients arrive multiplied by the loss scale.
     """
 
     title: str
     bytes_per_element: int
+    states: int = 2
     scaled: bool = False
 
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
         # Pass one reads g; pass two reads p, g, m, v and writes p, m, v.
-        "chain": Family("AMP chain, AdamW: unscale_, clip_grad_norm_, step, update", 32, True),
+        "chain": Family(
+            "AMP chain, AdamW: unscale_, clip_grad_norm_, step, update", 32, scaled=True
+        ),
         "adamw": Family("plain AdamW step", 28),
-        "sgd": Family("plain SGD step with momentum", 20),
-        "lion": Family("plain Lion step", 20),
+        "sgd": Family("plain SGD step with momentum", 20, states=1),
+        "lion": Family("plain Lion step", 20, states=1),
         # Pass one reads g; pass two reads and writes it.
-        "clip": Family("clip_grad_norm_ alone", 12),
+        "clip": Family("clip_grad_norm_ alone", 12, states=0),
+    }
+)
+
+# With those that only benchmarks/ measures.
+ALL_FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        **FAMILIES,
+        "cuda chain": Family(
+            "AMP chain on CUDA, AdamW: unscale_, clip_grad_norm_, step, update", 32, scaled=True
+        ),
+        "cuda clip": Family("clipped AdamW step on CUDA: clip_grad_norm_, step", 32),
+        "cuda adamw": Family("plain AdamW step on CUDA", 28),
+        "host": Family("host time of a CUDA step, AdamW: a fake driver, empty kernels", 0),
     }
 )
 
@@ -103,7 +122,7 @@ class Work:
     """One row of the benchmarks: a family of work on tensors of given shapes.
 
     Args:
-        family: a key of ``FAMILIES``.
+        family: a key of ``ALL_FAMILIES``.
         label: the shapes' name.
         shapes: the tensors' shapes.
         true_norm: the unscaled gradients' global norm; ``MAX_NORM`` clips what is above 1.
@@ -111,6 +130,7 @@ class Work:
             ``zero_grad(set_to_none=True)``; otherwise the same tensors are refilled.
         sweep: the sweep that the work is a point of: "tensors", "elements" or "".
         only: names of the contenders to measure; empty for all of the family.
+        dtype: of parameters, gradients and states.
     """
 
     family: str
@@ -120,6 +140,7 @@ class Work:
     fresh_gradients: bool = False
     sweep: str = ""
     only: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float32
 
     @property
     def key(self) -> str:
@@ -134,7 +155,8 @@ class Work:
     @property
     def least_bytes(self) -> int:
         """The bytes that the work must move at least."""
-        return FAMILIES[self.family].bytes_per_element * self.elements
+        per_element = ALL_FAMILIES[self.family].bytes_per_element * self.dtype.itemsize // 4
+        return per_element * self.elements
 
     def bytes_needed(self, contenders: int) -> int:
         """Memory for parameters, gradients, their source, states and torch's temporaries.
@@ -142,8 +164,8 @@ class Work:
         Args:
             contenders: how many optimizers keep states side by side.
         """
-        states = {"chain": 2, "adamw": 2, "sgd": 1, "lion": 1, "clip": 0}[self.family]
-        return 4 * self.elements * (3 + states * contenders + 2)
+        states = ALL_FAMILIES[self.family].states
+        return self.dtype.itemsize * self.elements * (3 + states * contenders + 2)
 
 
 class Arena:
@@ -152,18 +174,21 @@ class Arena:
     Args:
         work: what is measured.
         seed: seed of the parameters and gradients.
+        device: where they lie.
     """
 
-    def __init__(self, work: Work, seed: int = 0) -> None:
+    def __init__(self, work: Work, seed: int = 0, device: str = "cpu") -> None:
         self.work = work
-        generator = torch.Generator().manual_seed(seed)
-        self.parameters = [
-            torch.nn.Parameter(torch.empty(shape).normal_(0.0, 0.02, generator=generator))
-            for shape in work.shapes
-        ]
-        self._source = [torch.empty(shape).normal_(generator=generator) for shape in work.shapes]
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def drawn(deviation: float) -> list[Tensor]:
+            empty = (torch.empty(s, dtype=work.dtype, device=device) for s in work.shapes)
+            return [tensor.normal_(0.0, deviation, generator=generator) for tensor in empty]
+
+        self.parameters = [torch.nn.Parameter(tensor) for tensor in drawn(0.02)]
+        self._source = drawn(1.0)
         squares = sum(float(g.square().sum(dtype=torch.float64)) for g in self._source)
-        scale = INIT_SCALE if FAMILIES[work.family].scaled else 1.0
+        scale = INIT_SCALE if ALL_FAMILIES[work.family].scaled else 1.0
         for gradient in self._source:
             gradient.mul_(work.true_norm * scale / squares**0.5)
         for parameter, gradient in zip(self.parameters, self._source, strict=True):
