@@ -1,4 +1,5 @@
-# Everything runs in a virtual environment of its own, $(VENV), which is made when it is missing.
+# Everything runs in a virtual environment of its own, $(VENV), which is made when it is missing; but
+# what needs a GPU runs offline, with the Python that has torch for it: make test-gpu PYTHON=python3.12
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
@@ -14,9 +15,15 @@ PRELOAD = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-n
 # ThreadSanitizer wants its addresses unshuffled; not every container lets a program ask for that.
 UNSHUFFLED = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 DEMO ?= --output build/demo.png
+# For the targets with a GPU: a wheel to take instead of a build on the spot, and options of pytest.
+WHEEL ?=
+ARGS ?=
+ON_GPU = PYTHONPATH=$(abspath $(if $(WHEEL),build/wheel,python)) $(PYTHON)
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s  %s\n", $$1, $$2}' Makefile
+	@echo 'test-gpu and bench-gpu make no environment and download nothing: they run $$(PYTHON), python3 if not'
+	@echo 'given, with torch, pytest and numpy, on a build in place or on what WHEEL=dist/NAME.whl holds.'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -69,6 +76,20 @@ fix: $(BIN)/.installed-dev ## mend what lint can mend by itself
 bench: build $(BIN)/.installed-bench ## measure against torch and other libraries: table and plot
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
 
+build-gpu:
+ifneq ($(WHEEL),)
+	rm -rf build/wheel
+	$(PYTHON) -m zipfile -e $(WHEEL) build/wheel
+else
+	FASTSTEP_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
+endif
+
+test-gpu: build-gpu ## test on the CUDA devices of this machine, in some minutes
+	$(ON_GPU) -m pytest -q -rs tests/gpu $(ARGS)
+
+bench-gpu: build-gpu ## measure on a CUDA device; ARGS='--save NAME' keeps the figures
+	$(ON_GPU) -m pytest -q -rs benchmarks/gpu $(ARGS)
+
 wheel: $(BIN)/.installed-dev ## build dist/, and check the wheel's ABI, libraries and metadata
 	rm -rf dist
 	$(BIN)/python -m build -q
@@ -84,4 +105,4 @@ clean: ## remove what was built, but not the environment
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-c asan tsan leaks lint fix bench wheel ci clean
+.PHONY: help build demo test test-c asan tsan leaks lint fix bench build-gpu test-gpu bench-gpu wheel ci clean

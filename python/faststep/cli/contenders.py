@@ -24,6 +24,9 @@ __all__ = [
     "Round",
     "UnavailableError",
     "contenders_of",
+    "fused_chain",
+    "swapped_chain",
+    "torch_chain",
 ]
 
 Round = Callable[[], object]
@@ -62,10 +65,15 @@ def _rival(module: str, distribution: str) -> Any:
         raise UnavailableError(f"import failed: {error}") from error
 
 
-def _torch_chain(parameters: Sequence[Parameter], **options: Any) -> Round:
+def _make_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Parameter]) -> None:
+    scaler.scale(torch.zeros((), device=parameters[0].device))
+
+
+def torch_chain(parameters: Sequence[Parameter], **options: Any) -> Round:
+    """torch's unscale_, clip_grad_norm_, step and update, with options for its AdamW."""
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, **options)
-    scaler = torch.amp.GradScaler("cpu", init_scale=INIT_SCALE)
-    scaler.scale(torch.zeros(()))
+    scaler = torch.amp.GradScaler(parameters[0].device.type, init_scale=INIT_SCALE)
+    _make_scale(scaler, parameters)
 
     def chain() -> None:
         scaler.unscale_(optimizer)
@@ -76,10 +84,11 @@ def _torch_chain(parameters: Sequence[Parameter], **options: Any) -> Round:
     return chain
 
 
-def _swapped_chain(parameters: Sequence[Parameter]) -> Round:
+def swapped_chain(parameters: Sequence[Parameter]) -> Round:
+    """The same calls, of faststep's functions and classes."""
     optimizer = faststep.optim.AdamW(parameters, lr=1e-4)
-    scaler = faststep.amp.GradScaler("cpu", init_scale=INIT_SCALE)
-    scaler.scale(torch.zeros(()))
+    scaler = faststep.amp.GradScaler(parameters[0].device.type, init_scale=INIT_SCALE)
+    _make_scale(scaler, parameters)
 
     def chain() -> None:
         scaler.unscale_(optimizer)
@@ -90,10 +99,11 @@ def _swapped_chain(parameters: Sequence[Parameter]) -> Round:
     return chain
 
 
-def _fused_chain(parameters: Sequence[Parameter]) -> Round:
+def fused_chain(parameters: Sequence[Parameter]) -> Round:
+    """faststep's own way: the step unscales and clips."""
     optimizer = faststep.optim.AdamW(parameters, lr=1e-4)
-    scaler = faststep.amp.GradScaler("cpu", init_scale=INIT_SCALE)
-    scaler.scale(torch.zeros(()))
+    scaler = faststep.amp.GradScaler(parameters[0].device.type, init_scale=INIT_SCALE)
+    _make_scale(scaler, parameters)
 
     def chain() -> None:
         scaler.step(optimizer, max_norm=MAX_NORM)
@@ -138,11 +148,11 @@ def _clip(clip: Callable[..., object]) -> Callable[[Sequence[Parameter]], Round]
 CONTENDERS: Mapping[str, tuple[Contender, ...]] = MappingProxyType(
     {
         "chain": (
-            Contender(OURS, _fused_chain),
-            Contender(SWAPPED, _swapped_chain),
-            Contender("torch fused", partial(_torch_chain, fused=True)),
-            Contender("torch foreach", partial(_torch_chain, foreach=True)),
-            Contender("torch default", _torch_chain),
+            Contender(OURS, fused_chain),
+            Contender(SWAPPED, swapped_chain),
+            Contender("torch fused", partial(torch_chain, fused=True)),
+            Contender("torch foreach", partial(torch_chain, foreach=True)),
+            Contender("torch default", torch_chain),
         ),
         "adamw": (
             Contender(OURS, _torch_step(faststep.optim.AdamW)),

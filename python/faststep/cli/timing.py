@@ -13,7 +13,7 @@ import torch
 from faststep.cli.contenders import OURS, Contender, Round, UnavailableError, contenders_of
 from faststep.cli.workloads import Arena, Work, available_bytes
 
-__all__ = ["Contest", "CopyMeter", "Outcome", "run_contest"]
+__all__ = ["Contest", "CopyMeter", "Outcome", "run_contest", "warm_up"]
 
 
 @dataclass
@@ -123,7 +123,7 @@ class Contest:
             except UnavailableError as reason:
                 self.outcome.absent[contender.name] = str(reason)
                 return None
-            self._warm_up(contender.name, round_, self._arena)
+            warm_up(contender.name, round_, self._arena)
             self._rounds[contender.name] = round_
         return self._rounds[contender.name]
 
@@ -134,14 +134,15 @@ class Contest:
             self.outcome.load = os.getloadavg()[0]
         return self.outcome
 
-    @staticmethod
-    def _warm_up(name: str, round_: Round, arena: Arena) -> None:
-        arena.refill()
-        before = arena.probe()
-        round_()
-        after = arena.probe()
-        if torch.equal(before, after) or not bool(torch.isfinite(after).all()):
-            raise RuntimeError(f"{name} did not do the work {arena.work.key!r}")
+
+def warm_up(name: str, round_: Round, arena: Arena) -> None:
+    """Do one untimed round, which must have changed the tensors."""
+    arena.refill()
+    before = arena.probe()
+    round_()
+    after = arena.probe()
+    if torch.equal(before, after) or not bool(torch.isfinite(after).all()):
+        raise RuntimeError(f"{name} did not do the work {arena.work.key!r}")
 
 
 def run_contest(

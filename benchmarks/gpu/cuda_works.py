@@ -1,0 +1,74 @@
+"""The rows of the CUDA benchmarks, the most important first."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from faststep.cli.contenders import OURS
+from faststep.cli.workloads import Shapes, Work, gpt2_small, resnet50
+from works import SMOKE
+
+__all__ = ["FOREACH", "FUSED", "LARGE", "MANY", "PLAIN", "REHEARSAL", "TINY", "cuda_works"]
+
+# On the CPU, to see that the benchmarks themselves work.
+REHEARSAL = os.environ.get("FASTSTEP_FAKE_GPU") == "1"
+TINY = SMOKE or REHEARSAL
+
+FUSED = "torch fused"
+FOREACH = "torch default (foreach)"
+LARGE = ("ResNet-50", "GPT-2 small", "Llama-1B")
+MANY = "5000 x 1024"
+PLAIN = "300 x 1024"
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+def llama_1b() -> Shapes:
+    """Parameter shapes of Llama 3.2 1B: 146 tensors, 1.24 G elements, embeddings tied."""
+    d, keys, hidden = 2048, 512, 8192
+    layer = (
+        (d, d),
+        (keys, d),
+        (keys, d),
+        (d, d),
+        (hidden, d),
+        (hidden, d),
+        (d, hidden),
+        (d,),
+        (d,),
+    )
+    return ((128256, d), *(layer * 16), (d,))
+
+
+def _shapes() -> dict[str, Shapes]:
+    shapes = {
+        "ResNet-50": resnet50(),
+        "GPT-2 small": gpt2_small(),
+        "Llama-1B": llama_1b(),
+        MANY: ((1024,),) * 5000,
+        PLAIN: ((1024,),) * 300,
+    }
+    if TINY:
+        return {
+            name: tuple(tuple(min(8, n) for n in shape) for shape in sizes[:24])
+            for name, sizes in shapes.items()
+        }
+    return shapes
+
+
+def cuda_works() -> list[Work]:
+    """The chain in fp32, what one does without a loss scale in bf16, and the plain step in both."""
+    shapes, sets = _shapes(), (*LARGE, MANY)
+    plain = (OURS, FUSED, FOREACH)  # compiling takes its time: only where clipping is measured
+    rows = [
+        *(("cuda chain", name, torch.float32, ()) for name in sets),
+        *(("cuda clip", name, torch.bfloat16, ()) for name in sets),
+        ("cuda adamw", PLAIN, torch.float32, plain),
+        *(("cuda adamw", name, torch.float32, plain) for name in sets),
+        *(("cuda adamw", name, torch.bfloat16, plain) for name in sets),
+    ]
+    return [
+        Work(family, f"{name}, {NAMES[dtype]}", shapes[name], dtype=dtype, only=only)
+        for family, name, dtype, only in rows
+    ]
