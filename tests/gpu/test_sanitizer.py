@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def test_the_script_itself(capsys: pytest.CaptureFixture[str]) -> None:
 def test_kernels_under(tool: str) -> None:
     # Only our kernels are watched; without torch's cache every tensor is an allocation of its own.
     command = [str(SANITIZER), "--tool", tool, "--kernel-name", "kns=fst_", "--error-exitcode", "9"]
+    command += ["--report-api-errors", "no"]  # torch asks for things that a device may not have
     done = subprocess.run(
         [*command, sys.executable, "-m", "gpu.all_kernels"],
         cwd=Path(__file__).parents[1],
@@ -40,4 +42,4 @@ def test_kernels_under(tool: str) -> None:
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     assert "launches, the bits of the CPU" in done.stdout
-    assert "0 errors" in done.stdout or "0 hazards" in done.stdout
+    assert re.search(r"SUMMARY: .*\b0 errors", done.stdout)
