@@ -18,7 +18,8 @@ DEMO ?= --output build/demo.png
 # For the targets with a GPU: a wheel to take instead of a build on the spot, and options of pytest.
 WHEEL ?=
 ARGS ?=
-ON_GPU = PYTHONPATH=$(abspath $(if $(WHEEL),build/wheel,python)) $(PYTHON)
+ITS_PYTHON = $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
+ON_GPU = PYTHONPATH=$(abspath $(if $(WHEEL),build/wheel,python)) $(ITS_PYTHON)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s  %s\n", $$1, $$2}' Makefile
@@ -76,12 +77,15 @@ fix: $(BIN)/.installed-dev ## mend what lint can mend by itself
 bench: build $(BIN)/.installed-bench ## measure against torch and other libraries: table and plot
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
 
+# Without pyproject.toml, which setuptools older than 77 refuse: the system's is what it is.
 build-gpu:
 ifneq ($(WHEEL),)
 	rm -rf build/wheel
 	$(PYTHON) -m zipfile -e $(WHEEL) build/wheel
 else
-	FASTSTEP_CUDA=1 $(PYTHON) setup.py -q build_ext --inplace
+	@mkdir -p build/bare
+	@ln -sfn $(CURDIR)/setup.py $(CURDIR)/csrc $(CURDIR)/cuda $(CURDIR)/python/faststep build/bare
+	cd build/bare && FASTSTEP_CUDA=1 $(ITS_PYTHON) setup.py -q build_ext --inplace
 endif
 
 test-gpu: build-gpu ## test on the CUDA devices of this machine, in some minutes

@@ -87,7 +87,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if importlib.util.find_spec("matplotlib"):
         plot = str(draw(saved))
     else:
-        plot = f"no plot without matplotlib; later: python {draw.__module__}.py {saved.name}"
+        plot = f"no plot without matplotlib; later: python benchmarks/gpu/cuda_plot.py {saved}"
     session.config.stash[TEXT] = (
         f"{introduction}\n\n{cuda_tables(OUTCOMES)}\n\n{cuda_goals(OUTCOMES)}\n\n"
         f"Written: {markdown}, {saved}; {plot}"
