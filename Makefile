@@ -78,7 +78,7 @@ bench: build $(BIN)/.installed-bench ## measure against torch and other librarie
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
 
 # Without pyproject.toml, which setuptools older than 77 refuse: the system's is what it is.
-build-gpu:
+build-gpu: ## compile beside the sources, or unpack WHEEL, offline
 ifneq ($(WHEEL),)
 	rm -rf build/wheel
 	$(PYTHON) -m zipfile -e $(WHEEL) build/wheel
