@@ -33,10 +33,11 @@ FST_DEVICE fst_reduction fst_squares(double factor, int write)
     return what;
 }
 
-/* The inverse of a gradient scale as torch has it, rounded to fp32. */
+/* The inverse of a gradient scale; of a fp32 one as torch has it, rounded to fp32. */
 FST_DEVICE double fst_inverse_scale(const fst_device_scalar *scale)
 {
-    return scale->data ? (double)(float)(1.0 / fst_scalar_read(scale)) : 1.0;
+    const double inverse = scale->data ? 1.0 / fst_scalar_read(scale) : 1.0;
+    return scale->is_double ? inverse : (double)(float)inverse;
 }
 
 /* The number of the step that comes, as the rule reads it. */

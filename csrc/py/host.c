@@ -124,6 +124,13 @@ static int run_passes(fst_plan_object *self, step_work *work, fst_status *status
     return failed;
 }
 
+/* Of a fp32 scale as torch has it, rounded to fp32. */
+static double inverse_of(const fst_view *scale)
+{
+    const double inverse = scale->data ? 1.0 / read_scalar(scale) : 1.0;
+    return scale->dtype == FST_F64 ? inverse : (double)(float)inverse;
+}
+
 /* What the options mean for the host. Returns 0, or -1 with a Python error. */
 static int read_options(fst_module *module, const fst_step_options *options, step_work *work,
                         fst_view *found, fst_view *norm)
@@ -139,7 +146,7 @@ static int read_options(fst_module *module, const fst_step_options *options, ste
         return -1;
     }
     *work = (step_work){
-        .inv_scale = scale.data ? (double)(float)(1.0 / read_scalar(&scale)) : 1.0,
+        .inv_scale = inverse_of(&scale),
         .max_norm = options->max_norm,
         .norm = apply && norm->data ? read_scalar(norm) : (double)NAN,
         .measure = !apply && (options->measure_found_inf || clips),

@@ -119,7 +119,9 @@ static inline outcome cpu_step(model *m, const options *o)
     fst_update_args args[MAX_PARAMS];
     outcome out = {0, NAN, o->found_inf};
     const double scale = o->scale_is_double ? o->scale : (double)(float)o->scale;
-    const double inv_scale = isnan(o->scale) ? 1.0 : (double)(float)(1.0 / scale);
+    const double inv_scale = isnan(o->scale)      ? 1.0
+                             : o->scale_is_double ? 1.0 / scale
+                                                  : (double)(float)(1.0 / scale);
     const int measure = o->measure_found_inf || !isnan(o->max_norm);
     double coefficient = 1.0;
     model_plan(m, o, &plan);

@@ -189,7 +189,11 @@ class GradScaler(torch.amp.GradScaler):
         scale = cast(Tensor, self._get_scale_async())
         before: Tensor | None = getattr(optimizer, "grad_scale", None)
         ready = state["stage"] is OptState.READY
-        lent["grad_scale"] = scale * (1 if before is None else before) if ready else before
+        lent["grad_scale"] = before
+        if ready and before is None and fused:
+            lent["grad_scale"] = scale  # which torch multiplies by 1: one launch more on a device
+        elif ready:
+            lent["grad_scale"] = scale * (1 if before is None else before)
         measures = fused and ready and self._checks_like_ours()
         if measures:
             lent["found_inf"] = torch.zeros((), dtype=torch.float32, device=scale.device)
