@@ -99,6 +99,12 @@ fst_code fst_clamp(fst_plan *plan, unsigned operand, double limit, fst_status *s
     return fst_cpu_clamp(&work, kernels, operand, limit, status);
 }
 
+fst_code fst_accumulate(fst_plan *plan, double factor, int start, fst_status *status)
+{
+    const fst_work work = fst_plan_work(plan);
+    return fst_cpu_accumulate(&work, kernels, factor, start, status);
+}
+
 fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scale, int write_grad,
                     fst_status *status)
 {

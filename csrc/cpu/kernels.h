@@ -28,6 +28,10 @@ typedef struct {
     void (*scale)(const fst_operand *op, int64_t begin, size_t count, double factor);
     /* x = min(max(x, -limit), limit); NaN stays. */
     void (*clamp)(const fst_operand *op, int64_t begin, size_t count, double limit);
+    /* op[0] += factor * op[1], in double if either is fp64, else in float; with `start`,
+     * op[0] = factor * op[1], and what was there is not read. */
+    void (*accumulate)(const fst_operand *op, int64_t begin, size_t count, double factor,
+                       int start);
 } fst_cpu_kernels;
 
 extern const fst_cpu_kernels fst_cpu_kernels_base;

@@ -25,6 +25,7 @@ static size_t reach(size_t count, size_t done)
 #include "cpu/block.h"
 #include "cpu/update.h"
 #include "cpu/reduce.h"
+#include "cpu/accumulate.h"
 #undef REAL
 #undef OTHER
 #undef FST_T
@@ -35,6 +36,7 @@ static size_t reach(size_t count, size_t done)
 #include "cpu/block.h"
 #include "cpu/update.h"
 #include "cpu/reduce.h"
+#include "cpu/accumulate.h"
 #undef REAL
 #undef OTHER
 #undef FST_T
@@ -86,6 +88,12 @@ static void clamp(const fst_operand *op, int64_t begin, size_t count, double lim
     (op->dtype == FST_F64 ? clamp_f64 : clamp_f32)(op, begin, count, limit);
 }
 
+static void accumulate(const fst_operand *op, int64_t begin, size_t count, double factor, int start)
+{
+    const int wide = op[0].dtype == FST_F64 || op[1].dtype == FST_F64;
+    (wide ? accumulate_f64 : accumulate_f32)(op, begin, count, factor, start);
+}
+
 #define NAME_OF(isa) #isa
 #define NAME(isa) NAME_OF(isa)
 #define TABLE_OF(isa) fst_cpu_kernels_##isa
@@ -100,4 +108,5 @@ const fst_cpu_kernels TABLE(FST_ISA) = {
     .unscale = unscale,
     .scale = scale,
     .clamp = clamp,
+    .accumulate = accumulate,
 };

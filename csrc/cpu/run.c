@@ -25,7 +25,7 @@ struct fst_job {
     double *partial;
     int *nonfinite;
     const fst_update_args *args;
-    int write_grad;
+    int write_grad, start;
 };
 
 static const fst_operand *operands_of(const fst_job *job, size_t index)
@@ -142,6 +142,22 @@ fst_code fst_cpu_clamp(const fst_work *work, const fst_cpu_kernels *kernels, uns
 {
     fst_job job = {.work = work, .kernels = kernels, .chunk = clamp_chunk, .operand = operand};
     job.factor = limit;
+    return run(&job, status);
+}
+
+static void accumulate_chunk(const fst_job *job, size_t index)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    job->kernels->accumulate(operands_of(job, index), chunk->begin, chunk->count, job->factor,
+                             job->start);
+}
+
+fst_code fst_cpu_accumulate(const fst_work *work, const fst_cpu_kernels *kernels, double factor,
+                            int start, fst_status *status)
+{
+    fst_job job = {.work = work, .kernels = kernels, .chunk = accumulate_chunk};
+    job.factor = factor;
+    job.start = start;
     return run(&job, status);
 }
 

@@ -21,6 +21,10 @@ fst_code fst_cpu_scale(const fst_work *work, const fst_cpu_kernels *kernels, uns
 fst_code fst_cpu_clamp(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                        double limit, fst_status *status);
 
+/* Operand 0 of every span += factor * operand 1, or = where `start` is set. */
+fst_code fst_cpu_accumulate(const fst_work *work, const fst_cpu_kernels *kernels, double factor,
+                            int start, fst_status *status);
+
 /* The optimizer's update of every span; see fst_cpu_kernels.update. `args` is indexed by span.args.
  * Chunks run from last to first: what the measuring pass read last is still in the cache. */
 fst_code fst_cpu_update(const fst_work *work, const fst_cpu_kernels *kernels,

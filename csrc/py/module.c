@@ -169,6 +169,7 @@ static PyObject *device_counts(PyObject *module, PyObject *unused)
 }
 
 static PyMethodDef methods[] = {
+    {"accumulate", fst_py_accumulate, METH_VARARGS, NULL},
     {"clamp", fst_py_clamp, METH_VARARGS, NULL},
     {"collect_grads", fst_py_collect_grads, METH_O, NULL},
     {"cpu_info", cpu_info, METH_NOARGS, NULL},

@@ -20,7 +20,7 @@ fst_module *fst_module_state(PyObject *module);
 /* Translates a status into the Python error it means; returns NULL. */
 PyObject *fst_raise(const fst_status *status);
 
-/* Functions on lists of tensors (lists.c), the loss scale (scaler.c). */
+/* Functions on lists of tensors (lists.c, accumulate.c), the loss scale (scaler.c). */
 PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);
 PyObject *fst_py_fusable(PyObject *module, PyObject *args);
 PyObject *fst_py_measure(PyObject *module, PyObject *args);
@@ -28,6 +28,7 @@ PyObject *fst_py_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_norm(PyObject *module, PyObject *args);
 PyObject *fst_py_scale(PyObject *module, PyObject *args);
 PyObject *fst_py_clamp(PyObject *module, PyObject *args);
+PyObject *fst_py_accumulate(PyObject *module, PyObject *args);
 PyObject *fst_py_update_scale(PyObject *module, PyObject *args);
 
 /* The same on a CUDA device (device_lists.c): launches, and nothing is waited for. */

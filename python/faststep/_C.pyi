@@ -51,6 +51,19 @@ class Plan:
             TensorError: a tensor cannot be used; nothing was done.
         """
 
+def accumulate(
+    sums: Sequence[Tensor], terms: Sequence[Tensor], factor: float, start: bool = ..., /
+) -> None:
+    """Add factor times each term to its sum, of any two dtypes, in one pass and in place.
+
+    The arithmetic is fp32, or fp64 where one of the two is float64. With `start` the sums are
+    overwritten, and need not have been initialized.
+
+    Raises:
+        TypeError: a tensor cannot be used, or shapes differ; nothing was changed.
+        ValueError: the lists differ in length.
+    """
+
 def clamp(tensors: Sequence[Tensor], limit: float, /) -> None:
     """Clamp all elements to [-limit, limit] in place; NaN stays."""
 

@@ -15,20 +15,24 @@ if _KERNELS.is_file():
     _C.use_kernels_of(str(_KERNELS))
 
 from . import amp, optim  # noqa: E402
+from .accumulation import accumulate  # noqa: E402
 from .clip import (  # noqa: E402
     clip_grad_norm_,
     clip_grad_value_,
     clip_grads_with_norm_,
     get_total_norm,
 )
+from .release import release_gradients  # noqa: E402
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "accumulate",
     "amp",
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
     "get_total_norm",
     "optim",
+    "release_gradients",
 ]

@@ -23,15 +23,19 @@ __all__ = [
     "cuda_amp_is_unavailable",
     "disable_dynamo",
     "dtypes_of",
+    "get_grad_dtype",
     "increment_version",
     "is_capturing",
     "is_compiling",
     "lazy_clone",
     "libtorch_cpu_path",
     "neg_view",
+    "rebuild_buckets",
     "record_of",
+    "set_grad_dtype",
     "step_dtype",
     "storage_record_of",
+    "uncompiled",
     "update_scale_as_torch",
 ]
 
@@ -58,6 +62,43 @@ def is_capturing() -> bool:
     """True while torch's current CUDA stream is captured into a graph."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized and torch.cuda.is_current_stream_capturing())
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile wrapped, or `module` itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return uncompiled(inner) if isinstance(inner, torch.nn.Module) else module
+
+
+def get_grad_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype that `tensor.grad` must have; None if it may have any.
+
+    Raises:
+        RuntimeError: this torch has no such setting (before 2.10).
+    """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise RuntimeError(
+            f"torch {torch.__version__} does not let .grad have another dtype than its parameter; "
+            "gradients in float32 need torch 2.10 or later"
+        )
+    dtype: torch.dtype | None = tensor.grad_dtype
+    return dtype
+
+
+def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Set what `get_grad_dtype` returns."""
+    tensor.grad_dtype = dtype
+
+
+def rebuild_buckets(model: torch.nn.Module) -> None:
+    """Let DistributedDataParallel order its buckets now, after its first synchronized backward.
+
+    Else it does so in the next forward: a broadcast, under no_sync() too, that waits for ranks
+    which have no more data.
+    """
+    rebuild = getattr(getattr(model, "reducer", None), "_rebuild_buckets", None)
+    if rebuild is not None:
+        rebuild()
 
 
 def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:

@@ -14,6 +14,8 @@ Gradients other than plain strided real CPU or CUDA tensors (sparse, complex, DT
 wrapper classes, integer, CUDA where this build has no kernels), those on several devices, and calls
 inside torch.compile, go to torch's function of the same name; a list with one such gradient goes
 there as a whole.
+
+Accumulated gradients that wait for their division (faststep.accumulate) are divided first.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch.nn.utils import clip_grads_with_norm_ as _torch_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as _torch_get_total_norm
 
 from . import _C
+from ._division import divide_grads_of
 from ._torch import increment_version, is_compiling
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
@@ -147,6 +150,7 @@ def clip_grad_norm_(
             "`parameters` is an empty generator, no gradient clipping will occur.",
             stacklevel=2,
         )
+    divide_grads_of(parameters)
     grads = _C.collect_grads(parameters)
     if not grads:
         return torch.tensor(0.0)
@@ -226,6 +230,7 @@ def clip_grads_with_norm_(
     if is_compiling():
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     parameters = _as_sequence(parameters)
+    divide_grads_of(parameters)
     grads = _C.collect_grads(parameters)
     on_device = _for_device(total_norm)
     if not (on_device or _C.fusable([total_norm])) or total_norm.dim() != 0:
@@ -263,6 +268,7 @@ def clip_grad_value_(
         return _torch_clip_grad_value_(parameters, clip_value, foreach)
     parameters = _as_sequence(parameters)
     limit = float(clip_value)
+    divide_grads_of(parameters)
     grads = _C.collect_grads(parameters)
     if not grads or not limit >= 0.0:
         return _torch_clip_grad_value_(parameters, limit, foreach)

@@ -158,6 +158,18 @@ def collect_grads() -> Iterator[Case]:
     yield lambda: _C.collect_grads(params), [*params, *(p.grad for p in params)]
 
 
+def accumulate() -> Iterator[Case]:
+    sums = [torch.zeros_like(t) for t in tensors()]
+    terms = [t.to(torch.bfloat16) for t in tensors()]
+    for start in (False, True):
+        yield lambda start=start: _C.accumulate(sums, terms, 0.5, start), [*sums, *terms]
+    for bad in unusable():
+        yield failing(_C.accumulate, [torch.ones(3)] * 2, bad, 1.0), [*bad, bad]
+        yield failing(_C.accumulate, bad, [torch.ones(3)] * 2, 1.0), [*bad, bad]
+    for short in ([], sums[:2], 5):
+        yield failing(_C.accumulate, sums, short, 1.0), sums
+
+
 def update_scale() -> Iterator[Case]:
     scale, found_inf = torch.tensor(4.0), torch.tensor(0.0)
     trackers = torch.zeros((), dtype=torch.int32), torch.zeros((), dtype=torch.int32)
@@ -225,6 +237,7 @@ def device_info() -> Iterator[Case]:
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Plan": plan,
     "TensorError": tensor_error,
+    "accumulate": accumulate,
     "clamp": lambda: on_tensors(_C.clamp, 0.5),
     "collect_grads": collect_grads,
     "cpu_info": lambda: iter([(_C.cpu_info, [])]),

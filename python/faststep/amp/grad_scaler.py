@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
+from .. import _division as division
 from .._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
 from ..clip import clip_grad_norm_
 from ..optim._base import FusedOptimizer
@@ -108,6 +109,21 @@ class GradScaler(torch.amp.GradScaler):
                 (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
             )
 
+    # For code that accumulates: unscale_ divides by the window's count as well.
+    divides_in_unscale = True
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale in place, and check them for overflow.
+
+        Accumulated gradients that wait for their division (:func:`faststep.accumulate`) are
+        divided in the same pass; with `enabled=False` they are divided too.
+        """
+        if not self._enabled:
+            division.divide(optimizer)
+            return
+        super().unscale_(optimizer)
+        division.settle(optimizer)
+
     def _unscale_grads_(
         self,
         optimizer: Optimizer,
@@ -117,6 +133,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         params = list(itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups))
         grads = _C.collect_grads(params)
+        if not allow_fp16:  # called by unscale_, not by step
+            inv_scale = division.unscaled(optimizer, inv_scale)
         if grads and _C.has_kernels() and all(g.is_cuda for g in grads):
             found = _unscale_on_devices(grads, inv_scale, found_inf, allow_fp16)
             if found is not None:

@@ -1,0 +1,168 @@
+"""Divisions that wait for an optimizer's step.
+
+The sum of a window is divided by its count as part of the pass that reads the gradients anyway: the
+divisor is handed to the optimizer as `grad_scale`, the attribute by which torch's GradScaler hands
+over its scale, and both multiply. Until the step `.grad` holds the sum; what needs the quotient
+before that (unscaling, clipping) asks here.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import _C
+from ._torch import increment_version
+from .optim._base import FusedOptimizer
+
+__all__ = [
+    "check",
+    "defer",
+    "divide",
+    "divide_grads_of",
+    "divisor_of",
+    "params_of",
+    "scale",
+    "settle",
+    "unscaled",
+]
+
+_ATTRIBUTE = "grad_scale"
+
+
+class _Division:
+    """One optimizer's division: the number, the tensor lent to it, the gradients as they were."""
+
+    def __init__(self, optimizer: Optimizer, divisor: float) -> None:
+        fused = isinstance(optimizer, FusedOptimizer)
+        self.divisor = divisor
+        # torch's fused kernels read a float32; ours take the divisor of fp64 parameters unrounded.
+        dtype = torch.float64 if fused else torch.float32
+        grads = grads_of(optimizer)
+        device = grads[0].device if grads else None
+        self.scale = torch.tensor(divisor, dtype=dtype, device=device)
+        self.versions = [(grad.data_ptr(), grad._version) for grad in _dense(grads)]
+
+
+_waiting: weakref.WeakKeyDictionary[Optimizer, _Division] = weakref.WeakKeyDictionary()
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters, group after group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def grads_of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that are there, in the order of the parameters."""
+    return _C.collect_grads(params_of(optimizer))
+
+
+def _dense(grads: Iterable[Tensor]) -> list[Tensor]:
+    return [grad for grad in grads if grad.layout is torch.strided]
+
+
+def takes_gradscale(optimizer: Optimizer) -> bool:
+    """Whether the step divides by `grad_scale`: that of faststep's and of torch's fused classes."""
+    if isinstance(optimizer, FusedOptimizer):
+        return True
+    official = type(optimizer).__module__.startswith("torch.optim.")
+    return official and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def defer(optimizer: Optimizer, divisor: float) -> None:
+    """Let the next step divide; at once, in place, where the step cannot.
+
+    Raises:
+        RuntimeError: the optimizer carries a `grad_scale` of somebody else.
+    """
+    settle(optimizer)
+    if divisor == 1.0:
+        return
+    if not takes_gradscale(optimizer):
+        scale(grads_of(optimizer), 1.0 / divisor)
+        return
+    if getattr(optimizer, _ATTRIBUTE, None) is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.grad_scale is set already: it cannot carry the division "
+            "of accumulated gradients as well"
+        )
+    division = _Division(optimizer, divisor)
+    _waiting[optimizer] = division
+    setattr(optimizer, _ATTRIBUTE, division.scale)
+
+
+def divisor_of(optimizer: Optimizer) -> float | None:
+    """What the optimizer's next step divides by, if anything."""
+    division = _waiting.get(optimizer)
+    return None if division is None else division.divisor
+
+
+def settle(optimizer: Optimizer) -> None:
+    """The division has been made, or is not wanted any more."""
+    division = _waiting.pop(optimizer, None)
+    # While a scaler steps the attribute is the scaler's to remove.
+    lent = vars(optimizer).get(_ATTRIBUTE)
+    if division is not None and lent is division.scale and "found_inf" not in vars(optimizer):
+        delattr(optimizer, _ATTRIBUTE)
+
+
+def check(optimizer: Optimizer) -> None:
+    """Refuse a step that would divide gradients that are not the window's sum any more."""
+    division = _waiting.get(optimizer)
+    if division is None:
+        return
+    if getattr(optimizer, _ATTRIBUTE, None) is None:  # an older torch's scaler drops it
+        setattr(optimizer, _ATTRIBUTE, division.scale)
+    now = [(grad.data_ptr(), grad._version) for grad in _dense(grads_of(optimizer))]
+    if now != division.versions:
+        raise RuntimeError(
+            "gradients were changed (by clipping?) between the end of the accumulation window and "
+            f"step(), where they are still a sum that step() divides by {division.divisor:g}. "
+            "Clip with max_grad_norm= of the optimizer, with the clip_grad_norm_() of the object "
+            "that accumulate() returned or of faststep; or call its normalize_() before you "
+            "change gradients"
+        )
+
+
+def divide(optimizer: Optimizer) -> None:
+    """Divide in place, now; a pass of its own."""
+    division = _waiting.get(optimizer)
+    if division is not None:
+        scale(grads_of(optimizer), 1.0 / division.divisor if division.divisor else math.inf)
+        settle(optimizer)
+
+
+def divide_grads_of(parameters: Iterable[Tensor]) -> None:
+    """`divide` for each optimizer that has one of these parameters."""
+    if not _waiting:
+        return
+    wanted = set(map(id, parameters))
+    for optimizer in list(_waiting):
+        if any(id(param) in wanted for param in params_of(optimizer)):
+            divide(optimizer)
+
+
+def unscaled(optimizer: Optimizer, inv_scale: Tensor) -> Tensor:
+    """What to multiply gradients by so that they are unscaled and divided in one pass."""
+    division = _waiting.get(optimizer)
+    if division is None:
+        return inv_scale
+    return (inv_scale.double() / division.divisor).float()
+
+
+def scale(grads: list[Tensor], factor: float) -> None:
+    """Multiply in place; no pass for a factor of 1."""
+    if factor == 1.0 or not grads:
+        return
+    if _C.fusable(grads):
+        _C.scale(grads, factor)
+        increment_version(grads)
+        return
+    with torch.no_grad():
+        for grad in grads:
+            grad.mul_(factor)

@@ -1,0 +1,85 @@
+"""Gradient accumulation: windows of micro-batches that give the update of one large batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .helper import Accumulation
+from .window import Normalize
+
+__all__ = ["Accumulation", "accumulate"]
+
+
+def accumulate(
+    optimizer: Optimizer | Iterable[Optimizer],
+    steps: int,
+    *,
+    model: nn.Module | None = None,
+    normalize: Normalize = "mean",
+    dtype: torch.dtype | None = None,
+) -> Accumulation:
+    """Accumulate gradients over windows of `steps` micro-batches.
+
+    ::
+
+        accum = faststep.accumulate(optimizer, steps=8, model=model)
+        for x, y in loader:
+            with accum:
+                accum.backward(loss_fn(model(x), y))
+            if accum.ready:
+                optimizer.step()
+                optimizer.zero_grad()
+        if accum.flush():  # the last window, if it is shorter
+            optimizer.step()
+            optimizer.zero_grad()
+
+    The gradients of a window are summed up, and divided once, inside the optimizer's step: until
+    then `.grad` holds the sum. See docs/accumulation.md.
+
+    Args:
+        optimizer: an optimizer, or several that are stepped together. faststep's and torch's
+            fused ones divide inside their step; for others the gradients are divided in place at
+            the end of the window.
+        steps: micro-steps per window, at least 1.
+        model: the module that the loop calls. Needed for DistributedDataParallel: it then
+            communicates in the last micro-step of a window only. Default: None.
+        normalize: what the sum of a window is divided by. "mean": the number of micro-steps, for
+            losses that are means over micro-batches of one size. "sum": nothing. "tokens": the
+            total that `add_count` was given in the window, on all ranks, for losses that are sums.
+            Default: "mean".
+        dtype: torch.float32 sums the gradients of bfloat16 and float16 parameters in fp32; for
+            the time of the training their `.grad` is fp32. Default: None, as autograd does it.
+
+    Returns:
+        An :class:`Accumulation`; keep it.
+
+    Raises:
+        TypeError: an argument of the wrong type, or a model that is sharded.
+        ValueError: `steps`, `normalize` or `dtype` out of range.
+        RuntimeError: the optimizer accumulates already; or torch is too old for `dtype`.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    for one in optimizers:
+        if not isinstance(one, Optimizer):
+            raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(one).__name__}")
+    if not optimizers:
+        raise ValueError("accumulate() got no optimizer")
+    if not isinstance(steps, int) or isinstance(steps, bool):
+        raise TypeError(f"steps must be an int, not {type(steps).__name__}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, not {steps}")
+    if normalize not in ("mean", "sum", "tokens"):
+        raise ValueError(f'normalize must be "mean", "sum" or "tokens", not {normalize!r}')
+    if dtype not in (None, torch.float32):
+        raise ValueError(f"dtype must be None or torch.float32, not {dtype}")
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    if model is None and normalize == "tokens" and not alone:
+        raise ValueError(
+            'normalize="tokens" on several ranks needs model=: the DistributedDataParallel module, '
+            "over whose ranks tokens are counted, or a plain module to count on each rank alone"
+        )
+    return Accumulation(optimizers, steps, model, normalize, dtype)

@@ -1,0 +1,58 @@
+"""Which optimizers accumulate, and the hooks around their step."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from .window import Window
+
+__all__ = ["is_released", "own", "owner_of", "release", "set_released"]
+
+_owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Window]] = weakref.WeakKeyDictionary()
+
+_released: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+
+
+def is_released(optimizer: Optimizer) -> bool:
+    """Whether `release_gradients` acts on this optimizer."""
+    known = _released.get(optimizer)
+    return known is not None and known() is not None
+
+
+def set_released(optimizer: Optimizer, by: Any) -> None:
+    """Note by whom; None if no longer."""
+    _released.pop(optimizer, None)
+    if by is not None:
+        _released[optimizer] = weakref.ref(by)
+
+
+def owner_of(optimizer: Optimizer) -> Window | None:
+    """The window that accumulates for this optimizer."""
+    owner = _owners.get(optimizer)
+    return None if owner is None else owner()
+
+
+def release(optimizer: Optimizer) -> None:
+    """The optimizer accumulates no longer."""
+    _owners.pop(optimizer, None)
+
+
+def own(window: Window, optimizer: Optimizer) -> list[Any]:
+    """Register step hooks, which do not keep the window alive; their handles."""
+    owner = weakref.ref(window)
+    _owners[optimizer] = owner
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (window := owner()) is not None:
+            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+            window.before_step(optimizer, closure is not None)
+
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (window := owner()) is not None:
+            window.after_step(optimizer)
+
+    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]

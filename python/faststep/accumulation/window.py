@@ -1,0 +1,290 @@
+"""A window of micro-steps: when it begins and ends, and what happens to gradients on the way."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import _division as division
+from ..optim._base import FusedOptimizer
+from .owners import is_released, own, owner_of
+from .ranks import Ranks
+from .sums import Sums
+
+__all__ = ["Normalize", "Window"]
+
+Normalize = Literal["mean", "sum", "tokens"]
+
+
+class Window:
+    """The state machine; `Accumulation` is its public face."""
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        steps: int,
+        model: nn.Module | None,
+        normalize: Normalize,
+        dtype: torch.dtype | None,
+    ) -> None:
+        for optimizer in optimizers:
+            if is_released(optimizer):
+                raise RuntimeError(
+                    f"gradients of this {type(optimizer).__name__} are released in backward "
+                    "(release_gradients), so they cannot be accumulated: remove() the release first"
+                )
+            if owner_of(optimizer) is not None:
+                raise RuntimeError(
+                    f"gradients of this {type(optimizer).__name__} are accumulated already; call "
+                    "remove() on what accumulate() returned before"
+                )
+        self.steps = steps
+        self.normalize = normalize
+        self.ready = False
+        self.micro_step = 0
+        self.windows = 0
+        self.empty = 0
+        self.skipped = 0  # complete windows without a step, but the last one
+        self.count = 0.0  # tokens of the window
+        self.counted = False  # in this micro-step
+        self.broken = False
+        self.model = model
+        self.ranks = Ranks(model)
+        self.optimizers = list(optimizers)
+        self.sums = None if dtype is None else Sums()
+        self._stepped: set[int] = set()
+        self._overflows: list[Tensor] = []
+        self._last: list[tuple[Tensor, int, int]] = []  # some gradients as they were, see mark()
+        if self.sums is not None:
+            self.sums.attach(self.named_params())
+        handles = [handle for optimizer in optimizers for handle in own(self, optimizer)]
+        self.undo = weakref.finalize(self, _undo, handles, self.sums)
+        self.undo.atexit = False
+
+    def named_params(self) -> list[tuple[str, Tensor]]:
+        """All parameters of the optimizers, then what else the model trains; with their names."""
+        names = {id(p): name for name, p in self.model.named_parameters()} if self.model else {}
+        found: dict[int, tuple[str, Tensor]] = {}
+        for optimizer in self.optimizers:
+            for number, group in enumerate(optimizer.param_groups):
+                given = group.get("param_names")
+                for index, param in enumerate(group["params"]):
+                    name = f"parameter {index} of group {number} of {type(optimizer).__name__}"
+                    name = repr(given[index]) if given else name
+                    found.setdefault(id(param), (repr(names.get(id(param), name)), param))
+        for name, param in self.model.named_parameters() if self.model else ():
+            if param.requires_grad:
+                found.setdefault(id(param), (repr(name), param))
+        return list(found.values())
+
+    # ---- micro-steps
+
+    def begin_micro_step(self) -> None:
+        """Before a forward pass."""
+        if self.ready or self.micro_step == 0:
+            self.begin_window()
+        else:
+            self.check_marks("between micro-steps")
+            if self.sums is not None:
+                self.sums.release_grads()
+        self.quiet_ranks()
+
+    def quiet_ranks(self) -> None:
+        """The next micro-step communicates only if it completes the window."""
+        self.ranks.set_quiet(self.micro_step % self.steps < self.steps - 1 or bool(self.sums))
+
+    def begin_window(self) -> None:
+        """Close the last window and start an empty one."""
+        if self.micro_step == 0:
+            self._check_cleared()
+        self._last.clear()
+        self.close()
+        if self.sums is not None:
+            self.sums.attach(self.named_params())
+            self.sums.begin_window()
+
+    def end_micro_step(self) -> None:
+        """After a backward pass; completes the window if it was the last one."""
+        self.ranks.set_quiet(False)
+        if self.normalize == "tokens" and not self.counted:
+            raise RuntimeError(
+                'normalize="tokens": add_count() was not called in this micro-step; say how many '
+                "tokens its loss is a sum over, 0 if there are none"
+            )
+        self.counted = False
+        if self.sums is not None:
+            self.sums.collect()
+        self.micro_step += 1
+        if self.micro_step == self.steps:
+            self.finish(synchronized=not self.sums)
+        else:
+            self.mark()
+
+    def finish(self, synchronized: bool) -> None:
+        """Make the window's sum whole over all ranks, and leave its division to the step.
+
+        Args:
+            synchronized: DistributedDataParallel has averaged the gradients in backward already.
+        """
+        divisor = self._reduce(synchronized)
+        self.micro_step, self.count = 0, 0.0
+        if self.sums is not None:
+            self.sums.end_window()
+        if divisor is None:
+            return
+        self.windows += 1
+        if divisor == 0.0:
+            self.empty += 1
+            self.drop_grads()
+            return
+        self.ready = True
+        for optimizer in self.optimizers:
+            if self.sums and not isinstance(optimizer, FusedOptimizer):
+                params = division.params_of(optimizer)
+                rest = [p.grad for p in params if p.grad is not None and p not in self.sums]
+                self.sums.round(params, 1.0 / divisor)
+                division.scale(rest, 1.0 / divisor)
+            else:
+                division.defer(optimizer, divisor)
+        self.mark()
+
+    def _reduce(self, synchronized: bool) -> float | None:
+        """The divisor; None if no rank did anything."""
+        world = self.ranks.world
+        if synchronized:
+            self.ranks.synchronized()
+        if synchronized or world == 1:
+            if self.normalize == "tokens":
+                return self.ranks.total([self.count])[0] / world
+            return float(self.micro_step) if self.normalize == "mean" else 1.0
+        params = [param for _, param in self.named_params() if param.requires_grad]
+        has = [float(param.grad is not None) for param in params]
+        micro_steps, count, *has = self.ranks.total([float(self.micro_step), self.count, *has])
+        if micro_steps == 0.0:
+            return None
+        used = [param for param, somewhere in zip(params, has, strict=True) if somewhere]
+        for name, param in self.named_params():
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise TypeError(f"accumulate() cannot add up the sparse gradient of {name}")
+        for param in used:
+            if param.grad is None:
+                self._start_with_zeros(param)
+        self.ranks.add_up([param.grad for param in used if param.grad is not None])
+        if self.normalize == "sum":
+            return float(world)
+        return count if self.normalize == "tokens" else micro_steps
+
+    def _start_with_zeros(self, param: Tensor) -> None:
+        """A gradient for a parameter that only other ranks have used."""
+        zeros = torch.zeros_like(param, requires_grad=False)
+        if self.sums is None or not self.sums.put(param, zeros):
+            param.grad = zeros
+
+    # ---- between windows
+
+    def check_whole(self) -> None:
+        """Raise if the last micro-step raised."""
+        if self.broken:
+            raise RuntimeError(
+                "the last micro-step raised, and its gradients may be half added: call "
+                "accum.reset() to drop the window"
+            )
+
+    def close(self, counts: bool = True) -> None:
+        """The complete window is over, whether there was a step or not."""
+        for optimizer in self.optimizers:
+            division.settle(optimizer)
+        if self.ready and counts and self.was_skipped():
+            self.skipped += 1
+        self._stepped.clear()
+        self._overflows.clear()
+        self.ready = False
+
+    def was_skipped(self) -> bool:
+        """Whether a complete window went without the step of an optimizer."""
+        left_out = any(id(optimizer) not in self._stepped for optimizer in self.optimizers)
+        return left_out or any(bool(found) for found in self._overflows)
+
+    def all_stepped(self) -> bool:
+        """Whether each optimizer's step was called."""
+        return all(id(optimizer) in self._stepped for optimizer in self.optimizers)
+
+    def drop_grads(self) -> None:
+        """Remove the gradients of the open window."""
+        if self.sums is not None:
+            self.sums.forget()
+        for _, param in self.named_params():
+            param.grad = None
+        self._last.clear()
+        self.micro_step, self.count, self.counted = 0, 0.0, False
+
+    def mark(self) -> None:
+        """Remember one gradient per parameter group: where it lies, and its version."""
+        self._last = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                first = next((p for p in group["params"] if p.grad is not None), None)
+                if first is not None and first.grad.layout is torch.strided:
+                    self._last.append((first, first.grad.data_ptr(), first.grad._version))
+
+    def check_marks(self, when: str) -> None:
+        """Raise if somebody has changed or cleared gradients since `mark`."""
+        for param, place, version in self._last:
+            grad = param.grad
+            if grad is None or (grad.data_ptr(), grad._version) != (place, version):
+                what = "cleared" if grad is None else "changed"
+                raise RuntimeError(
+                    f"gradients were {what} {when} of an accumulation window (zero_grad or "
+                    "clipping in each micro-step?): do it once per window, when accum.ready is "
+                    "true; after install() clip with max_grad_norm= of the optimizer"
+                )
+
+    def _check_cleared(self) -> None:
+        for param, place, version in self._last:
+            grad = param.grad
+            if grad is not None and (grad.data_ptr(), grad._version) == (place, version):
+                raise RuntimeError(
+                    "a new accumulation window begins, but the gradients of the last one are still "
+                    "there: call optimizer.zero_grad() after the step"
+                )
+
+    # ---- the optimizers' step
+
+    def before_step(self, optimizer: Optimizer, closure: bool) -> None:
+        """Raise if this step would use half a window."""
+        if self.micro_step and not self.ready:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() after {self.micro_step} of {self.steps} "
+                "micro-steps: wait until accum.ready is true, or call accum.flush()"
+            )
+        if self.ready and closure and id(optimizer) not in self._stepped:
+            raise RuntimeError(
+                "a closure computes new gradients, which are no sum over a window: call step() "
+                "without one"
+            )
+        division.check(optimizer)
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """The division is made; remember whether the step was skipped."""
+        if not self.ready:
+            return
+        division.settle(optimizer)
+        self._stepped.add(id(optimizer))
+        found = vars(optimizer).get("found_inf")
+        if isinstance(optimizer, FusedOptimizer):
+            self._overflows.append(torch.tensor(optimizer.step_was_skipped))
+        elif isinstance(found, Tensor):
+            self._overflows.append(found.detach() != 0)
+        self.mark()
+
+
+def _undo(handles: list[Any], sums: Sums | None) -> None:
+    for handle in handles:
+        handle.remove()
+    if sums is not None:
+        sums.remove()

@@ -1,0 +1,213 @@
+"""Loss scaling and clipping of whole windows, against plain torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import faststep
+
+from .common import OPTIMIZERS, Make, assert_close, batches, grads, loss_of, make_model, values
+
+over_optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+over_scalers = pytest.mark.parametrize(
+    "scaler_class", [torch.amp.GradScaler, faststep.amp.GradScaler], ids=["torch's", "faststep's"]
+)
+WINDOWS = [batches([4] * 3, seed) for seed in range(4)]
+
+
+def by_hand(make: Make, clip: float | None, overflow: int | None = None) -> list[list[Tensor]]:
+    """torch's recipe: loss / N, and everything once per window."""
+    model = make_model()
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    history = []
+    for number, window in enumerate(WINDOWS):
+        for batch in window:
+            loss = loss_of(model, batch) / len(window)
+            scaler.scale(loss * (math.inf if number == overflow else 1.0)).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        history.append(values(model))
+    return history
+
+
+@over_scalers
+@over_optimizers
+def test_one_unscale_per_window(make: Make, scaler_class) -> None:
+    """With an overflow in the second window, which is dropped and counted."""
+    expected = by_hand(make, None, overflow=1)
+    model = make_model()
+    optimizer = make(model.parameters())
+    scaler = scaler_class("cpu", init_scale=1024.0)
+    accum = faststep.accumulate(optimizer, 3)
+    for number, window in enumerate(WINDOWS):
+        for batch in window:
+            with accum:
+                loss = loss_of(model, batch) * (math.inf if number == 1 else 1.0)
+                scaler.scale(loss).backward()
+        assert accum.ready
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert_close(values(model), expected[number], 1e-5)
+    assert not vars(optimizer).keys() & {"grad_scale", "found_inf"}
+    assert not accum.flush()
+    assert (accum.windows, accum.discarded) == (4, 1)
+    assert scaler.get_scale() == 512.0
+
+
+@over_optimizers
+def test_unscale_then_clip(make: Make) -> None:
+    """faststep's unscale_ divides in its own pass, so any clipping after it is right."""
+    expected = by_hand(make, 0.1)
+    model = make_model()
+    optimizer = make(model.parameters())
+    scaler = faststep.amp.GradScaler("cpu", init_scale=1024.0)
+    accum = faststep.accumulate(optimizer, 3)
+    for window, after in zip(WINDOWS, expected, strict=True):
+        for batch in window:
+            with accum:
+                scaler.scale(loss_of(model, batch)).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert_close(values(model), after, 1e-5)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@over_optimizers
+def test_clip_in_the_scalers_step(make: Make, enabled: bool) -> None:
+    expected = by_hand(make, 0.1)
+    model = make_model()
+    optimizer = make(model.parameters())
+    scaler = faststep.amp.GradScaler("cpu", init_scale=1024.0, enabled=enabled)
+    accum = faststep.accumulate(optimizer, 3)
+    for window, after in zip(WINDOWS, expected, strict=True):
+        for batch in window:
+            with accum:
+                scaler.scale(loss_of(model, batch)).backward()
+        scaler.step(optimizer, max_norm=0.1)
+        scaler.update()
+        optimizer.zero_grad()
+        assert_close(values(model), after, 1e-5)
+
+
+@pytest.mark.parametrize("way", ["accum", "faststep", "normalize_", "max_grad_norm"])
+@over_optimizers
+def test_clip_without_a_scaler(make: Make, way: str) -> None:
+    """The norm is that of the mean, and so is what is clipped."""
+    expected = by_hand(make, 0.1)
+    model = make_model()
+    optimizer = make(model.parameters())
+    if way == "max_grad_norm":
+        if not isinstance(optimizer, faststep.optim._base.FusedOptimizer):
+            pytest.skip("an option of faststep's optimizers")
+        optimizer.max_grad_norm = 0.1
+    accum = faststep.accumulate(optimizer, 3)
+    for window, after in zip(WINDOWS, expected, strict=True):
+        reference = [0.0] * len(list(model.parameters()))
+        for batch in window:
+            with accum:
+                accum.backward(loss_of(model, batch))
+        divided = [grad.double() for grad in grads(model)]
+        if accum._window.optimizers[0] in faststep._division._waiting:
+            divided = [grad / 3 for grad in divided]
+        reference = math.sqrt(sum(float((grad**2).sum()) for grad in divided))
+        norm = reference
+        if way == "accum":
+            norm = accum.clip_grad_norm_(0.1)
+        elif way == "faststep":
+            norm = faststep.clip_grad_norm_(model.parameters(), 0.1)
+        elif way == "normalize_":
+            accum.normalize_()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        assert float(norm) == pytest.approx(reference, rel=1e-5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_close(values(model), after, 1e-5)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["faststep AdamW"], OPTIMIZERS["torch fused AdamW"]])
+def test_torchs_clipping_of_a_sum_is_refused(make: Make) -> None:
+    """It would clip the sum over the window, not its mean: step() says so and changes nothing."""
+    model = make_model()
+    optimizer = make(model.parameters())
+    accum = faststep.accumulate(optimizer, 3)
+    for batch in WINDOWS[0]:
+        with accum:
+            accum.backward(loss_of(model, batch))
+    before = values(model)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match=r"clipping.*a sum that step\(\) divides by 3.*max_grad"):
+        optimizer.step()
+    assert_close(values(model), before, 0.0)
+
+
+def test_torchs_unscale_alone() -> None:
+    """The division is still left to the step; clipping after it is refused."""
+    make = OPTIMIZERS["faststep AdamW"]
+    expected = by_hand(make, None)
+    model = make_model()
+    optimizer = make(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    accum = faststep.accumulate(optimizer, 3)
+    for window, after in zip(WINDOWS, expected, strict=True):
+        for batch in window:
+            with accum:
+                scaler.scale(loss_of(model, batch)).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert_close(values(model), after, 1e-5)
+    for batch in WINDOWS[0]:
+        with accum:
+            scaler.scale(loss_of(model, batch)).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with pytest.raises(RuntimeError, match="normalize_"):
+        scaler.step(optimizer)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_clipping_a_norm_that_is_not_finite(value: float) -> None:
+    """As torch: an infinite norm makes finite gradients 0, NaN makes all NaN."""
+    param = nn.Parameter(torch.zeros(2))
+    optimizer = faststep.optim.SGD([param], lr=1.0)
+    accum = faststep.accumulate(optimizer, 2)
+    for factor in (torch.tensor([1.0, value]), torch.ones(2)):
+        with accum:
+            accum.backward((param * factor).sum())
+    with pytest.raises(RuntimeError, match="non-finite"):
+        accum.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    accum.clip_grad_norm_(1.0)
+    optimizer.step()
+    expected = [0.0, math.nan] if math.isinf(value) else [math.nan, math.nan]
+    assert torch.equal(param.detach().isnan(), torch.tensor(expected).isnan())
+
+
+def test_fp16_with_sums_can_be_unscaled() -> None:
+    """torch refuses to unscale fp16 gradients; the fp32 sums are none."""
+    model = make_model(torch.float16)
+    optimizer = faststep.optim.AdamW(model.parameters())
+    scaler = faststep.amp.GradScaler("cpu", init_scale=1024.0)
+    accum = faststep.accumulate(optimizer, 3, dtype=torch.float32)
+    for batch in batches([4] * 3, 0, torch.float16):
+        with accum:
+            scaler.scale(loss_of(model, batch)).backward()
+    scaled = grads(model)
+    scaler.unscale_(optimizer)
+    assert_close(grads(model), [grad / 3072 for grad in scaled], 1e-6)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not optimizer.step_was_skipped

@@ -1,0 +1,105 @@
+"""_C.accumulate: sum += factor * term of any two types, against torch, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from faststep import _C
+from gradients import LAYOUTS
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LOW = (torch.bfloat16, torch.float16)
+
+
+def like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Other values in the same layout."""
+    strided = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+    return strided.copy_(torch.randn(tensor.shape))
+
+
+SIZES = {name: make().numel() for name, make in LAYOUTS.items()}
+PAIRS = [(a, b) for a, b in itertools.product(LAYOUTS, LAYOUTS) if SIZES[a] == SIZES[b]]
+
+
+@pytest.mark.parametrize(("layout", "term_layout"), [*PAIRS, *((name, "own") for name in LAYOUTS)])
+def test_layouts(layout: str, term_layout: str) -> None:
+    """Sum and term in the same layout, and in any other that the shape allows."""
+    total = LAYOUTS[layout]()
+    if term_layout == "own":
+        term = like(total, torch.bfloat16)
+    else:
+        term = LAYOUTS[term_layout]().to(torch.bfloat16).reshape(total.shape)
+    expected = total + term.float()
+    _C.accumulate([total], [term], 1.0)
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize(("to", "of"), list(itertools.product(DTYPES, DTYPES)))
+def test_types(to: torch.dtype, of: torch.dtype) -> None:
+    """Computed in fp64 if either is, else in fp32, and rounded once to the sum's type."""
+    wide = torch.float64 if torch.float64 in (to, of) else torch.float32
+    total, term = torch.randn(40000).to(to), torch.randn(40000).to(of)
+    factor = torch.tensor(1 / 3, dtype=wide)
+    expected = (total.to(wide) + term.to(wide) * factor).to(to)
+    first = (term.to(wide) * factor).to(to)
+    _C.accumulate([total], [term], 1 / 3)
+    assert torch.equal(total, expected)
+    _C.accumulate([total], [term], 1 / 3, True)
+    assert torch.equal(total, first)
+
+
+def test_the_bits_of_torchs_add() -> None:
+    """Eight gradients, in the order in which they come."""
+    for dtype in LOW:
+        grads = [torch.randn(40000).to(dtype) for _ in range(8)]
+        ours, theirs = torch.empty(40000), torch.zeros(40000)
+        for index, grad in enumerate(grads):
+            _C.accumulate([ours], [grad], 1.0, index == 0)
+            theirs += grad
+        assert torch.equal(ours, theirs)
+
+
+def test_threads_give_the_same_bits() -> None:
+    term = torch.randn(1 << 20).to(torch.bfloat16)
+    found = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        total = torch.arange(1 << 20, dtype=torch.float32)
+        _C.accumulate([total], [term], 1 / 3)
+        found.append(total)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_what_is_started_is_not_read() -> None:
+    total = torch.full((1000,), float("nan"))
+    _C.accumulate([total], [torch.ones(1000, dtype=torch.bfloat16)], 2.0, True)
+    assert torch.equal(total, torch.full((1000,), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("sums", "terms", "error", "text"),
+    [
+        ([torch.ones(3)], [], ValueError, "1 sums and 0 terms"),
+        ([torch.ones(3)], [torch.ones(4)], TypeError, "term 0 is not of the sum's shape"),
+        ([torch.ones(3)], [torch.ones(1, 3)], TypeError, "term 0 is not of the sum's shape"),
+        ([torch.ones(3), 1.0], [torch.ones(3)] * 2, TypeError, "sum 1 is a float"),
+        ([torch.ones(3)], [torch.ones(3, dtype=torch.int32)], TypeError, "term 0 is not of type"),
+        ([torch.ones(1).expand(3)], [torch.ones(3)], TypeError, "sum 0 has several elements"),
+        ([torch.ones(3)], [torch.eye(3).to_sparse()], TypeError, "term 0"),
+    ],
+)
+def test_errors(sums: list, terms: list, error: type[Exception], text: str) -> None:
+    before = sums[0].clone()
+    with pytest.raises(error, match=text):
+        _C.accumulate(sums, terms, 1.0)
+    assert torch.equal(sums[0], before)
+
+
+def test_a_sum_that_is_its_own_term() -> None:
+    both = torch.ones(8)
+    with pytest.raises(TypeError, match="sum 0 shares memory with its term"):
+        _C.accumulate([both[:5]], [both[3:]], 1.0)

@@ -1,0 +1,314 @@
+"""Accumulation under DistributedDataParallel with gloo, on 2 to 4 ranks over loopback."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import faststep
+
+from .common import assert_close, assert_equal, batches, grads, joined, loss_of, make_model, values
+from .processes import Collectives, on_ranks
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+
+
+def _windows(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+    low = torch.bfloat16 if case["dtype"] else torch.float32
+    net = make_model(low)
+    model = DistributedDataParallel(net, gradient_as_bucket_view=case.get("views", False))
+    optimizer = faststep.optim.SGD(net.parameters(), lr=0.1)
+    accum = faststep.accumulate(
+        optimizer, 3, model=model, normalize=case["normalize"], dtype=case["dtype"]
+    )
+    collectives, seen = Collectives(model), []
+    sums, history = [], []
+    for window in range(2):
+        sizes = case["sizes"][rank] if window else [4, 4, 4]
+        for batch in batches(sizes, 10 * window + rank, low):
+            with accum:
+                if case["normalize"] == "tokens":
+                    accum.add_count(len(batch[1]))
+                    accum.backward(loss_of(model, batch, "sum"))
+                else:
+                    accum.backward(loss_of(model, batch))
+            seen.append(collectives.taken())
+        if len(sizes) < 3:
+            accum.flush()
+        assert accum.ready
+        seen.append(collectives.taken())
+        accum.normalize_()
+        sums.append(grads(net))
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(values(net))
+    collectives.stop()
+    return {"seen": seen, "grads": sums, "values": history, "windows": accum.windows}
+
+
+def _expected(world: int, case: dict[str, Any], window: int, start: list) -> list[torch.Tensor]:
+    """The gradient of one process that has all the data."""
+    low = torch.bfloat16 if case["dtype"] else torch.float32
+    net = make_model(low)
+    with torch.no_grad():
+        for param, value in zip(net.parameters(), start, strict=True):
+            param.copy_(value)
+    net.float()
+    parts = []
+    for rank in range(world):
+        sizes = case["sizes"][rank] if window else [4, 4, 4]
+        parts += batches(sizes, 10 * window + rank)
+    if case["normalize"] == "tokens":
+        loss_of(net, joined(parts)).backward()
+    else:
+        for part in parts:
+            (loss_of(net, part) / (len(parts) if case["normalize"] == "mean" else world)).backward()
+    return grads(net)
+
+
+CASES = {
+    "mean": {"normalize": "mean", "dtype": None, "sizes": [[4, 4, 4]] * 4},
+    "views": {"normalize": "mean", "dtype": None, "sizes": [[4, 4, 4]] * 2, "views": True},
+    "sum": {"normalize": "sum", "dtype": None, "sizes": [[4, 4, 4]] * 4},
+    "tokens": {"normalize": "tokens", "dtype": None, "sizes": [[1, 2, 9], [7, 7, 1], [3] * 3]},
+    "fp32 sums": {"normalize": "tokens", "dtype": torch.float32, "sizes": [[1, 2, 9], [7, 7, 1]]},
+    "short": {"normalize": "mean", "dtype": None, "sizes": [[4, 4], [4, 4]]},
+    "short and uneven": {"normalize": "tokens", "dtype": None, "sizes": [[5, 4], [2]]},
+    "short fp32 sums": {"normalize": "mean", "dtype": torch.float32, "sizes": [[4], [4, 4]]},
+    "one rank has none": {"normalize": "tokens", "dtype": None, "sizes": [[5, 4], []]},
+}
+
+
+def _everything(rank: int, world: int) -> dict[str, Any]:
+    """All the work for two ranks: starting them takes longer than what they do."""
+    found: dict[str, Any] = {name: _windows(rank, world, case) for name, case in CASES.items()}
+    for work in (_unused, _overflow, _installed, _state, _errors, _compiled):
+        found[work.__name__] = work(rank, world)
+    return found
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    return on_ranks(_everything, 2)
+
+
+def of(name: str, ranks: list[dict[str, Any]]) -> list[Any]:
+    return [rank[name] for rank in ranks]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_windows(name: str, two_ranks: list[dict[str, Any]]) -> None:
+    check_windows(CASES[name], of(name, two_ranks))
+
+
+@pytest.mark.parametrize(("name", "world"), [("tokens", 3), ("mean", 4)])
+def test_more_ranks(name: str, world: int) -> None:
+    check_windows(CASES[name], on_ranks(_windows, world, CASES[name]))
+
+
+def check_windows(case: dict[str, Any], results: list[Any]) -> None:
+    world = len(results)
+    tolerance = 2e-6 if case["dtype"] is None else 0.02
+    start = values(make_model())
+    for window in range(2):
+        expected = _expected(world, case, window, start)
+        for result in results:
+            assert_close([g.float() for g in result["grads"][window]], expected, tolerance)
+            assert_equal(result["values"][window], results[0]["values"][window])
+        start = results[0]["values"][window]
+    for rank, result in enumerate(results):
+        assert result["windows"] == 2
+        micro_steps = [3, len(case["sizes"][rank])]
+        _check_collectives(case, result["seen"], micro_steps)
+
+
+def _check_collectives(case: dict, seen: list[tuple[int, int]], micro_steps: list[int]) -> None:
+    """Nothing before the last micro-step of a window; then by the reducer, or in few buckets."""
+    at = 0
+    for count in micro_steps:
+        steps, flush = seen[at : at + count], seen[at + count]
+        at += count + 1
+        last = steps.pop() if count == 3 else flush
+        if count < 3:
+            assert flush[1] == 2  # counts, and one bucket
+        assert steps == [(0, 0)] * len(steps)
+        if case["dtype"] is not None or count < 3:
+            assert last == (0, 2)
+        else:
+            assert last == (1, int(case["normalize"] == "tokens"))
+    assert at == len(seen)
+
+
+class SomeUnused(nn.Module):
+    """Three parameters of which the last is never used, the second only if asked."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        for name in ("always", "once", "never"):
+            self.register_parameter(name, nn.Parameter(torch.ones(2, dtype=dtype)))
+
+    def forward(self, factor: float, once: bool) -> torch.Tensor:
+        total = self.always.sum() * factor
+        return total + self.once.sum() if once else total
+
+
+def _unused(rank: int, world: int) -> list[Any]:
+    """One parameter is used on rank 0 alone, in the first micro-step alone."""
+    found = []
+    for dtype in (None, torch.float32):
+        net = SomeUnused(torch.float32 if dtype is None else torch.bfloat16)
+        model = DistributedDataParallel(net, find_unused_parameters=True)
+        optimizer = faststep.optim.SGD(net.parameters(), lr=1.0)
+        accum = faststep.accumulate(optimizer, 2, model=model, dtype=dtype)
+        for index in range(2):
+            with accum:
+                accum.backward(model(rank + 1.0, rank == 0 and index == 0))
+        accum.normalize_()
+        named = net.named_parameters()
+        found.append({name: None if p.grad is None else p.grad.tolist() for name, p in named})
+    return found
+
+
+def test_unused_parameters(two_ranks: list[dict[str, Any]]) -> None:
+    for found in of("_unused", two_ranks):
+        for per_dtype in found:
+            assert per_dtype == {"always": [1.5, 1.5], "once": [0.25, 0.25], "never": None}
+
+
+def _overflow(rank: int, world: int) -> Any:
+    """An overflow on rank 1 alone drops the window on both."""
+    net = make_model()
+    model = DistributedDataParallel(net)
+    optimizer = faststep.optim.AdamW(net.parameters())
+    scaler = faststep.amp.GradScaler("cpu", init_scale=64.0)
+    accum = faststep.accumulate(optimizer, 2, model=model)
+    for window in range(3):
+        for batch in batches([4, 4], rank):
+            with accum:
+                factor = float("inf") if (rank, window) == (1, 1) else 1.0
+                scaler.scale(loss_of(model, batch) * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    accum.flush()
+    return accum.discarded, scaler.get_scale(), values(net)
+
+
+def test_overflow_on_one_rank(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = of("_overflow", two_ranks)
+    assert first[:2] == second[:2] == (1, 32.0)
+    assert_equal(first[2], second[2])
+
+
+def _installed(rank: int, world: int) -> Any:
+    net = make_model()
+    model = DistributedDataParallel(net)
+    optimizer = faststep.optim.SGD(net.parameters(), lr=0.1)
+    accum = faststep.accumulate(optimizer, 2, model=model).install()
+    collectives, seen = Collectives(model), []
+    for batch in batches([4] * 5, rank):
+        loss_of(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(collectives.taken())
+    assert accum.flush()
+    seen.append(collectives.taken())
+    accum.remove()
+    assert model.require_backward_grad_sync
+    collectives.stop()
+    return seen, values(net)
+
+
+def test_installed(two_ranks: list[dict[str, Any]]) -> None:
+    first, second = of("_installed", two_ranks)
+    assert first[0] == second[0] == [(0, 0), (1, 0), (0, 0), (1, 0), (0, 0), (0, 2)]
+    assert_equal(first[1], second[1])
+    net = make_model()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    parts = [batches([4] * 5, rank) for rank in range(2)]
+    for window in ((0, 1), (2, 3), (4,)):
+        for index in window:
+            for part in parts:
+                (loss_of(net, part[index]) / (2 * len(window))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_close(first[1], values(net), 1e-5)
+
+
+def _state(rank: int, world: int) -> Any:
+    """Interrupted in the middle of a window, each rank with its own sums."""
+    results = []
+    for interrupted in (False, True):
+        net = make_model(torch.bfloat16)
+        model = DistributedDataParallel(net)
+        optimizer = faststep.optim.AdamW(net.parameters())
+        accum = faststep.accumulate(optimizer, 3, model=model, dtype=torch.float32)
+        for index, batch in enumerate(batches([4] * 3, rank, torch.bfloat16)):
+            if interrupted and index == 2:
+                saved = pickle.dumps((net.state_dict(), accum.state_dict()))
+                accum.remove()
+                net = make_model(torch.bfloat16, seed=9)
+                model = DistributedDataParallel(net)
+                optimizer = faststep.optim.AdamW(net.parameters())
+                accum = faststep.accumulate(optimizer, 3, model=model, dtype=torch.float32)
+                weights, state = pickle.loads(saved)
+                net.load_state_dict(weights)
+                accum.load_state_dict(state)
+            with accum:
+                accum.backward(loss_of(model, batch))
+        optimizer.step()
+        results.append(values(net))
+    return results
+
+
+def test_resuming_inside_a_window(two_ranks: list[dict[str, Any]]) -> None:
+    for plain, resumed in of("_state", two_ranks):
+        assert_equal(plain, resumed)
+
+
+def _compiled(rank: int, world: int) -> list[Any]:
+    """torch.compile around DistributedDataParallel against the plain one."""
+    found = []
+    for compiled in (False, True):
+        net = make_model()
+        model = DistributedDataParallel(net)
+        if compiled:
+            model = torch.compile(model, backend="eager")
+        optimizer = faststep.optim.SGD(net.parameters(), lr=0.1)
+        accum = faststep.accumulate(optimizer, 3, model=model)
+        for _ in range(3):
+            for batch in batches([4] * 3, rank):
+                with accum:
+                    accum.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(values(net))
+    return found
+
+
+def test_compiled(two_ranks: list[dict[str, Any]]) -> None:
+    (plain, compiled), second = of("_compiled", two_ranks)
+    assert_equal([*plain, *compiled], [*second[0], *second[1]])
+    assert_close(compiled, plain, 1e-6)
+
+
+def _errors(rank: int, world: int) -> str:
+    optimizer = faststep.optim.SGD([nn.Parameter(torch.ones(1))])
+    with pytest.raises(ValueError, match="needs model="):
+        faststep.accumulate(optimizer, 2, normalize="tokens")
+    model = DistributedDataParallel(make_model(), static_graph=True)
+    with pytest.raises(TypeError, match="static_graph=True"):
+        faststep.accumulate(optimizer, 2, model=model)
+    with pytest.raises(TypeError, match="does not support DistributedDataParallel"):
+        faststep.release_gradients(model, optimizer)
+    return "raised"
+
+
+def test_errors(two_ranks: list[dict[str, Any]]) -> None:
+    assert of("_errors", two_ranks) == ["raised", "raised"]

@@ -1,0 +1,244 @@
+"""release_gradients(): the bits of the ordinary step, without the gradients."""
+
+from __future__ import annotations
+
+import gc
+import math
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+import faststep
+
+from .common import assert_close, assert_equal, batches, loss_of, make_model, values
+
+MAKE: dict[str, Any] = {
+    "AdamW": lambda ps, **kw: faststep.optim.AdamW(ps, lr=0.01, **kw),
+    "amsgrad": lambda ps, **kw: faststep.optim.Adam(ps, lr=0.01, amsgrad=True, **kw),
+    "SGD": lambda ps, **kw: faststep.optim.SGD(ps, lr=0.1, **kw),
+    "momentum": lambda ps, **kw: faststep.optim.SGD(ps, lr=0.1, momentum=0.9, **kw),
+    "Lion": lambda ps, **kw: faststep.optim.Lion(ps, lr=0.01, **kw),
+}
+over_optimizers = pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+DATA = batches([4] * 6)
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [
+        value.clone()
+        for _, entry in sorted(optimizer.state_dict()["state"].items())
+        for value in entry.values()
+        if isinstance(value, Tensor)
+    ]
+
+
+def train(make: Any, released: bool, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    model = make_model(dtype)
+    groups = [{"params": model[:2].parameters()}, {"params": model[2:].parameters(), "lr": 0.003}]
+    optimizer = make(groups)
+    scheduler = StepLR(optimizer, 2, 0.5)
+    release = faststep.release_gradients(model, optimizer) if released else None
+    for x, y in DATA:
+        loss_of(model, (x.to(dtype), y)).backward()
+        if release is not None:
+            assert all(p.grad is None for p in model.parameters())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    return values(model) + states(optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@over_optimizers
+def test_the_bits_of_the_ordinary_step(make: Any, dtype: torch.dtype) -> None:
+    """With groups, a scheduler, and states created in backward."""
+    assert_equal(train(make, True, dtype), train(make, False, dtype))
+
+
+def test_gradients_do_not_live_together() -> None:
+    """When a gradient arrives, those before it are gone."""
+    model = make_model()
+    optimizer = MAKE["AdamW"](model.parameters())
+    seen: list[weakref.ref[Tensor]] = []
+    alive = []
+
+    def count(grad: Tensor) -> None:
+        alive.append(sum(reference() is not None for reference in seen))
+        seen.append(weakref.ref(grad))
+
+    for param in model.parameters():
+        param.register_hook(count)
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    assert len(alive) == 6
+    assert max(alive) <= 1
+    release.remove()
+
+
+@over_optimizers
+def test_clip_per_parameter(make: Any) -> None:
+    model, reference = make_model(), make_model()
+    optimizer = make(model.parameters(), max_grad_norm=0.02)
+    release = faststep.release_gradients(model, optimizer, clip="per_parameter")
+    alone = [make([p], max_grad_norm=0.02) for p in reference.parameters()]
+    for batch in DATA:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        loss_of(reference, batch).backward()
+        for one in alone:
+            one.step()
+            one.zero_grad()
+    assert_equal(values(model), values(reference))
+    release.remove()
+
+
+def test_clip_lagged() -> None:
+    """The coefficient of a step is that of the norm of the step before."""
+    model, reference = make_model(), make_model()
+    optimizer = MAKE["SGD"](model.parameters(), max_grad_norm=0.2)
+    release = faststep.release_gradients(model, optimizer, clip="lagged")
+    last = None
+    for batch in DATA:
+        loss_of(model, batch).backward()
+        optimizer.step()
+        loss_of(reference, batch).backward()
+        grads = [p.grad.double() for p in reference.parameters()]
+        norm = math.sqrt(sum(float((grad**2).sum()) for grad in grads))
+        with torch.no_grad():
+            for param, grad in zip(reference.parameters(), grads, strict=True):
+                of = float(grad.norm()) if last is None else last
+                param -= 0.1 * min(1.0, 0.2 / (of + 1e-6)) * param.grad
+                param.grad = None
+        assert float(optimizer.last_grad_norm) == pytest.approx(norm, rel=1e-5)
+        assert_close(values(model), values(reference), 1e-5)
+        last = norm
+    release.remove()
+
+
+def test_clipping_without_a_choice_is_refused() -> None:
+    model = make_model()
+    optimizer = MAKE["SGD"](model.parameters(), max_grad_norm=1.0)
+    with pytest.raises(ValueError, match=r'clip="per_parameter".*clip="lagged"'):
+        faststep.release_gradients(model, optimizer)
+    optimizer.max_grad_norm = None
+    release = faststep.release_gradients(model, optimizer)
+    optimizer.max_grad_norm = 1.0
+    before = values(model)
+    with pytest.raises(ValueError, match="needs all gradients before the first update"):
+        loss_of(model, DATA[0]).backward()
+    assert_equal(values(model), before)
+    release.remove()
+
+
+def test_a_second_gradient_is_refused() -> None:
+    model = make_model()
+    optimizer = MAKE["SGD"](model.parameters())
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    with pytest.raises(RuntimeError, match="a second gradient of parameter 5 of group 0"):
+        loss_of(model, DATA[0]).backward()
+    release.remove()
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, faststep.amp.GradScaler])
+def test_a_scaler_is_refused(scaler_class: Any) -> None:
+    model = make_model()
+    optimizer = MAKE["SGD"](model.parameters())
+    release = faststep.release_gradients(model, optimizer)
+    scaler = scaler_class("cpu", init_scale=2.0)
+    scaler.scale(loss_of(model, DATA[0])).backward()
+    with pytest.raises(RuntimeError, match="cannot skip a step for an overflow"):
+        scaler.step(optimizer)
+    release.remove()
+
+
+def test_what_is_refused() -> None:
+    model = make_model()
+    optimizer = MAKE["SGD"](model.parameters())
+    with pytest.raises(TypeError, match=r"not torch\.optim\.sgd\.SGD"):
+        faststep.release_gradients(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(TypeError, match="model must be"):
+        faststep.release_gradients(5, optimizer)
+    with pytest.raises(ValueError, match="not 'norm'"):
+        faststep.release_gradients(model, optimizer, clip="norm")
+    accum = faststep.accumulate(optimizer, 2)
+    with pytest.raises(RuntimeError, match="are accumulated"):
+        faststep.release_gradients(model, optimizer)
+    accum.remove()
+    release = faststep.release_gradients(model, optimizer)
+    with pytest.raises(RuntimeError, match="released already"):
+        faststep.release_gradients(model, optimizer)
+    with pytest.raises(RuntimeError, match="are released"):
+        faststep.accumulate(optimizer, 2)
+    release.remove()
+
+
+def test_errors_name_the_parameter() -> None:
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = faststep.optim.SGD(model.parameters())
+    release = faststep.release_gradients(model, optimizer)
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        model(torch.tensor([1])).sum().backward()
+    release.remove()
+
+
+def test_state_dict_parameters_added_and_unfrozen() -> None:
+    model = make_model()
+    model[4].requires_grad_(False)
+    optimizer = MAKE["momentum"](model[:4].parameters())
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    optimizer.step()
+    before = values(model[4])
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.add_param_group({"params": model[4].parameters()})
+    model[4].requires_grad_(True)
+    optimizer.step()
+    loss_of(model, DATA[1]).backward()
+    assert all(p.grad is None for p in model.parameters())
+    assert not torch.equal(values(model[4])[0], before[0])
+    release.remove()
+
+
+def test_closures() -> None:
+    model, reference = make_model(), make_model()
+    optimizer, plain = MAKE["AdamW"](model.parameters()), MAKE["AdamW"](reference.parameters())
+    release = faststep.release_gradients(model, optimizer)
+    for m, o in ((model, optimizer), (reference, plain)):
+
+        def closure(m: nn.Module = m, o: Any = o) -> Tensor:
+            o.zero_grad()
+            loss = loss_of(m, DATA[0])
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            o.step(closure)
+    assert_equal(values(model), values(reference))
+    release.remove()
+
+
+@pytest.mark.parametrize("explicit", [True, False])
+def test_nothing_is_left(explicit: bool) -> None:
+    """After remove(), or when the release is dropped."""
+    model = make_model()
+    optimizer = MAKE["AdamW"](model.parameters())
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    optimizer.step()
+    dead = weakref.ref(release)
+    if explicit:
+        release.remove()
+    del release
+    gc.collect()
+    assert dead() is None
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    loss_of(model, DATA[0]).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    faststep.accumulate(optimizer, 2)

@@ -1,0 +1,200 @@
+"""dtype=torch.float32: fp32 sums of low-precision gradients, bit for bit those of plain torch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import faststep
+from gradients import LAYOUTS
+
+from .common import OPTIMIZERS, assert_close, assert_equal, batches, finish, loss_of, make_model
+
+LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def sums_by_hand(model: nn.Module, window: list) -> list[Tensor]:
+    """`.float()` and `add_`, as people write it."""
+    totals = [torch.zeros_like(p, dtype=torch.float32) for p in model.parameters()]
+    for batch in window:
+        loss_of(model, batch).backward()
+        for total, param in zip(totals, model.parameters(), strict=True):
+            total.add_(param.grad.float())
+            param.grad = None
+    return totals
+
+
+@LOW
+def test_the_bits_of_a_hand_written_sum(dtype: torch.dtype) -> None:
+    model, reference = make_model(dtype), make_model(dtype)
+    optimizer = faststep.optim.AdamW(model.parameters())
+    accum = faststep.accumulate(optimizer, 8, dtype=torch.float32)
+    for seed in range(3):
+        window = batches([4] * 8, seed, dtype)
+        for batch in window:
+            with accum:
+                accum.backward(loss_of(model, batch))
+        expected = sums_by_hand(reference, window)
+        assert_equal([p.grad for p in model.parameters()], expected)
+        accum.normalize_()
+        assert_equal([p.grad for p in model.parameters()], [total / 8 for total in expected])
+        optimizer.zero_grad()
+
+
+@LOW
+def test_small_gradients_are_not_lost(dtype: torch.dtype) -> None:
+    """256 + 1 + ... + 1: a low-precision sum stays at 256."""
+    lost, kept = (nn.Parameter(torch.zeros(2, dtype=dtype)) for _ in range(2))
+    for param, sum_dtype in ((lost, None), (kept, torch.float32)):
+        optimizer = faststep.optim.SGD([param], lr=1.0)
+        accum = faststep.accumulate(optimizer, 9, normalize="sum", dtype=sum_dtype)
+        for index in range(9):
+            with accum:
+                accum.backward((param * (4096.0 if index == 0 else 1.0)).sum())
+    assert kept.grad.tolist() == [4104.0, 4104.0]
+    assert lost.grad.float().tolist() != [4104.0, 4104.0]
+
+
+@LOW
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_training_with_every_optimizer(make, dtype: torch.dtype) -> None:
+    """faststep's read the fp32 sum; others get its mean, rounded once to the parameter's dtype."""
+    model, reference = make_model(dtype), make_model(dtype)
+    optimizer, theirs = make(model.parameters()), make(reference.parameters())
+    accum = faststep.accumulate(optimizer, 4, dtype=torch.float32)
+    for seed in range(2):
+        window = batches([4] * 4, seed, dtype)
+        for batch in window:
+            with accum:
+                accum.backward(loss_of(model, batch))
+        for param, total in zip(
+            reference.parameters(), sums_by_hand(reference, window), strict=True
+        ):
+            param.grad = (total / 4).to(dtype)
+        finish(optimizer)
+        finish(theirs)
+        assert_close(
+            [p.detach() for p in model.parameters()],
+            [p.detach() for p in reference.parameters()],
+            0.02,
+        )
+        if not isinstance(optimizer, faststep.optim._base.FusedOptimizer):
+            assert_equal(list(model.parameters()), list(reference.parameters()))
+
+
+def test_no_memory_where_parameters_are_fp32() -> None:
+    """Autograd's own sums are used, and no hook is set."""
+    model = make_model()
+    accum = faststep.accumulate(faststep.optim.SGD(model.parameters()), 2, dtype=torch.float32)
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not accum._window.sums
+
+
+def test_the_low_precision_gradient_is_freed_at_once() -> None:
+    model = make_model(torch.bfloat16)
+    accum = faststep.accumulate(faststep.optim.SGD(model.parameters()), 2, dtype=torch.float32)
+    seen = []
+    for param in model.parameters():
+        param.register_hook(lambda grad: seen.append(weakref.ref(grad)))
+    (batch,) = batches([4], 0, torch.bfloat16)
+    with accum:
+        accum.backward(loss_of(model, batch))
+    gc.collect()
+    assert seen
+    assert all(reference() is None for reference in seen)
+    assert all(p.grad.dtype is torch.float32 for p in model.parameters())
+
+
+def test_buffers_are_used_again() -> None:
+    model = make_model(torch.bfloat16)
+    optimizer = faststep.optim.SGD(model.parameters())
+    accum = faststep.accumulate(optimizer, 2, dtype=torch.float32)
+    places = []
+    for seed in range(3):
+        for batch in batches([4, 4], seed, torch.bfloat16):
+            with accum:
+                accum.backward(loss_of(model, batch))
+        places.append([p.grad.data_ptr() for p in model.parameters()])
+        finish(optimizer)
+    assert places[0] == places[1] == places[2]
+
+
+def test_zero_grad_in_place() -> None:
+    """zero_grad(set_to_none=False) leaves the buffer in .grad: it counts as zeros."""
+    sums = []
+    for set_to_none in (True, False):
+        model = make_model(torch.bfloat16)
+        optimizer = faststep.optim.SGD(model.parameters())
+        accum = faststep.accumulate(optimizer, 2, dtype=torch.float32)
+        for seed in range(2):
+            for batch in batches([4, 4], seed, torch.bfloat16):
+                with accum:
+                    accum.backward(loss_of(model, batch))
+            sums.append([p.grad.clone() for p in model.parameters()])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=set_to_none)
+    assert_equal(sums[0], sums[2])
+    assert_equal(sums[1], sums[3])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str) -> None:
+    value = LAYOUTS[layout]()
+    strided = torch.empty_strided(value.shape, value.stride(), dtype=torch.bfloat16)
+    param = nn.Parameter(strided.copy_(value))
+    optimizer = faststep.optim.SGD([param], lr=1.0)
+    accum = faststep.accumulate(optimizer, 3, normalize="sum", dtype=torch.float32)
+    factors = [torch.randn(value.shape).to(torch.bfloat16) for _ in range(3)]
+    for factor in factors:
+        with accum:
+            accum.backward((param * factor).sum())
+    assert torch.equal(param.grad, factors[0].float() + factors[1].float() + factors[2].float())
+
+
+def test_two_backwards_in_one_micro_step() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    accum = faststep.accumulate(faststep.optim.SGD([param]), 2, dtype=torch.float32)
+    for _ in range(2):
+        with accum:
+            param.sum().backward()
+            (param * 2.0).sum().backward()
+    assert param.grad.tolist() == [6.0] * 3
+
+
+def test_parameters_added_and_unfrozen_later() -> None:
+    first, frozen, late = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3))
+    frozen.requires_grad_(False)
+    optimizer = faststep.optim.SGD([first, frozen], lr=0.5)
+    accum = faststep.accumulate(optimizer, 2, dtype=torch.float32)
+    for window in range(2):
+        for _ in range(2):
+            with accum:
+                accum.backward((first + frozen + late).sum())
+        finish(optimizer)
+        if window == 0:
+            frozen.requires_grad_(True)
+            late.grad = None
+            optimizer.add_param_group({"params": [late]})
+    assert first.tolist() == [0.0, 0.0]
+    assert frozen.tolist() == [0.5, 0.5]
+    assert late.tolist() == [0.5, 0.5]
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_gradients_with_a_graph_are_refused() -> None:
+    param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+    accum = faststep.accumulate(faststep.optim.SGD([param]), 2, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0 of SGD.*create_graph"), accum:
+        accum.backward((param**2).sum(), create_graph=True)
+
+
+def test_sparse_gradients_are_refused() -> None:
+    model = nn.Embedding(4, 2, sparse=True, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accum = faststep.accumulate(optimizer, 2, model=model, dtype=torch.float32)
+    with pytest.raises(TypeError, match="the gradient of 'weight' is sparse"), accum:
+        accum.backward(model(torch.tensor([1, 2])).sum())

@@ -1,0 +1,96 @@
+"""Windows, installed hooks and their removal keep no memory and no references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import faststep
+
+from .test_leaks import assert_no_growth
+
+KINDS: dict[str, dict[str, Any]] = {
+    "mean": {},
+    "tokens": {"normalize": "tokens"},
+    "fp32 sums": {"dtype": torch.float32},
+}
+
+
+def make(kwargs: dict[str, Any]) -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:
+    dtype = torch.bfloat16 if "dtype" in kwargs else torch.float32
+    model = nn.Linear(3, 3, dtype=dtype)
+    return model, faststep.optim.SGD(model.parameters(), lr=1e-6), torch.ones(1, 3, dtype=dtype)
+
+
+@pytest.mark.parametrize("kwargs", KINDS.values(), ids=KINDS)
+def test_windows(kwargs: dict[str, Any]) -> None:
+    model, optimizer, x = make(kwargs)
+    accum = faststep.accumulate(optimizer, 2, model=model, **kwargs)
+
+    def window() -> None:
+        for _ in range(2):
+            with accum:
+                if kwargs.get("normalize") == "tokens":
+                    accum.add_count(1)
+                accum.backward(model(x).sum())
+        accum.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert_no_growth(window)
+
+
+@pytest.mark.parametrize("kwargs", KINDS.values(), ids=KINDS)
+def test_installing_and_removing(kwargs: dict[str, Any]) -> None:
+    model, optimizer, x = make(kwargs)
+    scaler = faststep.amp.GradScaler("cpu", init_scale=4.0)
+
+    def live() -> None:
+        accum = faststep.accumulate(optimizer, 2, model=model, **kwargs)
+        accum.install(scaler=scaler)
+        for _ in range(3):
+            if kwargs.get("normalize") == "tokens":
+                accum.add_count(1)
+            scaler.scale(model(x).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update(4.0)
+            optimizer.zero_grad()
+        accum.remove()
+
+    assert_no_growth(live)
+
+
+@pytest.mark.parametrize("kwargs", KINDS.values(), ids=KINDS)
+def test_saving_and_loading(kwargs: dict[str, Any]) -> None:
+    model, optimizer, x = make(kwargs)
+    accum = faststep.accumulate(optimizer, 2, model=model, **kwargs)
+    with accum:
+        if kwargs.get("normalize") == "tokens":
+            accum.add_count(1)
+        accum.backward(model(x).sum())
+    assert_no_growth(lambda: accum.load_state_dict(accum.state_dict()))
+
+
+@pytest.mark.parametrize("clip", [None, "per_parameter", "lagged"])
+def test_release(clip: Any) -> None:
+    model, _, x = make({})
+    limit = None if clip is None else 0.5
+    optimizer = faststep.optim.AdamW(model.parameters(), lr=1e-6, max_grad_norm=limit)
+    kept = faststep.release_gradients(model, optimizer, clip=clip)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+
+    assert_no_growth(step)
+    kept.remove()
+
+    def live() -> None:
+        release = faststep.release_gradients(model, optimizer, clip=clip)
+        step()
+        release.remove()
+
+    assert_no_growth(live)
