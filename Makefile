@@ -55,7 +55,7 @@ asan: $(BIN)/.installed-test ## run the C tests and the Python tests under Addre
 	+$(C_TESTS) SANITIZE=$(SANITIZE)
 	FASTSTEP_CUDA=0 FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
 	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
-	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS)
+	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS) tests/data
 
 tsan: ## run the C tests of threads under ThreadSanitizer
 	+$(C_TESTS) SANITIZE=thread TESTS='test_threads* test_gpu_threads' RUN='$(UNSHUFFLED)'

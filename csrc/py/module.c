@@ -172,6 +172,7 @@ static PyMethodDef methods[] = {
     {"accumulate", fst_py_accumulate, METH_VARARGS, NULL},
     {"clamp", fst_py_clamp, METH_VARARGS, NULL},
     {"collect_grads", fst_py_collect_grads, METH_O, NULL},
+    {"copy_indices", fst_py_copy_indices, METH_VARARGS, NULL},
     {"cpu_info", cpu_info, METH_NOARGS, NULL},
     {"device_clamp", fst_py_device_clamp, METH_VARARGS, NULL},
     {"device_clip", fst_py_device_clip, METH_VARARGS, NULL},
@@ -183,6 +184,7 @@ static PyMethodDef methods[] = {
     {"has_kernels", has_kernels, METH_NOARGS, NULL},
     {"measure", fst_py_measure, METH_VARARGS, NULL},
     {"norm", fst_py_norm, METH_VARARGS, NULL},
+    {"permute", fst_py_permute, METH_VARARGS, NULL},
     {"rules", rules, METH_NOARGS, NULL},
     {"scale", fst_py_scale, METH_VARARGS, NULL},
     {"unscale", fst_py_unscale, METH_VARARGS, NULL},
@@ -211,10 +213,21 @@ static int choose_kernels(PyObject *module)
     return PyModule_AddStringConstant(module, "_isa", kernels->name);
 }
 
+/* The types of the loader. */
+static int add_loader(PyObject *module, fst_module *state)
+{
+    state->slots_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_slots_spec, NULL);
+    if (!state->slots_type || PyModule_AddType(module, state->slots_type))
+        return -1;
+    state->gather_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_gather_spec, NULL);
+    return state->gather_type ? PyModule_AddType(module, state->gather_type) : -1;
+}
+
 static int module_exec(PyObject *module)
 {
     fst_module *state = fst_module_state(module);
-    if (choose_kernels(module) || fst_tensors_init(&state->tensors, module))
+    if (choose_kernels(module) || fst_tensors_init(&state->tensors, module) ||
+        add_loader(module, state))
         return -1;
     state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_plan_spec, NULL);
     if (!state->plan_type)
@@ -226,6 +239,8 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
 {
     fst_module *state = fst_module_state(module);
     Py_VISIT(state->plan_type);
+    Py_VISIT(state->slots_type);
+    Py_VISIT(state->gather_type);
     return fst_tensors_traverse(&state->tensors, visit, arg);
 }
 
@@ -234,6 +249,8 @@ static int module_clear(PyObject *module)
     fst_module *state = fst_module_state(module);
     fst_tensors_clear(&state->tensors);
     Py_CLEAR(state->plan_type);
+    Py_CLEAR(state->slots_type);
+    Py_CLEAR(state->gather_type);
     return 0;
 }
 

@@ -177,3 +177,55 @@ def use_records(*words: int) -> None:
 
 def use_threads_of(path: str | None, /) -> bool:
     """Run on the thread pool of the libtorch_cpu at `path`; False if it offers none."""
+
+class Slots:
+    """Memory for batches, used again when the tensors over it are gone."""
+
+    def counts(self) -> tuple[int, int, int]:
+        """(slots whose memory came from the system so far, free ones, those with a tensor)."""
+
+    def keep(self, number: int, /) -> None:
+        """At most so many free slots stay."""
+
+class Gather:
+    """Gathers batches of rows in threads, in the order they were asked for.
+
+    Args:
+        slots: the memory of the batches.
+        fields: (empty tensor of a batch's type and row shape, number of the conversion).
+        nodes: the tree of csrc/io/table.h, the root last: (0, length, ((address, stride), ...)),
+            (1, child, length, address of int64 indices or 0, start, step) or (2, children).
+        threads: at most so many.
+        eager: wake them for small batches too.
+        owner: keeps the memory at these addresses.
+    """
+
+    def __new__(
+        cls,
+        slots: Slots,
+        fields: tuple[tuple[Tensor, int], ...],
+        nodes: tuple[tuple[Any, ...], ...],
+        threads: int,
+        eager: bool,
+        owner: object,
+        /,
+    ) -> Gather: ...
+    def submit(
+        self, indices: list[int] | tuple[int, ...] | Tensor, start: int = ..., count: int = ..., /
+    ) -> int:
+        """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample."""
+
+    def take(self, number: int, /) -> list[Tensor] | None:
+        """Wait for a batch: a tensor per field. Drops older ones; None if it is not there."""
+
+    def queued(self) -> int:
+        """Batches that were asked for and not taken."""
+
+    def close(self) -> None:
+        """End the threads; nothing else can be done then."""
+
+def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
+    """Fill an int64 tensor of the same length; False if an item is not a plain int."""
+
+def permute(out: Tensor, length: int, seed: int, epoch: int, start: int, step: int, /) -> None:
+    """Fill an int64 tensor with places start, start + step and so on of a permutation."""

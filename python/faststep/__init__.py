@@ -14,7 +14,7 @@ _KERNELS = Path(__file__).with_name("kernels.fatbin")  # missing where it was bu
 if _KERNELS.is_file():
     _C.use_kernels_of(str(_KERNELS))
 
-from . import amp, optim  # noqa: E402
+from . import amp, data, optim  # noqa: E402
 from .accumulation import accumulate  # noqa: E402
 from .clip import (  # noqa: E402
     clip_grad_norm_,
@@ -32,6 +32,7 @@ __all__ = [
     "clip_grad_norm_",
     "clip_grad_value_",
     "clip_grads_with_norm_",
+    "data",
     "get_total_norm",
     "optim",
     "release_gradients",

@@ -17,10 +17,21 @@ from typing import Any, TypeVar
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
+from torch.utils.data._utils.collate import (
+    collate_tensor_fn,
+    default_collate,
+    default_collate_fn_map,
+)
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
+from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIter
 
 __all__ = [
+    "BaseDataLoaderIter",
     "OptState",
+    "collates_as_default",
     "cuda_amp_is_unavailable",
+    "dataset_fetcher",
     "disable_dynamo",
     "dtypes_of",
     "get_grad_dtype",
@@ -30,6 +41,7 @@ __all__ = [
     "lazy_clone",
     "libtorch_cpu_path",
     "neg_view",
+    "pin_memory",
     "rebuild_buckets",
     "record_of",
     "set_grad_dtype",
@@ -172,3 +184,26 @@ def update_scale_as_torch(
     torch._amp_update_scale_(
         scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
     )
+
+
+def collates_as_default(function: Any, containers: Iterable[type]) -> bool:
+    """Whether `function` is torch's default_collate and treats tensors and these types as usual.
+
+    Users may register functions for further types in `default_collate_fn_map`.
+    """
+    if function is not default_collate:
+        return False
+    if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
+        return False
+    return not any(issubclass(kind, key) for kind in containers for key in default_collate_fn_map)
+
+
+def dataset_fetcher(dataset: Any, collate_fn: Any) -> Any:
+    """What fetches a batch of a map-style dataset: an object with `fetch(indices)`."""
+    return _MapDatasetFetcher(dataset, True, collate_fn, False)
+
+
+def pin_memory(data: Any, device: str | None) -> Any:
+    """The same batch in page-locked memory, with torch's rules for containers."""
+    function: Any = _pin_memory
+    return function(data, device)

@@ -234,12 +234,97 @@ def device_info() -> Iterator[Case]:
     yield failing(_C.device_info, "0"), []
 
 
+def prototype(*row: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty((0, *row), dtype=dtype)
+
+
+def gather() -> Iterator[Case]:
+    """Batches that are taken, that are left in the queue, and arguments of every wrong kind."""
+    data, labels, chosen = torch.ones(9, 4), torch.ones(9), torch.tensor([3, 8, 0])
+    fields = ((prototype(4), 0), (prototype(), 0))
+    rows = (0, 9, ((data.data_ptr(), 16), (labels.data_ptr(), 4)))
+    nodes = (rows, (1, 0, 3, chosen.data_ptr(), 0, 0), (2, (0, 1)))
+    slots, owner = _C.Slots(), (data, labels, chosen)
+    slots.keep(4)
+
+    def run(take: int, close: bool) -> None:
+        gather = _C.Gather(slots, fields, nodes, 2, True, owner)
+        numbers = [gather.submit(indices) for indices in ([11, 0, -1], (2,), chosen)]
+        numbers.append(gather.submit(chosen, 1, 2))
+        assert all(numbers)
+        for wrong in ([12], ["a"], [], [1 << 70]):
+            assert not gather.submit(wrong)
+        for number in numbers[:take]:
+            tensors = gather.take(number)
+            assert tensors is not None
+            tensors[0].view(-1).detach()
+            assert gather.take(number) is None
+        assert gather.queued() == 4 - take
+        if close:
+            gather.close()
+
+    yield lambda: run(0, True), [slots, owner, data, chosen, *fields, nodes]
+    yield lambda: run(2, False), [slots, owner, data, chosen, *fields, nodes]
+    yield lambda: run(4, True), [slots, owner, data, chosen, *fields, nodes]
+    kept = _C.Gather(slots, fields, nodes, 0, False, owner)
+    for arguments in ((), (None,), (chosen, 2, 2), (chosen, -1), (data,), (torch.ones(3),)):
+        yield failing(kept.submit, *arguments), list(arguments[:1])
+    for arguments in ((), (-1,), ("",)):
+        yield failing(kept.take, *arguments), []
+    closed = _C.Gather(slots, fields, nodes, 0, False, owner)
+    closed.close()
+    yield failing(closed.take, 1), []
+    yield failing(closed.submit, [1]), []
+    for wrong in (
+        (None, fields, nodes, 1, False, owner),
+        (slots, (), nodes, 1, False, owner),
+        (slots, ((data.int, 0),), nodes, 1, False, owner),
+        (slots, ((prototype(4), 9),), nodes, 1, False, owner),
+        (slots, fields, (), 1, False, owner),
+        (slots, fields, (rows, (0, 9, ((1, 1),))), 1, False, owner),
+        (slots, fields, ((1, 0, 3, 0, 0, 1),), 1, False, owner),
+        (slots, fields, (rows, (2, (0, 1))), 1, False, owner),
+        (slots, fields, (rows, (3, 1)), 1, False, owner),
+        (slots, fields, (rows, ()), 1, False, owner),
+        (slots, fields, nodes, "1", False, owner),
+    ):
+        yield failing(_C.Gather, *wrong), [slots, fields, nodes, owner]
+
+
+def slots() -> Iterator[Case]:
+    some = _C.Slots()
+    yield _C.Slots, []
+    yield failing(_C.Slots, 1), []
+    yield some.counts, []
+    yield lambda: some.keep(3), [some]
+    yield failing(some.keep, -1), [some]
+
+
+def copy_indices() -> Iterator[Case]:
+    out, numbers = torch.empty(3, dtype=torch.int64), [1000, 2000, 3000]
+    yield lambda: _C.copy_indices(numbers, out), [numbers, out]
+    yield lambda: _C.copy_indices([1.0, 2, 3], out), [out]
+    yield lambda: _C.copy_indices([1, 2], out), [out]
+    for bad in ((numbers, torch.empty(3)), (numbers, numbers), (numbers,)):
+        yield failing(_C.copy_indices, *bad), [numbers, *bad]
+
+
+def permute() -> Iterator[Case]:
+    out = torch.empty(30, dtype=torch.int64)
+    yield lambda: _C.permute(out, 30, 1, 2, 0, 1), [out]
+    for bad in ((out, 0, 1, 2, 0, 1), (out, 30), (torch.empty(3), 30, 1, 2, 0, 1)):
+        yield failing(_C.permute, *bad), [bad[0]]
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "Gather": gather,
     "Plan": plan,
+    "Slots": slots,
     "TensorError": tensor_error,
     "accumulate": accumulate,
     "clamp": lambda: on_tensors(_C.clamp, 0.5),
     "collect_grads": collect_grads,
+    "copy_indices": copy_indices,
     "cpu_info": lambda: iter([(_C.cpu_info, [])]),
     "device_counts": lambda: iter([(_C.device_counts, [])]),
     "device_info": device_info,
@@ -247,6 +332,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "measure": lambda: on_tensors(_C.measure, 0.5),
     "norm": norms,
+    "permute": permute,
     "rules": lambda: iter([(_C.rules, [])]),
     "scale": lambda: on_tensors(_C.scale, 1.0),
     "unscale": lambda: on_tensors(_C.unscale, 1.0),

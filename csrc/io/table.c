@@ -1,0 +1,118 @@
+#include "io/table.h"
+
+#include <string.h>
+
+enum { AHEAD = 8 }; /* rows whose memory is asked for before they are copied */
+
+static const struct {
+    size_t from, to; /* bytes of an item */
+} sizes[FST_CONVERSION_COUNT] = {
+    [FST_AS_IS] = {1, 1},
+    [FST_U16_TO_I32] = {2, 4},
+    [FST_U16_TO_I64] = {2, 8},
+    [FST_U32_TO_I64] = {4, 8},
+};
+
+size_t fst_field_row_bytes(const fst_field *field)
+{
+    return field->items * sizes[field->conversion].to;
+}
+
+size_t fst_table_row_bytes(const fst_table *table)
+{
+    size_t sum = 0;
+    for (size_t f = 0; f < table->field_count; f++)
+        sum += fst_field_row_bytes(&table->fields[f]);
+    return sum;
+}
+
+/* The child that holds sample `index` of a joined node. */
+static size_t child_of(const fst_node *node, int64_t index)
+{
+    size_t low = 0, high = node->child_count - 1;
+    while (low < high) {
+        const size_t middle = low + (high - low) / 2;
+        if (node->ends[middle] <= index)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+int fst_table_find(const fst_table *table, int64_t index, fst_place *place)
+{
+    const fst_node *node = &table->nodes[table->node_count - 1];
+    for (;;) {
+        if (index < 0)
+            index += node->length;
+        if (index < 0 || index >= node->length)
+            return -1;
+        if (node->kind == FST_ROWS) {
+            *place = (fst_place){node, index};
+            return 0;
+        }
+        if (node->kind == FST_CHOSEN) {
+            index = node->chosen ? node->chosen[index] : node->start + index * node->step;
+            node = &table->nodes[node->child];
+        } else {
+            const size_t child = child_of(node, index);
+            index -= child ? node->ends[child - 1] : 0;
+            node = &table->nodes[node->children[child]];
+        }
+    }
+}
+
+/* Items may lie at any address, as those of a file do. */
+#define WIDEN(name, from, to)                                                       \
+    static void name(char *restrict output, const char *restrict row, size_t items) \
+    {                                                                               \
+        for (size_t i = 0; i < items; i++) {                                        \
+            from narrow;                                                            \
+            memcpy(&narrow, row + i * sizeof narrow, sizeof narrow);                \
+            const to wide = (to)narrow;                                             \
+            memcpy(output + i * sizeof wide, &wide, sizeof wide);                   \
+        }                                                                           \
+    }
+WIDEN(u16_to_i32, uint16_t, int32_t)
+WIDEN(u16_to_i64, uint16_t, int64_t)
+WIDEN(u32_to_i64, uint32_t, int64_t)
+
+static void copy_row(const fst_field *field, char *output, const char *row)
+{
+    switch (field->conversion) {
+    case FST_U16_TO_I32:
+        u16_to_i32(output, row, field->items);
+        break;
+    case FST_U16_TO_I64:
+        u16_to_i64(output, row, field->items);
+        break;
+    case FST_U32_TO_I64:
+        u32_to_i64(output, row, field->items);
+        break;
+    case FST_AS_IS:
+    case FST_CONVERSION_COUNT:
+    default:
+        memcpy(output, row, field->items);
+    }
+}
+
+static const char *row_at(const fst_place *place, size_t field)
+{
+    const fst_column *column = &place->leaf->columns[field];
+    return column->data + place->row * column->stride;
+}
+
+void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
+                    char *const *outputs)
+{
+    for (size_t f = 0; f < table->field_count; f++) {
+        const fst_field *field = &table->fields[f];
+        const size_t size = fst_field_row_bytes(field);
+        for (size_t i = begin; size && i < end; i++) {
+            if (i + AHEAD < end)
+                __builtin_prefetch(row_at(&places[i + AHEAD], f));
+            copy_row(field, outputs[f] + i * size, row_at(&places[i], f));
+        }
+    }
+}

@@ -1,0 +1,70 @@
+/* table.h - rows that lie in arrays: where the sample of an index is, and how it gets into a batch.
+ *
+ * A table is a tree of nodes. Leaves have rows: a column per field, with the same fields in all
+ * leaves. A node may choose among another's samples or join several one after another. */
+#ifndef FST_IO_TABLE_H
+#define FST_IO_TABLE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Torch has next to no operators for unsigned tokens: they are widened on the way. */
+typedef enum {
+    FST_AS_IS, /* items are bytes */
+    FST_U16_TO_I32,
+    FST_U16_TO_I64,
+    FST_U32_TO_I64,
+    FST_CONVERSION_COUNT,
+} fst_conversion;
+
+typedef struct {
+    size_t items; /* of a row */
+    fst_conversion conversion;
+} fst_field;
+
+typedef struct {
+    const char *data;
+    int64_t stride; /* bytes from row to row; 0 and less than none are allowed */
+} fst_column;
+
+typedef enum { FST_ROWS, FST_CHOSEN, FST_JOINED } fst_node_kind;
+
+typedef struct {
+    fst_node_kind kind;
+    int64_t length;        /* samples */
+    fst_column *columns;   /* FST_ROWS: one per field */
+    size_t child;          /* FST_CHOSEN: of which node */
+    const int64_t *chosen; /* which samples; NULL: start, start + step and so on */
+    int64_t start, step;
+    size_t *children; /* FST_JOINED */
+    int64_t *ends;    /* sums of the children's lengths */
+    size_t child_count;
+} fst_node;
+
+typedef struct {
+    fst_field *fields;
+    size_t field_count;
+    fst_node *nodes; /* children before their parents; the last is the root */
+    size_t node_count;
+} fst_table;
+
+/* A row of a leaf. */
+typedef struct {
+    const fst_node *leaf;
+    int64_t row;
+} fst_place;
+
+size_t fst_field_row_bytes(const fst_field *field); /* of a batch */
+
+/* Bytes of a sample in a batch, over all fields. */
+size_t fst_table_row_bytes(const fst_table *table);
+
+/* Negative indices count from the end, at each level. Returns 0, or -1 where there is no such
+ * sample. */
+int fst_table_find(const fst_table *table, int64_t index, fst_place *place);
+
+/* Copies the samples places[begin..end) to the same rows of the fields' outputs. */
+void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
+                    char *const *outputs);
+
+#endif

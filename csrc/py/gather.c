@@ -1,0 +1,262 @@
+/* The type faststep._C.Gather: batches of rows, as tensors over memory that is used again. */
+#include "py/gather.h"
+
+#include <stdlib.h>
+
+enum { PATIENCE = 50 }; /* milliseconds between two looks at Python's signals */
+
+static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    fst_module *state = PyType_GetModuleState(type);
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    fst_status status = {0};
+    PyObject *slots, *fields, *nodes, *owner;
+    unsigned threads;
+    int eager;
+    if (keywords && PyDict_Size(keywords)) {
+        PyErr_SetString(PyExc_TypeError, "Gather() takes no keywords");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "O!O!O!IpO", state->slots_type, &slots, &PyTuple_Type, &fields,
+                          &PyTuple_Type, &nodes, &threads, &eager, &owner))
+        return NULL;
+    fst_gather_object *self = (fst_gather_object *)alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->slots = (fst_slots_object *)Py_NewRef(slots);
+    self->owner = Py_NewRef(owner);
+    self->api = fst_torch_api(state);
+    if (!self->api || fst_gather_parse(state, self, fields, nodes)) {
+        Py_DECREF(self);
+        return NULL;
+    }
+    self->crew = fst_crew_new(&self->table, self->slots->pool, threads, eager, &status);
+    if (!self->crew) {
+        Py_DECREF(self);
+        return fst_raise(&status);
+    }
+    return (PyObject *)self;
+}
+
+static void end_crew(fst_gather_object *self)
+{
+    fst_crew *crew = self->crew;
+    self->crew = NULL;
+    if (!crew)
+        return;
+    Py_BEGIN_ALLOW_THREADS fst_crew_free(crew);
+    Py_END_ALLOW_THREADS
+}
+
+static void gather_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    fst_gather_object *self = (fst_gather_object *)object;
+    end_crew(self);
+    fst_gather_forget(self);
+    Py_XDECREF(self->slots);
+    Py_XDECREF(self->owner);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static int is_usable(const fst_gather_object *self)
+{
+    if (self->crew && !self->busy)
+        return 1;
+    PyErr_SetString(PyExc_RuntimeError,
+                    self->crew ? "another thread is in this Gather" : "this Gather is closed");
+    return 0;
+}
+
+static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t count)
+{
+    fst_status status = {0};
+    uint64_t number = 0;
+    if (fst_crew_add(self->crew, indices, (size_t)count, &number, &status))
+        return fst_raise(&status);
+    return PyLong_FromUnsignedLongLong(number);
+}
+
+static PyObject *submit_sequence(fst_gather_object *self, PyObject *sequence, Py_ssize_t count)
+{
+    int64_t *indices = PyMem_Malloc(((size_t)count + 1) * sizeof *indices);
+    PyObject *number = NULL;
+    if (!indices)
+        return PyErr_NoMemory();
+    if (fst_copy_ints(sequence, indices, count))
+        number = add(self, indices, count);
+    else if (!PyErr_Occurred())
+        number = PyLong_FromLong(0);
+    PyMem_Free(indices);
+    return number;
+}
+
+static PyObject *gather_submit(PyObject *object, PyObject *args)
+{
+    fst_gather_object *self = (fst_gather_object *)object;
+    PyObject *indices;
+    Py_ssize_t start = 0, count = -1, all = 0;
+    if (!PyArg_ParseTuple(args, "O|nn", &indices, &start, &count) || !is_usable(self))
+        return NULL;
+    if ((all = fst_sequence_size(indices)) >= 0)
+        return submit_sequence(self, indices, all);
+    int64_t *places =
+        fst_read_indices(PyType_GetModuleState(Py_TYPE(object)), self->api, indices, &all);
+    if (!places && PyErr_Occurred())
+        return NULL;
+    if (count < 0)
+        count = all - start;
+    if (start < 0 || count < 0 || start > all - count)
+        return PyErr_Format(PyExc_ValueError, "no %zd indices from %zd on among %zd", count, start,
+                            all);
+    return add(self, places + start, count);
+}
+
+/* A tensor over a slot: freed when the last tensor over the same memory is. */
+typedef struct {
+    fst_dl_managed managed;
+    fst_slot *slot;
+    int64_t sizes[]; /* shape, then strides */
+} slot_export;
+
+/* Any thread may call this, with the GIL or without. */
+static void end_export(fst_dl_managed *managed)
+{
+    slot_export *export = (slot_export *)managed;
+    fst_slot_give_back(export->slot);
+    free(export);
+}
+
+/* Takes the slot over, in any case. */
+static PyObject *tensor_over(const fst_dl_api *api, const fst_field_form *form, size_t rows,
+                             fst_slot *slot)
+{
+    int (*to_object)(fst_dl_managed *, void **) =
+        (int (*)(fst_dl_managed *, void **))api->managed_tensor_to_py_object;
+    const size_t dims = (size_t)form->row_dims + 1;
+    slot_export *export = malloc(sizeof *export + 2 * dims * sizeof(int64_t));
+    void *tensor = NULL;
+    if (!export) {
+        fst_slot_give_back(slot);
+        return PyErr_NoMemory();
+    }
+    int64_t *shape = export->sizes, *strides = export->sizes + dims, stride = 1;
+    for (size_t d = dims; d-- > 0;) {
+        shape[d] = d ? form->row_shape[d - 1] : (int64_t)rows;
+        strides[d] = stride;
+        stride *= shape[d] > 1 ? shape[d] : 1;
+    }
+    export->slot = slot;
+    export->managed = (fst_dl_managed){
+        .version = {1, 0},
+        .deleter = end_export,
+        .tensor = {.data = slot->data,
+                   .device = {FST_DL_CPU, 0},
+                   .ndim = (int32_t)dims,
+                   .dtype = form->dtype,
+                   .shape = shape,
+                   .strides = strides},
+    };
+    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
+    return to_object(&export->managed, &tensor) ? NULL : tensor;
+}
+
+static PyObject *tensors_of(fst_gather_object *self)
+{
+    const size_t fields = self->table.field_count;
+    fst_slot **slots = PyMem_Calloc(fields, sizeof(fst_slot *));
+    PyObject *list = slots ? PyList_New((Py_ssize_t)fields) : NULL;
+    if (!list) {
+        PyMem_Free(slots);
+        return slots ? NULL : PyErr_NoMemory();
+    }
+    const size_t rows = fst_crew_take(self->crew, slots);
+    for (size_t f = 0; f < fields; f++) {
+        if (!list) { /* an earlier field failed */
+            fst_slot_give_back(slots[f]);
+            continue;
+        }
+        PyObject *tensor = tensor_over(self->api, &self->forms[f], rows, slots[f]);
+        if (!tensor || PyList_SetItem(list, (Py_ssize_t)f, tensor))
+            Py_CLEAR(list);
+    }
+    PyMem_Free(slots);
+    return list;
+}
+
+/* Waits for the oldest batch, without the GIL; 0, or -1 with a Python error. */
+static int await_oldest(fst_gather_object *self)
+{
+    fst_status status = {0};
+    int done = 0;
+    while (!done) {
+        self->busy = 1;
+        Py_BEGIN_ALLOW_THREADS fst_crew_wait(self->crew, PATIENCE, &done, &status);
+        Py_END_ALLOW_THREADS self->busy = 0;
+        if (status.code)
+            fst_raise(&status);
+        if (status.code || (!done && PyErr_CheckSignals()))
+            return -1;
+    }
+    return 0;
+}
+
+/* An older batch is one whose number the caller never got: a signal came between. */
+static PyObject *gather_take(PyObject *object, PyObject *wanted)
+{
+    fst_gather_object *self = (fst_gather_object *)object;
+    const uint64_t number = PyLong_AsUnsignedLongLong(wanted);
+    uint64_t oldest = 0;
+    if (PyErr_Occurred() || !is_usable(self))
+        return NULL;
+    while ((oldest = fst_crew_oldest(self->crew)) && oldest <= number) {
+        PyObject *list = await_oldest(self) ? NULL : tensors_of(self);
+        if (!list || oldest == number)
+            return list;
+        Py_DECREF(list);
+    }
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *gather_queued(PyObject *object, PyObject *unused)
+{
+    const fst_gather_object *self = (fst_gather_object *)object;
+    (void)unused;
+    return PyLong_FromSize_t(self->crew ? fst_crew_queued(self->crew) : 0);
+}
+
+static PyObject *gather_close(PyObject *object, PyObject *unused)
+{
+    fst_gather_object *self = (fst_gather_object *)object;
+    (void)unused;
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "another thread is in this Gather");
+        return NULL;
+    }
+    end_crew(self);
+    return Py_NewRef(Py_None);
+}
+
+static PyMethodDef gather_methods[] = {
+    {"close", gather_close, METH_NOARGS, NULL},
+    {"queued", gather_queued, METH_NOARGS, NULL},
+    {"submit", gather_submit, METH_VARARGS, NULL},
+    {"take", gather_take, METH_O, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot gather_slots[] = {
+    {Py_tp_doc, "Gathers batches of rows in threads, in the order they were asked for."},
+    {Py_tp_new, gather_new},
+    {Py_tp_dealloc, gather_dealloc},
+    {Py_tp_methods, gather_methods},
+    {0, NULL},
+};
+
+PyType_Spec fst_gather_spec = {
+    .name = "faststep._C.Gather",
+    .basicsize = sizeof(fst_gather_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = gather_slots,
+};

@@ -1,0 +1,49 @@
+/* gather.h - what the files of the types Slots and Gather share. */
+#ifndef FST_PY_GATHER_H
+#define FST_PY_GATHER_H
+
+#include "io/crew.h"
+#include "py/module.h"
+
+enum { FST_MAX_ROW_DIMS = 63 }; /* torch's limit for tensors is 64 */
+
+typedef struct {
+    PyObject_HEAD fst_slots *pool;
+} fst_slots_object;
+
+/* What a tensor of one field of a batch looks like. */
+typedef struct {
+    fst_dl_dtype dtype;
+    int row_dims;
+    int64_t row_shape[FST_MAX_ROW_DIMS];
+} fst_field_form;
+
+typedef struct {
+    PyObject_HEAD fst_slots_object *slots;
+    PyObject *owner; /* keeps what the table points to */
+    const fst_dl_api *api;
+    fst_table table;
+    fst_field_form *forms; /* one per field */
+    fst_crew *crew;        /* NULL when closed */
+    int busy;              /* a thread is in a method that let go of the GIL */
+} fst_gather_object;
+
+/* torch's side of the exchange of tensors; NULL with a Python error. */
+const fst_dl_api *fst_torch_api(const fst_module *state);
+
+/* The elements of a packed 1-d int64 tensor; NULL with a Python error, or where there are none. */
+int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,
+                          Py_ssize_t *count);
+
+/* The items of a list or tuple; -1 for anything else. */
+Py_ssize_t fst_sequence_size(PyObject *sequence);
+
+/* Copies the ints of a list or tuple; returns 0 if one of its items is anything else. */
+int fst_copy_ints(PyObject *sequence, int64_t *out, Py_ssize_t count);
+
+/* Reads the arguments `fields` and `nodes` of Gather, both tuples; 0, or -1 with a Python error. */
+int fst_gather_parse(const fst_module *state, fst_gather_object *self, PyObject *fields,
+                     PyObject *nodes);
+void fst_gather_forget(fst_gather_object *self);
+
+#endif

@@ -1,0 +1,230 @@
+/* Reads the arguments of Gather: which rows lie where. */
+#include "py/gather.h"
+
+enum { DL_INT = 0 }; /* a type code of DLPack */
+
+const fst_dl_api *fst_torch_api(const fst_module *state)
+{
+    PyObject *capsule =
+        PyObject_GetAttrString(state->tensors.tensor_type, "__dlpack_c_exchange_api__");
+    const fst_dl_header *header =
+        capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule);
+    while (header && header->version.major != 1)
+        header = header->previous;
+    if (!header && !PyErr_Occurred())
+        PyErr_SetString(PyExc_RuntimeError, "this torch has no DLPack exchange API of version 1");
+    return (const fst_dl_api *)header;
+}
+
+/* Reads a torch.Tensor itself, in CPU memory. */
+static int read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
+                       fst_dl_tensor *tensor)
+{
+    if ((PyObject *)Py_TYPE(object) != state->tensors.tensor_type) {
+        PyErr_SetString(PyExc_TypeError, "expected a torch.Tensor");
+        return -1;
+    }
+    if (api->tensor_from_py_object(object, tensor))
+        return -1;
+    if (tensor->device.device_type != FST_DL_CPU) {
+        PyErr_SetString(PyExc_TypeError, "expected a tensor in CPU memory");
+        return -1;
+    }
+    return 0;
+}
+
+int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,
+                          Py_ssize_t *count)
+{
+    fst_dl_tensor tensor;
+    if (read_tensor(state, api, object, &tensor))
+        return NULL;
+    if (tensor.dtype.code != DL_INT || tensor.dtype.bits != 64 || tensor.ndim != 1 ||
+        (tensor.shape[0] > 1 && tensor.strides && tensor.strides[0] != 1)) {
+        PyErr_SetString(PyExc_TypeError, "expected a packed 1-d tensor of int64");
+        return NULL;
+    }
+    *count = (Py_ssize_t)tensor.shape[0];
+    return (int64_t *)(void *)((char *)tensor.data + tensor.byte_offset);
+}
+
+int fst_copy_ints(PyObject *sequence, int64_t *out, Py_ssize_t count)
+{
+    const int is_list = PyList_Check(sequence);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyObject *item = is_list ? PyList_GetItem(sequence, i) : PyTuple_GetItem(sequence, i);
+        int overflow = 0;
+        if (!item || !PyLong_CheckExact(item))
+            return 0;
+        out[i] = PyLong_AsLongLongAndOverflow(item, &overflow);
+        if (overflow)
+            return 0;
+    }
+    return 1;
+}
+
+Py_ssize_t fst_sequence_size(PyObject *sequence)
+{
+    return PyList_Check(sequence)    ? PyList_Size(sequence)
+           : PyTuple_Check(sequence) ? PyTuple_Size(sequence)
+                                     : -1;
+}
+
+/* Reads (prototype, conversion): an empty tensor of the output's type and row shape. */
+static int parse_field(const fst_module *state, fst_gather_object *self, size_t f, PyObject *spec)
+{
+    fst_field *field = &self->table.fields[f];
+    fst_field_form *form = &self->forms[f];
+    fst_dl_tensor tensor;
+    PyObject *prototype;
+    int conversion;
+    if (!PyArg_ParseTuple(spec, "Oi", &prototype, &conversion) ||
+        read_tensor(state, self->api, prototype, &tensor))
+        return -1;
+    if (tensor.ndim < 1 || tensor.ndim > FST_MAX_ROW_DIMS + 1 || tensor.dtype.bits % 8 ||
+        conversion < 0 || conversion >= FST_CONVERSION_COUNT) {
+        PyErr_SetString(PyExc_ValueError, "no such field");
+        return -1;
+    }
+    form->dtype = tensor.dtype;
+    form->row_dims = tensor.ndim - 1;
+    field->conversion = (fst_conversion)conversion;
+    field->items = conversion == FST_AS_IS ? tensor.dtype.bits / 8u * tensor.dtype.lanes : 1;
+    for (int d = 0; d < form->row_dims; d++) {
+        form->row_shape[d] = tensor.shape[d + 1];
+        field->items *= (size_t)tensor.shape[d + 1];
+    }
+    return 0;
+}
+
+static int parse_rows(fst_gather_object *self, fst_node *node, PyObject *spec)
+{
+    PyObject *columns;
+    long long length;
+    int kind;
+    if (!PyArg_ParseTuple(spec, "iLO!", &kind, &length, &PyTuple_Type, &columns))
+        return -1;
+    node->length = length;
+    node->columns = PyMem_Calloc(self->table.field_count, sizeof *node->columns);
+    if (!node->columns) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if ((size_t)PyTuple_Size(columns) != self->table.field_count) {
+        PyErr_SetString(PyExc_ValueError, "expected a column per field");
+        return -1;
+    }
+    for (size_t f = 0; f < self->table.field_count; f++) {
+        unsigned long long address;
+        long long stride;
+        if (!PyArg_ParseTuple(PyTuple_GetItem(columns, (Py_ssize_t)f), "KL", &address, &stride))
+            return -1;
+        node->columns[f] = (fst_column){(const char *)(uintptr_t)address, stride};
+    }
+    return 0;
+}
+
+static int parse_chosen(fst_node *node, size_t number, PyObject *spec)
+{
+    unsigned long long address;
+    long long length, start, step;
+    Py_ssize_t child;
+    int kind;
+    if (!PyArg_ParseTuple(spec, "inLKLL", &kind, &child, &length, &address, &start, &step))
+        return -1;
+    if (child < 0 || (size_t)child >= number) {
+        PyErr_SetString(PyExc_ValueError, "children come before their parents");
+        return -1;
+    }
+    node->child = (size_t)child;
+    node->length = length;
+    node->chosen = (const int64_t *)(uintptr_t)address;
+    node->start = start;
+    node->step = step;
+    return 0;
+}
+
+static int parse_joined(const fst_table *table, fst_node *node, size_t number, PyObject *spec)
+{
+    PyObject *children;
+    int kind;
+    if (!PyArg_ParseTuple(spec, "iO!", &kind, &PyTuple_Type, &children))
+        return -1;
+    node->child_count = (size_t)PyTuple_Size(children);
+    node->children = PyMem_Calloc(node->child_count + 1, sizeof *node->children);
+    node->ends = PyMem_Calloc(node->child_count + 1, sizeof *node->ends);
+    if (!node->children || !node->ends) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < node->child_count; i++) {
+        const size_t child = PyLong_AsSize_t(PyTuple_GetItem(children, (Py_ssize_t)i));
+        if (child >= number) {
+            if (!PyErr_Occurred())
+                PyErr_SetString(PyExc_ValueError, "children come before their parents");
+            return -1;
+        }
+        node->children[i] = child;
+        node->length += table->nodes[child].length;
+        node->ends[i] = node->length;
+    }
+    return 0;
+}
+
+static int parse_node(fst_gather_object *self, size_t number, PyObject *spec)
+{
+    fst_node *node = &self->table.nodes[number];
+    const long kind =
+        PyTuple_Check(spec) && PyTuple_Size(spec) ? PyLong_AsLong(PyTuple_GetItem(spec, 0)) : -1;
+    if (PyErr_Occurred())
+        return -1;
+    node->kind = (fst_node_kind)kind;
+    if (kind == FST_ROWS)
+        return parse_rows(self, node, spec);
+    if (kind == FST_CHOSEN)
+        return parse_chosen(node, number, spec);
+    if (kind == FST_JOINED)
+        return parse_joined(&self->table, node, number, spec);
+    PyErr_SetString(PyExc_ValueError, "no such node");
+    return -1;
+}
+
+int fst_gather_parse(const fst_module *state, fst_gather_object *self, PyObject *fields,
+                     PyObject *nodes)
+{
+    const size_t field_count = (size_t)PyTuple_Size(fields);
+    const size_t node_count = (size_t)PyTuple_Size(nodes);
+    self->table.fields = PyMem_Calloc(field_count + 1, sizeof *self->table.fields);
+    self->forms = PyMem_Calloc(field_count + 1, sizeof *self->forms);
+    self->table.nodes = PyMem_Calloc(node_count + 1, sizeof *self->table.nodes);
+    if (!self->table.fields || !self->forms || !self->table.nodes) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    if (!field_count || !node_count) {
+        PyErr_SetString(PyExc_ValueError, "expected a field and a node");
+        return -1;
+    }
+    self->table.field_count = field_count;
+    self->table.node_count = node_count;
+    for (size_t f = 0; f < field_count; f++)
+        if (parse_field(state, self, f, PyTuple_GetItem(fields, (Py_ssize_t)f)))
+            return -1;
+    for (size_t n = 0; n < node_count; n++)
+        if (parse_node(self, n, PyTuple_GetItem(nodes, (Py_ssize_t)n)))
+            return -1;
+    return 0;
+}
+
+void fst_gather_forget(fst_gather_object *self)
+{
+    for (size_t n = 0; n < self->table.node_count; n++) {
+        PyMem_Free(self->table.nodes[n].columns);
+        PyMem_Free(self->table.nodes[n].children);
+        PyMem_Free(self->table.nodes[n].ends);
+    }
+    PyMem_Free(self->table.fields);
+    PyMem_Free(self->table.nodes);
+    PyMem_Free(self->forms);
+}

@@ -1,0 +1,59 @@
+"""A dataset over arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from .columns import check_array
+from .structure import flatten
+
+__all__ = ["ArrayDataset"]
+
+
+class ArrayDataset(Dataset[Any]):
+    """Samples that are the rows of arrays.
+
+    Args:
+        data: a tensor or numpy array (memory maps too), or a dict, list, tuple or named tuple of
+            such, in any nest. All have the same size in the first dimension, the samples.
+
+    A sample has the same containers, with a tensor for each array: a view of a tensor's row, a
+    copy of a numpy array's.
+
+    Raises:
+        TypeError: an array is neither, or of a type that torch does not have.
+        ValueError: there is none, or their first dimensions differ.
+
+    Example:
+        >>> dataset = ArrayDataset({"image": np.load("x.npy", mmap_mode="r"), "label": labels})
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+        self.structure, self.leaves = flatten(data)
+        if not self.leaves:
+            raise ValueError("ArrayDataset: no array was given")
+        first = self.leaves[0]
+        for name, array in self.leaves:
+            check_array(array, name)
+            if len(array) != len(first[1]):
+                raise ValueError(
+                    f"ArrayDataset: {name} has {len(array)} rows, {first[0]} has {len(first[1])}"
+                )
+
+    def __len__(self) -> int:
+        return len(self.leaves[0][1])
+
+    def __getitem__(self, index: int) -> Any:
+        return self.structure.sample(_row(array, index) for _, array in self.leaves)
+
+
+def _row(array: Any, index: int) -> torch.Tensor:
+    if isinstance(array, torch.Tensor):
+        return array[index]
+    import numpy
+
+    return torch.from_numpy(numpy.array(array[index]))

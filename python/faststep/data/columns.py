@@ -1,0 +1,142 @@
+"""One array of a dataset: where its rows lie, and what a batch of them looks like."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+__all__ = ["AS_IS", "CONVERSIONS", "Column", "NotArrays", "check_array", "column_of"]
+
+AS_IS = 0
+# (type in the array, type in the batch) -> the number of the conversion in csrc/io/table.h
+CONVERSIONS = {
+    ("uint16", torch.int32): 1,
+    ("uint16", torch.int64): 2,
+    ("uint32", torch.int64): 3,
+}
+
+
+class NotArrays(Exception):  # noqa: N818 - it says why another way is taken, and is not an error
+    """Why a dataset cannot be read as arrays."""
+
+
+class Column:
+    """The rows of one array, in memory that `owner` keeps.
+
+    Args:
+        prototype: an empty tensor of a batch's type and row shape.
+        address: of the first row.
+        stride: bytes from row to row.
+        length: rows.
+        owner: the array.
+        mapped: the memory is a file's, and may have to be read first.
+        conversion: a value of CONVERSIONS, or AS_IS.
+    """
+
+    __slots__ = ("address", "conversion", "length", "mapped", "owner", "prototype", "stride")
+
+    def __init__(
+        self,
+        prototype: torch.Tensor,
+        address: int,
+        stride: int,
+        length: int,
+        owner: Any,
+        mapped: bool = False,
+        conversion: int = AS_IS,
+    ) -> None:
+        self.prototype = prototype
+        self.address = address
+        self.stride = stride
+        self.length = length
+        self.owner = owner
+        self.mapped = mapped
+        self.conversion = conversion
+
+    def has_form_of(self, other: Column) -> bool:
+        return (
+            self.prototype.dtype == other.prototype.dtype
+            and self.prototype.shape == other.prototype.shape
+            and self.conversion == other.conversion
+        )
+
+
+def is_packed(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
+    """Whether elements of `item` units lie one after another."""
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 0:
+            return True
+        if size > 1 and stride != item:
+            return 0 in shape
+        item *= size
+    return True
+
+
+def column_of(array: Any, name: str) -> Column:
+    """The column of a tensor or a numpy array.
+
+    Raises:
+        NotArrays: it must be read in another way.
+    """
+    if isinstance(array, torch.Tensor):
+        return _of_tensor(array, name)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(array, numpy.ndarray):
+        return _of_numpy(numpy, array, name)
+    raise NotArrays(f"{name} is a {type(array).__name__}, neither a tensor nor a numpy array")
+
+
+def check_array(array: Any, name: str) -> None:
+    """Whether torch can hold rows of `array`.
+
+    Raises:
+        TypeError: it is no tensor and no numpy array of a type that torch has, or has no rows.
+    """
+    numpy = sys.modules.get("numpy")
+    if not isinstance(array, torch.Tensor):
+        if numpy is None or not isinstance(array, numpy.ndarray):
+            raise TypeError(f"{name} is a {type(array).__name__}, not a tensor or a numpy array")
+        try:
+            torch.from_numpy(numpy.empty(0, array.dtype))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name}: {error}") from None
+    if not array.ndim:
+        raise TypeError(f"{name} has no rows")
+
+
+def _of_tensor(tensor: torch.Tensor, name: str) -> Column:
+    why = None
+    if type(tensor) is not torch.Tensor:
+        why = f"is a {type(tensor).__name__}"
+    elif tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        why = "is not a dense tensor"
+    elif tensor.device.type != "cpu":
+        why = f"is on {tensor.device}"
+    elif tensor.requires_grad:
+        why = "requires a gradient"
+    elif tensor.is_conj() or tensor.is_neg():
+        why = "is a conjugated or negated view"
+    elif tensor.dim() == 0:
+        why = "has no rows"
+    elif not is_packed(tuple(tensor.shape[1:]), tensor.stride()[1:], 1):
+        why = f"has rows that are not packed (strides {tensor.stride()})"
+    if why:
+        raise NotArrays(f"{name} {why}")
+    owner = tensor.detach()  # keeps the memory, whatever becomes of the tensor
+    stride = tensor.stride(0) * tensor.element_size()
+    prototype = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
+    return Column(prototype, owner.data_ptr(), stride, len(tensor), owner)
+
+
+def _of_numpy(numpy: Any, array: Any, name: str) -> Column:
+    if array.ndim == 0:
+        raise NotArrays(f"{name} has no rows")
+    if not is_packed(array.shape[1:], array.strides[1:], array.itemsize):
+        raise NotArrays(f"{name} has rows that are not packed (strides {array.strides})")
+    prototype = torch.from_numpy(numpy.empty((0, *array.shape[1:]), array.dtype))
+    base, mapped = array, False
+    while base is not None and not mapped:
+        mapped, base = isinstance(base, numpy.memmap), getattr(base, "base", None)
+    return Column(prototype, array.ctypes.data, array.strides[0], len(array), array, mapped)

@@ -1,0 +1,261 @@
+"""One epoch of a dataset that lies in arrays."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from faststep import _C
+from faststep._torch import BaseDataLoaderIter, dataset_fetcher, pin_memory
+
+from .order import Order
+from .orders import order_of
+from .plan import Plan
+
+__all__ = ["ArrayIterator", "Progress"]
+
+AHEAD = 4  # batches gathered ahead without workers; prefetch_factor * num_workers with
+MOST_BYTES_AHEAD = 1 << 29
+
+_living: weakref.WeakSet[ArrayIterator] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    for iterator in list(_living):
+        iterator.close()
+
+
+class Progress:
+    """How far an epoch has come; outlives the iterator, for `state_dict`."""
+
+    def __init__(self, order: Order | None, base_seed: int | None, before: int) -> None:
+        self.order = order
+        self.base_seed = base_seed
+        self.before = before  # batches delivered before the epoch was taken up again
+        self.delivered = 0
+        self.finished = False
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self.order is not None
+        number = self.before + self.delivered
+        return {
+            "_num_yielded": number,
+            "_sampler_iter_yielded": number,
+            "_sampler_iter_state": self.order.finished_state()
+            if self.finished
+            else self.order.state_after(self.delivered),
+            "_base_seed": self.base_seed,
+            "_iterator_finished": self.finished,
+        }
+
+
+class _Entry(NamedTuple):
+    """A batch that is not delivered."""
+
+    number: int
+    indices: Any  # a Block of a known order, else what the sampler gave
+    ticket: int  # its number in the Gather; 0 if it is not there
+    error: Exception | None  # what stands in its place
+
+
+class ArrayIterator(BaseDataLoaderIter):
+    """Delivers what torch's iterator would, with batches gathered ahead by threads.
+
+    The sampler is asked when torch would ask it: without workers for one batch at a time, with
+    workers for prefetch_factor * num_workers ahead. Where the order is known (orders.py) batches
+    are gathered further ahead than that, from the same indices.
+
+    Args:
+        loader: the DataLoader.
+        plan: the arrays of its dataset.
+        slots: the memory of its batches.
+        state: what `Progress.state_dict` returned in the epoch to go on with; None for a new one.
+    """
+
+    progress: Progress
+
+    def __init__(
+        self, loader: Any, plan: Plan, slots: _C.Slots, state: dict[str, Any] | None = None
+    ) -> None:
+        generators = [torch.default_generator, *filter(None, [loader.generator])]
+        before = [g.get_state() for g in generators] if state else []
+        super().__init__(loader)
+        for generator, saved in zip(generators, before, strict=bool(state)):
+            generator.set_state(saved)  # the epoch's base seed was drawn before it was interrupted
+        if self._timeout != 0 and self._num_workers == 0:
+            raise AssertionError("a DataLoader without workers requires timeout == 0")
+        self._plan = plan
+        self._slots = slots
+        self._batch_sampler = loader.batch_sampler
+        self._window = AHEAD
+        if self._num_workers:
+            self._window = max(1, loader.prefetch_factor * self._num_workers)
+            self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._gather: _C.Gather | None = None
+        if state:
+            self._base_seed = state["_base_seed"]
+        if state and not state["_iterator_finished"]:
+            self._num_yielded = state["_num_yielded"]
+            self._begin(state)
+        else:
+            self._begin(None)
+        _living.add(self)
+
+    def _begin(self, state: dict[str, Any] | None) -> None:
+        order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
+        self._order = order
+        self.progress = Progress(order, int(self._base_seed), self._num_yielded)
+        self._requested = 0  # how often torch would have asked a known order by now
+        self._ended = False  # the sampler has no more
+        self._queue: deque[_Entry] = deque()  # what is not delivered, in order
+        slots_per_batch = len(self._plan.forms)
+        self._slots.keep((min(self._window, AHEAD * 4) + 3) * slots_per_batch)
+        if self._num_workers:
+            self._request_until(self._window)
+            self._add_known()
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Starts the next epoch; a DataLoader with persistent workers calls it."""
+        with self._lock:
+            super()._reset(loader, first_iter)
+            self._stop()
+            self._begin(None)
+
+    def _request_until(self, count: int) -> None:
+        """Asks the sampler until torch would have asked so often."""
+        while not self._ended:
+            made = self._requested if self._order is not None else self._next_number()
+            if made >= count:
+                break
+            self._request()
+
+    def _request(self) -> None:
+        """Asks the sampler once more."""
+        if self._order is not None:
+            self._order.request(self._requested)
+            self._ended = self._requested >= self._order.batches
+            self._requested += 1
+        else:
+            try:
+                indices = next(self._sampler_iter)
+            except StopIteration:
+                self._ended = True
+            except Exception as error:
+                self._queue.append(_Entry(self._next_number(), None, 0, error))
+            else:
+                self._add(indices, (indices,))
+
+    def _next_number(self) -> int:
+        """The number of the next batch for the queue.
+
+        Counted from what is there: an interrupt between two lines must not lead to another count.
+        """
+        return self._queue[-1].number + 1 if self._queue else self.progress.delivered
+
+    def _add_known(self) -> None:
+        order = self._order
+        if order is None or not order.drawn:
+            return
+        while len(self._queue) <= self._limit() and self._next_number() < order.batches:
+            block = order.block(self._next_number())
+            self._add(block, block)
+
+    def _limit(self) -> int:
+        """How many batches may be in the queue: fewer if they are very large."""
+        assert self._order is not None
+        size = max(1, self._order.batch_size * self._plan.row_bytes)
+        return max(2, min(self._window, MOST_BYTES_AHEAD // size))
+
+    def _add(self, indices: Any, arguments: Any) -> None:
+        if self._gather is None:
+            self._gather = self._plan.gather(self._slots, self._num_workers)
+        ticket = self._gather.submit(*arguments) if _is_submittable(arguments[0]) else 0
+        self._queue.append(_Entry(self._next_number(), indices, ticket, None))
+
+    def _next_data(self) -> Any:
+        if self._process != os.getpid():
+            self._go_on_in_child()
+        with self._lock:
+            progress = self.progress
+            while self._queue and self._queue[0].number < progress.delivered:
+                self._queue.popleft()  # an interrupt came when it was being delivered
+            # as many as torch has asked for when it hands out this batch
+            self._request_until(progress.delivered + 1 + self._window * (self._num_workers > 0))
+            self._add_known()
+            if not self._queue:
+                self._finish()
+                raise StopIteration
+            data = self._deliver(self._queue[0])
+        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+
+    def _deliver(self, entry: _Entry) -> Any:
+        tensors = None
+        if entry.ticket and self._gather is not None:
+            tensors = self._gather.take(entry.ticket)
+        self.progress.delivered = entry.number + 1
+        self._queue.popleft()
+        if entry.error is not None:
+            raise entry.error
+        if tensors is not None:
+            return self._plan.structure.batch(iter(tensors))
+        return self._fetch(entry.indices)
+
+    def _fetch(self, indices: Any) -> Any:
+        """A batch that cannot be gathered, as torch fetches it; mostly it raises torch's error."""
+        if self._order is not None:
+            items, start, count = indices
+            part = items[start : start + count]
+            indices = part.tolist() if isinstance(part, torch.Tensor) else part
+        return dataset_fetcher(self._dataset, self._collate_fn).fetch(indices)
+
+    def _go_on_in_child(self) -> None:
+        """A forked child has none of the threads: it starts its own for what is in the queue."""
+        self._process = os.getpid()
+        self._lock = threading.Lock()
+        queue, self._queue, self._gather = self._queue, deque(), None
+        for entry in queue:
+            if entry.ticket:
+                self._add(entry.indices, entry.indices if self._order else (entry.indices,))
+            else:
+                self._queue.append(entry)
+
+    def _stop(self) -> None:
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.close()
+        self._queue.clear()
+
+    def _finish(self) -> None:
+        self.progress.finished = True
+        self._stop()
+
+    def close(self) -> None:
+        """Ends the threads. An iterator that is dropped does so by itself."""
+        if self._process == os.getpid() and self._lock.acquire(blocking=False):
+            try:
+                self._ended = True
+                self._order = None  # knows no more
+                self._stop()
+            finally:
+                self._lock.release()
+
+
+def _is_submittable(indices: Any) -> bool:
+    """Whether a batch of indices can be handed to the threads; a tensor must be packed int64."""
+    if type(indices) is not torch.Tensor:
+        return type(indices) in (list, tuple)
+    return (
+        indices.dtype == torch.int64
+        and indices.dim() == 1
+        and indices.device.type == "cpu"
+        and indices.is_contiguous()
+    )

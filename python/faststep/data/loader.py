@@ -1,0 +1,167 @@
+"""torch's DataLoader, with a faster way for data that lies in arrays."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch.utils.data
+from torch.utils.data import IterableDataset
+
+from faststep import _C
+from faststep._torch import collates_as_default
+
+from .columns import NotArrays
+from .iterator import ArrayIterator, Progress
+from .orders import order_of, restore
+from .plan import Plan
+
+__all__ = ["DataLoader"]
+
+_T_co = TypeVar("_T_co", covariant=True)
+STATE_KEYS = {
+    "_num_yielded",
+    "_sampler_iter_yielded",
+    "_sampler_iter_state",
+    "_base_seed",
+    "_iterator_finished",
+}
+
+
+class DataLoader(torch.utils.data.DataLoader[_T_co]):
+    """torch.utils.data.DataLoader: the same arguments, batches, order and random draws.
+
+    A dataset that lies in arrays (torch's TensorDataset, ArrayDataset, TokenDataset, and Subset and
+    ConcatDataset of these) with torch's default collate function is read by threads without the
+    GIL, ahead of the consumer, into memory that is used again; `num_workers` is then the number of
+    threads, and no process is started. Everything else is torch's own. `path` says which of
+    the two it is, and `explain()` why.
+
+    On the array path `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
+    """
+
+    _slots: _C.Slots | None = None
+    _progress: Progress | None = None
+    _resume: dict[str, Any] | None = None
+
+    @property
+    def path(self) -> str:
+        """ "arrays" if threads gather the batches, "torch" if torch's own iterator loads them."""
+        return "torch" if isinstance(self._plan(), str) else "arrays"
+
+    def explain(self) -> str:
+        """A sentence or two: which way the data takes, and why not a faster one."""
+        plan = self._plan()
+        if isinstance(plan, str):
+            return f"torch's own iterator loads the batches: {plan}"
+        order = order_of(self.batch_sampler)
+        fields = ", ".join(
+            f"{name} ({form.prototype.dtype}, {tuple(form.prototype.shape[1:])})"
+            for name, form in zip(plan.names, plan.forms, strict=True)
+        )
+        asked = "known ahead" if order else "asked of the sampler batch by batch, as torch does"
+        return f"threads gather the batches from {fields}; their order is {asked}"
+
+    def _plan(self) -> Plan | str:
+        """The arrays to gather from, or why there are none."""
+        if isinstance(self.dataset, IterableDataset):
+            return "the dataset is iterable"
+        if self.batch_sampler is None:
+            return "batch_size is None"
+        if self.num_workers and self.worker_init_fn is not None:
+            return "worker_init_fn has to run in worker processes"
+        try:
+            plan = Plan(self.dataset)
+        except NotArrays as reason:
+            return str(reason)
+        if not collates_as_default(self.collate_fn, plan.structure.container_types()):
+            return "collate_fn is not torch's default, or types were added to what that knows"
+        return plan
+
+    def _get_iterator(self) -> Any:
+        plan = self._plan()
+        state, self._resume = self._resume, None
+        if isinstance(plan, str):
+            if state is not None:
+                raise _no_state(plan)
+            return super()._get_iterator()
+        if self._slots is None:
+            self._slots = _C.Slots()
+        if state is not None and state["_iterator_finished"]:
+            keeps_seed = self.persistent_workers and state["_base_seed"] is not None
+            state = state if keeps_seed else None  # else a new epoch draws its own
+        iterator = ArrayIterator(self, plan, self._slots, state)
+        self._progress = iterator.progress
+        return iterator
+
+    def __iter__(self) -> Any:
+        iterator: Any = super().__iter__()
+        if isinstance(iterator, ArrayIterator):  # a persistent one has begun a new epoch
+            self._progress = iterator.progress
+        return iterator
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place after the last batch that was delivered, under torchdata's names.
+
+        Costs no more the further the epoch is. Holds numbers, and the state of the sampler's
+        generator if it has one of its own.
+
+        Raises:
+            NotImplementedError: torch's iterator loads the batches, or the sampler's order cannot
+                be taken up again.
+        """
+        if self._resume is not None:
+            return self._resume
+        progress = self._progress
+        if progress is not None and progress.order is not None and progress.order.resumable:
+            return progress.state_dict()
+        plan = self._plan()
+        if isinstance(plan, str):
+            raise _no_state(plan)
+        order = order_of(self.batch_sampler)
+        if order is None or not order.resumable:
+            sampler = type(getattr(self.batch_sampler, "sampler", self.batch_sampler)).__name__
+            raise _no_state(f"the place of a {sampler} cannot be kept")
+        start = Progress(order, None, 0)
+        start.finished = True  # the next iteration is a new epoch
+        return start.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Let the next iteration go on after the last batch that was delivered before `state_dict`.
+
+        That iteration draws no random numbers besides the sampler's own. If the state is of an
+        epoch that came to its end, the next iteration is a new epoch; if only its last batch had
+        been delivered, the next iteration has no batch.
+
+        Raises:
+            ValueError: the state is of another loader.
+            NotImplementedError: as `state_dict`.
+        """
+        if not isinstance(state_dict, dict) or not set(state_dict) >= STATE_KEYS:
+            raise ValueError(f"not a state of this DataLoader: it has no {sorted(STATE_KEYS)}")
+        plan = self._plan()
+        if isinstance(plan, str):
+            raise _no_state(plan)
+        state = state_dict["_sampler_iter_state"]
+        order = order_of(self.batch_sampler)
+        if order is None or order.state["sampler"] != state.get("sampler"):
+            ours = order.state["sampler"] if order else type(self.batch_sampler).__name__
+            raise ValueError(f"this state is of a {state.get('sampler')}, the loader has a {ours}")
+        finished = state_dict["_iterator_finished"]
+        if not finished:
+            order_of(self.batch_sampler, state)  # checks it
+        restore(self.batch_sampler, state, finished)
+        self._progress = None
+        self._iterator = None  # a persistent one is in the middle of something else
+        self._resume = state_dict
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: without what belongs to this process."""
+        own = ("_slots", "_progress", "_resume", "_iterator")
+        return {**{k: v for k, v in vars(self).items() if k not in own}, "_iterator": None}
+
+
+def _no_state(reason: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"faststep.data.DataLoader keeps its place on the array path only: {reason}. "
+        "torchdata's StatefulDataLoader keeps it for any dataset"
+    )

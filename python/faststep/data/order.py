@@ -1,0 +1,125 @@
+"""The order of an epoch, where it is known ahead of the batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Block", "ListOrder", "Order", "SequentialOrder"]
+
+BLOCK = 1 << 14  # indices computed at a time, where they are
+
+Block = tuple[Any, int, int]  # a list or an int64 tensor; the first place in it; how many
+
+
+class Order:
+    """The order of an epoch, in batches.
+
+    Args:
+        sampler: of the indices.
+        batch_size, drop_last: as in torch.utils.data.BatchSampler.
+        state: what `state` returned in the epoch to go on with; None for a new one.
+    """
+
+    resumable = True
+
+    def __init__(
+        self, sampler: Any, batch_size: int, drop_last: bool, state: dict[str, Any] | None
+    ) -> None:
+        self.sampler = sampler
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.drawn = False
+        self.skipped = 0  # samples that were delivered before this epoch was taken up again
+        self.state: dict[str, Any] = {"sampler": type(sampler).__name__}
+        if state is not None:
+            self._load(state)
+            self.skipped = state["samples_yielded"]
+        self._samples = max(0, self._count())
+        left = self._samples % batch_size
+        self.batches = self._samples // batch_size + (left > 0 and not drop_last)
+        # the request at which torch's sampler would run to its end
+        self._last = self.batches if drop_last or not left else self.batches - 1
+
+    def request(self, batch: int) -> None:
+        """Draws what torch's sampler draws when it is asked for this batch, which come in order."""
+        if batch == 0:
+            self._draw()
+            self.drawn = True
+        if batch == max(0, self._last):
+            self._draw_at_end()
+
+    def block(self, batch: int) -> Block:
+        start = batch * self.batch_size
+        return self._indices(start, min(self.batch_size, self._samples - start))
+
+    def samples_in(self, batches: int) -> int:
+        """Samples in the first batches, those before them included."""
+        return self.skipped + min(self._samples, batches * self.batch_size)
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        return {**self.state, "samples_yielded": self.samples_in(batches)}
+
+    def finished_state(self) -> dict[str, Any]:
+        return dict(self.state)
+
+    def _must_equal(self, state: dict[str, Any], key: str, value: Any, what: str) -> None:
+        if state.get(key) != value:
+            raise ValueError(
+                f"this state is of {what} {state.get(key)!r}, and the loader's is {value!r}"
+            )
+        self.state[key] = value
+
+    def _load(self, state: dict[str, Any]) -> None:
+        """Checks a state against the sampler, and keeps what it needs of it."""
+
+    def _count(self) -> int:
+        """Samples that are left."""
+        return len(self.sampler) - self.skipped
+
+    def _draw(self) -> None:
+        raise NotImplementedError
+
+    def _draw_at_end(self) -> None:
+        pass
+
+    def _indices(self, start: int, count: int) -> Block:
+        raise NotImplementedError
+
+
+class ListOrder(Order):
+    """Indices that are a list as soon as they are drawn."""
+
+    _list: Sequence[int] | torch.Tensor = ()
+
+    def _indices(self, start: int, count: int) -> Block:
+        start += self.skipped
+        if isinstance(self._list, torch.Tensor):
+            return self._list, start, count
+        return self._list[start : start + count], 0, count
+
+    def _draw(self) -> None:
+        self._list = list(self.sampler)
+
+
+class SequentialOrder(Order):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state["length"] = len(self.sampler)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._must_equal(state, "length", len(self.sampler), "a number of samples of")
+
+    def _draw(self) -> None:
+        self._start, self._block = 0, torch.empty(0, dtype=torch.int64, device="cpu")
+
+    def _indices(self, start: int, count: int) -> Block:
+        if not self._start <= start <= start + count <= self._start + len(self._block):
+            stop = min(self._samples, start + max(count, BLOCK))
+            self._start, self._block = start, self._compute(start, stop)
+        return self._block, start - self._start, count
+
+    def _compute(self, start: int, stop: int) -> torch.Tensor:
+        return torch.arange(self.skipped + start, self.skipped + stop, device="cpu")

@@ -1,0 +1,223 @@
+"""Orders of samples that can be known ahead: without a draw that torch would make at another time.
+
+torch's samplers draw when the first index is asked for. What they do then is repeated here with the
+same generators at the same moment, so that the indices of later batches are known at once, and
+an epoch can be taken up again in its middle. Anything else is asked batch by batch, as torch does.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from .keyed import KeyedSampler
+from .order import ListOrder, Order, SequentialOrder
+
+__all__ = ["order_of", "restore"]
+
+
+class OnceDrawnOrder(ListOrder):
+    """Samplers that draw all they ever draw for the first index, from torch's global generator."""
+
+    resumable = False
+
+
+class KeyedOrder(SequentialOrder):
+    """Of a KeyedSampler: a state fits any number of ranks, as it counts what all of them had."""
+
+    sampler: KeyedSampler
+    position = 0
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
+        self._must_equal(state, "seed", self.sampler.seed, "the seed")
+        self.position = state["position"]
+        self.state["epoch"] = state["epoch"]
+
+    def _count(self) -> int:
+        return self.sampler.count_from(self.position)
+
+    def _draw(self) -> None:
+        super()._draw()
+        self.epoch = self.state.get("epoch", self.sampler.epoch)
+        if self.sampler.epoch != self.epoch:
+            raise _other_epoch(self.epoch, self.sampler.epoch)
+        self.sampler.epoch += 1
+        self.state.update(epoch=self.epoch)
+
+    def _compute(self, start: int, stop: int) -> torch.Tensor:
+        return self.sampler.indices(self.epoch, self.position, start, stop)
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        samples = self.samples_in(batches)
+        return {
+            **self.finished_state(),
+            "epoch": self.state.get("epoch", self.sampler.epoch),
+            "position": min(
+                len(self.sampler.data_source),
+                self.position + (samples - self.skipped) * self.sampler.num_replicas,
+            ),
+            "samples_yielded": samples,
+        }
+
+    def finished_state(self) -> dict[str, Any]:
+        return {
+            **self.state,
+            "length": len(self.sampler.data_source),
+            "seed": self.sampler.seed,
+            "epoch": self.sampler.epoch,
+        }
+
+
+class DistributedOrder(ListOrder):
+    KEYS = ("num_replicas", "seed", "shuffle", "drop_last", "total_size")
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state.update({key: getattr(self.sampler, key) for key in self.KEYS})
+
+    def _load(self, state: dict[str, Any]) -> None:
+        for key in self.KEYS:
+            self._must_equal(
+                state, key, getattr(self.sampler, key), f"a DistributedSampler's {key}"
+            )
+        self.state["epoch"] = state["epoch"]
+
+    def _draw(self) -> None:
+        epoch = self.state.setdefault("epoch", self.sampler.epoch)
+        if self.sampler.epoch != epoch:
+            raise _other_epoch(epoch, self.sampler.epoch)
+        super()._draw()
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        return {"epoch": self.sampler.epoch, **super().state_after(batches)}
+
+
+class RandomOrder(ListOrder):
+    """As torch.utils.data.RandomSampler draws (torch/utils/data/sampler.py, RandomSampler)."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state["length"] = len(self.sampler.data_source)
+        self.state["num_samples"] = self.sampler.num_samples
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
+        self._must_equal(state, "num_samples", self.sampler.num_samples, "num_samples")
+        self.state.update({k: state[k] for k in ("seed", "generator") if k in state})
+
+    def _draw(self) -> None:
+        generator = self.sampler.generator
+        if generator is None:
+            if "seed" not in self.state:
+                self.state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
+            generator = torch.Generator()
+            generator.manual_seed(self.state["seed"])
+        elif "generator" in self.state:
+            generator.set_state(self.state["generator"])
+        else:
+            self.state["generator"] = generator.get_state()
+        self._list = self._all(len(self.sampler.data_source), generator)
+
+    def _all(self, n: int, generator: torch.Generator) -> torch.Tensor:
+        count = self.sampler.num_samples
+        if self.sampler.replacement:
+            sizes = [32] * (count // 32) + [count % 32]
+            parts = [torch.randint(n, (size,), generator=generator) for size in sizes]
+        else:
+            passes = -(-count // n)
+            parts = [torch.randperm(n, generator=generator) for _ in range(passes)]
+        return parts[0][:count] if len(parts) == 1 else torch.cat(parts)[:count]
+
+    def _draw_at_end(self) -> None:
+        """RandomSampler ends with one more permutation, of which it takes what is missing."""
+        n, generator = len(self.sampler.data_source), self.sampler.generator
+        if generator is not None and self.sampler.num_samples % n == 0:
+            torch.randperm(n, generator=generator)
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        if self.sampler.generator is not None and not self.drawn and "generator" not in self.state:
+            return {"generator": self.sampler.generator.get_state(), **super().state_after(batches)}
+        return super().state_after(batches)
+
+    def finished_state(self) -> dict[str, Any]:
+        state = {k: v for k, v in self.state.items() if k not in ("seed", "generator")}
+        if self.sampler.generator is not None:
+            state["generator"] = self.sampler.generator.get_state()
+        return state
+
+
+def _other_epoch(saved: int, now: int) -> ValueError:
+    return ValueError(
+        f"the loaded state is in the middle of epoch {saved}, but the sampler was set to epoch "
+        f"{now} since; call set_epoch({saved}), or do not load the state"
+    )
+
+
+def restore(batch_sampler: Any, state: dict[str, Any], finished: bool) -> None:
+    """Sets what belongs to the sampler itself: its epoch, and its generator between two epochs."""
+    sampler = batch_sampler.sampler
+    if "epoch" in state and not (finished and type(sampler) is DistributedSampler):
+        sampler.set_epoch(state["epoch"])
+    if finished and "generator" in state and sampler.generator is not None:
+        sampler.generator.set_state(state["generator"])
+
+
+@functools.cache
+def _draws_as_torch() -> bool:
+    """Whether this torch's RandomSampler draws as RandomOrder does: tried, on a few numbers."""
+    with torch.random.fork_rng(devices=[]):
+        for seed, count, replacement in ((1, 7, False), (2, 70, True), (3, 17, False)):
+            states = []
+            for is_ours in (True, False):
+                torch.default_generator.manual_seed(seed)
+                sampler = RandomSampler(range(7), replacement, count)
+                if is_ours:
+                    order = RandomOrder(sampler, 3, False, None)
+                    for batch in range(order.batches + 1):
+                        order.request(batch)
+                    indices = torch.as_tensor(order._list).tolist()
+                else:
+                    indices = list(sampler)
+                states.append((indices, torch.default_generator.get_state().tolist()))
+            if states[0] != states[1]:
+                return False
+    return True
+
+
+def order_of(batch_sampler: Any, state: dict[str, Any] | None = None) -> Order | None:
+    """The order that a batch sampler will give; None if it has to be asked.
+
+    Args:
+        batch_sampler: of a DataLoader, or None.
+        state: of an epoch to go on with.
+    """
+    if type(batch_sampler) is not BatchSampler:
+        return None
+    sampler: Any = batch_sampler.sampler
+    kind: type[Order] | None = {
+        SequentialSampler: SequentialOrder,
+        KeyedSampler: KeyedOrder,
+        DistributedSampler: DistributedOrder,
+        SubsetRandomSampler: OnceDrawnOrder,
+        WeightedRandomSampler: OnceDrawnOrder,
+        RandomSampler: RandomOrder,
+    }.get(type(sampler))
+    if kind is RandomOrder:
+        # with a generator of the user's, torch draws more whenever it needs more
+        lazy = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        if (sampler.generator is not None and lazy) or not _draws_as_torch():
+            return None
+    if kind is None:
+        return None
+    return kind(sampler, batch_sampler.batch_size, batch_sampler.drop_last, state)

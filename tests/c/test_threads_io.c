@@ -1,0 +1,230 @@
+/* The threads that fill batches: order, contents, and every way to end. */
+#include <pthread.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "common.h"
+#include "io/crew.h"
+
+enum { ROWS = 4000, WIDTH = 300, FIELDS = 2 };
+
+static int32_t numbers[ROWS][WIDTH], labels[ROWS];
+static fst_field fields[] = {{sizeof numbers[0], FST_AS_IS}, {sizeof labels[0], FST_AS_IS}};
+static fst_column columns[] = {{(char *)numbers, sizeof numbers[0]},
+                               {(char *)labels, sizeof labels[0]}};
+static fst_node node = {.kind = FST_ROWS, .length = ROWS, .columns = columns};
+static const fst_table table = {fields, FIELDS, &node, 1};
+
+typedef struct {
+    int64_t indices[1500];
+    size_t count;
+} request;
+
+static void fill_request(request *r, size_t limit)
+{
+    r->count = 1 + random_below(limit);
+    for (size_t i = 0; i < r->count; i++)
+        r->indices[i] = (int64_t)random_below(ROWS);
+}
+
+static int is_right(const request *r, fst_slot *const *slots)
+{
+    const int32_t (*got)[WIDTH] = (const int32_t (*)[WIDTH])slots[0]->data;
+    const int32_t *got_labels = slots[1]->data;
+    int right = 1;
+    for (size_t i = 0; i < r->count; i++)
+        right = right && got_labels[i] == labels[r->indices[i]] &&
+                !memcmp(got[i], numbers[r->indices[i]], sizeof got[i]);
+    return right;
+}
+
+static void give_back(fst_slot *const *slots)
+{
+    for (size_t f = 0; f < FIELDS; f++)
+        fst_slot_give_back(slots[f]);
+}
+
+static void wait_for(fst_crew *crew)
+{
+    fst_status status = {0};
+    int done = 0;
+    while (!done)
+        CHECK_INT(fst_crew_wait(crew, 1, &done, &status), FST_OK);
+}
+
+/* A thread that holds batches for a while, as a user's may. */
+typedef struct {
+    pthread_mutex_t lock;
+    fst_slot *held[64][FIELDS];
+    size_t count;
+    int ending;
+} keeper;
+
+static void *let_go(void *argument)
+{
+    keeper *k = argument;
+    for (int ending = 0; !ending;) {
+        fst_slot *slots[FIELDS] = {NULL};
+        pthread_mutex_lock(&k->lock);
+        ending = k->ending && !k->count;
+        if (k->count)
+            memcpy(slots, k->held[--k->count], sizeof slots);
+        pthread_mutex_unlock(&k->lock);
+        if (slots[0])
+            give_back(slots);
+    }
+    return NULL;
+}
+
+static int keep(keeper *k, fst_slot *const *slots)
+{
+    pthread_mutex_lock(&k->lock);
+    const int room = k->count < 64;
+    if (room)
+        memcpy(k->held[k->count++], slots, FIELDS * sizeof *slots);
+    pthread_mutex_unlock(&k->lock);
+    return room;
+}
+
+static void batches_come_in_order(unsigned threads, int eager, size_t limit)
+{
+    enum { AHEAD = 5, BATCHES = 60 };
+    static request requests[BATCHES];
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    fst_crew *crew = fst_crew_new(&table, pool, threads, eager, &status);
+    keeper k = {.lock = PTHREAD_MUTEX_INITIALIZER};
+    pthread_t other;
+    uint64_t number;
+    int wrong = 0;
+    fst_slots_keep(pool, AHEAD * FIELDS);
+    CHECK_INT(pthread_create(&other, NULL, let_go, &k), 0);
+    for (size_t i = 0; i < BATCHES + AHEAD; i++) {
+        if (i < BATCHES) {
+            fill_request(&requests[i], limit);
+            CHECK_INT(fst_crew_add(crew, requests[i].indices, requests[i].count, &number, &status),
+                      FST_OK);
+            CHECK_INT((int64_t)number, (int64_t)i + 1);
+            CHECK_INT((int64_t)fst_crew_oldest(crew), (int64_t)(i < AHEAD ? 1 : i - AHEAD + 1));
+        }
+        if (i < AHEAD)
+            continue;
+        fst_slot *slots[FIELDS];
+        wait_for(crew);
+        CHECK_INT((int64_t)fst_crew_take(crew, slots), (int64_t)requests[i - AHEAD].count);
+        wrong += !is_right(&requests[i - AHEAD], slots);
+        memset(slots[0]->data, 0xAB, slots[0]->capacity); /* a user may change a batch */
+        if (!keep(&k, slots))
+            give_back(slots);
+    }
+    CHECK_INT(wrong, 0);
+    CHECK_INT((int64_t)fst_crew_queued(crew), 0);
+    fst_crew_free(crew);
+    fst_slots_close(pool); /* before the other thread has given back what it has */
+    pthread_mutex_lock(&k.lock);
+    k.ending = 1;
+    pthread_mutex_unlock(&k.lock);
+    CHECK_INT(pthread_join(other, NULL), 0);
+}
+
+static void the_crew_ends_with_work_left(unsigned threads)
+{
+    static request r;
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    for (size_t taken = 0; taken < 4; taken++) {
+        fst_crew *crew = fst_crew_new(&table, pool, threads, 1, &status);
+        uint64_t number;
+        for (size_t i = 0; i < 6; i++) {
+            fill_request(&r, 1500);
+            CHECK_INT(fst_crew_add(crew, r.indices, r.count, &number, &status), FST_OK);
+        }
+        for (size_t i = 0; i < taken; i++) {
+            fst_slot *slots[FIELDS];
+            wait_for(crew);
+            fst_crew_take(crew, slots);
+            give_back(slots);
+        }
+        CHECK_INT((int64_t)fst_crew_queued(crew), (int64_t)(6 - taken));
+        fst_crew_free(crew);
+        CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
+    }
+    fst_slots_close(pool);
+}
+
+static void wrong_calls_are_refused(void)
+{
+    static const int64_t wrong[] = {1, ROWS};
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    fst_crew *crew = fst_crew_new(&table, pool, 2, 0, &status);
+    uint64_t number = 1;
+    int done;
+    CHECK_INT(fst_crew_add(crew, wrong, 2, &number, &status), FST_OK);
+    CHECK_INT((int64_t)number, 0);
+    CHECK_INT(fst_crew_add(crew, wrong, 0, &number, &status), FST_OK);
+    CHECK_INT((int64_t)number, 0);
+    CHECK_INT((int64_t)fst_crew_queued(crew), 0);
+    CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
+    CHECK_INT(fst_crew_wait(crew, 0, &done, &status), FST_BAD_VALUE);
+    fst_crew_free(crew);
+    fst_slots_close(pool);
+}
+
+/* A child has none of the threads; it makes a crew of its own. */
+static void a_forked_child_is_told(void)
+{
+    static request r;
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    fst_crew *crew = fst_crew_new(&table, pool, 2, 1, &status);
+    uint64_t number;
+    int done, outcome = 0;
+    fst_slot *slots[FIELDS];
+    fill_request(&r, 1500);
+    CHECK_INT(fst_crew_add(crew, r.indices, r.count, &number, &status), FST_OK);
+    const pid_t child = fork();
+    if (child == 0) {
+        int right = fst_crew_add(crew, r.indices, r.count, &number, &status) == FST_UNSUPPORTED &&
+                    fst_crew_wait(crew, 1, &done, &status) == FST_UNSUPPORTED &&
+                    strstr(status.message, "forked");
+        fst_crew_free(crew);
+        status.code = FST_OK;
+        crew = fst_crew_new(&table, pool, 2, 0, &status);
+        right = right && !fst_crew_add(crew, r.indices, 3, &number, &status) &&
+                !fst_crew_wait(crew, 1000, &done, &status) && done;
+        r.count = fst_crew_take(crew, slots);
+        right = right && is_right(&r, slots);
+        give_back(slots);
+        fst_crew_free(crew);
+        _exit(right ? 0 : 1);
+    }
+    CHECK(child > 0 && waitpid(child, &outcome, 0) == child);
+    CHECK_INT(outcome, 0);
+    wait_for(crew);
+    CHECK_INT((int64_t)fst_crew_take(crew, slots), (int64_t)r.count);
+    CHECK(is_right(&r, slots));
+    give_back(slots);
+    fst_crew_free(crew);
+    fst_slots_close(pool);
+}
+
+int main(void)
+{
+    for (int32_t i = 0; i < ROWS; i++) {
+        labels[i] = -i;
+        for (int32_t j = 0; j < WIDTH; j++)
+            numbers[i][j] = i * WIDTH + j;
+    }
+    for (unsigned threads = 0; threads < 4; threads++)
+        for (int eager = 0; eager < 2; eager++) {
+            batches_come_in_order(threads, eager, 20);
+            batches_come_in_order(threads, eager, 1500);
+        }
+    the_crew_ends_with_work_left(0);
+    the_crew_ends_with_work_left(3);
+    wrong_calls_are_refused();
+    a_forked_child_is_told();
+    return check_report();
+}

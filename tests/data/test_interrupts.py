@@ -1,0 +1,191 @@
+"""Forks, signals and the end of the interpreter: the loader goes on or ends, and hangs nowhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from faststep.data import DataLoader
+
+from .test_lifetime import BATCH, ROWS, _no_thread_stays, dataset, wide  # noqa: F401
+
+
+def child(work: Any) -> None:
+    """Runs `work` in a forked child; fails if it raises, or hangs."""
+    number = os.fork()
+    if number == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    for _ in range(1000):
+        done, status = os.waitpid(number, os.WNOHANG)
+        if done:
+            assert status == 0
+            return
+        time.sleep(0.01)
+    os.kill(number, 9)
+    os.waitpid(number, 0)
+    pytest.fail("the child hangs")
+
+
+@pytest.mark.parametrize("sampler", [None, [*range(ROWS)]])
+def test_a_forked_child_goes_on(sampler: Any) -> None:
+    ours = DataLoader(dataset(50_000), BATCH, sampler=sampler)
+    iterator = iter(ours)
+    first = next(iterator)
+
+    def work() -> None:
+        assert torch.equal(first[1], torch.arange(BATCH))
+        rest = torch.cat([labels for _, labels in iterator])
+        assert torch.equal(rest, torch.arange(BATCH, ROWS))
+        assert len(list(ours)) == ROWS // BATCH
+
+    child(work)
+    assert torch.equal(torch.cat([labels for _, labels in iterator]), torch.arange(BATCH, ROWS))
+
+
+def test_a_forked_child_may_drop_the_iterator() -> None:
+    held = [iter(wide())]
+    next(held[0])
+    child(held.clear)
+    assert len(list(held[0])) == ROWS // BATCH - 1
+    held.clear()
+
+
+def test_workers_of_another_loader_are_forked_meanwhile() -> None:
+    iterator = iter(wide())
+    next(iterator)
+    for _ in torch.utils.data.DataLoader(
+        range(8), 2, num_workers=1, multiprocessing_context="fork"
+    ):
+        next(iterator)
+    assert len(list(iterator)) == ROWS // BATCH - 5
+
+
+def program(text: str, **options: Any) -> subprocess.Popen[str]:
+    start = """
+import os, signal, sys, threading, time, torch
+from torch.utils.data import TensorDataset
+from faststep.data import DataLoader
+ours = DataLoader(TensorDataset(torch.ones(64, 50_000)), 4)
+iterator = iter(ours)
+next(iterator)
+"""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, "-c", start + text], **pipes, **options)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",  # a global iterator at the interpreter's end
+        "sys.exit(0)",
+        "threading.Thread(target=list, args=(iterator,)).start()",
+        "class Cycle: pass\nc = Cycle(); c.c = c; c.i = iterator",
+        "batch = next(iterator)\nimport atexit\natexit.register(lambda: next(iterator, None))",
+    ],
+)
+def test_the_interpreter_ends(text: str) -> None:
+    process = program(text)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
+def test_ctrl_c() -> None:
+    process = program(
+        """
+class Endless:
+    def __iter__(self):
+        return self
+    def __next__(self):
+        return list(range(64))
+ours = DataLoader(ours.dataset, batch_sampler=Endless())
+iterator = iter(ours)
+print("ready", flush=True)
+try:
+    for batch in iterator:
+        pass
+except KeyboardInterrupt:
+    assert len(next(iterator)[0]) == 64
+    del iterator
+    print("interrupted", flush=True)
+"""
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    process.send_signal(2)
+    out, err = process.communicate(timeout=10)
+    assert (process.returncode, out, err) == (0, "interrupted\n", "")
+
+
+class Alarm(Exception):  # noqa: N818
+    """What a signal raises in the middle of the loader."""
+
+
+class Counter:
+    """A batch sampler that is no generator: an exception inside does not end it."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Counter:
+        self.at = 0
+        return self
+
+    def __next__(self) -> list[int]:
+        if self.at >= 6000:
+            raise StopIteration
+        self.at += 2
+        return [self.at - 2, self.at - 1]
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_sampler": Counter()}])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_interrupts_anywhere_mix_up_nothing(options: dict[str, Any], workers: int) -> None:
+    """A batch may be lost with the exception, as in torch; what comes is whole and in order."""
+    ours = DataLoader(TensorDataset(torch.arange(6000)), num_workers=workers, **options)
+
+    def interrupt(number: int, frame: Any) -> None:
+        while frame is not None:
+            if "faststep/data" in frame.f_code.co_filename:
+                raise Alarm
+            frame = frame.f_back
+
+    def work() -> None:
+        interrupts, seen = 0, []
+        signal.signal(signal.SIGALRM, interrupt)
+        for _ in range(4):
+            iterator = iter(ours)
+            ended = False
+            signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+            while not ended:
+                try:
+                    batch = next(iterator, None)
+                except Alarm:
+                    interrupts += 1
+                else:
+                    ended = batch is None
+                    seen += [] if batch is None else batch[0].tolist()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert seen == sorted(set(seen))
+            assert all(a + 1 == b for a, b in zip(seen[::2], seen[1::2], strict=True))
+            assert 6000 - len(seen) <= 2 * interrupts
+            seen.clear()
+        assert interrupts > 10
+
+    child(work)

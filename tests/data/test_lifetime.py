@@ -1,0 +1,201 @@
+"""Batches live as long as somebody has them, and threads no longer than the epoch."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from faststep.data import DataLoader
+
+from .both import plain
+
+ROWS, BATCH = 64, 4
+TASKS = Path("/proc/self/task")
+
+
+def dataset(width: int = 3) -> TensorDataset:
+    return TensorDataset(torch.arange(ROWS * width).view(ROWS, width).float(), torch.arange(ROWS))
+
+
+def loader(width: int = 3, **options: Any) -> DataLoader[Any]:
+    return DataLoader(dataset(width), BATCH, **options)
+
+
+def wide() -> DataLoader[Any]:
+    """Batches large enough that threads are woken for them."""
+    return loader(50_000)
+
+
+def data_threads() -> int:
+    if not TASKS.is_dir():
+        pytest.skip("threads cannot be counted here")
+    return sum((task / "comm").read_text().startswith("faststep-data") for task in TASKS.iterdir())
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    yield
+    gc.collect()
+    if TASKS.is_dir():
+        assert data_threads() == 0
+
+
+def counts(of: DataLoader[Any]) -> tuple[int, int, int]:
+    assert of._slots is not None
+    return of._slots.counts()
+
+
+def test_batches_may_be_kept() -> None:
+    ours = loader()
+    kept = list(ours)
+    assert counts(ours) == (2 * len(kept), 0, 2 * len(kept))
+    want = [batch.clone() for batch, _ in torch.utils.data.DataLoader(dataset(), BATCH)]
+    for _ in range(3):
+        list(ours)
+    assert all(torch.equal(got, batch) for (got, _), batch in zip(kept, want, strict=True))
+
+
+def test_memory_is_used_again() -> None:
+    ours = loader()
+    places = {batch.data_ptr() for _ in range(4) for batch, _ in ours}
+    made, _, held = counts(ours)
+    assert made <= 2 * 7
+    assert len(places) <= 7
+    assert held == 0
+
+
+@pytest.mark.parametrize("also", ["view", "detached", "numpy", "thread", "graph"])
+def test_a_slot_is_free_when_the_last_tensor_over_it_is_gone(also: str) -> None:
+    ours = loader()
+    iterator = iter(ours)
+    batch, labels = next(iterator)
+    kept: list[Any] = []
+    if also == "view":
+        kept.append(batch[1:2].t())
+    elif also == "detached":
+        kept.append(batch.detach())
+    elif also == "numpy":
+        kept.append(batch.numpy()[::2])
+    elif also == "thread":
+        thread = threading.Thread(target=lambda b=batch: kept.append(b.view(-1)))
+        thread.start()
+        thread.join()
+        del thread
+    else:
+        kept.append((torch.ones(3, requires_grad=True) * batch).sum())
+    place = batch.data_ptr()
+    want = batch.clone()
+    del iterator, batch, labels
+    gc.collect()
+    assert counts(ours)[2] == 1
+    for other, _ in ours:
+        assert other.data_ptr() != place
+    del other, _
+    if also == "view":
+        assert torch.equal(kept[0], want[1:2].t())
+    kept.clear()
+    gc.collect()
+    assert counts(ours)[2] == 0
+
+
+def test_fields_are_kept_one_by_one() -> None:
+    """Keeping the labels of an epoch does not keep its images."""
+    ours = loader()
+    labels = [label for _, label in ours]
+    assert counts(ours)[2] == len(labels)
+    assert torch.equal(torch.cat(labels), torch.arange(ROWS))
+
+
+def test_changing_a_batch_changes_nothing_else() -> None:
+    ours = loader()
+    want = plain(list(ours))
+    for batch, labels in ours:
+        batch.fill_(-1)
+        labels.add_(1)
+    assert plain(list(ours)) == want
+
+
+def test_batches_may_be_dropped_by_another_thread() -> None:
+    ours = loader()
+    queue: list[Any] = []
+    done = threading.Event()
+
+    def drop() -> None:
+        while not done.is_set() or queue:
+            if queue:
+                queue.pop()
+
+    thread = threading.Thread(target=drop)
+    thread.start()
+    for _ in range(20):
+        for batch in ours:
+            queue.append(batch)
+    done.set()
+    thread.join()
+    del batch
+    assert counts(ours)[2] == 0
+
+
+def test_surplus_memory_goes_back() -> None:
+    ours = loader()
+    kept = [batch for _ in range(5) for batch in ours]
+    assert counts(ours)[2] == 2 * 5 * ROWS // BATCH
+    kept.clear()
+    _, free, held = counts(ours)
+    assert held == 0
+    assert free <= 14
+
+
+def test_batches_outlive_the_loader() -> None:
+    ours = wide()
+    batch, _ = next(iter(ours))
+    del ours
+    gc.collect()
+    assert torch.equal(batch, dataset(50_000).tensors[0][:BATCH])
+
+
+def fail(iterator: Any) -> None:
+    for _ in iterator:
+        raise ZeroDivisionError
+
+
+def test_breaking_out_ends_the_threads() -> None:
+    ours = wide()
+    for _ in ours:
+        assert data_threads() > 0
+        break
+    assert data_threads() == 0
+    iterator = iter(ours)
+    next(iterator)
+    with pytest.raises(ZeroDivisionError):
+        fail(iterator)
+    del iterator
+
+
+def test_the_end_of_an_epoch_ends_the_threads() -> None:
+    iterator = iter(wide())
+    assert len(list(iterator)) == ROWS // BATCH
+    assert data_threads() == 0
+
+
+def test_several_threads_may_share_an_iterator() -> None:
+    iterator = iter(wide())
+    seen: list[int] = []
+
+    def consume() -> None:
+        for _, labels in iterator:
+            seen.extend(labels.tolist())
+
+    threads = [threading.Thread(target=consume) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == list(range(ROWS))

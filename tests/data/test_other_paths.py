@@ -1,0 +1,79 @@
+"""What the array path does not take is torch's own, and the loader says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    Subset,
+    TensorDataset,
+)
+from torch.utils.data._utils.collate import default_collate_fn_map
+
+from faststep.data import ArrayDataset, DataLoader
+
+from .both import assert_same
+from .test_batches import table
+
+
+class Odd(TensorDataset):
+    def __getitem__(self, index: int) -> Any:
+        return (index,)
+
+
+class Plain(Dataset[int]):
+    def __getitem__(self, index: int) -> int:
+        return index
+
+    def __len__(self) -> int:
+        return 10
+
+
+OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "dataset": (Plain(), {}, "dataset is a Plain"),
+    "in a subset": (Subset(Plain(), [1]), {}, "dataset.dataset is a Plain"),
+    "subclass": (Odd(torch.ones(3)), {}, "dataset is a Odd"),
+    "gradient": (TensorDataset(torch.ones(3, requires_grad=True)), {}, "requires a gradient"),
+    "strides": (TensorDataset(torch.ones(5, 3, 4).transpose(1, 2)), {}, "not packed"),
+    "sparse": (TensorDataset(torch.eye(4).to_sparse()), {"collate_fn": list}, "not a dense"),
+    "conjugate": (TensorDataset(torch.ones(4, dtype=torch.complex64).conj()), {}, "conjugated"),
+    "different": (ConcatDataset([table(2), TensorDataset(torch.ones(2))]), {}, "structure"),
+    "other types": (
+        ConcatDataset([ArrayDataset(torch.ones(2)), ArrayDataset(torch.ones(2).int())]),
+        {},
+        "another shape or type",
+    ),
+    "indices": (Subset(table(), [True, False]), {}, "plain integers"),
+    "collate": (table(), {"collate_fn": len}, "collate_fn is not torch's default"),
+    "no batches": (table(), {"batch_size": None}, "batch_size is None"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_everything_else_is_torchs(name: str) -> None:
+    dataset, options, reason = OTHERS[name]
+    loader = DataLoader(dataset, **options)
+    assert reason in loader.explain()
+    assert_same(lambda: (dataset, dict(options)), path="torch")
+    with pytest.raises(NotImplementedError, match="StatefulDataLoader"):
+        loader.state_dict()
+
+
+def test_worker_init_fn_runs_in_workers() -> None:
+    loader = DataLoader(table(), num_workers=1, worker_init_fn=print)
+    assert "worker_init_fn" in loader.explain()
+    assert DataLoader(table(), worker_init_fn=print).path == "arrays"
+
+
+def test_a_registered_collate_function_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(default_collate_fn_map, tuple, lambda batch, *, collate_fn_map: "mine")
+    assert next(iter(DataLoader(table()))) == "mine"
+    assert DataLoader(ArrayDataset(torch.ones(3))).path == "arrays"
+    monkeypatch.setitem(
+        default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map: "tensors"
+    )
+    assert next(iter(DataLoader(ArrayDataset(torch.ones(3))))) == "tensors"
