@@ -38,7 +38,7 @@ static int scalar_of(fst_module *state, PyObject *object, int device, const char
 /* The device of the first tensor and its current stream; 0, or -1 with a TypeError. */
 static int find_device(fst_module *state, PyObject *tensors, int *device, void **stream)
 {
-    fst_view view;
+    fst_view view = {.device = FST_HOST};
     fst_problem problem;
     PyObject *first = PySequence_GetItem(tensors, 0);
     if (!first)

@@ -99,13 +99,20 @@ static PyObject *list_devices(const fst_plan_object *self, PyObject *scalars, in
     return devices;
 }
 
-static int run_shares(fst_module *module, fst_plan_object *self, const fst_step_options *options,
-                      fst_step_outcome *outcome)
+/* Everything a step needs of its devices, before it changes anything. */
+static int prepare_shares(fst_module *module, fst_plan_object *self,
+                          const fst_step_options *options)
 {
     for (size_t i = 1; i < self->share_count; i++)
         if (self->shares[i].counter_count &&
             fst_device_prepare(module, self, &self->shares[i], options))
             return -1;
+    return 0;
+}
+
+static int run_shares(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+                      fst_step_outcome *outcome)
+{
     for (size_t i = 1; i < self->share_count; i++)
         if (self->shares[i].counter_count && fst_device_step(module, &self->shares[i], options))
             return -1;
@@ -138,6 +145,18 @@ static PyObject *answer(const char *what, PyObject *value)
     return value ? Py_BuildValue("sN", what, value) : NULL;
 }
 
+/* The text of the Python error that is set, and no longer is. */
+static PyObject *error_text(void)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *text = value ? PyObject_Str(value) : NULL;
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return text;
+}
+
 /* Binds, and runs if nothing is missing. */
 static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
@@ -155,6 +174,8 @@ static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObjec
     if (!devices || !known)
         return answer("devices", devices);
     Py_DECREF(devices);
+    if (prepare_shares(module, self, options))
+        return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text()) : NULL;
     return answer("done", run(module, self, options));
 }
 

@@ -39,7 +39,8 @@ class Plan:
 
         Returns ("missing", [(group, index), ...]) where a state is missing or, a step counter, not
         on the parameter's device, and ("devices", [...]), those that have gradients, where
-        `scalars` lacks one of them; then nothing was done. Else ("done", (skipped, norm or None,
+        `scalars` lacks one of them, and ("memory", text) where a device has too little memory for
+        its tables; then nothing was done. Else ("done", (skipped, norm or None,
         parameters and moments that were written, gradients that were or None)): what the host
         found. For CUDA parameters the step was launched on torch's current stream, and the device
         knows the rest.

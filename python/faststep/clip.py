@@ -36,6 +36,7 @@ from torch.nn.utils import get_total_norm as _torch_get_total_norm
 from . import _C
 from ._division import divide_grads_of
 from ._torch import increment_version, is_compiling
+from .optim._devices import has_kernels_for
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -78,7 +79,7 @@ def _norm(
 
 def _for_device(tensor: object) -> bool:
     """Whether a list with this tensor is for our kernels for CUDA."""
-    return isinstance(tensor, Tensor) and tensor.is_cuda and _C.has_kernels()
+    return isinstance(tensor, Tensor) and tensor.is_cuda and has_kernels_for(tensor)
 
 
 def _norm_on_device(

@@ -262,6 +262,8 @@ def _step(
         except BaseException:
             optimizer._drop_new_state(param)
             raise
+    if what == "memory":
+        raise torch.OutOfMemoryError(f"{value}; the parameter was not updated")
     if what != "done":
         raise _C.TensorError(0, 0, "state", "value", "is None")
     increment_version(value[2])

@@ -128,6 +128,46 @@ def test_every_error_of_the_driver(machine: fake.Machine) -> None:
     assert failures >= 8
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_memory_that_torch_holds_is_given_back(
+    machine: fake.Machine, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """torch.OutOfMemoryError only where that does not help; then nothing has changed."""
+    out_of_memory = 2
+    pair = Pair([torch.ones(3)])
+    optimizer = faststep.optim.AdamW(pair.cuda)
+    pair.set_grads([torch.ones(3)])
+    emptied: list[int] = []
+
+    def empty_cache() -> None:
+        emptied.append(1)
+        if again:
+            machine.fail("cuMemAlloc_v2", 1, out_of_memory)
+
+    monkeypatch.setattr(torch.cuda, "empty_cache", empty_cache)
+    machine.fail("cuMemAlloc_v2", 1, out_of_memory)
+    if again:
+        with pytest.raises(torch.OutOfMemoryError, match=r"cuMemAlloc.*nothing was updated"):
+            optimizer.step()
+        assert torch.equal(fake.plain(pair.cuda[0]), torch.ones(3))
+        machine.fail("cuMemAlloc_v2", 0, 0)
+    optimizer.step()
+    assert emptied == [1]
+    assert not torch.equal(fake.plain(pair.cuda[0]), torch.ones(3))
+
+
+def test_a_device_that_kernels_do_not_serve_is_left_to_torch(
+    machine: fake.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("faststep.clip.has_kernels_for", lambda tensor: False)
+    pair = Pair([torch.ones(3)])
+    pair.set_grads([torch.ones(3)])
+    before = machine.calls("cuLaunchKernel")
+    faststep.clip_grad_norm_(pair.cuda, 0.5)
+    assert machine.calls("cuLaunchKernel") == before
+    assert float(fake.plain(pair.cuda[0].grad).norm()) == pytest.approx(0.5)
+
+
 def test_a_forked_child_says_so() -> None:
     out = run_python(
         SETUP

@@ -120,7 +120,7 @@ def test_two_launches(machine: fake.Machine) -> None:
 def test_without_kernels_torch_does_it(
     machine: fake.Machine, monkeypatch: pytest.MonkeyPatch, clip: Callable[[list[Tensor]], object]
 ) -> None:
-    monkeypatch.setattr(_C, "has_kernels", lambda: False)
+    monkeypatch.setattr("faststep.clip.has_kernels_for", lambda tensor: False)
     pair = pair_of(values((300,), 0, torch.float32))
     before = machine.calls(None)
     clip(pair.cuda)

@@ -17,7 +17,7 @@ from .. import _division as division
 from .._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
 from ..clip import clip_grad_norm_
 from ..optim._base import FusedOptimizer
-from ..optim._devices import ordinal_of
+from ..optim._devices import has_kernels_for, ordinal_of
 from .protocol import any_found, has_grads, lent_attributes, takes_found_inf
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
 
@@ -135,7 +135,7 @@ class GradScaler(torch.amp.GradScaler):
         grads = _C.collect_grads(params)
         if not allow_fp16:  # called by unscale_, not by step
             inv_scale = division.unscaled(optimizer, inv_scale)
-        if grads and _C.has_kernels() and all(g.is_cuda for g in grads):
+        if grads and all(g.is_cuda and has_kernels_for(g) for g in grads):
             found = _unscale_on_devices(grads, inv_scale, found_inf, allow_fp16)
             if found is not None:
                 return found

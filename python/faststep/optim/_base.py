@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._torch import disable_dynamo, increment_version
+from .._torch import disable_dynamo, increment_version, is_capturing
 from ._devices import (
     HOST,
     HOST_ONLY,
@@ -168,6 +168,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
         params = [group["params"] for group in groups]
         new: list[tuple[int, int]] = []
+        short_of_memory = False
         phase = Phase.WHOLE
         scalars: dict[int, Scalars] = {}
         try:
@@ -181,6 +182,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
                 if what == "devices":  # parameters have moved
                     self._devices, scalars = tuple(value), {}
+                elif what == "memory":  # torch may hold blocks that nobody uses
+                    if short_of_memory or is_capturing():
+                        raise torch.OutOfMemoryError(f"{value}; nothing was updated")
+                    short_of_memory = True
+                    torch.cuda.empty_cache()
                 elif what == "missing" and new:  # a state was there, but None
                     group, index = value[0]
                     state = self.state[params[group][index]]

@@ -5,11 +5,14 @@ The C side calls a device by a number: -1 for CPU memory, else the CUDA ordinal.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .. import _C
 
 __all__ = [
     "HOST",
@@ -17,6 +20,7 @@ __all__ = [
     "Scalars",
     "agreed",
     "devices_of",
+    "has_kernels_for",
     "new_scalar",
     "on_device",
     "ordinal_of",
@@ -38,6 +42,20 @@ def ordinal_of(tensor: Tensor) -> int:
     """The number of a tensor's device."""
     device = tensor.device
     return (device.index or 0) if device.type == "cuda" else HOST
+
+
+@functools.cache
+def _usable(number: int) -> bool:
+    try:
+        _C.device_info(number)
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_kernels_for(tensor: Tensor) -> bool:
+    """Whether this build, driver and device can run our kernels on a CUDA tensor."""
+    return _C.has_kernels() and _usable(ordinal_of(tensor))
 
 
 def devices_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
