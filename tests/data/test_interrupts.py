@@ -81,6 +81,7 @@ def program(text: str, **options: Any) -> subprocess.Popen[str]:
 import os, signal, sys, threading, time, torch
 from torch.utils.data import TensorDataset
 from faststep.data import DataLoader
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 ours = DataLoader(TensorDataset(torch.ones(64, 50_000)), 4)
 iterator = iter(ours)
 next(iterator)
