@@ -130,7 +130,10 @@ except KeyboardInterrupt:
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.3)
     process.send_signal(2)
-    out, err = process.communicate(timeout=60)
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
     assert (process.returncode, out, err) == (0, "interrupted\n", "")
 
 
