@@ -9,6 +9,8 @@ C_TESTS := $(MAKE) -f tests/c/Makefile
 LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py
 # What goes from Python to the kernels, on a machine that claims to have CUDA devices.
 DEVICE_TESTS := $(addprefix tests/device/test_,amp.py graphs.py lists.py state_dict.py steps.py)
+# Of the loader, all but the tests that start many interpreters, which sanitizers make slow.
+LOADER_TESTS := tests/data --ignore=tests/data/test_interrupts.py
 SANITIZE := address,undefined
 # libstdc++ too: AddressSanitizer looks for the C++ runtime before Python has loaded torch.
 PRELOAD = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
@@ -55,7 +57,7 @@ asan: $(BIN)/.installed-test ## run the C tests and the Python tests under Addre
 	+$(C_TESTS) SANITIZE=$(SANITIZE)
 	FASTSTEP_CUDA=0 FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
 	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
-	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS) tests/data
+	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS) $(LOADER_TESTS)
 
 tsan: ## run the C tests of threads under ThreadSanitizer
 	+$(C_TESTS) SANITIZE=thread TESTS='test_threads* test_gpu_threads' RUN='$(UNSHUFFLED)'
