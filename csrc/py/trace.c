@@ -173,8 +173,9 @@ static int find_streams(fst_module *module, fst_plan_object *self)
 int fst_trace_holds(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                     PyObject *state)
 {
-    if (!self->traced || !same_groups(self, param_lists))
+    if (!self->traced || self->hold_tensors || !same_groups(self, param_lists))
         return 0;
+    module->tensors.ran_python = 0; /* by others, before */
     fst_trace *trace = self->traces;
     for (size_t g = 0; g < self->group_count; g++) {
         PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
@@ -182,5 +183,5 @@ int fst_trace_holds(fst_module *module, fst_plan_object *self, PyObject *param_l
             return 0;
         trace += self->traced_groups[g].size;
     }
-    return !find_streams(module, self);
+    return !find_streams(module, self) && !module->tensors.ran_python;
 }

@@ -164,6 +164,32 @@ def test_steps_without_records(declaration: Declaration) -> None:
     assert all(torch.isfinite(p).all() for p in params)
 
 
+def test_python_that_ran_elsewhere_does_not_change_how_a_traced_step_runs() -> None:
+    """A step that releases the GIL holds its tensors; a traced one holds none, so it keeps it."""
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    spec = (_C.rules()["sgd"][0], (), False, (0.0,) * 5, False, None)
+    plan = _C.Plan()
+
+    def written() -> list[Tensor]:
+        arguments = ([[param]], [spec], {}, None, {-1: (None, None, None)}, False, float("nan"))
+        what, value = plan.step(*arguments, False, 0)
+        assert what == "done"
+        return value[2]
+
+    for _ in range(3):
+        written()
+    kept = written()  # the list of a step that holds nothing is used again
+    assert written() is kept
+
+    class Unknown(torch.Tensor):
+        pass
+
+    assert _C.fusable([torch.ones(3).as_subclass(Unknown)])
+    for _ in range(3):
+        assert written() is kept
+
+
 def test_an_optimizer_that_goes_takes_its_traces_along() -> None:
     for _ in range(50):
         params = parameters((3, 4))
