@@ -125,10 +125,8 @@ static int bind_all(fst_module *state, binding *b)
             return -1;
         }
     }
-    if (fst_plan_seal(&b->plan, 0, 1, &status)) {
-        fst_raise(&status);
-        return -1;
-    }
+    if (fst_plan_seal(&b->plan, 0, 1, &status))
+        return fst_raise_int(&status);
     return 0;
 }
 

@@ -173,10 +173,8 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
     if (param->count > 0) {
         ops = fst_plan_add(&share->plan, param->count, 0, &status);
-        if (!ops) {
-            fst_raise(&status);
-            return -1;
-        }
+        if (!ops)
+            return fst_raise_int(&status);
         counter->span = (int64_t)share->plan.span_count - 1;
         self->total += share->device == FST_HOST ? param->count : 0;
         self->written_total += param->count;
@@ -273,7 +271,7 @@ static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *p
         fst_plan_begin(&self->shares[i].plan);
     if (!at.missing || count_params(self, param_lists))
         goto error;
-    fst_trace_begin(self);
+    fst_trace_begin(&module->records, self);
     for (; (size_t)at.group < self->group_count; at.group++)
         if (bind_group(&at, PyList_GetItem(param_lists, at.group)))
             goto error;

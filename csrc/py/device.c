@@ -4,18 +4,6 @@
 #include "gpu/run.h"
 #include "py/plan.h"
 
-static fst_device_scalar scalar_at(const fst_view *view)
-{
-    return (fst_device_scalar){.data = (uint64_t)(uintptr_t)view->data,
-                               .is_double = view->dtype == FST_F64};
-}
-
-static int raise(const fst_status *status)
-{
-    fst_raise(status);
-    return -1;
-}
-
 /* The hyper-parameters of every group; a learning rate that lies on the device is read there. */
 static int list_groups(fst_module *module, const fst_plan_object *self, fst_share *share)
 {
@@ -34,7 +22,7 @@ static int list_groups(fst_module *module, const fst_plan_object *self, fst_shar
             PyErr_Format(PyExc_RuntimeError, "lr of group %zu %s", i, problem.detail);
             return -1;
         }
-        out->lr = scalar_at(&lr);
+        out->lr = fst_view_as_scalar(&lr);
     }
     return 0;
 }
@@ -110,11 +98,11 @@ int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *sha
 {
     fst_status status = {0};
     if (!share->tables && !(share->tables = fst_gpu_tables_new(share->device, &status)))
-        return raise(&status);
+        return fst_raise_int(&status);
     if (list_groups(module, self, share) || list_spans(self, share))
         return -1;
     if (fst_plan_seal(&share->plan, FST_OP_PARAM, options->write_grads ? 2 : 1, &status))
-        return raise(&status);
+        return fst_raise_int(&status);
     const fst_work work = fst_plan_work(&share->plan);
     const fst_gpu_rules rules = {
         .spans = share->spans,
@@ -123,7 +111,7 @@ int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *sha
         .group_count = self->group_count,
     };
     if (fst_gpu_tables_set(share->tables, &work, &rules, share->stream, &status))
-        return raise(&status);
+        return fst_raise_int(&status);
     return 0;
 }
 
@@ -141,10 +129,11 @@ int fst_device_step(fst_module *module, fst_share *share, const fst_step_options
     }
     const int apply = options->phase == FST_STEP_APPLY;
     const fst_begin_launch begin = {
-        .grad_scale = scalar_at(&scale),
-        .found_inf = scalar_at(&found),
+        .grad_scale = fst_view_as_scalar(&scale),
+        .found_inf = fst_view_as_scalar(&found),
         /* to apply, the common norm is there already: it is read to clip, never written */
-        .norm = apply && isnan(options->max_norm) ? (fst_device_scalar){0} : scalar_at(&norm),
+        .norm =
+            apply && isnan(options->max_norm) ? (fst_device_scalar){0} : fst_view_as_scalar(&norm),
         .max_norm = options->max_norm,
         .measure = !apply && (options->measure_found_inf || !isnan(options->max_norm)),
         .measure_found_inf = !apply && options->measure_found_inf,
@@ -152,8 +141,8 @@ int fst_device_step(fst_module *module, fst_share *share, const fst_step_options
     };
     const fst_update_launch update = {.write_grad = options->write_grads};
     if (fst_gpu_begin(share->tables, &begin, &status))
-        return raise(&status);
+        return fst_raise_int(&status);
     if (!begin.only_measure && fst_gpu_update(share->tables, &update, &status))
-        return raise(&status);
+        return fst_raise_int(&status);
     return 0;
 }

@@ -11,12 +11,6 @@ typedef struct {
     fst_gpu_tables *tables; /* NULL until `upload` */
 } device_list;
 
-static int raise(const fst_status *status)
-{
-    fst_raise(status);
-    return -1;
-}
-
 /* A scalar on the list's device, or none for None; 0, or -1 with a TypeError. */
 static int scalar_of(fst_module *state, PyObject *object, int device, const char *name,
                      fst_device_scalar *scalar)
@@ -30,8 +24,7 @@ static int scalar_of(fst_module *state, PyObject *object, int device, const char
         PyErr_Format(PyExc_TypeError, "%s %s", name, problem.detail);
         return -1;
     }
-    scalar->data = (uint64_t)(uintptr_t)view.data;
-    scalar->is_double = view.dtype == FST_F64;
+    *scalar = fst_view_as_scalar(&view);
     return 0;
 }
 
@@ -76,18 +69,28 @@ static int upload(fst_module *state, device_list *it)
         state->list_tables[device] = fst_gpu_tables_new(device, &status);
     it->tables = state->list_tables[device];
     if (!it->tables)
-        return raise(&status);
+        return fst_raise_int(&status);
     const fst_work work = fst_plan_work(&it->list.plan);
     if (fst_gpu_tables_set(it->tables, &work, NULL, it->stream, &status))
-        return raise(&status);
+        return fst_raise_int(&status);
     return 0;
+}
+
+/* Ends a call: frees the list; None where the pass was launched, NULL where `status` says why not
+ * or an error is set already. */
+static PyObject *finish(device_list *it, int launched, const fst_status *status)
+{
+    fst_list_free(&it->list);
+    if (launched && status->code)
+        return fst_raise(status);
+    return launched ? Py_NewRef(Py_None) : NULL;
 }
 
 /* device_norm(tensors, p, out): see _C.pyi. */
 PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
-    PyObject *tensors, *out, *result = NULL;
+    PyObject *tensors, *out;
     fst_norm_launch launch = {0};
     fst_status status = {0};
     device_list it;
@@ -98,81 +101,72 @@ PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
         return NULL;
     }
     launch.kind = (int32_t)fst_norm_kind_of(launch.power);
-    if (!bind(state, &it, tensors, 0) &&
-        !scalar_of(state, out, it.list.device, "out", &launch.norm) && !upload(state, &it)) {
-        if (fst_gpu_norm(it.tables, &launch, &status))
-            fst_raise(&status);
-        else
-            result = PyLong_FromUnsignedLong(it.list.dtypes);
-    }
-    fst_list_free(&it.list);
-    return result;
+    const int ready = !bind(state, &it, tensors, 0) &&
+                      !scalar_of(state, out, it.list.device, "out", &launch.norm) &&
+                      !upload(state, &it);
+    if (ready)
+        fst_gpu_norm(it.tables, &launch, &status);
+    PyObject *done = finish(&it, ready, &status);
+    if (!done)
+        return NULL;
+    Py_DECREF(done);
+    return PyLong_FromUnsignedLong(it.list.dtypes);
 }
 
 /* device_unscale(tensors, inv_scale, found_inf, allow_fp16) */
 PyObject *fst_py_device_unscale(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
-    PyObject *tensors, *inv_scale, *found_inf, *result = NULL;
+    PyObject *tensors, *inv_scale, *found_inf;
     fst_unscale_launch launch = {.inverse = 1};
     fst_status status = {0};
     device_list it;
     int allow_fp16;
     if (!PyArg_ParseTuple(args, "OOOp", &tensors, &inv_scale, &found_inf, &allow_fp16))
         return NULL;
-    if (!bind(state, &it, tensors, 1) &&
-        !scalar_of(state, inv_scale, it.list.device, "inv_scale", &launch.scale) &&
-        !scalar_of(state, found_inf, it.list.device, "found_inf", &launch.found_inf)) {
-        if (!allow_fp16 && it.list.dtypes >> FST_F16 & 1u)
-            PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
-        else if (!upload(state, &it)) {
-            if (fst_gpu_unscale(it.tables, &launch, &status))
-                fst_raise(&status);
-            else
-                result = Py_NewRef(Py_None);
-        }
+    int ready = !bind(state, &it, tensors, 1) &&
+                !scalar_of(state, inv_scale, it.list.device, "inv_scale", &launch.scale) &&
+                !scalar_of(state, found_inf, it.list.device, "found_inf", &launch.found_inf);
+    if (ready && !allow_fp16 && it.list.dtypes >> FST_F16 & 1u) {
+        PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
+        ready = 0;
     }
-    fst_list_free(&it.list);
-    return result;
+    ready = ready && !upload(state, &it);
+    if (ready)
+        fst_gpu_unscale(it.tables, &launch, &status);
+    return finish(&it, ready, &status);
 }
 
 /* device_clip(tensors, max_norm, norm) */
 PyObject *fst_py_device_clip(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
-    PyObject *tensors, *norm, *result = NULL;
+    PyObject *tensors, *norm;
     fst_scale_launch launch = {0};
     fst_status status = {0};
     device_list it;
     if (!PyArg_ParseTuple(args, "OdO", &tensors, &launch.max_norm, &norm))
         return NULL;
-    if (!bind(state, &it, tensors, 1) &&
-        !scalar_of(state, norm, it.list.device, "norm", &launch.norm) && !upload(state, &it)) {
-        if (fst_gpu_scale(it.tables, &launch, 0, &status))
-            fst_raise(&status);
-        else
-            result = Py_NewRef(Py_None);
-    }
-    fst_list_free(&it.list);
-    return result;
+    const int ready = !bind(state, &it, tensors, 1) &&
+                      !scalar_of(state, norm, it.list.device, "norm", &launch.norm) &&
+                      !upload(state, &it);
+    if (ready)
+        fst_gpu_scale(it.tables, &launch, 0, &status);
+    return finish(&it, ready, &status);
 }
 
 /* device_clamp(tensors, limit) */
 PyObject *fst_py_device_clamp(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
-    PyObject *tensors, *result = NULL;
+    PyObject *tensors;
     fst_clamp_launch launch = {0};
     fst_status status = {0};
     device_list it;
     if (!PyArg_ParseTuple(args, "Od", &tensors, &launch.limit))
         return NULL;
-    if (!bind(state, &it, tensors, 1) && !upload(state, &it)) {
-        if (fst_gpu_clamp(it.tables, &launch, &status))
-            fst_raise(&status);
-        else
-            result = Py_NewRef(Py_None);
-    }
-    fst_list_free(&it.list);
-    return result;
+    const int ready = !bind(state, &it, tensors, 1) && !upload(state, &it);
+    if (ready)
+        fst_gpu_clamp(it.tables, &launch, &status);
+    return finish(&it, ready, &status);
 }

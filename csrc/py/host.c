@@ -167,10 +167,8 @@ int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_opti
     step_work work;
     if (read_options(module, options, &work, &found, &norm))
         return -1;
-    if (fst_plan_seal(&share->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status)) {
-        fst_raise(&status);
-        return -1;
-    }
+    if (fst_plan_seal(&share->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
+        return fst_raise_int(&status);
     outcome->measured = work.measure && !work.skip;
     if (!work.skip && run_passes(self, &work, &status)) {
         if (status.code)

@@ -72,10 +72,8 @@ int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int dev
             return -1;
         }
     }
-    if (fst_plan_seal(&list->plan, 0, (unsigned)written, &status)) {
-        fst_raise(&status);
-        return -1;
-    }
+    if (fst_plan_seal(&list->plan, 0, (unsigned)written, &status))
+        return fst_raise_int(&status);
     return 0;
 }
 

@@ -22,6 +22,12 @@ PyObject *fst_raise(const fst_status *status)
     return NULL;
 }
 
+int fst_raise_int(const fst_status *status)
+{
+    fst_raise(status);
+    return -1;
+}
+
 /* use_threads_of(path): parallel regions run on the pool of the libtorch_cpu at `path` (or None).
  */
 static PyObject *use_threads_of(PyObject *module, PyObject *path)

@@ -21,6 +21,9 @@ fst_module *fst_module_state(PyObject *module);
 /* Translates a status into the Python error it means; returns NULL. */
 PyObject *fst_raise(const fst_status *status);
 
+/* The same for functions that return -1. */
+int fst_raise_int(const fst_status *status);
+
 /* Functions on lists of tensors (lists.c, accumulate.c), the loss scale (scaler.c). */
 PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);
 PyObject *fst_py_fusable(PyObject *module, PyObject *args);

@@ -48,8 +48,6 @@ static int same_memory(const fst_record_layout *layout, const fst_record *record
 int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
                     fst_record *record)
 {
-    if (!layout->known)
-        return 0;
     const char *impl = pointer(object, layout->at.impl_in_object);
     if (view->ndim > FST_RECORD_DIMS ||
         (view->ndim > 0 && (const char *)view->shape != impl + 8 * layout->at.sizes))
@@ -71,8 +69,6 @@ int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst
 
 int fst_record_of(const fst_record_layout *layout, PyObject *object, fst_record *record)
 {
-    if (!layout->known)
-        return 0;
     *record = (fst_record){.object = object, .impl = pointer(object, layout->at.impl_in_object)};
     return record->impl != NULL;
 }

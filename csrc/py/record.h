@@ -45,7 +45,8 @@ typedef struct {
     uint64_t data;        /* what torch answered */
 } fst_record;
 
-/* 1 if it was taken; the view is torch's answer on the object. */
+/* 1 if it was taken; the view is torch's answer on the object. The layout is known here and below.
+ */
 int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
                     fst_record *record);
 

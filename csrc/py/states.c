@@ -51,7 +51,7 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
         return fst_bind_problem(at, "state 'step'", &problem);
     if (view->device == FST_HOST && at->share->device != FST_HOST)
         return 0;
-    if (fst_tensor_scalar(&at->module->tensors, object, at->share->device, view, &problem))
+    if (fst_view_is_scalar(view, at->share->device, &problem))
         return fst_bind_problem(at, "state 'step'", &problem);
     fst_param_note_state(&at->module->tensors, param, 0, object, view);
     counter->data = view->data;

@@ -3,7 +3,6 @@
 #include <stdarg.h>
 #include <stdio.h>
 
-#include "base/device.h"
 #include "core/layout.h"
 
 int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
@@ -169,15 +168,23 @@ int fst_view_misplaced(const fst_view *view, int device, fst_problem *problem)
                            device_name(device, must));
 }
 
-int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
-                      fst_problem *problem)
+int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem)
 {
-    if (fst_tensor_view(tensors, object, view, problem) || fst_view_is_on(view, device, problem))
+    if (fst_view_is_on(view, device, problem))
         return -1;
     if (fst_view_count(view) != 1 || (view->dtype != FST_F32 && view->dtype != FST_F64))
         return fst_problem_set(problem, "dtype",
                                "is not a one-element tensor of type float32 or float64");
     return 0;
+}
+
+int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
+                      fst_problem *problem)
+{
+    return fst_tensor_view(tensors, object, view, problem) ||
+                   fst_view_is_scalar(view, device, problem)
+               ? -1
+               : 0;
 }
 
 int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void **stream,

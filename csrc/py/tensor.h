@@ -5,7 +5,7 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include "base/work.h"
+#include "base/device.h"
 #include "py/dlpack.h"
 
 enum { FST_KNOWN_TYPES = 8 };
@@ -65,7 +65,17 @@ static inline int fst_view_is_on(const fst_view *view, int device, fst_problem *
     return view->device == device ? 0 : fst_view_misplaced(view, device, problem);
 }
 
-/* The address of a tensor of one fp32 or fp64 number on `device`. */
+/* Whether a view is one fp32 or fp64 number on `device`; 0, or -1 with `problem` filled. */
+int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem);
+
+/* What a kernel is told of it; absent where the view has no data. */
+static inline fst_device_scalar fst_view_as_scalar(const fst_view *view)
+{
+    return (fst_device_scalar){.data = (uint64_t)(uintptr_t)view->data,
+                               .is_double = view->dtype == FST_F64};
+}
+
+/* Reads such a tensor. */
 int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
                       fst_problem *problem);
 

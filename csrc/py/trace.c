@@ -22,11 +22,11 @@ void fst_trace_free(fst_plan_object *self)
     self->trace_capacity = 0;
 }
 
-void fst_trace_begin(fst_plan_object *self)
+void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self)
 {
     fst_trace_forget(self);
-    self->traceable = self->trace_capacity >= self->param_count;
-    if (self->traceable)
+    self->traceable = layout->known && !self->hold_tensors;
+    if (!self->traceable || self->trace_capacity >= self->param_count)
         return;
     PyMem_Free(self->traces);
     self->traces = PyMem_Calloc(self->param_count + 1, sizeof *self->traces);
@@ -59,7 +59,7 @@ void fst_trace_end(fst_plan_object *self, PyObject *param_lists)
 {
     for (size_t i = 0; i < self->share_count; i++)
         self->traceable = self->traceable && !is_first(&self->shares[i]);
-    if (!self->traceable || self->hold_tensors)
+    if (!self->traceable)
         return;
     PyMem_Free(self->traced_groups);
     self->traced_groups = PyMem_Calloc(self->group_count + 1, sizeof *self->traced_groups);

@@ -16,7 +16,7 @@ struct fst_trace {
 };
 
 /* Around a bind: makes room for the traces; keeps them if all of it could be traced. */
-void fst_trace_begin(fst_plan_object *self);
+void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self);
 void fst_trace_end(fst_plan_object *self, PyObject *param_lists);
 
 /* A parameter without a gradient. */

@@ -225,17 +225,14 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Where several devices measure, each has a flag and a float64 norm of its own.
         """
-        if self._devices == HOST_ONLY and phase is Phase.WHOLE:
-            flag = found_inf if found_inf is None or found_inf.is_cpu else found_inf.cpu()
-            scale = grad_scale if grad_scale is None or grad_scale.is_cpu else grad_scale.cpu()
-            return {HOST: Scalars(scale, flag, None)}
         scalars = {}
         for device in self._devices:
             flag = None if found_inf is None else on_device(found_inf, device)
             if phase is Phase.MEASURE and (flag is None or self._measure_found_inf):
                 flag = new_scalar(device, torch.float32)
             scale = None if grad_scale is None else on_device(grad_scale, device)
-            norm = self._norm_on(device, phase) if measures else None
+            needs_room = measures and (device != HOST or phase is Phase.MEASURE)
+            norm = self._norm_on(device, phase) if needs_room else None
             scalars[device] = Scalars(scale, flag, norm)
         return scalars
 
