@@ -113,22 +113,13 @@ static void unscale(size_t count, double (*value)(void), double scale, int how)
     list_free(start);
 }
 
-static fst_norm_kind kind_of(double p)
-{
-    if (isinf(p))
-        return p > 0.0 ? FST_NORM_MAX : FST_NORM_MIN;
-    return p == 2.0   ? FST_NORM_SQUARES
-           : p == 1.0 ? FST_NORM_ABS
-           : p == 0.0 ? FST_NORM_NONZERO
-                      : FST_NORM_POWER;
-}
-
 /* The norm, and the clipping that goes by it. */
 static void norm_and_scale(size_t count, double (*value)(void), double p, double max_norm)
 {
     list *start = list_new(count, value), *got = list_clone(start);
     float shown = -1.0f;
-    fst_norm_launch norm = {.tables = got->device.tables, .power = p, .kind = (int32_t)kind_of(p)};
+    fst_norm_launch norm = {
+        .tables = got->device.tables, .power = p, .kind = (int32_t)fst_norm_kind_of(p)};
     norm.norm = scalar_at(&shown, 0);
     device_launch(&got->device, "fst_norm", any_grid(), &norm);
     fst_scale_launch scale = {.tables = got->device.tables, .max_norm = max_norm, .factor = NAN};

@@ -4,27 +4,16 @@
 
 #include "base/device.h"
 #include "common.h"
-#include "fake_cuda.h"
+#include "gpu_empty.h"
 #include "gpu/run.h"
 #include "gpu_child.h"
 
-static const unsigned char fatbin[24] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16, 0, 8};
 static fst_status status;
 
 /* The fake library is not linked with this program. */
 static void (*machine)(int devices, int capability, int version);
 static void (*use)(const fake_cuda_kernel *kernels, size_t count);
 static long (*calls)(const char *call);
-
-static const fake_cuda_kernel kernels[] = {
-    {"fst_begin", sizeof(fst_begin_launch), NULL, NULL},
-    {"fst_update", sizeof(fst_update_launch), NULL, NULL},
-    {"fst_unscale", sizeof(fst_unscale_launch), NULL, NULL},
-    {"fst_norm", sizeof(fst_norm_launch), NULL, NULL},
-    {"fst_scale", sizeof(fst_scale_launch), NULL, NULL},
-    {"fst_clamp", sizeof(fst_clamp_launch), NULL, NULL},
-    {"fst_loss_scale", sizeof(fst_loss_scale_launch), NULL, NULL},
-};
 
 static void load(const char *path, size_t kernel_count)
 {

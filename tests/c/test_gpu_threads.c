@@ -4,22 +4,10 @@
 
 #include "common.h"
 #include "core/plan.h"
-#include "fake_cuda.h"
+#include "gpu_empty.h"
 #include "gpu/run.h"
 
 enum { THREADS = 6, STEPS = 300 };
-
-static const unsigned char fatbin[24] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16, 0, 8};
-
-static const fake_cuda_kernel kernels[] = {
-    {"fst_begin", sizeof(fst_begin_launch), NULL, NULL},
-    {"fst_update", sizeof(fst_update_launch), NULL, NULL},
-    {"fst_unscale", sizeof(fst_unscale_launch), NULL, NULL},
-    {"fst_norm", sizeof(fst_norm_launch), NULL, NULL},
-    {"fst_scale", sizeof(fst_scale_launch), NULL, NULL},
-    {"fst_clamp", sizeof(fst_clamp_launch), NULL, NULL},
-    {"fst_loss_scale", sizeof(fst_loss_scale_launch), NULL, NULL},
-};
 
 typedef struct {
     pthread_barrier_t *start;
