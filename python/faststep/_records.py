@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -103,13 +105,33 @@ def _different_tensors() -> Iterator[Tensor]:
         yield torch.zeros(4)
 
 
+def _equal_tensors() -> Iterator[Tensor]:
+    """Tensors without any difference but what their memory held before they were made."""
+    allocate, free = ctypes.pythonapi.PyMem_RawMalloc, ctypes.pythonapi.PyMem_RawFree
+    allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    free.restype, free.argtypes = None, (ctypes.c_void_p,)
+    sizes = range(8 * _WORDS, 16 * _WORDS, 16)
+    for byte in (0x00, 0xFF, 0x55, 0xAA):
+        blocks = [(allocate(size), size) for size in sizes for _ in range(2)]
+        for block, size in blocks:
+            if block:
+                ctypes.memset(block, byte, size)
+            free(block)
+        yield torch.zeros(4)
+
+
+def _differences(tensors: Iterable[Tensor], place: int) -> int:
+    """The bits of a word that are not the same in all the tensors' records."""
+    words = [_words(record_of(tensor), place + 1)[place] for tensor in tensors]
+    return functools.reduce(operator.or_, (word ^ words[0] for word in words))
+
+
 def _mask(place: int) -> int:
-    """The bytes of a word that tell different tensors apart: there is padding between them."""
-    words = [_words(record_of(tensor), place + 1)[place] for tensor in _different_tensors()]
-    differ = 0
-    for word in words:
-        differ |= word ^ words[0]
-    return sum(0xFF << bit for bit in range(0, 64, 8) if differ >> bit & 0xFF)
+    """What tells different tensors apart in a word: the bytes with bits that differ, but for those
+    bits that torch leaves as they were in memory."""
+    left = _differences(_equal_tensors(), place)
+    differ = _differences(_different_tensors(), place) & ~left
+    return sum(0xFF << bit for bit in range(0, 64, 8) if differ >> bit & 0xFF) & ~left
 
 
 def _seen(layout: Layout, tensor: Tensor) -> tuple[int, ...]:
