@@ -121,6 +121,28 @@ int fst_record_follow(const fst_record_layout *layout, fst_record *record, const
     return 1;
 }
 
+enum { COUNTERS_AHEAD = 8 };
+
+int fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
+                             size_t count)
+{
+    const fst_record_places *at = &layout->at;
+    if (!layout->known || !layout->move)
+        return 0;
+    for (size_t i = 0; i < count; i++) {
+        const uint64_t kind = word(pointer(objects[i], at->impl_in_object), at->kind + 1);
+        if ((kind & layout->countable) != layout->countable)
+            return 0;
+    }
+    for (size_t i = 0; i < count; i++) {
+        if (i + COUNTERS_AHEAD < count)
+            __builtin_prefetch(pointer(pointer(objects[i + COUNTERS_AHEAD], at->impl_in_object),
+                                       at->counter_in_impl));
+        layout->move((const uint64_t *)objects[i] + at->impl_in_object);
+    }
+    return 1;
+}
+
 void fst_record_fetch(const fst_record *record)
 {
     __builtin_prefetch(record->object);

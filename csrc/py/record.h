@@ -10,6 +10,10 @@
 
 #include "py/tensor.h"
 
+/* Torch's own function that moves a tensor's version counter; takes the address of the pointer to
+ * its record. */
+typedef void (*fst_move_version)(const void *tensor);
+
 enum {
     FST_RECORD_WORDS = 32,
     FST_RECORD_DIMS = 5, /* sizes of more dimensions are not in the record itself */
@@ -22,6 +26,7 @@ typedef struct {
     int data_in_storage; /* the memory's address; two words that own the memory follow */
     int meta_in_impl;    /* what autograd knows */
     int grad_in_meta;    /* the record of the gradient */
+    int counter_in_impl; /* the version counter */
     int ndim, sizes, strides, offset, numel;
     int kind; /* type, device and kind of tensor: this word and the next one, under masks */
 } fst_record_places;
@@ -30,6 +35,8 @@ typedef struct {
     int known;
     fst_record_places at;
     uint64_t masks[2];
+    uint64_t countable;    /* bits of the word after `kind` of a tensor with a version counter */
+    fst_move_version move; /* NULL: Python has to do it */
     uint64_t factors[FST_RECORD_WORDS]; /* of the hash */
 } fst_record_layout;
 
@@ -69,5 +76,10 @@ const void *fst_record_grad(const fst_record_layout *layout, const fst_record *p
 int fst_record_follow(const fst_record_layout *layout, fst_record *record, const void *impl);
 
 void fst_record_fetch(const fst_record *record);
+
+/* Moves the version counters of tensors that were written; 0 if Python has to do that, and then
+ * none was moved. */
+int fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
+                             size_t count);
 
 #endif

@@ -8,6 +8,7 @@ imports from here and knows nothing about torch's inside.
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import sys
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIte
 __all__ = [
     "BaseDataLoaderIter",
     "OptState",
+    "address_of_bump_version",
     "collates_as_default",
     "cuda_amp_is_unavailable",
     "dataset_fetcher",
@@ -132,6 +134,20 @@ def step_dtype(fused: bool | None) -> torch.dtype:
 def record_of(tensor: torch.Tensor) -> int:
     """The address of torch's record of a tensor."""
     return int(tensor._cdata)
+
+
+def address_of_bump_version() -> int:
+    """Where libtorch's function is that moves a tensor's version counter; 0 if it has none.
+
+    `void torch::autograd::impl::bump_version(const at::Tensor&)`: what it takes is the address of a
+    pointer to a tensor's record.
+    """
+    try:
+        library = ctypes.CDLL(libtorch_cpu_path())
+        function = library["_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE"]
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def storage_record_of(tensor: torch.Tensor) -> int:
