@@ -185,6 +185,8 @@ static PyMethodDef methods[] = {
     {"fusable", fst_py_fusable, METH_VARARGS, NULL},
     {"has_kernels", has_kernels, METH_NOARGS, NULL},
     {"measure", fst_py_measure, METH_VARARGS, NULL},
+    {"clip_grads", fst_py_clip_grads, METH_VARARGS, NULL},
+    {"unscale_grads", fst_py_unscale_grads, METH_VARARGS, NULL},
     {"norm", fst_py_norm, METH_VARARGS, NULL},
     {"permute", fst_py_permute, METH_VARARGS, NULL},
     {"rules", rules, METH_NOARGS, NULL},

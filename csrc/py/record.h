@@ -77,6 +77,43 @@ int fst_record_follow(const fst_record_layout *layout, fst_record *record, const
 
 void fst_record_fetch(const fst_record *record);
 
+/* What torch answers on tensors with one description: packed ones in CPU memory, with elements and
+ * a version counter. */
+typedef struct {
+    uint64_t description;
+    uint64_t memory[3]; /* of the tensor that torch was asked about: tells who owns the memory */
+    int64_t offset;     /* bytes from the storage's address to the first element */
+    int64_t count;
+    fst_dtype dtype;
+} fst_form;
+
+enum { FST_FORMS = 512 }; /* a model has some hundred shapes */
+
+typedef struct {
+    fst_form table[FST_FORMS]; /* each in the place that its description gives */
+    const void *none;          /* torch's record for no gradient; NULL: not met yet */
+} fst_forms;
+
+/* Remembers torch's answer on an object, if it is one that can be remembered. */
+void fst_forms_learn(const fst_record_layout *layout, fst_forms *forms, PyObject *object,
+                     const fst_view *view);
+
+/* The form of the tensor with this record, which is alive, and its data; NULL if torch has to be
+ * asked. */
+const fst_form *fst_forms_find(const fst_record_layout *layout, const fst_forms *forms,
+                               const void *impl, void **data);
+
+/* The record of the gradient of an exact torch.Tensor or Parameter; NULL where it never had one. */
+const void *fst_record_grad_of(const fst_record_layout *layout, PyObject *object);
+
+/* Asks early for what a later call of fst_record_grad_of and fst_forms_find reads, in four steps
+ * that come one after another: 0, 1, 2, 3. */
+enum { FST_STEPS_TO_GRAD = 4 };
+void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, int step);
+
+/* Moves the version counter of the tensor with this record, which has a form. */
+void fst_record_move_version(const fst_record_layout *layout, const void *impl);
+
 /* Moves the version counters of tensors that were written; 0 if Python has to do that, and then
  * none was moved. */
 int fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,

@@ -70,7 +70,7 @@ def assert_no_growth(*calls: Callable[[], Any]) -> None:
 
 def assert_references_stay(call: Callable[[], Any], arguments: Iterable[Any]) -> None:
     arguments = list(arguments)
-    for _ in range(3):  # a plan keeps the list of what it wrote, from the second short step on
+    for _ in range(3):  # what is remembered of the tensors is there then
         call()
     before = [sys.getrefcount(argument) for argument in arguments]
     for _ in range(20):
@@ -156,6 +156,20 @@ def fusable() -> Iterator[Case]:
 def collect_grads() -> Iterator[Case]:
     params = parameters()
     yield lambda: _C.collect_grads(params), [*params, *(p.grad for p in params)]
+
+
+def on_grads(function: Callable[..., Any], *extra: Any) -> Iterator[Case]:
+    params = parameters()
+    yield lambda: function(params, *extra), [*params, *(p.grad for p in params)]
+    without = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+    yield lambda: function(without, *extra), without
+    for bad in (torch.ones(3, device="meta"), torch.eye(3).to_sparse(), torch.ones(3).to(int)):
+        of_bad = torch.zeros_like(bad)
+        of_bad.grad = bad
+        yield failing(function, [params[0], of_bad], *extra), [params[0], of_bad, bad]
+    yield failing(function, [params[0], 1.0], *extra), [params[0]]
+    yield failing(function, 5, *extra), []
+    yield failing(function), []
 
 
 def accumulate() -> Iterator[Case]:
@@ -331,6 +345,8 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "fusable": fusable,
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "measure": lambda: on_tensors(_C.measure, 0.5),
+    "clip_grads": lambda: on_grads(_C.clip_grads, 2.0, 1.0, False),
+    "unscale_grads": lambda: on_grads(_C.unscale_grads, 1.0, False),
     "norm": norms,
     "permute": permute,
     "rules": lambda: iter([(_C.rules, [])]),
