@@ -58,8 +58,9 @@ def _introduction() -> str:
     smoke = " SMOKE RUN on tiny tensors: the figures mean nothing." if SMOKE else ""
     return (
         f"{machine()}; {datetime.now(timezone.utc):%Y-%m-%d}.{smoke}\n\n"
-        "fp32 on the CPU. Contenders share parameters and gradients and take turns in blocks; "
-        "medians over all blocks. The gradients are restored before every round, untimed. Their "
+        "fp32 on the CPU. Contenders share parameters and gradients and take turns in blocks of "
+        "one to six rounds; medians over all blocks. The gradients are restored before every "
+        "round, untimed. Their "
         f"global norm is 4 and the limit {MAX_NORM:g}, so clipping acts, unless a row says "
         "otherwise. GB/s is the least traffic of the work over the median; copy_ counts 8 bytes "
         "per fp32 element. torch default is the for-loop: on a CPU torch chooses foreach only "
