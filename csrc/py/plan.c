@@ -65,8 +65,10 @@ static PyObject *list_of(PyObject *const *objects, size_t count)
  * large states alive that a user replaces. */
 static PyObject *list_written(fst_module *module, fst_plan_object *self)
 {
-    if (fst_record_move_versions(&module->records, self->written, self->written_count))
-        return PyList_New(0);
+    const size_t moved =
+        fst_record_move_versions(&module->records, self->written, self->written_count);
+    if (moved)
+        return list_of(self->written + moved, self->written_count - moved);
     if (self->hold_tensors || self->written_total > FST_SHORT_STEP) {
         Py_CLEAR(self->last_written);
         return list_of(self->written, self->written_count);

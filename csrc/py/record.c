@@ -201,24 +201,38 @@ void fst_record_move_version(const fst_record_layout *layout, const void *impl)
     layout->move(&impl);
 }
 
-enum { COUNTERS_AHEAD = 8 };
+enum { STEP_AHEAD = 8 };
 
-int fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
-                             size_t count)
+/* The way to a version counter has three steps, each asked for when the one before should have
+ * come.
+ */
+static void fetch_counter(const fst_record_places *at, PyObject *const *objects, size_t count)
 {
-    const fst_record_places *at = &layout->at;
+    if (count > 3 * STEP_AHEAD)
+        __builtin_prefetch((const uint64_t *)objects[3 * STEP_AHEAD] + at->impl_in_object);
+    if (count > 2 * STEP_AHEAD) {
+        const uint64_t *impl = pointer(objects[2 * STEP_AHEAD], at->impl_in_object);
+        __builtin_prefetch(impl + at->counter_in_impl);
+        __builtin_prefetch(impl + at->kind + 1);
+    }
+    if (count > STEP_AHEAD)
+        __builtin_prefetch(
+            pointer(pointer(objects[STEP_AHEAD], at->impl_in_object), at->counter_in_impl));
+}
+
+size_t fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
+                                size_t count)
+{
     if (!layout->known || !layout->move)
         return 0;
-    for (size_t i = 0; i < count; i++)
-        if (!has_counter(layout, pointer(objects[i], at->impl_in_object)))
-            return 0;
-    for (size_t i = 0; i < count; i++) {
-        if (i + COUNTERS_AHEAD < count)
-            __builtin_prefetch(pointer(pointer(objects[i + COUNTERS_AHEAD], at->impl_in_object),
-                                       at->counter_in_impl));
-        layout->move((const uint64_t *)objects[i] + at->impl_in_object);
+    size_t moved = 0;
+    for (; moved < count; moved++) {
+        fetch_counter(&layout->at, objects + moved, count - moved);
+        if (!has_counter(layout, pointer(objects[moved], layout->at.impl_in_object)))
+            break;
+        layout->move((const uint64_t *)objects[moved] + layout->at.impl_in_object);
     }
-    return 1;
+    return moved;
 }
 
 void fst_record_fetch(const fst_record *record)

@@ -114,9 +114,9 @@ void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, in
 /* Moves the version counter of the tensor with this record, which has a form. */
 void fst_record_move_version(const fst_record_layout *layout, const void *impl);
 
-/* Moves the version counters of tensors that were written; 0 if Python has to do that, and then
- * none was moved. */
-int fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
-                             size_t count);
+/* Moves the version counters of tensors that were written. Returns of how many; from the next one
+ * on Python has to do it. */
+size_t fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
+                                size_t count);
 
 #endif
