@@ -112,6 +112,7 @@ ALL_FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "cuda clip": Family("clipped AdamW step on CUDA: clip_grad_norm_, step", 32),
         "cuda adamw": Family("plain AdamW step on CUDA", 28),
+        "loader": Family("a batch of a loader, shuffled", 4),
         "host": Family("host time of a CUDA step, AdamW: a fake driver, empty kernels", 0),
     }
 )
