@@ -40,6 +40,7 @@ __all__ = [
     "increment_version",
     "is_capturing",
     "is_compiling",
+    "is_profiling",
     "lazy_clone",
     "libtorch_cpu_path",
     "neg_view",
@@ -76,6 +77,12 @@ def is_capturing() -> bool:
     """True while torch's current CUDA stream is captured into a graph."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized and torch.cuda.is_current_stream_capturing())
+
+
+def is_profiling() -> bool:
+    """True while torch records what runs; also where this torch does not tell."""
+    enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
+    return enabled is None or bool(enabled())
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:

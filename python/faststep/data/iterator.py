@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from faststep import _C
-from faststep._torch import BaseDataLoaderIter, dataset_fetcher, pin_memory
+from faststep._torch import BaseDataLoaderIter, dataset_fetcher, is_profiling, pin_memory
 
 from .order import Order
 from .orders import order_of
@@ -114,6 +114,7 @@ class ArrayIterator(BaseDataLoaderIter):
         order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
         self._order = order
         self.progress = Progress(order, int(self._base_seed), self._num_yielded)
+        self._limit = 0 if order is None else self._most_ahead(order)
         self._requested = 0  # how often torch would have asked a known order by now
         self._ended = False  # the sampler has no more
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
@@ -165,14 +166,13 @@ class ArrayIterator(BaseDataLoaderIter):
         order = self._order
         if order is None or not order.drawn:
             return
-        while len(self._queue) <= self._limit() and self._next_number() < order.batches:
+        while len(self._queue) <= self._limit and self._next_number() < order.batches:
             block = order.block(self._next_number())
             self._add(block, block)
 
-    def _limit(self) -> int:
+    def _most_ahead(self, order: Order) -> int:
         """How many batches may be in the queue: fewer if they are very large."""
-        assert self._order is not None
-        size = max(1, self._order.batch_size * self._plan.row_bytes)
+        size = max(1, order.batch_size * self._plan.row_bytes)
         return max(2, min(self._window, MOST_BYTES_AHEAD // size))
 
     def _add(self, indices: Any, arguments: Any) -> None:
@@ -180,6 +180,13 @@ class ArrayIterator(BaseDataLoaderIter):
             self._gather = self._plan.gather(self._slots, self._num_workers)
         ticket = self._gather.submit(*arguments) if _is_submittable(arguments[0]) else 0
         self._queue.append(_Entry(self._next_number(), indices, ticket, None))
+
+    def __next__(self) -> Any:
+        if is_profiling():
+            return super().__next__()  # under the name that torch's iterator has in profiles
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
 
     def _next_data(self) -> Any:
         if self._process != os.getpid():
