@@ -215,9 +215,17 @@ class Gather:
         /,
     ) -> Gather: ...
     def submit(
-        self, indices: list[int] | tuple[int, ...] | Tensor, start: int = ..., count: int = ..., /
+        self,
+        indices: list[int] | tuple[int, ...] | Tensor,
+        start: int = ...,
+        count: int = ...,
+        outputs: tuple[Tensor, ...] | None = ...,
+        /,
     ) -> int:
-        """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample."""
+        """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample.
+
+        It is written to `outputs`, a packed tensor per field; by default to slots.
+        """
 
     def take(self, number: int, /) -> list[Tensor] | None:
         """Wait for a batch: a tensor per field. Drops older ones; None if it is not there."""

@@ -103,8 +103,9 @@ static void batches_come_in_order(unsigned threads, int eager, size_t limit)
     for (size_t i = 0; i < BATCHES + AHEAD; i++) {
         if (i < BATCHES) {
             fill_request(&requests[i], limit);
-            CHECK_INT(fst_crew_add(crew, requests[i].indices, requests[i].count, &number, &status),
-                      FST_OK);
+            CHECK_INT(
+                fst_crew_add(crew, requests[i].indices, requests[i].count, NULL, &number, &status),
+                FST_OK);
             CHECK_INT((int64_t)number, (int64_t)i + 1);
             CHECK_INT((int64_t)fst_crew_oldest(crew), (int64_t)(i < AHEAD ? 1 : i - AHEAD + 1));
         }
@@ -138,7 +139,7 @@ static void the_crew_ends_with_work_left(unsigned threads)
         uint64_t number;
         for (size_t i = 0; i < 6; i++) {
             fill_request(&r, 1500);
-            CHECK_INT(fst_crew_add(crew, r.indices, r.count, &number, &status), FST_OK);
+            CHECK_INT(fst_crew_add(crew, r.indices, r.count, NULL, &number, &status), FST_OK);
         }
         for (size_t i = 0; i < taken; i++) {
             fst_slot *slots[FIELDS];
@@ -161,9 +162,9 @@ static void wrong_calls_are_refused(void)
     fst_crew *crew = fst_crew_new(&table, pool, 2, 0, &status);
     uint64_t number = 1;
     int done;
-    CHECK_INT(fst_crew_add(crew, wrong, 2, &number, &status), FST_OK);
+    CHECK_INT(fst_crew_add(crew, wrong, 2, NULL, &number, &status), FST_OK);
     CHECK_INT((int64_t)number, 0);
-    CHECK_INT(fst_crew_add(crew, wrong, 0, &number, &status), FST_OK);
+    CHECK_INT(fst_crew_add(crew, wrong, 0, NULL, &number, &status), FST_OK);
     CHECK_INT((int64_t)number, 0);
     CHECK_INT((int64_t)fst_crew_queued(crew), 0);
     CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
@@ -183,16 +184,17 @@ static void a_forked_child_is_told(void)
     int done, outcome = 0;
     fst_slot *slots[FIELDS];
     fill_request(&r, 1500);
-    CHECK_INT(fst_crew_add(crew, r.indices, r.count, &number, &status), FST_OK);
+    CHECK_INT(fst_crew_add(crew, r.indices, r.count, NULL, &number, &status), FST_OK);
     const pid_t child = fork();
     if (child == 0) {
-        int right = fst_crew_add(crew, r.indices, r.count, &number, &status) == FST_UNSUPPORTED &&
-                    fst_crew_wait(crew, 1, &done, &status) == FST_UNSUPPORTED &&
-                    strstr(status.message, "forked");
+        int right =
+            fst_crew_add(crew, r.indices, r.count, NULL, &number, &status) == FST_UNSUPPORTED &&
+            fst_crew_wait(crew, 1, &done, &status) == FST_UNSUPPORTED &&
+            strstr(status.message, "forked");
         fst_crew_free(crew);
         status.code = FST_OK;
         crew = fst_crew_new(&table, pool, 2, 0, &status);
-        right = right && !fst_crew_add(crew, r.indices, 3, &number, &status) &&
+        right = right && !fst_crew_add(crew, r.indices, 3, NULL, &number, &status) &&
                 !fst_crew_wait(crew, 1000, &done, &status) && done;
         r.count = fst_crew_take(crew, slots);
         right = right && is_right(&r, slots);

@@ -98,6 +98,7 @@ class ArrayIterator(BaseDataLoaderIter):
         if self._num_workers:
             self._window = max(1, loader.prefetch_factor * self._num_workers)
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
+        self._held = 0 if loader._device is None else loader._prefetch_to_device
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._gather: _C.Gather | None = None
@@ -119,7 +120,7 @@ class ArrayIterator(BaseDataLoaderIter):
         self._ended = False  # the sampler has no more
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
         slots_per_batch = len(self._plan.forms)
-        self._slots.keep((min(self._window, AHEAD * 4) + 3) * slots_per_batch)
+        self._slots.keep((min(self._window, AHEAD * 4) + self._held + 3) * slots_per_batch)
         if self._num_workers:
             self._request_until(self._window)
             self._add_known()
@@ -178,8 +179,30 @@ class ArrayIterator(BaseDataLoaderIter):
     def _add(self, indices: Any, arguments: Any) -> None:
         if self._gather is None:
             self._gather = self._plan.gather(self._slots, self._num_workers)
-        ticket = self._gather.submit(*arguments) if _is_submittable(arguments[0]) else 0
+        ticket = 0
+        if _is_submittable(arguments[0]):
+            if self._pin_memory:
+                arguments = self._with_pinned_outputs(*arguments)
+            ticket = self._gather.submit(*arguments)
         self._queue.append(_Entry(self._next_number(), indices, ticket, None))
+
+    def _with_pinned_outputs(self, items: Any, start: int = 0, count: int = -1) -> Any:
+        """Arguments of `submit`, with page-locked memory for the batch.
+
+        It is torch's, not ours: torch gives it to nobody else while a copy that a user started with
+        `non_blocking=True` is on its way. Of other memory torch does not know who reads it.
+        """
+        rows = len(items) if count < 0 else count
+        outputs = tuple(
+            torch.empty(
+                (rows, *form.prototype.shape[1:]),
+                dtype=form.prototype.dtype,
+                device="cpu",
+                pin_memory=True,
+            )
+            for form in self._plan.forms
+        )
+        return items, start, count, outputs
 
     def __next__(self) -> Any:
         if is_profiling():
@@ -201,8 +224,7 @@ class ArrayIterator(BaseDataLoaderIter):
             if not self._queue:
                 self._finish()
                 raise StopIteration
-            data = self._deliver(self._queue[0])
-        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+            return self._deliver(self._queue[0])
 
     def _deliver(self, entry: _Entry) -> Any:
         tensors = None
@@ -214,7 +236,8 @@ class ArrayIterator(BaseDataLoaderIter):
             raise entry.error
         if tensors is not None:
             return self._plan.structure.batch(iter(tensors))
-        return self._fetch(entry.indices)
+        data = self._fetch(entry.indices)
+        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
 
     def _fetch(self, indices: Any) -> Any:
         """A batch that cannot be gathered, as torch fetches it; mostly it raises torch's error."""
