@@ -98,7 +98,9 @@ class ArrayIterator(BaseDataLoaderIter):
         if self._num_workers:
             self._window = max(1, loader.prefetch_factor * self._num_workers)
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
-        self._held = 0 if loader._device is None else loader._prefetch_to_device
+        device = loader._device
+        self._held = 0 if device is None else loader._prefetch_to_device
+        self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._gather: _C.Gather | None = None
@@ -181,7 +183,7 @@ class ArrayIterator(BaseDataLoaderIter):
             self._gather = self._plan.gather(self._slots, self._num_workers)
         ticket = 0
         if _is_submittable(arguments[0]):
-            if self._pin_memory:
+            if self._gathers_pinned:
                 arguments = self._with_pinned_outputs(*arguments)
             ticket = self._gather.submit(*arguments)
         self._queue.append(_Entry(self._next_number(), indices, ticket, None))

@@ -42,9 +42,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     Args:
         dataset, *arguments, **options: torch's.
-        device: where the batches are delivered, a CUDA device or the CPU. They are copied ahead, in
-            page-locked memory (as with `pin_memory=True`) and on a stream of its own, and the
-            current stream waits for them. Default: on the host, and nothing is copied.
+        device: where the batches are delivered, a CUDA device or the CPU. They are copied ahead,
+            from page-locked memory and on a stream of their own, and the current stream waits for
+            them. Default: on the host, and nothing is copied.
         prefetch_to_device: with `device`, how many batches are on it, or on their way, besides the
             one that is delivered. The sampler is asked for them, and the dataset's code runs, so
             much earlier. Default: 2.
@@ -76,8 +76,6 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             raise ValueError(
                 f"prefetch_to_device must be an int from 0 on, not {prefetch_to_device!r}"
             )
-        if self._device is not None and self._device.type == "cuda":
-            self.pin_memory = True
 
     @property
     def path(self) -> str:
