@@ -154,6 +154,38 @@ static void the_crew_ends_with_work_left(unsigned threads)
     fst_slots_close(pool);
 }
 
+/* Batches in slots and batches in memory of the caller's, one after the other. */
+static void batches_go_where_the_caller_says(unsigned threads)
+{
+    enum { MOST = 1500, MIXED = 6 };
+    static int32_t own[MIXED][MOST][WIDTH], own_labels[MIXED][MOST];
+    static request requests[MIXED];
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    fst_crew *crew = fst_crew_new(&table, pool, threads, 1, &status);
+    uint64_t number;
+    for (size_t i = 0; i < MIXED; i++) {
+        char *outputs[FIELDS] = {(char *)own[i], (char *)own_labels[i]};
+        fill_request(&requests[i], MOST);
+        CHECK_INT(fst_crew_add(crew, requests[i].indices, requests[i].count, i % 3 ? outputs : NULL,
+                               &number, &status),
+                  FST_OK);
+    }
+    for (size_t i = 0; i < MIXED; i++) {
+        fst_slot *slots[FIELDS], mine[FIELDS] = {{.data = own[i]}, {.data = own_labels[i]}};
+        fst_slot *const places[FIELDS] = {&mine[0], &mine[1]};
+        wait_for(crew);
+        CHECK_INT((int64_t)fst_crew_take(crew, slots), (int64_t)requests[i].count);
+        CHECK(i % 3 ? !slots[0] && !slots[1] : slots[0] && slots[1]);
+        CHECK(is_right(&requests[i], i % 3 ? places : slots));
+        if (slots[0])
+            give_back(slots);
+    }
+    CHECK_INT((int64_t)fst_slots_counted(pool).made, 2 * FIELDS);
+    fst_crew_free(crew);
+    fst_slots_close(pool);
+}
+
 static void wrong_calls_are_refused(void)
 {
     static const int64_t wrong[] = {1, ROWS};
@@ -226,6 +258,8 @@ int main(void)
         }
     the_crew_ends_with_work_left(0);
     the_crew_ends_with_work_left(3);
+    batches_go_where_the_caller_says(0);
+    batches_go_where_the_caller_says(3);
     wrong_calls_are_refused();
     a_forked_child_is_told();
     return check_report();

@@ -5,7 +5,9 @@ tests/device/test_prefetch.py has the order of what a CUDA device does.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import gc
 import os
 import pickle
 import threading
@@ -16,9 +18,11 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
 
+from faststep import _C
 from faststep.data import DataLoader, prefetch
 
 from .both import plain, run
+from .test_lifetime import data_threads
 from .test_resume import ORDERS, dataset, saved
 
 ROWS, BATCH = 23, 3
@@ -273,6 +277,49 @@ def test_the_loader_can_be_copied_and_its_iterator_cannot() -> None:
         assert all_of(again) == all_of(loader)
     with pytest.raises(NotImplementedError, match="cannot be pickled"):
         pickle.dumps(iterator)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_threads_end_with_an_iterator_that_is_dropped(bad: bool) -> None:
+    """Without the garbage collector's help."""
+    indices = [0, 1, 99, 2, 3, 99] if bad else range(6)
+    data = TensorDataset(torch.ones(10, 50_000))
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(DataLoader(data, 2, sampler=indices, device="cpu", prefetch_to_device=1))
+        next(iterator)
+        assert data_threads() > 0
+        with contextlib.suppress(IndexError):
+            next(iterator)
+        del iterator
+        assert data_threads() == 0
+    finally:
+        gc.enable()
+
+
+def test_outputs_of_another_form_are_refused() -> None:
+    """The memory that a batch is to be gathered into."""
+    rows, fields = torch.ones(9, 4), ((torch.empty(0, 4), 0),)
+    node = (0, 9, ((rows.data_ptr(), 16),))
+    gather = _C.Gather(_C.Slots(), fields, (node,), 0, False, rows)
+    for outputs, message in (
+        ((), "outputs must be a tuple of 1 tensors"),
+        ((torch.empty(3, 4),), r"outputs\[0\] is not a packed tensor of 2 rows of field 0's"),
+        ((torch.empty(2, 5),), "not a packed tensor"),
+        ((torch.empty(4, 2).t(),), "not a packed tensor"),
+        ((torch.empty(2, 4, dtype=torch.int32),), "not a packed tensor"),
+        ((rows.numpy(),), "expected a torch.Tensor"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            gather.submit([3, 4], 0, -1, outputs)  # type: ignore[arg-type]
+    assert gather.queued() == 0
+    mine = torch.empty(2, 4)
+    number = gather.submit([3, 4], 0, -1, (mine,))
+    taken = gather.take(number)
+    assert taken is not None
+    assert taken[0] is mine
+    assert torch.equal(mine, rows[3:5])
 
 
 def test_several_threads_may_share_an_iterator() -> None:

@@ -152,6 +152,9 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.late.must("cuStreamWaitEvent", ctypes.c_void_p(self.handle), event.handle, 0)
 
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
     def synchronize(self) -> None:
         """Runs this stream, and of the others only what it waits for."""
         event = self.record_event()

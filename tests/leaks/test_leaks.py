@@ -259,13 +259,16 @@ def gather() -> Iterator[Case]:
     rows = (0, 9, ((data.data_ptr(), 16), (labels.data_ptr(), 4)))
     nodes = (rows, (1, 0, 3, chosen.data_ptr(), 0, 0), (2, (0, 1)))
     slots, owner = _C.Slots(), (data, labels, chosen)
+    outputs = (torch.empty(2, 4), torch.empty(2))
     slots.keep(4)
 
     def run(take: int, close: bool) -> None:
         gather = _C.Gather(slots, fields, nodes, 2, True, owner)
         numbers = [gather.submit(indices) for indices in ([11, 0, -1], (2,), chosen)]
         numbers.append(gather.submit(chosen, 1, 2))
+        numbers.append(gather.submit(chosen, 1, 2, outputs))
         assert all(numbers)
+        assert not gather.submit([12, 0], 0, -1, outputs)
         for wrong in ([12], ["a"], [], [1 << 70]):
             assert not gather.submit(wrong)
         for number in numbers[:take]:
@@ -273,16 +276,25 @@ def gather() -> Iterator[Case]:
             assert tensors is not None
             tensors[0].view(-1).detach()
             assert gather.take(number) is None
-        assert gather.queued() == 4 - take
+        assert gather.queued() == 5 - take
         if close:
             gather.close()
 
-    yield lambda: run(0, True), [slots, owner, data, chosen, *fields, nodes]
-    yield lambda: run(2, False), [slots, owner, data, chosen, *fields, nodes]
-    yield lambda: run(4, True), [slots, owner, data, chosen, *fields, nodes]
+    for take, close in ((0, True), (2, False), (5, True)):
+        call = functools.partial(run, take, close)
+        yield call, [slots, owner, data, chosen, *fields, nodes, outputs, *outputs]
     kept = _C.Gather(slots, fields, nodes, 0, False, owner)
     for arguments in ((), (None,), (chosen, 2, 2), (chosen, -1), (data,), (torch.ones(3),)):
         yield failing(kept.submit, *arguments), list(arguments[:1])
+    for wrong_outputs in (
+        5,
+        outputs[:1],
+        (outputs[0], None),
+        (outputs[0], outputs[1].int()),
+        (outputs[0], torch.empty(3)),
+        (torch.empty(4, 2).t(), outputs[1]),
+    ):
+        yield failing(kept.submit, chosen, 1, 2, wrong_outputs), [chosen, wrong_outputs]
     for arguments in ((), (-1,), ("",)):
         yield failing(kept.take, *arguments), []
     closed = _C.Gather(slots, fields, nodes, 0, False, owner)

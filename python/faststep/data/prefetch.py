@@ -78,22 +78,27 @@ class DeviceIterator:
             entry = self._queue.popleft()
             if self.progress is not None:
                 self.progress.delivered = entry.delivered
-            if entry.copy is None:
-                assert entry.error is not None
-                raise entry.error
-            return self._copier.finish(entry.copy)
+            if entry.copy is not None:
+                return self._copier.finish(entry.copy)
+            error = entry.error
+            assert error is not None
+            try:
+                raise error
+            finally:
+                del entry, error  # else the error would hold itself, and with it the iterator
 
     def _fetch(self) -> None:
-        copy, error = None, None
         try:
             copy = self._copier.start(next(self._batches))
         except StopIteration:
             self._ended = True
-            return
-        except Exception as raised:
-            error = raised
-        number = self._batches.progress.delivered if self.progress is not None else 0
-        self._queue.append(_Ahead(copy, error, number))
+        except Exception as error:
+            self._queue.append(_Ahead(None, error, self._number()))
+        else:
+            self._queue.append(_Ahead(copy, None, self._number()))
+
+    def _number(self) -> int:
+        return self._batches.progress.delivered if self.progress is not None else 0
 
     def __getstate__(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled")
