@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from typing import Any
@@ -286,6 +287,59 @@ def test_containers_keep_their_types(device: late.Late) -> None:
         for got, (_, expected) in zip(found, pairs, strict=True):
             assert torch.equal(got, expected)
         assert batch["pair"].y[1][0].stride() == x.t().stride()
+
+
+def test_packed_sequences_are_pinned_and_moved_by_their_own_methods(
+    device: late.Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def collate(samples: Any) -> Any:
+        return torch.nn.utils.rnn.pack_sequence([torch.stack([x for x, _ in samples]).reshape(-1)])
+
+    asked: list[Any] = []
+
+    def to(self: Any, *arguments: Any, **options: Any) -> Any:
+        asked.append((self.data.is_pinned(), arguments, options))
+        return self
+
+    monkeypatch.setattr(torch.nn.utils.rnn.PackedSequence, "to", to)
+    for step, packed in enumerate(DataLoader(Samples(), BATCH, collate_fn=collate, device="cuda")):
+        assert type(packed) is torch.nn.utils.rnn.PackedSequence
+        assert asked.pop() == (True, (torch.device("cuda", 0),), {"non_blocking": True})
+        assert torch.equal(packed.data, want(step)[0].reshape(-1))
+
+
+def test_what_an_object_moved_from_is_kept_until_it_has_moved(device: late.Late) -> None:
+    sources: list[weakref.ref[Own]] = []
+
+    class Moving(Own):
+        def to(self, device: Any, non_blocking: bool = False) -> Own:
+            return Own(self.tensor)
+
+    def collate(samples: Any) -> Any:
+        own = Moving(torch.ones(3))
+        sources.append(weakref.ref(own))
+        return own
+
+    loader = DataLoader(Samples(), BATCH, collate_fn=collate, device="cuda", prefetch_to_device=0)
+    iterator = iter(loader)
+    assert type(next(iterator)) is Own
+    next(iterator)
+    assert sources[0]() is not None
+    device.machine.synchronize()
+    next(iterator)
+    assert sources[0]() is None
+    assert sources[2]() is not None
+
+
+def test_batches_from_a_device_to_the_host(device: late.Late) -> None:
+    def collate(samples: Any) -> Any:
+        return fake.claim(torch.tensor([y for _, y in samples])), torch.eye(2).to_sparse()
+
+    loader = DataLoader(Samples(), BATCH, collate_fn=collate, device="cpu")
+    for number, (y, sparse) in enumerate(loader):
+        assert type(y) is torch.Tensor
+        assert torch.equal(y, want(number)[1])
+        assert sparse.is_sparse
 
 
 def test_errors_come_in_their_order(device: late.Late) -> None:

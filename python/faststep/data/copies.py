@@ -126,9 +126,12 @@ class CudaStreams:
         return target, source
 
     def move(self, item: Any) -> Any:
-        if isinstance(item, torch.Tensor) or _accepts_non_blocking(item.to):
+        if isinstance(item, torch.Tensor):
             return item.to(self.device, non_blocking=True)
-        return item.to(self.device)
+        if not _accepts_non_blocking(item.to):
+            return item.to(self.device)
+        pinned = item.pin_memory() if hasattr(item, "pin_memory") else item
+        return pinned.to(self.device, non_blocking=True)
 
 
 def _accepts_non_blocking(function: Any) -> bool:
