@@ -164,10 +164,6 @@ class Copier:
         self._pending: deque[Copy] = deque()  # in the order of the stream
         self._forgetting = threading.Lock()
 
-    @property
-    def device(self) -> torch.device:
-        return self.streams.device
-
     def start(self, data: Any) -> Copy:
         """Start the copy of a batch."""
         streams = self.streams
