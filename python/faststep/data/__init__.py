@@ -1,8 +1,17 @@
 """Loading: torch's DataLoader, with a faster way for data that lies in arrays."""
 
 from .arrays import ArrayDataset
+from .formats import FormatError, convert, open
 from .keyed import KeyedSampler
 from .loader import DataLoader
 from .tokens import TokenDataset
 
-__all__ = ["ArrayDataset", "DataLoader", "KeyedSampler", "TokenDataset"]
+__all__ = [
+    "ArrayDataset",
+    "DataLoader",
+    "FormatError",
+    "KeyedSampler",
+    "TokenDataset",
+    "convert",
+    "open",
+]

@@ -1,0 +1,62 @@
+"""``python -m faststep convert``: a dataset of any format as memory-mapped arrays."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from faststep.cli.console import CommandError, Progress
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "write a dataset in any of the formats as memory-mapped arrays"
+BETWEEN = 0.1  # seconds between two looks of the progress bar
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``convert``."""
+    parser.add_argument("source", metavar="SRC", help="file or directory, of any format")
+    parser.add_argument("destination", metavar="DST", help="directory to make")
+    parser.add_argument("--force", action="store_true", help="replace an earlier result")
+    parser.add_argument(
+        "--columns", metavar="A,B", help="these fields only (HDF5, Parquet, Arrow, safetensors)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Convert, with a progress bar."""
+    from faststep.data import convert
+
+    options = {"columns": arguments.columns.split(",")} if arguments.columns else {}
+    bar: Progress | None = None
+    shown = 0.0
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal bar, shown
+        now = time.monotonic()
+        bar = bar or Progress(total or 1)
+        if done != total and now - shown < BETWEEN:
+            return
+        if total is None:
+            bar.count(done, "records")
+        else:
+            bar.show(done, "records")
+        shown = now
+
+    try:
+        count = convert(
+            arguments.source,
+            arguments.destination,
+            force=arguments.force,
+            report=report,
+            **options,
+        )
+    except FileExistsError as error:
+        hint = "" if arguments.force else "; --force replaces an earlier result"
+        raise CommandError(f"{error}{hint}") from None
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise CommandError(str(error)) from None
+    finally:
+        if bar is not None:
+            bar.close()
+    print(f"{arguments.destination}: {count} records")

@@ -1,0 +1,127 @@
+"""`open`: the dataset in a file or directory, whose format is told by its content."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.utils.data import ConcatDataset, Dataset
+
+from .common import FormatError, PathLike
+from .manifest import MANIFEST
+
+__all__ = ["open"]
+
+HEAD = 4096
+
+
+def _is_safetensors(head: bytes, size: int) -> bool:
+    length = int.from_bytes(head[:8], "little")
+    return head[8:9] == b"{" and 2 <= length <= size - 8
+
+
+class Format(NamedTuple):
+    """A format of files.
+
+    Args:
+        name: what messages call it.
+        fits: whether a file that begins with these bytes, of this size, is of this format.
+        opener: module and function of this package.
+        many: the function takes a list of files, too.
+    """
+
+    name: str
+    fits: Callable[[bytes, int], bool]
+    opener: str
+    many: bool = False
+
+
+FORMATS = [
+    Format("npy", lambda head, size: head.startswith(b"\x93NUMPY"), "mapped:open_npy"),
+    Format("npz", lambda head, size: head.startswith(b"PK\3\4"), "mapped:open_npz"),
+    Format("safetensors", _is_safetensors, "mapped:open_safetensors"),
+]
+
+
+def open(path: PathLike | Sequence[PathLike], **options: Any) -> Dataset[Any]:
+    """The dataset in a file, a directory or a list of files, whatever its format.
+
+    Args:
+        path: `.npy`, `.npz`, safetensors, HDF5, Parquet, Arrow (file or stream), LMDB, tar
+            (WebDataset) or TFRecord; a directory of class folders with images, of an LMDB
+            environment, of files of one of these formats, or one that `convert` wrote. The content
+            decides, not the name.
+        **options: for the class of the format, as `columns` or `transform`.
+
+    Returns:
+        An ArrayDataset where the samples lie in the file as rows of arrays (`.npy`, safetensors,
+        Arrow and HDF5 without compression, converted ones), or a ConcatDataset of several: the
+        DataLoader's C threads gather them. Else a dataset of the format's own class; tars are
+        iterable.
+
+    Raises:
+        FormatError: it is none of these, or damaged; lists what was tried.
+        ImportError: the format's library is not installed; names the extra that brings it.
+    """
+    if isinstance(path, (str, os.PathLike)):
+        name = os.fspath(path)
+        if os.path.isdir(name):
+            return _open_folder(name, options)
+        return _opener(_format_of(name))(name, **options)
+    return _open_files([os.fspath(part) for part in path], options)
+
+
+def _opener(kind: Format) -> Callable[..., Dataset[Any]]:
+    module, _, function = kind.opener.partition(":")
+    opener: Callable[..., Dataset[Any]] = getattr(
+        importlib.import_module(f"{__package__}.{module}"), function
+    )
+    return opener
+
+
+def _format_of(path: str) -> Format:
+    with builtins.open(path, "rb") as file:
+        head = file.read(HEAD)
+        size = os.fstat(file.fileno()).st_size
+    for kind in FORMATS:
+        if kind.fits(head, size):
+            return kind
+    if not size:
+        raise FormatError(f"{path}: the file is empty")
+    hint = "; gzip data must be decompressed first" if head.startswith(b"\x1f\x8b") else ""
+    raise FormatError(
+        f"{path}: its content, which begins with {head[:16]!r}, is none of "
+        f"{', '.join(kind.name for kind in FORMATS)}{hint}. Bare token files are for TokenDataset"
+    )
+
+
+def _open_files(paths: list[str], options: dict[str, Any]) -> Dataset[Any]:
+    if not paths:
+        raise FormatError("no file was given")
+    kinds = [_format_of(path) for path in paths]
+    for path, kind in zip(paths, kinds, strict=True):
+        if kind is not kinds[0]:
+            raise FormatError(f"{path} is {kind.name}, but {paths[0]} is {kinds[0].name}")
+    opener = _opener(kinds[0])
+    if kinds[0].many:
+        return opener(paths, **options)
+    parts = [opener(path, **options) for path in paths]
+    return parts[0] if len(parts) == 1 else ConcatDataset(parts)
+
+
+def _open_folder(path: str, options: dict[str, Any]) -> Dataset[Any]:
+    names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+    if MANIFEST in names:
+        from .manifest import open_manifest
+
+        return open_manifest(path, **options)
+    folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
+    files = [os.path.join(path, name) for name in names if name not in folders]
+    if folders or not files:
+        raise FormatError(
+            f"{path}: the directory holds neither {MANIFEST} nor only files: {names[:5]}"
+        )
+    return _open_files(files, options)

@@ -1,0 +1,202 @@
+"""`convert`: what goes in comes out of `open`, and nothing is left when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset
+
+import faststep.data
+from faststep.cli import main
+from faststep.data import ArrayDataset, DataLoader, FormatError, convert
+
+from .both import plain
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.samples[index], BaseException):
+            raise self.samples[index]
+        return self.samples[index]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.samples
+
+
+def read(path: Path) -> list[Any]:
+    dataset: Any = faststep.data.open(path)
+    return [dataset[i] for i in range(len(dataset))]
+
+
+FIXED = [
+    {"x": (torch.full((2, 3), i, dtype=torch.bfloat16), [i, float(i)]), "y": np.float32(i)}
+    for i in range(70)
+]
+RAGGED = [
+    {"tokens": torch.arange(n, dtype=torch.int32), "text": "ä" * n, "raw": bytes(n), "label": n}
+    for n in (3, 3, 0, 5, 1)
+]
+
+
+@pytest.mark.parametrize("kind", [Samples, Stream])
+def test_rows_come_back(tmp_path: Path, kind: Any) -> None:
+    assert convert(kind(FIXED), tmp_path / "out") == 70
+    got = read(tmp_path / "out")
+    want = [
+        {
+            "x": (s["x"][0], [torch.tensor(s["x"][1][0]), torch.tensor(s["x"][1][1]).double()]),
+            "y": torch.tensor(s["y"]),
+        }
+        for s in FIXED
+    ]
+    assert [plain(sample) for sample in got] == [plain(sample) for sample in want]
+    loader = DataLoader(faststep.data.open(tmp_path / "out"), 70)
+    assert loader.path == "arrays"
+    assert torch.equal(next(iter(loader))["x"][0][:, 0, 0], torch.arange(70).bfloat16())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_fields_of_varying_length_come_back(tmp_path: Path, order: int) -> None:
+    samples = RAGGED[::order]
+    convert(Samples(samples), tmp_path / "out")
+    for got, want in zip(read(tmp_path / "out"), samples, strict=True):
+        assert got["tokens"].dtype == torch.int32
+        assert got["tokens"].tolist() == list(range(int(want["label"])))
+        assert (got["text"], got["raw"], int(got["label"])) == (
+            want["text"],
+            want["raw"],
+            want["label"],
+        )
+    with pytest.raises(IndexError, match="no record 5"):
+        faststep.data.open(tmp_path / "out")[5]
+
+
+def test_arrays_are_copied_in_blocks(tmp_path: Path) -> None:
+    parts = [
+        ArrayDataset({"a": np.arange(40, dtype=np.uint16).reshape(10, 4)[:, ::2], "b": b})
+        for b in (torch.ones(10).bfloat16(), torch.zeros(10).bfloat16())
+    ]
+    convert(ConcatDataset(parts), tmp_path / "out")
+    want = [part[i] for part in parts for i in range(10)]
+    assert plain(read(tmp_path / "out")) == plain(want)
+    np.savez(tmp_path / "x.npz", a=np.arange(12).reshape(4, 3))
+    assert convert(tmp_path / "x.npz", tmp_path / "npz") == 4
+    assert read(tmp_path / "npz")[3]["a"].tolist() == [9, 10, 11]
+
+
+WRONG: list[tuple[list[Any], str]] = [
+    ([torch.ones(2, 3), torch.ones(2, 4)], r"record 1: data is float32 .*\(\*, 4\).*transform"),
+    ([torch.ones(3), torch.ones(3).int()], "record 1: data is int32"),
+    ([{"a": 1}, {"b": 1}], r"record 1 has other fields .*data\['b'\]"),
+    ([{"a": object()}], r"record 0: data\['a'\] is a object"),
+    ([np.array(["a"])], "record 0: data has the type <U1"),
+    ([{1: 1.0}], "Samples: .*only texts can be kept"),
+    ([], "Samples: there is no record"),
+    ([1, RuntimeError("broken")], "broken"),
+    ([1, KeyboardInterrupt("now")], "now"),
+]
+
+
+@pytest.mark.parametrize(("samples", "message"), WRONG)
+def test_nothing_is_left_behind(tmp_path: Path, samples: list[Any], message: str) -> None:
+    with pytest.raises((FormatError, RuntimeError, KeyboardInterrupt), match=message):
+        convert(Samples(samples), tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_its_own_results_are_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(Samples([1, 2]), out)
+    with pytest.raises(FileExistsError, match="out exists"):
+        convert(Samples([3]), out)
+    with pytest.raises(RuntimeError, match="broken"):
+        convert(Samples([3, RuntimeError("broken")]), out, force=True)
+    assert [int(x) for x in read(out)] == [1, 2]
+    convert(Samples([3]), out, force=True)
+    assert [int(x) for x in read(out)] == [3]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="mine was not made by this command"):
+        convert(Samples([3]), tmp_path / "mine", force=True)
+    assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+
+
+def test_damaged_results(tmp_path: Path) -> None:
+    convert(Samples(RAGGED), tmp_path / "out")
+    manifest = tmp_path / "out" / "faststep.json"
+    right = json.loads(manifest.read_text())
+    wrong: list[tuple[str, Any]] = [
+        ("version", 99),
+        ("length", 4),
+        ("fields", []),
+        ("fields", [{**right["fields"][0], "file": "../x.npy"}, *right["fields"][1:]]),
+        ("fields", [{**right["fields"][0], "kind": "other"}, *right["fields"][1:]]),
+        ("sample", {"kind": "set", "keys": [], "children": []}),
+        ("format", "another"),
+    ]
+    for key, value in wrong:
+        manifest.write_text(json.dumps({**right, key: value}))
+        with pytest.raises(FormatError, match=r"faststep.json: "):
+            faststep.data.open(tmp_path / "out")
+    for text in ("", "[]", '{"format":'):
+        manifest.write_text(text)
+        with pytest.raises(FormatError, match=r"faststep.json: "):
+            faststep.data.open(tmp_path / "out")
+    manifest.write_text(json.dumps(right))
+    offsets = tmp_path / "out" / "tokens.offsets.npy"
+    with open(offsets, "r+b") as file:
+        file.seek(-40, 2)
+        file.write(b"\xff" * 8)
+    with pytest.raises(FormatError, match=r"'tokens'.*: record 0 is not inside"):
+        faststep.data.open(tmp_path / "out")[0]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "x.npy", np.arange(6).reshape(3, 2))
+    command = ["convert", str(tmp_path / "x.npy"), str(tmp_path / "out")]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "out: 3 records" in printed.out
+    assert "3/3" in printed.err
+    assert main(command) == 1
+    assert "--force replaces" in capsys.readouterr().err
+    assert main([*command, "--force"]) == 0
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "other")]) == 1
+    assert "none" in capsys.readouterr().err
+
+
+def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, faststep.data as d, torch\n"
+        "class D(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1000\n"
+        "    def __getitem__(self, i):\n"
+        "        if i == 500: os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return i\n"
+        "d.convert(D(), sys.argv[1])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "out")], capture_output=True, text=True
+    )
+    assert "KeyboardInterrupt" in done.stderr
+    assert os.listdir(tmp_path) == []
