@@ -52,4 +52,8 @@ PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
 PyObject *fst_py_permute(PyObject *module, PyObject *args);
 extern PyType_Spec fst_slots_spec, fst_gather_spec;
 
+/* TFRecord files (tfrecord.c). */
+PyObject *fst_py_crc32c(PyObject *module, PyObject *bytes);
+PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args);
+
 #endif

@@ -74,6 +74,9 @@ def collect_grads(params: Sequence[Tensor], /) -> list[Tensor]:
 def cpu_info() -> dict[str, Any]:
     """The instruction set in use ("isa"), those "supported" and "compiled", and the "threads"."""
 
+def crc32c(data: bytes, /) -> int:
+    """CRC-32C (Castagnoli) of the data."""
+
 def device_clamp(tensors: Sequence[Tensor], limit: float, /) -> None:
     """`clamp` of tensors on one CUDA device, as one launch."""
 
@@ -255,3 +258,15 @@ def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
 
 def permute(out: Tensor, length: int, seed: int, epoch: int, start: int, step: int, /) -> None:
     """Fill an int64 tensor with places start, start + step and so on of a permutation."""
+
+def scan_tfrecords(
+    address: int, size: int, at: int, check: bool, places: Tensor, /
+) -> tuple[int, int, int]:
+    """Fill an int64 tensor with (start, length) of each record's data in a TFRecord file in memory.
+
+    Starts with the record that begins `at` bytes into the file, and stops at the file's end, where
+    the tensor is full, or before a damaged record; `check` looks at the data's checksums too.
+
+    Returns (records found, where the next begins, 0 or what is wrong with it: 1 the file ends in
+    its head, 2 checksum of the length, 3 the file ends in its data, 4 checksum of the data).
+    """

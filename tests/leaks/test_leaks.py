@@ -342,6 +342,21 @@ def permute() -> Iterator[Case]:
         yield failing(_C.permute, *bad), [bad[0]]
 
 
+def crc32c() -> Iterator[Case]:
+    data = bytes(1000)
+    yield lambda: _C.crc32c(data), [data]
+    for bad in ("text", None):
+        yield failing(_C.crc32c, bad), [bad]
+
+
+def scan_tfrecords() -> Iterator[Case]:
+    data, places = torch.zeros(100, dtype=torch.uint8), torch.empty(6, dtype=torch.int64)
+    address = data.data_ptr()
+    yield lambda: _C.scan_tfrecords(address, 100, 0, True, places), [places]
+    for bad in (torch.empty(4), None):
+        yield failing(_C.scan_tfrecords, address, 100, 0, True, bad), [bad]
+
+
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Gather": gather,
     "Plan": plan,
@@ -352,6 +367,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "collect_grads": collect_grads,
     "copy_indices": copy_indices,
     "cpu_info": lambda: iter([(_C.cpu_info, [])]),
+    "crc32c": crc32c,
     "device_counts": lambda: iter([(_C.device_counts, [])]),
     "device_info": device_info,
     "fusable": fusable,
@@ -363,6 +379,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "permute": permute,
     "rules": lambda: iter([(_C.rules, [])]),
     "scale": lambda: on_tensors(_C.scale, 1.0),
+    "scan_tfrecords": scan_tfrecords,
     "unscale": lambda: on_tensors(_C.unscale, 1.0),
     "update_scale": update_scale,
     "use_kernels_of": kernels,

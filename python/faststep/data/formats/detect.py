@@ -23,6 +23,12 @@ def _is_safetensors(head: bytes, size: int) -> bool:
     return head[8:9] == b"{" and 2 <= length <= size - 8
 
 
+def _is_tfrecord(head: bytes, size: int) -> bool:
+    from .tfrecord import begins_a_record
+
+    return begins_a_record(head)
+
+
 class Format(NamedTuple):
     """A format of files.
 
@@ -42,6 +48,7 @@ class Format(NamedTuple):
 FORMATS = [
     Format("npy", lambda head, size: head.startswith(b"\x93NUMPY"), "mapped:open_npy"),
     Format("npz", lambda head, size: head.startswith(b"PK\3\4"), "mapped:open_npz"),
+    Format("TFRecord", _is_tfrecord, "tfrecord:TFRecordDataset", many=True),
     Format("safetensors", _is_safetensors, "mapped:open_safetensors"),
 ]
 
