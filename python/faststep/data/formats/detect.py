@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, Dataset
 
 from .common import FormatError, PathLike
+from .images import IMAGE_SUFFIXES
 from .manifest import MANIFEST
 
 __all__ = ["open"]
@@ -126,9 +127,19 @@ def _open_folder(path: str, options: dict[str, Any]) -> Dataset[Any]:
 
         return open_manifest(path, **options)
     folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
+    if folders and any(_has_an_image(os.path.join(path, name)) for name in folders):
+        from .images import ImageFolder
+
+        return ImageFolder(path, **options)
     files = [os.path.join(path, name) for name in names if name not in folders]
     if folders or not files:
         raise FormatError(
-            f"{path}: the directory holds neither {MANIFEST} nor only files: {names[:5]}"
+            f"{path}: the directory holds neither {MANIFEST}, folders with images "
+            f"({', '.join(IMAGE_SUFFIXES)}), nor only files: {names[:5]}"
         )
     return _open_files(files, options)
+
+
+def _has_an_image(folder: str) -> bool:
+    names = (name for _, _, names in os.walk(folder) for name in names)
+    return any(name.lower().endswith(IMAGE_SUFFIXES) for name in names)
