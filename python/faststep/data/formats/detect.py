@@ -17,6 +17,7 @@ from .manifest import MANIFEST
 __all__ = ["open"]
 
 HEAD = 4096
+HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
 def _is_safetensors(head: bytes, size: int) -> bool:
@@ -49,6 +50,11 @@ class Format(NamedTuple):
 FORMATS = [
     Format("npy", lambda head, size: head.startswith(b"\x93NUMPY"), "mapped:open_npy"),
     Format("npz", lambda head, size: head.startswith(b"PK\3\4"), "mapped:open_npz"),
+    Format(
+        "HDF5",
+        lambda head, size: any(head[at : at + 8] == HDF5 for at in (0, 512, 1024, 2048)),
+        "hdf5:open_hdf5",
+    ),
     Format("TFRecord", _is_tfrecord, "tfrecord:TFRecordDataset", many=True),
     Format("safetensors", _is_safetensors, "mapped:open_safetensors"),
 ]
