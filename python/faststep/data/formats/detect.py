@@ -31,6 +31,11 @@ def _is_tfrecord(head: bytes, size: int) -> bool:
     return begins_a_record(head)
 
 
+def _is_arrow_stream(head: bytes, size: int) -> bool:
+    length = int.from_bytes(head[4:8], "little")
+    return head.startswith(b"\xff\xff\xff\xff") and 8 <= length <= size - 8
+
+
 class Format(NamedTuple):
     """A format of files.
 
@@ -55,6 +60,11 @@ FORMATS = [
         lambda head, size: any(head[at : at + 8] == HDF5 for at in (0, 512, 1024, 2048)),
         "hdf5:open_hdf5",
     ),
+    Format(
+        "Parquet", lambda head, size: head.startswith(b"PAR1"), "parquet:ParquetDataset", many=True
+    ),
+    Format("Arrow", lambda head, size: head.startswith(b"ARROW1"), "arrow:open_arrow"),
+    Format("Arrow stream", _is_arrow_stream, "arrow:open_arrow"),
     Format("TFRecord", _is_tfrecord, "tfrecord:TFRecordDataset", many=True),
     Format("safetensors", _is_safetensors, "mapped:open_safetensors"),
 ]
