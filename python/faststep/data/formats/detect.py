@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import gzip
 import importlib
 import os
+import tarfile
+import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +21,26 @@ __all__ = ["open"]
 
 HEAD = 4096
 HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+def _is_tar(head: bytes, size: int) -> bool:
+    block = head[:512]
+    if len(block) < 512 or not block.strip(b"\0"):
+        return False
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")  # checks its sum
+    except tarfile.HeaderError:
+        return False
+    return True
+
+
+def _is_packed_tar(head: bytes, size: int) -> bool:
+    if not head.startswith(b"\x1f\x8b"):
+        return False
+    try:
+        return _is_tar(zlib.decompressobj(31).decompress(head, 512), size)
+    except (zlib.error, gzip.BadGzipFile):
+        return False
 
 
 def _is_safetensors(head: bytes, size: int) -> bool:
@@ -65,6 +88,9 @@ FORMATS = [
     ),
     Format("Arrow", lambda head, size: head.startswith(b"ARROW1"), "arrow:open_arrow"),
     Format("Arrow stream", _is_arrow_stream, "arrow:open_arrow"),
+    Format("LMDB", lambda head, size: head[16:20] == b"\xde\xc0\xef\xbe", "lmdb_files:LMDBDataset"),
+    Format("tar", _is_tar, "tars:TarDataset", many=True),
+    Format("tar in gzip", _is_packed_tar, "tars:TarDataset", many=True),
     Format("TFRecord", _is_tfrecord, "tfrecord:TFRecordDataset", many=True),
     Format("safetensors", _is_safetensors, "mapped:open_safetensors"),
 ]
@@ -142,6 +168,10 @@ def _open_folder(path: str, options: dict[str, Any]) -> Dataset[Any]:
         from .manifest import open_manifest
 
         return open_manifest(path, **options)
+    if "data.mdb" in names:
+        from .lmdb_files import LMDBDataset
+
+        return LMDBDataset(path, **options)
     folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
     if folders and any(_has_an_image(os.path.join(path, name)) for name in folders):
         from .images import ImageFolder
@@ -150,7 +180,7 @@ def _open_folder(path: str, options: dict[str, Any]) -> Dataset[Any]:
     files = [os.path.join(path, name) for name in names if name not in folders]
     if folders or not files:
         raise FormatError(
-            f"{path}: the directory holds neither {MANIFEST}, folders with images "
+            f"{path}: the directory holds neither {MANIFEST}, data.mdb, folders with images "
             f"({', '.join(IMAGE_SUFFIXES)}), nor only files: {names[:5]}"
         )
     return _open_files(files, options)
