@@ -71,15 +71,17 @@ Py_ssize_t fst_sequence_size(PyObject *sequence)
                                      : -1;
 }
 
-/* Reads (prototype, conversion): an empty tensor of the output's type and row shape. */
+/* Reads (prototype, conversion[, boundary, begins]): an empty tensor of the output's type and row
+ * shape, and for conversions that need it the token between documents. */
 static int parse_field(const fst_module *state, fst_gather_object *self, size_t f, PyObject *spec)
 {
     fst_field *field = &self->table.fields[f];
     fst_field_form *form = &self->forms[f];
     fst_dl_tensor tensor;
     PyObject *prototype;
-    int conversion;
-    if (!PyArg_ParseTuple(spec, "Oi", &prototype, &conversion) ||
+    unsigned boundary = 0;
+    int conversion, begins = 0;
+    if (!PyArg_ParseTuple(spec, "Oi|Ip", &prototype, &conversion, &boundary, &begins) ||
         read_tensor(state, self->api, prototype, &tensor))
         return -1;
     if (tensor.ndim < 1 || tensor.ndim > FST_MAX_ROW_DIMS + 1 || tensor.dtype.bits % 8 ||
@@ -90,6 +92,8 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
     form->dtype = tensor.dtype;
     form->row_dims = tensor.ndim - 1;
     field->conversion = (fst_conversion)conversion;
+    field->boundary = boundary;
+    field->begins = begins;
     field->items = conversion == FST_AS_IS ? tensor.dtype.bits / 8u * tensor.dtype.lanes : 1;
     for (int d = 0; d < form->row_dims; d++) {
         form->row_shape[d] = tensor.shape[d + 1];

@@ -199,7 +199,9 @@ class Gather:
 
     Args:
         slots: the memory of the batches.
-        fields: (empty tensor of a batch's type and row shape, number of the conversion).
+        fields: (empty tensor of a batch's type and row shape, number of the conversion), and for
+            conversions to positions and documents the token between documents and whether it is
+            the first of one, not the last.
         nodes: the tree of csrc/io/table.h, the root last: (0, length, ((address, stride), ...)),
             (1, child, length, address of int64 indices or 0, start, step) or (2, children).
         threads: at most so many.
@@ -210,7 +212,7 @@ class Gather:
     def __new__(
         cls,
         slots: Slots,
-        fields: tuple[tuple[Tensor, int], ...],
+        fields: tuple[tuple[Tensor, int] | tuple[Tensor, int, int, bool], ...],
         nodes: tuple[tuple[Any, ...], ...],
         threads: int,
         eager: bool,

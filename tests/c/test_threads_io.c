@@ -10,7 +10,7 @@
 enum { ROWS = 4000, WIDTH = 300, FIELDS = 2 };
 
 static int32_t numbers[ROWS][WIDTH], labels[ROWS];
-static fst_field fields[] = {{sizeof numbers[0], FST_AS_IS}, {sizeof labels[0], FST_AS_IS}};
+static fst_field fields[] = {{.items = sizeof numbers[0]}, {.items = sizeof labels[0]}};
 static fst_column columns[] = {{(char *)numbers, sizeof numbers[0]},
                                {(char *)labels, sizeof labels[0]}};
 static fst_node node = {.kind = FST_ROWS, .length = ROWS, .columns = columns};

@@ -4,7 +4,7 @@ from .arrays import ArrayDataset
 from .formats import FormatError, convert, open
 from .keyed import KeyedSampler
 from .loader import DataLoader
-from .tokens import TokenDataset
+from .tokens import TokenDataset, TokenWindow, cu_seqlens
 
 __all__ = [
     "ArrayDataset",
@@ -12,6 +12,8 @@ __all__ = [
     "FormatError",
     "KeyedSampler",
     "TokenDataset",
+    "TokenWindow",
     "convert",
+    "cu_seqlens",
     "open",
 ]

@@ -32,9 +32,11 @@ class MappedArrays(ArrayDataset):
 
 def map_npy(path: str) -> Any:
     """The array in a .npy file, mapped."""
+    import tokenize
+
     import numpy
 
-    with naming(path):
+    with naming(path, SyntaxError, tokenize.TokenError):  # its header is a piece of Python
         return numpy.lib.format.open_memmap(path, mode="r")
 
 
