@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ import faststep.data
 from faststep.cli import main
 from faststep.data import ArrayDataset, DataLoader, FormatError, convert
 
+from . import test_formats_tars, test_formats_tfrecord
 from .both import plain
 
 
@@ -185,18 +184,75 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "none" in capsys.readouterr().err
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:
-    script = (
-        "import os, signal, sys, faststep.data as d, torch\n"
-        "class D(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 1000\n"
-        "    def __getitem__(self, i):\n"
-        "        if i == 500: os.kill(os.getpid(), signal.SIGINT)\n"
-        "        return i\n"
-        "d.convert(D(), sys.argv[1])\n"
+# ---- from every format ----
+
+
+def written(folder: Path) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Sources of every format with a field "x" or a single one, and the rows of it."""
+    rows = np.arange(12, dtype=np.int64).reshape(6, 2)
+    np.save(folder / "npy", rows)
+    yield "npy.npy", None, list(rows)
+    np.savez(folder / "npz", x=rows)
+    yield "npz.npz", "x", list(rows)
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    safetensors_torch.save_file({"x": torch.from_numpy(rows)}, folder / "safetensors")
+    yield "safetensors", "x", list(rows)
+    h5py = pytest.importorskip("h5py")
+    for name, options in (("hdf5", {}), ("hdf5-chunks", {"chunks": True})):
+        with h5py.File(folder / name, "w") as file:
+            file.create_dataset("x", data=rows, **options)
+        yield name, "x", list(rows)
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lists = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.reshape(-1)), 2)
+    parquet.write_table(arrow.table({"x": lists}), folder / "parquet", row_group_size=4)
+    yield "parquet", "x", list(rows)
+    with arrow.ipc.new_file(folder / "arrow", arrow.schema([("x", lists.type)])) as file:
+        file.write_table(arrow.table({"x": lists}), max_chunksize=4)
+    yield "arrow", "x", list(rows)
+    lmdb = pytest.importorskip("lmdb")
+    with lmdb.open(str(folder / "lmdb")) as environment, environment.begin(write=True) as put:
+        for i, row in enumerate(rows):
+            put.put(b"%d" % i, row.tobytes())
+    yield "lmdb", None, [row.tobytes() for row in rows]
+    values = [{"x": torch.from_numpy(row)} for row in rows]
+    test_formats_tfrecord.write(
+        folder / "tfrecord", [test_formats_tfrecord.example(value) for value in values]
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "out")], capture_output=True, text=True
+    yield "tfrecord", "x", list(rows)
+    files = {f"{i}.npy": test_formats_tars.npy(row) for i, row in enumerate(rows)}
+    test_formats_tars.write(folder / "tar", files)
+    yield "tar", "npy", list(rows)
+
+
+def test_every_format(tmp_path: Path) -> None:
+    for source, field, want in written(tmp_path):
+        assert convert(tmp_path / source, tmp_path / f"{source}-out") == len(want)
+        got = [
+            sample if field is None else sample[field]
+            for sample in read(tmp_path / f"{source}-out")
+        ]
+        assert [row if isinstance(row, bytes) else row.tolist() for row in got] == [
+            row if isinstance(row, bytes) else row.tolist() for row in want
+        ], source
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_images_of_one_size(tmp_path: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    for i, size in enumerate([(40, 30), (30, 50), (20, 20)]):
+        (tmp_path / "in" / f"class{i}").mkdir(parents=True)
+        noise = np.random.default_rng(i).integers(0, 255, (*size, 3), dtype=np.uint8)
+        image_module.fromarray(noise).save(tmp_path / "in" / f"class{i}" / "x.png")
+    command = ["convert", str(tmp_path / "in"), str(tmp_path / "out")]
+    assert main(command) == 1
+    assert main([*command, "--image-size", "0"]) == 1
+    assert main([*command, "--image-size", "20"]) == 0
+    source = faststep.data.open(tmp_path / "in")
+    got: Any = faststep.data.open(tmp_path / "out")
+    assert isinstance(got, ArrayDataset)
+    assert [(x.shape, int(y)) for x, y in got] == [((3, 20, 20), i) for i in range(3)]
+    assert torch.equal(got[2][0], source[2][0])
+    want = torch.nn.functional.interpolate(
+        source[0][0][None].float(), (26, 20), mode="bilinear", antialias=True
     )
-    assert "KeyboardInterrupt" in done.stderr
-    assert os.listdir(tmp_path) == []
+    assert (got[0][0] - want[0, :, 3:23]).abs().max() <= 1

@@ -165,3 +165,17 @@ def test_a_tar_that_ends_early_is_noticed_anywhere(tmp_path: Path) -> None:
     (tmp_path / "bad").write_bytes(packed[: len(packed) // 2])
     with pytest.raises(FormatError, match=r"bad: "):
         list(TarDataset(tmp_path / "bad"))
+
+
+def test_the_rank_is_torch_distributeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for when the files are read, and kept for workers that cannot ask."""
+    numbered(tmp_path, 4, 1)
+    dataset = TarDataset(tmp_path / "*.tar")
+    assert len(dataset.shards()) == 4
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert dataset.shards() == [str(tmp_path / f"train-{i:03d}.tar") for i in (1, 3)]
+    pickled = pickle.dumps(dataset)
+    monkeypatch.undo()
+    assert pickle.loads(pickled).shards() == [str(tmp_path / f"train-{i:03d}.tar") for i in (1, 3)]

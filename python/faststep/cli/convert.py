@@ -19,7 +19,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", metavar="DST", help="directory to make")
     parser.add_argument("--force", action="store_true", help="replace an earlier result")
     parser.add_argument(
-        "--columns", metavar="A,B", help="these fields only (HDF5, Parquet, Arrow, safetensors)"
+        "--columns",
+        metavar="A,B",
+        help="these fields only (HDF5, Parquet, Arrow, tar, safetensors)",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        metavar="N",
+        help="resize images by their shorter side, and keep the middle N x N pixels",
     )
 
 
@@ -27,6 +35,8 @@ def run(arguments: argparse.Namespace) -> None:
     """Convert, with a progress bar."""
     from faststep.data import convert
 
+    if arguments.image_size is not None and arguments.image_size < 1:
+        raise CommandError(f"--image-size {arguments.image_size} must be at least 1")
     options = {"columns": arguments.columns.split(",")} if arguments.columns else {}
     bar: Progress | None = None
     shown = 0.0
@@ -48,6 +58,7 @@ def run(arguments: argparse.Namespace) -> None:
             arguments.source,
             arguments.destination,
             force=arguments.force,
+            image_size=arguments.image_size,
             report=report,
             **options,
         )

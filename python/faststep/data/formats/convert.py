@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from ..arrays import ArrayDataset
@@ -17,6 +18,7 @@ from ..structure import Structure, flatten
 from .columns_out import FieldWriter
 from .common import FormatError, PathLike, naming
 from .detect import open as open_any
+from .images import resized
 from .manifest import MANIFEST, structure_to_json, write_manifest
 from .mapped import open_npz
 
@@ -33,6 +35,7 @@ def convert(
     destination: PathLike,
     *,
     force: bool = False,
+    image_size: int | None = None,
     report: Report | None = None,
     **options: Any,
 ) -> int:
@@ -43,6 +46,8 @@ def convert(
             read once.
         destination: the directory. It is there with all that belongs to it, or not at all.
         force: replace an earlier result of this function, and nothing else.
+        image_size: resize images, which are uint8 tensors (3, height, width), by their shorter side
+            and cut out the middle: a square of this size. Default None: they stay as they are.
         report: called with the records that are written, and their number or None if not known.
         **options: for `open`.
 
@@ -67,7 +72,7 @@ def convert(
     folder = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
     try:
         os.chmod(folder, 0o777 & ~_umask())
-        count = _write(dataset, name, folder, report or (lambda done, total: None))
+        count = _write(dataset, name, folder, image_size, report or (lambda done, total: None))
         _sync_folder(folder)
         _put_in_place(folder, target)
     except BaseException:
@@ -126,14 +131,19 @@ def _put_in_place(folder: str, target: str) -> None:
     _sync_folder(os.path.dirname(target))
 
 
-def _write(dataset: Dataset[Any], name: str, folder: str, report: Report) -> int:
+def _write(
+    dataset: Dataset[Any], name: str, folder: str, image_size: int | None, report: Report
+) -> int:
     writers: list[FieldWriter] = []
     try:
-        arrays = _array_parts(dataset)
+        arrays = _array_parts(dataset) if image_size is None else None
         if arrays is not None:
             structure, count = _write_blocks(arrays, folder, writers, report)
         else:
-            structure, count = _write_samples(dataset, name, folder, writers, report)
+            samples = _samples(dataset, _length(dataset), image_size)
+            structure, count = _write_samples(
+                samples, _length(dataset), name, folder, writers, report
+            )
         if structure is None:
             raise FormatError(f"{name}: there is no record in it")
         with naming(name):
@@ -190,11 +200,16 @@ def _write_blocks(
 
 
 def _write_samples(
-    dataset: Dataset[Any], name: str, folder: str, writers: list[FieldWriter], report: Report
+    samples: Generator[Any, None, None],
+    total: int | None,
+    name: str,
+    folder: str,
+    writers: list[FieldWriter],
+    report: Report,
 ) -> tuple[Structure | None, int]:
     structure: Structure | None = None
-    total, count = None if isinstance(dataset, IterableDataset) else _length(dataset), 0
-    with contextlib.closing(_samples(dataset, total)) as samples:
+    count = 0
+    with contextlib.closing(samples):
         for sample in samples:
             record = f"{name}: record {count}"
             form, leaves = flatten(sample)
@@ -204,7 +219,8 @@ def _write_samples(
                     structure_to_json(form)
                 writers.extend(_new_writers(leaves, folder))
             elif form != structure:
-                raise FormatError(f"{record} has other fields than those before: {_names(leaves)}")
+                fields = ", ".join(field for field, _ in leaves)
+                raise FormatError(f"{record} has other fields than those before: {fields}")
             for writer, (_, value) in zip(writers, leaves, strict=True):
                 writer.add(value, record)
             count += 1
@@ -212,15 +228,29 @@ def _write_samples(
     return structure, count
 
 
-def _names(leaves: list[tuple[str, Any]]) -> str:
-    return ", ".join(name for name, _ in leaves)
+def _length(dataset: Any) -> int | None:
+    return None if isinstance(dataset, IterableDataset) else len(dataset)
 
 
-def _length(dataset: Any) -> int:
-    return len(dataset)
+def _samples(
+    dataset: Any, length: int | None, image_size: int | None
+) -> Generator[Any, None, None]:
+    """All samples in their order, images of one size if asked for."""
+    for sample in _read(dataset, length):
+        if image_size is None:
+            yield sample
+        else:
+            structure, leaves = flatten(sample)
+            yield structure.sample(_of_size(value, image_size) for _, value in leaves)
 
 
-def _samples(dataset: Any, length: int | None) -> Generator[Any, None, None]:
+def _of_size(value: Any, size: int) -> Any:
+    is_tensor = isinstance(value, torch.Tensor)
+    is_image = is_tensor and value.dtype == torch.uint8 and value.dim() == 3 and len(value) == 3
+    return resized(value, size) if is_image else value
+
+
+def _read(dataset: Any, length: int | None) -> Iterator[Any]:
     if length is None:
         yield from dataset
     elif hasattr(dataset, "__getitems__"):

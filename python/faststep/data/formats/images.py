@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 
 from .common import PathLike, library, naming, position
 
-__all__ = ["IMAGE_SUFFIXES", "ImageFolder", "decode_image"]
+__all__ = ["IMAGE_SUFFIXES", "ImageFolder", "decode_image", "resized"]
 
 # torchvision's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
@@ -44,6 +44,27 @@ def decode_image(data: bytes, decoder: str = "auto", min_size: int | None = None
         if pixels is not None:
             return pixels
     return _by_pillow(data, min_size)
+
+
+def resized(image: torch.Tensor, size: int) -> torch.Tensor:
+    """The middle square of an image, its shorter side made `size` by bilinear interpolation.
+
+    Args:
+        image: a uint8 tensor (channels, height, width).
+        size: of the result.
+
+    Returns:
+        A uint8 tensor (channels, size, size): what torchvision's Resize and CenterCrop give.
+    """
+    height, width = image.shape[1:]
+    shorter = min(height, width)
+    scaled = [int(size * height / shorter), int(size * width / shorter)]
+    if scaled != [height, width]:
+        image = torch.nn.functional.interpolate(
+            image[None], scaled, mode="bilinear", antialias=True
+        )[0]
+    top, left = (round((side - size) / 2) for side in scaled)
+    return image[:, top : top + size, left : left + size].contiguous()
 
 
 def check_decoder(decoder: str) -> str:
