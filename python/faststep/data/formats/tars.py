@@ -141,16 +141,24 @@ def _files(path: str) -> Iterator[tuple[str, bytes]]:
                     if member is None:
                         _check_end(file)
                         break
-                    archive.members.clear()  # type: ignore[attr-defined]  # tarfile remembers all of them
-                    name = posixpath.basename(member.name)
-                    is_data = member.isreg() and name.find(".") > 0
-                    content = archive.extractfile(member) if is_data else None
-                    data = content.read() if content is not None else b""
-                    if is_data and len(data) != member.size:
-                        raise ValueError(f"{member.name!r} is cut off")
+                    data = _content(file, member)
+                archive.members.clear()  # type: ignore[attr-defined] # it remembers all of them
                 number += 1
-                if is_data:
+                if data is not None:
                     yield member.name, data
+
+
+def _content(file: _Watched, member: tarfile.TarInfo) -> bytes | None:
+    """The bytes of a regular file with a name and a suffix; None for anything else."""
+    if not member.isreg() or posixpath.basename(member.name).find(".") < 1:
+        return None
+    if member.issparse():
+        raise ValueError(f"{member.name!r} is stored as a sparse file")
+    file.seek(member.offset_data)
+    data = file.read(member.size)
+    if len(data) != member.size:
+        raise ValueError(f"{member.name!r} is cut off")
+    return data
 
 
 def _check_end(file: _Watched) -> None:
