@@ -112,6 +112,9 @@ def test_a_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_not_known_is_told(tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes(b"\1\2\3\4" * 100)
     (tmp_path / "empty").write_bytes(b"")
+    torch.save({"x": torch.ones(3)}, tmp_path / "model.pt")
+    with pytest.raises(FormatError, match=r"model.pt: its content, .*none of npy, npz"):
+        faststep.data.open(tmp_path / "model.pt")
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     with pytest.raises(FormatError, match=r"tokens.bin: its content, .*none of npy, npz.*TokenD"):
         faststep.data.open(tmp_path / "tokens.bin")

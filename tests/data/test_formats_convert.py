@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,8 @@ WRONG: list[tuple[list[Any], str]] = [
     ([torch.ones(3), torch.ones(3).int()], "record 1: data is int32"),
     ([{"a": 1}, {"b": 1}], r"record 1 has other fields .*data\['b'\]"),
     ([{"a": object()}], r"record 0: data\['a'\] is a object"),
+    ([np.array([1.0], np.longdouble)], "record 0: data has the type float128"),
+    ([torch.eye(3).to_sparse()], "record 0: data is not a dense tensor"),
     ([np.array(["a"])], "record 0: data has the type <U1"),
     ([{1: 1.0}], "Samples: .*only texts can be kept"),
     ([], "Samples: there is no record"),
@@ -138,6 +141,8 @@ def test_only_its_own_results_are_replaced(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="mine was not made by this command"):
         convert(Samples([3]), tmp_path / "mine", force=True)
     assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+    with pytest.raises(FileNotFoundError, match="none is not a directory"):
+        convert(Samples([3]), tmp_path / "none" / "out")
 
 
 def test_damaged_results(tmp_path: Path) -> None:
@@ -256,3 +261,29 @@ def test_images_of_one_size(tmp_path: Path) -> None:
         source[0][0][None].float(), (26, 20), mode="bilinear", antialias=True
     )
     assert (got[0][0] - want[0, :, 3:23]).abs().max() <= 1
+
+
+def test_damage_is_a_format_error_in_every_format(tmp_path: Path) -> None:
+    """LMDB is left out: it keeps no checksums, and follows what is damaged inside."""
+    generator = random.Random(4)
+    refused: dict[str, int] = {}
+    for source, _, _ in written(tmp_path):
+        if source == "lmdb":
+            continue
+        whole, refused[source] = (tmp_path / source).read_bytes(), 0
+        for _ in range(25):
+            damaged = bytearray(whole)
+            for _ in range(generator.randint(1, 4)):
+                damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+            (tmp_path / "bad").write_bytes(damaged[: generator.choice([None, 50, -50])])
+            options = {"read": True} if source == "npz.npz" else {}
+            try:
+                dataset: Any = faststep.data.open(tmp_path / "bad", **options)
+                samples = dataset
+                if not isinstance(dataset, IterableDataset):
+                    samples = map(dataset.__getitem__, range(min(len(dataset), 100)))
+                assert all(sample is not None for sample in samples)
+            except FormatError as error:
+                assert str(tmp_path / "bad") in str(error)  # noqa: PT017
+                refused[source] += 1
+    assert min(refused.values()) > 5

@@ -130,14 +130,20 @@ def test_several_parquet_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_missing_values_are_named(tmp_path: Path, kind: str) -> None:
     numbers = pa.array([[1], [2, None]] + [[3]] * 8)
-    table = pa.table({"a": [None if i == 9 else i for i in range(10)], "b": numbers})
+    pairs = pa.array([None, [1, None]] + [[3, 4]] * 8, pa.list_(pa.int64(), 2))
+    table = pa.table({"a": [None if i == 9 else i for i in range(10)], "b": numbers, "c": pairs})
     dataset: Any = faststep.data.open(write(table, tmp_path / "x", kind), columns=["a"])
-    assert int(dataset[8]["a"]) == 8
+    assert plain(dataset[8]) == plain({"a": torch.tensor(8)})
     group = "row group" if kind == "parquet" else "record batch"
     with pytest.raises(FormatError, match=rf"x: {group} 1, record 2: column 'a': .*missing"):
         dataset[9]
     with pytest.raises(FormatError, match=rf"x: {group} 0, record 1: column 'b': .*missing"):
         faststep.data.open(tmp_path / "x", columns=["b"])[1]
+    pairs = faststep.data.open(tmp_path / "x", columns=["c"])
+    assert plain(pairs[9]) == plain({"c": torch.tensor([3, 4])})
+    for row in (0, 1):
+        with pytest.raises(FormatError, match=rf"x: {group} 0, record {row}: column 'c': .*miss"):
+            pairs[row]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])

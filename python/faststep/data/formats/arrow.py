@@ -62,9 +62,9 @@ class ArrowDataset(GroupedDataset):
         columns: Sequence[str] | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        library("pyarrow", "parquet")
+        arrow = library("pyarrow", "parquet")
         super().__init__(os.fspath(path), [], transform)
-        with self:
+        with self, naming(self.path, arrow.lib.ArrowException):
             batches = self._handle()[0]
             self.columns = chosen_columns(batches.schema, columns, self.path)
             self._set_groups([batches.get(i).num_rows for i in range(batches.count)])

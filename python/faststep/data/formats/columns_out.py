@@ -154,7 +154,9 @@ def as_rows(value: Any, name: str, record: str) -> Rows:
         return Rows("bytes", numpy.frombuffer(value, numpy.uint8))
     dtype = None
     if isinstance(value, torch.Tensor):
-        tensor = value.detach().cpu().contiguous()
+        if value.layout != torch.strided:
+            raise FormatError(f"{record}: {name} is not a dense tensor")
+        tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         try:
             value = tensor.numpy()
         except TypeError:
@@ -166,9 +168,13 @@ def as_rows(value: Any, name: str, record: str) -> Rows:
             "bytes: make one of it with a transform first"
         )
     items = numpy.asarray(value)
-    if items.dtype.kind not in "biufc":
-        raise FormatError(f"{record}: {name} has the type {items.dtype}, which torch does not have")
     items = items.astype(items.dtype.newbyteorder("="), copy=False)
+    try:
+        torch.from_numpy(numpy.empty(0, items.dtype))
+    except TypeError:
+        raise FormatError(
+            f"{record}: {name} has the type {items.dtype}, which torch does not have"
+        ) from None
     return Rows("array" if items.ndim else "number", items if items.ndim else items[None], dtype)
 
 

@@ -17,10 +17,10 @@ from ..arrays import ArrayDataset
 from ..structure import Structure, flatten
 from .columns_out import FieldWriter
 from .common import FormatError, PathLike, naming
+from .detect import format_of
 from .detect import open as open_any
 from .images import resized
 from .manifest import MANIFEST, structure_to_json, write_manifest
-from .mapped import open_npz
 
 __all__ = ["convert"]
 
@@ -88,14 +88,14 @@ def _umask() -> int:
 
 
 def _open_source(path: str, options: dict[str, Any]) -> Dataset[Any]:
-    if os.path.isfile(path):
-        with open(path, "rb") as file:
-            if file.read(4) == b"PK\3\4":
-                return open_npz(path, read=True)
+    if os.path.isfile(path) and format_of(path).name == "npz":
+        options = {"read": True, **options}
     return open_any(path, **options)
 
 
 def _check_target(target: str, force: bool) -> None:
+    if not os.path.isdir(os.path.dirname(target)):
+        raise FileNotFoundError(f"{os.path.dirname(target)} is not a directory")
     if not os.path.lexists(target):
         return
     if not force:
@@ -122,10 +122,11 @@ def _put_in_place(folder: str, target: str) -> None:
         os.rename(target, old)
         try:
             os.rename(folder, target)
-        except BaseException:
-            os.rename(old, target)
-            raise
-        shutil.rmtree(old)
+        finally:
+            if os.path.lexists(target):
+                shutil.rmtree(old)
+            else:
+                os.rename(old, target)
     else:
         os.rename(folder, target)
     _sync_folder(os.path.dirname(target))

@@ -17,7 +17,7 @@ from .common import FormatError, PathLike
 from .images import IMAGE_SUFFIXES
 from .manifest import MANIFEST
 
-__all__ = ["open"]
+__all__ = ["format_of", "open"]
 
 HEAD = 4096
 HDF5 = b"\x89HDF\r\n\x1a\n"
@@ -41,6 +41,12 @@ def _is_packed_tar(head: bytes, size: int) -> bool:
         return _is_tar(zlib.decompressobj(31).decompress(head, 512), size)
     except (zlib.error, gzip.BadGzipFile):
         return False
+
+
+def _is_npz(head: bytes, size: int) -> bool:
+    """A zip archive whose first file is an array; torch's own files are zip archives too."""
+    length = int.from_bytes(head[26:28], "little")
+    return head.startswith(b"PK\3\4") and head[30 : 30 + length].endswith(b".npy")
 
 
 def _is_safetensors(head: bytes, size: int) -> bool:
@@ -77,7 +83,7 @@ class Format(NamedTuple):
 
 FORMATS = [
     Format("npy", lambda head, size: head.startswith(b"\x93NUMPY"), "mapped:open_npy"),
-    Format("npz", lambda head, size: head.startswith(b"PK\3\4"), "mapped:open_npz"),
+    Format("npz", _is_npz, "mapped:open_npz"),
     Format(
         "HDF5",
         lambda head, size: any(head[at : at + 8] == HDF5 for at in (0, 512, 1024, 2048)),
@@ -120,7 +126,7 @@ def open(path: PathLike | Sequence[PathLike], **options: Any) -> Dataset[Any]:
         name = os.fspath(path)
         if os.path.isdir(name):
             return _open_folder(name, options)
-        return _opener(_format_of(name))(name, **options)
+        return _opener(format_of(name))(name, **options)
     return _open_files([os.fspath(part) for part in path], options)
 
 
@@ -132,7 +138,8 @@ def _opener(kind: Format) -> Callable[..., Dataset[Any]]:
     return opener
 
 
-def _format_of(path: str) -> Format:
+def format_of(path: str) -> Format:
+    """The format of a file, by its content; FormatError where it is none that is known."""
     with builtins.open(path, "rb") as file:
         head = file.read(HEAD)
         size = os.fstat(file.fileno()).st_size
@@ -151,7 +158,7 @@ def _format_of(path: str) -> Format:
 def _open_files(paths: list[str], options: dict[str, Any]) -> Dataset[Any]:
     if not paths:
         raise FormatError("no file was given")
-    kinds = [_format_of(path) for path in paths]
+    kinds = [format_of(path) for path in paths]
     for path, kind in zip(paths, kinds, strict=True):
         if kind is not kinds[0]:
             raise FormatError(f"{path} is {kind.name}, but {paths[0]} is {kinds[0].name}")

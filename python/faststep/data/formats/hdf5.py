@@ -74,7 +74,8 @@ class HDF5Dataset(FileDataset):
             self.columns = list(columns) if columns is not None else self._all_arrays(file)
             for name in self.columns:
                 self._check(file, name)
-            lengths = {name: len(file[name]) for name in self.columns}
+            with naming(self.path, RuntimeError):
+                lengths = {name: len(file[name]) for name in self.columns}
         self.length = same_rows(self.path, lengths, "columns")
 
     def _open_handle(self) -> Any:
@@ -113,14 +114,16 @@ class HDF5Dataset(FileDataset):
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         places = [position(int(index), self.length, self.path) for index in indices]
         file = self._handle()
-        fields = [self._rows(file[name], name, places) for name in self.columns]
+        fields = [self._rows(file, name, places) for name in self.columns]
         samples = [dict(zip(self.columns, row, strict=True)) for row in zip(*fields, strict=True)]
         return samples if self.transform is None else [*map(self.transform, samples)]
 
-    def _rows(self, array: Any, name: str, places: list[int]) -> list[Any]:
+    def _rows(self, file: Any, name: str, places: list[int]) -> list[Any]:
         """The rows at `places`, which are read from the lowest to the highest."""
-        kind = _kind(array.dtype)
-        source = array.asstr() if kind == "text" else array
+        with naming(f"{self.path}: {name!r}", RuntimeError):
+            array = file[name]
+            kind = _kind(array.dtype)
+            source = array.asstr() if kind == "text" else array
         rows: list[Any] = [None] * len(places)
         ranked = sorted(range(len(places)), key=places.__getitem__)
         for run in _runs([places[i] for i in ranked], array.chunks[0] if array.chunks else 1):
@@ -169,14 +172,14 @@ def _mapped(dataset: HDF5Dataset, name: str) -> Any:
     """The array's rows in the file, mapped; None if they do not lie there so."""
     import numpy
 
-    array = dataset._handle()[name]
-    is_plain = array.chunks is None and array.external is None and not array.is_virtual
-    if not is_plain or not array.size or array.dtype.kind not in "biufc":
-        return None
-    offset = array.id.get_offset()
-    if offset is None or not array.dtype.isnative:
-        return None
-    with naming(f"{dataset.path}: {name!r}"):
+    with naming(f"{dataset.path}: {name!r}", RuntimeError):
+        array = dataset._handle()[name]
+        is_plain = array.chunks is None and array.external is None and not array.is_virtual
+        if not is_plain or not array.size or array.dtype.kind not in "biufc":
+            return None
+        offset = array.id.get_offset()
+        if offset is None or not array.dtype.isnative:
+            return None
         rows = numpy.memmap(dataset.path, array.dtype, "r", offset, array.shape)
         ends = [numpy.asarray(array[i]).tobytes() == rows[i].tobytes() for i in (0, len(rows) - 1)]
     return rows if all(ends) else None

@@ -6,6 +6,7 @@ import importlib.util
 import io
 import os
 import struct
+import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -101,10 +102,13 @@ def _by_pillow(data: bytes, min_size: int | None) -> torch.Tensor:
     image_module = library("PIL.Image", "images")
     import numpy
 
-    with image_module.open(io.BytesIO(data)) as image:
-        if min_size is not None:
-            image.draft("RGB", (min_size, min_size))
-        pixels = numpy.array(image.convert("RGB"))
+    try:
+        with image_module.open(io.BytesIO(data)) as image:
+            if min_size is not None:
+                image.draft("RGB", (min_size, min_size))
+            pixels = numpy.array(image.convert("RGB"))
+    except (SyntaxError, struct.error, zlib.error, image_module.DecompressionBombError) as error:
+        raise ValueError(str(error)) from error
     return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
@@ -161,7 +165,7 @@ class ImageFolder(Dataset[Any]):
         path, target = self.samples[position(index, len(self.samples), self.root)]
         with open(path, "rb") as file:
             data = file.read()
-        with naming(f"{path} (record {index})", SyntaxError, struct.error):
+        with naming(f"{path} (record {index})"):
             image: Any = decode_image(data, self.decoder, self.min_size)
         if self.transform is not None:
             image = self.transform(image)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tokenize
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,17 @@ import torch
 from ..arrays import ArrayDataset
 from .common import FormatError, PathLike, library, naming, same_rows
 
-__all__ = ["MappedArrays", "map_npy", "open_npy", "open_npz", "open_safetensors", "viewed_as"]
+__all__ = [
+    "BAD_HEADER",
+    "MappedArrays",
+    "map_npy",
+    "open_npy",
+    "open_npz",
+    "open_safetensors",
+    "viewed_as",
+]
+
+BAD_HEADER = SyntaxError, tokenize.TokenError  # that of a .npy file is a piece of Python
 
 
 class MappedArrays(ArrayDataset):
@@ -32,11 +43,9 @@ class MappedArrays(ArrayDataset):
 
 def map_npy(path: str) -> Any:
     """The array in a .npy file, mapped."""
-    import tokenize
-
     import numpy
 
-    with naming(path, SyntaxError, tokenize.TokenError):  # its header is a piece of Python
+    with naming(path, *BAD_HEADER):
         return numpy.lib.format.open_memmap(path, mode="r")
 
 
@@ -70,12 +79,14 @@ def open_npz(path: PathLike, *, read: bool = False) -> ArrayDataset:
             f"`python -m faststep convert {path} DIRECTORY`, or read it into memory with read=True"
         )
     arrays = {}
-    with naming(path, zipfile.BadZipFile), numpy.load(path, allow_pickle=False) as file:
+    # the last for encrypted ones
+    unreadable = (*BAD_HEADER, zipfile.BadZipFile, zlib.error, RuntimeError)
+    with naming(path, *unreadable), numpy.load(path, allow_pickle=False) as file:
         for name in file.files:
-            with naming(f"{path}: {name!r}", zipfile.BadZipFile, zlib.error):
+            with naming(f"{path}: {name!r}", *unreadable):
                 arrays[name] = file[name]
-                if not arrays[name].ndim:
-                    raise FormatError(f"{path}: {name!r} has no rows")
+                if not getattr(arrays[name], "ndim", 0):
+                    raise FormatError(f"{path}: {name!r} is no array, or has no rows")
     same_rows(path, {name: len(array) for name, array in arrays.items()}, "columns")
     with naming(path):
         return ArrayDataset(arrays)

@@ -43,8 +43,6 @@ class ParquetDataset(GroupedDataset):
     ) -> None:
         arrow = library("pyarrow", "parquet")
         self.paths = shard_names(paths)
-        if not self.paths:
-            raise FormatError("ParquetDataset: no file was given")
         groups, form = [], None
         for path in self.paths:
             with naming(path, arrow.lib.ArrowException), _opened(path) as file:

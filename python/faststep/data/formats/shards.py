@@ -24,8 +24,11 @@ def shard_names(paths: PathLike | Sequence[PathLike]) -> list[str]:
 
     Raises:
         FileNotFoundError: nothing fits a pattern with * or ?.
+        FormatError: the list is empty.
     """
     if not isinstance(paths, (str, os.PathLike)):
+        if not paths:
+            raise FormatError("no file was given")
         return [name for path in paths for name in shard_names(path)]
     name = os.fspath(paths)
     if os.path.exists(name):

@@ -91,8 +91,14 @@ class _Values:
         types = library("pyarrow", "parquet").types
         if types.is_dictionary(array.type):
             array = array.dictionary_decode()
-        self.valid = array.is_valid().to_numpy(zero_copy_only=False) if array.null_count else None
+        self.valid: Any = None
+        self.places: Any = None
+        if array.null_count:
+            self.valid = array.is_valid().to_numpy(zero_copy_only=False)
+            self.places = self.valid.cumsum() - 1  # among the values that are there
+            array = array.drop_null()
         self.array, self.rows, self.offsets = array, None, None
+        self.is_number = is_fixed(array.type)
         self.fields: dict[str, _Values] | None = None
         if types.is_struct(array.type):
             names = [field.name for field in array.type]
@@ -105,15 +111,19 @@ class _Values:
 
     def value(self, row: int) -> Any:
         """The value of a row; ValueError if it is missing."""
-        if self.valid is not None and not self.valid[row]:
-            raise ValueError("the value is missing (null)")
+        if self.valid is not None:
+            if not self.valid[row]:
+                raise ValueError("the value is missing (null)")
+            row = self.places[row]
         if self.fields is not None:
             return {name: values.value(row) for name, values in self.fields.items()}
-        if self.offsets is not None:
-            if self.rows is None:
-                raise ValueError("a value is missing (null) in a list")
+        if self.rows is not None:
+            if self.offsets is None:
+                return _tensor(self.rows[row])
             return _tensor(self.rows[self.offsets[row] : self.offsets[row + 1]])
-        return self.array[row].as_py() if self.rows is None else _tensor(self.rows[row])
+        if self.offsets is not None or self.is_number:
+            raise ValueError("a value is missing (null) in a list")
+        return self.array[int(row)].as_py()
 
 
 def _tensor(rows: Any) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 
 from .common import FormatError, PathLike, naming
 from .images import decode_image
+from .mapped import BAD_HEADER
 from .shards import ShardedStream
 
 __all__ = ["BASIC", "TarDataset", "decode_npy"]
@@ -91,7 +92,7 @@ class TarDataset(ShardedStream):
         decode = self.decoders.get(name) or self.decoders.get(name.rpartition(".")[2])
         if decode is None or name == "__key__":
             return data
-        with naming(f"{place}, field {name!r}", SyntaxError):
+        with naming(f"{place}, field {name!r}", *BAD_HEADER):
             return decode(data)
 
 
