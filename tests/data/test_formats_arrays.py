@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import pickle
 import zipfile
 from pathlib import Path
@@ -111,6 +112,7 @@ def test_a_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_is_not_known_is_told(tmp_path: Path) -> None:
     (tmp_path / "tokens.bin").write_bytes(b"\1\2\3\4" * 100)
+    (tmp_path / "packed").write_bytes(gzip.compress(b"\1\2\3\4" * 100))
     (tmp_path / "empty").write_bytes(b"")
     torch.save({"x": torch.ones(3)}, tmp_path / "model.pt")
     with pytest.raises(FormatError, match=r"model.pt: its content, .*none of npy, npz"):
@@ -118,6 +120,8 @@ def test_what_is_not_known_is_told(tmp_path: Path) -> None:
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     with pytest.raises(FormatError, match=r"tokens.bin: its content, .*none of npy, npz.*TokenD"):
         faststep.data.open(tmp_path / "tokens.bin")
+    with pytest.raises(FormatError, match=r"packed: .*gzip data must be decompressed first"):
+        faststep.data.open(tmp_path / "packed")
     with pytest.raises(FormatError, match="empty: the file is empty"):
         faststep.data.open(tmp_path / "empty")
     with pytest.raises(FormatError, match="folder: the directory holds neither"):
@@ -132,6 +136,9 @@ def test_several_files_are_one_dataset(tmp_path: Path) -> None:
     assert_same(lambda: (faststep.data.open(tmp_path), {"batch_size": 4}))
     files = [tmp_path / "2.npy", tmp_path / "0.npy"]
     assert [int(x) for x in faststep.data.open(files)] == [20, 21, 22, 23, 24, 0, 1, 2, 3, 4]
+    assert len(faststep.data.open(tmp_path / "{0..1}.npy")) == 10
+    with pytest.raises(FileNotFoundError, match=r"3.npy"):
+        faststep.data.open(tmp_path / "{0..7}.npy")
     np.savez(tmp_path / "3.npz", np.arange(3))
     with pytest.raises(FormatError, match=r"3.npz is npz, but .*0.npy is npy"):
         faststep.data.open(tmp_path)

@@ -16,6 +16,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from .common import FormatError, PathLike
 from .images import IMAGE_SUFFIXES
 from .manifest import MANIFEST
+from .shards import shard_names
 
 __all__ = ["format_of", "open"]
 
@@ -106,9 +107,10 @@ def open(path: PathLike | Sequence[PathLike], **options: Any) -> Dataset[Any]:
     """The dataset in a file, a directory or a list of files, whatever its format.
 
     Args:
-        path: `.npy`, `.npz`, safetensors, HDF5, Parquet, Arrow (file or stream), LMDB, tar
-            (WebDataset) or TFRecord; a directory of class folders with images, of an LMDB
-            environment, of files of one of these formats, or one that `convert` wrote. The content
+        path: one of these, or a pattern as "train-{000..041}.tar" or with * and ?. A file is
+            `.npy`, `.npz`, safetensors, HDF5, Parquet, Arrow (file or stream), LMDB, tar
+            (WebDataset) or TFRecord; a directory has folders of images, one for each class, an LMDB
+            environment, files of one of these formats, or what `convert` wrote. The content
             decides, not the name.
         **options: for the class of the format, as `columns` or `transform`.
 
@@ -126,6 +128,8 @@ def open(path: PathLike | Sequence[PathLike], **options: Any) -> Dataset[Any]:
         name = os.fspath(path)
         if os.path.isdir(name):
             return _open_folder(name, options)
+        if not os.path.exists(name) and (names := shard_names(name)) != [name]:
+            return _open_files(names, options)
         return _opener(format_of(name))(name, **options)
     return _open_files([os.fspath(part) for part in path], options)
 
