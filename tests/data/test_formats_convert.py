@@ -35,6 +35,11 @@ class Samples(Dataset[Any]):
         return self.samples[index]
 
 
+class Doubled(ArrayDataset):
+    def __getitem__(self, index: int) -> Any:
+        return 2 * super().__getitem__(index)
+
+
 class Stream(IterableDataset[Any]):
     def __init__(self, samples: list[Any]) -> None:
         self.samples = samples
@@ -99,6 +104,10 @@ def test_arrays_are_copied_in_blocks(tmp_path: Path) -> None:
     convert(ConcatDataset(parts), tmp_path / "out")
     want = [part[i] for part in parts for i in range(10)]
     assert plain(read(tmp_path / "out")) == plain(want)
+    convert(Doubled(torch.arange(3)), tmp_path / "doubled")
+    assert [int(x) for x in read(tmp_path / "doubled")] == [0, 2, 4]
+    with pytest.raises(TypeError, match=r"\['columns'\] are for open"):
+        convert(parts[0], tmp_path / "other", columns=["a"])
     np.savez(tmp_path / "x.npz", a=np.arange(12).reshape(4, 3))
     assert convert(tmp_path / "x.npz", tmp_path / "npz") == 4
     assert read(tmp_path / "npz")[3]["a"].tolist() == [9, 10, 11]

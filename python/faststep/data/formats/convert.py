@@ -21,6 +21,7 @@ from .detect import format_of
 from .detect import open as open_any
 from .images import resized
 from .manifest import MANIFEST, structure_to_json, write_manifest
+from .mapped import MappedArrays
 
 __all__ = ["convert"]
 
@@ -67,6 +68,8 @@ def convert(
     if isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
         dataset = _open_source(name, options)
+    elif options:
+        raise TypeError(f"convert: {sorted(options)} are for open, and the source is a dataset")
     else:
         name, dataset = type(source).__name__, source
     folder = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
@@ -168,13 +171,11 @@ def _new_writers(leaves: list[tuple[str, Any]], folder: str) -> Iterator[FieldWr
 
 def _array_parts(dataset: Dataset[Any]) -> list[ArrayDataset] | None:
     """The datasets whose arrays can be copied, one after another, without a look at samples."""
-    parts = list(dataset.datasets) if type(dataset) is ConcatDataset else [dataset]
-    same = [part for part in parts if isinstance(part, ArrayDataset)]
-    if len(same) < len(parts) or not all(
-        part.structure == same[0].structure and _forms(part) == _forms(same[0]) for part in same
-    ):
-        return None
-    return same
+    parts: list[Any] = [*dataset.datasets] if type(dataset) is ConcatDataset else [dataset]
+    if any(type(part) not in (ArrayDataset, MappedArrays) for part in parts):
+        return None  # what else there is, a subclass too, may make other samples of its arrays
+    forms = [(part.structure, _forms(part)) for part in parts]
+    return parts if all(form == forms[0] for form in forms) else None
 
 
 def _forms(dataset: ArrayDataset) -> list[Any]:
