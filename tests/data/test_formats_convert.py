@@ -114,7 +114,7 @@ def test_arrays_are_copied_in_blocks(tmp_path: Path) -> None:
 
 
 WRONG: list[tuple[list[Any], str]] = [
-    ([torch.ones(2, 3), torch.ones(2, 4)], r"record 1: data is float32 .*\(\*, 4\).*transform"),
+    ([torch.ones(2, 3), torch.ones(2, 4)], r"record 1: data is float32 .*\(\*, 4\).*image_size"),
     ([torch.ones(3), torch.ones(3).int()], "record 1: data is int32"),
     ([{"a": 1}, {"b": 1}], r"record 1 has other fields .*data\['b'\]"),
     ([{"a": object()}], r"record 0: data\['a'\] is a object"),

@@ -64,7 +64,7 @@ class FieldWriter:
         elif rows.form != self._first.form:
             raise FormatError(
                 f"{record}: {self.name} is {_text(rows)}, those before are {_text(self._first)}: "
-                "only the first dimension may differ; give images one size (image_size, or a transform)"
+                "only the first dimension may differ; image_size or a transform makes images alike"
             )
         self._note(len(rows.items), 1)
         self._write(rows.items)
