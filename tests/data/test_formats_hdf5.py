@@ -14,7 +14,7 @@ import torch
 
 import faststep.data
 from faststep.data import ArrayDataset, DataLoader, FormatError
-from faststep.data.formats.hdf5 import HDF5Dataset
+from faststep.data.formats import HDF5Dataset
 
 from .both import assert_same, plain
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Subset
 
 import faststep.data
 from faststep.data import FormatError
-from faststep.data.formats.images import ImageFolder, decode_image
+from faststep.data.formats import ImageFolder, decode_image
 
 Image = pytest.importorskip("PIL.Image")
 KINDS = ("jpg", "jpeg", "png", "webp", "bmp")

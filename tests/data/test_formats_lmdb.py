@@ -12,7 +12,7 @@ import pytest
 
 import faststep.data
 from faststep.data import DataLoader, FormatError
-from faststep.data.formats.lmdb_files import LMDBDataset
+from faststep.data.formats import LMDBDataset
 
 lmdb = pytest.importorskip("lmdb")
 RECORDS = {b"%04d" % i: bytes([i % 256]) * (i % 300) for i in range(500)}

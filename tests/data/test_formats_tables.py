@@ -13,8 +13,7 @@ from torch.utils.data import ConcatDataset
 
 import faststep.data
 from faststep.data import ArrayDataset, DataLoader, FormatError
-from faststep.data.formats.arrow import ArrowDataset
-from faststep.data.formats.parquet import ParquetDataset
+from faststep.data.formats import ArrowDataset, ParquetDataset
 
 from .both import assert_same, plain
 

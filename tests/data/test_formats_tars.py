@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import faststep.data
 from faststep.data import FormatError
-from faststep.data.formats.tars import TarDataset
+from faststep.data.formats import TarDataset
 
 from .both import plain
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 import faststep.data
 from faststep import _C
 from faststep.data import FormatError
+from faststep.data.formats import TFRecordDataset, TFRecordStream
 from faststep.data.formats.example import parse_example
-from faststep.data.formats.tfrecord import TFRecordDataset, TFRecordStream
 
 
 def crc32c(data: bytes) -> int:

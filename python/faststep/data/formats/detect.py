@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import gzip
-import importlib
 import os
 import tarfile
 import zlib
@@ -13,10 +11,17 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import ConcatDataset, Dataset
 
+from .arrow import open_arrow
 from .common import FormatError, PathLike
-from .images import IMAGE_SUFFIXES
-from .manifest import MANIFEST
+from .hdf5 import open_hdf5
+from .images import IMAGE_SUFFIXES, ImageFolder
+from .lmdb_files import LMDBDataset
+from .manifest import MANIFEST, open_manifest
+from .mapped import open_npy, open_npz, open_safetensors
+from .parquet import ParquetDataset
 from .shards import shard_names
+from .tars import TarDataset
+from .tfrecord import TFRecordDataset, begins_a_record
 
 __all__ = ["format_of", "open"]
 
@@ -40,7 +45,7 @@ def _is_packed_tar(head: bytes, size: int) -> bool:
         return False
     try:
         return _is_tar(zlib.decompressobj(31).decompress(head, 512), size)
-    except (zlib.error, gzip.BadGzipFile):
+    except zlib.error:
         return False
 
 
@@ -55,12 +60,6 @@ def _is_safetensors(head: bytes, size: int) -> bool:
     return head[8:9] == b"{" and 2 <= length <= size - 8
 
 
-def _is_tfrecord(head: bytes, size: int) -> bool:
-    from .tfrecord import begins_a_record
-
-    return begins_a_record(head)
-
-
 def _is_arrow_stream(head: bytes, size: int) -> bool:
     length = int.from_bytes(head[4:8], "little")
     return head.startswith(b"\xff\xff\xff\xff") and 8 <= length <= size - 8
@@ -72,34 +71,32 @@ class Format(NamedTuple):
     Args:
         name: what messages call it.
         fits: whether a file that begins with these bytes, of this size, is of this format.
-        opener: module and function of this package.
+        opener: makes a dataset of a file's name.
         many: the function takes a list of files, too.
     """
 
     name: str
     fits: Callable[[bytes, int], bool]
-    opener: str
+    opener: Callable[..., Dataset[Any]]
     many: bool = False
 
 
 FORMATS = [
-    Format("npy", lambda head, size: head.startswith(b"\x93NUMPY"), "mapped:open_npy"),
-    Format("npz", _is_npz, "mapped:open_npz"),
+    Format("npy", lambda head, size: head.startswith(b"\x93NUMPY"), open_npy),
+    Format("npz", _is_npz, open_npz),
     Format(
         "HDF5",
         lambda head, size: any(head[at : at + 8] == HDF5 for at in (0, 512, 1024, 2048)),
-        "hdf5:open_hdf5",
+        open_hdf5,
     ),
-    Format(
-        "Parquet", lambda head, size: head.startswith(b"PAR1"), "parquet:ParquetDataset", many=True
-    ),
-    Format("Arrow", lambda head, size: head.startswith(b"ARROW1"), "arrow:open_arrow"),
-    Format("Arrow stream", _is_arrow_stream, "arrow:open_arrow"),
-    Format("LMDB", lambda head, size: head[16:20] == b"\xde\xc0\xef\xbe", "lmdb_files:LMDBDataset"),
-    Format("tar", _is_tar, "tars:TarDataset", many=True),
-    Format("tar in gzip", _is_packed_tar, "tars:TarDataset", many=True),
-    Format("TFRecord", _is_tfrecord, "tfrecord:TFRecordDataset", many=True),
-    Format("safetensors", _is_safetensors, "mapped:open_safetensors"),
+    Format("Parquet", lambda head, size: head.startswith(b"PAR1"), ParquetDataset, many=True),
+    Format("Arrow", lambda head, size: head.startswith(b"ARROW1"), open_arrow),
+    Format("Arrow stream", _is_arrow_stream, open_arrow),
+    Format("LMDB", lambda head, size: head[16:20] == b"\xde\xc0\xef\xbe", LMDBDataset),
+    Format("tar", _is_tar, TarDataset, many=True),
+    Format("tar in gzip", _is_packed_tar, TarDataset, many=True),
+    Format("TFRecord", lambda head, size: begins_a_record(head), TFRecordDataset, many=True),
+    Format("safetensors", _is_safetensors, open_safetensors),
 ]
 
 
@@ -130,16 +127,8 @@ def open(path: PathLike | Sequence[PathLike], **options: Any) -> Dataset[Any]:
             return _open_folder(name, options)
         if not os.path.exists(name) and (names := shard_names(name)) != [name]:
             return _open_files(names, options)
-        return _opener(format_of(name))(name, **options)
+        return format_of(name).opener(name, **options)
     return _open_files([os.fspath(part) for part in path], options)
-
-
-def _opener(kind: Format) -> Callable[..., Dataset[Any]]:
-    module, _, function = kind.opener.partition(":")
-    opener: Callable[..., Dataset[Any]] = getattr(
-        importlib.import_module(f"{__package__}.{module}"), function
-    )
-    return opener
 
 
 def format_of(path: str) -> Format:
@@ -166,7 +155,7 @@ def _open_files(paths: list[str], options: dict[str, Any]) -> Dataset[Any]:
     for path, kind in zip(paths, kinds, strict=True):
         if kind is not kinds[0]:
             raise FormatError(f"{path} is {kind.name}, but {paths[0]} is {kinds[0].name}")
-    opener = _opener(kinds[0])
+    opener = kinds[0].opener
     if kinds[0].many:
         return opener(paths, **options)
     parts = [opener(path, **options) for path in paths]
@@ -176,17 +165,11 @@ def _open_files(paths: list[str], options: dict[str, Any]) -> Dataset[Any]:
 def _open_folder(path: str, options: dict[str, Any]) -> Dataset[Any]:
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))
     if MANIFEST in names:
-        from .manifest import open_manifest
-
         return open_manifest(path, **options)
     if "data.mdb" in names:
-        from .lmdb_files import LMDBDataset
-
         return LMDBDataset(path, **options)
     folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
     if folders and any(_has_an_image(os.path.join(path, name)) for name in folders):
-        from .images import ImageFolder
-
         return ImageFolder(path, **options)
     files = [os.path.join(path, name) for name in names if name not in folders]
     if folders or not files:
