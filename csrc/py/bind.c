@@ -171,6 +171,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         return -1;
     fst_counter *counter = &share->counters[share->counter_count];
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
+    counter->param = (uint32_t)at->param_count;
     if (param->count > 0) {
         ops = fst_plan_add(&share->plan, param->count, 0, &status);
         if (!ops)

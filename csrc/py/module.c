@@ -236,9 +236,10 @@ static int module_exec(PyObject *module)
         add_loader(module, state))
         return -1;
     state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_plan_spec, NULL);
-    if (!state->plan_type)
+    if (!state->plan_type || PyModule_AddType(module, state->plan_type))
         return -1;
-    return PyModule_AddType(module, state->plan_type);
+    state->squares_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_squares_spec, NULL);
+    return state->squares_type ? PyModule_AddType(module, state->squares_type) : -1;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -247,6 +248,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->plan_type);
     Py_VISIT(state->slots_type);
     Py_VISIT(state->gather_type);
+    Py_VISIT(state->squares_type);
     return fst_tensors_traverse(&state->tensors, visit, arg);
 }
 
@@ -257,6 +259,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->plan_type);
     Py_CLEAR(state->slots_type);
     Py_CLEAR(state->gather_type);
+    Py_CLEAR(state->squares_type);
     return 0;
 }
 

@@ -48,11 +48,16 @@ class Sums:
     def __contains__(self, param: Tensor) -> bool:
         return self._of(param) is not None
 
-    def attach(self, params: Iterable[tuple[str, Tensor]]) -> None:
-        """Hook the low-precision parameters among (name, parameter) that have no hook yet."""
+    def attach(self, params: Iterable[tuple[str, Tensor]]) -> bool:
+        """Hook the low-precision parameters among (name, parameter) that have no hook yet.
+
+        Returns whether there were any.
+        """
+        before = len(self._sums)
         for name, param in params:
             if param.requires_grad and param.dtype in LOW_PRECISION and not self._of(param):
                 self._hook(name, param)
+        return len(self._sums) > before
 
     def _of(self, param: Tensor) -> _Sum | None:
         mine = self._sums.get(id(param))
