@@ -180,6 +180,7 @@ static PyMethodDef methods[] = {
     {"collect_grads", fst_py_collect_grads, METH_O, NULL},
     {"copy_indices", fst_py_copy_indices, METH_VARARGS, NULL},
     {"cpu_info", cpu_info, METH_NOARGS, NULL},
+    {"device_accumulate", fst_py_device_accumulate, METH_VARARGS, NULL},
     {"device_clamp", fst_py_device_clamp, METH_VARARGS, NULL},
     {"device_clip", fst_py_device_clip, METH_VARARGS, NULL},
     {"device_counts", device_counts, METH_NOARGS, NULL},

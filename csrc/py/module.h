@@ -36,6 +36,7 @@ PyObject *fst_py_accumulate(PyObject *module, PyObject *args);
 PyObject *fst_py_update_scale(PyObject *module, PyObject *args);
 
 /* The same on a CUDA device (device_lists.c): launches, and nothing is waited for. */
+PyObject *fst_py_device_accumulate(PyObject *module, PyObject *args); /* accumulate.c */
 PyObject *fst_py_device_norm(PyObject *module, PyObject *args);
 PyObject *fst_py_device_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clip(PyObject *module, PyObject *args);

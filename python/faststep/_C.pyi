@@ -99,6 +99,11 @@ def collect_grads(params: Sequence[Tensor], /) -> list[Tensor]:
 def cpu_info() -> dict[str, Any]:
     """The instruction set in use ("isa"), those "supported" and "compiled", and the "threads"."""
 
+def device_accumulate(
+    sums: Sequence[Tensor], terms: Sequence[Tensor], factor: float, start: bool = ..., /
+) -> None:
+    """`accumulate` of tensors on one CUDA device, as one launch."""
+
 def device_clamp(tensors: Sequence[Tensor], limit: float, /) -> None:
     """`clamp` of tensors on one CUDA device, as one launch."""
 

@@ -381,7 +381,9 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-ON_DEVICE = ("device_clamp", "device_clip", "device_norm", "device_unscale")  # tests/device
+ON_DEVICE = (  # tests/device
+    *("device_accumulate", "device_clamp", "device_clip", "device_norm", "device_unscale"),
+)
 
 
 def test_every_public_function_has_a_case() -> None:

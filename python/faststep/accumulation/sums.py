@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _C
 from .._torch import disable_dynamo, get_grad_dtype, increment_version, set_grad_dtype
+from ..optim._devices import has_kernels_for
 
 __all__ = ["LOW_PRECISION", "Sums"]
 
@@ -201,10 +202,11 @@ def _fits(buffer: Tensor, grad: Tensor) -> bool:
 def add_to(total: Tensor, term: Tensor, factor: float, start: bool) -> None:
     """total += factor * term, or = with `start`; one kernel, any two dtypes."""
     with torch.no_grad():
+        on_device = total.is_cuda and has_kernels_for(total)
         try:
-            _C.accumulate([total], [term], factor, start)
+            (_C.device_accumulate if on_device else _C.accumulate)([total], [term], factor, start)
             increment_version([total])
-        except TypeError:  # not in CPU memory
+        except TypeError:  # on a device without our kernels, or a layout that they do not know
             if start:
                 total.copy_(term).mul_(factor)
             else:
