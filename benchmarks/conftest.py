@@ -13,6 +13,7 @@ from faststep.cli.plots import plot_outcomes
 from faststep.cli.report import as_json, as_text, machine
 from faststep.cli.workloads import MAX_NORM
 from goals import goals_text
+from memory import as_table
 from ring import Ring
 from works import SMOKE
 
@@ -79,14 +80,16 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     outcomes, introduction = ring.outcomes, _introduction()
     goals = goals_text(outcomes, markdown=True)
     tables = as_text(outcomes, markdown=True)
+    memory = f"Peak memory (RSS) of training\n\n{as_table(ring.peaks, True)}" if ring.peaks else ""
     base.with_name(f"{base.name}.md").write_text(
         f"# Benchmarks\n\n{introduction}\n\n## What it must show\n\n{goals}\n\n"
-        f"## All rows\n\n{tables}\n"
+        f"## All rows\n\n{tables}\n" + (f"\n### {memory}\n" if memory else "")
     )
     base.with_name(f"{base.name}.json").write_text(json.dumps(as_json(outcomes), indent=1) + "\n")
     plot_outcomes(base.with_name(f"{base.name}.png"), machine(), outcomes)
     session.config.stash[TEXT] = (
         f"{introduction}\n\n{as_text(outcomes)}\n\n{goals_text(outcomes)}\n\n"
+        f"{memory}\n\n"
         f"Written: {base}.md, .json and .png"
     )
 

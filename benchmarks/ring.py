@@ -10,6 +10,7 @@ import pytest
 from faststep.cli.contenders import Contender
 from faststep.cli.timing import Contest, CopyMeter, Outcome
 from faststep.cli.workloads import Work
+from memory import Peak
 from works import SMOKE, Plan
 
 __all__ = ["Ring"]
@@ -27,6 +28,7 @@ class Ring:
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
+        self.peaks: dict[tuple[str, str], Peak] = {}  # of memory: (model, mode)
         self._contest: Contest | None = None
         self._meter: CopyMeter | None = None
         self._block = -1

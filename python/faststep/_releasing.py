@@ -89,6 +89,7 @@ class Release:
                     place.group, place.index = group, index
                 elif param.requires_grad:
                     self._places[id(param)] = _hooked(owner, _Place(group, index, param), param)
+                    _make_state(optimizer, entry, param)
 
     def hooked(self, place: _Place, param: Tensor) -> None:
         """From the hook of a parameter."""
@@ -196,6 +197,20 @@ def _hooked(owner: Callable[[], Release | None], place: _Place, param: Tensor) -
 
     place.handle = param.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
     return place
+
+
+def _make_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> None:
+    """Make the state before the first backward, where zeros are as good as no state.
+
+    States made in backward would lie between gradients, and what is freed there is too small for
+    the next gradient: malloc would keep most of what release saves.
+    """
+    keys = optimizer._checked_rule_of(group).state_keys
+    known = optimizer.state.get(param, {})
+    if optimizer._zeros_differ(group) or all(known.get(key) is not None for key in keys):
+        return
+    with torch.no_grad():
+        optimizer._new_state(group, param)
 
 
 def _name(optimizer: Optimizer, place: _Place) -> str:

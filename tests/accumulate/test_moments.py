@@ -146,7 +146,8 @@ def test_a_parameter_without_gradients_in_a_window_stays() -> None:
     optimizer.step()
     same = [torch.equal(a, b) for a, b in zip(values(model), before, strict=True)]
     assert same == [False, False, True, True, False, False]
-    assert set(optimizer.state) == {*model[0].parameters(), *model[4].parameters()}
+    counts = [float(optimizer.state[p]["step"]) for p in model.parameters()]
+    assert counts == [1, 1, 0, 0, 1, 1]
     release.remove()
 
 

@@ -201,13 +201,14 @@ def _fits(buffer: Tensor, grad: Tensor) -> bool:
 
 def add_to(total: Tensor, term: Tensor, factor: float, start: bool) -> None:
     """total += factor * term, or = with `start`; one kernel, any two dtypes."""
-    with torch.no_grad():
-        on_device = total.is_cuda and has_kernels_for(total)
-        try:
-            (_C.device_accumulate if on_device else _C.accumulate)([total], [term], factor, start)
-            increment_version([total])
-        except TypeError:  # on a device without our kernels, or a layout that they do not know
+    on_device = total.is_cuda and has_kernels_for(total)
+    try:
+        (_C.device_accumulate if on_device else _C.accumulate)([total], [term], factor, start)
+    except TypeError:  # on a device without our kernels, or a layout that they do not know
+        with torch.no_grad():
             if start:
                 total.copy_(term).mul_(factor)
             else:
                 total.add_(term, alpha=factor)
+    else:
+        increment_version([total])
