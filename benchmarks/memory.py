@@ -155,7 +155,7 @@ def plot(output: Path, peaks: dict[tuple[str, str], Peak]) -> None:
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
         axes.set_yticks(range(len(MODES)), [m.replace(", acc", ",\nacc") for m in MODES])
         axes.tick_params(labelsize=8)
-        axes.invert_yaxis()
+        axes.set_ylim(len(MODES) - 0.5, -0.5)
         axes.set_xlim(0, max(ratios) * 1.2)
         axes.set_title(f"{model}, {found[0].parameters / 2**20:.0f} MiB", fontsize=9)
         axes.set_xlabel("peak RSS / parameters", fontsize=8)

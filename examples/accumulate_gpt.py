@@ -11,7 +11,7 @@ ways to train on windows of eight are compared with one large batch of the same 
     after: faststep       accumulate(normalize="tokens")
     a mean of means       loss_mean / 8: short documents weigh as much as long ones
     clipped too early     clip_grad_norm_ in every micro-step
-    no division           the limit of the mean's norm for the norm of a sum
+    zeroed too early      zero_grad in every micro-step: the last document is left
 
 What differs from the script with torch alone, once it is right:
 
@@ -129,9 +129,11 @@ def clipped_too_early(model: GPT, window: Window) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
 
 
-def undivided(model: GPT, window: Window) -> None:
+def zeroed_too_early(model: GPT, window: Window) -> None:
+    count = sum(map(tokens_of, window))
     for document in window:
-        (loss_of(model, document) / tokens_of(document)).backward()
+        model.zero_grad()
+        (loss_of(model, document) / count).backward()
 
 
 def after() -> list[float]:
@@ -158,7 +160,7 @@ def main() -> dict[str, list[float]]:
         "after: faststep": after(),
         "a mean of means": train_by_hand(mean_of_means),
         "clipped too early": train_by_hand(clipped_too_early, clip=False),
-        "no division": train_by_hand(undivided),
+        "zeroed too early": train_by_hand(zeroed_too_early),
     }
     exact = curves["one large batch"]
     print("                    loss at the end   largest distance from one large batch")

@@ -62,8 +62,8 @@ def release_gradients(
             DistributedDataParallel model with a communication hook of its own, with
             `find_unused_parameters` or with `static_graph`.
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
-            parameter is on CUDA; or a group has amsgrad or coupled weight decay although gradients
-            go into the states.
+            parameter is on CUDA; or `norm_in_backward` is set; or a group has amsgrad or coupled
+            weight decay although gradients go into the states.
         RuntimeError: the optimizer accumulates, or is released already. During training: a
             second gradient before `optimizer.step()`, or a GradScaler.
 
@@ -92,6 +92,11 @@ def release_gradients(
     if is_released(optimizer):
         raise RuntimeError("gradients of this optimizer are released already")
     check_clipping(optimizer, clip)
+    if optimizer.norm_in_backward:
+        raise ValueError(
+            "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
+            "them before: set optimizer.norm_in_backward = False"
+        )
     moments = Moments(optimizer) if accumulate_into_states else None
     if moments is not None and clip is not None:
         raise ValueError("accumulate_into_states=True adds gradients up unclipped: leave clip=None")

@@ -165,6 +165,10 @@ def test_what_is_refused() -> None:
         faststep.release_gradients(5, optimizer)
     with pytest.raises(ValueError, match="not 'norm'"):
         faststep.release_gradients(model, optimizer, clip="norm")
+    optimizer.norm_in_backward = True
+    with pytest.raises(ValueError, match="norm_in_backward = False"):
+        faststep.release_gradients(model, optimizer)
+    optimizer.norm_in_backward = False
     accum = faststep.accumulate(optimizer, 2)
     with pytest.raises(RuntimeError, match="are accumulated"):
         faststep.release_gradients(model, optimizer)
