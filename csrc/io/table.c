@@ -11,6 +11,12 @@ static const struct {
     [FST_U16_TO_I32] = {2, 4},
     [FST_U16_TO_I64] = {2, 8},
     [FST_U32_TO_I64] = {4, 8},
+    [FST_U16_TO_I32_POSITIONS] = {2, 4},
+    [FST_U16_TO_I64_POSITIONS] = {2, 8},
+    [FST_U32_TO_I64_POSITIONS] = {4, 8},
+    [FST_U16_TO_I32_DOCUMENTS] = {2, 4},
+    [FST_U16_TO_I64_DOCUMENTS] = {2, 8},
+    [FST_U32_TO_I64_DOCUMENTS] = {4, 8},
 };
 
 size_t fst_field_row_bytes(const fst_field *field)
@@ -78,9 +84,45 @@ WIDEN(u16_to_i32, uint16_t, int32_t)
 WIDEN(u16_to_i64, uint16_t, int64_t)
 WIDEN(u32_to_i64, uint32_t, int64_t)
 
+/* For each token the tokens before it in its document, or (`number`) the documents before its own.
+ * The first token of a row counts as the start of one. */
+#define DIVIDE(name, from, to)                                                                \
+    static void name(char *restrict output, const char *restrict row, const fst_field *field, \
+                     int number)                                                              \
+    {                                                                                         \
+        to here = 0;                                                                          \
+        int ended = 0;                                                                        \
+        for (size_t i = 0; i < field->items; i++) {                                           \
+            from token;                                                                       \
+            memcpy(&token, row + i * sizeof token, sizeof token);                             \
+            const int found = token == field->boundary;                                       \
+            if (i && (field->begins ? found : ended))                                         \
+                here = number ? here + 1 : 0;                                                 \
+            else if (i && !number)                                                            \
+                here++;                                                                       \
+            memcpy(output + i * sizeof here, &here, sizeof here);                             \
+            ended = found;                                                                    \
+        }                                                                                     \
+    }
+DIVIDE(divide_u16_i32, uint16_t, int32_t)
+DIVIDE(divide_u16_i64, uint16_t, int64_t)
+DIVIDE(divide_u32_i64, uint32_t, int64_t)
+
 static void copy_row(const fst_field *field, char *output, const char *row)
 {
     switch (field->conversion) {
+    case FST_U16_TO_I32_POSITIONS:
+    case FST_U16_TO_I32_DOCUMENTS:
+        divide_u16_i32(output, row, field, field->conversion == FST_U16_TO_I32_DOCUMENTS);
+        break;
+    case FST_U16_TO_I64_POSITIONS:
+    case FST_U16_TO_I64_DOCUMENTS:
+        divide_u16_i64(output, row, field, field->conversion == FST_U16_TO_I64_DOCUMENTS);
+        break;
+    case FST_U32_TO_I64_POSITIONS:
+    case FST_U32_TO_I64_DOCUMENTS:
+        divide_u32_i64(output, row, field, field->conversion == FST_U32_TO_I64_DOCUMENTS);
+        break;
     case FST_U16_TO_I32:
         u16_to_i32(output, row, field->items);
         break;

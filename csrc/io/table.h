@@ -8,18 +8,28 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Torch has next to no operators for unsigned tokens: they are widened on the way. */
+/* Torch has next to no operators for unsigned tokens: they are widened on the way. Instead of the
+ * tokens a batch may hold how far each is from the start of its document, or which document of the
+ * row it is in. */
 typedef enum {
     FST_AS_IS, /* items are bytes */
     FST_U16_TO_I32,
     FST_U16_TO_I64,
     FST_U32_TO_I64,
+    FST_U16_TO_I32_POSITIONS,
+    FST_U16_TO_I64_POSITIONS,
+    FST_U32_TO_I64_POSITIONS,
+    FST_U16_TO_I32_DOCUMENTS,
+    FST_U16_TO_I64_DOCUMENTS,
+    FST_U32_TO_I64_DOCUMENTS,
     FST_CONVERSION_COUNT,
 } fst_conversion;
 
 typedef struct {
     size_t items; /* of a row */
     fst_conversion conversion;
+    uint32_t boundary; /* the token between documents */
+    int begins;        /* it is the first of a document, not the last */
 } fst_field;
 
 typedef struct {

@@ -104,38 +104,34 @@ static PyObject *use_kernels_of(PyObject *module, PyObject *path)
     return Py_NewRef(Py_None);
 }
 
-/* use_records(...): the places of fst_record_places in their order and two masks; without arguments
- * torch is asked every time. */
+/* use_records(...): the places of fst_record_places in their order, two masks, the bits of what has
+ * a version counter and the address of the function that moves it, or 0; without arguments torch is
+ * asked every time. */
 static PyObject *use_records(PyObject *module, PyObject *args)
 {
     fst_record_layout found = {.known = 0};
     fst_record_places *at = &found.at;
-    unsigned long long masks[2];
+    unsigned long long masks[2], countable, move;
     if (PyTuple_Size(args) == 0) {
         fst_module_state(module)->records = found;
         return Py_NewRef(Py_None);
     }
-    if (!PyArg_ParseTuple(args, "iiiiiiiiiiiKK", &at->impl_in_object, &at->storage_in_impl,
-                          &at->data_in_storage, &at->meta_in_impl, &at->grad_in_meta, &at->ndim,
-                          &at->sizes, &at->strides, &at->offset, &at->numel, &at->kind, &masks[0],
-                          &masks[1]))
+    if (!PyArg_ParseTuple(args, "iiiiiiiiiiiiKKKK", &at->impl_in_object, &at->storage_in_impl,
+                          &at->data_in_storage, &at->meta_in_impl, &at->grad_in_meta,
+                          &at->counter_in_impl, &at->ndim, &at->sizes, &at->strides, &at->offset,
+                          &at->numel, &at->kind, &masks[0], &masks[1], &countable, &move))
         return NULL;
-    const int all[] = {at->impl_in_object,
-                       at->storage_in_impl,
-                       at->data_in_storage,
-                       at->meta_in_impl,
-                       at->grad_in_meta,
-                       at->ndim,
-                       at->sizes,
-                       at->strides,
-                       at->offset,
-                       at->numel,
-                       at->kind};
+    const int all[] = {at->impl_in_object, at->storage_in_impl, at->data_in_storage,
+                       at->meta_in_impl,   at->grad_in_meta,    at->counter_in_impl,
+                       at->ndim,           at->sizes,           at->strides,
+                       at->offset,         at->numel,           at->kind};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (all[i] < 0 || all[i] >= FST_RECORD_WORDS)
             return PyErr_Format(PyExc_ValueError, "no record has a word %d", all[i]);
     found.masks[0] = masks[0];
     found.masks[1] = masks[1];
+    found.countable = countable;
+    found.move = (fst_move_version)(uintptr_t)move;
     fst_record_init(&found);
     fst_module_state(module)->records = found;
     return Py_NewRef(Py_None);
@@ -180,6 +176,7 @@ static PyMethodDef methods[] = {
     {"collect_grads", fst_py_collect_grads, METH_O, NULL},
     {"copy_indices", fst_py_copy_indices, METH_VARARGS, NULL},
     {"cpu_info", cpu_info, METH_NOARGS, NULL},
+    {"crc32c", fst_py_crc32c, METH_O, NULL},
     {"device_accumulate", fst_py_device_accumulate, METH_VARARGS, NULL},
     {"device_clamp", fst_py_device_clamp, METH_VARARGS, NULL},
     {"device_clip", fst_py_device_clip, METH_VARARGS, NULL},
@@ -190,10 +187,13 @@ static PyMethodDef methods[] = {
     {"fusable", fst_py_fusable, METH_VARARGS, NULL},
     {"has_kernels", has_kernels, METH_NOARGS, NULL},
     {"measure", fst_py_measure, METH_VARARGS, NULL},
+    {"clip_grads", fst_py_clip_grads, METH_VARARGS, NULL},
+    {"unscale_grads", fst_py_unscale_grads, METH_VARARGS, NULL},
     {"norm", fst_py_norm, METH_VARARGS, NULL},
     {"permute", fst_py_permute, METH_VARARGS, NULL},
     {"rules", rules, METH_NOARGS, NULL},
     {"scale", fst_py_scale, METH_VARARGS, NULL},
+    {"scan_tfrecords", fst_py_scan_tfrecords, METH_VARARGS, NULL},
     {"unscale", fst_py_unscale, METH_VARARGS, NULL},
     {"update_scale", fst_py_update_scale, METH_VARARGS, NULL},
     {"use_kernels_of", use_kernels_of, METH_O, NULL},

@@ -99,6 +99,9 @@ def collect_grads(params: Sequence[Tensor], /) -> list[Tensor]:
 def cpu_info() -> dict[str, Any]:
     """The instruction set in use ("isa"), those "supported" and "compiled", and the "threads"."""
 
+def crc32c(data: bytes, /) -> int:
+    """CRC-32C (Castagnoli) of the data."""
+
 def device_accumulate(
     sums: Sequence[Tensor], terms: Sequence[Tensor], factor: float, start: bool = ..., /
 ) -> None:
@@ -147,21 +150,11 @@ def has_kernels() -> bool:
 def measure(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
     """(sum of squares of all elements times inv_scale, whether one is infinite or NaN)."""
 
-def norm(
-    tensors: Sequence[Tensor],
-    norm_type: float,
-    max_norm: float | None = ...,
-    only_finite: bool = ...,
-    /,
-) -> tuple[float, int, bool]:
-    """The norm of the tensors' norms, accumulated in double, and clipping by it.
+def norm(tensors: Sequence[Tensor], norm_type: float, /) -> tuple[float, int]:
+    """The norm of the tensors' norms, accumulated in double.
 
-    All elements are multiplied by min(1, max_norm / (norm + 1e-6)), NaN included, if that is not
-    1, and unless `only_finite` is set and the norm is not finite. With None, the default, nothing
-    is multiplied.
-
-    Returns (norm, dtypes, whether the tensors were written); `dtypes` has a bit for each of
-    float32, float64, bfloat16, float16, from the lowest, that occurs.
+    Returns (norm, dtypes); `dtypes` has a bit for each of float32, float64, bfloat16, float16, from
+    the lowest, that occurs.
     """
 
 def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:
@@ -177,6 +170,19 @@ def unscale(
 
     Raises:
         ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
+    """
+
+def unscale_grads(
+    params: Sequence[Tensor], factor: float, allow_fp16: bool, /
+) -> tuple[bool, bool, list[Tensor]]:
+    """Multiply all gradients by `factor`; by 1, with `allow_fp16`, they are only looked at.
+
+    Returns (whether there is a gradient, whether an element was infinite or NaN, the gradients that
+    were written and whose version counters have yet to be moved).
+
+    Raises:
+        TypeError: a gradient cannot be used; nothing was changed.
+        ValueError: a gradient is float16 and `allow_fp16` is False; nothing was changed.
     """
 
 def update_scale(
@@ -223,7 +229,9 @@ class Gather:
 
     Args:
         slots: the memory of the batches.
-        fields: (empty tensor of a batch's type and row shape, number of the conversion).
+        fields: (empty tensor of a batch's type and row shape, number of the conversion), and for
+            conversions to positions and documents the token between documents and whether it is
+            the first of one, not the last.
         nodes: the tree of csrc/io/table.h, the root last: (0, length, ((address, stride), ...)),
             (1, child, length, address of int64 indices or 0, start, step) or (2, children).
         threads: at most so many.
@@ -234,7 +242,7 @@ class Gather:
     def __new__(
         cls,
         slots: Slots,
-        fields: tuple[tuple[Tensor, int], ...],
+        fields: tuple[tuple[Tensor, int] | tuple[Tensor, int, int, bool], ...],
         nodes: tuple[tuple[Any, ...], ...],
         threads: int,
         eager: bool,
@@ -242,9 +250,17 @@ class Gather:
         /,
     ) -> Gather: ...
     def submit(
-        self, indices: list[int] | tuple[int, ...] | Tensor, start: int = ..., count: int = ..., /
+        self,
+        indices: list[int] | tuple[int, ...] | Tensor,
+        start: int = ...,
+        count: int = ...,
+        outputs: tuple[Tensor, ...] | None = ...,
+        /,
     ) -> int:
-        """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample."""
+        """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample.
+
+        It is written to `outputs`, a packed tensor per field; by default to slots.
+        """
 
     def take(self, number: int, /) -> list[Tensor] | None:
         """Wait for a batch: a tensor per field. Drops older ones; None if it is not there."""
@@ -255,8 +271,34 @@ class Gather:
     def close(self) -> None:
         """End the threads; nothing else can be done then."""
 
+def clip_grads(
+    params: Sequence[Tensor], norm_type: float, max_norm: float, only_finite: bool, /
+) -> tuple[float, bool, int, list[Tensor]]:
+    """Multiply all gradients by min(1, max_norm / (norm + 1e-6)), NaN included.
+
+    Nothing is multiplied by 1, or where `only_finite` is set and the norm is not finite.
+
+    Returns (norm, whether there is a gradient, dtypes as `norm` has them, the gradients that were
+    written and whose version counters have yet to be moved).
+
+    Raises:
+        TypeError: a gradient cannot be used; nothing was changed.
+    """
+
 def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
     """Fill an int64 tensor of the same length; False if an item is not a plain int."""
 
 def permute(out: Tensor, length: int, seed: int, epoch: int, start: int, step: int, /) -> None:
     """Fill an int64 tensor with places start, start + step and so on of a permutation."""
+
+def scan_tfrecords(
+    address: int, size: int, at: int, check: bool, places: Tensor, /
+) -> tuple[int, int, int]:
+    """Fill an int64 tensor with (start, length) of each record's data in a TFRecord file in memory.
+
+    Starts with the record that begins `at` bytes into the file, and stops at the file's end, where
+    the tensor is full, or before a damaged record; `check` looks at the data's checksums too.
+
+    Returns (records found, where the next begins, 0 or what is wrong with it: 1 the file ends in
+    its head, 2 checksum of the length, 3 the file ends in its data, 4 checksum of the data).
+    """

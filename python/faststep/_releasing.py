@@ -119,7 +119,7 @@ class Release:
         rule = self._rule_of(optimizer, place)
         try:
             max_norm = self._coefficient(optimizer, place, grad)
-            _step(optimizer, place, param, rule, self._scale, max_norm, self._moments is None)
+            _step(optimizer, place, param, rule, self._scale, max_norm)
         except _C.TensorError as error:
             raise optimizer._explained(place.group, place.index, *error.args[2:]) from None
         place.updated = True
@@ -235,7 +235,6 @@ def _step(
     rule: Rule,
     scale: Tensor | None,
     max_norm: float,
-    writes_param: bool,
 ) -> None:
     device = ordinal_of(param)
     scalars = {device: Scalars(None if scale is None else on_device(scale, device), None, None)}
@@ -253,4 +252,4 @@ def _step(
         raise torch.OutOfMemoryError(f"{value}; the parameter was not updated")
     if what != "done":
         raise _C.TensorError(0, 0, "state", "value", "is None")
-    increment_version(value[2] if writes_param else [t for t in value[2] if t is not param])
+    increment_version(value[2])

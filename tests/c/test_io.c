@@ -94,7 +94,7 @@ static void samples_are_found(void)
 {
     static const char letters[] = "abcdefghij";
     static const int64_t chosen[] = {3, -1, 0};
-    fst_field field = {1, FST_AS_IS};
+    fst_field field = {.items = 1, .conversion = FST_AS_IS};
     fst_column first = {letters, 1}, second = {letters + 9, -2};
     size_t children[] = {2, 1, 3};
     int64_t ends[] = {3, 8, 10};
@@ -124,7 +124,7 @@ static void missing_samples_are_not_found(void)
 {
     static const char data[4];
     static const int64_t chosen[] = {4};
-    fst_field field = {1, FST_AS_IS};
+    fst_field field = {.items = 1, .conversion = FST_AS_IS};
     fst_column column = {data, 1};
     fst_node nodes[] = {{.kind = FST_ROWS, .length = 4, .columns = &column},
                         {.kind = FST_CHOSEN, .length = 1, .child = 0, .chosen = chosen}};
@@ -140,8 +140,10 @@ static void tokens_are_widened(void)
     unsigned char bytes[4 * ITEMS + 1];
     for (size_t i = 0; i < sizeof bytes; i++)
         bytes[i] = (unsigned char)random_bits();
-    fst_field fields[] = {
-        {ITEMS, FST_U16_TO_I32}, {ITEMS, FST_U16_TO_I64}, {ITEMS, FST_U32_TO_I64}, {0, FST_AS_IS}};
+    fst_field fields[] = {{.items = ITEMS, .conversion = FST_U16_TO_I32},
+                          {.items = ITEMS, .conversion = FST_U16_TO_I64},
+                          {.items = ITEMS, .conversion = FST_U32_TO_I64},
+                          {.items = 0, .conversion = FST_AS_IS}};
     fst_column columns[] = {
         {(char *)bytes + 1, 0}, {(char *)bytes + 1, 0}, {(char *)bytes + 1, 0}, {NULL, 0}};
     fst_node node = {.kind = FST_ROWS, .length = 1, .columns = columns};
@@ -214,6 +216,48 @@ static void forks_are_counted(void)
     fst_slots_close(pool);
 }
 
+/* What stands for a row of tokens, the slow way. */
+static int64_t divided(const unsigned char *row, size_t width, const fst_field *field, size_t at)
+{
+    const int number = field->conversion >= FST_U16_TO_I32_DOCUMENTS;
+    int64_t documents = 0, start = 0;
+    for (size_t i = 1; i <= at; i++) {
+        uint32_t token = 0;
+        memcpy(&token, row + width * (field->begins ? i : i - 1), width);
+        if (token == field->boundary)
+            documents++, start = (int64_t)i;
+    }
+    return number ? documents : (int64_t)at - start;
+}
+
+/* All six conversions, with the token at the start of documents or their end; unaligned. */
+static void documents_are_found(void)
+{
+    enum { ITEMS = 40 };
+    static const uint32_t tokens[] = {0, 1, 0xFFFF, 0x10000, UINT32_MAX};
+    for (int conversion = FST_U16_TO_I32_POSITIONS; conversion < FST_CONVERSION_COUNT; conversion++)
+        for (size_t pick = 0; pick < 10; pick++) {
+            const fst_field field = {ITEMS, (fst_conversion)conversion, tokens[pick / 2], pick % 2};
+            const size_t width = (conversion - FST_U16_TO_I32_POSITIONS) % 3 == 2 ? 4 : 2;
+            const size_t size = fst_field_row_bytes(&field) / ITEMS;
+            unsigned char bytes[4 * ITEMS + 1];
+            fst_column column = {(char *)bytes + 1, 0};
+            fst_node node = {.kind = FST_ROWS, .length = 1, .columns = &column};
+            const fst_table table = {(fst_field *)&field, 1, &node, 1};
+            const fst_place place = {&node, 0};
+            int64_t output[ITEMS];
+            char *outputs[] = {(char *)output};
+            for (size_t i = 0; i < ITEMS; i++)
+                memcpy(bytes + 1 + width * i, &tokens[random_bits() % 5], width);
+            fst_table_copy(&table, &place, 0, 1, outputs);
+            for (size_t i = 0; i < ITEMS; i++) {
+                int64_t got = 0;
+                memcpy(&got, (char *)output + size * i, size);
+                CHECK_INT(got, divided(bytes + 1, width, &field, i));
+            }
+        }
+}
+
 int main(void)
 {
     shuffles_are_permutations();
@@ -223,6 +267,7 @@ int main(void)
     samples_are_found();
     missing_samples_are_not_found();
     tokens_are_widened();
+    documents_are_found();
     slots_are_used_again();
     forks_are_counted();
     return check_report();

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +194,19 @@ def test_interrupts_anywhere_mix_up_nothing(options: dict[str, Any], workers: in
         assert interrupts > 10
 
     child(work)
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import os, signal, sys, faststep.data as d, torch\n"
+        "class D(torch.utils.data.Dataset):\n"
+        "    def __len__(self): return 1000\n"
+        "    def __getitem__(self, i):\n"
+        "        if i == 500: os.kill(os.getpid(), signal.SIGINT)\n"
+        "        return i\n"
+        "d.convert(D(), sys.argv[1])\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert "KeyboardInterrupt" in done.stderr
+    assert os.listdir(tmp_path) == []

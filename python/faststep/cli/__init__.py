@@ -21,14 +21,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0 for success, 1 for an error that was reported on stderr,
         130 after Ctrl-C. Wrong arguments exit with argparse's status 2.
     """
-    from faststep.cli import bench, demo, info
+    from faststep.cli import bench, convert, demo, info
 
     parser = argparse.ArgumentParser(
         prog="python -m faststep",
         description="faststep: the optimizer step of a PyTorch script in two passes over memory.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in (("info", info), ("demo", demo), ("bench", bench)):
+    modules = {"info": info, "demo": demo, "bench": bench, "convert": convert}
+    for name, module in modules.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run)

@@ -75,6 +75,12 @@ class Progress:
             self.stream.write(line + "\n")
         self.stream.flush()
 
+    def count(self, done: int, note: str = "") -> None:
+        """Show that ``done`` steps are behind us where their number is not known."""
+        if self._live:
+            self.stream.write(f"\r{done} {note}")
+            self.stream.flush()
+
     def close(self) -> None:
         """End the bar's line."""
         if self._live:

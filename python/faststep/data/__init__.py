@@ -1,8 +1,19 @@
 """Loading: torch's DataLoader, with a faster way for data that lies in arrays."""
 
 from .arrays import ArrayDataset
+from .formats import FormatError, convert, open
 from .keyed import KeyedSampler
 from .loader import DataLoader
-from .tokens import TokenDataset
+from .tokens import TokenDataset, TokenWindow, cu_seqlens
 
-__all__ = ["ArrayDataset", "DataLoader", "KeyedSampler", "TokenDataset"]
+__all__ = [
+    "ArrayDataset",
+    "DataLoader",
+    "FormatError",
+    "KeyedSampler",
+    "TokenDataset",
+    "TokenWindow",
+    "convert",
+    "cu_seqlens",
+    "open",
+]

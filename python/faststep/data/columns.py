@@ -16,6 +16,7 @@ CONVERSIONS = {
     ("uint16", torch.int64): 2,
     ("uint32", torch.int64): 3,
 }
+POSITIONS, DOCUMENTS = 3, 6  # added to a number above: places in documents, and their numbers
 
 
 class NotArrays(Exception):  # noqa: N818 - it says why another way is taken, and is not an error
@@ -32,10 +33,20 @@ class Column:
         length: rows.
         owner: the array.
         mapped: the memory is a file's, and may have to be read first.
-        conversion: a value of CONVERSIONS, or AS_IS.
+        conversion: a value of CONVERSIONS, with POSITIONS or DOCUMENTS added, or AS_IS.
+        boundary: for these two, the token between documents, and whether it is the first of one.
     """
 
-    __slots__ = ("address", "conversion", "length", "mapped", "owner", "prototype", "stride")
+    __slots__ = (
+        "address",
+        "boundary",
+        "conversion",
+        "length",
+        "mapped",
+        "owner",
+        "prototype",
+        "stride",
+    )
 
     def __init__(
         self,
@@ -46,6 +57,7 @@ class Column:
         owner: Any,
         mapped: bool = False,
         conversion: int = AS_IS,
+        boundary: tuple[int, bool] = (0, False),
     ) -> None:
         self.prototype = prototype
         self.address = address
@@ -54,12 +66,14 @@ class Column:
         self.owner = owner
         self.mapped = mapped
         self.conversion = conversion
+        self.boundary = boundary
 
     def has_form_of(self, other: Column) -> bool:
         return (
             self.prototype.dtype == other.prototype.dtype
             and self.prototype.shape == other.prototype.shape
             and self.conversion == other.conversion
+            and self.boundary == other.boundary
         )
 
 

@@ -5,15 +5,17 @@ from __future__ import annotations
 from typing import Any, TypeVar
 
 import torch.utils.data
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from faststep import _C
 from faststep._torch import collates_as_default
 
 from .columns import NotArrays
+from .copies import copier_of
 from .iterator import ArrayIterator, Progress
 from .orders import order_of, restore
 from .plan import Plan
+from .prefetch import DeviceIterator
 
 __all__ = ["DataLoader"]
 
@@ -37,11 +39,43 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     the two it is, and `explain()` why.
 
     On the array path `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
+
+    Args:
+        dataset, *arguments, **options: torch's.
+        device: where the batches are delivered, a CUDA device or the CPU. They are copied ahead,
+            from page-locked memory and on a stream of their own, and the current stream waits for
+            them. Default: on the host, and nothing is copied.
+        prefetch_to_device: with `device`, how many batches are on it, or on their way, besides the
+            one that is delivered. The sampler is asked for them, and the dataset's code runs, so
+            much earlier. Default: 2.
+
+    Raises:
+        ValueError: `device` is of another type, or `prefetch_to_device` is not an int from 0 on.
     """
 
     _slots: _C.Slots | None = None
     _progress: Progress | None = None
     _resume: dict[str, Any] | None = None
+    _device: torch.device | None = None
+    _prefetch_to_device = 0
+
+    def __init__(
+        self,
+        dataset: Dataset[_T_co],
+        *arguments: Any,
+        device: torch.device | str | int | None = None,
+        prefetch_to_device: int = 2,
+        **options: Any,
+    ) -> None:
+        super().__init__(dataset, *arguments, **options)
+        self._device = None if device is None else torch.device(device)
+        self._prefetch_to_device = prefetch_to_device
+        if self._device is not None and self._device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")
+        if type(prefetch_to_device) is not int or prefetch_to_device < 0:
+            raise ValueError(
+                f"prefetch_to_device must be an int from 0 on, not {prefetch_to_device!r}"
+            )
 
     @property
     def path(self) -> str:
@@ -52,14 +86,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """A sentence or two: which way the data takes, and why not a faster one."""
         plan = self._plan()
         if isinstance(plan, str):
-            return f"torch's own iterator loads the batches: {plan}"
+            return f"torch's own iterator loads the batches: {plan}{self._explain_device()}"
         order = order_of(self.batch_sampler)
         fields = ", ".join(
             f"{name} ({form.prototype.dtype}, {tuple(form.prototype.shape[1:])})"
             for name, form in zip(plan.names, plan.forms, strict=True)
         )
         asked = "known ahead" if order else "asked of the sampler batch by batch, as torch does"
-        return f"threads gather the batches from {fields}; their order is {asked}"
+        device = self._explain_device()
+        return f"threads gather the batches from {fields}; their order is {asked}{device}"
+
+    def _explain_device(self) -> str:
+        if self._device is None:
+            return ""
+        return f"; up to {self._prefetch_to_device} more are on {self._device}, or on their way"
 
     def _plan(self) -> Plan | str:
         """The arrays to gather from, or why there are none."""
@@ -78,6 +118,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return plan
 
     def _get_iterator(self) -> Any:
+        if self._device is None:
+            return self._host_iterator()
+        copier = copier_of(self._device)  # before anything is drawn
+        return DeviceIterator(self._host_iterator(), copier, self._prefetch_to_device)
+
+    def _host_iterator(self) -> Any:
         plan = self._plan()
         state, self._resume = self._resume, None
         if isinstance(plan, str):
@@ -89,14 +135,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if state is not None and state["_iterator_finished"]:
             keeps_seed = self.persistent_workers and state["_base_seed"] is not None
             state = state if keeps_seed else None  # else a new epoch draws its own
-        iterator = ArrayIterator(self, plan, self._slots, state)
-        self._progress = iterator.progress
-        return iterator
+        return ArrayIterator(self, plan, self._slots, state)
 
     def __iter__(self) -> Any:
         iterator: Any = super().__iter__()
-        if isinstance(iterator, ArrayIterator):  # a persistent one has begun a new epoch
-            self._progress = iterator.progress
+        if isinstance(iterator, (ArrayIterator, DeviceIterator)) and iterator.progress is not None:
+            self._progress = iterator.progress  # the epoch's, if the iterator is a persistent one
         return iterator
 
     def state_dict(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class Plan:
         """Threads that gather batches: one per worker, within what the machine has."""
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         threads = min(cores, workers or MOST_THREADS)
-        fields = tuple((form.prototype, form.conversion) for form in self.forms)
+        fields = tuple((form.prototype, form.conversion, *form.boundary) for form in self.forms)
         nodes = tuple(self._nodes)
         return _C.Gather(slots, fields, nodes, threads, self.mapped, tuple(self._owners))
 
@@ -70,8 +70,8 @@ class Plan:
             columns = tuple(column_of(array, f"{name}.{n}") for n, array in dataset.leaves)
             return self._add_rows(columns, dataset.structure, [n for n, _ in dataset.leaves], name)
         if _is(dataset, TokenDataset):
-            pair = Structure(tuple, (), (LEAF, LEAF))
-            rows = [self._add_rows(xy, pair, ["x", "y"], name) for xy in dataset.columns()]
+            window, names = dataset.structure()
+            rows = [self._add_rows(found, window, names, name) for found in dataset.columns()]
             return self._add_joined(rows)
         if _is(dataset, Subset):
             return self._add_subset(dataset, name)

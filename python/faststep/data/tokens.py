@@ -7,19 +7,53 @@ import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import Dataset
 
-from .columns import CONVERSIONS, Column
+from .columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column
+from .structure import LEAF, Structure
 
-__all__ = ["TokenDataset"]
+__all__ = ["TokenDataset", "TokenWindow", "cu_seqlens"]
 
 TOKEN_BYTES = {"uint16": 2, "uint32": 4}
 
 
-class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+class TokenWindow(NamedTuple):
+    """A sample, or a batch, of a TokenDataset that knows where documents begin.
+
+    Args:
+        x: tokens.
+        y: the tokens after these.
+        position_ids: how many tokens of its document come before each token of x in the window.
+        document_ids: the number of each token's document in the window, from 0.
+    """
+
+    x: torch.Tensor
+    y: torch.Tensor
+    position_ids: torch.Tensor
+    document_ids: torch.Tensor
+
+
+def cu_seqlens(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Where documents begin in a batch of windows that are laid end to end.
+
+    Args:
+        position_ids: of one window or a batch, (window,) or (batch, window).
+
+    Returns:
+        An int32 tensor with the place of each document's first token and, last, the number of all
+        tokens; and the length of the longest document: what FlashAttention's functions for
+        sequences of varying length take as `cu_seqlens` and `max_seqlen`.
+    """
+    flat = position_ids.reshape(-1)
+    starts = torch.nonzero(flat == 0).reshape(-1).to(torch.int32)
+    ends = torch.cat((starts, starts.new_tensor([flat.numel()])))
+    return ends, int(ends.diff().max()) if len(starts) else 0
+
+
+class TokenDataset(Dataset[Any]):
     """Windows x and y of token files, y one token later, for training a language model.
 
     Args:
@@ -31,6 +65,15 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
             where a window fits is a sample.
         token_dtype: "uint16" or "uint32", of bare files. Default "uint16".
         dtype: of x and y: torch.int64, or torch.int32 for uint16 tokens. Default torch.int64.
+        eos: the token that is the last of each document; samples are then of type TokenWindow, with
+            position ids that begin again at 0 after it, and document ids. Default None: samples
+            are (x, y).
+        bos: the same for a token that is the first of each document; only one of the two.
+
+    Windows are cut without regard to documents, and the part of a document that a window begins
+    with counts as one. For attention within documents, `document_ids[q] == document_ids[k]` is the
+    mask, and `cu_seqlens(position_ids)` tells FlashAttention the same. Where x is `eos`, y is of
+    the next document: `y.masked_fill(x == eos, -100)` leaves that out of the loss.
 
     Files are mapped, not read. A pickled dataset holds the paths only.
 
@@ -46,6 +89,8 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         stride: int | None = None,
         token_dtype: str = "uint16",
         dtype: torch.dtype = torch.int64,
+        eos: int | None = None,
+        bos: int | None = None,
     ) -> None:
         if isinstance(files, (str, os.PathLike)):
             files = [files]
@@ -54,6 +99,9 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         self.stride = window if stride is None else stride
         self.token_dtype = token_dtype
         self.dtype = dtype
+        self.eos, self.bos = eos, bos
+        if eos is not None and bos is not None:
+            raise ValueError(f"TokenDataset: eos {eos} and bos {bos}: give one of the two")
         if window < 1 or self.stride < 1:
             raise ValueError(f"TokenDataset: window {window} and stride {self.stride} must be >= 1")
         if token_dtype not in TOKEN_BYTES:
@@ -74,8 +122,10 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
     def _map(self, file: Path) -> Any:
         import numpy
 
+        from .formats.mapped import map_npy
+
         if file.suffix == ".npy":
-            tokens = numpy.load(file, mmap_mode="r")
+            tokens = map_npy(os.fspath(file))
             if tokens.ndim != 1:
                 raise ValueError(f"TokenDataset: {file} has the shape {tokens.shape}")
         else:
@@ -90,12 +140,18 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
                 f"TokenDataset: {file}: tokens of {tokens.dtype.str} as {self.dtype}; there are "
                 "uint16 as torch.int32 or torch.int64, and uint32 as torch.int64"
             )
+        largest = (1 << 8 * tokens.itemsize) - 1
+        for name, token in (("eos", self.eos), ("bos", self.bos)):
+            if token is not None and not 0 <= token <= largest:
+                raise ValueError(
+                    f"TokenDataset: {name} {token}: {file} has tokens from 0 to {largest}"
+                )
         return tokens
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __getitem__(self, index: int) -> Any:
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
             raise IndexError(f"window {index} of {len(self)}")
@@ -103,15 +159,36 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         at = (at - (self.ends[shard - 1] if shard else 0)) * self.stride
         tokens = self.shards[shard][at : at + self.window + 1].astype("int64")
         both = torch.from_numpy(tokens).to(self.dtype)
-        return both[:-1].clone(), both[1:].clone()
+        x, y = both[:-1].clone(), both[1:].clone()
+        if self.eos is None and self.bos is None:
+            return x, y
+        return TokenWindow(x, y, *self._divide(x))
 
-    def columns(self) -> list[tuple[Column, Column]]:
-        """x and y of each file as rows, which overlap."""
+    def _divide(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Position ids and document ids of a window."""
+        begins = x.eq(self.bos) if self.bos is not None else x.eq(self.eos or 0).roll(1)
+        begins[0] = True
+        places = torch.arange(len(x))
+        starts = torch.where(begins, places, 0).cummax(0).values
+        return (places - starts).to(self.dtype), (begins.cumsum(0) - 1).to(self.dtype)
+
+    def structure(self) -> tuple[Structure, list[str]]:
+        """The containers of a sample, and the names of its parts."""
+        if self.eos is None and self.bos is None:
+            return Structure(tuple, (), (LEAF, LEAF)), ["x", "y"]
+        return Structure(TokenWindow, (), (LEAF,) * 4), list(TokenWindow._fields)
+
+    def columns(self) -> list[tuple[Column, ...]]:
+        """The parts of each file's samples as rows, which overlap."""
+        parts = [(0, 0), (1, 0)]  # tokens after the window's first, what becomes of them
+        if self.eos is not None or self.bos is not None:
+            parts += [(0, POSITIONS), (0, DOCUMENTS)]
+        boundary = (self.bos or 0, True) if self.eos is None else (self.eos, False)
         prototype = torch.empty((0, self.window), dtype=self.dtype, device="cpu")
         found = []
         for shard, end, before in zip(self.shards, self.ends, [0, *self.ends], strict=False):
             item = shard.itemsize
-            x, y = (
+            columns = (
                 Column(
                     prototype,
                     shard.ctypes.data + shift * item,
@@ -119,11 +196,12 @@ class TokenDataset(Dataset[tuple[torch.Tensor, torch.Tensor]]):
                     end - before,
                     shard,
                     mapped=True,
-                    conversion=CONVERSIONS[shard.dtype.name, self.dtype],
+                    conversion=CONVERSIONS[shard.dtype.name, self.dtype] + division,
+                    boundary=boundary if division else (0, False),
                 )
-                for shift in (0, 1)
+                for shift, division in parts
             )
-            found.append((x, y))
+            found.append(tuple(columns))
         return found
 
     def __getstate__(self) -> dict[str, Any]:

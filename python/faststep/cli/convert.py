@@ -1,0 +1,73 @@
+"""``python -m faststep convert``: a dataset of any format as memory-mapped arrays."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from faststep.cli.console import CommandError, Progress
+
+__all__ = ["HELP", "add_arguments", "run"]
+
+HELP = "write a dataset in any of the formats as memory-mapped arrays"
+BETWEEN = 0.1  # seconds between two looks of the progress bar
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``convert``."""
+    parser.add_argument("source", metavar="SRC", help="file or directory, of any format")
+    parser.add_argument("destination", metavar="DST", help="directory to make")
+    parser.add_argument("--force", action="store_true", help="replace an earlier result")
+    parser.add_argument(
+        "--columns",
+        metavar="A,B",
+        help="these fields only (HDF5, Parquet, Arrow, tar, safetensors)",
+    )
+    parser.add_argument(
+        "--image-size",
+        type=int,
+        metavar="N",
+        help="resize images by their shorter side, and keep the middle N x N pixels",
+    )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Convert, with a progress bar."""
+    from faststep.data import convert
+
+    if arguments.image_size is not None and arguments.image_size < 1:
+        raise CommandError(f"--image-size {arguments.image_size} must be at least 1")
+    options = {"columns": arguments.columns.split(",")} if arguments.columns else {}
+    bar: Progress | None = None
+    shown = 0.0
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal bar, shown
+        now = time.monotonic()
+        bar = bar or Progress(total or 1)
+        if done != total and now - shown < BETWEEN:
+            return
+        if total is None:
+            bar.count(done, "records")
+        else:
+            bar.show(done, "records")
+        shown = now
+
+    try:
+        count = convert(
+            arguments.source,
+            arguments.destination,
+            force=arguments.force,
+            image_size=arguments.image_size,
+            report=report,
+            **options,
+        )
+    except FileExistsError as error:
+        hint = "" if arguments.force else "; --force replaces an earlier result"
+        raise CommandError(f"{error}{hint}") from None
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        raise CommandError(str(error)) from None
+    finally:
+        if bar is not None:
+            bar.close()
+    print(f"{arguments.destination}: {count} records")

@@ -1,0 +1,27 @@
+"""Datasets in files: one module per format, and `open`, which picks it by the content."""
+
+from .arrow import ArrowDataset
+from .common import FormatError
+from .convert import convert
+from .detect import open
+from .hdf5 import HDF5Dataset
+from .images import ImageFolder, decode_image
+from .lmdb_files import LMDBDataset
+from .parquet import ParquetDataset
+from .tars import TarDataset
+from .tfrecord import TFRecordDataset, TFRecordStream
+
+__all__ = [
+    "ArrowDataset",
+    "FormatError",
+    "HDF5Dataset",
+    "ImageFolder",
+    "LMDBDataset",
+    "ParquetDataset",
+    "TFRecordDataset",
+    "TFRecordStream",
+    "TarDataset",
+    "convert",
+    "decode_image",
+    "open",
+]

@@ -1,0 +1,135 @@
+"""Arrow files and streams, by pyarrow; mapped where the columns have rows of one size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils.data import ConcatDataset, Dataset
+
+from .common import PathLike, library, naming
+from .mapped import MappedArrays
+from .tables import GroupedDataset, chosen_columns, fixed_rows, is_fixed
+
+__all__ = ["ArrowDataset", "open_arrow"]
+
+
+def open_arrow(
+    path: PathLike,
+    *,
+    columns: Sequence[str] | None = None,
+    transform: Callable[[Any], Any] | None = None,
+) -> Dataset[Any]:
+    """The rows of an Arrow IPC file or stream, as the `datasets` library writes them.
+
+    An ArrayDataset, or a ConcatDataset of one for each record batch, if all columns are numbers or
+    fixed-size lists of numbers without missing values and are not compressed; else an
+    ArrowDataset, whose arguments and errors these are.
+    """
+    dataset = ArrowDataset(path, columns=columns, transform=transform)
+    if transform is not None or not dataset.has_rows_of_one_size():
+        return dataset
+    with dataset:
+        parts = [_mapped(dataset, group) for group in range(len(dataset.ends))]
+    arrays = [part for part in parts if part is not None]
+    if not arrays or len(arrays) < len(parts):
+        return dataset
+    return arrays[0] if len(arrays) == 1 else ConcatDataset(arrays)
+
+
+class ArrowDataset(GroupedDataset):
+    """Rows of an Arrow IPC file or stream. Each thread of each process maps it for itself.
+
+    Args:
+        path: the file.
+        columns: their names; None, the default, for all.
+        transform: called on each sample.
+
+    A sample is a dict: tensors for numbers and lists of numbers, str, bytes, and a dict for a
+    struct. A stream with compression is decompressed into memory as a whole.
+
+    Raises:
+        FormatError: the file is damaged, or a column is not there or of a type without a place in a
+            sample; when a record is read, that a value is missing.
+        ImportError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        arrow = library("pyarrow", "parquet")
+        super().__init__(os.fspath(path), [], transform)
+        with self, naming(self.path, arrow.lib.ArrowException):
+            batches = self._handle()[0]
+            self.columns = chosen_columns(batches.schema, columns, self.path)
+            self._set_groups([batches.get(i).num_rows for i in range(batches.count)])
+
+    def has_rows_of_one_size(self) -> bool:
+        """Whether all columns are numbers or fixed-size lists of numbers."""
+        schema = self._handle()[0].schema
+        return all(is_fixed(schema.field(name).type) for name in self.columns)
+
+    def _open_handle(self) -> Any:
+        os.stat(self.path)
+        with naming(self.path, library("pyarrow", "parquet").lib.ArrowException):
+            return _Batches(self.path), self._new_cache()
+
+    @staticmethod
+    def _close_handle(handle: Any) -> None:
+        handle[1].clear()  # the file is unmapped when the last array over it is gone
+
+    def _read_group(self, handle: Any, group: int) -> Any:
+        return handle.get(group).select(self.columns)
+
+    def _group_name(self, group: int) -> str:
+        return f"{self.path}: record batch {group}"
+
+
+class _Batches:
+    """The record batches of a mapped file or stream."""
+
+    def __init__(self, path: str) -> None:
+        arrow = library("pyarrow", "parquet")
+        ipc = library("pyarrow.ipc", "parquet")
+        self.buffer = arrow.memory_map(path).read_buffer()
+        self._stream: list[Any] | None = None
+        if self.buffer.slice(0, 6).to_pybytes() == b"ARROW1":
+            self._reader = ipc.open_file(self.buffer)
+            self.count = self._reader.num_record_batches
+        else:
+            self._reader = ipc.open_stream(self.buffer)
+            self._stream = [*self._reader]
+            self.count = len(self._stream)
+        self.schema = self._reader.schema
+
+    def get(self, number: int) -> Any:
+        return self._reader.get_batch(number) if self._stream is None else self._stream[number]
+
+    def holds(self, rows: Any) -> bool:
+        """Whether a numpy array lies in the file."""
+        first = rows.ctypes.data - self.buffer.address
+        return not rows.size or 0 <= first <= self.buffer.size - rows.nbytes
+
+
+def _mapped(dataset: ArrowDataset, group: int) -> MappedArrays | None:
+    """The rows of a record batch in the file; None if they do not lie there as rows."""
+    batches = dataset._handle()[0]
+    arrow = library("pyarrow", "parquet")
+    with naming(dataset._group_name(group), arrow.lib.ArrowException):
+        batch = dataset._read_group(batches, group)
+        batch.validate()
+        arrays = {name: fixed_rows(batch.column(name)) for name in dataset.columns}
+    if any(rows is None or not batches.holds(rows) for rows in arrays.values()):
+        return None
+    return MappedArrays(arrays, _again, dataset.path, dataset.columns, group)
+
+
+def _again(path: str, columns: list[str], group: int) -> MappedArrays:
+    found = _mapped(ArrowDataset(path, columns=columns), group)
+    assert found is not None, f"{path} has changed"
+    return found

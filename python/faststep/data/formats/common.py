@@ -1,0 +1,84 @@
+"""What the formats share: errors that name the place, and libraries that are extras."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+__all__ = ["FormatError", "PathLike", "library", "naming", "position", "same_rows"]
+
+PathLike = str | os.PathLike[str]
+
+
+class FormatError(ValueError):
+    """A file is not what it should be; the message names it and, if there is one, the record."""
+
+
+def library(name: str, extra: str) -> Any:
+    """The module `name`, which comes with an extra of faststep.
+
+    Raises:
+        ImportError: it is not installed; says how it is.
+    """
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.split(".")[0] != name.split(".")[0]:
+            raise  # it is there, and lacks something itself
+        raise ImportError(
+            f"this format needs {name.split('.')[0]}, which is not installed: "
+            f"pip install 'faststep[{extra}]'",
+            name=error.name,
+        ) from None
+
+
+@contextlib.contextmanager
+def naming(place: str, *more: type[Exception]) -> Iterator[None]:
+    """Lets errors of bad content become a FormatError that begins with `place`.
+
+    A file that is missing or not permitted keeps its error, which names it.
+    """
+    bad_content: tuple[type[Exception], ...] = (
+        ValueError,
+        TypeError,
+        OSError,
+        EOFError,
+        LookupError,
+        OverflowError,
+        *more,
+    )
+    try:
+        yield
+    except (FormatError, FileNotFoundError, PermissionError, ImportError):
+        raise
+    except bad_content as error:
+        raise FormatError(f"{place}: {str(error) or type(error).__name__}") from error
+
+
+def position(index: int, length: int, name: str) -> int:
+    """The place from the start that an index means, which counts from the end if negative."""
+    at = index + length if index < 0 else index
+    if not 0 <= at < length:
+        raise IndexError(f"{name}: no record {index} among {length}")
+    return at
+
+
+def same_rows(path: str, lengths: dict[str, int], choice: str) -> int:
+    """The length that all fields have.
+
+    Raises:
+        FormatError: there is no field, or they differ.
+    """
+    if not lengths:
+        raise FormatError(f"{path}: there is no array in it")
+    (first, rows), *rest = lengths.items()
+    for name, others in rest:
+        if others != rows:
+            raise FormatError(
+                f"{path}: {name!r} has {others} rows, {first!r} has {rows}: choose fields "
+                f"of one length with {choice}=[...]"
+            )
+    return rows

@@ -1,0 +1,263 @@
+"""`convert`: any of the formats as memory-mapped arrays, so that C threads can read them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset
+
+from ..arrays import ArrayDataset
+from ..structure import Structure, flatten
+from .columns_out import FieldWriter
+from .common import FormatError, PathLike, naming
+from .detect import format_of
+from .detect import open as open_any
+from .images import resized
+from .manifest import MANIFEST, structure_to_json, write_manifest
+from .mapped import MappedArrays
+
+__all__ = ["convert"]
+
+BLOCK_BYTES = 1 << 23
+BATCH = 64
+
+Report = Callable[[int, int | None], None]
+
+
+def convert(
+    source: PathLike | Dataset[Any],
+    destination: PathLike,
+    *,
+    force: bool = False,
+    image_size: int | None = None,
+    report: Report | None = None,
+    **options: Any,
+) -> int:
+    """Writes a dataset to a directory of .npy files with a manifest, which `open` reads back.
+
+    Args:
+        source: what `open` takes, .npz files included, or a dataset: map-style, or iterable and
+            read once.
+        destination: the directory. It is there with all that belongs to it, or not at all.
+        force: replace an earlier result of this function, and nothing else.
+        image_size: resize images, which are uint8 tensors (3, height, width), by their shorter side
+            and cut out the middle: a square of this size. Default None: they stay as they are.
+        report: called with the records that are written, and their number or None if not known.
+        **options: for `open`.
+
+    Samples are tensors, numpy arrays, numbers, str or bytes, in any nest of dict, list and tuple.
+    Fields of one shape become rows of an array; a field that varies in its first dimension, as
+    tokens, text and bytes do, becomes its records one after another, and where each begins.
+
+    Returns:
+        The number of records.
+
+    Raises:
+        FileExistsError: there is something at `destination`.
+        FormatError: the source is damaged, empty, or a field cannot be written; names the record.
+    """
+    target = os.path.abspath(os.fspath(destination))
+    _check_target(target, force)
+    if isinstance(source, (str, os.PathLike)):
+        name = os.fspath(source)
+        dataset = _open_source(name, options)
+    elif options:
+        raise TypeError(f"convert: {sorted(options)} are for open, and the source is a dataset")
+    else:
+        name, dataset = type(source).__name__, source
+    folder = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
+    try:
+        os.chmod(folder, 0o777 & ~_umask())
+        count = _write(dataset, name, folder, image_size, report or (lambda done, total: None))
+        _sync_folder(folder)
+        _put_in_place(folder, target)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return count
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _open_source(path: str, options: dict[str, Any]) -> Dataset[Any]:
+    if os.path.isfile(path) and format_of(path).name == "npz":
+        options = {"read": True, **options}
+    return open_any(path, **options)
+
+
+def _check_target(target: str, force: bool) -> None:
+    if not os.path.isdir(os.path.dirname(target)):
+        raise FileNotFoundError(f"{os.path.dirname(target)} is not a directory")
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise FileExistsError(f"{target} exists")
+    ours = os.path.isdir(target) and (
+        os.path.isfile(os.path.join(target, MANIFEST)) or not os.listdir(target)
+    )
+    if not ours:
+        raise FileExistsError(f"{target} was not made by this command, and is not replaced")
+
+
+def _sync_folder(folder: str) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _put_in_place(folder: str, target: str) -> None:
+    if os.path.lexists(target):
+        _check_target(target, True)
+        old = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
+        os.rename(target, old)
+        try:
+            os.rename(folder, target)
+        finally:
+            if os.path.lexists(target):
+                shutil.rmtree(old)
+            else:
+                os.rename(old, target)
+    else:
+        os.rename(folder, target)
+    _sync_folder(os.path.dirname(target))
+
+
+def _write(
+    dataset: Dataset[Any], name: str, folder: str, image_size: int | None, report: Report
+) -> int:
+    writers: list[FieldWriter] = []
+    try:
+        arrays = _array_parts(dataset) if image_size is None else None
+        if arrays is not None:
+            structure, count = _write_blocks(arrays, folder, writers, report)
+        else:
+            samples = _samples(dataset, _length(dataset), image_size)
+            structure, count = _write_samples(
+                samples, _length(dataset), name, folder, writers, report
+            )
+        if structure is None:
+            raise FormatError(f"{name}: there is no record in it")
+        with naming(name):
+            saved = structure_to_json(structure)
+        write_manifest(folder, count, saved, [writer.finish() for writer in writers])
+    finally:
+        for writer in writers:
+            writer.close()
+    return count
+
+
+def _new_writers(leaves: list[tuple[str, Any]], folder: str) -> Iterator[FieldWriter]:
+    taken: set[str] = {MANIFEST}
+    for number, (name, _) in enumerate(leaves):
+        stem = re.sub(r"[^A-Za-z0-9_-]+", "_", name.removeprefix("data")).strip("_")[:80] or "data"
+        if stem in taken:
+            stem = f"{stem}_{number}"
+        taken.add(stem)
+        yield FieldWriter(folder, stem, name)
+
+
+def _array_parts(dataset: Dataset[Any]) -> list[ArrayDataset] | None:
+    """The datasets whose arrays can be copied, one after another, without a look at samples."""
+    parts: list[Any] = [*dataset.datasets] if type(dataset) is ConcatDataset else [dataset]
+    if any(type(part) not in (ArrayDataset, MappedArrays) for part in parts):
+        return None  # what else there is, a subclass too, may make other samples of its arrays
+    forms = [(part.structure, _forms(part)) for part in parts]
+    return parts if all(form == forms[0] for form in forms) else None
+
+
+def _forms(dataset: ArrayDataset) -> list[Any]:
+    return [(array.dtype, tuple(array.shape[1:])) for _, array in dataset.leaves]
+
+
+def _write_blocks(
+    parts: list[ArrayDataset], folder: str, writers: list[FieldWriter], report: Report
+) -> tuple[Structure | None, int]:
+    total, count = sum(map(len, parts)), 0
+    for part in parts:
+        if not len(part):
+            continue
+        if not writers:
+            writers.extend(_new_writers(part.leaves, folder))
+        largest = max(array[:1].nbytes for _, array in part.leaves)
+        step = max(1, BLOCK_BYTES // max(1, largest))
+        for start in range(0, len(part), step):
+            for writer, (_, array) in zip(writers, part.leaves, strict=True):
+                writer.add_block(array[start : start + step])
+            report(count + min(start + step, len(part)), total)
+        count += len(part)
+    return (parts[0].structure if count else None), count
+
+
+def _write_samples(
+    samples: Generator[Any, None, None],
+    total: int | None,
+    name: str,
+    folder: str,
+    writers: list[FieldWriter],
+    report: Report,
+) -> tuple[Structure | None, int]:
+    structure: Structure | None = None
+    count = 0
+    with contextlib.closing(samples):
+        for sample in samples:
+            record = f"{name}: record {count}"
+            form, leaves = flatten(sample)
+            if structure is None:
+                structure = form
+                with naming(name):
+                    structure_to_json(form)
+                writers.extend(_new_writers(leaves, folder))
+            elif form != structure:
+                fields = ", ".join(field for field, _ in leaves)
+                raise FormatError(f"{record} has other fields than those before: {fields}")
+            for writer, (_, value) in zip(writers, leaves, strict=True):
+                writer.add(value, record)
+            count += 1
+            report(count, total)
+    return structure, count
+
+
+def _length(dataset: Any) -> int | None:
+    return None if isinstance(dataset, IterableDataset) else len(dataset)
+
+
+def _samples(
+    dataset: Any, length: int | None, image_size: int | None
+) -> Generator[Any, None, None]:
+    """All samples in their order, images of one size if asked for."""
+    for sample in _read(dataset, length):
+        if image_size is None:
+            yield sample
+        else:
+            structure, leaves = flatten(sample)
+            yield structure.sample(_of_size(value, image_size) for _, value in leaves)
+
+
+def _of_size(value: Any, size: int) -> Any:
+    is_tensor = isinstance(value, torch.Tensor)
+    is_image = is_tensor and value.dtype == torch.uint8 and value.dim() == 3 and len(value) == 3
+    return resized(value, size) if is_image else value
+
+
+def _read(dataset: Any, length: int | None) -> Iterator[Any]:
+    if length is None:
+        yield from dataset
+    elif hasattr(dataset, "__getitems__"):
+        for start in range(0, length, BATCH):
+            yield from dataset.__getitems__(list(range(start, min(start + BATCH, length))))
+    else:
+        for index in range(length):
+            yield dataset[index]

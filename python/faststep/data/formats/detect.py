@@ -1,0 +1,185 @@
+"""`open`: the dataset in a file or directory, whose format is told by its content."""
+
+from __future__ import annotations
+
+import builtins
+import os
+import tarfile
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.utils.data import ConcatDataset, Dataset
+
+from .arrow import open_arrow
+from .common import FormatError, PathLike
+from .hdf5 import open_hdf5
+from .images import IMAGE_SUFFIXES, ImageFolder
+from .lmdb_files import LMDBDataset
+from .manifest import MANIFEST, open_manifest
+from .mapped import open_npy, open_npz, open_safetensors
+from .parquet import ParquetDataset
+from .shards import shard_names
+from .tars import TarDataset
+from .tfrecord import TFRecordDataset, begins_a_record
+
+__all__ = ["format_of", "open"]
+
+HEAD = 4096
+HDF5 = b"\x89HDF\r\n\x1a\n"
+
+
+def _is_tar(head: bytes, size: int) -> bool:
+    block = head[:512]
+    if len(block) < 512 or not block.strip(b"\0"):
+        return False
+    try:
+        tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")  # checks its sum
+    except tarfile.HeaderError:
+        return False
+    return True
+
+
+def _is_packed_tar(head: bytes, size: int) -> bool:
+    if not head.startswith(b"\x1f\x8b"):
+        return False
+    try:
+        return _is_tar(zlib.decompressobj(31).decompress(head, 512), size)
+    except zlib.error:
+        return False
+
+
+def _is_npz(head: bytes, size: int) -> bool:
+    """A zip archive whose first file is an array; torch's own files are zip archives too."""
+    length = int.from_bytes(head[26:28], "little")
+    return head.startswith(b"PK\3\4") and head[30 : 30 + length].endswith(b".npy")
+
+
+def _is_safetensors(head: bytes, size: int) -> bool:
+    length = int.from_bytes(head[:8], "little")
+    return head[8:9] == b"{" and 2 <= length <= size - 8
+
+
+def _is_arrow_stream(head: bytes, size: int) -> bool:
+    length = int.from_bytes(head[4:8], "little")
+    return head.startswith(b"\xff\xff\xff\xff") and 8 <= length <= size - 8
+
+
+class Format(NamedTuple):
+    """A format of files.
+
+    Args:
+        name: what messages call it.
+        fits: whether a file that begins with these bytes, of this size, is of this format.
+        opener: makes a dataset of a file's name.
+        many: the function takes a list of files, too.
+    """
+
+    name: str
+    fits: Callable[[bytes, int], bool]
+    opener: Callable[..., Dataset[Any]]
+    many: bool = False
+
+
+FORMATS = [
+    Format("npy", lambda head, size: head.startswith(b"\x93NUMPY"), open_npy),
+    Format("npz", _is_npz, open_npz),
+    Format(
+        "HDF5",
+        lambda head, size: any(head[at : at + 8] == HDF5 for at in (0, 512, 1024, 2048)),
+        open_hdf5,
+    ),
+    Format("Parquet", lambda head, size: head.startswith(b"PAR1"), ParquetDataset, many=True),
+    Format("Arrow", lambda head, size: head.startswith(b"ARROW1"), open_arrow),
+    Format("Arrow stream", _is_arrow_stream, open_arrow),
+    Format("LMDB", lambda head, size: head[16:20] == b"\xde\xc0\xef\xbe", LMDBDataset),
+    Format("tar", _is_tar, TarDataset, many=True),
+    Format("tar in gzip", _is_packed_tar, TarDataset, many=True),
+    Format("TFRecord", lambda head, size: begins_a_record(head), TFRecordDataset, many=True),
+    Format("safetensors", _is_safetensors, open_safetensors),
+]
+
+
+def open(path: PathLike | Sequence[PathLike], **options: Any) -> Dataset[Any]:
+    """The dataset in a file, a directory or a list of files, whatever its format.
+
+    Args:
+        path: one of these, or a pattern as "train-{000..041}.tar" or with * and ?. A file is
+            `.npy`, `.npz`, safetensors, HDF5, Parquet, Arrow (file or stream), LMDB, tar
+            (WebDataset) or TFRecord; a directory has folders of images, one for each class, an LMDB
+            environment, files of one of these formats, or what `convert` wrote. The content
+            decides, not the name.
+        **options: for the class of the format, as `columns` or `transform`.
+
+    Returns:
+        An ArrayDataset where the samples lie in the file as rows of arrays (`.npy`, safetensors,
+        Arrow and HDF5 without compression, converted ones), or a ConcatDataset of several: the
+        DataLoader's C threads gather them. Else a dataset of the format's own class; tars are
+        iterable.
+
+    Raises:
+        FormatError: it is none of these, or damaged; lists what was tried.
+        ImportError: the format's library is not installed; names the extra that brings it.
+    """
+    if isinstance(path, (str, os.PathLike)):
+        name = os.fspath(path)
+        if os.path.isdir(name):
+            return _open_folder(name, options)
+        if not os.path.exists(name) and (names := shard_names(name)) != [name]:
+            return _open_files(names, options)
+        return format_of(name).opener(name, **options)
+    return _open_files([os.fspath(part) for part in path], options)
+
+
+def format_of(path: str) -> Format:
+    """The format of a file, by its content; FormatError where it is none that is known."""
+    with builtins.open(path, "rb") as file:
+        head = file.read(HEAD)
+        size = os.fstat(file.fileno()).st_size
+    for kind in FORMATS:
+        if kind.fits(head, size):
+            return kind
+    if not size:
+        raise FormatError(f"{path}: the file is empty")
+    hint = "; gzip data must be decompressed first" if head.startswith(b"\x1f\x8b") else ""
+    raise FormatError(
+        f"{path}: its content, which begins with {head[:16]!r}, is none of "
+        f"{', '.join(kind.name for kind in FORMATS)}{hint}. Bare token files are for TokenDataset"
+    )
+
+
+def _open_files(paths: list[str], options: dict[str, Any]) -> Dataset[Any]:
+    if not paths:
+        raise FormatError("no file was given")
+    kinds = [format_of(path) for path in paths]
+    for path, kind in zip(paths, kinds, strict=True):
+        if kind is not kinds[0]:
+            raise FormatError(f"{path} is {kind.name}, but {paths[0]} is {kinds[0].name}")
+    opener = kinds[0].opener
+    if kinds[0].many:
+        return opener(paths, **options)
+    parts = [opener(path, **options) for path in paths]
+    return parts[0] if len(parts) == 1 else ConcatDataset(parts)
+
+
+def _open_folder(path: str, options: dict[str, Any]) -> Dataset[Any]:
+    names = sorted(name for name in os.listdir(path) if not name.startswith("."))
+    if MANIFEST in names:
+        return open_manifest(path, **options)
+    if "data.mdb" in names:
+        return LMDBDataset(path, **options)
+    folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
+    if folders and any(_has_an_image(os.path.join(path, name)) for name in folders):
+        return ImageFolder(path, **options)
+    files = [os.path.join(path, name) for name in names if name not in folders]
+    if folders or not files:
+        raise FormatError(
+            f"{path}: the directory holds neither {MANIFEST}, data.mdb, folders with images "
+            f"({', '.join(IMAGE_SUFFIXES)}), nor only files: {names[:5]}"
+        )
+    return _open_files(files, options)
+
+
+def _has_an_image(folder: str) -> bool:
+    names = (name for _, _, names in os.walk(folder) for name in names)
+    return any(name.lower().endswith(IMAGE_SUFFIXES) for name in names)

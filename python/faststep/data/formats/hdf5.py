@@ -1,0 +1,185 @@
+"""HDF5 files, by h5py; mapped where the rows lie in the file as they are in memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .common import FormatError, PathLike, library, naming, position, same_rows
+from .handles import FileDataset
+from .mapped import MappedArrays
+
+__all__ = ["HDF5Dataset", "open_hdf5"]
+
+CHUNK_CACHE = 1 << 25  # bytes per array that stay decompressed
+
+
+def open_hdf5(
+    path: PathLike,
+    *,
+    columns: Sequence[str] | None = None,
+    transform: Callable[[Any], Any] | None = None,
+) -> MappedArrays | HDF5Dataset:
+    """The rows of the arrays in an HDF5 file: mapped if all of them are contiguous.
+
+    Arguments and errors are those of HDF5Dataset. An array is contiguous if it was made without
+    chunks or filters, in the machine's byte order; a file that is mapped must not be written to.
+    """
+    dataset = HDF5Dataset(path, columns=columns, transform=transform)
+    if transform is None:
+        with dataset:
+            arrays = {name: _mapped(dataset, name) for name in dataset.columns}
+        if all(array is not None for array in arrays.values()):
+            return MappedArrays(arrays, _again, dataset.path, dataset.columns)
+    return dataset
+
+
+def _again(path: str, columns: Sequence[str]) -> MappedArrays | HDF5Dataset:
+    return open_hdf5(path, columns=columns)
+
+
+class HDF5Dataset(FileDataset):
+    """Rows of arrays in an HDF5 file. Each process opens it for itself, on first use.
+
+    Args:
+        path: the file.
+        columns: names of arrays as "group/name", of one length; None, the default, for all arrays
+            in the file but those without dimensions.
+        transform: called on each sample.
+
+    A sample is a dict with a tensor for each array, or str where it has strings. Several samples at
+    once (`__getitems__`) are read in as few slices as the chunks allow.
+
+    Raises:
+        FormatError: the file is damaged, lacks an array, has one of a type that torch does not
+            have, or their lengths differ; when a record is read, names it.
+        ImportError: h5py is not installed.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        columns: Sequence[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        library("h5py", "hdf5")
+        super().__init__(path)
+        self.transform = transform
+        with self:  # closed again: a process that forks has nothing open
+            file = self._handle()
+            self.columns = list(columns) if columns is not None else self._all_arrays(file)
+            for name in self.columns:
+                self._check(file, name)
+            with naming(self.path, RuntimeError):
+                lengths = {name: len(file[name]) for name in self.columns}
+        self.length = same_rows(self.path, lengths, "columns")
+
+    def _open_handle(self) -> Any:
+        os.stat(self.path)
+        with naming(self.path):
+            return library("h5py", "hdf5").File(self.path, "r", rdcc_nbytes=CHUNK_CACHE)
+
+    def _all_arrays(self, file: Any) -> list[str]:
+        found: list[str] = []
+
+        def visit(name: str, item: Any) -> None:
+            if hasattr(item, "shape") and item.shape:
+                found.append(name)
+
+        with naming(self.path, RuntimeError):
+            file.visititems(visit)
+        return found
+
+    def _check(self, file: Any, name: str) -> None:
+        with naming(f"{self.path}: {name!r}", RuntimeError):
+            if name not in file or not getattr(file[name], "shape", None):
+                raise FormatError(f"{self.path}: there is no array {name!r}")
+            kind = _kind(file[name].dtype)
+            if kind is None:
+                raise FormatError(
+                    f"{self.path}: {name!r} has the type {file[name].dtype}, which torch does not "
+                    "have: choose others with columns=[...]"
+                )
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        places = [position(int(index), self.length, self.path) for index in indices]
+        file = self._handle()
+        fields = [self._rows(file, name, places) for name in self.columns]
+        samples = [dict(zip(self.columns, row, strict=True)) for row in zip(*fields, strict=True)]
+        return samples if self.transform is None else [*map(self.transform, samples)]
+
+    def _rows(self, file: Any, name: str, places: list[int]) -> list[Any]:
+        """The rows at `places`, which are read from the lowest to the highest."""
+        with naming(f"{self.path}: {name!r}", RuntimeError):
+            array = file[name]
+            kind = _kind(array.dtype)
+            source = array.asstr() if kind == "text" else array
+        rows: list[Any] = [None] * len(places)
+        ranked = sorted(range(len(places)), key=places.__getitem__)
+        for run in _runs([places[i] for i in ranked], array.chunks[0] if array.chunks else 1):
+            first, last = places[ranked[run.start]], places[ranked[run.stop - 1]]
+            what = f"record {first}" if first == last else f"records {first} to {last}"
+            with naming(f"{self.path}: {name!r}, {what}", RuntimeError):
+                block = source[first : last + 1]
+                for i in ranked[run.start : run.stop]:
+                    rows[i] = _value(block[places[i] - first], kind)
+        return rows
+
+
+def _kind(dtype: Any) -> str | None:
+    """How rows of this type become values; None if they cannot."""
+    h5py = library("h5py", "hdf5")
+    if h5py.check_string_dtype(dtype) is not None:
+        return "text"
+    inner = h5py.check_vlen_dtype(dtype)
+    return "number" if (inner or dtype).kind in "biufc" else None
+
+
+def _value(row: Any, kind: str | None) -> Any:
+    import numpy
+
+    if kind == "text":
+        return row if isinstance(row, str) else row.tolist()
+    row = numpy.asarray(row)
+    return torch.from_numpy(numpy.array(row, dtype=row.dtype.newbyteorder("=")))
+
+
+def _runs(places: list[int], chunk: int) -> list[range]:
+    """Parts of the sorted places that one read may cover: neighbours, or in the same chunk."""
+    runs, begin = [], 0
+    for i in range(1, len(places) + 1):
+        if i < len(places):
+            gap = places[i] - places[i - 1]
+            if gap <= 1 or places[i] // chunk == places[i - 1] // chunk:
+                continue
+        if begin < i:
+            runs.append(range(begin, i))
+        begin = i
+    return runs
+
+
+def _mapped(dataset: HDF5Dataset, name: str) -> Any:
+    """The array's rows in the file, mapped; None if they do not lie there so."""
+    import numpy
+
+    with naming(f"{dataset.path}: {name!r}", RuntimeError):
+        array = dataset._handle()[name]
+        is_plain = array.chunks is None and array.external is None and not array.is_virtual
+        if not is_plain or not array.size or array.dtype.kind not in "biufc":
+            return None
+        offset = array.id.get_offset()
+        if offset is None or not array.dtype.isnative:
+            return None
+        rows = numpy.memmap(dataset.path, array.dtype, "r", offset, array.shape)
+        ends = [numpy.asarray(array[i]).tobytes() == rows[i].tobytes() for i in (0, len(rows) - 1)]
+    return rows if all(ends) else None

@@ -1,0 +1,158 @@
+"""LMDB environments, by lmdb."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .common import FormatError, PathLike, library, naming, position
+from .handles import FileDataset
+
+__all__ = ["LMDBDataset"]
+
+META = struct.Struct("<16xII8xQI92xQQ")  # magic, version, map size, page size, last page, txn
+MAGIC = 0xBEEFC0DE
+
+# A process may open an environment once only: datasets of the same path share it.
+_open: dict[str, tuple[Any, int]] = {}
+_lock = threading.Lock()
+
+
+def _acquire(path: str) -> Any:
+    lmdb = library("lmdb", "lmdb")
+    with _lock:
+        environment, users = _open.get(path, (None, 0))
+        if environment is None:
+            with naming(path, lmdb.Error):
+                environment = lmdb.open(
+                    path,
+                    subdir=os.path.isdir(path),
+                    readonly=True,
+                    lock=False,  # no table of readers, whose slots forks would spoil
+                    readahead=False,
+                    meminit=False,
+                )
+        _open[path] = environment, users + 1
+        return environment
+
+
+def _release(path: str) -> None:
+    with _lock:
+        environment, users = _open[path]
+        if users > 1:
+            _open[path] = environment, users - 1
+        else:
+            del _open[path]
+            environment.close()
+
+
+def _after_fork() -> None:
+    """In a child, lmdb refuses to open what its parent has open; without locks it may be closed."""
+    global _lock
+    _lock = threading.Lock()
+    while _open:
+        _open.popitem()[1][0].close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class LMDBDataset(FileDataset):
+    """Values of an LMDB environment, in the order of their keys.
+
+    Args:
+        path: the directory with data.mdb, or the file of an environment without one.
+        keys: which records, in which order; None, the default, for all.
+        transform: makes a sample of a value. Default: a sample is the value's bytes.
+
+    The environment is opened read-only and without locks, in each process for itself: it must not
+    be written to meanwhile. LMDB keeps no checksums.
+
+    Raises:
+        FormatError: it is damaged or cut off; when a record is read, that its key is not there.
+        ImportError: lmdb is not installed.
+    """
+
+    def __init__(
+        self,
+        path: PathLike,
+        *,
+        keys: Sequence[bytes | str] | None = None,
+        transform: Callable[[bytes], Any] | None = None,
+    ) -> None:
+        library("lmdb", "lmdb")
+        super().__init__(os.path.realpath(path))
+        _check_size(self.path)
+        self.transform = transform
+        if keys is not None:
+            chosen = [key.encode() if isinstance(key, str) else bytes(key) for key in keys]
+        else:
+            with self:
+                chosen = self._all_keys()
+        # in two blocks: workers would copy the pages of a million objects as they count references
+        self._ends = torch.tensor([len(key) for key in chosen], dtype=torch.int64).cumsum(0)
+        self._keys = b"".join(chosen)
+
+    def _open_handle(self) -> Any:
+        return _acquire(self.path), self.path
+
+    @staticmethod
+    def _close_handle(handle: Any) -> None:
+        _release(handle[1])
+
+    def _all_keys(self) -> list[bytes]:
+        with (
+            naming(self.path, library("lmdb", "lmdb").Error),
+            self._handle()[0].begin() as transaction,
+            transaction.cursor() as cursor,
+        ):
+            return [bytes(key) for key in cursor.iternext(keys=True, values=False)]
+
+    def key(self, index: int) -> bytes:
+        """The key of a record."""
+        at = position(index, len(self), self.path)
+        return self._keys[int(self._ends[at - 1]) if at else 0 : int(self._ends[at])]
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        lmdb = library("lmdb", "lmdb")
+        keys = [self.key(int(index)) for index in indices]
+        values = []
+        with naming(self.path, lmdb.Error), self._handle()[0].begin() as transaction:
+            for index, key in zip(indices, keys, strict=True):
+                with naming(f"{self.path}: record {index}, key {key!r}", lmdb.Error):
+                    value = transaction.get(key)
+                    if value is None:
+                        raise ValueError("there is no such key")
+                values.append(value)
+        return values if self.transform is None else [*map(self.transform, values)]
+
+
+def _check_size(path: str) -> None:
+    """Whether the file has all its pages: reading a page beyond its end would end the process."""
+    name = os.path.join(path, "data.mdb") if os.path.isdir(path) else path
+    with open(name, "rb") as file, naming(name, struct.error):
+        size = os.fstat(file.fileno()).st_size
+        first = META.unpack(file.read(META.size))
+        if first[0] != MAGIC or first[1] != 1:
+            raise FormatError(f"{name}: this is no LMDB environment of version 1")
+        file.seek(first[3])
+        second = META.unpack(file.read(META.size))
+        newest = max(first, second, key=lambda meta: meta[5])
+        needed = (newest[4] + 1) * first[3]
+        if size < needed:
+            raise FormatError(
+                f"{name}: {size} bytes, but its pages end at {needed}: it was cut off, or has "
+                "pages that were never written, which `mdb_copy -c` leaves out"
+            )

@@ -1,0 +1,159 @@
+"""What `convert` writes: a directory of .npy files, and a manifest that says what they are.
+
+A field is one file of rows ("rows"), or items one after another with a file of the places where
+each record begins ("ragged", "text", "bytes").
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from ..structure import LEAF, Structure
+from .common import FormatError, PathLike, naming, position
+from .mapped import MappedArrays, map_npy, viewed_as
+
+__all__ = ["MANIFEST", "RaggedArrays", "open_manifest", "structure_to_json", "write_manifest"]
+
+MANIFEST = "faststep.json"
+FORMAT, VERSION = "faststep arrays", 1
+KINDS = ("rows", "ragged", "text", "bytes")
+CONTAINERS = {"dict": dict, "list": list, "tuple": tuple}
+
+
+def structure_to_json(structure: Structure) -> Any:
+    """The containers of a sample for a manifest; None for a leaf.
+
+    Raises:
+        TypeError: a container, or a key of a dict, is of another type than a manifest can hold.
+    """
+    if structure.kind is None:
+        return None
+    kind = structure.kind.__name__
+    if CONTAINERS.get(kind) is not structure.kind:
+        raise TypeError(f"samples have a {kind}; dict, list and tuple can be kept")
+    if not all(isinstance(key, str) for key in structure.keys):
+        raise TypeError(f"samples have the keys {structure.keys}; only texts can be kept")
+    children = [structure_to_json(child) for child in structure.children]
+    return {"kind": kind, "keys": list(structure.keys), "children": children}
+
+
+def _structure_of(saved: Any) -> Structure:
+    if saved is None:
+        return LEAF
+    children = tuple(_structure_of(child) for child in saved["children"])
+    keys = tuple(saved["keys"])
+    if saved["kind"] == "dict" and len(keys) != len(children):
+        raise ValueError("a dict has another number of keys than of values")
+    return Structure(CONTAINERS[saved["kind"]], keys, children)
+
+
+def _leaves(structure: Structure) -> int:
+    if structure.kind is None:
+        return 1
+    return sum(_leaves(child) for child in structure.children)
+
+
+def write_manifest(folder: str, length: int, structure: Any, fields: list[dict[str, Any]]) -> None:
+    """Writes the manifest beside the arrays, and waits until the disk has it."""
+    with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as file:
+        head = {"format": FORMAT, "version": VERSION, "length": length}
+        json.dump({**head, "sample": structure, "fields": fields}, file, indent=1)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+class RaggedArrays(Dataset[Any]):
+    """Samples of which some field varies in length: token sequences, texts, encoded images.
+
+    A sample has the containers of the source, with a tensor, str or bytes for each field.
+    """
+
+    def __init__(self, path: str, structure: Structure, fields: list[_Field]) -> None:
+        self.path = path
+        self.structure = structure
+        self.fields = fields
+
+    def __len__(self) -> int:
+        return self.fields[0].length
+
+    def __getitem__(self, index: int) -> Any:
+        at = position(index, len(self), self.path)
+        return self.structure.sample(field.value(at) for field in self.fields)
+
+    def __reduce__(self) -> Any:
+        return open_manifest, (self.path,)
+
+
+class _Field:
+    """A field of a manifest, with its files mapped."""
+
+    def __init__(self, folder: str, saved: dict[str, Any], length: int) -> None:
+        self.name, self.kind, self.length = saved["name"], saved["kind"], length
+        if self.kind not in KINDS:
+            raise ValueError(f"field {self.name!r} is of the kind {self.kind!r}")
+        path = _inside(folder, saved["file"])
+        self.items = map_npy(path)
+        if saved["dtype"] is not None and self.items.dtype.name != saved["dtype"]:
+            self.items = viewed_as(self.items, getattr(torch, saved["dtype"]))
+        rows = length
+        if self.kind != "rows":
+            self.offsets = map_npy(_inside(folder, saved["offsets"]))
+            if self.offsets.dtype.name != "int64" or self.offsets.shape != (length + 1,):
+                raise ValueError(f"{saved['offsets']} does not have {length + 1} offsets")
+            rows = int(self.offsets[-1])
+        if not self.items.ndim or len(self.items) != rows:
+            raise ValueError(f"{saved['file']} has the shape {self.items.shape}, not {rows} rows")
+
+    def value(self, at: int) -> Any:
+        import numpy
+
+        if self.kind == "rows":
+            part = self.items[at]
+        else:
+            start, end = int(self.offsets[at]), int(self.offsets[at + 1])
+            if not 0 <= start <= end <= len(self.items):
+                raise FormatError(f"field {self.name!r}: record {at} is not inside its file")
+            part = self.items[start:end]
+        if isinstance(part, torch.Tensor):
+            return part.clone()
+        if self.kind == "bytes":
+            return part.tobytes()
+        if self.kind == "text":
+            return part.tobytes().decode("utf-8")
+        return torch.from_numpy(numpy.array(part))
+
+
+def _inside(folder: str, name: str) -> str:
+    if not name or os.path.basename(name) != name:
+        raise ValueError(f"{name!r} is not the name of a file beside the manifest")
+    return os.path.join(folder, name)
+
+
+def open_manifest(path: PathLike) -> MappedArrays | RaggedArrays:
+    """What `convert` wrote: an ArrayDataset unless a field varies in length.
+
+    Raises:
+        FormatError: the manifest or a file is damaged.
+    """
+    folder = os.fspath(path)
+    name = os.path.join(folder, MANIFEST)
+    with open(name, encoding="utf-8") as file, naming(name, AttributeError):
+        saved = json.load(file)
+        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+            raise ValueError(f"this is no manifest of {FORMAT}")
+        if saved["version"] != VERSION:
+            raise ValueError(f"version {saved['version']}; this faststep reads {VERSION}")
+        structure = _structure_of(saved["sample"])
+        fields = [_Field(folder, field, saved["length"]) for field in saved["fields"]]
+        if not fields or _leaves(structure) != len(fields):
+            raise ValueError(f"{len(fields)} fields for {_leaves(structure)} places in a sample")
+        if any(field.kind != "rows" for field in fields):
+            return RaggedArrays(folder, structure, fields)
+        data = structure.sample(field.items for field in fields)
+        return MappedArrays(data, open_manifest, folder)

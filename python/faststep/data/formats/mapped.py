@@ -1,0 +1,139 @@
+"""Files that are arrays already: .npy, safetensors, and what `convert` writes."""
+
+from __future__ import annotations
+
+import os
+import tokenize
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..arrays import ArrayDataset
+from .common import FormatError, PathLike, library, naming, same_rows
+
+__all__ = [
+    "BAD_HEADER",
+    "MappedArrays",
+    "map_npy",
+    "open_npy",
+    "open_npz",
+    "open_safetensors",
+    "viewed_as",
+]
+
+BAD_HEADER = SyntaxError, tokenize.TokenError  # that of a .npy file is a piece of Python
+
+
+class MappedArrays(ArrayDataset):
+    """An ArrayDataset over a mapped file. A pickled one holds how to open it, not the data.
+
+    Args:
+        data: as for ArrayDataset.
+        opener: makes it again, from `arguments`.
+    """
+
+    def __init__(self, data: Any, opener: Callable[..., Any], *arguments: Any) -> None:
+        super().__init__(data)
+        self._again = opener, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self._again
+
+
+def map_npy(path: str) -> Any:
+    """The array in a .npy file, mapped."""
+    import numpy
+
+    with naming(path, *BAD_HEADER):
+        return numpy.lib.format.open_memmap(path, mode="r")
+
+
+def open_npy(path: PathLike) -> MappedArrays:
+    """The rows of a .npy file, mapped.
+
+    Raises:
+        FormatError: it is cut off, or of a type that torch does not have.
+    """
+    path = os.fspath(path)
+    with naming(path):
+        return MappedArrays(map_npy(path), open_npy, path)
+
+
+def open_npz(path: PathLike, *, read: bool = False) -> ArrayDataset:
+    """The rows of the arrays in an .npz file, with `read` into memory: they cannot be mapped.
+
+    Raises:
+        FormatError: without `read`, always, as the file may be larger than the memory; the file is
+            damaged, or its arrays have different numbers of rows.
+    """
+    import zipfile
+    import zlib
+
+    import numpy
+
+    path = os.fspath(path)
+    if not read:
+        raise FormatError(
+            f"{path}: the arrays of an .npz file cannot be mapped: make files that can be with "
+            f"`python -m faststep convert {path} DIRECTORY`, or read it into memory with read=True"
+        )
+    arrays = {}
+    # the last for encrypted ones
+    unreadable = (*BAD_HEADER, zipfile.BadZipFile, zlib.error, RuntimeError)
+    with naming(path, *unreadable), numpy.load(path, allow_pickle=False) as file:
+        for name in file.files:
+            with naming(f"{path}: {name!r}", *unreadable):
+                arrays[name] = file[name]
+                if not getattr(arrays[name], "ndim", 0):
+                    raise FormatError(f"{path}: {name!r} is no array, or has no rows")
+    same_rows(path, {name: len(array) for name, array in arrays.items()}, "columns")
+    with naming(path):
+        return ArrayDataset(arrays)
+
+
+def open_safetensors(path: PathLike, *, columns: Sequence[str] | None = None) -> MappedArrays:
+    """The rows of the tensors in a safetensors file, mapped, as a dict.
+
+    Args:
+        path: the file.
+        columns: names of tensors, all with the same size in the first dimension; None, the default,
+            for all.
+
+    Raises:
+        FormatError: the file is damaged, lacks a tensor, or their numbers of rows differ.
+        ImportError: safetensors is not installed.
+    """
+    safetensors = library("safetensors", "safetensors")
+    path = os.fspath(path)
+    os.stat(path)
+    tensors: dict[str, torch.Tensor] = {}
+    with (
+        naming(path, safetensors.SafetensorError),
+        safetensors.safe_open(path, framework="pt", device="cpu") as file,
+    ):
+        present = set(file.keys())
+        for name in sorted(present) if columns is None else columns:
+            if name not in present:
+                raise FormatError(f"{path}: there is no tensor {name!r} among {sorted(present)}")
+            tensors[name] = file.get_tensor(name)
+            if not tensors[name].ndim:
+                raise FormatError(f"{path}: {name!r} has no rows")
+    same_rows(path, {name: len(tensor) for name, tensor in tensors.items()}, "columns")
+    return MappedArrays(tensors, _safetensors_again, path, columns)
+
+
+def _safetensors_again(path: str, columns: Sequence[str] | None) -> MappedArrays:
+    return open_safetensors(path, columns=columns)
+
+
+def viewed_as(array: Any, dtype: torch.dtype) -> Any:
+    """A mapped numpy array of integers, seen as a type that numpy does not have."""
+    import numpy
+
+    if not array.size:
+        return torch.empty(array.shape, dtype=dtype)
+    private = numpy.memmap(  # torch warns of memory that must not be written
+        array.filename, array.dtype, "c", array.offset, array.shape
+    )
+    return torch.from_numpy(private).view(dtype)

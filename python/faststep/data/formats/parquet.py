@@ -1,0 +1,90 @@
+"""Parquet files, by pyarrow."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .common import FormatError, PathLike, library, naming
+from .shards import shard_names
+from .tables import GroupedDataset, chosen_columns
+
+__all__ = ["ParquetDataset"]
+
+
+class ParquetDataset(GroupedDataset):
+    """Rows of Parquet files. Each thread of each process opens them for itself, on first use.
+
+    Args:
+        paths: a file, a list, or a pattern as "train-{000..041}.parquet" or with * and ?.
+        columns: their names; None, the default, for all.
+        transform: called on each sample.
+
+    A sample is a dict: tensors for numbers and lists of numbers, str, bytes, and a dict for a
+    struct. A row group is read as a whole, and the last two stay in memory: several samples at once
+    (`__getitems__`) read each group once, but samples in random order read a group for almost
+    each of them. For these, `convert` the files, or keep the groups small.
+
+    Raises:
+        FormatError: a file is damaged, of other columns than the first, or a column is not there or
+            of a type without a place in a sample; when a record is read, that a value is missing.
+        ImportError: pyarrow is not installed.
+    """
+
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        *,
+        columns: Sequence[str] | None = None,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        arrow = library("pyarrow", "parquet")
+        self.paths = shard_names(paths)
+        groups, form = [], None
+        for path in self.paths:
+            with naming(path, arrow.lib.ArrowException), _opened(path) as file:
+                names = chosen_columns(file.schema_arrow, columns, path)
+                types = [file.schema_arrow.field(name).type for name in names]
+                if form is None:
+                    form = names, types
+                elif form != (names, types):
+                    raise FormatError(f"{path} has other columns than {self.paths[0]}")
+                rows = [
+                    file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)
+                ]
+            groups.append(rows)
+        assert form is not None
+        super().__init__(", ".join(self.paths[:3]), form[0], transform)
+        self._set_groups([rows for file_rows in groups for rows in file_rows])
+        self._file_ends = list(itertools.accumulate(map(len, groups)))
+
+    def _open_handle(self) -> Any:
+        return {}, self._new_cache()
+
+    @staticmethod
+    def _close_handle(handle: Any) -> None:
+        for file in handle[0].values():
+            file.close()
+
+    def _locate(self, group: int) -> tuple[int, int]:
+        file = bisect.bisect_right(self._file_ends, group)
+        return file, group - (self._file_ends[file - 1] if file else 0)
+
+    def _read_group(self, handle: Any, group: int) -> Any:
+        number, inside = self._locate(group)
+        if number not in handle:
+            handle[number] = _opened(self.paths[number])
+        return handle[number].read_row_group(inside, columns=self.columns, use_threads=False)
+
+    def _group_name(self, group: int) -> str:
+        number, inside = self._locate(group)
+        return f"{self.paths[number]}: row group {inside}"
+
+
+def _opened(path: str) -> Any:
+    os.stat(path)
+    parquet = library("pyarrow.parquet", "parquet")
+    return parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)

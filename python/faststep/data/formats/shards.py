@@ -1,0 +1,127 @@
+"""Streams of samples from many files, each read by one worker of one rank."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed
+from torch.utils.data import IterableDataset, get_worker_info
+
+from .common import FormatError, PathLike
+
+__all__ = ["ShardedStream", "shard_names"]
+
+RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+
+def shard_names(paths: PathLike | Sequence[PathLike]) -> list[str]:
+    """File names: one, a list, or a pattern as "train-{000..041}.tar" or with * and ?.
+
+    Raises:
+        FileNotFoundError: nothing fits a pattern with * or ?.
+        FormatError: the list is empty.
+    """
+    if not isinstance(paths, (str, os.PathLike)):
+        if not paths:
+            raise FormatError("no file was given")
+        return [name for path in paths for name in shard_names(path)]
+    name = os.fspath(paths)
+    if os.path.exists(name):
+        return [name]
+    if found := RANGE.search(name):
+        first, last = found.groups()
+        numbers = range(int(first), int(last) + 1)
+        names = [RANGE.sub(str(i).zfill(len(first)), name, count=1) for i in numbers]
+        return shard_names(names)
+    if glob.has_magic(name):
+        if not (matching := sorted(glob.glob(name))):
+            raise FileNotFoundError(f"no file fits {name}")
+        return matching
+    return [name]
+
+
+class ShardedStream(IterableDataset[Any]):
+    """Samples of files, one after another. Each file is read by one worker of one rank.
+
+    Rank r of n takes every n-th file from the r-th on, and of these worker w of m every m-th. Files
+    of different lengths give ranks different numbers of samples: where ranks must take the same
+    number of steps, stop all of them at a count that each has (`itertools.islice`), or use
+    torch's `Join`.
+
+    Args:
+        paths: as for `shard_names`.
+        shuffle_shards: another order of the files in each epoch, the same on all ranks; call
+            `set_epoch` before each.
+        seed: of that order.
+        rank: which part of the files; None, the default: that of torch.distributed, if it is
+            initialized.
+        world_size: of how many parts.
+
+    Raises:
+        FormatError: there are fewer files than ranks.
+    """
+
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        *,
+        shuffle_shards: bool = False,
+        seed: int = 0,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.paths = shard_names(paths)
+        self.shuffle_shards = shuffle_shards
+        self.seed = seed
+        if (rank is None) != (world_size is None):
+            raise ValueError(f"rank {rank} and world_size {world_size}: give both or none")
+        if rank is not None and world_size is not None and not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not among {world_size}")
+        self.rank, self.world_size = rank, world_size
+        # in shared memory: persistent workers have copies of this object
+        self._epoch = torch.zeros((), dtype=torch.int64)
+        self._epoch.share_memory_()  # type: ignore[no-untyped-call]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of the files, in workers that are running too."""
+        self._epoch.fill_(epoch)
+
+    def _place(self) -> tuple[int, int]:
+        if self.rank is not None and self.world_size is not None:
+            return self.rank, self.world_size
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return torch.distributed.get_rank(), torch.distributed.get_world_size()
+        return 0, 1
+
+    def shards(self) -> list[str]:
+        """The files that this process reads in this epoch, in their order."""
+        rank, world_size = self._place()
+        if len(self.paths) < world_size:
+            raise FormatError(
+                f"{len(self.paths)} files for {world_size} ranks: some would have none to read "
+                f"({', '.join(self.paths[:3])})"
+            )
+        paths = self.paths
+        if self.shuffle_shards:
+            generator = torch.Generator()
+            generator.manual_seed(self.seed * 1_000_003 + int(self._epoch))
+            paths = [paths[i] for i in torch.randperm(len(paths), generator=generator).tolist()]
+        worker = get_worker_info()
+        mine = paths[rank::world_size]
+        return mine if worker is None else mine[worker.id :: worker.num_workers]
+
+    def __iter__(self) -> Iterator[Any]:
+        for path in self.shards():
+            yield from self._samples(path)
+
+    def _samples(self, path: str) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def __getstate__(self) -> dict[str, Any]:
+        rank, world_size = self._place()  # a spawned worker does not know them
+        return {**vars(self), "rank": rank, "world_size": world_size}

@@ -1,0 +1,212 @@
+"""Rows of tables that come in groups: Parquet's row groups, Arrow's record batches."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .common import FormatError, library, naming, position
+from .handles import FileDataset
+
+__all__ = ["GroupedDataset", "chosen_columns", "fixed_rows", "is_fixed"]
+
+CACHED_GROUPS = 2  # per thread; more would be a copy of the file
+
+
+def chosen_columns(schema: Any, columns: Sequence[str] | None, path: str) -> list[str]:
+    """The columns to read, of types that have a place in a sample.
+
+    Raises:
+        FormatError: one is not there, or of another type.
+    """
+    names = list(schema.names) if columns is None else list(columns)
+    for name in names:
+        if schema.names.count(name) != 1:
+            raise FormatError(f"{path}: there is not one column {name!r} among {schema.names}")
+        if not _is_readable(schema.field(name).type):
+            raise FormatError(
+                f"{path}: column {name!r} has the type {schema.field(name).type}, which has no "
+                "place in a sample: choose others with columns=[...]"
+            )
+    if not names:
+        raise FormatError(f"{path}: there is no column in it")
+    return names
+
+
+def _is_number(kind: Any) -> bool:
+    types = library("pyarrow", "parquet").types
+    return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
+
+
+def _is_list(kind: Any) -> bool:
+    types = library("pyarrow", "parquet").types
+    return bool(types.is_list(kind) or types.is_large_list(kind))
+
+
+def is_fixed(kind: Any) -> bool:
+    """Numbers, and lists of a fixed length of these."""
+    types = library("pyarrow", "parquet").types
+    while types.is_fixed_size_list(kind):
+        kind = kind.value_type
+    return _is_number(kind)
+
+
+def _is_readable(kind: Any) -> bool:
+    types = library("pyarrow", "parquet").types
+    if types.is_dictionary(kind):
+        return _is_readable(kind.value_type)
+    if types.is_struct(kind):
+        return all(_is_readable(kind.field(i).type) for i in range(kind.num_fields))
+    if _is_list(kind):
+        return is_fixed(kind.value_type)
+    text = types.is_string(kind) or types.is_large_string(kind)
+    return text or types.is_binary(kind) or types.is_large_binary(kind) or is_fixed(kind)
+
+
+def fixed_rows(array: Any) -> Any:
+    """The rows of a column of numbers or fixed lists as a numpy array, without a copy if possible.
+
+    Returns None for other types, and where a value is missing.
+    """
+    if not is_fixed(array.type) or array.null_count:
+        return None
+    shape = [len(array)]
+    while not _is_number(array.type):
+        shape.append(array.type.list_size)
+        array = array.flatten()
+        if array.null_count:
+            return None
+    return array.to_numpy(zero_copy_only=False).reshape(shape)
+
+
+class _Values:
+    """The values of one column in one group."""
+
+    def __init__(self, array: Any) -> None:
+        types = library("pyarrow", "parquet").types
+        if types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        self.valid: Any = None
+        self.places: Any = None
+        if array.null_count:
+            self.valid = array.is_valid().to_numpy(zero_copy_only=False)
+            self.places = self.valid.cumsum() - 1  # among the values that are there
+            array = array.drop_null()
+        self.array, self.rows, self.offsets = array, None, None
+        self.is_number = is_fixed(array.type)
+        self.fields: dict[str, _Values] | None = None
+        if types.is_struct(array.type):
+            names = [field.name for field in array.type]
+            self.fields = {name: _Values(array.field(name)) for name in names}
+        elif _is_list(array.type):
+            self.offsets = array.offsets.to_numpy()
+            self.rows = fixed_rows(array.values)
+        else:
+            self.rows = fixed_rows(array)
+
+    def value(self, row: int) -> Any:
+        """The value of a row; ValueError if it is missing."""
+        if self.valid is not None:
+            if not self.valid[row]:
+                raise ValueError("the value is missing (null)")
+            row = self.places[row]
+        if self.fields is not None:
+            return {name: values.value(row) for name, values in self.fields.items()}
+        if self.rows is not None:
+            if self.offsets is None:
+                return _tensor(self.rows[row])
+            return _tensor(self.rows[self.offsets[row] : self.offsets[row + 1]])
+        if self.offsets is not None or self.is_number:
+            raise ValueError("a value is missing (null) in a list")
+        return self.array[int(row)].as_py()
+
+
+def _tensor(rows: Any) -> torch.Tensor:
+    import numpy
+
+    return torch.from_numpy(numpy.array(rows))
+
+
+class GroupedDataset(FileDataset):
+    """Rows of a table in groups that are read as a whole; the last few stay in memory.
+
+    Subclasses define `_read_group` and the handle.
+    """
+
+    per_thread = True
+
+    def __init__(
+        self, path: str, columns: list[str], transform: Callable[[Any], Any] | None
+    ) -> None:
+        super().__init__(path)
+        self.columns = columns
+        self.transform = transform
+        self.ends: list[int] = []  # sums of the groups' lengths
+
+    def _set_groups(self, lengths: Sequence[int]) -> None:
+        self.ends = list(itertools.accumulate(lengths))
+
+    def _read_group(self, handle: Any, group: int) -> Any:
+        """A RecordBatch or Table of the columns."""
+        raise NotImplementedError
+
+    def _group_name(self, group: int) -> str:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self.ends[-1] if self.ends else 0
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        places: dict[int, list[tuple[int, int]]] = {}
+        for i, index in enumerate(indices):
+            at = position(int(index), len(self), self.path)
+            places.setdefault(bisect.bisect_right(self.ends, at), []).append((i, at))
+        samples: list[Any] = [None] * len(indices)
+        for group, wanted in places.items():
+            values, before = self._group(group), self.ends[group - 1] if group else 0
+            for i, at in wanted:
+                samples[i] = self._sample(group, values, at - before)
+        return samples if self.transform is None else [*map(self.transform, samples)]
+
+    def _sample(self, group: int, values: dict[str, _Values], row: int) -> dict[str, Any]:
+        sample = {}
+        for name, column in values.items():
+            try:
+                sample[name] = column.value(row)
+            except ValueError as error:
+                place = f"{self._group_name(group)}, record {row}"
+                raise FormatError(f"{place}: column {name!r}: {error}") from error
+        return sample
+
+    def _group(self, group: int) -> dict[str, _Values]:
+        handle, cache = self._handle()
+        values: dict[str, _Values] | None = cache.get(group)
+        if values is None:
+            arrow = library("pyarrow", "parquet")
+            with naming(self._group_name(group), arrow.lib.ArrowException):
+                table = self._read_group(handle, group)
+                table.validate(full=True)  # what damaged offsets point to is not there
+                values = {name: _Values(_one_array(table.column(name))) for name in self.columns}
+            while len(cache) >= CACHED_GROUPS:
+                cache.popitem(last=False)
+            cache[group] = values
+        cache.move_to_end(group)
+        return values
+
+    @staticmethod
+    def _new_cache() -> OrderedDict[int, dict[str, _Values]]:
+        return OrderedDict()
+
+
+def _one_array(column: Any) -> Any:
+    if not hasattr(column, "chunks"):
+        return column
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

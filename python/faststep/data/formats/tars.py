@@ -1,0 +1,167 @@
+"""Tar files in the manner of WebDataset: the files of a sample follow each other, with one key."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import posixpath
+import tarfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .common import FormatError, PathLike, naming
+from .images import decode_image
+from .mapped import BAD_HEADER
+from .shards import ShardedStream
+
+__all__ = ["BASIC", "TarDataset", "decode_npy"]
+
+BLOCK = 512
+
+
+def decode_npy(data: bytes) -> torch.Tensor:
+    """The array of a .npy file."""
+    import numpy
+
+    return torch.from_numpy(numpy.load(io.BytesIO(data), allow_pickle=False))
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8")
+
+
+BASIC: Mapping[str, Callable[[bytes], Any]] = {
+    **dict.fromkeys(("cls", "cls2", "count", "id", "index", "inx"), int),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    **dict.fromkeys(("txt", "text", "transcript"), _text),
+    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "ppm", "pgm", "bmp"), decode_image),
+    "npy": decode_npy,
+}
+
+
+class TarDataset(ShardedStream):
+    """Samples of tar files. Each file is read by one worker of one rank, once.
+
+    Files are of one sample if their names agree up to the first dot after the last slash; the rest
+    of the name is the field: `000/cat7.seg.png` is the field "seg.png" of the sample "000/cat7".
+
+    Args:
+        paths: a file, a list, or a pattern as "train-{000..041}.tar" or with * and ?; plain, or
+            compressed by gzip.
+        decoders: functions of a file's bytes, by field or by what follows its last dot. Default
+            `BASIC`: cls and the like to int, json, txt to str, images to uint8 tensors
+            (3, height, width), npy to tensors. Everything else stays bytes; {} leaves all bytes.
+        columns: these fields only, which every sample must have; None, the default: all that there
+            are, and the sample's name as "__key__".
+        transform: called on each sample, a dict.
+        **options: as for ShardedStream: shuffle_shards, seed, rank, world_size.
+
+    Raises:
+        FormatError: a file is damaged or cut off, or a sample cannot be decoded; names the file,
+            the sample and the field.
+    """
+
+    def __init__(
+        self,
+        paths: PathLike | Sequence[PathLike],
+        *,
+        decoders: Mapping[str, Callable[[bytes], Any]] = BASIC,
+        columns: Sequence[str] | None = None,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(paths, **options)
+        self.decoders = decoders
+        self.columns = None if columns is None else list(columns)
+        self.transform = transform
+
+    def _samples(self, path: str) -> Iterator[Any]:
+        for number, sample in enumerate(_grouped(path)):
+            place = f"{path}: sample {number} ({sample['__key__']!r})"
+            names = self.columns or list(sample)
+            if missing := [name for name in names if name not in sample]:
+                raise FormatError(f"{place} has no {missing}; there are {sorted(sample)}")
+            decoded = {name: self._decoded(sample[name], name, place) for name in names}
+            yield decoded if self.transform is None else self.transform(decoded)
+
+    def _decoded(self, data: Any, name: str, place: str) -> Any:
+        decode = self.decoders.get(name) or self.decoders.get(name.rpartition(".")[2])
+        if decode is None or name == "__key__":
+            return data
+        with naming(f"{place}, field {name!r}", *BAD_HEADER):
+            return decode(data)
+
+
+def _grouped(path: str) -> Iterator[dict[str, Any]]:
+    sample: dict[str, Any] = {}
+    for name, data in _files(path):
+        folder, base = posixpath.split(name)
+        stem, _, field = base.partition(".")
+        key = posixpath.join(folder, stem)
+        if sample and sample["__key__"] != key:
+            yield sample
+            sample = {}
+        if field in sample:
+            raise FormatError(f"{path}: sample {key!r} has the field {field!r} twice")
+        sample["__key__"] = key
+        sample[field] = data
+    if sample:
+        yield sample
+
+
+class _Watched:
+    """A file that remembers what was read last: tarfile takes a damaged header for the end."""
+
+    def __init__(self, file: Any) -> None:
+        self.last = b""
+        self._file = file
+        self.seek, self.tell = file.seek, file.tell
+
+    def read(self, size: int = -1) -> bytes:
+        self.last = self._file.read(size)
+        return self.last
+
+
+def _files(path: str) -> Iterator[tuple[str, bytes]]:
+    """Names and contents of the regular files that have a name and a suffix."""
+    number = 0
+    with open(path, "rb") as raw:
+        packed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        file: Any = _Watched(gzip.GzipFile(fileobj=raw) if packed else raw)
+        with naming(path, tarfile.TarError, zlib.error):
+            archive = tarfile.TarFile(fileobj=file)
+        with archive:
+            while True:
+                with naming(f"{path}: file {number}", tarfile.TarError, zlib.error):
+                    member = archive.next()
+                    if member is None:
+                        _check_end(file)
+                        break
+                    data = _content(file, member)
+                archive.members.clear()  # type: ignore[attr-defined] # it remembers all of them
+                number += 1
+                if data is not None:
+                    yield member.name, data
+
+
+def _content(file: _Watched, member: tarfile.TarInfo) -> bytes | None:
+    """The bytes of a regular file with a name and a suffix; None for anything else."""
+    if not member.isreg() or posixpath.basename(member.name).find(".") < 1:
+        return None
+    if member.issparse():
+        raise ValueError(f"{member.name!r} is stored as a sparse file")
+    file.seek(member.offset_data)
+    data = file.read(member.size)
+    if len(data) != member.size:
+        raise ValueError(f"{member.name!r} is cut off")
+    return data
+
+
+def _check_end(file: _Watched) -> None:
+    if len(file.last) != BLOCK or file.last.strip(b"\0"):
+        raise ValueError("the archive ends here without its mark of the end, or goes on damaged")

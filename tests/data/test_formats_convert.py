@@ -1,0 +1,298 @@
+"""`convert`: what goes in comes out of `open`, and nothing is left when it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset
+
+import faststep.data
+from faststep.cli import main
+from faststep.data import ArrayDataset, DataLoader, FormatError, convert
+
+from . import test_formats_tars, test_formats_tfrecord
+from .both import plain
+
+
+class Samples(Dataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.samples[index], BaseException):
+            raise self.samples[index]
+        return self.samples[index]
+
+
+class Doubled(ArrayDataset):
+    def __getitem__(self, index: int) -> Any:
+        return 2 * super().__getitem__(index)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.samples
+
+
+def read(path: Path) -> list[Any]:
+    dataset: Any = faststep.data.open(path)
+    return [dataset[i] for i in range(len(dataset))]
+
+
+FIXED = [
+    {"x": (torch.full((2, 3), i, dtype=torch.bfloat16), [i, float(i)]), "y": np.float32(i)}
+    for i in range(70)
+]
+RAGGED = [
+    {"tokens": torch.arange(n, dtype=torch.int32), "text": "ä" * n, "raw": bytes(n), "label": n}
+    for n in (3, 3, 0, 5, 1)
+]
+
+
+@pytest.mark.parametrize("kind", [Samples, Stream])
+def test_rows_come_back(tmp_path: Path, kind: Any) -> None:
+    assert convert(kind(FIXED), tmp_path / "out") == 70
+    got = read(tmp_path / "out")
+    want = [
+        {
+            "x": (s["x"][0], [torch.tensor(s["x"][1][0]), torch.tensor(s["x"][1][1]).double()]),
+            "y": torch.tensor(s["y"]),
+        }
+        for s in FIXED
+    ]
+    assert [plain(sample) for sample in got] == [plain(sample) for sample in want]
+    loader = DataLoader(faststep.data.open(tmp_path / "out"), 70)
+    assert loader.path == "arrays"
+    assert torch.equal(next(iter(loader))["x"][0][:, 0, 0], torch.arange(70).bfloat16())
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_fields_of_varying_length_come_back(tmp_path: Path, order: int) -> None:
+    samples = RAGGED[::order]
+    convert(Samples(samples), tmp_path / "out")
+    for got, want in zip(read(tmp_path / "out"), samples, strict=True):
+        assert got["tokens"].dtype == torch.int32
+        assert got["tokens"].tolist() == list(range(int(want["label"])))
+        assert (got["text"], got["raw"], int(got["label"])) == (
+            want["text"],
+            want["raw"],
+            want["label"],
+        )
+    with pytest.raises(IndexError, match="no record 5"):
+        faststep.data.open(tmp_path / "out")[5]
+
+
+def test_arrays_are_copied_in_blocks(tmp_path: Path) -> None:
+    parts = [
+        ArrayDataset({"a": np.arange(40, dtype=np.uint16).reshape(10, 4)[:, ::2], "b": b})
+        for b in (torch.ones(10).bfloat16(), torch.zeros(10).bfloat16())
+    ]
+    convert(ConcatDataset(parts), tmp_path / "out")
+    want = [part[i] for part in parts for i in range(10)]
+    assert plain(read(tmp_path / "out")) == plain(want)
+    convert(Doubled(torch.arange(3)), tmp_path / "doubled")
+    assert [int(x) for x in read(tmp_path / "doubled")] == [0, 2, 4]
+    with pytest.raises(TypeError, match=r"\['columns'\] are for open"):
+        convert(parts[0], tmp_path / "other", columns=["a"])
+    np.savez(tmp_path / "x.npz", a=np.arange(12).reshape(4, 3))
+    assert convert(tmp_path / "x.npz", tmp_path / "npz") == 4
+    assert read(tmp_path / "npz")[3]["a"].tolist() == [9, 10, 11]
+
+
+WRONG: list[tuple[list[Any], str]] = [
+    ([torch.ones(2, 3), torch.ones(2, 4)], r"record 1: data is float32 .*\(\*, 4\).*image_size"),
+    ([torch.ones(3), torch.ones(3).int()], "record 1: data is int32"),
+    ([{"a": 1}, {"b": 1}], r"record 1 has other fields .*data\['b'\]"),
+    ([{"a": object()}], r"record 0: data\['a'\] is a object"),
+    ([np.array([1.0], np.longdouble)], "record 0: data has the type float128"),
+    ([torch.eye(3).to_sparse()], "record 0: data is not a dense tensor"),
+    ([np.array(["a"])], "record 0: data has the type <U1"),
+    ([{1: 1.0}], "Samples: .*only texts can be kept"),
+    ([], "Samples: there is no record"),
+    ([1, RuntimeError("broken")], "broken"),
+    ([1, KeyboardInterrupt("now")], "now"),
+]
+
+
+@pytest.mark.parametrize(("samples", "message"), WRONG)
+def test_nothing_is_left_behind(tmp_path: Path, samples: list[Any], message: str) -> None:
+    with pytest.raises((FormatError, RuntimeError, KeyboardInterrupt), match=message):
+        convert(Samples(samples), tmp_path / "out")
+    assert os.listdir(tmp_path) == []
+
+
+def test_only_its_own_results_are_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(Samples([1, 2]), out)
+    with pytest.raises(FileExistsError, match="out exists"):
+        convert(Samples([3]), out)
+    with pytest.raises(RuntimeError, match="broken"):
+        convert(Samples([3, RuntimeError("broken")]), out, force=True)
+    assert [int(x) for x in read(out)] == [1, 2]
+    convert(Samples([3]), out, force=True)
+    assert [int(x) for x in read(out)] == [3]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("years of work")
+    with pytest.raises(FileExistsError, match="mine was not made by this command"):
+        convert(Samples([3]), tmp_path / "mine", force=True)
+    assert sorted(os.listdir(tmp_path)) == ["mine", "out"]
+    with pytest.raises(FileNotFoundError, match="none is not a directory"):
+        convert(Samples([3]), tmp_path / "none" / "out")
+
+
+def test_damaged_results(tmp_path: Path) -> None:
+    convert(Samples(RAGGED), tmp_path / "out")
+    manifest = tmp_path / "out" / "faststep.json"
+    right = json.loads(manifest.read_text())
+    wrong: list[tuple[str, Any]] = [
+        ("version", 99),
+        ("length", 4),
+        ("fields", []),
+        ("fields", [{**right["fields"][0], "file": "../x.npy"}, *right["fields"][1:]]),
+        ("fields", [{**right["fields"][0], "kind": "other"}, *right["fields"][1:]]),
+        ("sample", {"kind": "set", "keys": [], "children": []}),
+        ("format", "another"),
+    ]
+    for key, value in wrong:
+        manifest.write_text(json.dumps({**right, key: value}))
+        with pytest.raises(FormatError, match=r"faststep.json: "):
+            faststep.data.open(tmp_path / "out")
+    for text in ("", "[]", '{"format":'):
+        manifest.write_text(text)
+        with pytest.raises(FormatError, match=r"faststep.json: "):
+            faststep.data.open(tmp_path / "out")
+    manifest.write_text(json.dumps(right))
+    offsets = tmp_path / "out" / "tokens.offsets.npy"
+    with open(offsets, "r+b") as file:
+        file.seek(-40, 2)
+        file.write(b"\xff" * 8)
+    with pytest.raises(FormatError, match=r"'tokens'.*: record 0 is not inside"):
+        faststep.data.open(tmp_path / "out")[0]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    np.save(tmp_path / "x.npy", np.arange(6).reshape(3, 2))
+    command = ["convert", str(tmp_path / "x.npy"), str(tmp_path / "out")]
+    assert main(command) == 0
+    printed = capsys.readouterr()
+    assert "out: 3 records" in printed.out
+    assert "3/3" in printed.err
+    assert main(command) == 1
+    assert "--force replaces" in capsys.readouterr().err
+    assert main([*command, "--force"]) == 0
+    assert main(["convert", str(tmp_path / "none"), str(tmp_path / "other")]) == 1
+    assert "none" in capsys.readouterr().err
+
+
+# ---- from every format ----
+
+
+def written(folder: Path) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Sources of every format with a field "x" or a single one, and the rows of it."""
+    rows = np.arange(12, dtype=np.int64).reshape(6, 2)
+    np.save(folder / "npy", rows)
+    yield "npy.npy", None, list(rows)
+    np.savez(folder / "npz", x=rows)
+    yield "npz.npz", "x", list(rows)
+    safetensors_torch = pytest.importorskip("safetensors.torch")
+    safetensors_torch.save_file({"x": torch.from_numpy(rows)}, folder / "safetensors")
+    yield "safetensors", "x", list(rows)
+    h5py = pytest.importorskip("h5py")
+    for name, options in (("hdf5", {}), ("hdf5-chunks", {"chunks": True})):
+        with h5py.File(folder / name, "w") as file:
+            file.create_dataset("x", data=rows, **options)
+        yield name, "x", list(rows)
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    lists = arrow.FixedSizeListArray.from_arrays(arrow.array(rows.reshape(-1)), 2)
+    parquet.write_table(arrow.table({"x": lists}), folder / "parquet", row_group_size=4)
+    yield "parquet", "x", list(rows)
+    with arrow.ipc.new_file(folder / "arrow", arrow.schema([("x", lists.type)])) as file:
+        file.write_table(arrow.table({"x": lists}), max_chunksize=4)
+    yield "arrow", "x", list(rows)
+    lmdb = pytest.importorskip("lmdb")
+    with lmdb.open(str(folder / "lmdb")) as environment, environment.begin(write=True) as put:
+        for i, row in enumerate(rows):
+            put.put(b"%d" % i, row.tobytes())
+    yield "lmdb", None, [row.tobytes() for row in rows]
+    values = [{"x": torch.from_numpy(row)} for row in rows]
+    test_formats_tfrecord.write(
+        folder / "tfrecord", [test_formats_tfrecord.example(value) for value in values]
+    )
+    yield "tfrecord", "x", list(rows)
+    files = {f"{i}.npy": test_formats_tars.npy(row) for i, row in enumerate(rows)}
+    test_formats_tars.write(folder / "tar", files)
+    yield "tar", "npy", list(rows)
+
+
+def test_every_format(tmp_path: Path) -> None:
+    for source, field, want in written(tmp_path):
+        assert convert(tmp_path / source, tmp_path / f"{source}-out") == len(want)
+        got = [
+            sample if field is None else sample[field]
+            for sample in read(tmp_path / f"{source}-out")
+        ]
+        assert [row if isinstance(row, bytes) else row.tolist() for row in got] == [
+            row if isinstance(row, bytes) else row.tolist() for row in want
+        ], source
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_images_of_one_size(tmp_path: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    for i, size in enumerate([(40, 30), (30, 50), (20, 20)]):
+        (tmp_path / "in" / f"class{i}").mkdir(parents=True)
+        noise = np.random.default_rng(i).integers(0, 255, (*size, 3), dtype=np.uint8)
+        image_module.fromarray(noise).save(tmp_path / "in" / f"class{i}" / "x.png")
+    command = ["convert", str(tmp_path / "in"), str(tmp_path / "out")]
+    assert main(command) == 1
+    assert main([*command, "--image-size", "0"]) == 1
+    assert main([*command, "--image-size", "20"]) == 0
+    source = faststep.data.open(tmp_path / "in")
+    got: Any = faststep.data.open(tmp_path / "out")
+    assert isinstance(got, ArrayDataset)
+    assert [(x.shape, int(y)) for x, y in got] == [((3, 20, 20), i) for i in range(3)]
+    assert torch.equal(got[2][0], source[2][0])
+    want = torch.nn.functional.interpolate(
+        source[0][0][None].float(), (26, 20), mode="bilinear", antialias=True
+    )
+    assert (got[0][0] - want[0, :, 3:23]).abs().max() <= 1
+
+
+def test_damage_is_a_format_error_in_every_format(tmp_path: Path) -> None:
+    """LMDB is left out: it keeps no checksums, and follows what is damaged inside."""
+    generator = random.Random(4)
+    refused: dict[str, int] = {}
+    for source, _, _ in written(tmp_path):
+        if source == "lmdb":
+            continue
+        whole, refused[source] = (tmp_path / source).read_bytes(), 0
+        for _ in range(25):
+            damaged = bytearray(whole)
+            for _ in range(generator.randint(1, 4)):
+                damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+            (tmp_path / "bad").write_bytes(damaged[: generator.choice([None, 50, -50])])
+            options = {"read": True} if source == "npz.npz" else {}
+            try:
+                dataset: Any = faststep.data.open(tmp_path / "bad", **options)
+                samples = dataset
+                if not isinstance(dataset, IterableDataset):
+                    samples = map(dataset.__getitem__, range(min(len(dataset), 100)))
+                assert all(sample is not None for sample in samples)
+            except FormatError as error:
+                assert str(tmp_path / "bad") in str(error)  # noqa: PT017
+                refused[source] += 1
+    assert min(refused.values()) > 5

@@ -1,0 +1,181 @@
+"""Tars of samples: fields, splitting by rank and worker, and damage anywhere."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import faststep.data
+from faststep.data import FormatError
+from faststep.data.formats import TarDataset
+
+from .both import plain
+
+
+def write(path: Path, files: dict[str, bytes], mode: str = "w", **options: Any) -> Path:
+    with tarfile.open(path, mode, **options) as archive:  # type: ignore[call-overload]
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return path
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def numbered(folder: Path, shards: int, samples: int = 4) -> list[int]:
+    """Shards whose samples have numbers; of shard i, i more than `samples`."""
+    numbers = []
+    for shard in range(shards):
+        files = {}
+        for i in range(samples + shard):
+            numbers.append(100 * shard + i)
+            files[f"s/{numbers[-1]:05d}.cls"] = b"%d" % numbers[-1]
+        write(folder / f"train-{shard:03d}.tar", files)
+    return numbers
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+@pytest.mark.parametrize("form", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_fields_are_decoded(tmp_path: Path, mode: str, form: int) -> None:
+    folder = "deep/" + "er" * 45
+    first = {
+        "cls": b"7",
+        "json": json.dumps({"a": [1, None]}).encode(),
+        "txt": "grün".encode(),
+        "x.npy": npy(np.arange(6).reshape(2, 3)),
+        "bin": b"\0\1",
+    }
+    files = {f"{folder}/a.{name}": data for name, data in first.items()}
+    files |= {"README": b"no field", "b.cls": b"8", "c/.hidden": b"no name"}
+    path = write(tmp_path / "x", files, mode, format=form)
+    samples = [*faststep.data.open(path)]
+    assert plain(samples) == plain(
+        [
+            {
+                "__key__": f"{folder}/a",
+                "cls": 7,
+                "json": {"a": [1, None]},
+                "txt": "grün",
+                "x.npy": torch.arange(6).view(2, 3),
+                "bin": b"\0\1",
+            },
+            {"__key__": "b", "cls": 8},
+        ]
+    )
+    assert [*TarDataset(path, decoders={})][1] == {"__key__": "b", "cls": b"8"}
+    own = TarDataset(path, decoders={"cls": lambda data: -int(data)}, columns=["cls"])
+    assert [*own] == [{"cls": -7}, {"cls": -8}]
+    assert [*TarDataset(path, columns=["cls"], transform=lambda s: s["cls"])] == [7, 8]
+
+
+def test_images(tmp_path: Path) -> None:
+    image_module = pytest.importorskip("PIL.Image")
+    pixels = np.random.default_rng(0).integers(0, 255, (8, 5, 3), dtype=np.uint8)
+    file = io.BytesIO()
+    image_module.fromarray(pixels).save(file, "PNG")
+    (sample,) = faststep.data.open(write(tmp_path / "x", {"a.png": file.getvalue()}))
+    assert torch.equal(sample["png"], torch.from_numpy(pixels).permute(2, 0, 1))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_every_shard_is_read_once(tmp_path: Path, workers: int, world_size: int) -> None:
+    numbers = numbered(tmp_path, 5)
+    pattern = tmp_path / "train-{000..004}.tar"
+    seen = []
+    for rank in range(world_size):
+        dataset = TarDataset(pattern, rank=rank, world_size=world_size)
+        loader = DataLoader(pickle.loads(pickle.dumps(dataset)), None, num_workers=workers)
+        seen += [sample["cls"] for sample in loader]
+    assert sorted(seen) == numbers
+    with pytest.raises(FormatError, match="5 files for 6 ranks"):
+        next(iter(TarDataset(pattern, rank=0, world_size=6)))
+
+
+def test_shards_are_shuffled_alike_on_all_ranks(tmp_path: Path) -> None:
+    numbers = numbered(tmp_path, 6)
+    parts = [
+        TarDataset(tmp_path / "*.tar", shuffle_shards=True, rank=rank, world_size=2)
+        for rank in range(2)
+    ]
+    loaders = [DataLoader(p, None, num_workers=1, persistent_workers=True) for p in parts]
+    orders = []
+    for epoch in range(4):
+        for part in parts:
+            part.set_epoch(epoch)
+        orders.append([sample["cls"] for loader in loaders for sample in loader])
+        assert sorted(orders[-1]) == numbers
+    assert len({tuple(order) for order in orders}) == 4
+    with pytest.raises(ValueError, match="give both or none"):
+        TarDataset(tmp_path / "*.tar", rank=1)
+    with pytest.raises(FileNotFoundError, match="no file fits"):
+        TarDataset(tmp_path / "*.tgz")
+
+
+def test_what_cannot_be_decoded_is_named(tmp_path: Path) -> None:
+    for field, data in (("cls", b"x"), ("json", b"{"), ("npy", b"\x93NUM"), ("png", b"\x89PNG")):
+        path = write(tmp_path / "x", {"a.txt": b"", f"b.{field}": data})
+        with pytest.raises(FormatError, match=rf"x: sample 1 \('b'\), field '{field}': "):
+            list(TarDataset(path))
+    path = write(tmp_path / "x", {"a.cls": b"1", "b.txt": b"1"})
+    with pytest.raises(FormatError, match=r"x: sample 1 \('b'\) has no \['cls'\]"):
+        list(TarDataset(path, columns=["cls"]))
+    with tarfile.open(path, "w") as archive:
+        for _ in range(2):
+            archive.addfile(tarfile.TarInfo("a.cls"))
+    with pytest.raises(FormatError, match="x: sample 'a' has the field 'cls' twice"):
+        list(TarDataset(path))
+
+
+def test_a_tar_that_ends_early_is_noticed_anywhere(tmp_path: Path) -> None:
+    """At every header and in every file: tarfile alone takes most of these for the end."""
+    files = {f"{i}.bin": bytes([i]) * (100 + 512 * i) for i in range(4)}
+    whole = write(tmp_path / "x", files).read_bytes()
+    assert len([*TarDataset(tmp_path / "x")]) == 4
+    end = sum(512 + (len(data) + 511) // 512 * 512 for data in files.values())
+    for size in range(512, end + 1, 128):
+        (tmp_path / "cut").write_bytes(whole[:size])
+        with pytest.raises(FormatError, match=r"cut: file [0-4]: "):
+            list(TarDataset(tmp_path / "cut"))
+    (tmp_path / "cut").write_bytes(whole[:300])
+    with pytest.raises(FormatError, match=r"cut: "):
+        list(TarDataset(tmp_path / "cut"))
+    for at in (20, 1030, 1060):
+        damaged = bytearray(whole)
+        damaged[at] ^= 1
+        (tmp_path / "bad").write_bytes(damaged)
+        with pytest.raises(FormatError, match=r"bad: "):
+            list(TarDataset(tmp_path / "bad"))
+    write(tmp_path / "packed", files, "w:gz")
+    packed = (tmp_path / "packed").read_bytes()
+    (tmp_path / "bad").write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(FormatError, match=r"bad: "):
+        list(TarDataset(tmp_path / "bad"))
+
+
+def test_the_rank_is_torch_distributeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for when the files are read, and kept for workers that cannot ask."""
+    numbered(tmp_path, 4, 1)
+    dataset = TarDataset(tmp_path / "*.tar")
+    assert len(dataset.shards()) == 4
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    assert dataset.shards() == [str(tmp_path / f"train-{i:03d}.tar") for i in (1, 3)]
+    pickled = pickle.dumps(dataset)
+    monkeypatch.undo()
+    assert pickle.loads(pickled).shards() == [str(tmp_path / f"train-{i:03d}.tar") for i in (1, 3)]
