@@ -21,8 +21,8 @@ __all__ = ["Reduced"]
 
 
 class _User(Protocol):
-    def reduced(self, param: Tensor, grad: Tensor) -> None:
-        """The gradient of a parameter is reduced."""
+    def reduced(self, param: Tensor, grad: Tensor) -> bool:
+        """The gradient of a parameter is reduced; whether it was used, and may be freed."""
 
 
 class Reduced:
@@ -32,7 +32,6 @@ class Reduced:
         self._group = model.process_group
         self._factor = 1.0 / dist.get_world_size(self._group)
         self._user: weakref.ref[_User] | None = None
-        self._used: list[Tensor] = []  # parameters whose gradients are to be freed
         ignored = model.parameters_to_ignore
         self._params = {
             id(param): weakref.ref(param)
@@ -82,26 +81,25 @@ class Reduced:
         work = dist.all_reduce(values, group=self._group, async_op=True)
         params, grads = bucket.parameters(), bucket.gradients()
         user = None if self._user is None else self._user()
-        if user is not None:
-            if not self._used:
-                # What DistributedDataParallel does at the end of backward comes before that.
-                after_backward(lambda: after_backward(self._free))
-            self._used += params
+        used: list[Tensor] = []
+        if user is not None:  # what DistributedDataParallel does after backward comes in between
+            after_backward(lambda: after_backward(lambda: _free(used)))
 
         def use(future: Future[list[Tensor]]) -> Tensor:
             value: Tensor = future.value()[0]
             if user is not None:
                 for param, grad in zip(params, grads, strict=True):
-                    user.reduced(param, grad)
+                    if user.reduced(param, grad):
+                        used.append(param)
             return value
 
         reduced: Future[Tensor] = work.get_future().then(use)
         return reduced
 
-    def _free(self) -> None:
-        for param in self._used:
-            param.grad = None
-        self._used = []
+
+def _free(params: list[Tensor]) -> None:
+    for param in params:
+        param.grad = None
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, Reduced] = weakref.WeakKeyDictionary()

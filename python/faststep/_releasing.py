@@ -74,10 +74,10 @@ class Release:
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
         ]
+        weakref.finalize(self, _undo, self._handles, self._places).atexit = False
         self._attach(optimizer)
         if reduced is not None:
             reduced.use(self)
-        weakref.finalize(self, _undo, self._handles, self._places).atexit = False
 
     def _attach(self, optimizer: FusedOptimizer) -> None:
         """Hook parameters that are new or were unfrozen; note where the others are now."""
@@ -96,12 +96,14 @@ class Release:
         if self._reduced is None or param not in self._reduced:
             self._update(place, param)
 
-    def reduced(self, param: Tensor, grad: Tensor) -> None:
-        """The gradient is reduced: use it, and leave it to DistributedDataParallel."""
+    def reduced(self, param: Tensor, grad: Tensor) -> bool:
+        """The gradient is reduced: use it, but do not free it yet; False if it is not ours."""
         place = self._places.get(id(param))
-        if place is not None and place.param() is param:
-            param.grad = grad
-            self._update(place, param)
+        if place is None or place.param() is not param:
+            return False
+        param.grad = grad
+        self._update(place, param)
+        return True
 
     def _update(self, place: _Place, param: Tensor) -> None:
         """The step of one parameter, or the part of it that a gradient is needed for."""

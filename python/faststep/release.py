@@ -27,6 +27,9 @@ def release_gradients(
     The bits are those of `optimizer.step()`. The loop stays as it is: `optimizer.step()` finds no
     gradients and only ends the step; schedulers, parameter groups and `state_dict` work as ever.
 
+    The optimizer's states are made at once: made in backward they would lie between gradients, and
+    malloc could not give back what is freed there.
+
     With `max_grad_norm` set on the optimizer exact clipping would need all gradients before the
     first update. Two approximations take its place, if asked for:
 

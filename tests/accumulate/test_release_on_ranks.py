@@ -72,6 +72,14 @@ def _clipped(rank: int) -> dict[str, Any]:
     optimizer.step()
     found["states"] = values(net)
 
+    other = make_model()
+    part = DistributedDataParallel(other, bucket_cap_mb=SMALL)
+    some = faststep.optim.SGD(other[0].parameters(), lr=0.1)
+    kept = faststep.release_gradients(part, some)
+    loss_of(part, batches([4])[0]).backward()
+    found["freed"] = [param.grad is None for param in other.parameters()]
+    kept.remove()
+
     second, errors = faststep.optim.SGD([net[0].weight]), []
     for refused in (
         lambda: faststep.release_gradients(model, second),
@@ -134,6 +142,11 @@ def test_the_bits_of_the_step_after_backward(answers: list[dict[str, Any]], case
 def test_ranks_stay_alike(answers: list[dict[str, Any]], case: str) -> None:
     for answer in answers:
         assert_equal(answer[case][:6], answers[0][case][:6])
+
+
+def test_gradients_of_other_optimizers_stay(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        assert answer["freed"] == [True, True, False, False, False, False]
 
 
 def test_what_is_refused(answers: list[dict[str, Any]]) -> None:
