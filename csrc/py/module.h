@@ -49,4 +49,7 @@ PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
 PyObject *fst_py_permute(PyObject *module, PyObject *args);
 extern PyType_Spec fst_slots_spec, fst_gather_spec;
 
+/* Batches of images (image.c). */
+PyObject *fst_py_transform_images(PyObject *module, PyObject *args);
+
 #endif

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.utils.data
@@ -14,6 +15,7 @@ from .columns import NotArrays
 from .iterator import ArrayIterator, Progress
 from .orders import order_of, restore
 from .plan import Plan
+from .transformed import Transformed
 
 __all__ = ["DataLoader"]
 
@@ -37,11 +39,26 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     the two it is, and `explain()` why.
 
     On the array path `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
+
+    Args:
+        transforms: what every batch goes through when it is delivered: a
+            faststep.data.transforms.Compose, whose random numbers follow from the epoch's base seed
+            and the batch's number, or any other function of a batch. Default: none.
+        args, kwargs: torch's.
     """
 
     _slots: _C.Slots | None = None
+    _epoch = 0  # of the iterator, where persistent workers share one
     _progress: Progress | None = None
     _resume: dict[str, Any] | None = None
+
+    def __init__(
+        self, *args: Any, transforms: Callable[[Any], Any] | None = None, **kwargs: Any
+    ) -> None:
+        if transforms is not None and not callable(transforms):
+            raise TypeError(f"transforms must be a function of a batch, not {transforms!r}")
+        super().__init__(*args, **kwargs)
+        self.transforms = transforms
 
     @property
     def path(self) -> str:
@@ -80,6 +97,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _get_iterator(self) -> Any:
         plan = self._plan()
         state, self._resume = self._resume, None
+        self._epoch = 0
         if isinstance(plan, str):
             if state is not None:
                 raise _no_state(plan)
@@ -89,15 +107,21 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if state is not None and state["_iterator_finished"]:
             keeps_seed = self.persistent_workers and state["_base_seed"] is not None
             state = state if keeps_seed else None  # else a new epoch draws its own
+        if state is not None:
+            self._epoch = state.get("_transforms_epoch", 0) + state["_iterator_finished"]
         iterator = ArrayIterator(self, plan, self._slots, state)
         self._progress = iterator.progress
         return iterator
 
     def __iter__(self) -> Any:
+        again = self._iterator is not None
         iterator: Any = super().__iter__()
         if isinstance(iterator, ArrayIterator):  # a persistent one has begun a new epoch
             self._progress = iterator.progress
-        return iterator
+        self._epoch += again
+        if self.transforms is None:
+            return iterator
+        return Transformed(iterator, self.transforms, self._epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was delivered, under torchdata's names.
@@ -113,7 +137,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return self._resume
         progress = self._progress
         if progress is not None and progress.order is not None and progress.order.resumable:
-            return progress.state_dict()
+            state = progress.state_dict()
+            return state if self.transforms is None else state | {"_transforms_epoch": self._epoch}
         plan = self._plan()
         if isinstance(plan, str):
             raise _no_state(plan)
