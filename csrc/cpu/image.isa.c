@@ -86,7 +86,7 @@ static void copy_row(const worker *w, const view *v, int32_t channel, int32_t y,
     const fst_image_sample *at = v->at;
     const float scale = b->scale[channel], bias = b->bias[channel];
     const int32_t row =
-        fst_image_place(at->first_row + y, at->top, at->grid_height, b->source_height);
+        fst_image_unresized(at->first_row + y, at->top, at->grid_height, b->source_height);
     const int32_t right = b->source_width - at->left;
     const int32_t low = at->left < 0 ? -at->left : 0; /* the grid's columns that have a source */
     const int32_t high = right < at->grid_width ? right : at->grid_width;

@@ -1,5 +1,6 @@
 /* Batches of images: reads the tensors, and has them transformed. */
 #include "core/image.h"
+#include "gpu/image.h"
 
 #include "py/module.h"
 
@@ -16,9 +17,14 @@ static int is_type(const fst_dl_tensor *tensor, int code, int bits)
     return tensor->dtype.lanes == 1 && tensor->dtype.code == code && tensor->dtype.bits == bits;
 }
 
+enum { ELSEWHERE = FST_HOST - 1 };
+
+/* FST_HOST, the number of a CUDA device, or ELSEWHERE. */
 static int device_of(const fst_dl_tensor *tensor)
 {
-    return tensor->device.device_type == FST_DL_CPU ? FST_HOST : tensor->device.device_id;
+    return tensor->device.device_type == FST_DL_CPU    ? FST_HOST
+           : tensor->device.device_type == FST_DL_CUDA ? tensor->device.device_id
+                                                       : ELSEWHERE;
 }
 
 /* Reads a tensor of four dimensions; 0, or -1 with a Python error. */
@@ -129,25 +135,71 @@ static int read_factors(PyObject *tuple, const char *name, int32_t channels, flo
     return 0;
 }
 
-/* transform_images(images, out, samples, scale, bias): see _C.pyi. */
+/* Where the device gets its copy of the samples. */
+static int read_buffer(fst_module *state, PyObject *object, int device, fst_image_batch *batch)
+{
+    fst_dl_tensor tensor;
+    fst_problem problem;
+    if (fst_tensor_read(&state->tensors, object, &tensor, &problem))
+        return refuse(PyExc_TypeError, "buffer", &problem);
+    if (device_of(&tensor) != device || !is_type(&tensor, DL_INT, 32) || tensor.ndim != 1 ||
+        tensor.shape[0] * (int64_t)sizeof(int32_t) <
+            batch->count * (int64_t)sizeof(fst_image_sample) ||
+        (tensor.shape[0] > 1 && tensor.strides[0] != 1)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "buffer is not a packed 1-d tensor of int32 on the device of images, as "
+                        "large as samples");
+        return -1;
+    }
+    batch->samples = (uint64_t)(uintptr_t)tensor.data + tensor.byte_offset;
+    return 0;
+}
+
+/* Launches; reads `images` once more, for torch's current stream. */
+static PyObject *on_device(fst_module *state, PyObject *images, PyObject *buffer, int device,
+                           fst_image_batch *batch)
+{
+    const fst_image_sample *samples = (const fst_image_sample *)(uintptr_t)batch->samples;
+    fst_status status = {0};
+    fst_problem problem;
+    void *stream;
+    if (device < 0 || device >= FST_GPU_DEVICES) {
+        PyErr_SetString(PyExc_TypeError, "images is neither in CPU nor in CUDA memory");
+        return NULL;
+    }
+    if (fst_image_check(batch, samples, &status))
+        return fst_raise(&status);
+    if (read_buffer(state, buffer, device, batch))
+        return NULL;
+    if (fst_tensor_stream(&state->tensors, images, device, &stream, &problem)) {
+        refuse(PyExc_TypeError, "images", &problem);
+        return NULL;
+    }
+    if (!state->list_tables[device])
+        state->list_tables[device] = fst_gpu_tables_new(device, &status);
+    if (!state->list_tables[device] ||
+        fst_gpu_image(state->list_tables[device], batch, samples, stream, &status))
+        return fst_raise(&status);
+    return Py_NewRef(Py_None);
+}
+
+/* transform_images(images, out, samples, scale, bias, buffer): see _C.pyi. */
 PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
-    PyObject *images, *out, *samples, *scale, *bias;
+    PyObject *images, *out, *samples, *scale, *bias, *buffer = Py_None;
     fst_image_batch batch = {0};
     fst_status status = {0};
     int device;
-    if (!PyArg_ParseTuple(args, "OOOO!O!", &images, &out, &samples, &PyTuple_Type, &scale,
-                          &PyTuple_Type, &bias) ||
+    if (!PyArg_ParseTuple(args, "OOOO!O!|O", &images, &out, &samples, &PyTuple_Type, &scale,
+                          &PyTuple_Type, &bias, &buffer) ||
         read_source(state, images, &batch, &device) || read_out(state, out, &batch, device) ||
         read_samples(state, samples, &batch) ||
         read_factors(scale, "scale", batch.channels, batch.scale) ||
         read_factors(bias, "bias", batch.channels, batch.bias))
         return NULL;
-    if (device != FST_HOST) {
-        PyErr_SetString(PyExc_TypeError, "images is not in CPU memory");
-        return NULL;
-    }
+    if (device != FST_HOST)
+        return on_device(state, images, buffer, device, &batch);
     Py_BEGIN_ALLOW_THREADS fst_image_transform(&batch, &status);
     Py_END_ALLOW_THREADS if (status.code) return fst_raise(&status);
     return Py_NewRef(Py_None);

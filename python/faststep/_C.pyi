@@ -146,13 +146,17 @@ def transform_images(
     samples: Tensor,
     scale: tuple[float, ...],
     bias: tuple[float, ...],
+    buffer: Tensor | None = ...,
     /,
 ) -> None:
     """Write a batch of images to `out`, in one pass on torch's threads and without the GIL.
 
+    On a CUDA device it is a launch on torch's current stream, which must not be captured; `buffer`
+    is then int32 on the device, for its copy of `samples`.
+
     `images` is (N, C, H, W) uint8 or float32, `out` (N, C, h, w) float32, bfloat16 or float16, both
-    with any strides; `samples` is (N, 16) int32, a struct of csrc/base/image.h per row, and `scale`
-    and `bias` have a number per channel.
+    with any strides; `samples` is (N, 16) int32, a struct of csrc/base/image.h per row, on the
+    CPU, and `scale` and `bias` have a number per channel.
 
     Raises:
         TypeError: a tensor cannot be used.

@@ -91,4 +91,5 @@ def running(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(torch.cuda, "graph", capture)
     yield
     machine.synchronize()
+    fake.free_allocated()
     assert machine.complaint() is None

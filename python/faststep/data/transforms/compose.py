@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from faststep import _C
+from faststep._torch import is_capturing
 
 from .geometry import Geometry
 from .mixing import Labels, Mix
@@ -156,7 +157,9 @@ class Compose:
         out = self._out(images, _size(view))
         unit = 1.0 if images.is_floating_point() else 1 / 255
         factors = self._normalize.factors(channels, unit)
-        _C.transform_images(images, out, _samples(view, mix, count), *factors)
+        samples = _samples(view, mix, count)
+        buffer = None if images.is_cpu else images.new_empty(samples.numel(), dtype=torch.int32)
+        _C.transform_images(images, out, samples, *factors, buffer)
         if labels is not None and self._labels is not None:
             labels = self._labels.apply(labels, mix)
         return out, labels
@@ -170,6 +173,8 @@ class Compose:
             raise TypeError(f"images must be uint8 or float32, not {images.dtype}")
         if images.requires_grad:
             raise ValueError("images requires a gradient, and transforms have none: detach() it")
+        if not images.is_cpu and is_capturing():
+            raise RuntimeError("transforms cannot be captured into a CUDA graph")
         if self._labels is None:
             return
         if not isinstance(labels, Tensor):
@@ -180,15 +185,16 @@ class Compose:
     def _out(self, images: Tensor, size: tuple[int, int]) -> Tensor:
         """Memory for the result."""
         count, channels = images.shape[:2]
-        form = torch.empty(
-            (0, channels, *size),
-            dtype=self._format.dtype,
-            device="cpu",
-            memory_format=self._format.memory_format,
-        )
+        options: dict[str, Any] = {
+            "dtype": self._format.dtype,
+            "memory_format": self._format.memory_format,
+        }
+        if not images.is_cpu:
+            return torch.empty((count, channels, *size), device=images.device, **options)
         if self._slots is None:
             self._slots = _C.Slots()
             self._slots.keep(SLOTS_KEPT)
+        form = torch.empty((0, channels, *size), device="cpu", **options)
         return self._slots.empty(form, count)
 
 
