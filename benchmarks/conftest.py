@@ -12,6 +12,7 @@ import pytest
 from faststep.cli.plots import plot_outcomes
 from faststep.cli.report import as_json, as_text, machine
 from faststep.cli.workloads import MAX_NORM
+from figures import figures_text
 from goals import goals_text
 from ring import Ring
 from works import SMOKE
@@ -58,8 +59,9 @@ def _introduction() -> str:
     smoke = " SMOKE RUN on tiny tensors: the figures mean nothing." if SMOKE else ""
     return (
         f"{machine()}; {datetime.now(timezone.utc):%Y-%m-%d}.{smoke}\n\n"
-        "fp32 on the CPU. Contenders share parameters and gradients and take turns in blocks; "
-        "medians over all blocks. The gradients are restored before every round, untimed. Their "
+        "fp32 on the CPU. Contenders share parameters and gradients and take turns in blocks of "
+        "one to six rounds; medians over all blocks. The gradients are restored before every "
+        "round, untimed. Their "
         f"global norm is 4 and the limit {MAX_NORM:g}, so clipping acts, unless a row says "
         "otherwise. GB/s is the least traffic of the work over the median; copy_ counts 8 bytes "
         "per fp32 element. torch default is the for-loop: on a CPU torch chooses foreach only "
@@ -70,7 +72,7 @@ def _introduction() -> str:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     ring = session.config.stash[RING]
     ring.leave()
-    if not any(outcome.seconds for outcome in ring.outcomes):
+    if not any(outcome.seconds for outcome in ring.outcomes) and not ring.figures:
         return
     name = session.config.getoption("save")
     stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
@@ -78,6 +80,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     base.parent.mkdir(parents=True, exist_ok=True)
     outcomes, introduction = ring.outcomes, _introduction()
     goals = goals_text(outcomes, markdown=True)
+    if ring.figures:
+        goals = f"{goals}\n\n{figures_text(ring.figures, markdown=True)}".lstrip()
     tables = as_text(outcomes, markdown=True)
     base.with_name(f"{base.name}.md").write_text(
         f"# Benchmarks\n\n{introduction}\n\n## What it must show\n\n{goals}\n\n"
@@ -87,6 +91,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     plot_outcomes(base.with_name(f"{base.name}.png"), machine(), outcomes)
     session.config.stash[TEXT] = (
         f"{introduction}\n\n{as_text(outcomes)}\n\n{goals_text(outcomes)}\n\n"
+        f"{figures_text(ring.figures)}\n\n"
         f"Written: {base}.md, .json and .png"
     )
 

@@ -11,6 +11,7 @@ from faststep.cli.contenders import OURS, SWAPPED
 from faststep.cli.report import times
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import ALL_FAMILIES
+from loader_works import COPY, LOADER_WORKS
 from works import HOST_TENSORS, LARGE, MANY_SMALL, SMOKE
 
 __all__ = ["GOALS", "Goal", "goals_text"]
@@ -53,12 +54,19 @@ def _goals() -> tuple[Goal, ...]:
         Goal("clip", "GPT-2 small", "torch", 1.8),
         Goal("clip", MANY_SMALL, "torch", 20.0),
         *(Goal("chain", label, "copy_", 0.9) for label in LARGE),
+        *(Goal("loader", work.label, "torch", work.at_least) for work in LOADER_WORKS),
+        *(
+            Goal("loader", work.label, COPY, 0.9)
+            for work in LOADER_WORKS
+            if COPY in dict(work.others)
+        ),
         *(Goal("host", f"{tensors} x 1", "torch fused", 20.0) for tensors in HOST_TENSORS),
     ]
     return tuple(goals)
 
 
 GOALS = _goals()
+RIVALS = {"copy_": "copy_'s bytes/s", "torch": "torch at its best"}
 
 
 def _measured(goal: Goal, outcome: Outcome) -> float:
@@ -88,7 +96,7 @@ def goals_text(outcomes: Sequence[Outcome], markdown: bool = False) -> str:
         rows.append(
             [
                 f"{title}{swapped}: {goal.label}",
-                "copy_'s bytes/s" if goal.rival == "copy_" else goal.rival,
+                RIVALS.get(goal.rival, goal.rival),
                 times(goal.at_least),
                 times(measured),
                 verdict,

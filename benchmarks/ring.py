@@ -10,6 +10,7 @@ import pytest
 from faststep.cli.contenders import Contender
 from faststep.cli.timing import Contest, CopyMeter, Outcome
 from faststep.cli.workloads import Work
+from figures import Figure
 from works import SMOKE, Plan
 
 __all__ = ["Ring"]
@@ -22,11 +23,12 @@ ENOUGH_SECONDS = 5.0
 class Ring:
     """Measures works one after another.
 
-    Only one work's tensors live at a time; what was measured stays in ``outcomes``.
+    Only one work's tensors live at a time; what was measured stays in ``outcomes`` and ``figures``.
     """
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
+        self.figures: list[Figure] = []
         self._contest: Contest | None = None
         self._meter: CopyMeter | None = None
         self._block = -1

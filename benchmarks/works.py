@@ -28,7 +28,7 @@ SWEEP_CONTENDERS = (OURS, "torch fused", "torch default")
 
 
 def all_works(largest: int) -> list[Work]:
-    """Every row: the four sets of shapes, two variants of the chain, and the sweeps.
+    """Every row: the four sets of shapes, variants of the chain, and the sweeps.
 
     Args:
         largest: elements of the largest tensor in the sweep over elements.
@@ -47,6 +47,7 @@ def all_works(largest: int) -> list[Work]:
     works += [
         Work("chain", f"{MANY_SMALL}, norm below the limit", shapes[MANY_SMALL], true_norm=0.5),
         Work("chain", "16 x 1M, norm below the limit", shapes["16 x 1M"], true_norm=0.5),
+        Work("chain", f"{MANY_SMALL}, cold caches", shapes[MANY_SMALL], cold=True),
         Work("chain", f"{MANY_SMALL}, new gradients", shapes[MANY_SMALL], fresh_gradients=True),
     ]
     for tensors in (10, 100) if SMOKE else (10, 100, 1000, 10_000):
@@ -86,5 +87,5 @@ def plan_of(work: Work) -> Plan:
     if SMOKE:
         return Plan(blocks=1, rounds=2)
     slowest = 1e-4 * len(work.shapes) + 1e-8 * count_elements(work.shapes)
-    rounds = min(40, max(7, round(1.5 / slowest)))
+    rounds = min(40, max(7, round(7.0 / slowest)))
     return Plan(blocks=7, rounds=max(1, round(rounds / 7)))

@@ -4,49 +4,50 @@
 
 #include "cpu/kernels.h"
 
+enum { FEWEST_LANES = 8 }; /* the widest vector's */
+
+/* The lanes that a chunk of `count` elements reaches, rounded up to a power of two: the folds over
+ * the others are left out. */
+static size_t lanes_of(size_t count)
+{
+    size_t used = FEWEST_LANES;
+    while (used < count && used < FST_LANES)
+        used *= 2;
+    return used;
+}
+
 static void fill_lanes(double *lanes, size_t count, fst_norm_kind norm)
 {
     const double neutral = fst_tree_neutral(norm);
-    const size_t used = count < FST_LANES ? count : FST_LANES;
+    const size_t used = lanes_of(count);
     for (size_t i = 0; i < used; i++)
         lanes[i] = neutral;
 }
 
-/* The number of lanes that take another one when the upper half of `half` lanes is folded into the
- * lower; the others are neutral. */
-static size_t folded(size_t used, size_t half)
-{
-    return used <= half ? 0 : used - half < half ? used - half : half;
-}
-
-#define FOLD(name, expression)                                   \
-    static void name(double *restrict lanes, size_t used)        \
-    {                                                            \
-        for (size_t half = FST_LANES / 2; half > 0; half /= 2) { \
-            const double *upper = lanes + half;                  \
-            const size_t count = folded(used, half);             \
-            for (size_t i = 0; i < count; i++)                   \
-                lanes[i] = (expression);                         \
-            used = used < half ? used : half;                    \
-        }                                                        \
+/* Whole vectors first; the last eight lanes one by one. */
+#define FOLD(name, join)                                                              \
+    static double name(double *lanes, size_t used)                                    \
+    {                                                                                 \
+        for (size_t half = used / 2; half >= FEWEST_LANES; half /= 2)                 \
+            for (size_t i = 0; i < half; i += FEWEST_LANES)                           \
+                for (size_t j = i; j < i + FEWEST_LANES; j++)                         \
+                    lanes[j] = join(lanes[j], lanes[half + j]);                       \
+        const double even = join(join(lanes[0], lanes[4]), join(lanes[2], lanes[6])); \
+        return join(even, join(join(lanes[1], lanes[5]), join(lanes[3], lanes[7])));  \
     }
-FOLD(fold_sum, lanes[i] + upper[i])
-FOLD(fold_max, fst_tree_max(lanes[i], upper[i]))
-FOLD(fold_min, fst_tree_min(lanes[i], upper[i]))
+#define ADD(a, b) ((a) + (b))
+FOLD(fold_sum, ADD)
+FOLD(fold_max, fst_tree_max)
+FOLD(fold_min, fst_tree_min)
+#undef ADD
 #undef FOLD
 
 static double fold_lanes(double *lanes, size_t count, fst_norm_kind norm)
 {
-    const size_t used = count < FST_LANES ? count : FST_LANES;
-    if (used == 0)
-        return fst_tree_neutral(norm);
-    if (norm == FST_NORM_MAX)
-        fold_max(lanes, used);
-    else if (norm == FST_NORM_MIN)
-        fold_min(lanes, used);
-    else
-        fold_sum(lanes, used);
-    return lanes[0];
+    const size_t used = lanes_of(count);
+    return norm == FST_NORM_MAX   ? fold_max(lanes, used)
+           : norm == FST_NORM_MIN ? fold_min(lanes, used)
+                                  : fold_sum(lanes, used);
 }
 
 #endif

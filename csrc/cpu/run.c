@@ -11,6 +11,9 @@ enum { GRAIN = 1 << 18 };
  */
 enum { GROUP = 32 };
 
+/* Chunks of at most this many elements are asked for early. */
+enum { FETCH_AHEAD = 8, FETCH_MOST = 256 };
+
 typedef struct fst_job fst_job;
 struct fst_job {
     const fst_work *work;
@@ -19,7 +22,7 @@ struct fst_job {
     uint64_t cost_begin; /* of the round that runs */
     size_t first, last;  /* chunks of the round */
     int backwards;
-    unsigned operand;
+    unsigned operand, operand_count; /* what the pass touches */
     fst_norm_kind norm;
     double power, factor;
     double *partial;
@@ -47,17 +50,41 @@ static size_t chunk_at(const fst_job *job, uint64_t cost)
     return low;
 }
 
+/* Small tensors lie anywhere, and each is gone before a prefetcher could follow it. */
+static void fetch(const fst_job *job, size_t index)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    const fst_operand *ops = operands_of(job, index);
+    if (chunk->count > FETCH_MOST)
+        return;
+    for (unsigned k = 0; k < job->operand_count; k++) {
+        if (!ops[k].data || ops[k].layout)
+            continue;
+        const size_t size = fst_dtype_size(ops[k].dtype);
+        const char *from = (const char *)ops[k].data + (size_t)chunk->begin * size;
+        for (size_t at = 0; at < chunk->count * size; at += 64)
+            __builtin_prefetch(from + at);
+    }
+}
+
+/* The chunk that is worked on after `done` others. */
+static size_t chunk_after(const fst_job *job, size_t first, size_t last, size_t done)
+{
+    if (!job->backwards)
+        return first + done;
+    const size_t in_group = done % GROUP, left = last - first - (done - in_group);
+    return first + left - (left < GROUP ? left : GROUP) + in_group;
+}
+
 static void run_range(int64_t begin, int64_t end, void *context)
 {
     const fst_job *job = context;
     const size_t first = chunk_at(job, job->cost_begin + (uint64_t)begin);
     const size_t last = chunk_at(job, job->cost_begin + (uint64_t)end);
-    for (size_t done = 0, count = last - first; done < count;) {
-        const size_t left = count - done, some = job->backwards && left > GROUP ? GROUP : left;
-        const size_t from = job->backwards ? last - done - some : first;
-        for (size_t i = from; i < from + some; i++)
-            job->chunk(job, i);
-        done += some;
+    for (size_t done = 0; done < last - first; done++) {
+        if (done + FETCH_AHEAD < last - first)
+            fetch(job, chunk_after(job, first, last, done + FETCH_AHEAD));
+        job->chunk(job, chunk_after(job, first, last, done));
     }
 }
 
@@ -88,6 +115,7 @@ fst_code fst_cpu_reduce(const fst_work *work, const fst_cpu_kernels *kernels, un
                         fst_status *status)
 {
     fst_job job = {.work = work, .kernels = kernels, .chunk = reduce_chunk, .operand = operand};
+    job.operand_count = 1;
     job.norm = norm;
     job.power = power;
     job.factor = factor;
@@ -109,6 +137,7 @@ fst_code fst_cpu_unscale(const fst_work *work, const fst_cpu_kernels *kernels, u
                          double factor, double *partial, int *nonfinite, fst_status *status)
 {
     fst_job job = {.work = work, .kernels = kernels, .chunk = unscale_chunk, .operand = operand};
+    job.operand_count = 1;
     job.factor = factor;
     job.partial = partial;
     job.nonfinite = nonfinite;
@@ -174,6 +203,7 @@ fst_code fst_cpu_update(const fst_work *work, const fst_cpu_kernels *kernels,
                         fst_status *status)
 {
     fst_job job = {.work = work, .kernels = kernels, .chunk = update_chunk};
+    job.operand_count = work->width;
     job.args = args;
     job.factor = inv_scale;
     job.write_grad = write_grad;

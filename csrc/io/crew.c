@@ -150,10 +150,15 @@ static batch *new_batch(const fst_crew *crew, size_t rows, fst_status *status)
     return b;
 }
 
-static fst_code take_slots(const fst_crew *crew, batch *b, fst_status *status)
+static fst_code find_memory(const fst_crew *crew, batch *b, char *const *outputs,
+                            fst_status *status)
 {
     for (size_t f = 0; f < crew->table->field_count; f++) {
         const size_t row = fst_field_row_bytes(&crew->table->fields[f]);
+        if (outputs) {
+            b->outputs[f] = outputs[f];
+            continue;
+        }
         if (!(b->slots[f] = fst_slots_take(crew->pool, b->rows * row, status)))
             return status->code;
         b->outputs[f] = b->slots[f]->data;
@@ -177,8 +182,8 @@ static void enqueue(fst_crew *crew, batch *b)
     pthread_mutex_unlock(&crew->lock);
 }
 
-fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, uint64_t *number,
-                      fst_status *status)
+fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, char *const *outputs,
+                      uint64_t *number, fst_status *status)
 {
     int known = count > 0;
     *number = 0;
@@ -189,7 +194,7 @@ fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, uint
         return status->code;
     for (size_t i = 0; known && i < count; i++)
         known = !fst_table_find(crew->table, indices[i], &b->places[i]);
-    if (!known || take_slots(crew, b, status)) {
+    if (!known || find_memory(crew, b, outputs, status)) {
         free_batch(crew->table, b);
         return status->code;
     }

@@ -17,9 +17,11 @@ fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads
                        fst_status *status);
 
 /* Lets `count` samples become the batch after the newest. *number is its number, counted from 1; it
- * is 0 if one of the indices has no sample or there is none, and then nothing was done. */
-fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, uint64_t *number,
-                      fst_status *status);
+ * is 0 if one of the indices has no sample or there is none, and then nothing was done. With
+ * `outputs`, an address per field, it is written there, which must stay until the batch is taken or
+ * the crew freed; with NULL into slots. */
+fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, char *const *outputs,
+                      uint64_t *number, fst_status *status);
 
 /* The number of the oldest batch; 0 if there is none. */
 uint64_t fst_crew_oldest(const fst_crew *crew);
@@ -29,7 +31,7 @@ uint64_t fst_crew_oldest(const fst_crew *crew);
 fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *status);
 
 /* Takes the oldest batch, which must be done, out of the queue: a slot per field, which are the
- * caller's from now on. Returns its samples. */
+ * caller's from now on, or NULL for those of a batch with outputs. Returns its samples. */
 size_t fst_crew_take(fst_crew *crew, fst_slot **slots);
 
 size_t fst_crew_queued(const fst_crew *crew);

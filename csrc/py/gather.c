@@ -25,8 +25,9 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         return NULL;
     self->slots = (fst_slots_object *)Py_NewRef(slots);
     self->owner = Py_NewRef(owner);
+    self->outputs = PyList_New(0);
     self->api = fst_torch_api(state);
-    if (!self->api || fst_gather_parse(state, self, fields, nodes)) {
+    if (!self->outputs || !self->api || fst_gather_parse(state, self, fields, nodes)) {
         Py_DECREF(self);
         return NULL;
     }
@@ -52,8 +53,9 @@ static void gather_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     fst_gather_object *self = (fst_gather_object *)object;
-    end_crew(self);
+    end_crew(self); /* before what its threads write to */
     fst_gather_forget(self);
+    Py_XDECREF(self->outputs);
     Py_XDECREF(self->slots);
     Py_XDECREF(self->owner);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
@@ -69,23 +71,43 @@ static int is_usable(const fst_gather_object *self)
     return 0;
 }
 
-static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t count)
+static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t count,
+                     PyObject *outputs)
 {
+    fst_module *state = PyType_GetModuleState(Py_TYPE(self));
     fst_status status = {0};
     uint64_t number = 0;
-    if (fst_crew_add(self->crew, indices, (size_t)count, &number, &status))
+    char **addresses = NULL;
+    const Py_ssize_t queued = PyList_Size(self->outputs);
+    if (outputs != Py_None) {
+        if (!(addresses = PyMem_Calloc(self->table.field_count, sizeof *addresses)))
+            return PyErr_NoMemory();
+        if (fst_gather_read_outputs(state, self, outputs, count, addresses)) {
+            PyMem_Free(addresses);
+            return NULL;
+        }
+    }
+    int failed = PyList_Append(self->outputs, outputs); /* kept before a thread writes there */
+    if (!failed) {
+        fst_crew_add(self->crew, indices, (size_t)count, addresses, &number, &status);
+        if (!number)
+            failed = PyList_SetSlice(self->outputs, queued, queued + 1, NULL);
+    }
+    PyMem_Free(addresses);
+    if (status.code)
         return fst_raise(&status);
-    return PyLong_FromUnsignedLongLong(number);
+    return failed ? NULL : PyLong_FromUnsignedLongLong(number);
 }
 
-static PyObject *submit_sequence(fst_gather_object *self, PyObject *sequence, Py_ssize_t count)
+static PyObject *submit_sequence(fst_gather_object *self, PyObject *sequence, Py_ssize_t count,
+                                 PyObject *outputs)
 {
     int64_t *indices = PyMem_Malloc(((size_t)count + 1) * sizeof *indices);
     PyObject *number = NULL;
     if (!indices)
         return PyErr_NoMemory();
     if (fst_copy_ints(sequence, indices, count))
-        number = add(self, indices, count);
+        number = add(self, indices, count, outputs);
     else if (!PyErr_Occurred())
         number = PyLong_FromLong(0);
     PyMem_Free(indices);
@@ -95,12 +117,12 @@ static PyObject *submit_sequence(fst_gather_object *self, PyObject *sequence, Py
 static PyObject *gather_submit(PyObject *object, PyObject *args)
 {
     fst_gather_object *self = (fst_gather_object *)object;
-    PyObject *indices;
+    PyObject *indices, *outputs = Py_None;
     Py_ssize_t start = 0, count = -1, all = 0;
-    if (!PyArg_ParseTuple(args, "O|nn", &indices, &start, &count) || !is_usable(self))
+    if (!PyArg_ParseTuple(args, "O|nnO", &indices, &start, &count, &outputs) || !is_usable(self))
         return NULL;
     if ((all = fst_sequence_size(indices)) >= 0)
-        return submit_sequence(self, indices, all);
+        return submit_sequence(self, indices, all, outputs);
     int64_t *places =
         fst_read_indices(PyType_GetModuleState(Py_TYPE(object)), self->api, indices, &all);
     if (!places && PyErr_Occurred())
@@ -110,7 +132,7 @@ static PyObject *gather_submit(PyObject *object, PyObject *args)
     if (start < 0 || count < 0 || start > all - count)
         return PyErr_Format(PyExc_ValueError, "no %zd indices from %zd on among %zd", count, start,
                             all);
-    return add(self, places + start, count);
+    return add(self, places + start, count, outputs);
 }
 
 /* Takes the slot over, in any case. */
@@ -127,13 +149,18 @@ static PyObject *tensors_of(fst_gather_object *self)
 {
     const size_t fields = self->table.field_count;
     fst_slot **slots = PyMem_Calloc(fields, sizeof(fst_slot *));
-    PyObject *list = slots ? PyList_New((Py_ssize_t)fields) : NULL;
-    if (!list) {
+    PyObject *given = slots ? PyList_GetItem(self->outputs, 0) : NULL; /* borrowed */
+    const int in_slots = given == Py_None;
+    PyObject *list = in_slots ? PyList_New((Py_ssize_t)fields)
+                     : given  ? PySequence_List(given)
+                              : NULL;
+    if (!list || PyList_SetSlice(self->outputs, 0, 1, NULL)) {
+        Py_XDECREF(list);
         PyMem_Free(slots);
         return slots ? NULL : PyErr_NoMemory();
     }
     const size_t rows = fst_crew_take(self->crew, slots);
-    for (size_t f = 0; f < fields; f++) {
+    for (size_t f = 0; in_slots && f < fields; f++) {
         if (!list) { /* an earlier field failed */
             fst_slot_give_back(slots[f]);
             continue;
@@ -196,6 +223,8 @@ static PyObject *gather_close(PyObject *object, PyObject *unused)
         return NULL;
     }
     end_crew(self);
+    if (PyList_SetSlice(self->outputs, 0, PyList_Size(self->outputs), NULL))
+        return NULL;
     return Py_NewRef(Py_None);
 }
 

@@ -25,6 +25,7 @@ typedef struct {
     fst_table table;
     fst_field_form *forms; /* one per field */
     fst_crew *crew;        /* NULL when closed */
+    PyObject *outputs;     /* a list: for each batch in the crew a tuple of tensors, or None */
     int busy;              /* a thread is in a method that let go of the GIL */
 } fst_gather_object;
 
@@ -49,6 +50,11 @@ int fst_copy_ints(PyObject *sequence, int64_t *out, Py_ssize_t count);
 /* Reads the arguments `fields` and `nodes` of Gather, both tuples; 0, or -1 with a Python error. */
 int fst_gather_parse(const fst_module *state, fst_gather_object *self, PyObject *fields,
                      PyObject *nodes);
+/* The addresses of a tuple of packed tensors, one per field, that a batch of `rows` fits exactly;
+ * 0, or -1 with a Python error. */
+int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *self,
+                            PyObject *outputs, Py_ssize_t rows, char **addresses);
+
 void fst_gather_forget(fst_gather_object *self);
 
 #endif

@@ -98,6 +98,44 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
     return 0;
 }
 
+/* Whether a tensor is packed, and a batch of `rows` with this form fits exactly. */
+static int is_batch(const fst_field_form *form, int64_t rows, const fst_dl_tensor *tensor)
+{
+    int64_t stride = 1;
+    int fits = tensor->ndim == form->row_dims + 1 && tensor->dtype.code == form->dtype.code &&
+               tensor->dtype.bits == form->dtype.bits && tensor->dtype.lanes == form->dtype.lanes;
+    for (int d = form->row_dims; fits && d >= 0; d--) {
+        fits = tensor->shape[d] == (d ? form->row_shape[d - 1] : rows) &&
+               (!tensor->strides || tensor->shape[d] <= 1 || tensor->strides[d] == stride);
+        stride *= tensor->shape[d] > 1 ? tensor->shape[d] : 1;
+    }
+    return fits;
+}
+
+int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *self,
+                            PyObject *outputs, Py_ssize_t rows, char **addresses)
+{
+    const size_t fields = self->table.field_count;
+    if (!PyTuple_Check(outputs) || PyTuple_Size(outputs) != (Py_ssize_t)fields) {
+        PyErr_Format(PyExc_TypeError, "outputs must be a tuple of %zu tensors", fields);
+        return -1;
+    }
+    for (size_t f = 0; f < fields; f++) {
+        fst_dl_tensor tensor;
+        if (read_tensor(state, self->api, PyTuple_GetItem(outputs, (Py_ssize_t)f), &tensor))
+            return -1;
+        if (!is_batch(&self->forms[f], rows, &tensor)) {
+            PyErr_Format(PyExc_ValueError,
+                         "outputs[%zu] is not a packed tensor of %zd rows of field %zu's type and "
+                         "shape",
+                         f, rows, f);
+            return -1;
+        }
+        addresses[f] = (char *)tensor.data + tensor.byte_offset;
+    }
+    return 0;
+}
+
 static int parse_rows(fst_gather_object *self, fst_node *node, PyObject *spec)
 {
     PyObject *columns;

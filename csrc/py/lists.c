@@ -4,7 +4,6 @@
 
 #include "core/layout.h"
 #include "core/passes.h"
-#include "rules/loss_scale.h"
 
 void fst_list_free(fst_list *list)
 {
@@ -15,24 +14,21 @@ void fst_list_free(fst_list *list)
     fst_plan_free(&list->plan);
 }
 
-/* Adds tensor `index`; an order of its own is enough, as no other operand shares its span. */
-static int add_tensor(fst_module *state, fst_list *list, Py_ssize_t index, int written,
-                      fst_problem *problem)
+/* An order of its own is enough, as no other operand shares the span. */
+int fst_list_add(fst_module *state, fst_list *list, Py_ssize_t index, PyObject *object,
+                 const fst_view *view, int written, fst_problem *problem)
 {
-    fst_view view;
     fst_status status = {0};
     int order[FST_MAX_DIMS];
-    PyObject *object = PyTuple_GetItem(list->items, index);
-    if (fst_tensor_view(&state->tensors, object, &view, problem) ||
-        fst_view_is_on(&view, list->device, problem))
+    if (fst_view_is_on(view, list->device, problem))
         return -1;
-    const int64_t count = fst_view_count(&view);
-    list->dtypes |= 1u << view.dtype;
+    const int64_t count = fst_view_count(view);
+    list->dtypes |= 1u << view->dtype;
     if (count == 0)
         return 0;
-    if (!fst_view_is_packed(&view)) {
-        const int kept = fst_layout_order(view.ndim, view.shape, view.strides, order);
-        if (fst_tensor_layout(&state->tensors, object, &view, kept, order, written,
+    if (!fst_view_is_packed(view)) {
+        const int kept = fst_layout_order(view->ndim, view->shape, view->strides, order);
+        if (fst_tensor_layout(&state->tensors, object, view, kept, order, written,
                               &list->layouts[index], problem) ||
             (list->layouts[index] &&
              fst_layout_is_for(list->layouts[index], list->device, problem)))
@@ -41,12 +37,22 @@ static int add_tensor(fst_module *state, fst_list *list, Py_ssize_t index, int w
     fst_operand *op = fst_plan_add(&list->plan, count, 0, &status);
     if (!op)
         return fst_problem_set(problem, "storage", "%s", status.message);
-    *op = (fst_operand){view.data, list->layouts[index], view.dtype};
+    *op = (fst_operand){view->data, list->layouts[index], view->dtype};
     return 0;
 }
 
-/* Takes hold of a sequence of tensors; 0, or -1 with a Python error. To be freed in either case. */
-static int list_start(fst_list *list, PyObject *sequence, int device)
+static int add_item(fst_module *state, fst_list *list, Py_ssize_t index, int written,
+                    fst_problem *problem)
+{
+    fst_view view;
+    PyObject *object = PyTuple_GetItem(list->items, index);
+    return fst_tensor_view(&state->tensors, object, &view, problem) ||
+                   fst_list_add(state, list, index, object, &view, written, problem)
+               ? -1
+               : 0;
+}
+
+int fst_list_start(fst_list *list, PyObject *sequence, int device)
 {
     *list = (fst_list){.items = PySequence_Tuple(sequence), .device = device};
     fst_plan_init(&list->plan, 1);
@@ -63,11 +69,11 @@ static int list_start(fst_list *list, PyObject *sequence, int device)
 int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int device, int written)
 {
     fst_status status = {0};
-    if (list_start(list, sequence, device))
+    if (fst_list_start(list, sequence, device))
         return -1;
     for (Py_ssize_t i = 0; i < list->count; i++) {
         fst_problem problem;
-        if (add_tensor(state, list, i, written, &problem)) {
+        if (add_item(state, list, i, written, &problem)) {
             PyErr_Format(PyExc_TypeError, "tensor %zd %s", i, problem.detail);
             return -1;
         }
@@ -109,10 +115,10 @@ PyObject *fst_py_fusable(PyObject *module, PyObject *args)
     fst_list list;
     if (!PyArg_ParseTuple(args, "O|i", &tensors, &device))
         return NULL;
-    const int failed = list_start(&list, tensors, device);
+    const int failed = fst_list_start(&list, tensors, device);
     for (Py_ssize_t i = 0; !failed && fusable && i < list.count; i++) {
         fst_problem problem;
-        fusable = !add_tensor(state, &list, i, 1, &problem);
+        fusable = !add_item(state, &list, i, 1, &problem);
     }
     fst_list_free(&list);
     return failed ? NULL : PyBool_FromLong(fusable);
@@ -162,30 +168,19 @@ PyObject *fst_py_unscale(PyObject *module, PyObject *args)
     return result;
 }
 
-/* norm(tensors, p, max_norm, only_finite): see _C.pyi. */
+/* norm(tensors, p): see _C.pyi. */
 PyObject *fst_py_norm(PyObject *module, PyObject *args)
 {
-    PyObject *tensors, *limit = Py_None, *result = NULL;
-    double p, max_norm = 0.0, norm = 0.0, factor = 1.0;
-    int only_finite = 0;
+    PyObject *tensors, *result = NULL;
+    double p, norm = 0.0;
     fst_list list;
     fst_status status = {0};
-    if (!PyArg_ParseTuple(args, "Od|Op", &tensors, &p, &limit, &only_finite))
+    if (!PyArg_ParseTuple(args, "Od", &tensors, &p))
         return NULL;
-    if (limit != Py_None) {
-        max_norm = PyFloat_AsDouble(limit);
-        if (max_norm == -1.0 && PyErr_Occurred())
-            return NULL;
-    }
-    if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, limit != Py_None)) {
+    if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 0)) {
         Py_BEGIN_ALLOW_THREADS fst_total_norm(&list.plan, 0, p, &norm, &status);
-        if (!status.code && limit != Py_None && (isfinite(norm) || !only_finite))
-            factor = fst_clip_coefficient(norm, max_norm);
-        if (!status.code && !(factor >= 1.0))
-            fst_scale(&list.plan, 0, factor, &status);
-        Py_END_ALLOW_THREADS PyObject *written = factor >= 1.0 ? Py_False : Py_True;
-        result =
-            status.code ? fst_raise(&status) : Py_BuildValue("dIO", norm, list.dtypes, written);
+        Py_END_ALLOW_THREADS result =
+            status.code ? fst_raise(&status) : Py_BuildValue("dI", norm, list.dtypes);
     }
     fst_list_free(&list);
     return result;

@@ -105,38 +105,34 @@ static PyObject *use_kernels_of(PyObject *module, PyObject *path)
     return Py_NewRef(Py_None);
 }
 
-/* use_records(...): the places of fst_record_places in their order and two masks; without arguments
- * torch is asked every time. */
+/* use_records(...): the places of fst_record_places in their order, two masks, the bits of what has
+ * a version counter and the address of the function that moves it, or 0; without arguments torch is
+ * asked every time. */
 static PyObject *use_records(PyObject *module, PyObject *args)
 {
     fst_record_layout found = {.known = 0};
     fst_record_places *at = &found.at;
-    unsigned long long masks[2];
+    unsigned long long masks[2], countable, move;
     if (PyTuple_Size(args) == 0) {
         fst_module_state(module)->records = found;
         return Py_NewRef(Py_None);
     }
-    if (!PyArg_ParseTuple(args, "iiiiiiiiiiiKK", &at->impl_in_object, &at->storage_in_impl,
-                          &at->data_in_storage, &at->meta_in_impl, &at->grad_in_meta, &at->ndim,
-                          &at->sizes, &at->strides, &at->offset, &at->numel, &at->kind, &masks[0],
-                          &masks[1]))
+    if (!PyArg_ParseTuple(args, "iiiiiiiiiiiiKKKK", &at->impl_in_object, &at->storage_in_impl,
+                          &at->data_in_storage, &at->meta_in_impl, &at->grad_in_meta,
+                          &at->counter_in_impl, &at->ndim, &at->sizes, &at->strides, &at->offset,
+                          &at->numel, &at->kind, &masks[0], &masks[1], &countable, &move))
         return NULL;
-    const int all[] = {at->impl_in_object,
-                       at->storage_in_impl,
-                       at->data_in_storage,
-                       at->meta_in_impl,
-                       at->grad_in_meta,
-                       at->ndim,
-                       at->sizes,
-                       at->strides,
-                       at->offset,
-                       at->numel,
-                       at->kind};
+    const int all[] = {at->impl_in_object, at->storage_in_impl, at->data_in_storage,
+                       at->meta_in_impl,   at->grad_in_meta,    at->counter_in_impl,
+                       at->ndim,           at->sizes,           at->strides,
+                       at->offset,         at->numel,           at->kind};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (all[i] < 0 || all[i] >= FST_RECORD_WORDS)
             return PyErr_Format(PyExc_ValueError, "no record has a word %d", all[i]);
     found.masks[0] = masks[0];
     found.masks[1] = masks[1];
+    found.countable = countable;
+    found.move = (fst_move_version)(uintptr_t)move;
     fst_record_init(&found);
     fst_module_state(module)->records = found;
     return Py_NewRef(Py_None);
@@ -190,6 +186,8 @@ static PyMethodDef methods[] = {
     {"fusable", fst_py_fusable, METH_VARARGS, NULL},
     {"has_kernels", has_kernels, METH_NOARGS, NULL},
     {"measure", fst_py_measure, METH_VARARGS, NULL},
+    {"clip_grads", fst_py_clip_grads, METH_VARARGS, NULL},
+    {"unscale_grads", fst_py_unscale_grads, METH_VARARGS, NULL},
     {"norm", fst_py_norm, METH_VARARGS, NULL},
     {"permute", fst_py_permute, METH_VARARGS, NULL},
     {"rules", rules, METH_NOARGS, NULL},

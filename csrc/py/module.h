@@ -10,6 +10,7 @@ typedef struct {
     fst_tensors tensors;
     PyTypeObject *plan_type;
     fst_record_layout records;
+    fst_forms forms;
     int has_kernels; /* whether use_kernels_of() said where those for CUDA are */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
     PyTypeObject *slots_type, *gather_type;
@@ -24,8 +25,10 @@ PyObject *fst_raise(const fst_status *status);
 /* The same for functions that return -1. */
 int fst_raise_int(const fst_status *status);
 
-/* Functions on lists of tensors (lists.c, accumulate.c), the loss scale (scaler.c). */
+/* Functions on lists of tensors (lists.c, grads.c, accumulate.c), the loss scale (scaler.c). */
 PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);
+PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args);
+PyObject *fst_py_clip_grads(PyObject *module, PyObject *args);
 PyObject *fst_py_fusable(PyObject *module, PyObject *args);
 PyObject *fst_py_measure(PyObject *module, PyObject *args);
 PyObject *fst_py_unscale(PyObject *module, PyObject *args);

@@ -60,10 +60,15 @@ static PyObject *list_of(PyObject *const *objects, size_t count)
     return list;
 }
 
-/* The tensors that the step wrote. A short step keeps the list for the next one; a long one, on any
- * device, does not: it would keep large states alive that a user replaces. */
-static PyObject *list_written(fst_plan_object *self)
+/* Moves the version counters of what the step wrote, or lists the tensors for Python to do so. A
+ * short step keeps the list for the next one; a long one, on any device, does not: it would keep
+ * large states alive that a user replaces. */
+static PyObject *list_written(fst_module *module, fst_plan_object *self)
 {
+    const size_t moved =
+        fst_record_move_versions(&module->records, self->written, self->written_count);
+    if (moved)
+        return list_of(self->written + moved, self->written_count - moved);
     if (self->hold_tensors || self->written_total > FST_SHORT_STEP) {
         Py_CLEAR(self->last_written);
         return list_of(self->written, self->written_count);
@@ -127,7 +132,7 @@ static PyObject *run(fst_module *module, fst_plan_object *self, const fst_step_o
     if (run_shares(module, self, options, &outcome))
         return NULL;
     PyObject *norm = outcome.measured ? PyFloat_FromDouble(outcome.norm) : Py_NewRef(Py_None);
-    PyObject *written = outcome.skipped ? PyList_New(0) : list_written(self);
+    PyObject *written = outcome.skipped ? PyList_New(0) : list_written(module, self);
     PyObject *grads = outcome.skipped || !options->write_grads
                           ? Py_NewRef(Py_None)
                           : list_of(self->grads, self->grad_count);

@@ -102,6 +102,13 @@ static int same_owner(uint64_t before, uint64_t now, uint64_t data_before, uint6
     return now == before || (before == data_before && now == data_now);
 }
 
+/* Whether the tensor is in memory that is owned in the same way. */
+static int same_owners(const uint64_t *before, const uint64_t *now)
+{
+    return now[0] && same_owner(before[1], now[1], before[0], now[0]) &&
+           same_owner(before[2], now[2], before[0], now[0]);
+}
+
 int fst_record_follow(const fst_record_layout *layout, fst_record *record, const void *impl)
 {
     if (describe(layout, impl) != record->description)
@@ -110,15 +117,122 @@ int fst_record_follow(const fst_record_layout *layout, fst_record *record, const
     if (!storage)
         return 0;
     const uint64_t *now = (const uint64_t *)storage + layout->at.data_in_storage;
-    const uint64_t *before = record->memory;
-    if (!now[0] || !same_owner(before[1], now[1], before[0], now[0]) ||
-        !same_owner(before[2], now[2], before[0], now[0]))
+    if (!same_owners(record->memory, now))
         return 0;
-    record->data += now[0] - before[0]; /* the offset in the storage is the same */
+    record->data += now[0] - record->memory[0]; /* the offset in the storage is the same */
     record->impl = impl;
     record->storage = storage;
     memcpy(record->memory, now, sizeof record->memory);
     return 1;
+}
+
+static int has_counter(const fst_record_layout *layout, const void *impl)
+{
+    return (word(impl, layout->at.kind + 1) & layout->countable) == layout->countable;
+}
+
+void fst_forms_learn(const fst_record_layout *layout, fst_forms *forms, PyObject *object,
+                     const fst_view *view)
+{
+    fst_record record;
+    const int64_t count = fst_view_count(view);
+    if (!layout->known || !layout->move || view->device != FST_HOST || count == 0 ||
+        !fst_view_is_packed(view) || !fst_record_take(layout, object, view, &record) ||
+        !has_counter(layout, record.impl))
+        return;
+    fst_form *form = &forms->table[record.description % FST_FORMS];
+    *form = (fst_form){
+        .description = record.description,
+        .offset = (int64_t)(record.data - record.memory[0]),
+        .count = count,
+        .dtype = view->dtype,
+    };
+    memcpy(form->memory, record.memory, sizeof form->memory);
+}
+
+const fst_form *fst_forms_find(const fst_record_layout *layout, const fst_forms *forms,
+                               const void *impl, void **data)
+{
+    const uint64_t description = describe(layout, impl);
+    const fst_form *form = &forms->table[description % FST_FORMS];
+    const void *storage = pointer(impl, layout->at.storage_in_impl);
+    if (form->description != description || form->count == 0 || !storage)
+        return NULL;
+    const uint64_t *now = (const uint64_t *)storage + layout->at.data_in_storage;
+    if (!same_owners(form->memory, now))
+        return NULL;
+    *data = (char *)(uintptr_t)now[0] + form->offset;
+    return form;
+}
+
+const void *fst_record_grad_of(const fst_record_layout *layout, PyObject *object)
+{
+    const void *impl = pointer(object, layout->at.impl_in_object);
+    const void *meta = pointer(impl, layout->at.meta_in_impl);
+    return meta ? pointer(meta, layout->at.grad_in_meta) : NULL;
+}
+
+void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, int step)
+{
+    const void *impl = pointer(object, layout->at.impl_in_object);
+    if (step == 0) {
+        __builtin_prefetch(impl);
+        return;
+    }
+    const void *meta = pointer(impl, layout->at.meta_in_impl);
+    if (!meta)
+        return;
+    const char *grad_in_meta = (const char *)meta + 8 * layout->at.grad_in_meta;
+    if (step == 1) {
+        __builtin_prefetch(grad_in_meta);
+        return;
+    }
+    const char *grad = pointer(meta, layout->at.grad_in_meta);
+    if (step == 3) {
+        __builtin_prefetch(pointer(grad, layout->at.storage_in_impl));
+        return;
+    }
+    for (int byte = 0; byte < 192; byte += 64)
+        __builtin_prefetch(grad + byte);
+}
+
+void fst_record_move_version(const fst_record_layout *layout, const void *impl)
+{
+    layout->move(&impl);
+}
+
+enum { STEP_AHEAD = 8 };
+
+/* The way to a version counter has three steps, each asked for when the one before should have
+ * come.
+ */
+static void fetch_counter(const fst_record_places *at, PyObject *const *objects, size_t count)
+{
+    if (count > 3 * STEP_AHEAD)
+        __builtin_prefetch((const uint64_t *)objects[3 * STEP_AHEAD] + at->impl_in_object);
+    if (count > 2 * STEP_AHEAD) {
+        const uint64_t *impl = pointer(objects[2 * STEP_AHEAD], at->impl_in_object);
+        __builtin_prefetch(impl + at->counter_in_impl);
+        __builtin_prefetch(impl + at->kind + 1);
+    }
+    if (count > STEP_AHEAD)
+        __builtin_prefetch(
+            pointer(pointer(objects[STEP_AHEAD], at->impl_in_object), at->counter_in_impl));
+}
+
+size_t fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
+                                size_t count)
+{
+    if (!layout->known || !layout->move)
+        return 0;
+    size_t moved = 0;
+    for (; moved < count; moved++) {
+        fetch_counter(&layout->at, objects + moved, count - moved);
+        if (!has_counter(layout, pointer(objects[moved], layout->at.impl_in_object)))
+            break;
+        layout->move((const uint64_t *)objects[moved] + layout->at.impl_in_object);
+    }
+    return moved;
 }
 
 void fst_record_fetch(const fst_record *record)

@@ -10,6 +10,10 @@
 
 #include "py/tensor.h"
 
+/* Torch's own function that moves a tensor's version counter; takes the address of the pointer to
+ * its record. */
+typedef void (*fst_move_version)(const void *tensor);
+
 enum {
     FST_RECORD_WORDS = 32,
     FST_RECORD_DIMS = 5, /* sizes of more dimensions are not in the record itself */
@@ -22,6 +26,7 @@ typedef struct {
     int data_in_storage; /* the memory's address; two words that own the memory follow */
     int meta_in_impl;    /* what autograd knows */
     int grad_in_meta;    /* the record of the gradient */
+    int counter_in_impl; /* the version counter */
     int ndim, sizes, strides, offset, numel;
     int kind; /* type, device and kind of tensor: this word and the next one, under masks */
 } fst_record_places;
@@ -30,6 +35,8 @@ typedef struct {
     int known;
     fst_record_places at;
     uint64_t masks[2];
+    uint64_t countable;    /* bits of the word after `kind` of a tensor with a version counter */
+    fst_move_version move; /* NULL: Python has to do it */
     uint64_t factors[FST_RECORD_WORDS]; /* of the hash */
 } fst_record_layout;
 
@@ -69,5 +76,47 @@ const void *fst_record_grad(const fst_record_layout *layout, const fst_record *p
 int fst_record_follow(const fst_record_layout *layout, fst_record *record, const void *impl);
 
 void fst_record_fetch(const fst_record *record);
+
+/* What torch answers on tensors with one description: packed ones in CPU memory, with elements and
+ * a version counter. */
+typedef struct {
+    uint64_t description;
+    uint64_t memory[3]; /* of the tensor that torch was asked about: tells who owns the memory */
+    int64_t offset;     /* bytes from the storage's address to the first element */
+    int64_t count;
+    fst_dtype dtype;
+} fst_form;
+
+enum { FST_FORMS = 512 }; /* a model has some hundred shapes */
+
+typedef struct {
+    fst_form table[FST_FORMS]; /* each in the place that its description gives */
+    const void *none;          /* torch's record for no gradient; NULL: not met yet */
+} fst_forms;
+
+/* Remembers torch's answer on an object, if it is one that can be remembered. */
+void fst_forms_learn(const fst_record_layout *layout, fst_forms *forms, PyObject *object,
+                     const fst_view *view);
+
+/* The form of the tensor with this record, which is alive, and its data; NULL if torch has to be
+ * asked. */
+const fst_form *fst_forms_find(const fst_record_layout *layout, const fst_forms *forms,
+                               const void *impl, void **data);
+
+/* The record of the gradient of an exact torch.Tensor or Parameter; NULL where it never had one. */
+const void *fst_record_grad_of(const fst_record_layout *layout, PyObject *object);
+
+/* Asks early for what a later call of fst_record_grad_of and fst_forms_find reads, in four steps
+ * that come one after another: 0, 1, 2, 3. */
+enum { FST_STEPS_TO_GRAD = 4 };
+void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, int step);
+
+/* Moves the version counter of the tensor with this record, which has a form. */
+void fst_record_move_version(const fst_record_layout *layout, const void *impl);
+
+/* Moves the version counters of tensors that were written. Returns of how many; from the next one
+ * on Python has to do it. */
+size_t fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
+                                size_t count);
 
 #endif

@@ -117,21 +117,11 @@ def has_kernels() -> bool:
 def measure(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
     """(sum of squares of all elements times inv_scale, whether one is infinite or NaN)."""
 
-def norm(
-    tensors: Sequence[Tensor],
-    norm_type: float,
-    max_norm: float | None = ...,
-    only_finite: bool = ...,
-    /,
-) -> tuple[float, int, bool]:
-    """The norm of the tensors' norms, accumulated in double, and clipping by it.
+def norm(tensors: Sequence[Tensor], norm_type: float, /) -> tuple[float, int]:
+    """The norm of the tensors' norms, accumulated in double.
 
-    All elements are multiplied by min(1, max_norm / (norm + 1e-6)), NaN included, if that is not
-    1, and unless `only_finite` is set and the norm is not finite. With None, the default, nothing
-    is multiplied.
-
-    Returns (norm, dtypes, whether the tensors were written); `dtypes` has a bit for each of
-    float32, float64, bfloat16, float16, from the lowest, that occurs.
+    Returns (norm, dtypes); `dtypes` has a bit for each of float32, float64, bfloat16, float16, from
+    the lowest, that occurs.
     """
 
 def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:
@@ -170,6 +160,19 @@ def unscale(
 
     Raises:
         ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
+    """
+
+def unscale_grads(
+    params: Sequence[Tensor], factor: float, allow_fp16: bool, /
+) -> tuple[bool, bool, list[Tensor]]:
+    """Multiply all gradients by `factor`; by 1, with `allow_fp16`, they are only looked at.
+
+    Returns (whether there is a gradient, whether an element was infinite or NaN, the gradients that
+    were written and whose version counters have yet to be moved).
+
+    Raises:
+        TypeError: a gradient cannot be used; nothing was changed.
+        ValueError: a gradient is float16 and `allow_fp16` is False; nothing was changed.
     """
 
 def update_scale(
@@ -238,9 +241,17 @@ class Gather:
         /,
     ) -> Gather: ...
     def submit(
-        self, indices: list[int] | tuple[int, ...] | Tensor, start: int = ..., count: int = ..., /
+        self,
+        indices: list[int] | tuple[int, ...] | Tensor,
+        start: int = ...,
+        count: int = ...,
+        outputs: tuple[Tensor, ...] | None = ...,
+        /,
     ) -> int:
-        """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample."""
+        """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample.
+
+        It is written to `outputs`, a packed tensor per field; by default to slots.
+        """
 
     def take(self, number: int, /) -> list[Tensor] | None:
         """Wait for a batch: a tensor per field. Drops older ones; None if it is not there."""
@@ -250,6 +261,20 @@ class Gather:
 
     def close(self) -> None:
         """End the threads; nothing else can be done then."""
+
+def clip_grads(
+    params: Sequence[Tensor], norm_type: float, max_norm: float, only_finite: bool, /
+) -> tuple[float, bool, int, list[Tensor]]:
+    """Multiply all gradients by min(1, max_norm / (norm + 1e-6)), NaN included.
+
+    Nothing is multiplied by 1, or where `only_finite` is set and the norm is not finite.
+
+    Returns (norm, whether there is a gradient, dtypes as `norm` has them, the gradients that were
+    written and whose version counters have yet to be moved).
+
+    Raises:
+        TypeError: a gradient cannot be used; nothing was changed.
+    """
 
 def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
     """Fill an int64 tensor of the same length; False if an item is not a plain int."""

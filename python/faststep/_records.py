@@ -21,7 +21,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._torch import lazy_clone, neg_view, record_of, storage_record_of
+from ._torch import (
+    address_of_bump_version,
+    lazy_clone,
+    neg_view,
+    record_of,
+    storage_record_of,
+)
 
 __all__ = ["Layout", "find"]
 
@@ -39,6 +45,7 @@ class Layout(NamedTuple):
     data_in_storage: int
     meta_in_impl: int
     grad_in_meta: int
+    counter_in_impl: int
     ndim: int
     sizes: int
     strides: int
@@ -47,6 +54,8 @@ class Layout(NamedTuple):
     kind: int  # this word and the next one are compared under masks
     kind_mask: int
     next_mask: int
+    countable: int  # the bits of the next one that say that a tensor has a version counter
+    move_version: int  # the address of torch's function, or 0
 
 
 def _words(address: int, count: int) -> list[int]:
@@ -82,6 +91,7 @@ def _search() -> Layout:
         storage.index(memory.data_ptr()),  # the owner may be the same again
         meta,
         _place(_words(with_meta[meta], _META_WORDS), (record_of(leaf.grad),)),
+        _place_of_counter(),
         sizes - 1,
         sizes,
         strides,
@@ -90,7 +100,24 @@ def _search() -> Layout:
         kind,
         _mask(kind),
         _mask(kind + 1),
+        _words(record_of(torch.zeros(4)), kind + 2)[-1] & ~_without_counter(kind + 1),
+        address_of_bump_version(),
     )
+
+
+def _place_of_counter() -> int:
+    """Where a record refers to the version counter, which detach() shares and .data does not."""
+    tensor = torch.zeros(4)
+    shared, own = tensor.detach(), tensor.data
+    words, same, other = (_words(record_of(t), _WORDS) for t in (tensor, shared, own))
+    places = [i for i in range(_WORDS) if words[i] == same[i] != other[i]]
+    (place,) = places
+    return place
+
+
+def _without_counter(place: int) -> int:
+    with torch.inference_mode():
+        return _words(record_of(torch.zeros(4)), place + 1)[place]
 
 
 def _different_tensors() -> Iterator[Tensor]:
@@ -200,6 +227,20 @@ def _notices_changes(layout: Layout) -> bool:
     return len(set(described)) == len(described)
 
 
+def _moves_versions(layout: Layout) -> bool:
+    """Whether torch's function moves the version counters of tensors that have one."""
+    if not layout.countable or not layout.move_version:
+        return False
+    move = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(layout.move_version)
+    tensor = torch.zeros(4)
+    for moved in (tensor, torch.nn.Parameter(tensor.clone()), tensor.clone()[1:]):
+        before = moved._version
+        move(id(moved) + 8 * layout.impl_in_object)
+        if moved._version != before + 1:
+            return False
+    return tensor._version == 1
+
+
 def find() -> Layout | None:
     """The layout of this torch's records, or None where they cannot be relied on."""
     if ctypes.sizeof(ctypes.c_void_p) != 8:
@@ -208,6 +249,8 @@ def find() -> Layout | None:
     for _ in range(_ATTEMPTS):
         with contextlib.suppress(ValueError, AttributeError), torch.inference_mode(False):
             layout = _search()
-            return layout if _notices_changes(layout) else None
+            if not _notices_changes(layout):
+                return None
+            return layout if _moves_versions(layout) else layout._replace(move_version=0)
         others.append(torch.empty(3))  # so that the next attempt gets other memory
     return None

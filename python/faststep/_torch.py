@@ -8,6 +8,7 @@ imports from here and knows nothing about torch's inside.
 
 from __future__ import annotations
 
+import ctypes
 import operator
 import sys
 from collections.abc import Callable, Iterable
@@ -29,6 +30,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIte
 __all__ = [
     "BaseDataLoaderIter",
     "OptState",
+    "address_of_bump_version",
     "collates_as_default",
     "cuda_amp_is_unavailable",
     "dataset_fetcher",
@@ -38,6 +40,7 @@ __all__ = [
     "increment_version",
     "is_capturing",
     "is_compiling",
+    "is_profiling",
     "lazy_clone",
     "libtorch_cpu_path",
     "neg_view",
@@ -74,6 +77,12 @@ def is_capturing() -> bool:
     """True while torch's current CUDA stream is captured into a graph."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized and torch.cuda.is_current_stream_capturing())
+
+
+def is_profiling() -> bool:
+    """True while torch records what runs; also where this torch does not tell."""
+    enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
+    return enabled is None or bool(enabled())
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
@@ -132,6 +141,20 @@ def step_dtype(fused: bool | None) -> torch.dtype:
 def record_of(tensor: torch.Tensor) -> int:
     """The address of torch's record of a tensor."""
     return int(tensor._cdata)
+
+
+def address_of_bump_version() -> int:
+    """Where libtorch's function is that moves a tensor's version counter; 0 if it has none.
+
+    `void torch::autograd::impl::bump_version(const at::Tensor&)`: what it takes is the address of a
+    pointer to a tensor's record.
+    """
+    try:
+        library = ctypes.CDLL(libtorch_cpu_path())
+        function = library["_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE"]
+    except (OSError, AttributeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def storage_record_of(tensor: torch.Tensor) -> int:

@@ -20,6 +20,7 @@ Accumulated gradients that wait for their division (faststep.accumulate) are div
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import types
@@ -64,17 +65,37 @@ def _promoted(dtypes: int) -> torch.dtype:
 
 
 def _norm(
-    tensors: list[Tensor] | tuple[Tensor, ...],
-    norm_type: float,
-    error_if_nonfinite: bool,
-    max_norm: float | None = None,
-) -> tuple[Tensor, bool]:
-    """The norm, and whether the tensors were clipped by it; TypeError if one is for torch."""
-    norm_type = float(norm_type)
-    norm, dtypes, written = _C.norm(tensors, norm_type, max_norm, error_if_nonfinite)
+    tensors: list[Tensor] | tuple[Tensor, ...], norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
+    """The norm; TypeError if one of the tensors is for torch."""
+    norm, dtypes = _C.norm(tensors, norm_type)
+    return _checked(norm, dtypes, norm_type, error_if_nonfinite)
+
+
+def _checked(norm: float, dtypes: int, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(_NONFINITE.format(norm_type))
-    return torch.tensor(norm, dtype=_promoted(dtypes), device="cpu"), written
+    return torch.tensor(norm, dtype=_promoted(dtypes), device="cpu")
+
+
+def _clip(
+    parameters: list[Tensor] | tuple[Tensor, ...],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor | None:
+    """The norm, after clipping by it; None, and nothing is written, if that is for others."""
+    try:
+        norm_type = float(norm_type)
+        norm, found, dtypes, written = _C.clip_grads(
+            parameters, norm_type, float(max_norm), error_if_nonfinite
+        )
+    except TypeError:
+        return None
+    if not found:
+        return torch.tensor(0.0)
+    increment_version(written)
+    return _checked(norm, dtypes, norm_type, error_if_nonfinite)
 
 
 def _for_device(tensor: object) -> bool:
@@ -152,18 +173,14 @@ def clip_grad_norm_(
             stacklevel=2,
         )
     divide_grads_of(parameters)
+    norm = _clip(parameters, max_norm, norm_type, error_if_nonfinite)
+    if norm is not None:
+        return norm
     grads = _C.collect_grads(parameters)
-    if not grads:
-        return torch.tensor(0.0)
-    try:
-        if _for_device(grads[0]):
+    if grads and _for_device(grads[0]):
+        with contextlib.suppress(TypeError):
             return _norm_on_device(grads, norm_type, error_if_nonfinite, float(max_norm))
-        norm, written = _norm(grads, norm_type, error_if_nonfinite, float(max_norm))
-    except TypeError:
-        return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    if written:
-        increment_version(grads)
-    return norm
+    return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
 
 def get_total_norm(
@@ -201,10 +218,9 @@ def get_total_norm(
     try:
         if _for_device(tensors[0]):
             return _norm_on_device(tensors, norm_type, error_if_nonfinite)
-        norm, _ = _norm(tensors, norm_type, error_if_nonfinite)
+        return _norm(tensors, float(norm_type), error_if_nonfinite)
     except TypeError:
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
-    return norm
 
 
 def clip_grads_with_norm_(

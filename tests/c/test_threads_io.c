@@ -103,8 +103,9 @@ static void batches_come_in_order(unsigned threads, int eager, size_t limit)
     for (size_t i = 0; i < BATCHES + AHEAD; i++) {
         if (i < BATCHES) {
             fill_request(&requests[i], limit);
-            CHECK_INT(fst_crew_add(crew, requests[i].indices, requests[i].count, &number, &status),
-                      FST_OK);
+            CHECK_INT(
+                fst_crew_add(crew, requests[i].indices, requests[i].count, NULL, &number, &status),
+                FST_OK);
             CHECK_INT((int64_t)number, (int64_t)i + 1);
             CHECK_INT((int64_t)fst_crew_oldest(crew), (int64_t)(i < AHEAD ? 1 : i - AHEAD + 1));
         }
@@ -138,7 +139,7 @@ static void the_crew_ends_with_work_left(unsigned threads)
         uint64_t number;
         for (size_t i = 0; i < 6; i++) {
             fill_request(&r, 1500);
-            CHECK_INT(fst_crew_add(crew, r.indices, r.count, &number, &status), FST_OK);
+            CHECK_INT(fst_crew_add(crew, r.indices, r.count, NULL, &number, &status), FST_OK);
         }
         for (size_t i = 0; i < taken; i++) {
             fst_slot *slots[FIELDS];
@@ -153,6 +154,38 @@ static void the_crew_ends_with_work_left(unsigned threads)
     fst_slots_close(pool);
 }
 
+/* Batches in slots and batches in memory of the caller's, one after the other. */
+static void batches_go_where_the_caller_says(unsigned threads)
+{
+    enum { MOST = 1500, MIXED = 6 };
+    static int32_t own[MIXED][MOST][WIDTH], own_labels[MIXED][MOST];
+    static request requests[MIXED];
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    fst_crew *crew = fst_crew_new(&table, pool, threads, 1, &status);
+    uint64_t number;
+    for (size_t i = 0; i < MIXED; i++) {
+        char *outputs[FIELDS] = {(char *)own[i], (char *)own_labels[i]};
+        fill_request(&requests[i], MOST);
+        CHECK_INT(fst_crew_add(crew, requests[i].indices, requests[i].count, i % 3 ? outputs : NULL,
+                               &number, &status),
+                  FST_OK);
+    }
+    for (size_t i = 0; i < MIXED; i++) {
+        fst_slot *slots[FIELDS], mine[FIELDS] = {{.data = own[i]}, {.data = own_labels[i]}};
+        fst_slot *const places[FIELDS] = {&mine[0], &mine[1]};
+        wait_for(crew);
+        CHECK_INT((int64_t)fst_crew_take(crew, slots), (int64_t)requests[i].count);
+        CHECK(i % 3 ? !slots[0] && !slots[1] : slots[0] && slots[1]);
+        CHECK(is_right(&requests[i], i % 3 ? places : slots));
+        if (slots[0])
+            give_back(slots);
+    }
+    CHECK_INT((int64_t)fst_slots_counted(pool).made, 2 * FIELDS);
+    fst_crew_free(crew);
+    fst_slots_close(pool);
+}
+
 static void wrong_calls_are_refused(void)
 {
     static const int64_t wrong[] = {1, ROWS};
@@ -161,9 +194,9 @@ static void wrong_calls_are_refused(void)
     fst_crew *crew = fst_crew_new(&table, pool, 2, 0, &status);
     uint64_t number = 1;
     int done;
-    CHECK_INT(fst_crew_add(crew, wrong, 2, &number, &status), FST_OK);
+    CHECK_INT(fst_crew_add(crew, wrong, 2, NULL, &number, &status), FST_OK);
     CHECK_INT((int64_t)number, 0);
-    CHECK_INT(fst_crew_add(crew, wrong, 0, &number, &status), FST_OK);
+    CHECK_INT(fst_crew_add(crew, wrong, 0, NULL, &number, &status), FST_OK);
     CHECK_INT((int64_t)number, 0);
     CHECK_INT((int64_t)fst_crew_queued(crew), 0);
     CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
@@ -183,16 +216,17 @@ static void a_forked_child_is_told(void)
     int done, outcome = 0;
     fst_slot *slots[FIELDS];
     fill_request(&r, 1500);
-    CHECK_INT(fst_crew_add(crew, r.indices, r.count, &number, &status), FST_OK);
+    CHECK_INT(fst_crew_add(crew, r.indices, r.count, NULL, &number, &status), FST_OK);
     const pid_t child = fork();
     if (child == 0) {
-        int right = fst_crew_add(crew, r.indices, r.count, &number, &status) == FST_UNSUPPORTED &&
-                    fst_crew_wait(crew, 1, &done, &status) == FST_UNSUPPORTED &&
-                    strstr(status.message, "forked");
+        int right =
+            fst_crew_add(crew, r.indices, r.count, NULL, &number, &status) == FST_UNSUPPORTED &&
+            fst_crew_wait(crew, 1, &done, &status) == FST_UNSUPPORTED &&
+            strstr(status.message, "forked");
         fst_crew_free(crew);
         status.code = FST_OK;
         crew = fst_crew_new(&table, pool, 2, 0, &status);
-        right = right && !fst_crew_add(crew, r.indices, 3, &number, &status) &&
+        right = right && !fst_crew_add(crew, r.indices, 3, NULL, &number, &status) &&
                 !fst_crew_wait(crew, 1000, &done, &status) && done;
         r.count = fst_crew_take(crew, slots);
         right = right && is_right(&r, slots);
@@ -224,6 +258,8 @@ int main(void)
         }
     the_crew_ends_with_work_left(0);
     the_crew_ends_with_work_left(3);
+    batches_go_where_the_caller_says(0);
+    batches_go_where_the_caller_says(3);
     wrong_calls_are_refused();
     a_forked_child_is_told();
     return check_report();

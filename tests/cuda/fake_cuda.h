@@ -67,6 +67,17 @@ typedef struct {
 } fake_cuda_living;
 fake_cuda_living fake_cuda_alive(void);
 
+/* Let this thread call the driver's functions for a device, as torch does, without a context that
+ * it would have to retain. */
+void fake_cuda_enter(int device);
+void fake_cuda_leave(void);
+
+/* Reads a device's memory when the stream comes to it, as a kernel of the consumer would. */
+void fake_cuda_read(void *stream, void *to, const void *from, size_t size);
+
+/* Whether memory is pinned. */
+int fake_cuda_is_pinned(uint64_t address, size_t size);
+
 /* Contexts that this thread has pushed and not popped, and whether its capture mode is the usual
  * one. */
 int fake_cuda_depth(void);

@@ -268,6 +268,18 @@ ENTRY(cuStreamGetCaptureInfo, (void *stream, int *state, uint64_t *id), {
 })
 #endif
 
+void fake_cuda_enter(int device)
+{
+    if (depth == DEPTH)
+        abort();
+    stack[depth++] = device;
+}
+
+void fake_cuda_leave(void)
+{
+    depth--;
+}
+
 int fake_cuda_depth(void)
 {
     return depth;

@@ -95,6 +95,11 @@ int fake_inside(int device, uint64_t address, size_t size)
     return 0;
 }
 
+int fake_cuda_is_pinned(uint64_t address, size_t size)
+{
+    return fake_inside(-1, address, size);
+}
+
 int fake_cuda_holds(uint64_t address, size_t size)
 {
     const int holds = fake_inside(fake_running(), address, size);

@@ -70,7 +70,7 @@ def assert_no_growth(*calls: Callable[[], Any]) -> None:
 
 def assert_references_stay(call: Callable[[], Any], arguments: Iterable[Any]) -> None:
     arguments = list(arguments)
-    for _ in range(3):  # a plan keeps the list of what it wrote, from the second short step on
+    for _ in range(3):  # what is remembered of the tensors is there then
         call()
     before = [sys.getrefcount(argument) for argument in arguments]
     for _ in range(20):
@@ -156,6 +156,20 @@ def fusable() -> Iterator[Case]:
 def collect_grads() -> Iterator[Case]:
     params = parameters()
     yield lambda: _C.collect_grads(params), [*params, *(p.grad for p in params)]
+
+
+def on_grads(function: Callable[..., Any], *extra: Any) -> Iterator[Case]:
+    params = parameters()
+    yield lambda: function(params, *extra), [*params, *(p.grad for p in params)]
+    without = [torch.nn.Parameter(torch.ones(3)) for _ in range(3)]
+    yield lambda: function(without, *extra), without
+    for bad in (torch.ones(3, device="meta"), torch.eye(3).to_sparse(), torch.ones(3).to(int)):
+        of_bad = torch.zeros_like(bad)
+        of_bad.grad = bad
+        yield failing(function, [params[0], of_bad], *extra), [params[0], of_bad, bad]
+    yield failing(function, [params[0], 1.0], *extra), [params[0]]
+    yield failing(function, 5, *extra), []
+    yield failing(function), []
 
 
 def accumulate() -> Iterator[Case]:
@@ -245,13 +259,16 @@ def gather() -> Iterator[Case]:
     rows = (0, 9, ((data.data_ptr(), 16), (labels.data_ptr(), 4)))
     nodes = (rows, (1, 0, 3, chosen.data_ptr(), 0, 0), (2, (0, 1)))
     slots, owner = _C.Slots(), (data, labels, chosen)
+    outputs = (torch.empty(2, 4), torch.empty(2))
     slots.keep(4)
 
     def run(take: int, close: bool) -> None:
         gather = _C.Gather(slots, fields, nodes, 2, True, owner)
         numbers = [gather.submit(indices) for indices in ([11, 0, -1], (2,), chosen)]
         numbers.append(gather.submit(chosen, 1, 2))
+        numbers.append(gather.submit(chosen, 1, 2, outputs))
         assert all(numbers)
+        assert not gather.submit([12, 0], 0, -1, outputs)
         for wrong in ([12], ["a"], [], [1 << 70]):
             assert not gather.submit(wrong)
         for number in numbers[:take]:
@@ -259,16 +276,25 @@ def gather() -> Iterator[Case]:
             assert tensors is not None
             tensors[0].view(-1).detach()
             assert gather.take(number) is None
-        assert gather.queued() == 4 - take
+        assert gather.queued() == 5 - take
         if close:
             gather.close()
 
-    yield lambda: run(0, True), [slots, owner, data, chosen, *fields, nodes]
-    yield lambda: run(2, False), [slots, owner, data, chosen, *fields, nodes]
-    yield lambda: run(4, True), [slots, owner, data, chosen, *fields, nodes]
+    for take, close in ((0, True), (2, False), (5, True)):
+        call = functools.partial(run, take, close)
+        yield call, [slots, owner, data, chosen, *fields, nodes, outputs, *outputs]
     kept = _C.Gather(slots, fields, nodes, 0, False, owner)
     for arguments in ((), (None,), (chosen, 2, 2), (chosen, -1), (data,), (torch.ones(3),)):
         yield failing(kept.submit, *arguments), list(arguments[:1])
+    for wrong_outputs in (
+        5,
+        outputs[:1],
+        (outputs[0], None),
+        (outputs[0], outputs[1].int()),
+        (outputs[0], torch.empty(3)),
+        (torch.empty(4, 2).t(), outputs[1]),
+    ):
+        yield failing(kept.submit, chosen, 1, 2, wrong_outputs), [chosen, wrong_outputs]
     for arguments in ((), (-1,), ("",)):
         yield failing(kept.take, *arguments), []
     closed = _C.Gather(slots, fields, nodes, 0, False, owner)
@@ -352,6 +378,8 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "fusable": fusable,
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "measure": lambda: on_tensors(_C.measure, 0.5),
+    "clip_grads": lambda: on_grads(_C.clip_grads, 2.0, 1.0, False),
+    "unscale_grads": lambda: on_grads(_C.unscale_grads, 1.0, False),
     "norm": norms,
     "permute": permute,
     "rules": lambda: iter([(_C.rules, [])]),

@@ -132,21 +132,19 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
         params = list(itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups))
-        grads = _C.collect_grads(params)
         if not allow_fp16:  # called by unscale_, not by step
             inv_scale = division.unscaled(optimizer, inv_scale)
+        # Only a scale in host memory can be read without waiting for a device.
+        if inv_scale.is_cpu and (done := _unscale_all(params, inv_scale, allow_fp16)) is not None:
+            any_grad, overflow = done
+            host = torch.device("cpu")
+            return {host: _flag(found_inf, host, overflow)} if any_grad else {}
+        grads = _C.collect_grads(params)
         if grads and all(g.is_cuda and has_kernels_for(g) for g in grads):
             found = _unscale_on_devices(grads, inv_scale, found_inf, allow_fp16)
             if found is not None:
                 return found
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # Only a scale in host memory can be read without waiting for a device.
-        if (
-            grads
-            and inv_scale.is_cpu
-            and (overflow := _unscale(grads, inv_scale, allow_fp16)) is not None
-        ):
-            return {grads[0].device: _flag(found_inf, grads[0].device, overflow)}
         if not allow_fp16 and torch.float16 in dtypes_of(grads):
             raise ValueError("Attempting to unscale FP16 gradients.")
         foreign = [p for p in params if p.grad is not None and not _C.fusable([p.grad])]
@@ -160,7 +158,7 @@ class GradScaler(torch.amp.GradScaler):
         if grads:
             device = grads[0].device
             flag = per_device.get(device, found_inf)
-            per_device[device] = _flag(flag, device, bool(_unscale(grads, inv_scale, allow_fp16)))
+            per_device[device] = _flag(flag, device, _unscale(grads, inv_scale, allow_fp16))
         return per_device
 
     def step(
@@ -348,19 +346,29 @@ class GradScaler(torch.amp.GradScaler):
         )
 
 
-def _unscale(grads: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> bool | None:
-    """Multiply in place; whether a gradient was not finite before. Times 1 writes nothing.
+def _unscale_all(
+    params: list[Tensor], inv_scale: Tensor, allow_fp16: bool
+) -> tuple[bool, bool] | None:
+    """Multiply the gradients in place; times 1 nothing is written.
 
-    None, and nothing is written, if one of the gradients is not for the C passes. ValueError for a
-    float16 gradient if they are not allowed.
+    Returns whether there is a gradient, and whether one was not finite before; None, and nothing is
+    written, if one of them is not for the C passes. ValueError for a float16 gradient if they are
+    not allowed.
     """
-    factor = inv_scale.item()
     try:
-        if factor == 1.0 and allow_fp16:
-            return _C.measure(grads, 1.0)[1]
-        _, overflow = _C.unscale(grads, factor, allow_fp16)
+        found, overflow, written = _C.unscale_grads(params, inv_scale.item(), allow_fp16)
     except TypeError:
         return None
+    increment_version(written)
+    return found, overflow
+
+
+def _unscale(grads: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> bool:
+    """The same for gradients that are for the C passes; whether one was not finite."""
+    factor = inv_scale.item()
+    if factor == 1.0 and allow_fp16:
+        return _C.measure(grads, 1.0)[1]
+    _, overflow = _C.unscale(grads, factor, allow_fp16)
     increment_version(grads)
     return overflow
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset
 
 from faststep.cli.console import CommandError
 
-__all__ = ["GPT", "GPTConfig", "random_batch", "standard_library_text"]
+__all__ = ["GPT", "GPTConfig", "standard_library_text", "windows"]
 
 _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
 
@@ -106,20 +107,14 @@ def standard_library_text(limit: int = 16 << 20) -> Tensor:
     return torch.frombuffer(text[:limit], dtype=torch.uint8)
 
 
-def random_batch(
-    text: Tensor, batch_size: int, context: int, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Draw windows of ``text`` and the same windows moved on by one byte.
+def windows(text: Tensor, context: int) -> TensorDataset:
+    """Samples of `context` + 1 bytes: the tokens, and moved on by one byte the targets.
 
     Args:
-        text: 1-d uint8 tensor of more than ``context`` + 1 bytes.
-        batch_size: number of windows.
-        context: bytes per window.
-        generator: source of the windows' positions.
+        text: 1-d uint8 tensor of more than `context` bytes.
+        context: bytes from window to window.
 
     Returns:
-        Tokens and targets, both int64 of shape (batch_size, context).
+        A dataset over the text's own memory.
     """
-    starts = torch.randint(len(text) - context - 1, (batch_size, 1), generator=generator)
-    windows = text[starts + torch.arange(context + 1)].long()
-    return windows[:, :-1], windows[:, 1:]
+    return TensorDataset(text.unfold(0, context + 1, context))

@@ -112,6 +112,7 @@ ALL_FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "cuda clip": Family("clipped AdamW step on CUDA: clip_grad_norm_, step", 32),
         "cuda adamw": Family("plain AdamW step on CUDA", 28),
+        "loader": Family("a batch of a loader, shuffled", 4),
         "host": Family("host time of a CUDA step, AdamW: a fake driver, empty kernels", 0),
     }
 )
@@ -128,6 +129,7 @@ class Work:
         true_norm: the unscaled gradients' global norm; ``MAX_NORM`` clips what is above 1.
         fresh_gradients: every round gets newly allocated gradients, as after
             ``zero_grad(set_to_none=True)``; otherwise the same tensors are refilled.
+        cold: before every round something larger than the caches is read and written.
         sweep: the sweep that the work is a point of: "tensors", "elements" or "".
         only: names of the contenders to measure; empty for all of the family.
         dtype: of parameters, gradients and states.
@@ -138,6 +140,7 @@ class Work:
     shapes: Shapes
     true_norm: float = 4.0
     fresh_gradients: bool = False
+    cold: bool = False
     sweep: str = ""
     only: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float32
@@ -187,6 +190,7 @@ class Arena:
 
         self.parameters = [torch.nn.Parameter(tensor) for tensor in drawn(0.02)]
         self._source = drawn(1.0)
+        self._elsewhere = torch.zeros(1 << 26 if work.cold else 0, dtype=torch.uint8)
         squares = sum(float(g.square().sum(dtype=torch.float64)) for g in self._source)
         scale = INIT_SCALE if ALL_FAMILIES[work.family].scaled else 1.0
         for gradient in self._source:
@@ -201,6 +205,7 @@ class Arena:
                 parameter.grad = gradient.clone()
             else:
                 parameter.grad.copy_(gradient)
+        self._elsewhere.add_(1)
 
     def probe(self) -> Tensor:
         """Copies of the first values of the first and last parameter and gradient."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from faststep import _C
-from faststep._torch import BaseDataLoaderIter, dataset_fetcher, pin_memory
+from faststep._torch import BaseDataLoaderIter, dataset_fetcher, is_profiling, pin_memory
 
 from .order import Order
 from .orders import order_of
@@ -98,6 +98,9 @@ class ArrayIterator(BaseDataLoaderIter):
         if self._num_workers:
             self._window = max(1, loader.prefetch_factor * self._num_workers)
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
+        device = loader._device
+        self._held = 0 if device is None else loader._prefetch_to_device
+        self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._gather: _C.Gather | None = None
@@ -114,11 +117,12 @@ class ArrayIterator(BaseDataLoaderIter):
         order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
         self._order = order
         self.progress = Progress(order, int(self._base_seed), self._num_yielded)
+        self._limit = 0 if order is None else self._most_ahead(order)
         self._requested = 0  # how often torch would have asked a known order by now
         self._ended = False  # the sampler has no more
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
         slots_per_batch = len(self._plan.forms)
-        self._slots.keep((min(self._window, AHEAD * 4) + 3) * slots_per_batch)
+        self._slots.keep((min(self._window, AHEAD * 4) + self._held + 3) * slots_per_batch)
         if self._num_workers:
             self._request_until(self._window)
             self._add_known()
@@ -165,21 +169,49 @@ class ArrayIterator(BaseDataLoaderIter):
         order = self._order
         if order is None or not order.drawn:
             return
-        while len(self._queue) <= self._limit() and self._next_number() < order.batches:
+        while len(self._queue) <= self._limit and self._next_number() < order.batches:
             block = order.block(self._next_number())
             self._add(block, block)
 
-    def _limit(self) -> int:
+    def _most_ahead(self, order: Order) -> int:
         """How many batches may be in the queue: fewer if they are very large."""
-        assert self._order is not None
-        size = max(1, self._order.batch_size * self._plan.row_bytes)
+        size = max(1, order.batch_size * self._plan.row_bytes)
         return max(2, min(self._window, MOST_BYTES_AHEAD // size))
 
     def _add(self, indices: Any, arguments: Any) -> None:
         if self._gather is None:
             self._gather = self._plan.gather(self._slots, self._num_workers)
-        ticket = self._gather.submit(*arguments) if _is_submittable(arguments[0]) else 0
+        ticket = 0
+        if _is_submittable(arguments[0]):
+            if self._gathers_pinned:
+                arguments = self._with_pinned_outputs(*arguments)
+            ticket = self._gather.submit(*arguments)
         self._queue.append(_Entry(self._next_number(), indices, ticket, None))
+
+    def _with_pinned_outputs(self, items: Any, start: int = 0, count: int = -1) -> Any:
+        """Arguments of `submit`, with page-locked memory for the batch.
+
+        It is torch's, not ours: torch gives it to nobody else while a copy that a user started with
+        `non_blocking=True` is on its way. Of other memory torch does not know who reads it.
+        """
+        rows = len(items) if count < 0 else count
+        outputs = tuple(
+            torch.empty(
+                (rows, *form.prototype.shape[1:]),
+                dtype=form.prototype.dtype,
+                device="cpu",
+                pin_memory=True,
+            )
+            for form in self._plan.forms
+        )
+        return items, start, count, outputs
+
+    def __next__(self) -> Any:
+        if is_profiling():
+            return super().__next__()  # under the name that torch's iterator has in profiles
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
 
     def _next_data(self) -> Any:
         if self._process != os.getpid():
@@ -194,8 +226,7 @@ class ArrayIterator(BaseDataLoaderIter):
             if not self._queue:
                 self._finish()
                 raise StopIteration
-            data = self._deliver(self._queue[0])
-        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+            return self._deliver(self._queue[0])
 
     def _deliver(self, entry: _Entry) -> Any:
         tensors = None
@@ -207,7 +238,8 @@ class ArrayIterator(BaseDataLoaderIter):
             raise entry.error
         if tensors is not None:
             return self._plan.structure.batch(iter(tensors))
-        return self._fetch(entry.indices)
+        data = self._fetch(entry.indices)
+        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
 
     def _fetch(self, indices: Any) -> Any:
         """A batch that cannot be gathered, as torch fetches it; mostly it raises torch's error."""

@@ -6,15 +6,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.utils.data
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from faststep import _C
 from faststep._torch import collates_as_default
 
 from .columns import NotArrays
+from .copies import copier_of
 from .iterator import ArrayIterator, Progress
 from .orders import order_of, restore
 from .plan import Plan
+from .prefetch import DeviceIterator
 from .transformed import Transformed
 
 __all__ = ["DataLoader"]
@@ -41,24 +43,50 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     On the array path `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
 
     Args:
-        transforms: what every batch goes through when it is delivered: a
-            faststep.data.transforms.Compose, whose random numbers follow from the epoch's base seed
-            and the batch's number, or any other function of a batch. Default: none.
-        args, kwargs: torch's.
+        dataset, *arguments, **options: torch's.
+        device: where the batches are delivered, a CUDA device or the CPU. They are copied ahead,
+            from page-locked memory and on a stream of their own, and the current stream waits for
+            them. Default: on the host, and nothing is copied.
+        prefetch_to_device: with `device`, how many batches are on it, or on their way, besides the
+            one that is delivered. The sampler is asked for them, and the dataset's code runs, so
+            much earlier. Default: 2.
+        transforms: what every batch goes through when it is delivered, with `device` on the device:
+            a faststep.data.transforms.Compose, whose random numbers follow from the epoch's base
+            seed and the batch's number, or any other function of a batch. Default: nothing.
+
+    Raises:
+        TypeError: `transforms` is not a function.
+        ValueError: `device` is of another type, or `prefetch_to_device` is not an int from 0 on.
     """
 
     _slots: _C.Slots | None = None
     _epoch = 0  # of the iterator, where persistent workers share one
     _progress: Progress | None = None
     _resume: dict[str, Any] | None = None
+    _device: torch.device | None = None
+    _prefetch_to_device = 0
 
     def __init__(
-        self, *args: Any, transforms: Callable[[Any], Any] | None = None, **kwargs: Any
+        self,
+        dataset: Dataset[_T_co],
+        *arguments: Any,
+        device: torch.device | str | int | None = None,
+        prefetch_to_device: int = 2,
+        transforms: Callable[[Any], Any] | None = None,
+        **options: Any,
     ) -> None:
         if transforms is not None and not callable(transforms):
             raise TypeError(f"transforms must be a function of a batch, not {transforms!r}")
-        super().__init__(*args, **kwargs)
+        super().__init__(dataset, *arguments, **options)
         self.transforms = transforms
+        self._device = None if device is None else torch.device(device)
+        self._prefetch_to_device = prefetch_to_device
+        if self._device is not None and self._device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")
+        if type(prefetch_to_device) is not int or prefetch_to_device < 0:
+            raise ValueError(
+                f"prefetch_to_device must be an int from 0 on, not {prefetch_to_device!r}"
+            )
 
     @property
     def path(self) -> str:
@@ -69,14 +97,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """A sentence or two: which way the data takes, and why not a faster one."""
         plan = self._plan()
         if isinstance(plan, str):
-            return f"torch's own iterator loads the batches: {plan}"
+            return f"torch's own iterator loads the batches: {plan}{self._explain_device()}"
         order = order_of(self.batch_sampler)
         fields = ", ".join(
             f"{name} ({form.prototype.dtype}, {tuple(form.prototype.shape[1:])})"
             for name, form in zip(plan.names, plan.forms, strict=True)
         )
         asked = "known ahead" if order else "asked of the sampler batch by batch, as torch does"
-        return f"threads gather the batches from {fields}; their order is {asked}"
+        device = self._explain_device()
+        return f"threads gather the batches from {fields}; their order is {asked}{device}"
+
+    def _explain_device(self) -> str:
+        if self._device is None:
+            return ""
+        return f"; up to {self._prefetch_to_device} more are on {self._device}, or on their way"
 
     def _plan(self) -> Plan | str:
         """The arrays to gather from, or why there are none."""
@@ -95,6 +129,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return plan
 
     def _get_iterator(self) -> Any:
+        if self._device is None:
+            return self._host_iterator()
+        copier = copier_of(self._device)  # before anything is drawn
+        return DeviceIterator(self._host_iterator(), copier, self._prefetch_to_device)
+
+    def _host_iterator(self) -> Any:
         plan = self._plan()
         state, self._resume = self._resume, None
         self._epoch = 0
@@ -109,15 +149,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             state = state if keeps_seed else None  # else a new epoch draws its own
         if state is not None:
             self._epoch = state.get("_transforms_epoch", 0) + state["_iterator_finished"]
-        iterator = ArrayIterator(self, plan, self._slots, state)
-        self._progress = iterator.progress
-        return iterator
+        return ArrayIterator(self, plan, self._slots, state)
 
     def __iter__(self) -> Any:
         again = self._iterator is not None
         iterator: Any = super().__iter__()
-        if isinstance(iterator, ArrayIterator):  # a persistent one has begun a new epoch
-            self._progress = iterator.progress
+        if isinstance(iterator, (ArrayIterator, DeviceIterator)) and iterator.progress is not None:
+            self._progress = iterator.progress  # the epoch's, if the iterator is a persistent one
         self._epoch += again
         if self.transforms is None:
             return iterator

@@ -36,7 +36,7 @@ class Transformed:
     and on the batch's number: nothing else has to be kept to go on in the middle of an epoch.
 
     Args:
-        iterator: torch's, or an ArrayIterator.
+        iterator: torch's, an ArrayIterator, or a DeviceIterator over one of them.
         transforms: a Compose or any other function of a batch.
         epoch: counts the epochs of one iterator, for with persistent workers torch draws one base
             seed for all.
@@ -46,6 +46,9 @@ class Transformed:
         self._iterator = iterator
         self._transforms = transforms
         self._epoch = epoch
+        self._base_seed = int(getattr(iterator, "_batches", iterator)._base_seed)
+        self._progress = getattr(iterator, "progress", None)
+        self._delivered = 0
         self._generator = torch.Generator()
 
     def __iter__(self) -> Iterator[Any]:
@@ -54,22 +57,19 @@ class Transformed:
     def __len__(self) -> int:
         return len(self._iterator)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_iterator"], name)
-
     def __next__(self) -> Any:
         batch = next(self._iterator)
+        self._delivered += 1
         if isinstance(self._transforms, Compose):
             batch = self._transforms(batch, generator=self._seeded())
         else:
             batch = self._transforms(batch)
-        if self._iterator._pin_memory:
+        if getattr(self._iterator, "_pin_memory", False):
             batch = pin_memory(batch, self._iterator._pin_memory_device)
         return batch
 
     def _seeded(self) -> torch.Generator:
-        iterator = self._iterator
-        progress = getattr(iterator, "progress", None)
-        delivered = progress.before + progress.delivered if progress else iterator._num_yielded
-        seed = seed_of(int(iterator._base_seed), self._epoch, delivered - 1)
-        return self._generator.manual_seed(seed)
+        delivered = self._delivered
+        if self._progress is not None:  # knows what was delivered before a resume
+            delivered = self._progress.before + self._progress.delivered
+        return self._generator.manual_seed(seed_of(self._base_seed, self._epoch, delivered - 1))

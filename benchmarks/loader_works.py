@@ -1,0 +1,212 @@
+"""What loaders are measured on, and who loads: each contender is an endless stream of batches."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import faststep.data
+from faststep.cli.contenders import OURS, UnavailableError
+from works import SMOKE
+
+__all__ = ["COPY", "LOADER_WORKS", "LoaderWork", "Stream"]
+
+COPY = "bare copy"
+Stream = Generator[Any, None, None]
+
+
+@dataclass(frozen=True)
+class LoaderWork:
+    """One row of the benchmarks.
+
+    Args:
+        label: what is loaded.
+        batch_size: samples per batch.
+        dataset: makes the dataset, in an empty folder that stays.
+        batches: per block of a contender.
+        at_least: how many times as fast as torch's loader, at its best of 0, 1 and 2 workers.
+        plain: the same samples as a script without faststep would read them; default: the dataset.
+        others: contenders besides faststep's and torch's loaders: name -> stream of batches of the
+            plain dataset; they raise UnavailableError where what they need is missing.
+    """
+
+    label: str
+    batch_size: int
+    dataset: Callable[[Path], Dataset[Any]]
+    batches: int
+    at_least: float
+    plain: Callable[[Any], Dataset[Any]] = lambda dataset: dataset
+    others: tuple[tuple[str, Callable[[LoaderWork, Any], Stream]], ...] = ()
+
+    def streams(self, dataset: Any) -> dict[str, Callable[[], Stream]]:
+        """Everyone who takes part, by name, ours first."""
+        plain = self.plain(dataset)
+        make = functools.partial(DataLoader, plain, self.batch_size, True)
+        ours = functools.partial(faststep.data.DataLoader, dataset, self.batch_size, True)
+        streams: dict[str, Callable[[], Stream]] = {}
+        for workers in self._workers(dataset):
+            name = OURS if workers is None else f"{OURS}, {workers} workers"
+            streams[name] = functools.partial(_epochs, ours, workers or 0)
+        for workers in (0, 1, 2):
+            streams[f"torch, {workers} workers"] = functools.partial(_epochs, make, workers)
+        for name, stream in self.others:
+            streams[name] = functools.partial(stream, self, plain)
+        return streams
+
+    def _workers(self, dataset: Any) -> tuple[int | None, ...]:
+        arrays = faststep.data.DataLoader(dataset, self.batch_size).path == "arrays"
+        return (None,) if arrays else (0, 1, 2)
+
+
+def _epochs(make: Callable[..., Any], workers: int) -> Stream:
+    loader = make(num_workers=workers, persistent_workers=workers > 0, drop_last=True)
+    while True:
+        yield from loader
+
+
+def _module(name: str, distribution: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise UnavailableError(f"not installed (pip install {distribution})") from error
+
+
+def bare_copy(work: LoaderWork, dataset: TensorDataset) -> Stream:
+    """What a loader can reach: rows copied by torch's threads into one buffer, again and again."""
+    (rows,) = dataset.tensors
+    out = rows.new_empty((work.batch_size, *rows.shape[1:]))
+    while True:
+        order = torch.randperm(len(rows))
+        for indices in order.split(work.batch_size):
+            if len(indices) == work.batch_size:
+                yield torch.index_select(rows, 0, indices, out=out)
+
+
+def stateful(work: LoaderWork, dataset: Any) -> Stream:
+    make = _module("torchdata.stateful_dataloader", "torchdata").StatefulDataLoader
+    loader = make(dataset, work.batch_size, True, drop_last=True)
+    while True:
+        yield from loader
+
+
+def spdl_threads(work: LoaderWork, dataset: Any) -> Stream:
+    """SPDL: two threads call the dataset and collate."""
+    builder = _module("spdl.pipeline", "spdl").PipelineBuilder
+
+    def indices() -> Iterator[list[int]]:
+        for epoch in itertools.count():
+            generator = torch.Generator().manual_seed(epoch)
+            order = torch.randperm(len(dataset), generator=generator)
+            full = len(dataset) // work.batch_size * work.batch_size
+            yield from (part.tolist() for part in order[:full].split(work.batch_size))
+
+    def load(batch: list[int]) -> Any:
+        return torch.utils.data.default_collate([dataset[i] for i in batch])
+
+    pipeline = builder().add_source(indices()).pipe(load, concurrency=2).add_sink(3)
+    running = pipeline.build(num_threads=2)
+    with running.auto_stop():
+        yield from running.get_iterator()
+
+
+def grain_threads(work: LoaderWork, dataset: Any) -> Stream:
+    """Grain: threads read the samples, numpy stacks them."""
+    grain = _module("grain", "grain")
+
+    class Source:
+        def __len__(self) -> int:
+            return len(dataset)
+
+        def __getitem__(self, index: int) -> Any:
+            sample = dataset[index]
+            parts = sample if isinstance(sample, tuple) else (sample,)
+            return tuple(np.asarray(part) for part in parts)
+
+    samples = grain.MapDataset.source(Source()).shuffle(seed=0).repeat(None)
+    options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=2 * work.batch_size)
+    yield from samples.to_iter_dataset(options).batch(work.batch_size)
+
+
+LIBRARIES = (("StatefulDataLoader", stateful), ("SPDL", spdl_threads), ("Grain", grain_threads))
+
+
+def table(_: Path) -> TensorDataset:
+    rows = 2000 if SMOKE else 100_000
+    return TensorDataset(torch.randn(rows, 32), torch.randint(10, (rows,)))
+
+
+def images(_: Path) -> TensorDataset:
+    size, count = (8, 256) if SMOKE else (224, 1024)
+    return TensorDataset(torch.randint(256, (count, 3, size, size), dtype=torch.uint8))
+
+
+def tokens(folder: Path) -> Dataset[Any]:
+    path = folder / "tokens.bin"
+    count = 10_000 if SMOKE else 20_000_000
+    np.random.default_rng(0).integers(0, 50257, count, dtype=np.uint16).tofile(path)
+    return faststep.data.TokenDataset(path, 64 if SMOKE else 1024)
+
+
+class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """x and, a token later, y, as scripts read them from a memory map."""
+
+    def __init__(self, tokens: faststep.data.TokenDataset) -> None:
+        self.tokens = np.memmap(tokens.files[0], dtype=np.uint16, mode="r")
+        self.window = tokens.window
+
+    def __len__(self) -> int:
+        return (len(self.tokens) - 1) // self.window
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        start = index * self.window
+        both = torch.from_numpy(self.tokens[start : start + self.window + 1].astype(np.int64))
+        return both[:-1], both[1:]
+
+
+class Megabytes(Dataset[torch.Tensor]):
+    """Samples of 1 MB that a Python function makes."""
+
+    def __init__(self) -> None:
+        self.source = torch.randint(256, (64, 1 << (10 if SMOKE else 20)), dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.source[index % 64].clone()
+
+
+class PythonBound(Dataset[torch.Tensor]):
+    """Samples that take 1.7 ms of Python each."""
+
+    SECONDS = 1.7e-5 if SMOKE else 1.7e-3
+
+    def __len__(self) -> int:
+        return 4096
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        end = time.perf_counter() + self.SECONDS
+        while time.perf_counter() < end:
+            pass
+        return torch.full((64,), float(index))
+
+
+LOADER_WORKS = (
+    LoaderWork("table 256 x 32", 256, table, 300, 25.0, others=LIBRARIES),
+    LoaderWork("token windows 12 x 1024", 12, tokens, 1000, 10.0, Windows, LIBRARIES),
+    LoaderWork(
+        "images 128 x 3 x 224 x 224", 128, images, 24, 1.3, others=((COPY, bare_copy), *LIBRARIES)
+    ),
+    LoaderWork("Python samples of 1 MB", 32, lambda _: Megabytes(), 16, 1.4, others=LIBRARIES),
+    LoaderWork("Python samples of 1.7 ms", 32, lambda _: PythonBound(), 4, 1.0, others=LIBRARIES),
+)

@@ -1,0 +1,104 @@
+"""An epoch whose batches are on a device before they are asked for."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from .copies import Copier, Copy
+from .iterator import ArrayIterator, Progress
+
+__all__ = ["DeviceIterator"]
+
+
+class _Ahead(NamedTuple):
+    """A batch that is not delivered."""
+
+    copy: Copy | None
+    error: Exception | None  # what stands in its place
+    delivered: int  # on the array path, the number of the batch after it
+
+
+class DeviceIterator:
+    """Delivers another iterator's batches, on a device.
+
+    Errors come where they would without it; the other iterator is asked no further until then.
+
+    Args:
+        batches: an iterator over an epoch, of torch or ours.
+        copier: to the device.
+        ahead: how many batches stay on the device besides the one that is delivered.
+    """
+
+    def __init__(self, batches: Any, copier: Copier, ahead: int) -> None:
+        self._batches = batches
+        self._copier = copier
+        self._ahead = ahead
+        self._lock = threading.Lock()
+        self._process = os.getpid()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._queue: deque[_Ahead] = deque()
+        self._ended = False
+        self.progress: Progress | None = None
+        if isinstance(self._batches, ArrayIterator):
+            of = self._batches.progress  # which counts what came from there
+            self.progress = Progress(of.order, of.base_seed, of.before)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Starts the next epoch; a DataLoader with persistent workers calls it."""
+        with self._lock:
+            self._batches._reset(loader, first_iter)
+            self._begin()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __next__(self) -> Any:
+        if self._process != os.getpid():  # another thread may have held it at the fork
+            self._process, self._lock = os.getpid(), threading.Lock()
+        with self._lock:
+            self._copier.streams.current()  # raises where nothing can be copied
+            while not self._ended and len(self._queue) <= self._ahead:
+                if self._queue and self._queue[-1].error is not None:
+                    break
+                self._fetch()
+            if not self._queue:
+                if self.progress is not None:
+                    self.progress.finished = True
+                self._copier.forget_passed()
+                raise StopIteration
+            entry = self._queue.popleft()
+            if self.progress is not None:
+                self.progress.delivered = entry.delivered
+            if entry.copy is not None:
+                return self._copier.finish(entry.copy)
+            error = entry.error
+            assert error is not None
+            try:
+                raise error
+            finally:
+                del entry, error  # else the error would hold itself, and with it the iterator
+
+    def _fetch(self) -> None:
+        try:
+            copy = self._copier.start(next(self._batches))
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            self._queue.append(_Ahead(None, error, self._number()))
+        else:
+            self._queue.append(_Ahead(copy, None, self._number()))
+
+    def _number(self) -> int:
+        return self._batches.progress.delivered if self.progress is not None else 0
+
+    def __getstate__(self) -> Any:
+        raise NotImplementedError(f"{type(self).__name__} cannot be pickled")

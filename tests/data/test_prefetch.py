@@ -1,0 +1,383 @@
+"""Batches ahead on a device, where the device is the CPU: their order, and what is asked when.
+
+tests/device/test_prefetch.py has the order of what a CUDA device does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import os
+import pickle
+import signal
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
+
+from faststep import _C
+from faststep.data import DataLoader, prefetch
+
+from .both import plain, run
+from .test_lifetime import data_threads
+from .test_resume import ORDERS, dataset, saved
+
+ROWS, BATCH = 23, 3
+STEPS = 8
+
+
+def table() -> TensorDataset:
+    return TensorDataset(torch.arange(ROWS * 2).view(ROWS, 2), torch.arange(ROWS))
+
+
+class Samples(Dataset[Any]):
+    """What only torch's way takes; some samples are bad."""
+
+    def __init__(self, *bad: int) -> None:
+        self.bad = bad
+        self.asked: list[int] = []
+
+    def __getitem__(self, index: int) -> Any:
+        self.asked.append(index)
+        if index in self.bad:
+            raise KeyError(index)
+        return index
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(ROWS))
+
+
+class Logged(Sampler[int]):
+    """Says when it is asked."""
+
+    def __init__(self) -> None:
+        self.epochs = self.given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        for index in range(ROWS):
+            self.given += 1
+            yield index
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+def all_of(batches: Any) -> list[Any]:
+    return [plain(batch) for batch in batches]
+
+
+def seeded() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+KINDS: dict[str, Any] = {
+    "arrays": lambda: (table(), {}),
+    "shuffled": lambda: (table(), {"shuffle": True}),
+    "generator": lambda: (table(), {"shuffle": True, "generator": seeded()}),
+    "sampler": lambda: (table(), {"sampler": Logged(), "drop_last": True}),
+    "torch": lambda: (Samples(), {"shuffle": True}),
+    "bad": lambda: (Samples(0, 9, 10, 22), {}),
+    "iterable": lambda: (Stream(), {}),
+    "empty": lambda: (TensorDataset(torch.ones(0)), {}),
+}
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 50])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stop", [None, 3])
+def test_batches_errors_and_draws_are_those_of_torch(
+    kind: str, ahead: int, stop: int | None
+) -> None:
+    outcomes = []
+    # what RandomSampler draws at its end from a generator of its own is drawn so much earlier
+    epochs = 1 if (kind, ahead, stop) == ("generator", 50, 3) else 2
+    for options in (None, {"device": "cpu", "prefetch_to_device": ahead}):
+        torch.default_generator.manual_seed(5)
+        data, more = KINDS[kind]()
+        kind_of_loader = torch.utils.data.DataLoader if options is None else DataLoader
+        loader = kind_of_loader(data, BATCH, **more, **(options or {}))
+        outcomes.append(run(loader, [torch.default_generator], epochs, stop))
+    assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize("data", [table(), Samples()], ids=["arrays", "torch"])
+def test_workers(data: Any, persistent: bool) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": persistent}
+    loader = DataLoader(data, BATCH, **options, device="cpu")
+    first = iter(loader)
+    assert len(first) == len(loader) == STEPS
+    want = all_of(torch.utils.data.DataLoader(data, BATCH))
+    assert [plain(next(first)) for _ in range(2)] == want[:2]
+    second = iter(loader)
+    assert (second is first) == persistent
+    assert all_of(second) == want
+    if not persistent:
+        assert all_of(first) == want[2:]
+    assert all_of(loader) == want
+
+
+def test_two_iterators_take_turns() -> None:
+    loader = DataLoader(table(), BATCH, device="cpu")
+    want = all_of(torch.utils.data.DataLoader(table(), BATCH))
+    for a, b, expected in zip(loader, loader, want, strict=True):
+        assert plain(a) == plain(b) == expected
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_the_sampler_is_asked_so_far_ahead_and_not_for_the_next_epoch(ahead: int) -> None:
+    sampler = Logged()
+    loader = DataLoader(table(), BATCH, sampler=sampler, device="cpu", prefetch_to_device=ahead)
+    for epoch in range(1, 3):
+        iterator = iter(loader)
+        assert sampler.given == (epoch - 1) * ROWS
+        for number, _ in enumerate(iterator, 1):
+            assert sampler.given == (epoch - 1) * ROWS + min(ROWS, (number + ahead) * BATCH)
+        assert sampler.epochs == epoch
+        with pytest.raises(StopIteration):
+            next(iterator)
+
+
+def test_nothing_is_asked_beyond_an_error_before_it_is_raised() -> None:
+    data = Samples(4)
+    iterator = iter(DataLoader(data, BATCH, device="cpu", prefetch_to_device=5))
+    next(iterator)
+    assert data.asked == [0, 1, 2, 3, 4]
+    with pytest.raises(KeyError):
+        next(iterator)
+    assert next(iterator).tolist() == [6, 7, 8]
+
+
+def test_an_interrupt_comes_at_once_and_loses_nothing_that_was_fetched() -> None:
+    class Interrupted(Samples):
+        def __getitem__(self, index: int) -> Any:
+            if index == 7 and 7 not in self.asked:
+                self.asked.append(7)
+                raise KeyboardInterrupt
+            return super().__getitem__(index)
+
+    iterator = iter(DataLoader(Interrupted(), BATCH, device="cpu", prefetch_to_device=2))
+    with pytest.raises(KeyboardInterrupt):
+        next(iterator)
+    assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_the_place_is_that_of_what_was_delivered(order: str, ahead: int) -> None:
+    """A run that is taken up again, at every batch, gives what one without a break gives."""
+
+    def make() -> DataLoader[Any]:
+        data = dataset()
+        options = ORDERS[order](data)
+        return DataLoader(data, 5, **options, device="cpu", prefetch_to_device=ahead)
+
+    torch.default_generator.manual_seed(1)
+    whole = make()
+    start = torch.get_rng_state()
+    want = [plain(batch) for _ in range(2) for batch in whole]
+    per_epoch = len(whole)
+    for stop in range(per_epoch + 2):
+        torch.set_rng_state(start)
+        loader = make()
+        got, left = [], stop
+        for batch in loader:
+            if not left:
+                break
+            got.append(plain(batch))
+            left -= 1
+            state, random = saved(loader.state_dict()), torch.get_rng_state()
+        if stop > per_epoch:  # after the epoch
+            state, random = saved(loader.state_dict()), torch.get_rng_state()
+        if not stop:
+            continue
+        assert state["_num_yielded"] == min(stop, per_epoch)
+        assert state["_iterator_finished"] == (stop > per_epoch)
+        loader = make()
+        torch.set_rng_state(random)
+        loader.load_state_dict(state)
+        got += [plain(batch) for _ in range(2 - (stop > per_epoch)) for batch in loader]
+        assert got == want
+
+
+def test_errors_count_as_delivered() -> None:
+    class Bad(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter([0, 1, 2, 3, 99, 4, 5, 6, 7, 8, 9, 10])
+
+        def __len__(self) -> int:
+            return 12
+
+    loader = DataLoader(table(), BATCH, sampler=Bad(), device="cpu")
+    iterator = iter(loader)
+    next(iterator)
+    progress = loader._progress
+    assert progress is not None
+    assert progress.delivered == 1
+    with pytest.raises(IndexError):
+        next(iterator)
+    assert progress.delivered == 2
+    assert len(list(iterator)) == 2
+    assert progress.delivered == 4
+    assert progress.finished
+
+
+def test_objects_move_by_themselves_when_they_are_delivered() -> None:
+    class Own:
+        asked = 0
+
+        def to(self, device: torch.device) -> Own:
+            assert device == torch.device("cpu")
+            self.asked += 1
+            return self
+
+    made: list[Own] = []
+
+    def collate(samples: Any) -> Any:
+        made.append(Own())
+        return samples, made[-1]
+
+    for number, (_, own) in enumerate(
+        DataLoader(Samples(), BATCH, collate_fn=collate, device="cpu")
+    ):
+        assert own is made[number]
+        assert [other.asked > 0 for other in made] == [i <= number for i in range(len(made))]
+        assert own.asked == 1
+
+
+def test_batches_may_be_kept_and_their_memory_is_used_again() -> None:
+    loader = DataLoader(table(), BATCH, device="cpu", prefetch_to_device=3)
+    want = all_of(torch.utils.data.DataLoader(table(), BATCH))
+    kept = list(loader)
+    for _ in range(3):
+        assert all_of(loader) == want
+    assert all_of(kept) == want
+    del kept
+    assert loader._slots is not None
+    places = {batch[0].data_ptr() for batch in loader}
+    made = loader._slots.counts()[0]
+    places |= {batch[0].data_ptr() for _ in range(4) for batch in loader}
+    assert len(places) <= 4 + 3 + 3
+    made_later, free, held = loader._slots.counts()
+    assert made_later == made  # no memory comes from the system any more
+    assert (free > 0, held) == (True, 0)
+
+
+def test_the_loader_can_be_copied_and_its_iterator_cannot() -> None:
+    loader = DataLoader(table(), BATCH, num_workers=1, persistent_workers=True, device="cpu")
+    iterator = iter(loader)
+    next(iterator)
+    for again in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
+        assert type(iter(again)) is prefetch.DeviceIterator
+        assert all_of(again) == all_of(loader)
+    with pytest.raises(NotImplementedError, match="cannot be pickled"):
+        pickle.dumps(iterator)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_threads_end_with_an_iterator_that_is_dropped(bad: bool) -> None:
+    """Without the garbage collector's help."""
+    indices = [0, 1, 99, 2, 3, 99] if bad else range(6)
+    data = TensorDataset(torch.ones(10, 50_000))
+    gc.collect()
+    gc.disable()
+    try:
+        iterator = iter(DataLoader(data, 2, sampler=indices, device="cpu", prefetch_to_device=1))
+        next(iterator)
+        assert data_threads() > 0
+        with contextlib.suppress(IndexError):
+            next(iterator)
+        del iterator
+        assert data_threads() == 0
+    finally:
+        gc.enable()
+
+
+def test_outputs_of_another_form_are_refused() -> None:
+    """The memory that a batch is to be gathered into."""
+    rows, fields = torch.ones(9, 4), ((torch.empty(0, 4), 0),)
+    node = (0, 9, ((rows.data_ptr(), 16),))
+    gather = _C.Gather(_C.Slots(), fields, (node,), 0, False, rows)
+    for outputs, message in (
+        ((), "outputs must be a tuple of 1 tensors"),
+        ((torch.empty(3, 4),), r"outputs\[0\] is not a packed tensor of 2 rows of field 0's"),
+        ((torch.empty(2, 5),), "not a packed tensor"),
+        ((torch.empty(4, 2).t(),), "not a packed tensor"),
+        ((torch.empty(2, 4, dtype=torch.int32),), "not a packed tensor"),
+        ((rows.numpy(),), "expected a torch.Tensor"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            gather.submit([3, 4], 0, -1, outputs)  # type: ignore[arg-type]
+    assert gather.queued() == 0
+    mine = torch.empty(2, 4)
+    number = gather.submit([3, 4], 0, -1, (mine,))
+    taken = gather.take(number)
+    assert taken is not None
+    assert taken[0] is mine
+    assert torch.equal(mine, rows[3:5])
+
+
+def test_several_threads_may_share_an_iterator() -> None:
+    iterator = iter(DataLoader(table(), 1, device="cpu"))
+    seen: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: seen.extend(int(y) for _, y in iterator)) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(seen) == list(range(ROWS))
+
+
+def test_a_forked_child_goes_on() -> None:
+    iterator = iter(DataLoader(table(), BATCH, device="cpu"))
+    next(iterator)
+    with iterator._lock:  # another thread may be in it
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)  # rather than wait forever
+            rest = [row for _, y in iterator for row in y.tolist()]
+            os._exit(rest != list(range(BATCH, ROWS)))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(list(iterator)) == STEPS - 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "meta"}, "device must be a CUDA device or the CPU, not 'meta'"),
+        ({"device": "cpu", "prefetch_to_device": -1}, "an int from 0 on, not -1"),
+        ({"device": "cpu", "prefetch_to_device": 1.0}, "an int from 0 on, not 1.0"),
+        ({"prefetch_to_device": True}, "an int from 0 on, not True"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataLoader(table(), BATCH, **options)
+
+
+def test_a_device_that_is_not_there_is_an_error_before_anything_is_drawn() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    before = torch.get_rng_state()
+    loader = DataLoader(table(), BATCH, device="cuda", shuffle=True)
+    with pytest.raises(RuntimeError, match="device='cuda', but torch finds no CUDA device"):
+        iter(loader)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_loader_says_where_its_batches_are() -> None:
+    loader = DataLoader(table(), BATCH, device="cpu", prefetch_to_device=7)
+    assert loader.explain().endswith("; up to 7 more are on cpu, or on their way")
+    assert "on their way" not in DataLoader(table()).explain()
