@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import TensorDataset
 
 from data.image_lists import FLIP, LISTS, bits, generator, images, layouts
 from faststep import _C
+from faststep.data import DataLoader, copies
 from faststep.data import transforms as T  # noqa: N812
 from leaks.test_leaks import assert_no_growth, assert_references_stay, failing
 
-from . import fake
+from . import fake, late
 
 pytestmark = pytest.mark.usefixtures("machine")
 
@@ -88,3 +90,39 @@ def test_a_captured_stream_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("faststep.data.transforms.compose.is_capturing", lambda: True)
     with pytest.raises(RuntimeError, match="cannot be captured"):
         T.Compose([FLIP])(fake.claim(images(3, 1, 5, 5)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_transforms_on_the_device(
+    workers: int, machine: fake.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same batches as on the host, whatever was copied ahead; also after a resume."""
+    """The same images as on the host, whatever was copied ahead; also after a resume."""
+    monkeypatch.setattr(copies, "_copiers", {})
+    late.start(monkeypatch, machine)
+    x = images(22, 3, 9, 9)
+    compose = T.Compose([T.RandomCrop(6), FLIP])
+
+    def loader(**options: Any) -> DataLoader[Any]:
+        torch.default_generator.manual_seed(7)
+        data = TensorDataset(x)
+        return DataLoader(data, 4, True, num_workers=workers, transforms=compose, **options)
+
+    def rest_of(batches: DataLoader[Any]) -> tuple[list[Any], list[Any]]:
+        """Their bits, and the states after each."""
+        got, states = [], []
+        for (image,) in batches:
+            machine.synchronize()
+            assert image.device == torch.device("cuda", 0)
+            got.append(bits(fake.plain(image)))
+            states.append((batches.state_dict(), torch.get_rng_state()))
+        return got, states
+
+    want = [bits(image) for (image,) in loader()]
+    got, states = rest_of(loader(device="cuda"))
+    assert got == want
+    again = loader(device="cuda")
+    torch.set_rng_state(states[2][1])
+    again.load_state_dict(states[2][0])
+    assert rest_of(again)[0] == want[3:]
+    machine.lag(0)
