@@ -5,6 +5,7 @@
 #include "rules/loss_scale.h"
 #include "rules/rules.h"
 #include "fold.h"
+#include "image.h"
 #include "tile.h"
 
 enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };

@@ -2,6 +2,7 @@
 #ifndef FST_CPU_KERNELS_H
 #define FST_CPU_KERNELS_H
 
+#include "base/image.h"
 #include "base/work.h"
 #include "rules/rules.h"
 #include "rules/tree.h"
@@ -32,6 +33,9 @@ typedef struct {
      * op[0] = factor * op[1], and what was there is not read. */
     void (*accumulate)(const fst_operand *op, int64_t begin, size_t count, double factor,
                        int start);
+    /* Rows [begin, end) of the output of a batch of images, counted over all samples; `scratch` has
+     * fst_cpu_image_scratch() bytes. */
+    void (*image)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);
 } fst_cpu_kernels;
 
 extern const fst_cpu_kernels fst_cpu_kernels_base;

@@ -98,6 +98,11 @@ static void accumulate(const fst_operand *op, int64_t begin, size_t count, doubl
 #define NAME(isa) NAME_OF(isa)
 #define TABLE_OF(isa) fst_cpu_kernels_##isa
 #define TABLE(isa) TABLE_OF(isa)
+#define IMAGE_OF(isa) fst_image_rows_##isa
+#define IMAGE(isa) IMAGE_OF(isa)
+
+/* Of image.isa.c. */
+void IMAGE(FST_ISA)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);
 
 const fst_cpu_kernels TABLE(FST_ISA) = {
     .name = NAME(FST_ISA),
@@ -109,4 +114,5 @@ const fst_cpu_kernels TABLE(FST_ISA) = {
     .scale = scale,
     .clamp = clamp,
     .accumulate = accumulate,
+    .image = IMAGE(FST_ISA),
 };

@@ -135,53 +135,14 @@ static PyObject *gather_submit(PyObject *object, PyObject *args)
     return add(self, places + start, count, outputs);
 }
 
-/* A tensor over a slot: freed when the last tensor over the same memory is. */
-typedef struct {
-    fst_dl_managed managed;
-    fst_slot *slot;
-    int64_t sizes[]; /* shape, then strides */
-} slot_export;
-
-/* Any thread may call this, with the GIL or without. */
-static void end_export(fst_dl_managed *managed)
-{
-    slot_export *export = (slot_export *)managed;
-    fst_slot_give_back(export->slot);
-    free(export);
-}
-
 /* Takes the slot over, in any case. */
 static PyObject *tensor_over(const fst_dl_api *api, const fst_field_form *form, size_t rows,
                              fst_slot *slot)
 {
-    int (*to_object)(fst_dl_managed *, void **) =
-        (int (*)(fst_dl_managed *, void **))api->managed_tensor_to_py_object;
-    const size_t dims = (size_t)form->row_dims + 1;
-    slot_export *export = malloc(sizeof *export + 2 * dims * sizeof(int64_t));
-    void *tensor = NULL;
-    if (!export) {
-        fst_slot_give_back(slot);
-        return PyErr_NoMemory();
-    }
-    int64_t *shape = export->sizes, *strides = export->sizes + dims, stride = 1;
-    for (size_t d = dims; d-- > 0;) {
-        shape[d] = d ? form->row_shape[d - 1] : (int64_t)rows;
-        strides[d] = stride;
-        stride *= shape[d] > 1 ? shape[d] : 1;
-    }
-    export->slot = slot;
-    export->managed = (fst_dl_managed){
-        .version = {1, 0},
-        .deleter = end_export,
-        .tensor = {.data = slot->data,
-                   .device = {FST_DL_CPU, 0},
-                   .ndim = (int32_t)dims,
-                   .dtype = form->dtype,
-                   .shape = shape,
-                   .strides = strides},
-    };
-    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
-    return to_object(&export->managed, &tensor) ? NULL : tensor;
+    int64_t shape[FST_MAX_ROW_DIMS + 1] = {(int64_t)rows};
+    for (int d = 0; d < form->row_dims; d++)
+        shape[d + 1] = form->row_shape[d];
+    return fst_slot_tensor(api, form->dtype, form->row_dims + 1, shape, NULL, slot);
 }
 
 static PyObject *tensors_of(fst_gather_object *self)

@@ -29,6 +29,11 @@ typedef struct {
     int busy;              /* a thread is in a method that let go of the GIL */
 } fst_gather_object;
 
+/* A tensor over a slot, which goes back to its pool when the last tensor over the same memory is
+ * freed; without strides its elements lie one after another. Takes the slot over, in any case. */
+PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, const int64_t *shape,
+                          const int64_t *strides, fst_slot *slot);
+
 /* torch's side of the exchange of tensors; NULL with a Python error. */
 const fst_dl_api *fst_torch_api(const fst_module *state);
 

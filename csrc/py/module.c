@@ -4,6 +4,7 @@
 #include <stdlib.h>
 
 #include "core/fold.h"
+#include "core/image.h"
 #include "core/passes.h"
 #include "cpu/parallel.h"
 #include "gpu/context.h"
@@ -194,6 +195,7 @@ static PyMethodDef methods[] = {
     {"rules", rules, METH_NOARGS, NULL},
     {"scale", fst_py_scale, METH_VARARGS, NULL},
     {"scan_tfrecords", fst_py_scan_tfrecords, METH_VARARGS, NULL},
+    {"transform_images", fst_py_transform_images, METH_VARARGS, NULL},
     {"unscale", fst_py_unscale, METH_VARARGS, NULL},
     {"update_scale", fst_py_update_scale, METH_VARARGS, NULL},
     {"use_kernels_of", use_kernels_of, METH_O, NULL},
@@ -217,6 +219,7 @@ static int choose_kernels(PyObject *module)
         return -1;
     }
     fst_passes_use(kernels);
+    fst_image_use(kernels);
     return PyModule_AddStringConstant(module, "_isa", kernels->name);
 }
 

@@ -56,5 +56,7 @@ extern PyType_Spec fst_slots_spec, fst_gather_spec;
 /* TFRecord files (tfrecord.c). */
 PyObject *fst_py_crc32c(PyObject *module, PyObject *bytes);
 PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args);
+/* Batches of images (image.c). */
+PyObject *fst_py_transform_images(PyObject *module, PyObject *args);
 
 #endif

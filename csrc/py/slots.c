@@ -2,6 +2,55 @@
 #include "io/shuffle.h"
 #include "py/gather.h"
 
+#include <stdlib.h>
+
+typedef struct {
+    fst_dl_managed managed;
+    fst_slot *slot;
+    int64_t sizes[]; /* shape, then strides */
+} slot_export;
+
+/* Any thread may call this, with the GIL or without. */
+static void end_export(fst_dl_managed *managed)
+{
+    slot_export *export = (slot_export *)managed;
+    fst_slot_give_back(export->slot);
+    free(export);
+}
+
+PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, const int64_t *shape,
+                          const int64_t *strides, fst_slot *slot)
+{
+    int (*to_object)(fst_dl_managed *, void **) =
+        (int (*)(fst_dl_managed *, void **))api->managed_tensor_to_py_object;
+    const size_t dims = (size_t)ndim;
+    slot_export *export = malloc(sizeof *export + 2 * dims * sizeof(int64_t));
+    void *tensor = NULL;
+    if (!export) {
+        fst_slot_give_back(slot);
+        return PyErr_NoMemory();
+    }
+    int64_t *sizes = export->sizes, stride = 1;
+    for (size_t d = dims; d-- > 0;) {
+        sizes[d] = shape[d];
+        sizes[dims + d] = strides ? strides[d] : stride;
+        stride *= shape[d] > 1 ? shape[d] : 1;
+    }
+    export->slot = slot;
+    export->managed = (fst_dl_managed){
+        .version = {1, 0},
+        .deleter = end_export,
+        .tensor = {.data = slot->data,
+                   .device = {FST_DL_CPU, 0},
+                   .ndim = ndim,
+                   .dtype = dtype,
+                   .shape = sizes,
+                   .strides = sizes + dims},
+    };
+    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
+    return to_object(&export->managed, &tensor) ? NULL : tensor;
+}
+
 PyObject *fst_py_copy_indices(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -83,8 +132,47 @@ static PyObject *slots_counts(PyObject *object, PyObject *unused)
                          (Py_ssize_t)counts.held);
 }
 
+/* Bytes of a tensor with the strides of `form`, which are of dense memory. */
+static size_t bytes_of(const fst_dl_tensor *form, int64_t count)
+{
+    size_t bytes = form->dtype.bits / 8u * form->dtype.lanes * (size_t)count;
+    for (int d = 1; d < form->ndim; d++)
+        bytes *= (size_t)form->shape[d];
+    return bytes;
+}
+
+static PyObject *slots_empty(PyObject *object, PyObject *args)
+{
+    fst_module *state = PyType_GetModuleState(Py_TYPE(object));
+    const fst_dl_api *api = fst_torch_api(state);
+    fst_status status = {0};
+    PyObject *like;
+    fst_dl_tensor form;
+    int64_t shape[FST_MAX_ROW_DIMS + 1];
+    long long count;
+    if (!api || !PyArg_ParseTuple(args, "OL", &like, &count))
+        return NULL;
+    if ((PyObject *)Py_TYPE(like) != state->tensors.tensor_type) {
+        PyErr_SetString(PyExc_TypeError, "expected a torch.Tensor");
+        return NULL;
+    }
+    if (api->tensor_from_py_object(like, &form))
+        return NULL;
+    if (count < 0 || form.ndim < 1 || form.ndim > FST_MAX_ROW_DIMS + 1 || form.dtype.bits % 8 ||
+        (count > 0 && bytes_of(&form, 1) > SIZE_MAX / 2 / (size_t)count))
+        return PyErr_Format(PyExc_ValueError, "no memory has %lld rows of that form", count);
+    fst_slot *slot =
+        fst_slots_take(((fst_slots_object *)object)->pool, bytes_of(&form, count), &status);
+    if (!slot)
+        return fst_raise(&status);
+    memcpy(shape, form.shape, (size_t)form.ndim * sizeof *shape);
+    shape[0] = count;
+    return fst_slot_tensor(api, form.dtype, form.ndim, shape, form.strides, slot);
+}
+
 static PyMethodDef slots_methods[] = {
     {"counts", slots_counts, METH_NOARGS, NULL},
+    {"empty", slots_empty, METH_VARARGS, NULL},
     {"keep", slots_keep, METH_O, NULL},
     {NULL, NULL, 0, NULL},
 };

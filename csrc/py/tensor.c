@@ -127,14 +127,22 @@ int64_t fst_view_count(const fst_view *view)
     return fst_layout_count(view->ndim, view->shape);
 }
 
-int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
+int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
+                    fst_problem *problem)
 {
-    fst_dl_tensor tensor;
     const fst_tensor_type *known = type_of(tensors, object, problem);
     if (!known)
         return -1;
-    if (known->api->tensor_from_py_object(object, &tensor))
+    if (known->api->tensor_from_py_object(object, tensor))
         return problem_from_error(problem, "storage");
+    return 0;
+}
+
+int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
+{
+    fst_dl_tensor tensor;
+    if (fst_tensor_read(tensors, object, &tensor, problem))
+        return -1;
     if (dtype_of(tensor.dtype, &view->dtype))
         return fst_problem_set(problem, "dtype",
                                tensor.dtype.code == FST_DL_COMPLEX

@@ -53,6 +53,11 @@ typedef struct {
 int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
+/* Reads a tensor of any type of elements and on any device. Returns 0, or -1 with `problem` filled
+ * and no Python error. */
+int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
+                    fst_problem *problem);
+
 /* Reads a tensor of a supported type in CPU or CUDA memory. Returns 0, or -1 with `problem` filled
  * and no Python error. */
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);

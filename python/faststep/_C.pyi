@@ -163,6 +163,29 @@ def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:
 def scale(tensors: Sequence[Tensor], factor: float, /) -> None:
     """Multiply all elements by factor in place."""
 
+def transform_images(
+    images: Tensor,
+    out: Tensor,
+    samples: Tensor,
+    scale: tuple[float, ...],
+    bias: tuple[float, ...],
+    buffer: Tensor | None = ...,
+    /,
+) -> None:
+    """Write a batch of images to `out`, in one pass on torch's threads and without the GIL.
+
+    On a CUDA device it is a launch on torch's current stream, which must not be captured; `buffer`
+    is then int32 on the device, for its copy of `samples`.
+
+    `images` is (N, C, H, W) uint8 or float32, `out` (N, C, h, w) float32, bfloat16 or float16, both
+    with any strides; `samples` is (N, 16) int32, a struct of csrc/base/image.h per row, on the
+    CPU, and `scale` and `bias` have a number per channel.
+
+    Raises:
+        TypeError: a tensor cannot be used.
+        ValueError: shapes differ, or a sample's window is not in its image; nothing was written.
+    """
+
 def unscale(
     tensors: Sequence[Tensor], inv_scale: float, allow_fp16: bool = ..., /
 ) -> tuple[float, bool]:
@@ -220,6 +243,9 @@ class Slots:
 
     def counts(self) -> tuple[int, int, int]:
         """(slots whose memory came from the system so far, free ones, those with a tensor)."""
+
+    def empty(self, like: Tensor, rows: int, /) -> Tensor:
+        """A tensor with the dtype, row shape and strides of `like`, which is dense."""
 
     def keep(self, number: int, /) -> None:
         """At most so many free slots stay."""

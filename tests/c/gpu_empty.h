@@ -3,6 +3,7 @@
 #define GPU_EMPTY_H
 
 #include "base/device.h"
+#include "base/image.h"
 #include "fake_cuda.h"
 
 static const unsigned char fatbin[24] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16, 0, 8};
@@ -16,6 +17,9 @@ static const fake_cuda_kernel kernels[] = {
     {"fst_clamp", sizeof(fst_clamp_launch), NULL, NULL},
     {"fst_accumulate", sizeof(fst_accumulate_launch), NULL, NULL},
     {"fst_loss_scale", sizeof(fst_loss_scale_launch), NULL, NULL},
+    {"fst_image", sizeof(fst_image_batch), NULL, NULL},
 };
+
+enum { KERNELS = sizeof kernels / sizeof kernels[0] };
 
 #endif

@@ -6,6 +6,7 @@
 
 #include "common.h"
 #include "fake_cuda.h"
+#include "gpu/image.h"
 #include "gpu/run.h"
 
 enum { MAX_TAGS = 1 << 16 };
@@ -175,6 +176,18 @@ static int run_loss_scale(const fake_cuda_kernel *self, unsigned grid, unsigned 
     return 0;
 }
 
+/* The samples came before it: the first one's window is as high as the output. */
+static int run_image(const fake_cuda_kernel *self, unsigned grid, unsigned block, const void *args)
+{
+    const fst_image_batch *launch = args;
+    const fst_image_sample *samples = (const fst_image_sample *)(uintptr_t)launch->samples;
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_image"));
+    if (CHECK(fake_cuda_holds(launch->samples, sizeof *samples * (size_t)launch->count)))
+        CHECK_INT(samples[launch->count - 1].height, launch->height);
+    kernels_ran++;
+    return 0;
+}
+
 static const fake_cuda_kernel test_kernels[] = {
     {"fst_begin", sizeof(fst_begin_launch), run_begin, NULL},
     {"fst_update", sizeof(fst_update_launch), run_update, NULL},
@@ -184,6 +197,7 @@ static const fake_cuda_kernel test_kernels[] = {
     {"fst_clamp", sizeof(fst_clamp_launch), run_clamp, NULL},
     {"fst_accumulate", sizeof(fst_accumulate_launch), run_accumulate, NULL},
     {"fst_loss_scale", sizeof(fst_loss_scale_launch), run_loss_scale, NULL},
+    {"fst_image", sizeof(fst_image_batch), run_image, NULL},
 };
 
 static inline void use_test_kernels(void)

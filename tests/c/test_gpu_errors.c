@@ -61,11 +61,17 @@ static void work(const char *call)
     const fst_norm_launch norm = {.power = models[1]->tag};
     TRY_TWICE(call, fst_gpu_norm(models[1]->tables, &norm, &status));
     float *scale = fake_cuda_malloc(1, sizeof *scale);
+    fst_image_sample *place = fake_cuda_malloc(1, sizeof *place);
     const fst_loss_scale_launch loss_scale = {.scale = (uint64_t)(uintptr_t)scale};
     TRY_TWICE(call, fst_gpu_loss_scale(1, &loss_scale, NULL, &status));
+    const fst_image_sample sample = {.height = 4};
+    const fst_image_batch batch = {
+        .samples = (uint64_t)(uintptr_t)place, .count = 1, .channels = 1, .height = 4, .width = 4};
+    TRY_TWICE(call, fst_gpu_image(models[1]->tables, &batch, &sample, NULL, &status));
     fake_cuda_lag(0);
     fake_cuda_synchronize();
     fake_cuda_free(scale);
+    fake_cuda_free(place);
     calls_of_steps = fake_cuda_calls(call);
     model_free(models[0]);
     model_free(models[1]);

@@ -151,6 +151,36 @@ static void explicit_passes(void)
     nothing_lives();
 }
 
+/* Samples change from batch to batch while earlier copies of them are still under way. */
+static void images(void)
+{
+    enum { COUNT = 5, BATCHES = 6 };
+    fst_gpu_tables *tables = fst_gpu_tables_new(1, &status);
+    fst_image_sample samples[COUNT] = {{0}};
+    uint64_t places[BATCHES];
+    const fst_gpu_counts before = fst_gpu_counted();
+    if (!CHECK(tables != NULL))
+        return;
+    fake_cuda_lag(20);
+    for (int32_t i = 0; i < BATCHES; i++) {
+        places[i] = (uint64_t)(uintptr_t)fake_cuda_malloc(1, sizeof samples);
+        samples[COUNT - 1].height = 7 + i;
+        const fst_image_batch batch = {
+            .samples = places[i], .count = COUNT, .channels = 3, .height = 7 + i, .width = 40};
+        CHECK_INT(fst_gpu_image(tables, &batch, samples, NULL, &status), FST_OK);
+    }
+    const fst_image_batch empty = {.samples = places[0], .count = COUNT, .channels = 3};
+    CHECK_INT(fst_gpu_image(tables, &empty, samples, NULL, &status), FST_OK);
+    CHECK_INT((int64_t)since(before).launches, BATCHES);
+    CHECK_INT((int64_t)since(before).uploads, BATCHES);
+    fake_cuda_lag(0);
+    fake_cuda_synchronize();
+    for (int i = 0; i < BATCHES; i++)
+        fake_cuda_free((void *)(uintptr_t)places[i]);
+    fst_gpu_tables_free(tables);
+    nothing_lives();
+}
+
 /* No tensor has elements: steps are counted all the same. */
 static void nothing_to_update(void)
 {
@@ -197,6 +227,7 @@ int main(void)
     changing_lists();
     two_devices();
     explicit_passes();
+    images();
     nothing_to_update();
     too_many_dimensions();
     CHECK(kernels_ran > 1000);

@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "core/image.h"
 #include "core/passes.h"
 #include "cpu/parallel.h"
 #include "reference.h"
@@ -168,6 +169,50 @@ static void borders_between_chunks(void)
     fst_plan_free(&plan);
 }
 
+/* Samples that are mixed read each other's sources, and each row is written by one thread. */
+static void images_are_the_same_for_any_number(void)
+{
+    enum { SIDE = 90, IN = SIDE * SIDE, COUNT = 6, OUT = 3 * IN };
+    static uint8_t source[COUNT * 3 * IN];
+    static float out[2][COUNT * OUT];
+    fst_image_sample samples[COUNT];
+    fst_status status = {0};
+    fst_image_batch batch = {
+        .source = (uint64_t)(uintptr_t)source,
+        .samples = (uint64_t)(uintptr_t)samples,
+        .source_stride = {3 * IN, IN, SIDE, 1},
+        .out_stride = {OUT, 1, 3 * SIDE, 3},
+        .count = COUNT,
+        .channels = 3,
+        .source_height = SIDE,
+        .source_width = SIDE,
+        .height = SIDE,
+        .width = SIDE,
+        .scale = {1.0f, 2.0f, 3.0f},
+    };
+    for (size_t i = 0; i < sizeof source; i++)
+        source[i] = (uint8_t)random_bits();
+    for (int32_t i = 0; i < COUNT; i++)
+        samples[i] = (fst_image_sample){.height = 40 + i,
+                                        .width = 50,
+                                        .grid_height = SIDE,
+                                        .grid_width = SIDE,
+                                        .flip = i % 2,
+                                        .partner = (i + 1) % COUNT,
+                                        .own = 0.75f,
+                                        .other = 0.25f};
+    fst_image_use(fst_cpu_select(NULL));
+    for (*fake_threads = 1; *fake_threads <= 5; *fake_threads += 2) {
+        const int first = *fake_threads == 1;
+        batch.out = (uint64_t)(uintptr_t)out[!first];
+        CHECK_INT(fst_image_transform(&batch, &status), FST_OK);
+        CHECK(first || !memcmp(out[0], out[1], sizeof out[0]));
+    }
+    *fake_fails = 1;
+    CHECK_INT(fst_image_transform(&batch, &status), FST_UNSUPPORTED);
+    *fake_fails = 0;
+}
+
 typedef struct {
     array *(*tensors)[FST_OP_COUNT];
     outcome *got;
@@ -237,6 +282,7 @@ int main(void)
                 outcome_free(got);
             }
         borders_between_chunks();
+        images_are_the_same_for_any_number();
         *fake_threads = 4;
         two_plans_at_once(tensors, alone);
         findings_and_failures_are_reported();

@@ -15,4 +15,5 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Machine]:
     yield started
     started.lag(0)
     started.synchronize()
+    fake.free_allocated()
     assert started.complaint() is None

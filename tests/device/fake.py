@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import struct
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ def library() -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(ROOT / LIBRARY))
     loaded.fake_cuda_stream.restype = ctypes.c_void_p
     loaded.fake_cuda_end_capture.restype = ctypes.c_void_p
+    loaded.fake_cuda_malloc.restype = ctypes.c_void_p
     loaded.fake_cuda_complaint.restype = ctypes.c_char_p
     loaded.fake_cuda_calls.restype = ctypes.c_long
     loaded.claim_api.restype = ctypes.c_void_p
@@ -80,7 +83,8 @@ class OnCuda(torch.Tensor):
         return _to(self, *args, **kwargs)
 
     def new_empty(self, *args: Any, **kwargs: Any) -> torch.Tensor:  # type: ignore[override]
-        return claim(plain(self).new_empty(*args, **kwargs), self.ordinal)
+        like = plain(self).new_empty(*args, **kwargs)
+        return allocated(like.shape, like.dtype, self.ordinal)
 
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
         return plain(self).clone()
@@ -90,6 +94,7 @@ class OnSecondCuda(OnCuda):
     ordinal = 1
 
 
+_taken: list[int] = []
 TYPES = (OnCuda, OnSecondCuda)
 
 
@@ -101,6 +106,26 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def claim(tensor: torch.Tensor, ordinal: int = 0) -> torch.Tensor:
     """The same memory, said to lie on a CUDA device."""
     return tensor.detach().as_subclass(TYPES[ordinal])
+
+
+def allocated(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32, ordinal: int = 0
+) -> torch.Tensor:
+    """A tensor in the driver's own memory, until the test ends: that can be copied to."""
+    size = max(1, math.prod(shape) * dtype.itemsize)
+    address = library().fake_cuda_malloc(ordinal, ctypes.c_size_t(size))
+    _taken.append(address)
+    memory = (ctypes.c_uint8 * size).from_address(address)
+    count = math.prod(shape)
+    flat = (
+        torch.frombuffer(memory, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+    )
+    return claim(flat.reshape(shape), ordinal)
+
+
+def free_allocated() -> None:
+    while _taken:
+        library().fake_cuda_free(ctypes.c_void_p(_taken.pop()))
 
 
 def parameter(tensor: torch.Tensor, ordinal: int = 0) -> torch.nn.Parameter:

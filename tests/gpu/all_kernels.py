@@ -11,11 +11,12 @@ import torch
 
 import faststep
 from faststep import _C
+from faststep.data import transforms
 from optim.common import DTYPES, generator, same_bits
 from optim.declarations import ALL
 from optim.layouts import LAYOUTS
 
-from .common import Twins, assert_same_scales, scalers, values
+from .common import CUDA, Twins, assert_same_scales, scalers, values
 
 
 def steps() -> None:
@@ -60,9 +61,23 @@ def lists() -> None:
     without_half.assert_same(*both, grads=True)
 
 
+def images() -> None:
+    source = torch.randint(0, 256, (3, 3, 40, 31), dtype=torch.uint8, generator=generator(1))
+    labels = torch.tensor([0, 2, 1])
+    for x in (source, source.float()):
+        for crop in (transforms.RandomCrop(37, padding=9), transforms.RandomResizedCrop(33)):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                for mix in (transforms.MixUp(1.0, 3), transforms.CutMix(1.0, 3)):
+                    compose = transforms.Compose([crop, transforms.ToFloat(dtype), mix])
+                    want = compose(x, labels, generator=generator(2))[0]
+                    got = compose(x.to(CUDA), labels.to(CUDA), generator=generator(2))[0]
+                    assert torch.equal(got.cpu(), want)
+
+
 def main() -> None:
     steps()
     lists()
+    images()
     torch.cuda.synchronize()
     print(f"{_C.device_counts()[0]} launches, the bits of the CPU")
 

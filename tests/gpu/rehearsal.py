@@ -37,6 +37,7 @@ class Graph:
     def __init__(self, machine: fake.Machine) -> None:
         self.machine = machine
         self.handle: Any = None
+        self.memory: list[torch.Tensor] = []  # what the captured work writes, as in torch's pool
 
     def replay(self) -> None:
         self.machine.replay(self.handle, Stream.current.handle)
@@ -65,7 +66,14 @@ def running(patch: pytest.MonkeyPatch) -> Iterator[None]:
     @contextmanager
     def capture(graph: Graph) -> Iterator[None]:
         stream = Stream(machine)
-        with use(stream):
+        empty = torch.empty
+
+        def kept(*args: Any, **kwargs: Any) -> torch.Tensor:
+            graph.memory.append(empty(*args, **kwargs))
+            return graph.memory[-1]
+
+        with use(stream), pytest.MonkeyPatch.context() as only_here:
+            only_here.setattr(torch, "empty", kept)
             machine.capture(stream.handle)
             capturing.append(graph)
             try:
@@ -91,4 +99,5 @@ def running(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(torch.cuda, "graph", capture)
     yield
     machine.synchronize()
+    fake.free_allocated()
     assert machine.complaint() is None

@@ -359,6 +359,27 @@ def slots() -> Iterator[Case]:
     yield some.counts, []
     yield lambda: some.keep(3), [some]
     yield failing(some.keep, -1), [some]
+    like = torch.empty(0, 3, 4, 5).to(memory_format=torch.channels_last)
+    some.keep(1)
+    yield lambda: some.empty(like, 7), [some, like]
+    for bad in ((like,), (like, -1), (None, 2), (torch.ones(()), 2), (like, 1 << 62)):
+        yield failing(some.empty, *bad), [some, like]
+
+
+def transform_images() -> Iterator[Case]:
+    images, out = torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(2, 3, 2, 2)
+    words = [0, 0, 4, 4, 2, 2] + [0] * 10
+    samples, factors = torch.tensor([words, words], dtype=torch.int32), (1.0, 2.0, 3.0)
+    right = (images, out, samples, factors, factors)
+    yield lambda: _C.transform_images(*right), [*right]
+    for place, bad in (
+        *((0, None), (0, images[0]), (0, images.long()), (0, images[:, :2])),
+        *((1, None), (1, out[0]), (1, out.double()), (1, out[:1])),
+        *((2, None), (2, samples[:1]), (2, samples.long()), (2, samples + 3)),
+        *((3, None), (3, (1.0,)), (3, ("a", "b", "c")), (4, [1.0, 2.0, 3.0]), (4, ())),
+    ):
+        wrong = [*right[:place], bad, *right[place + 1 :]]
+        yield failing(_C.transform_images, *wrong), wrong
 
 
 def copy_indices() -> Iterator[Case]:
@@ -416,6 +437,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "rules": lambda: iter([(_C.rules, [])]),
     "scale": lambda: on_tensors(_C.scale, 1.0),
     "scan_tfrecords": scan_tfrecords,
+    "transform_images": transform_images,
     "unscale": lambda: on_tensors(_C.unscale, 1.0),
     "update_scale": update_scale,
     "use_kernels_of": kernels,

@@ -1,5 +1,6 @@
 """Loading: torch's DataLoader, with a faster way for data that lies in arrays."""
 
+from . import transforms
 from .arrays import ArrayDataset
 from .formats import FormatError, convert, open
 from .keyed import KeyedSampler
@@ -16,4 +17,5 @@ __all__ = [
     "convert",
     "cu_seqlens",
     "open",
+    "transforms",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.utils.data
@@ -16,6 +17,7 @@ from .iterator import ArrayIterator, Progress
 from .orders import order_of, restore
 from .plan import Plan
 from .prefetch import DeviceIterator
+from .transformed import Transformed
 
 __all__ = ["DataLoader"]
 
@@ -48,12 +50,17 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         prefetch_to_device: with `device`, how many batches are on it, or on their way, besides the
             one that is delivered. The sampler is asked for them, and the dataset's code runs, so
             much earlier. Default: 2.
+        transforms: what every batch goes through when it is delivered, with `device` on the device:
+            a faststep.data.transforms.Compose, whose random numbers follow from the epoch's base
+            seed and the batch's number, or any other function of a batch. Default: nothing.
 
     Raises:
+        TypeError: `transforms` is not a function.
         ValueError: `device` is of another type, or `prefetch_to_device` is not an int from 0 on.
     """
 
     _slots: _C.Slots | None = None
+    _epoch = 0  # of the iterator, where persistent workers share one
     _progress: Progress | None = None
     _resume: dict[str, Any] | None = None
     _device: torch.device | None = None
@@ -65,9 +72,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         *arguments: Any,
         device: torch.device | str | int | None = None,
         prefetch_to_device: int = 2,
+        transforms: Callable[[Any], Any] | None = None,
         **options: Any,
     ) -> None:
+        if transforms is not None and not callable(transforms):
+            raise TypeError(f"transforms must be a function of a batch, not {transforms!r}")
         super().__init__(dataset, *arguments, **options)
+        self.transforms = transforms
         self._device = None if device is None else torch.device(device)
         self._prefetch_to_device = prefetch_to_device
         if self._device is not None and self._device.type not in ("cpu", "cuda"):
@@ -126,6 +137,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def _host_iterator(self) -> Any:
         plan = self._plan()
         state, self._resume = self._resume, None
+        self._epoch = 0
         if isinstance(plan, str):
             if state is not None:
                 raise _no_state(plan)
@@ -135,13 +147,19 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if state is not None and state["_iterator_finished"]:
             keeps_seed = self.persistent_workers and state["_base_seed"] is not None
             state = state if keeps_seed else None  # else a new epoch draws its own
+        if state is not None:
+            self._epoch = state.get("_transforms_epoch", 0) + state["_iterator_finished"]
         return ArrayIterator(self, plan, self._slots, state)
 
     def __iter__(self) -> Any:
+        again = self._iterator is not None
         iterator: Any = super().__iter__()
         if isinstance(iterator, (ArrayIterator, DeviceIterator)) and iterator.progress is not None:
             self._progress = iterator.progress  # the epoch's, if the iterator is a persistent one
-        return iterator
+        self._epoch += again
+        if self.transforms is None:
+            return iterator
+        return Transformed(iterator, self.transforms, self._epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was delivered, under torchdata's names.
@@ -157,7 +175,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return self._resume
         progress = self._progress
         if progress is not None and progress.order is not None and progress.order.resumable:
-            return progress.state_dict()
+            state = progress.state_dict()
+            return state if self.transforms is None else state | {"_transforms_epoch": self._epoch}
         plan = self._plan()
         if isinstance(plan, str):
             raise _no_state(plan)

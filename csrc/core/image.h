@@ -1,0 +1,20 @@
+/* image.h - a batch of images, checked and transformed. */
+#ifndef FST_CORE_IMAGE_H
+#define FST_CORE_IMAGE_H
+
+#include "base/image.h"
+#include "base/status.h"
+#include "cpu/kernels.h"
+
+/* Chooses the kernels once, at start-up. */
+void fst_image_use(const fst_cpu_kernels *kernels);
+
+/* Whether every sample reads only what is there; `samples` are the batch's, in the host's memory.
+ */
+fst_code fst_image_check(const fst_image_batch *batch, const fst_image_sample *samples,
+                         fst_status *status);
+
+/* The whole batch, in the host's memory. */
+fst_code fst_image_transform(const fst_image_batch *batch, fst_status *status);
+
+#endif

@@ -1,0 +1,75 @@
+"""The batches of an iterator, each transformed when it is delivered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from faststep._torch import pin_memory
+
+from .transforms import Compose
+
+__all__ = ["Transformed", "seed_of"]
+
+
+def seed_of(base_seed: int, epoch: int, number: int) -> int:
+    """The seed of a batch's random numbers: SplitMix64 (Steele, Lea & Flood 2014) over all three.
+
+    So many seeds that lie close together would not do: torch's generator takes 32 bits of one.
+    """
+    mask = (1 << 64) - 1
+    state = 0
+    for value in (base_seed, epoch, number):
+        state = ((state ^ value) + 0x9E3779B97F4A7C15) & mask
+        state = ((state ^ state >> 30) * 0xBF58476D1CE4E5B9) & mask
+        state = ((state ^ state >> 27) * 0x94D049BB133111EB) & mask
+        state ^= state >> 31
+    return state
+
+
+class Transformed:
+    """What an iterator of a DataLoader delivers, transformed by the one who asks for it.
+
+    The random numbers of a Compose depend on the epoch's base seed, which torch draws at its start,
+    and on the batch's number: nothing else has to be kept to go on in the middle of an epoch.
+
+    Args:
+        iterator: torch's, an ArrayIterator, or a DeviceIterator over one of them.
+        transforms: a Compose or any other function of a batch.
+        epoch: counts the epochs of one iterator, for with persistent workers torch draws one base
+            seed for all.
+    """
+
+    def __init__(self, iterator: Any, transforms: Callable[[Any], Any], epoch: int) -> None:
+        self._iterator = iterator
+        self._transforms = transforms
+        self._epoch = epoch
+        self._base_seed = int(getattr(iterator, "_batches", iterator)._base_seed)
+        self._progress = getattr(iterator, "progress", None)
+        self._delivered = 0
+        self._generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._iterator)
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        self._delivered += 1
+        if isinstance(self._transforms, Compose):
+            batch = self._transforms(batch, generator=self._seeded())
+        else:
+            batch = self._transforms(batch)
+        if getattr(self._iterator, "_pin_memory", False):
+            batch = pin_memory(batch, self._iterator._pin_memory_device)
+        return batch
+
+    def _seeded(self) -> torch.Generator:
+        delivered = self._delivered
+        if self._progress is not None:  # knows what was delivered before a resume
+            delivered = self._progress.before + self._progress.delivered
+        return self._generator.manual_seed(seed_of(self._base_seed, self._epoch, delivered - 1))

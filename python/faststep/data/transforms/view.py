@@ -1,0 +1,89 @@
+"""Which pixels of the source a batch shows, after some transforms."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["Place", "View"]
+
+Place = int | Tensor  # the same for all samples, or (N,) int64
+
+
+class View:
+    """A window of each source image, resized to a grid, of which the batch shows a part.
+
+    Args:
+        height, width: of the source images.
+
+    Attributes:
+        size: height and width of the batch now; of a window that is not resized yet they may differ
+            from sample to sample.
+    """
+
+    def __init__(self, height: int, width: int) -> None:
+        self.size: tuple[Place, Place] = (height, width)
+        self.window: tuple[Place, Place, Place, Place] = (0, 0, height, width)  # top, left, ...
+        self.first: tuple[Place, Place] = (0, 0)  # row and column of the grid that come first
+        self.flip: Tensor | None = None  # (N,) bool: after all of this
+        self._grid: tuple[int, int] | None = None  # None: as large as the window
+        self._padded = self._cropped = False
+
+    @property
+    def grid(self) -> tuple[Place, Place]:
+        """What the window is resized to."""
+        return self._grid or self.window[2:]
+
+    def crop(self, top: Place, left: Place, height: Place, width: Place, pads: bool) -> None:
+        """Show a part; where it reaches outside, and only if `pads`, pixels are 0.
+
+        Raises:
+            ValueError: what it would add zeros to is a part of a resized image.
+        """
+        if self._cropped and pads:
+            self._forget_the_rest()
+        if self.flip is not None:
+            left = torch.where(self.flip, self.size[1] - width - left, left)
+        self.first = (self.first[0] + top, self.first[1] + left)
+        self.size = (height, width)
+        self._cropped = True
+        self._padded |= pads
+
+    def _forget_the_rest(self) -> None:
+        """Let the window end where the batch does: what was cropped away must not come back."""
+        if self._grid is not None:
+            raise ValueError("a crop that adds zeros comes after another crop of resized images")
+        starts = [_at_least(first, 0) for first in self.first]
+        ends = [
+            _at_least(-_at_least(-(first + size), -length), start)
+            for first, size, length, start in zip(
+                self.first, self.size, self.window[2:], starts, strict=True
+            )
+        ]
+        top, left = self.window[0] + starts[0], self.window[1] + starts[1]
+        self.window = (top, left, ends[0] - starts[0], ends[1] - starts[1])
+        self.first = (self.first[0] - starts[0], self.first[1] - starts[1])
+
+    def resize(self, height: int, width: int) -> None:
+        """Resize what is shown; the first time only.
+
+        Raises:
+            ValueError: zeros were added to it.
+        """
+        if self._padded:
+            raise ValueError("images cannot be resized after a crop that adds zeros")
+        top, left = self.window[0] + self.first[0], self.window[1] + self.first[1]
+        self.window = (top, left, *self.size)
+        self.first = (0, 0)
+        self._grid = self.size = (height, width)
+        self._cropped = False
+
+    def mirror(self, which: Tensor) -> None:
+        """Let left and right change places in some of the samples, (N,) bool."""
+        self.flip = which if self.flip is None else self.flip ^ which
+
+
+def _at_least(place: Place, low: Place) -> Place:
+    if isinstance(place, Tensor):
+        return place.clamp(min=low)
+    return low.clamp(min=place) if isinstance(low, Tensor) else max(place, low)
