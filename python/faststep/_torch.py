@@ -8,10 +8,11 @@ imports from here and knows nothing about torch's inside.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,11 +27,16 @@ from torch.utils.data._utils.collate import (
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
 from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIter
+from torch.utils.data.dataloader import (
+    _MultiProcessingDataLoaderIter as MultiProcessingDataLoaderIter,
+)
 
 __all__ = [
     "BaseDataLoaderIter",
+    "MultiProcessingDataLoaderIter",
     "OptState",
     "address_of_bump_version",
+    "collate_tensors",
     "collates_as_default",
     "cuda_amp_is_unavailable",
     "dataset_fetcher",
@@ -48,6 +54,7 @@ __all__ = [
     "rebuild_buckets",
     "record_of",
     "set_grad_dtype",
+    "stacking_tensors_by",
     "step_dtype",
     "storage_record_of",
     "uncompiled",
@@ -219,6 +226,29 @@ def collates_as_default(function: Any, containers: Iterable[type]) -> bool:
     if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
         return False
     return not any(issubclass(kind, key) for kind in containers for key in default_collate_fn_map)
+
+
+def collate_tensors(batch: list[torch.Tensor]) -> torch.Tensor:
+    """What torch's default_collate makes of tensors, with its errors."""
+    collated: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=default_collate_fn_map)
+    return collated
+
+
+@contextlib.contextmanager
+def stacking_tensors_by(function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Lets default_collate stack tensors by `function(batch, *, collate_fn_map)` for a while.
+
+    A function for tensors that the user registered stays.
+    """
+    if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
+        yield
+        return
+    default_collate_fn_map[torch.Tensor] = function
+    try:
+        yield
+    finally:
+        if default_collate_fn_map.get(torch.Tensor) is function:
+            default_collate_fn_map[torch.Tensor] = collate_tensor_fn
 
 
 def dataset_fetcher(dataset: Any, collate_fn: Any) -> Any:

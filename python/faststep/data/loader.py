@@ -16,6 +16,7 @@ from .iterator import ArrayIterator, Progress
 from .orders import order_of, restore
 from .plan import Plan
 from .prefetch import DeviceIterator
+from .workers.route import Workers
 
 __all__ = ["DataLoader"]
 
@@ -54,6 +55,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     """
 
     _slots: _C.Slots | None = None
+    _workers: Workers | None = None
     _progress: Progress | None = None
     _resume: dict[str, Any] | None = None
     _device: torch.device | None = None
@@ -79,14 +81,23 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     @property
     def path(self) -> str:
-        """ "arrays" if threads gather the batches, "torch" if torch's own iterator loads them."""
-        return "torch" if isinstance(self._plan(), str) else "arrays"
+        """How the batches come.
+
+        "arrays" if threads gather them, "workers" if processes fetch them into shared memory,
+        "torch" if torch's own iterator loads them.
+        """
+        if not isinstance(self._plan(), str):
+            return "arrays"
+        return "workers" if self.num_workers and self._route().reason is None else "torch"
 
     def explain(self) -> str:
         """A sentence or two: which way the data takes, and why not a faster one."""
         plan = self._plan()
         if isinstance(plan, str):
-            return f"torch's own iterator loads the batches: {plan}{self._explain_device()}"
+            device = self._explain_device()
+            if self.num_workers:
+                return f"{self._route().explain()}; not gathered from arrays, as {plan}{device}"
+            return f"torch's own iterator loads the batches: {plan}{device}"
         order = order_of(self.batch_sampler)
         fields = ", ".join(
             f"{name} ({form.prototype.dtype}, {tuple(form.prototype.shape[1:])})"
@@ -117,6 +128,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return "collate_fn is not torch's default, or types were added to what that knows"
         return plan
 
+    def _route(self) -> Workers:
+        if self._workers is None:
+            self._workers = Workers()
+        return self._workers
+
     def _get_iterator(self) -> Any:
         if self._device is None:
             return self._host_iterator()
@@ -129,7 +145,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if isinstance(plan, str):
             if state is not None:
                 raise _no_state(plan)
-            return super()._get_iterator()
+            iterator = self._route().iterator(self) if self.num_workers else None
+            return super()._get_iterator() if iterator is None else iterator
         if self._slots is None:
             self._slots = _C.Slots()
         if state is not None and state["_iterator_finished"]:
@@ -200,7 +217,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: without what belongs to this process."""
-        own = ("_slots", "_progress", "_resume", "_iterator")
+        own = ("_slots", "_workers", "_progress", "_resume", "_iterator")
         return {**{k: v for k, v in vars(self).items() if k not in own}, "_iterator": None}
 
 

@@ -1,0 +1,34 @@
+"""How batches of a loader with workers come, where threads cannot gather them from arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .arena import ArenaPool
+from .processes import ProcessIterator
+
+__all__ = ["Workers"]
+
+
+class Workers:
+    """What a loader keeps for its workers from epoch to epoch."""
+
+    def __init__(self) -> None:
+        self._pool = ArenaPool()
+        self.reason: str | None = None  # why torch's own iterator has to do it
+
+    def iterator(self, loader: Any) -> Any | None:
+        """A new iterator; None if torch's own has to do it."""
+        try:
+            self._pool.prepare()
+        except MemoryError as error:
+            self.reason = str(error)
+            return None
+        self.reason = None
+        loader.check_worker_number_rationality()
+        return ProcessIterator(loader, self._pool)
+
+    def explain(self) -> str:
+        if self.reason is not None:
+            return f"torch's own iterator loads the batches: {self.reason}"
+        return self._pool.explain()
