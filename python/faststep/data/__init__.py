@@ -5,6 +5,7 @@ from .formats import FormatError, convert, open
 from .keyed import KeyedSampler
 from .loader import DataLoader
 from .tokens import TokenDataset, TokenWindow, cu_seqlens
+from .workers.frozen import freeze
 
 __all__ = [
     "ArrayDataset",
@@ -15,5 +16,6 @@ __all__ = [
     "TokenWindow",
     "convert",
     "cu_seqlens",
+    "freeze",
     "open",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -12,7 +13,20 @@ from faststep._torch import collate_tensors, stacking_tensors_by
 from .arena import Arena
 from .parcel import Parcel, pack, tensor_over, why_not_plain
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "Start"]
+
+
+class Start:
+    """What a worker process runs first, before the user's `worker_init_fn`."""
+
+    def __init__(self, init_fn: Any) -> None:
+        self._init_fn = init_fn
+
+    def __call__(self, worker: int) -> None:
+        gc.freeze()  # walking over what was inherited would copy its memory, or end its iterators
+        _C.keep_freed_memory()
+        if self._init_fn is not None:
+            self._init_fn(worker)
 
 
 class Packer:
@@ -25,12 +39,8 @@ class Packer:
     def __init__(self, collate_fn: Any, arena: Arena) -> None:
         self._collate_fn = collate_fn
         self._arena = arena
-        self._is_ready = False
 
     def __call__(self, samples: Any) -> Parcel:
-        if not self._is_ready:
-            _C.keep_freed_memory()
-            self._is_ready = True
         stack = _Stack(self._arena.memory)
         with stacking_tensors_by(stack):
             batch = [self._collate_fn(samples)]

@@ -9,13 +9,13 @@ from typing import Any
 from faststep._torch import MultiProcessingDataLoaderIter
 
 from .arena import Arena, ArenaPool
-from .packer import Packer
+from .packer import Packer, Start
 
 __all__ = ["ProcessIterator"]
 
 
 class ProcessIterator(MultiProcessingDataLoaderIter):
-    """torch's, unchanged but for the function that its workers collate with.
+    """torch's, unchanged but for what its workers start and collate with.
 
     Args:
         loader: the DataLoader.
@@ -39,6 +39,14 @@ class ProcessIterator(MultiProcessingDataLoaderIter):
     def _collate_fn(self, collate_fn: Any) -> None:
         assert self._arena is not None
         self._packer = Packer(collate_fn, self._arena)
+
+    @property
+    def _worker_init_fn(self) -> Any:
+        return self._start
+
+    @_worker_init_fn.setter
+    def _worker_init_fn(self, init_fn: Any) -> None:
+        self._start = Start(init_fn)
 
     def _next_data(self) -> Any:
         if self._process != os.getpid():
