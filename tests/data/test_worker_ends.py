@@ -25,6 +25,16 @@ batch = next(iterator)
 """
 
 
+def run_program(text: str) -> str:
+    """Its output; it must end without a word of complaint."""
+    process = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert process.stderr == ""
+    assert process.returncode in (0, 3)
+    return process.stdout
+
+
 @pytest.mark.parametrize(
     ("persistent", "text"),
     [
@@ -33,15 +43,11 @@ batch = next(iterator)
     ],
 )
 def test_the_program_ends(persistent: bool, text: str) -> None:
-    text = START % persistent + "print(*[w.pid for w in iterator._workers], flush=True)\n" + text
-    process = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=False
+    out = run_program(
+        START % persistent + "print(*[w.pid for w in iterator._workers], flush=True)\n" + text
     )
-    assert process.stderr == ""
-    assert process.returncode in (0, 3)
-    workers = process.stdout.split()
     time.sleep(0.2)
-    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in out.split())
 
 
 def test_ctrl_c() -> None:

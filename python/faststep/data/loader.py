@@ -36,8 +36,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     A dataset that lies in arrays (torch's TensorDataset, ArrayDataset, TokenDataset, and Subset and
     ConcatDataset of these) with torch's default collate function is read by threads without the
     GIL, ahead of the consumer, into memory that is used again; `num_workers` is then the number of
-    threads, and no process is started. Everything else is torch's own. `path` says which of
-    the two it is, and `explain()` why.
+    threads, and no process is started. Workers of any other dataset are torch's, but hand over
+    their batches in shared memory that is used again. `path` says which way it is, and `explain()`
+    why.
 
     On the array path `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
 
@@ -49,9 +50,13 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         prefetch_to_device: with `device`, how many batches are on it, or on their way, besides the
             one that is delivered. The sampler is asked for them, and the dataset's code runs, so
             much earlier. Default: 2.
+        worker_method: what the `num_workers` workers of other datasets are, "process" or "thread".
+            Threads share the dataset and everything else, the global random generators too. Their
+            samples are fetched side by side as far as they let go of the GIL. Default: "process".
 
     Raises:
-        ValueError: `device` is of another type, or `prefetch_to_device` is not an int from 0 on.
+        ValueError: `device` is of another type, `prefetch_to_device` is not an int from 0 on, or
+            `worker_method` is none of the two, or comes with a `multiprocessing_context`.
     """
 
     _slots: _C.Slots | None = None
@@ -67,9 +72,15 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         *arguments: Any,
         device: torch.device | str | int | None = None,
         prefetch_to_device: int = 2,
+        worker_method: str = "process",
         **options: Any,
     ) -> None:
         super().__init__(dataset, *arguments, **options)
+        if worker_method not in ("process", "thread"):
+            raise ValueError(f"worker_method must be 'process' or 'thread', not {worker_method!r}")
+        if worker_method == "thread" and self.multiprocessing_context is not None:
+            raise ValueError("worker_method='thread' starts no process: no multiprocessing_context")
+        self.worker_method = worker_method
         self._device = None if device is None else torch.device(device)
         self._prefetch_to_device = prefetch_to_device
         if self._device is not None and self._device.type not in ("cpu", "cuda"):
@@ -84,11 +95,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """How the batches come.
 
         "arrays" if threads gather them, "workers" if processes fetch them into shared memory,
-        "torch" if torch's own iterator loads them.
+        "threads" if Python threads do so, "torch" if torch's own iterator loads them.
         """
         if not isinstance(self._plan(), str):
             return "arrays"
-        return "workers" if self.num_workers and self._route().reason is None else "torch"
+        return self._route().path if self.num_workers else "torch"
 
     def explain(self) -> str:
         """A sentence or two: which way the data takes, and why not a faster one."""
@@ -130,7 +141,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _route(self) -> Workers:
         if self._workers is None:
-            self._workers = Workers()
+            self._workers = Workers(self.worker_method)
         return self._workers
 
     def _get_iterator(self) -> Any:
