@@ -12,7 +12,8 @@ from faststep.cli.report import times
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import ALL_FAMILIES
 from loader_works import COPY, LOADER_WORKS
-from works import HOST_TENSORS, LARGE, MANY_SMALL, SMOKE
+from windows import BY_HAND, RECIPE
+from works import HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
 
 __all__ = ["GOALS", "Goal", "goals_text"]
 
@@ -54,6 +55,9 @@ def _goals() -> tuple[Goal, ...]:
         Goal("clip", "GPT-2 small", "torch", 1.8),
         Goal("clip", MANY_SMALL, "torch", 20.0),
         *(Goal("chain", label, "copy_", 0.9) for label in LARGE),
+        Goal("sums", "GPT-2 small", BY_HAND, 2.5),
+        Goal("mean", "GPT-2 small", BY_HAND, 1.7),
+        *(Goal("release", label, RECIPE, 5.0) for label in RELEASED),
         *(Goal("loader", work.label, "torch", work.at_least) for work in LOADER_WORKS),
         *(
             Goal("loader", work.label, COPY, 0.9)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+import torch
+
 from faststep.cli.contenders import OURS
 from faststep.cli.workloads import SHAPES, Work, count_elements
 
@@ -12,17 +14,20 @@ __all__ = [
     "HOST_TENSORS",
     "LARGE",
     "MANY_SMALL",
+    "RELEASED",
     "SMOKE",
     "Plan",
     "all_works",
     "host_works",
     "plan_of",
+    "window_works",
 ]
 
 SMOKE = os.environ.get("FASTSTEP_BENCH_SMOKE") == "1"
 
 MANY_SMALL = "2000 x 64"
 HOST_TENSORS = (300, 5000)
+RELEASED = ("150 x 64", "2000 x 64")
 LARGE = ("16 x 1M", "ResNet-50", "GPT-2 small")
 SWEEP_CONTENDERS = (OURS, "torch fused", "torch default")
 
@@ -69,6 +74,19 @@ def host_works() -> list[Work]:
         Work("host", f"{tensors} x 1", ((1,),) * (24 if SMOKE else tensors))
         for tensors in HOST_TENSORS
     ]
+
+
+def window_works() -> list[Work]:
+    """The rows about accumulation and release, which windows.py measures."""
+    if SMOKE:
+        return [Work(family, "24 x 8", ((8,),) * 24) for family in ("sums", "mean", "release")]
+    gpt = SHAPES["GPT-2 small"]()
+    works = [Work("sums", "GPT-2 small", gpt, dtype=torch.bfloat16)]
+    works += [Work("mean", "GPT-2 small", gpt)]
+    for label in RELEASED:
+        tensors, elements = map(int, label.split(" x "))
+        works.append(Work("release", label, ((elements,),) * tensors))
+    return works
 
 
 @dataclass(frozen=True)

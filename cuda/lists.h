@@ -112,4 +112,18 @@ FST_KERNEL(fst_clamp, fst_clamp_launch)
     fst_change_chunks(&launch.tables, launch.operand, launch.limit, 1);
 }
 
+FST_KERNEL(fst_accumulate, fst_accumulate_launch)
+{
+    const fst_device_tables *tables = &launch.tables;
+    const fst_device_chunk *chunks = fst_chunks_of(tables) + tables->chunk_first;
+    for (uint32_t i = blockIdx.x; i < tables->chunk_count; i += gridDim.x) {
+        const fst_device_chunk chunk = chunks[i];
+        const fst_device_operand *op = fst_operands_of(tables, chunk.span);
+        if (op[0].dtype == FST_F64 || op[1].dtype == FST_F64)
+            accumulate_f64(tables, op, &chunk, launch.factor, launch.start);
+        else
+            accumulate_f32(tables, op, &chunk, (float)launch.factor, launch.start);
+    }
+}
+
 #endif

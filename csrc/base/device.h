@@ -149,6 +149,15 @@ typedef struct {
     int32_t reserved;
 } fst_clamp_launch;
 
+/* fst_accumulate: on spans of two operands, the first += factor * the second, or = where `start` is
+ * set; in double if either is fp64. */
+typedef struct {
+    fst_device_tables tables;
+    double factor;
+    int32_t start;
+    int32_t reserved;
+} fst_accumulate_launch;
+
 /* fst_loss_scale: the loss scale's update, see rules/loss_scale.h. One block. */
 typedef struct {
     uint64_t scale;           /* fp32 */

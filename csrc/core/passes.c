@@ -20,6 +20,15 @@ static int any_nonfinite(const fst_work *work, unsigned operand, const double *p
     return 0;
 }
 
+void fst_conclude(const fst_plan *plan, unsigned operand, fst_measurement *out)
+{
+    const fst_work work = fst_plan_work(plan);
+    out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
+    /* A sum in double overflows only for fp64 elements or where inv_scale > 1: look again before
+     * saying so. */
+    out->nonfinite = !isfinite(out->square_sum) && any_nonfinite(&work, operand, plan->partial);
+}
+
 fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status)
 {
@@ -27,10 +36,7 @@ fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
     if (fst_cpu_reduce(&work, kernels, operand, FST_NORM_SQUARES, 2.0, inv_scale, plan->partial,
                        status))
         return status->code;
-    out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
-    /* A sum in double overflows only for fp64 elements or where inv_scale > 1: look again before
-     * saying so. */
-    out->nonfinite = !isfinite(out->square_sum) && any_nonfinite(&work, operand, plan->partial);
+    fst_conclude(plan, operand, out);
     return FST_OK;
 }
 

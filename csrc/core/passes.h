@@ -18,7 +18,10 @@ void fst_passes_use(const fst_cpu_kernels *kernels);
 fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status);
 
-/* The same, and writes the operand times inv_scale back, rounded to its type. */
+/* What fst_measure makes of the chunks' sums of squares, where plan->partial holds them already. */
+void fst_conclude(const fst_plan *plan, unsigned operand, fst_measurement *out);
+
+/* The same as fst_measure, and writes the operand times inv_scale back, rounded to its type. */
 fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status);
 

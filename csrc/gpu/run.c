@@ -106,6 +106,13 @@ fst_code fst_gpu_clamp(fst_gpu_tables *tables, const fst_clamp_launch *launch, f
     return run(tables, FST_KERNEL_CLAMP, &args, &args.tables, BY_ROUNDS, status);
 }
 
+fst_code fst_gpu_accumulate(fst_gpu_tables *tables, const fst_accumulate_launch *launch,
+                            fst_status *status)
+{
+    fst_accumulate_launch args = *launch;
+    return run(tables, FST_KERNEL_ACCUMULATE, &args, &args.tables, BY_ROUNDS, status);
+}
+
 fst_code fst_gpu_loss_scale(int device, const fst_loss_scale_launch *launch, void *stream,
                             fst_status *status)
 {

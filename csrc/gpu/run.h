@@ -26,6 +26,9 @@ fst_code fst_gpu_scale(fst_gpu_tables *tables, const fst_scale_launch *launch, i
 
 fst_code fst_gpu_clamp(fst_gpu_tables *tables, const fst_clamp_launch *launch, fst_status *status);
 
+fst_code fst_gpu_accumulate(fst_gpu_tables *tables, const fst_accumulate_launch *launch,
+                            fst_status *status);
+
 /* The loss scale's update; needs no tables. */
 fst_code fst_gpu_loss_scale(int device, const fst_loss_scale_launch *launch, void *stream,
                             fst_status *status);

@@ -1,7 +1,9 @@
-/* accumulate(sums, terms, factor, start): adds tensors to tensors of other types, in one pass. */
+/* accumulate(sums, terms, factor, start): adds tensors to tensors of other types, in one pass; and
+ * device_accumulate, the same on a CUDA device, as one launch. */
 #include "core/layout.h"
 #include "core/passes.h"
-#include "py/module.h"
+#include "gpu/run.h"
+#include "py/lists.h"
 
 /* A call in the making; each span has two operands, a sum and its term. */
 typedef struct {
@@ -9,6 +11,7 @@ typedef struct {
     PyObject *sums, *terms; /* tuples, which keep the tensors alive */
     fst_layout **layouts;   /* of sum i at [2 * i], of term i at [2 * i + 1]; mostly NULL */
     Py_ssize_t count;
+    int device;
 } binding;
 
 static void binding_free(binding *b)
@@ -21,9 +24,9 @@ static void binding_free(binding *b)
     fst_plan_free(&b->plan);
 }
 
-static int binding_start(binding *b, PyObject *sums, PyObject *terms)
+static int binding_start(binding *b, PyObject *sums, PyObject *terms, int device)
 {
-    *b = (binding){.sums = PySequence_Tuple(sums)};
+    *b = (binding){.sums = PySequence_Tuple(sums), .device = device};
     fst_plan_init(&b->plan, 2);
     b->terms = b->sums ? PySequence_Tuple(terms) : NULL;
     if (!b->terms)
@@ -57,6 +60,8 @@ static int bind_operand(fst_module *state, PyObject *object, const fst_view *vie
     if (!fst_view_is_packed(view) && fst_tensor_layout(&state->tensors, object, view, order_count,
                                                        order, written, layout, problem))
         return -1;
+    if (*layout && fst_layout_is_for(*layout, view->device, problem))
+        return -1;
     *op = (fst_operand){view->data, *layout, view->dtype};
     return 0;
 }
@@ -89,11 +94,11 @@ static int bind_pair(fst_module *state, binding *b, Py_ssize_t index, const char
     int order[FST_MAX_DIMS];
     *role = "sum";
     if (fst_tensor_view(&state->tensors, sum, &sum_view, problem) ||
-        fst_view_is_on(&sum_view, FST_HOST, problem))
+        fst_view_is_on(&sum_view, b->device, problem))
         return -1;
     *role = "term";
     if (fst_tensor_view(&state->tensors, term, &term_view, problem) ||
-        fst_view_is_on(&term_view, FST_HOST, problem))
+        fst_view_is_on(&term_view, b->device, problem))
         return -1;
     if (!same_geometry(&sum_view, &term_view))
         return fst_problem_set(problem, "shape", "is not of the sum's shape");
@@ -139,9 +144,33 @@ PyObject *fst_py_accumulate(PyObject *module, PyObject *args)
     fst_status status = {0};
     if (!PyArg_ParseTuple(args, "OOd|p", &sums, &terms, &factor, &start))
         return NULL;
-    if (!binding_start(&b, sums, terms) && !bind_all(fst_module_state(module), &b)) {
+    if (!binding_start(&b, sums, terms, FST_HOST) && !bind_all(fst_module_state(module), &b)) {
         Py_BEGIN_ALLOW_THREADS fst_accumulate(&b.plan, factor, start, &status);
         Py_END_ALLOW_THREADS result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
+    }
+    binding_free(&b);
+    return result;
+}
+
+PyObject *fst_py_device_accumulate(PyObject *module, PyObject *args)
+{
+    fst_module *state = fst_module_state(module);
+    PyObject *sums, *terms, *result = NULL;
+    fst_accumulate_launch launch = {.start = 0};
+    fst_status status = {0};
+    binding b;
+    int device, start = 0;
+    void *stream;
+    if (!PyArg_ParseTuple(args, "OOd|p", &sums, &terms, &launch.factor, &start) ||
+        fst_list_device(state, sums, &device, &stream))
+        return NULL;
+    launch.start = start;
+    if (!binding_start(&b, sums, terms, device) && !bind_all(state, &b)) {
+        fst_gpu_tables *tables = fst_list_upload(state, &b.plan, device, stream);
+        if (tables && !fst_gpu_accumulate(tables, &launch, &status))
+            result = Py_NewRef(Py_None);
+        else if (tables)
+            fst_raise(&status);
     }
     binding_free(&b);
     return result;

@@ -171,6 +171,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         return -1;
     fst_counter *counter = &share->counters[share->counter_count];
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
+    counter->param = (uint32_t)at->param_count;
     if (param->count > 0) {
         ops = fst_plan_add(&share->plan, param->count, 0, &status);
         if (!ops)
@@ -192,10 +193,12 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if (is_fresh(at))
         counter->value = 1.0;
     share->counter_count++;
-    return fst_bind_written(self, object) ||
-                   fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad)
-               ? -1
-               : 0;
+    /* `moments` leaves the parameter as it is: forward passes that used it may still run backward.
+     */
+    const int moves = self->groups[at->group].rule != FST_RULE_moments;
+    if (moves && fst_bind_written(self, object))
+        return -1;
+    return fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad);
 }
 
 static int bind_group(fst_binding *at, PyObject *params)

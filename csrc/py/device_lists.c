@@ -28,8 +28,7 @@ static int scalar_of(fst_module *state, PyObject *object, int device, const char
     return 0;
 }
 
-/* The device of the first tensor and its current stream; 0, or -1 with a TypeError. */
-static int find_device(fst_module *state, PyObject *tensors, int *device, void **stream)
+int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **stream)
 {
     fst_view view = {.device = FST_HOST};
     fst_problem problem;
@@ -53,27 +52,29 @@ static int bind(fst_module *state, device_list *it, PyObject *tensors, int writt
 {
     int device;
     *it = (device_list){.tables = NULL};
-    if (find_device(state, tensors, &device, &it->stream) ||
+    if (fst_list_device(state, tensors, &device, &it->stream) ||
         fst_list_bind(state, &it->list, tensors, device, written))
         return -1;
     return 0;
 }
 
-/* Brings the device's tables up to date. All lists share them, so nothing that may run Python code,
- * and with it such a function, comes between this and the launch. */
-static int upload(fst_module *state, device_list *it)
+fst_gpu_tables *fst_list_upload(fst_module *state, const fst_plan *plan, int device, void *stream)
 {
     fst_status status = {0};
-    const int device = it->list.device;
     if (!state->list_tables[device])
         state->list_tables[device] = fst_gpu_tables_new(device, &status);
-    it->tables = state->list_tables[device];
-    if (!it->tables)
-        return fst_raise_int(&status);
-    const fst_work work = fst_plan_work(&it->list.plan);
-    if (fst_gpu_tables_set(it->tables, &work, NULL, it->stream, &status))
-        return fst_raise_int(&status);
-    return 0;
+    fst_gpu_tables *tables = state->list_tables[device];
+    const fst_work work = fst_plan_work(plan);
+    if (tables && !fst_gpu_tables_set(tables, &work, NULL, stream, &status))
+        return tables;
+    fst_raise(&status);
+    return NULL;
+}
+
+static int upload(fst_module *state, device_list *it)
+{
+    it->tables = fst_list_upload(state, &it->list.plan, it->list.device, it->stream);
+    return it->tables ? 0 : -1;
 }
 
 /* Ends a call: frees the list; None where the pass was launched, NULL where `status` says why not

@@ -7,6 +7,7 @@
 typedef struct {
     double inv_scale, max_norm, norm;
     int measure, measure_found_inf, write_grads, skip, only_measure;
+    int measured; /* in backward: the partial sums are there */
     fst_measurement seen;
 } step_work;
 
@@ -94,7 +95,9 @@ static int fold_all(fst_share *share, const fst_group *groups, double coefficien
 
 static int run_measure(fst_share *share, step_work *work, fst_status *status)
 {
-    if (fst_measure(&share->plan, FST_OP_GRAD, work->inv_scale, &work->seen, status))
+    if (work->measured)
+        fst_conclude(&share->plan, FST_OP_GRAD, &work->seen);
+    else if (fst_measure(&share->plan, FST_OP_GRAD, work->inv_scale, &work->seen, status))
         return -1;
     work->norm = sqrt(work->seen.square_sum);
     work->skip = work->measure_found_inf && work->seen.nonfinite;
@@ -125,7 +128,7 @@ static int run_passes(fst_plan_object *self, step_work *work, fst_status *status
 }
 
 /* Of a fp32 scale as torch has it, rounded to fp32. */
-static double inverse_of(const fst_view *scale)
+double fst_inverse_of(const fst_view *scale)
 {
     const double inverse = scale->data ? 1.0 / read_scalar(scale) : 1.0;
     return scale->dtype == FST_F64 ? inverse : (double)(float)inverse;
@@ -146,7 +149,7 @@ static int read_options(fst_module *module, const fst_step_options *options, ste
         return -1;
     }
     *work = (step_work){
-        .inv_scale = inverse_of(&scale),
+        .inv_scale = fst_inverse_of(&scale),
         .max_norm = options->max_norm,
         .norm = apply && norm->data ? read_scalar(norm) : (double)NAN,
         .measure = !apply && (options->measure_found_inf || clips),
@@ -156,6 +159,24 @@ static int read_options(fst_module *module, const fst_step_options *options, ste
     };
     work->skip = found->data && !work->measure_found_inf && read_scalar(found) != 0.0;
     return 0;
+}
+
+/* Takes over what was measured in backward: 1 if all of it fits, 0 if not, -1 with a Python error.
+ */
+static int take_squares(fst_share *share, const fst_step_options *options, double inv_scale)
+{
+    uint32_t *slot_of = PyMem_Malloc((share->plan.span_count + 1) * sizeof *slot_of);
+    if (!slot_of) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < share->counter_count; i++)
+        if (share->counters[i].span >= 0)
+            slot_of[share->counters[i].span] = share->counters[i].param;
+    const int fits =
+        fst_squares_fill(options->squares, &share->plan, FST_OP_GRAD, slot_of, inv_scale);
+    PyMem_Free(slot_of);
+    return fits;
 }
 
 int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
@@ -169,6 +190,12 @@ int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_opti
         return -1;
     if (fst_plan_seal(&share->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
         return fst_raise_int(&status);
+    if (work.measure && !work.skip && options->squares) {
+        work.measured = take_squares(share, options, work.inv_scale);
+        outcome->refused = work.measured == 0;
+        if (work.measured <= 0)
+            return work.measured;
+    }
     outcome->measured = work.measure && !work.skip;
     if (!work.skip && run_passes(self, &work, &status)) {
         if (status.code)

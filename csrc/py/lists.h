@@ -26,6 +26,15 @@ int fst_list_add(fst_module *state, fst_list *list, Py_ssize_t index, PyObject *
  * with a TypeError that names the tensor's place in it. To be freed in either case. */
 int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int device, int written);
 
+/* The CUDA device of the first tensor and torch's current stream there; 0, or -1 with a TypeError.
+ */
+int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **stream);
+
+/* The tables of a plan of lists on a CUDA device, brought up to date; NULL with a Python error. All
+ * lists share them, so nothing that may run Python code, and with it such a function, comes between
+ * this and the launch. */
+fst_gpu_tables *fst_list_upload(fst_module *state, const fst_plan *plan, int device, void *stream);
+
 void fst_list_free(fst_list *list);
 
 #endif

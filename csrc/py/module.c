@@ -177,6 +177,7 @@ static PyMethodDef methods[] = {
     {"copy_indices", fst_py_copy_indices, METH_VARARGS, NULL},
     {"cpu_info", cpu_info, METH_NOARGS, NULL},
     {"crc32c", fst_py_crc32c, METH_O, NULL},
+    {"device_accumulate", fst_py_device_accumulate, METH_VARARGS, NULL},
     {"device_clamp", fst_py_device_clamp, METH_VARARGS, NULL},
     {"device_clip", fst_py_device_clip, METH_VARARGS, NULL},
     {"device_counts", device_counts, METH_NOARGS, NULL},
@@ -240,9 +241,10 @@ static int module_exec(PyObject *module)
         add_loader(module, state))
         return -1;
     state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_plan_spec, NULL);
-    if (!state->plan_type)
+    if (!state->plan_type || PyModule_AddType(module, state->plan_type))
         return -1;
-    return PyModule_AddType(module, state->plan_type);
+    state->squares_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_squares_spec, NULL);
+    return state->squares_type ? PyModule_AddType(module, state->squares_type) : -1;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -252,6 +254,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->slots_type);
     Py_VISIT(state->gather_type);
     Py_VISIT(state->arena_type);
+    Py_VISIT(state->squares_type);
     return fst_tensors_traverse(&state->tensors, visit, arg);
 }
 
@@ -263,6 +266,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->slots_type);
     Py_CLEAR(state->gather_type);
     Py_CLEAR(state->arena_type);
+    Py_CLEAR(state->squares_type);
     return 0;
 }
 

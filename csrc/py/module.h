@@ -13,7 +13,7 @@ typedef struct {
     fst_forms forms;
     int has_kernels; /* whether use_kernels_of() said where those for CUDA are */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
-    PyTypeObject *slots_type, *gather_type, *arena_type;
+    PyTypeObject *slots_type, *gather_type, *arena_type, *squares_type;
 } fst_module;
 
 /* The state of the one module of this interpreter, of a function's module or a type's. */
@@ -39,13 +39,14 @@ PyObject *fst_py_accumulate(PyObject *module, PyObject *args);
 PyObject *fst_py_update_scale(PyObject *module, PyObject *args);
 
 /* The same on a CUDA device (device_lists.c): launches, and nothing is waited for. */
+PyObject *fst_py_device_accumulate(PyObject *module, PyObject *args); /* accumulate.c */
 PyObject *fst_py_device_norm(PyObject *module, PyObject *args);
 PyObject *fst_py_device_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clip(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 
-/* The type of optimizer plans (plan.c). */
-extern PyType_Spec fst_plan_spec;
+/* The types of optimizer plans (plan.c) and of what is measured in backward (squares.c). */
+extern PyType_Spec fst_plan_spec, fst_squares_spec;
 
 /* Batches from arrays (slots.c, gather.c) and from worker processes (arena.c). */
 PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);

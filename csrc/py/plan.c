@@ -124,30 +124,33 @@ static int run_shares(fst_module *module, fst_plan_object *self, const fst_step_
     return self->shares[0].counter_count ? fst_host_step(module, self, options, outcome) : 0;
 }
 
-/* Runs the passes on a bound plan: (skipped, norm or None, what was written, gradients that were or
- * None). */
+/* (what, value) of step(); takes over `value`. */
+static PyObject *answer(const char *what, PyObject *value)
+{
+    return value ? Py_BuildValue("sN", what, value) : NULL;
+}
+
+/* Runs the passes on a bound plan: "done" and (skipped, norm or None, what was written, gradients
+ * that were or None). */
 static PyObject *run(fst_module *module, fst_plan_object *self, const fst_step_options *options)
 {
     fst_step_outcome outcome = {0};
     if (run_shares(module, self, options, &outcome))
         return NULL;
+    if (outcome.refused)
+        return answer("squares", Py_NewRef(Py_None));
     PyObject *norm = outcome.measured ? PyFloat_FromDouble(outcome.norm) : Py_NewRef(Py_None);
     PyObject *written = outcome.skipped ? PyList_New(0) : list_written(module, self);
     PyObject *grads = outcome.skipped || !options->write_grads
                           ? Py_NewRef(Py_None)
                           : list_of(self->grads, self->grad_count);
     if (norm && written && grads)
-        return Py_BuildValue("NNNN", PyBool_FromLong(outcome.skipped), norm, written, grads);
+        return answer(
+            "done", Py_BuildValue("NNNN", PyBool_FromLong(outcome.skipped), norm, written, grads));
     Py_XDECREF(norm);
     Py_XDECREF(written);
     Py_XDECREF(grads);
     return NULL;
-}
-
-/* (what, value) of step(); takes over `value`. */
-static PyObject *answer(const char *what, PyObject *value)
-{
-    return value ? Py_BuildValue("sN", what, value) : NULL;
 }
 
 /* The text of the Python error that is set, and no longer is. */
@@ -181,22 +184,27 @@ static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObjec
     Py_DECREF(devices);
     if (prepare_shares(module, self, options))
         return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text()) : NULL;
-    return answer("done", run(module, self, options));
+    return run(module, self, options);
 }
 
-/* step(param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, write_grads, phase)
- */
+/* step(param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, write_grads, phase,
+ * squares) */
 static PyObject *plan_step(PyObject *object, PyObject *args)
 {
     fst_plan_object *self = (fst_plan_object *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
-    PyObject *param_lists, *specs, *state, *fresh, *result = NULL;
+    PyObject *param_lists, *specs, *state, *fresh, *squares = Py_None, *result = NULL;
     fst_step_options options;
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!pdpi", &PyList_Type, &param_lists, &PyList_Type, &specs,
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!pdpi|O", &PyList_Type, &param_lists, &PyList_Type, &specs,
                           &PyDict_Type, &state, &fresh, &PyDict_Type, &options.scalars,
                           &options.measure_found_inf, &options.max_norm, &options.write_grads,
-                          &options.phase))
+                          &options.phase, &squares))
         return NULL;
+    if (squares != Py_None && !PyObject_TypeCheck(squares, module->squares_type)) {
+        PyErr_SetString(PyExc_TypeError, "squares must be a Squares or None");
+        return NULL;
+    }
+    options.squares = squares == Py_None ? NULL : (fst_squares_object *)squares;
     if (PyList_Size(param_lists) != PyList_Size(specs) ||
         (fresh != Py_None && !PyList_Check(fresh))) {
         PyErr_SetString(PyExc_ValueError, "expected one group per list of parameters");

@@ -8,6 +8,7 @@
 #include "py/module.h"
 #include "py/param.h"
 #include "py/record.h"
+#include "py/squares.h"
 
 enum { FST_SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
 
@@ -25,9 +26,9 @@ typedef struct {
  * not count. */
 typedef struct {
     void *data;
-    double value; /* where there is no tensor: 1 for a new state, else 2 */
-    int64_t span; /* -1 for a parameter without elements: it only counts */
-    uint32_t group;
+    double value;          /* where there is no tensor: 1 for a new state, else 2 */
+    int64_t span;          /* -1 for a parameter without elements: it only counts */
+    uint32_t group, param; /* place among the parameters of all groups */
     int is_double;
 } fst_counter;
 
@@ -108,11 +109,13 @@ typedef struct {
     int measure_found_inf, write_grads;
     double max_norm; /* NaN: no clipping */
     int phase;
+    const fst_squares_object *squares; /* for the host; NULL: measured in the step */
 } fst_step_options;
 
 /* What a step found on the host; a CUDA device keeps that to itself. */
 typedef struct {
     int skipped, measured;
+    int refused; /* the squares do not fit: nothing was done */
     double norm;
 } fst_step_outcome;
 
@@ -139,6 +142,9 @@ int fst_plan_scalar(fst_module *module, const fst_step_options *options, int dev
 /* The passes of the host's share (host.c): 0, or -1 with a Python error. */
 int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
                   fst_step_outcome *outcome);
+
+/* The factor that a scale on the host means; 1 where the view has no data. */
+double fst_inverse_of(const fst_view *scale);
 
 /* Those of a CUDA device (device.c): everything that can fail for want of anything comes in the
  * first, the launches in the second. */

@@ -15,6 +15,7 @@
 #define FST_SQRT sqrtf
 #include "rules/adam.h"
 #include "rules/lion.h"
+#include "rules/moments.h"
 #include "rules/sgd.h"
 #undef REAL
 #undef FST_T
@@ -25,6 +26,7 @@
 #define FST_SQRT sqrt
 #include "rules/adam.h"
 #include "rules/lion.h"
+#include "rules/moments.h"
 #include "rules/sgd.h"
 #undef REAL
 #undef FST_T

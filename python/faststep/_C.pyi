@@ -29,6 +29,7 @@ class Plan:
         max_norm: float,
         write_grads: bool,
         phase: int,
+        squares: Squares | None = ...,
         /,
     ) -> tuple[str, Any]:
         """One step of all parameters that have a gradient.
@@ -45,12 +46,36 @@ class Plan:
         found. For CUDA parameters the step was launched on torch's current stream, and the device
         knows the rest.
 
+        `squares` takes the place of a measuring pass on the host. Where it does not fit the
+        gradients the answer is ("squares", None), and nothing was done.
+
         `phase` is 0 for a whole step. Where several devices measure, 1 measures, into the found_inf
         and norm of each, and 2 does the rest with those two as they are then.
 
         Raises:
             TensorError: a tensor cannot be used; nothing was done.
         """
+
+class Squares:
+    """Sums of squares of gradients, taken in backward and folded by a step.
+
+    A slot is the place of a parameter among those of all groups.
+    """
+
+    def check(
+        self, param_lists: list[list[Tensor]], grad_scale: Tensor | None, /
+    ) -> tuple[str, int, int] | None:
+        """The first gradient whose measurement does not hold, as (word, group, index), or None.
+
+        The word is "unmeasured", "changed" or "scale": measured for another scale. From now on
+        gradients are measured for this one.
+        """
+
+    def forget(self) -> None:
+        """Let go of the gradients; nothing is measured any more."""
+
+    def measure(self, slot: int, param: Tensor, /) -> bool:
+        """Measure `param.grad`, and hold it; False where a step could not use it either."""
 
 def accumulate(
     sums: Sequence[Tensor], terms: Sequence[Tensor], factor: float, start: bool = ..., /
@@ -76,6 +101,11 @@ def cpu_info() -> dict[str, Any]:
 
 def crc32c(data: bytes, /) -> int:
     """CRC-32C (Castagnoli) of the data."""
+
+def device_accumulate(
+    sums: Sequence[Tensor], terms: Sequence[Tensor], factor: float, start: bool = ..., /
+) -> None:
+    """`accumulate` of tensors on one CUDA device, as one launch."""
 
 def device_clamp(tensors: Sequence[Tensor], limit: float, /) -> None:
     """`clamp` of tensors on one CUDA device, as one launch."""

@@ -48,6 +48,7 @@ __all__ = [
     "OptState",
     "ResumeIteration",
     "address_of_bump_version",
+    "after_backward",
     "collate_tensors",
     "collates_as_default",
     "cuda_amp_is_unavailable",
@@ -131,6 +132,15 @@ def get_grad_dtype(tensor: torch.Tensor) -> torch.dtype | None:
 def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
     """Set what `get_grad_dtype` returns."""
     tensor.grad_dtype = dtype
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Call this at the end of the backward pass that runs; from within it only.
+
+    Calls are made in the order in which they were asked for. Raises AttributeError where torch has
+    no such list.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def rebuild_buckets(model: torch.nn.Module) -> None:

@@ -2,159 +2,33 @@
 
 from __future__ import annotations
 
-import math
-import weakref
-from collections.abc import Callable
-from typing import Any, Literal
-
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
-from . import _C
-from ._torch import disable_dynamo, increment_version, uncompiled
+from ._moments import Moments
+from ._reduced import Reduced
+from ._releasing import Clip, Release, check_clipping
+from ._torch import uncompiled
 from .accumulation.owners import is_released, owner_of, set_released
-from .optim._base import FusedOptimizer, Phase, Rule
-from .optim._devices import Scalars, on_device, ordinal_of
+from .optim._base import FusedOptimizer
 
 __all__ = ["Release", "release_gradients"]
 
-Clip = Literal["per_parameter", "lagged"]
-_NO_CLIPPING = math.nan
-
-
-class _Place:
-    """Where a parameter is in the optimizer, and what the C side remembers of it."""
-
-    def __init__(self, group: int, index: int, param: Tensor) -> None:
-        self.group, self.index = group, index
-        self.param = weakref.ref(param)
-        self.plan = _C.Plan()
-        self.updated = False  # since the last optimizer.step
-        self.handle: Any = None
-
-
-class Release:
-    """The hooks that `release_gradients` has set; `remove()` takes them away."""
-
-    def __init__(self, optimizer: FusedOptimizer, clip: Clip | None) -> None:
-        self._clip = clip
-        self._places: dict[int, _Place] = {}
-        self._rules: dict[int, Rule] = {}
-        self._scale: Tensor | None = None  # what this step's gradients are divided by
-        self._square_sum = 0.0
-        self._norm: float | None = None  # of all gradients of the last step
-        self._optimizer = weakref.ref(optimizer)
-        _check_clipping(optimizer, clip)
-        owner = weakref.ref(self)
-
-        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if owner() is not None and getattr(optimizer, "grad_scale", None) is not None:
-                raise RuntimeError(
-                    "release_gradients() cannot skip a step for an overflow or unscale before it: "
-                    "parameters were updated in backward already. Train in bfloat16 without a "
-                    "GradScaler, or remove() the release"
-                )
-
-        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (release := owner()) is not None:
-                release._finish_step()
-
-        self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
-        ]
-        self._attach(optimizer)
-
-    def _attach(self, optimizer: FusedOptimizer) -> None:
-        """Hook parameters that are new or were unfrozen; note where the others are now."""
-        owner = weakref.ref(self)
-        for group, entry in enumerate(optimizer.param_groups):
-            for index, param in enumerate(entry["params"]):
-                place = self._places.get(id(param))
-                if place is not None and place.param() is param:
-                    place.group, place.index = group, index
-                elif param.requires_grad:
-                    self._places[id(param)] = _hooked(owner, _Place(group, index, param), param)
-
-    def _update(self, place: _Place, param: Tensor) -> None:
-        """The step of one parameter, from its hook."""
-        optimizer = self._optimizer()
-        grad = param.grad
-        if optimizer is None or grad is None:
-            return
-        if place.updated:
-            raise RuntimeError(
-                f"a second gradient of {_name(optimizer, place)} before optimizer.step(): with "
-                "release_gradients() it was updated with the first one. Gradients cannot be "
-                "accumulated; remove() the release for that"
-            )
-        _check_clipping(optimizer, self._clip)
-        rule = self._rules.get(place.group)
-        if rule is None:
-            rule = optimizer._checked_rule_of(optimizer.param_groups[place.group])
-            self._rules[place.group] = rule
-        try:
-            max_norm = self._coefficient(optimizer, grad)
-            _step(optimizer, place, param, rule, self._scale, max_norm)
-        except _C.TensorError as error:
-            raise optimizer._explained(place.group, place.index, *error.args[2:]) from None
-        place.updated = True
-        param.grad = None
-
-    def _coefficient(self, optimizer: FusedOptimizer, grad: Tensor) -> float:
-        """Measure for the next step, scale this one; returns the norm to clip `grad` alone by."""
-        limit = optimizer.max_grad_norm
-        if limit is None or self._clip is None:
-            return _NO_CLIPPING
-        if self._clip == "lagged":
-            self._square_sum += _C.measure([grad], 1.0)[0]
-            if self._norm is not None:
-                coefficient = limit / (self._norm + 1e-6)
-                if coefficient >= 1.0:
-                    self._scale = None
-                elif self._scale is None:
-                    divisor = 1.0 / coefficient if coefficient else math.inf
-                    self._scale = torch.tensor(divisor, dtype=torch.float64)
-                return _NO_CLIPPING
-        return limit
-
-    def _finish_step(self) -> None:
-        """What is per step: after optimizer.step each parameter may be updated again."""
-        optimizer = self._optimizer()
-        if optimizer is None:
-            return
-        if any(place.updated for place in self._places.values()):
-            self._norm = math.sqrt(self._square_sum) if self._clip == "lagged" else None
-            if self._norm is not None:
-                optimizer._last_norm = self._norm
-        for place in self._places.values():
-            place.updated = False
-        self._square_sum, self._scale = 0.0, None
-        self._rules.clear()
-        self._attach(optimizer)
-
-    def remove(self) -> None:
-        """Undo the release: gradients stay in `.grad` again, and `optimizer.step` uses them."""
-        for place in self._places.values():
-            place.handle.remove()
-        for handle in self._handles:
-            handle.remove()
-        self._places.clear()
-        self._handles.clear()
-        optimizer = self._optimizer()
-        if optimizer is not None:
-            set_released(optimizer, None)
-
 
 def release_gradients(
-    model: nn.Module, optimizer: FusedOptimizer, *, clip: Clip | None = None
+    model: nn.Module,
+    optimizer: FusedOptimizer,
+    *,
+    clip: Clip | None = None,
+    accumulate_into_states: bool = False,
 ) -> Release:
     """Update each parameter in backward, while its gradient is in the cache, and free the gradient.
 
     The bits are those of `optimizer.step()`. The loop stays as it is: `optimizer.step()` finds no
     gradients and only ends the step; schedulers, parameter groups and `state_dict` work as ever.
+
+    The optimizer's states are made at once: made in backward they would lie between gradients, and
+    malloc could not give back what is freed there.
 
     With `max_grad_norm` set on the optimizer exact clipping would need all gradients before the
     first update. Two approximations take its place, if asked for:
@@ -164,24 +38,42 @@ def release_gradients(
     * `clip="lagged"`: all gradients are clipped by the global norm of the step before, measured in
       the hooks; a spike acts once before it is clipped. The first step clips per parameter.
 
+    With `accumulate_into_states=True` several backward passes may come before each
+    `optimizer.step()`: every gradient is added to the moments of Adam or AdamW and freed, and the
+    step updates the parameters from them. Divide the losses by their number. The first moment is
+    that of the accumulated gradient. The second is an APPROXIMATION: a sum of squares instead of
+    the square of the sum, smaller by a factor of up to their number.
+
+    Under DistributedDataParallel parameters are updated as soon as their bucket is reduced, with
+    the bits of the step after backward; gradients are freed at the end of backward. Its buckets
+    stay, so that less memory is saved. Micro-steps inside `no_sync()` are added up before.
+    DistributedDataParallel cannot let go of a communication hook: after `remove()` the one set here
+    reduces as if there were none.
+
     Args:
         model: the module that the optimizer trains.
         optimizer: an optimizer of faststep.optim.
         clip: what `max_grad_norm` means. Default: None, it must not be set.
+        accumulate_into_states: accumulate gradients in the moments. Adam and AdamW without amsgrad
+            and with decoupled weight decay or none. Default: False.
 
     Returns:
         A :class:`Release`; keep it. `remove()` undoes the release, as does dropping it.
 
     Raises:
-        TypeError: an optimizer not of faststep, or a DistributedDataParallel model, whose
-            gradients are reduced only after the hooks.
+        TypeError: an optimizer not of faststep, or one whose states gradients cannot be added to; a
+            DistributedDataParallel model with a communication hook of its own, with
+            `find_unused_parameters` or with `static_graph`.
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
-            parameter is on CUDA.
+            parameter is on CUDA; or `norm_in_backward` is set; or a group has amsgrad or coupled
+            weight decay although gradients go into the states.
         RuntimeError: the optimizer accumulates, or is released already. During training: a
             second gradient before `optimizer.step()`, or a GradScaler.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
-    (LOMO), arXiv:2306.09782; torch's tutorial on optimizer steps in backward.
+    (LOMO), arXiv:2306.09782; torch's tutorial on optimizer steps in backward. Accumulation in the
+    states: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and
+    Gradients for Large-scale DNN Training" (AdamA), arXiv:2305.19982.
     """
     if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(
@@ -190,11 +82,6 @@ def release_gradients(
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if isinstance(uncompiled(model), DistributedDataParallel):
-        raise TypeError(
-            "release_gradients() does not support DistributedDataParallel: it reduces gradients "
-            "after the hooks that update parameters"
-        )
     if clip not in (None, "per_parameter", "lagged"):
         raise ValueError(f'clip must be None, "per_parameter" or "lagged", not {clip!r}')
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -207,63 +94,17 @@ def release_gradients(
         )
     if is_released(optimizer):
         raise RuntimeError("gradients of this optimizer are released already")
-    release = Release(optimizer, clip)
-    set_released(optimizer, release)
-    weakref.finalize(release, _undo, release._handles, release._places).atexit = False
-    return release
-
-
-def _undo(handles: list[Any], places: dict[int, _Place]) -> None:
-    for handle in (*handles, *(place.handle for place in places.values())):
-        handle.remove()
-
-
-def _hooked(owner: Callable[[], Release | None], place: _Place, param: Tensor) -> _Place:
-    @disable_dynamo
-    def update(param: Tensor) -> None:
-        if (release := owner()) is not None:
-            release._update(place, param)
-
-    place.handle = param.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
-    return place
-
-
-def _name(optimizer: Optimizer, place: _Place) -> str:
-    names = optimizer.param_groups[place.group].get("param_names")
-    return repr(names[place.index]) if names else f"parameter {place.index} of group {place.group}"
-
-
-def _check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
-    if optimizer.max_grad_norm is not None and clip is None:
+    check_clipping(optimizer, clip)
+    if optimizer.norm_in_backward:
         raise ValueError(
-            "max_grad_norm needs all gradients before the first update, which release_gradients() "
-            'does not have. Set it to None, or pass clip="per_parameter" (each gradient by its own '
-            'norm) or clip="lagged" (all by the norm of the step before)'
+            "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
+            "them before: set optimizer.norm_in_backward = False"
         )
-
-
-def _step(
-    optimizer: FusedOptimizer,
-    place: _Place,
-    param: Tensor,
-    rule: Rule,
-    scale: Tensor | None,
-    max_norm: float,
-) -> None:
-    device = ordinal_of(param)
-    scalars = {device: Scalars(None if scale is None else on_device(scale, device), None, None)}
-    options = (scalars, False, max_norm, False, Phase.WHOLE)
-    what, value = place.plan.step([[param]], [rule], optimizer.state, None, *options)
-    if what == "missing":
-        with torch.no_grad():
-            optimizer._new_state(optimizer.param_groups[place.group], param)
-        try:
-            what, value = place.plan.step([[param]], [rule], optimizer.state, value, *options)
-        except BaseException:
-            optimizer._drop_new_state(param)
-            raise
-    if what == "memory":
-        raise torch.OutOfMemoryError(f"{value}; the parameter was not updated")
-    if what != "done":
-        raise _C.TensorError(0, 0, "state", "value", "is None")
-    increment_version(value[2])
+    moments = Moments(optimizer) if accumulate_into_states else None
+    if moments is not None and clip is not None:
+        raise ValueError("accumulate_into_states=True adds gradients up unclipped: leave clip=None")
+    inner = uncompiled(model)
+    reduced = Reduced.of(inner) if isinstance(inner, DistributedDataParallel) else None
+    release = Release(optimizer, clip, moments, reduced)
+    set_released(optimizer, release)
+    return release

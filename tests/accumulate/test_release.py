@@ -165,6 +165,10 @@ def test_what_is_refused() -> None:
         faststep.release_gradients(5, optimizer)
     with pytest.raises(ValueError, match="not 'norm'"):
         faststep.release_gradients(model, optimizer, clip="norm")
+    optimizer.norm_in_backward = True
+    with pytest.raises(ValueError, match="norm_in_backward = False"):
+        faststep.release_gradients(model, optimizer)
+    optimizer.norm_in_backward = False
     accum = faststep.accumulate(optimizer, 2)
     with pytest.raises(RuntimeError, match="are accumulated"):
         faststep.release_gradients(model, optimizer)
@@ -175,6 +179,30 @@ def test_what_is_refused() -> None:
     with pytest.raises(RuntimeError, match="are released"):
         faststep.accumulate(optimizer, 2)
     release.remove()
+
+
+def test_states_are_made_at_once_where_zeros_mean_none() -> None:
+    model = make_model()
+    for make, count in (("AdamW", 6), ("momentum", 6), ("SGD", 0)):
+        optimizer = MAKE[make](model.parameters())
+        release = faststep.release_gradients(model, optimizer)
+        assert len(optimizer.state) == count
+        assert not any(value.any() for value in states(optimizer))
+        release.remove()
+    damped = faststep.optim.SGD(model.parameters(), momentum=0.9, dampening=0.5)
+    release = faststep.release_gradients(model, damped)
+    assert not damped.state
+    release.remove()
+
+
+def test_a_release_that_fails_leaves_nothing() -> None:
+    model = make_model()
+    optimizer = MAKE["AdamW"](model.parameters(), differentiable=True)
+    with pytest.raises(RuntimeError, match="differentiable=True"):
+        faststep.release_gradients(model, optimizer)
+    gc.collect()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
 def test_errors_name_the_parameter() -> None:

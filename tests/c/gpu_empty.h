@@ -14,6 +14,7 @@ static const fake_cuda_kernel kernels[] = {
     {"fst_norm", sizeof(fst_norm_launch), NULL, NULL},
     {"fst_scale", sizeof(fst_scale_launch), NULL, NULL},
     {"fst_clamp", sizeof(fst_clamp_launch), NULL, NULL},
+    {"fst_accumulate", sizeof(fst_accumulate_launch), NULL, NULL},
     {"fst_loss_scale", sizeof(fst_loss_scale_launch), NULL, NULL},
 };
 

@@ -155,6 +155,15 @@ static int run_clamp(const fake_cuda_kernel *self, unsigned grid, unsigned block
     return 0;
 }
 
+static int run_accumulate(const fake_cuda_kernel *self, unsigned grid, unsigned block,
+                          const void *args)
+{
+    const fst_accumulate_launch *launch = args;
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_accumulate"));
+    look(&launch->tables, (int)launch->factor);
+    return 0;
+}
+
 static int run_loss_scale(const fake_cuda_kernel *self, unsigned grid, unsigned block,
                           const void *args)
 {
@@ -173,6 +182,7 @@ static const fake_cuda_kernel test_kernels[] = {
     {"fst_norm", sizeof(fst_norm_launch), run_norm, NULL},
     {"fst_scale", sizeof(fst_scale_launch), run_scale, NULL},
     {"fst_clamp", sizeof(fst_clamp_launch), run_clamp, NULL},
+    {"fst_accumulate", sizeof(fst_accumulate_launch), run_accumulate, NULL},
     {"fst_loss_scale", sizeof(fst_loss_scale_launch), run_loss_scale, NULL},
 };
 

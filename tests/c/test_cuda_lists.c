@@ -163,6 +163,56 @@ static void scale_and_clamp(size_t count, double factor)
     list_free(start);
 }
 
+/* Sums and terms of any two types and layouts: those of the CPU. */
+static array *any_array(int64_t size)
+{
+    const fst_dtype dtype = (fst_dtype)random_below(FST_DTYPE_COUNT);
+    array *a = random_below(2) ? array_new_aligned(dtype, size)
+                               : array_new(dtype, (arrangement)random_below(EXPANDED), size);
+    array_fill(a, random_below(2) ? random_unit : random_value);
+    return a;
+}
+
+static void accumulate(size_t count, double factor, int begin)
+{
+    fst_status status = {0};
+    fst_plan plan;
+    device d;
+    array *terms[FEW], *starts[FEW], *got[FEW];
+    fst_plan_init(&plan, 2);
+    for (size_t i = 0; i < count; i++) {
+        const int64_t size =
+            1 + (int64_t)(i ? random_below(1500) : (size_t)FST_CHUNK + random_below(20000));
+        terms[i] = any_array(size);
+        starts[i] = any_array(size);
+        got[i] = array_clone(starts[i]);
+        fst_operand *op = fst_plan_add(&plan, size, 0, &status);
+        op[0] = got[i]->op;
+        op[1] = terms[i]->op;
+    }
+    CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_OK);
+    const fst_work work = fst_plan_work(&plan);
+    device_make(&d, &work, 0);
+    const fst_accumulate_launch launch = {.tables = d.tables, .factor = factor, .start = begin};
+    device_launch(&d, "fst_accumulate", any_grid(), &launch);
+    for (size_t level = 0; level < level_count; level++)
+        for (size_t i = 0; i < count; i++) {
+            array *want = array_clone(starts[i]);
+            const fst_operand op[2] = {want->op, terms[i]->op};
+            const size_t size = (size_t)plan.spans[i].count;
+            levels[level]->accumulate(op, 0, size, factor, begin);
+            CHECK(same_memory(got[i], want));
+            array_free(want);
+        }
+    for (size_t i = 0; i < count; i++) {
+        array_free(terms[i]);
+        array_free(starts[i]);
+        array_free(got[i]);
+    }
+    fst_plan_free(&plan);
+    device_free(&d);
+}
+
 /* A list that names one tensor twice: unscaled twice, in two rounds, and an infinity that only the
  * first of them meets is not forgotten in the second. */
 static void rounds(int bad)
@@ -258,6 +308,7 @@ int main(void)
         for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++)
             norm_and_scale(count, values[round % 4 == 3], orders[i], limits[(round + (int)i) % 4]);
         scale_and_clamp(count, round % 2 ? 0.7 : 1e20);
+        accumulate(count, round % 2 ? 1.0 : 0.3, round % 4 > 1);
     }
     unscale(MANY, random_unit, 3.0, 0);
     for (int i = 0; i < 5; i++)

@@ -8,6 +8,8 @@
 #include "gpu/run.h"
 #include "gpu_child.h"
 
+enum { ALL = sizeof kernels / sizeof kernels[0] };
+
 static fst_status status;
 
 /* The fake library is not linked with this program. */
@@ -57,14 +59,14 @@ static void no_driver(void *argument)
     (void)argument;
     fst_gpu_kernels_in_memory(fatbin, sizeof fatbin);
     refuses(FST_UNSUPPORTED, "no NVIDIA driver: libcuda.so.1");
-    load(FAKE_CUDA, 7); /* installed meanwhile */
+    load(FAKE_CUDA, ALL); /* installed meanwhile */
     works();
 }
 
 static void old_driver(void *argument)
 {
     (void)argument;
-    load(OLD_CUDA, 7);
+    load(OLD_CUDA, ALL);
     machine(1, 90, 10020);
     refuses(FST_UNSUPPORTED,
             "the NVIDIA driver (for CUDA 10.2) is too old: it has no cuStreamGetCaptureInfo");
@@ -73,7 +75,7 @@ static void old_driver(void *argument)
 static void machines_that_do_not_fit(void *argument)
 {
     (void)argument;
-    load(FAKE_CUDA, 7);
+    load(FAKE_CUDA, ALL);
     machine(0, 90, 13000);
     refuses(FST_DEVICE_FAILED, "cuInit: CUDA_ERROR_NO_DEVICE");
     machine(1, 61, 13000);
@@ -92,7 +94,7 @@ static void kernels_that_are_missing(void *argument)
     load(FAKE_CUDA, 5);
     refuses(FST_DEVICE_FAILED,
             "cuModuleGetFunction of fst_clamp on CUDA device 0: CUDA_ERROR_NOT_FOUND");
-    use(kernels, 7);
+    use(kernels, ALL);
     works();
 }
 
@@ -104,7 +106,7 @@ static void files(void *argument)
     char path[] = FAKE_CUDA ".XXXXXX";
     const int file = mkstemp(path);
     (void)argument;
-    load(FAKE_CUDA, 7);
+    load(FAKE_CUDA, ALL);
     fst_gpu_kernels_in_memory(NULL, 0);
     refuses(FST_UNSUPPORTED, "built without nvcc");
     fst_gpu_kernels_in_memory(fatbin, sizeof fatbin - 1);
@@ -133,7 +135,7 @@ static void failure_from_the_environment(void *argument)
 {
     (void)argument;
     CHECK_INT(setenv("FAKE_CUDA_FAIL", "cuInit:1:2", 1), 0);
-    load(FAKE_CUDA, 7);
+    load(FAKE_CUDA, ALL);
     CHECK(!fst_gpu_tables_new(0, &status));
     CHECK_INT(status.code, FST_NO_MEMORY);
     CHECK_CONTAINS(status.message, "cuInit: CUDA_ERROR_OUT_OF_MEMORY (out of memory)");
@@ -162,7 +164,7 @@ static void child_before_use(void *argument)
 static void forks(void *argument)
 {
     (void)argument;
-    load(FAKE_CUDA, 7);
+    load(FAKE_CUDA, ALL);
     in_child(child_before_use, NULL, "a child of a process that has not used CUDA");
     fst_gpu_tables *tables = fst_gpu_tables_new(0, &status);
     if (!CHECK(tables != NULL))

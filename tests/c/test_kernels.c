@@ -75,12 +75,20 @@ static void compare(const shape *what, const update_case *c)
     release(start);
 }
 
+/* Whether the rule takes Adam's hyper-parameters. */
+static int is_adam(fst_rule rule)
+{
+    return rule == FST_RULE_adam || rule == FST_RULE_amsgrad || rule == FST_RULE_from_moments;
+}
+
 /* Everything that a rule looks at, at once: decay, look-ahead, dampening; step 2. */
 static update_case usual(fst_rule rule)
 {
     static const double hyper[FST_RULE_COUNT][FST_MAX_HYPER] = {
         [FST_RULE_adam] = {0.01, 0.9, 0.999, 1e-8, 0.1, 1.0},
         [FST_RULE_amsgrad] = {0.01, 0.9, 0.999, 1e-8, 0.1, 0.0},
+        [FST_RULE_moments] = {0.9, 1.0, 0.9, 0.999},
+        [FST_RULE_from_moments] = {0.01, 0.9, 0.999, 1e-8, 0.1, 1.0},
         [FST_RULE_sgd] = {0.1, 0.0, 0.0, 0.01, 0.0},
         [FST_RULE_momentum] = {0.1, 0.9, 0.3, 0.01, 1.0},
         [FST_RULE_lion] = {0.001, 0.9, 0.99, 0.1},
@@ -170,7 +178,7 @@ static void all_settings(fst_rule rule, fst_dtype dtype)
                 c.sign = bits & 1 ? -1.0 : 1.0;
                 c.write_grad = bits >> 1 & 1;
                 c.step = bits & 4 ? 1.0 : 3.0;
-                const int switched = rule == FST_RULE_adam || rule == FST_RULE_amsgrad ? 5 : 4;
+                const int switched = is_adam(rule) ? 5 : 4;
                 if (bits & 8)
                     c.hyper[switched] = 1.0 - c.hyper[switched];
                 if (bits & 16)
@@ -188,7 +196,7 @@ static void nonfinite_values_go_through(fst_rule rule)
     update_case c = usual(rule);
     const shape what = all_of(rule, FST_F32, FLAT, 0, COUNT);
     c.inv_scale = c.clip = 1.0;
-    if (rule == FST_RULE_adam || rule == FST_RULE_amsgrad)
+    if (is_adam(rule))
         c.hyper[3] = 0.0; /* eps */
     const fst_update_args args = args_of(&c);
     array *start[FST_OP_COUNT], *want[FST_OP_COUNT], *got[FST_OP_COUNT];

@@ -33,3 +33,19 @@ def test_train_digits_learns_digits() -> None:
 def test_training_continues_from_torch_and_back() -> None:
     straight, mixed = load("continue_from_torch")["main"]()
     assert mixed == pytest.approx(straight, rel=1e-3)
+
+
+def test_accumulation_gives_the_curve_of_the_large_batch(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """And the mistakes do not."""
+    example = load("accumulate_gpt")
+    example["STEPS"] = 6
+    curves = example["main"]()
+    exact = curves.pop("one large batch")
+    assert "largest distance" in capsys.readouterr().out
+    for name in ("before: torch", "after: faststep"):
+        assert curves.pop(name) == pytest.approx(exact, abs=2e-6)
+    assert len(curves) == 3
+    for name, curve in curves.items():
+        assert max(abs(a - b) for a, b in zip(curve, exact, strict=True)) > 1e-3, name

@@ -23,6 +23,7 @@ def calls_of(name: str) -> list[tuple[Callable[[], Any], list[Any]]]:
     """A good call, and bad ones."""
     tensors, scalar = [fake.claim(torch.ones(3)) for _ in range(3)], fake.claim(torch.ones(()))
     rest: dict[str, tuple[Any, ...]] = {
+        "device_accumulate": ([fake.claim(torch.ones(3)) for _ in range(3)], 0.5),
         "device_clamp": (1.0,),
         "device_clip": (1.0, scalar),
         "device_norm": (2.0, scalar),

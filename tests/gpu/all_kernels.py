@@ -11,7 +11,7 @@ import torch
 
 import faststep
 from faststep import _C
-from optim.common import DTYPES, generator
+from optim.common import DTYPES, generator, same_bits
 from optim.declarations import ALL
 from optim.layouts import LAYOUTS
 
@@ -44,6 +44,11 @@ def lists() -> None:
         for params in (twins.cpu, twins.cuda):
             faststep.clip_grad_norm_(params, 0.5, norm_type)
             faststep.clip_grad_value_(params, 0.1)
+    for start in (True, False):
+        for add, params in ((_C.accumulate, twins.cpu), (_C.device_accumulate, twins.cuda)):
+            add([p.detach() for p in params], [p.grad for p in params], 0.5, start)
+    for p, q in zip(twins.cpu, twins.cuda, strict=True):
+        assert same_bits(p, q.cpu())
     without_half = Twins([values((n,), n, d) for d in DTYPES[:3] for n in (1, 257, 20_003)])
     both = without_half.optimizers(faststep.optim.SGD, lr=0.1)
     pair: Any = scalers(init_scale=16.0)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import faststep
+from faststep import _C
 from optim.common import DTYPES, dtype_name, same_bits
 
 from .common import CUDA, SPECIAL, Twins, no_synchronization, place, values
@@ -124,3 +125,18 @@ def test_unscale(dtype: torch.dtype) -> None:
             for s, o in zip(pair, both, strict=True)
         ]
         assert bool(flags[0].item()) is bool(flags[1].item()) is bad
+
+
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_sums(dtype: torch.dtype, start: bool) -> None:
+    """Gradients of every type added to fp32 sums: the bits of the CPU, and nothing waits."""
+    terms = [values((n,), n, dtype) for n in (3, 20_001, 1, 255)]
+    sums = [values(t.shape, 5) for t in terms]
+    on_device = [place(s, CUDA) for s in sums]
+    moved = [place(t, CUDA) for t in terms]
+    with no_synchronization():
+        _C.device_accumulate(on_device, moved, 0.3, start)
+    _C.accumulate(sums, terms, 0.3, start)
+    for ours, theirs in zip(on_device, sums, strict=True):
+        assert same_bits(ours.cpu(), theirs)

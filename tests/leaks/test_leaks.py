@@ -224,6 +224,41 @@ def plan() -> Iterator[Case]:
         yield failing(kept.step, *arguments), [p, p.grad, state, spec]
 
 
+def squares() -> Iterator[Case]:
+    """Measured, checked, used by a step, forgotten, dropped while they hold, and misused."""
+    p, other = (torch.nn.Parameter(torch.ones(n)) for n in (3, 40000))
+    p.grad, other.grad = torch.ones(3), torch.ones(40000)
+    spec = (_C.rules()["sgd"][0], (), False, (0.0,) * 5, False, None)
+    kept, plan = _C.Squares(), _C.Plan()
+    held = [p, p.grad, other, other.grad, spec]
+
+    def whole(some: Any) -> Any:
+        for slot, param in enumerate((p, other)):
+            some.measure(slot, param)
+        assert some.check([[p, other]], None) is None
+        scalars = {-1: (None, None, None)}
+        return plan.step([[p, other]], [spec], {}, None, scalars, False, 1.0, False, 0, some)
+
+    def refused() -> None:
+        kept.forget()
+        scalars = {-1: (None, None, None)}
+        answer = plan.step([[p]], [spec], {}, None, scalars, False, 1.0, False, 0, kept)
+        assert answer == ("squares", None)
+
+    def forgotten() -> None:
+        assert whole(kept)[0] == "done"
+        kept.forget()
+
+    yield _C.Squares, []
+    yield forgotten, held
+    yield refused, held
+    yield lambda: whole(_C.Squares()), held
+    yield failing(_C.Squares, 1), []
+    yield failing(kept.measure, -1, p), held
+    yield failing(kept.check, [(p,)], None), held
+    yield failing(kept.check, [], p), held
+
+
 def tensor_error() -> Iterator[Case]:
     yield lambda: _C.TensorError(0, 0, "gradient", "type", "is odd"), []
 
@@ -400,6 +435,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Gather": gather,
     "Plan": plan,
     "Slots": slots,
+    "Squares": squares,
     "TensorError": tensor_error,
     "accumulate": accumulate,
     "clamp": lambda: on_tensors(_C.clamp, 0.5),
@@ -430,7 +466,9 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 }
 
 
-ON_DEVICE = ("device_clamp", "device_clip", "device_norm", "device_unscale")  # tests/device
+ON_DEVICE = (  # tests/device
+    *("device_accumulate", "device_clamp", "device_clip", "device_norm", "device_unscale"),
+)
 
 
 def test_every_public_function_has_a_case() -> None:

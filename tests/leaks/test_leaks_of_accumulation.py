@@ -74,12 +74,19 @@ def test_saving_and_loading(kwargs: dict[str, Any]) -> None:
     assert_no_growth(lambda: accum.load_state_dict(accum.state_dict()))
 
 
-@pytest.mark.parametrize("clip", [None, "per_parameter", "lagged"])
-def test_release(clip: Any) -> None:
+RELEASES: dict[str, tuple[float | None, dict[str, Any]]] = {
+    "plain": (None, {}),
+    "per parameter": (0.5, {"clip": "per_parameter"}),
+    "lagged": (0.5, {"clip": "lagged"}),
+    "into states": (None, {"accumulate_into_states": True}),
+}
+
+
+@pytest.mark.parametrize(("limit", "kwargs"), RELEASES.values(), ids=RELEASES)
+def test_release(limit: float | None, kwargs: dict[str, Any]) -> None:
     model, _, x = make({})
-    limit = None if clip is None else 0.5
     optimizer = faststep.optim.AdamW(model.parameters(), lr=1e-6, max_grad_norm=limit)
-    kept = faststep.release_gradients(model, optimizer, clip=clip)
+    kept = faststep.release_gradients(model, optimizer, **kwargs)
 
     def step() -> None:
         model(x).sum().backward()
@@ -89,8 +96,28 @@ def test_release(clip: Any) -> None:
     kept.remove()
 
     def live() -> None:
-        release = faststep.release_gradients(model, optimizer, clip=clip)
+        release = faststep.release_gradients(model, optimizer, **kwargs)
         step()
         release.remove()
+
+    assert_no_growth(live)
+
+
+def test_norm_in_backward() -> None:
+    model, _, x = make({})
+    optimizer = faststep.optim.AdamW(model.parameters(), lr=1e-6, max_grad_norm=0.5)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizer.norm_in_backward = True
+    assert_no_growth(step)
+
+    def live() -> None:
+        optimizer.norm_in_backward = True
+        step()
+        optimizer.norm_in_backward = False
 
     assert_no_growth(live)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _C
 from .._torch import disable_dynamo, get_grad_dtype, increment_version, set_grad_dtype
+from ..optim._devices import has_kernels_for
 
 __all__ = ["LOW_PRECISION", "Sums"]
 
@@ -48,11 +49,16 @@ class Sums:
     def __contains__(self, param: Tensor) -> bool:
         return self._of(param) is not None
 
-    def attach(self, params: Iterable[tuple[str, Tensor]]) -> None:
-        """Hook the low-precision parameters among (name, parameter) that have no hook yet."""
+    def attach(self, params: Iterable[tuple[str, Tensor]]) -> bool:
+        """Hook the low-precision parameters among (name, parameter) that have no hook yet.
+
+        Returns whether there were any.
+        """
+        before = len(self._sums)
         for name, param in params:
             if param.requires_grad and param.dtype in LOW_PRECISION and not self._of(param):
                 self._hook(name, param)
+        return len(self._sums) > before
 
     def _of(self, param: Tensor) -> _Sum | None:
         mine = self._sums.get(id(param))
@@ -195,12 +201,14 @@ def _fits(buffer: Tensor, grad: Tensor) -> bool:
 
 def add_to(total: Tensor, term: Tensor, factor: float, start: bool) -> None:
     """total += factor * term, or = with `start`; one kernel, any two dtypes."""
-    with torch.no_grad():
-        try:
-            _C.accumulate([total], [term], factor, start)
-            increment_version([total])
-        except TypeError:  # not in CPU memory
+    on_device = total.is_cuda and has_kernels_for(total)
+    try:
+        (_C.device_accumulate if on_device else _C.accumulate)([total], [term], factor, start)
+    except TypeError:  # on a device without our kernels, or a layout that they do not know
+        with torch.no_grad():
             if start:
                 total.copy_(term).mul_(factor)
             else:
                 total.add_(term, alpha=factor)
+    else:
+        increment_version([total])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .. import _division as division
 from ..optim._base import FusedOptimizer
+from ..optim._norm import BackwardNorm
 from .owners import is_released, own, owner_of
 from .ranks import Ranks
 from .sums import Sums
@@ -61,7 +62,7 @@ class Window:
         self._overflows: list[Tensor] = []
         self._last: list[tuple[Tensor, int, int]] = []  # some gradients as they were, see mark()
         if self.sums is not None:
-            self.sums.attach(self.named_params())
+            self._attach_sums(self.sums)
         handles = [handle for optimizer in optimizers for handle in own(self, optimizer)]
         self.undo = weakref.finalize(self, _undo, handles, self.sums)
         self.undo.atexit = False
@@ -95,8 +96,25 @@ class Window:
         self.quiet_ranks()
 
     def quiet_ranks(self) -> None:
-        """The next micro-step communicates only if it completes the window."""
-        self.ranks.set_quiet(self.micro_step % self.steps < self.steps - 1 or bool(self.sums))
+        """The next micro-step communicates and measures only if it completes the window."""
+        last = self.micro_step % self.steps == self.steps - 1
+        self.ranks.set_quiet(not last or bool(self.sums))
+        for _, norm in self._backward_norms():
+            norm.idle = not last
+
+    def _backward_norms(self) -> Iterator[tuple[FusedOptimizer, BackwardNorm]]:
+        """The optimizers that measure gradients in backward."""
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, FusedOptimizer):
+                norm = optimizer._measured_in_backward()
+                if norm is not None:
+                    yield optimizer, norm
+
+    def _attach_sums(self, sums: Sums) -> None:
+        """Sum up gradients of new parameters too; what measures them must see the sums."""
+        if sums.attach(self.named_params()):
+            for optimizer, norm in self._backward_norms():
+                norm.reattach(optimizer)
 
     def begin_window(self) -> None:
         """Close the last window and start an empty one."""
@@ -105,7 +123,7 @@ class Window:
         self._last.clear()
         self.close()
         if self.sums is not None:
-            self.sums.attach(self.named_params())
+            self._attach_sums(self.sums)
             self.sums.begin_window()
 
     def end_micro_step(self) -> None:

@@ -112,6 +112,9 @@ ALL_FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "cuda clip": Family("clipped AdamW step on CUDA: clip_grad_norm_, step", 32),
         "cuda adamw": Family("plain AdamW step on CUDA", 28),
+        "sums": Family("windows of 8, bf16 with fp32 sums: add up, divide, clip, AdamW step", 0),
+        "mean": Family("the end of a window of 8, fp32: divide, clip, AdamW step", 0),
+        "release": Family("what AdamW updates in backward add to backward", 0),
         "loader": Family("a batch of a loader, shuffled", 4),
         "host": Family("host time of a CUDA step, AdamW: a fake driver, empty kernels", 0),
     }

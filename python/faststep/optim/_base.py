@@ -22,6 +22,7 @@ from ._devices import (
     on_device,
     ordinal_of,
 )
+from ._norm import BackwardNorm
 
 __all__ = ["FusedOptimizer", "Rule", "number"]
 
@@ -62,6 +63,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             with the formula of :func:`torch.nn.utils.clip_grad_norm_`. Default: None, no clipping.
         keep_grads (bool): with `max_grad_norm`, write the unscaled and clipped gradients back
             to `.grad`. Default: False, `.grad` stays as backward left it.
+        norm_in_backward (bool): measure each gradient in a hook during backward instead of in a
+            pass of the step that clips, with the same bits. Default: False, see
+            :attr:`norm_in_backward`.
     """
 
     # torch.amp.GradScaler then passes the scale as `grad_scale` and `found_inf`.
@@ -78,12 +82,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     _norms: dict[int, Tensor] | None = None  # per CUDA device: where it writes the norm
     _last_norm: float | Tensor | None = None
     _skipped: bool | Tensor = False
+    _norm_in_backward: bool = False
+    _backward_norm: BackwardNorm | None = None
 
-    def _set_clipping(self, max_grad_norm: float | None, keep_grads: bool) -> None:
+    def _set_clipping(
+        self, max_grad_norm: float | None, keep_grads: bool, norm_in_backward: bool
+    ) -> None:
         if max_grad_norm is not None and not max_grad_norm >= 0.0:
             raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.keep_grads = bool(keep_grads)
+        self._norm_in_backward = bool(norm_in_backward)
 
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         """The rule and its numbers for this step of a group."""
@@ -134,6 +143,55 @@ class FusedOptimizer(torch.optim.Optimizer):
             return bool(self._skipped.item() != 0.0)  # not kept: a graph may be replayed
         return self._skipped
 
+    @property
+    def norm_in_backward(self) -> bool:
+        """Whether gradients are measured in backward, by a hook on each parameter; may be set.
+
+        A step that clips, or looks for infinities under :class:`faststep.amp.GradScaler`, then
+        reads the gradients once instead of twice. Norm, clip coefficient and parameters have the
+        same bits as without. Where a gradient is not as its hook saw it the step measures all
+        gradients itself, counts that in :attr:`norm_fallbacks` and warns once.
+
+        A change is seen by the tensor's identity, address and version counter, which every operator
+        of torch moves. Writes that move none of these are NOT seen: through `grad.data`, a NumPy
+        view or a DLPack capsule, between a gradient's hook and the step. Their norm would be wrong,
+        which is why this must be asked for. Clip by `max_grad_norm` then, not by hand.
+
+        With several ranks (torch.distributed) every step measures itself: gradients may be reduced
+        after their hooks. So does one whose scale differs from that of the step before.
+        """
+        return self._norm_in_backward
+
+    @norm_in_backward.setter
+    def norm_in_backward(self, wanted: bool) -> None:
+        self._norm_in_backward = bool(wanted)
+        if self._backward_norm is not None and not wanted:
+            self._backward_norm.remove()
+            self._backward_norm = None
+        self._measured_in_backward()
+
+    @property
+    def norm_fallbacks(self) -> dict[str, int]:
+        """How many steps measured gradients although `norm_in_backward` is set, by reason.
+
+        "changed": a gradient after its hook; "unmeasured": it had no hook yet, or was set by hand;
+        "scale": the loss scale or divisor differs from that of the step before; "distributed":
+        there are several ranks; "device": parameters on CUDA.
+        """
+        return {} if self._backward_norm is None else dict(self._backward_norm.fallbacks)
+
+    def _measured_in_backward(self) -> BackwardNorm | None:
+        """The hooks, if they are wanted; a copy of an optimizer sets its own when it steps."""
+        if self._norm_in_backward and self._backward_norm is None:
+            self._backward_norm = BackwardNorm(self)
+        return self._backward_norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's."""
+        super().add_param_group(param_group)
+        if (norm := self._measured_in_backward()) is not None:
+            norm.attach(self)
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step.
 
@@ -167,6 +225,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             grad_scale is not None if max_norm is None else self.keep_grads,
         )
         params = [group["params"] for group in groups]
+        in_backward = self._measured_in_backward()
+        squares = None
+        if in_backward is not None:
+            squares = in_backward.for_step(self, params, grad_scale, measures)
         new: list[tuple[int, int]] = []
         short_of_memory = False
         phase = Phase.WHOLE
@@ -178,10 +240,13 @@ class FusedOptimizer(torch.optim.Optimizer):
                     phase = Phase.MEASURE if measures and len(self._devices) > 1 else Phase.WHOLE
                     scalars = self._scalars(grad_scale, found_inf, measures, phase)
                 what, value = self._plan.step(
-                    params, rules, self.state, new or None, scalars, *options, phase
+                    params, rules, self.state, new or None, scalars, *options, phase, squares
                 )
                 if what == "devices":  # parameters have moved
                     self._devices, scalars = tuple(value), {}
+                elif what == "squares" and in_backward is not None:
+                    in_backward.moved(self)
+                    squares = None
                 elif what == "memory":  # torch may hold blocks that nobody uses
                     if short_of_memory or is_capturing():
                         raise torch.OutOfMemoryError(f"{value}; nothing was updated")
@@ -208,6 +273,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 raise self._explained(*error.args) from None
             raise
         self._skipped, norm, written, grads = value
+        if in_backward is not None:
+            in_backward.forget()
         increment_version(written)
         if grads is not None:
             increment_version(grads)
@@ -321,4 +388,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        return {**state, "max_grad_norm": self.max_grad_norm, "keep_grads": self.keep_grads}
+        return {
+            **state,
+            "max_grad_norm": self.max_grad_norm,
+            "keep_grads": self.keep_grads,
+            "_norm_in_backward": self._norm_in_backward,
+        }

@@ -86,6 +86,8 @@ class Adam(_AdamStep, torch.optim.Adam):
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
             Default: False.
+        norm_in_backward (bool): measure gradients in backward for a step that clips: one pass, the
+            same bits; see the property of that name for what it cannot notice. Default: False.
     """
 
     def __init__(
@@ -105,8 +107,9 @@ class Adam(_AdamStep, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
+        norm_in_backward: bool = False,
     ) -> None:
-        self._set_clipping(max_grad_norm, keep_grads)
+        self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
         super().__init__(
             params,
             lr,
@@ -146,8 +149,9 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
+        norm_in_backward: bool = False,
     ) -> None:
-        self._set_clipping(max_grad_norm, keep_grads)
+        self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
         super().__init__(
             params,
             lr,

@@ -31,6 +31,8 @@ class Lion(FusedOptimizer):
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
             Default: False.
+        norm_in_backward (bool): measure gradients in backward for a step that clips: one pass, the
+            same bits; see the property of that name for what it cannot notice. Default: False.
 
     Raises:
         ValueError: for a hyper-parameter out of range.
@@ -48,6 +50,7 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
+        norm_in_backward: bool = False,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
@@ -58,7 +61,7 @@ class Lion(FusedOptimizer):
                 raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        self._set_clipping(max_grad_norm, keep_grads)
+        self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 

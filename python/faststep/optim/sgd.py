@@ -34,6 +34,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
             Default: False.
+        norm_in_backward (bool): measure gradients in backward for a step that clips: one pass, the
+            same bits; see the property of that name for what it cannot notice. Default: False.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
+        norm_in_backward: bool = False,
     ) -> None:
-        self._set_clipping(max_grad_norm, keep_grads)
+        self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
         super().__init__(
             params,
             lr,

@@ -1,0 +1,30 @@
+/* squares.h - sums of squares that were taken of each gradient in backward, for the step. */
+#ifndef FST_PY_SQUARES_H
+#define FST_PY_SQUARES_H
+
+#include "core/plan.h"
+#include "py/module.h"
+
+/* One gradient as it was when it was measured. */
+typedef struct {
+    PyObject *grad; /* owned: its address is then nobody else's; NULL: not measured */
+    const void *data;
+    double *partial; /* per chunk of the parameter's span */
+    size_t capacity;
+    int64_t count, version;
+    double inv_scale;
+} fst_square;
+
+typedef struct {
+    PyObject_HEAD fst_square *slots; /* by the place of the parameter among those of all groups */
+    size_t slot_count;
+    double inv_scale; /* of the last step: what the next gradients are multiplied by */
+} fst_squares_object;
+
+/* Puts the sums in the place of a measuring pass over operand `operand` of a sealed plan, of whose
+ * span i the parameter is at slot_of[i]. Returns 0, changing nothing of use, where a span's
+ * operand is not what was measured. */
+int fst_squares_fill(const fst_squares_object *self, fst_plan *plan, unsigned operand,
+                     const uint32_t *slot_of, double inv_scale);
+
+#endif

@@ -1,0 +1,174 @@
+"""A byte-level GPT trained in windows of eight micro-batches: before, after, and wrong.
+
+    pip install faststep
+    python examples/accumulate_gpt.py
+
+Its text is the standard library's own source, in pieces of uneven length, as documents are. Five
+ways to train on windows of eight are compared with one large batch of the same documents:
+
+    one large batch       what the others should be equal to
+    before: torch         loss / count, and everything once per window, by hand
+    after: faststep       accumulate(normalize="tokens")
+    a mean of means       loss_mean / 8: short documents weigh as much as long ones
+    clipped too early     clip_grad_norm_ in every micro-step
+    zeroed too early      zero_grad in every micro-step: the last document is left
+
+What differs from the script with torch alone, once it is right:
+
+    -optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    +optimizer = faststep.optim.AdamW(model.parameters(), lr=LR, max_grad_norm=LIMIT)
+    +accum = faststep.accumulate(optimizer, WINDOW, model=model, normalize="tokens")
+     for window in windows:
+    -    count = sum(map(tokens_of, window))
+         for document in window:
+    -        (loss_of(model, document) / count).backward()
+    -    torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+    +        with accum:
+    +            accum.add_count(tokens_of(document))
+    +            accum.backward(loss_of(model, document))
+         optimizer.step()
+         optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import faststep
+from faststep.cli.gpt import GPT, GPTConfig, standard_library_text
+
+WINDOW = 8
+STEPS = 60
+LR = 2e-3
+LIMIT = 0.5
+LONGEST = 96
+
+Window = list[Tensor]
+
+
+def windows(steps: int) -> Iterator[Window]:
+    """Windows of documents, 8 to 96 bytes long; the same ones at each call."""
+    text, source = standard_library_text(4 << 20), torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        lengths = 8 + torch.rand(WINDOW, generator=source).pow(2.0).mul(LONGEST - 8).long()
+        starts = torch.randint(len(text) - LONGEST - 1, (WINDOW,), generator=source)
+        pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+        yield [text[start : start + length + 1].long() for start, length in pairs]
+
+
+def new_model() -> GPT:
+    torch.manual_seed(0)
+    return GPT(GPTConfig(layers=2, heads=4, width=64, context=LONGEST))
+
+
+def tokens_of(document: Tensor) -> int:
+    """The bytes that are predicted."""
+    return len(document) - 1
+
+
+def loss_of(model: GPT, document: Tensor) -> Tensor:
+    """The sum over the document's bytes."""
+    tokens, targets = document[None, :-1], document[None, 1:]
+    return model(tokens, targets) * tokens_of(document)
+
+
+def large_batch(model: GPT, window: Window) -> Tensor:
+    """The same documents at once, padded; the mean over all of their bytes."""
+    rows = nn.utils.rnn.pad_sequence(window, batch_first=True, padding_value=-100)
+    tokens, targets = rows[:, :-1].clamp(min=0), rows[:, 1:]
+    places = torch.arange(tokens.shape[1])
+    x = model.token(tokens) + model.position(places)
+    for block in model.blocks:
+        x = block(x)
+    logits = model.head(model.norm(x))
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+
+def train_by_hand(backward: Callable[[GPT, Window], None], clip: bool = True) -> list[float]:
+    """torch alone: `backward` fills the gradients of a window; the loss of every window before."""
+    model, curve = new_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    for window in windows(STEPS):
+        curve.append(measured(model, window))
+        backward(model, window)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        optimizer.step()
+        optimizer.zero_grad()
+    return curve
+
+
+@torch.no_grad()
+def measured(model: GPT, window: Window) -> float:
+    return large_batch(model, window).item()
+
+
+def at_once(model: GPT, window: Window) -> None:
+    large_batch(model, window).backward()
+
+
+def before(model: GPT, window: Window) -> None:
+    count = sum(map(tokens_of, window))
+    for document in window:
+        (loss_of(model, document) / count).backward()
+
+
+def mean_of_means(model: GPT, window: Window) -> None:
+    for document in window:
+        (loss_of(model, document) / tokens_of(document) / WINDOW).backward()
+
+
+def clipped_too_early(model: GPT, window: Window) -> None:
+    count = sum(map(tokens_of, window))
+    for document in window:
+        (loss_of(model, document) / count).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+
+
+def zeroed_too_early(model: GPT, window: Window) -> None:
+    count = sum(map(tokens_of, window))
+    for document in window:
+        model.zero_grad()
+        (loss_of(model, document) / count).backward()
+
+
+def after() -> list[float]:
+    """faststep."""
+    model, curve = new_model(), []
+    optimizer = faststep.optim.AdamW(model.parameters(), lr=LR, max_grad_norm=LIMIT)
+    accum = faststep.accumulate(optimizer, WINDOW, model=model, normalize="tokens")
+    for window in windows(STEPS):
+        curve.append(measured(model, window))
+        for document in window:
+            with accum:
+                accum.add_count(tokens_of(document))
+                accum.backward(loss_of(model, document))
+        optimizer.step()
+        optimizer.zero_grad()
+    return curve
+
+
+def main() -> dict[str, list[float]]:
+    """Train in each way and return the losses."""
+    curves = {
+        "one large batch": train_by_hand(at_once),
+        "before: torch": train_by_hand(before),
+        "after: faststep": after(),
+        "a mean of means": train_by_hand(mean_of_means),
+        "clipped too early": train_by_hand(clipped_too_early, clip=False),
+        "zeroed too early": train_by_hand(zeroed_too_early),
+    }
+    exact = curves["one large batch"]
+    print("                    loss at the end   largest distance from one large batch")
+    for name, curve in curves.items():
+        apart = max(abs(a - b) for a, b in zip(curve, exact, strict=True))
+        print(f"{name:20}{sum(curve[-10:]) / 10:15.4f}{apart:30.2e}")
+    return curves
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""What `release_gradients` sets up: hooks that update parameters and free gradients."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import _C
+from ._moments import Moments
+from ._reduced import Reduced
+from ._torch import disable_dynamo, increment_version
+from .accumulation.owners import set_released
+from .optim._base import FusedOptimizer, Phase, Rule
+from .optim._devices import Scalars, on_device, ordinal_of
+
+__all__ = ["Clip", "Release", "check_clipping"]
+
+Clip = Literal["per_parameter", "lagged"]
+_NO_CLIPPING = math.nan
+
+
+class _Place:
+    """Where a parameter is in the optimizer, and what the C side remembers of it."""
+
+    def __init__(self, group: int, index: int, param: Tensor) -> None:
+        self.group, self.index = group, index
+        self.param = weakref.ref(param)
+        self.plan = _C.Plan()
+        self.updated = False  # since the last optimizer.step
+        self.square_sum = 0.0  # with clip="lagged": of its gradient in this step
+        self.handle: Any = None
+
+
+class Release:
+    """The hooks that `release_gradients` has set; `remove()` takes them away."""
+
+    def __init__(
+        self,
+        optimizer: FusedOptimizer,
+        clip: Clip | None,
+        moments: Moments | None,
+        reduced: Reduced | None,
+    ) -> None:
+        self._clip = clip
+        self._moments = moments
+        self._reduced = reduced
+        self._places: dict[int, _Place] = {}
+        self._rules: dict[int, Rule] = {}
+        self._scale: Tensor | None = None  # what this step's gradients are divided by
+        self._norm: float | None = None  # of all gradients of the last step
+        self._optimizer = weakref.ref(optimizer)
+        check_clipping(optimizer, clip)
+        owner = weakref.ref(self)
+
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if owner() is not None and getattr(optimizer, "grad_scale", None) is not None:
+                raise RuntimeError(
+                    "release_gradients() cannot skip a step for an overflow or unscale before it: "
+                    "parameters were updated in backward already. Train in bfloat16 without a "
+                    "GradScaler, or remove() the release"
+                )
+
+        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (release := owner()) is not None:
+                release._finish_step()
+
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+        ]
+        weakref.finalize(self, _undo, self._handles, self._places).atexit = False
+        self._attach(optimizer)
+        if reduced is not None:
+            reduced.use(self)
+
+    def _attach(self, optimizer: FusedOptimizer) -> None:
+        """Hook parameters that are new or were unfrozen; note where the others are now."""
+        owner = weakref.ref(self)
+        for group, entry in enumerate(optimizer.param_groups):
+            for index, param in enumerate(entry["params"]):
+                place = self._places.get(id(param))
+                if place is not None and place.param() is param:
+                    place.group, place.index = group, index
+                elif param.requires_grad:
+                    self._places[id(param)] = _hooked(owner, _Place(group, index, param), param)
+                    _make_state(optimizer, entry, param)
+
+    def hooked(self, place: _Place, param: Tensor) -> None:
+        """From the hook of a parameter."""
+        if self._reduced is None or param not in self._reduced:
+            self._update(place, param)
+
+    def reduced(self, param: Tensor, grad: Tensor) -> bool:
+        """The gradient is reduced: use it, but do not free it yet; False if it is not ours."""
+        place = self._places.get(id(param))
+        if place is None or place.param() is not param:
+            return False
+        param.grad = grad
+        self._update(place, param)
+        return True
+
+    def _update(self, place: _Place, param: Tensor) -> None:
+        """The step of one parameter, or the part of it that a gradient is needed for."""
+        optimizer = self._optimizer()
+        grad = param.grad
+        if optimizer is None or grad is None:
+            return
+        if place.updated and self._moments is None:
+            raise RuntimeError(
+                f"a second gradient of {_name(optimizer, place)} before optimizer.step(): with "
+                "release_gradients() it was updated with the first one. Gradients cannot be "
+                "accumulated; remove() the release for that"
+            )
+        check_clipping(optimizer, self._clip)
+        rule = self._rule_of(optimizer, place)
+        try:
+            max_norm = self._coefficient(optimizer, place, grad)
+            _step(optimizer, place, param, rule, self._scale, max_norm)
+        except _C.TensorError as error:
+            raise optimizer._explained(place.group, place.index, *error.args[2:]) from None
+        place.updated = True
+        if self._reduced is None or param not in self._reduced:
+            param.grad = None
+
+    def _rule_of(self, optimizer: FusedOptimizer, place: _Place) -> Rule:
+        rule = self._rules.get(place.group)
+        if rule is None:
+            rule = optimizer._checked_rule_of(optimizer.param_groups[place.group])
+            self._rules[place.group] = rule
+        return rule if self._moments is None else self._moments.rule(rule, place.updated)
+
+    def _coefficient(self, optimizer: FusedOptimizer, place: _Place, grad: Tensor) -> float:
+        """Measure for the next step, scale this one; returns the norm to clip `grad` alone by."""
+        limit = optimizer.max_grad_norm
+        if limit is None or self._clip is None:
+            return _NO_CLIPPING
+        if self._clip == "lagged":
+            place.square_sum = _C.measure([grad], 1.0)[0]
+            if self._norm is not None:
+                coefficient = limit / (self._norm + 1e-6)
+                if coefficient >= 1.0:
+                    self._scale = None
+                elif self._scale is None:
+                    divisor = 1.0 / coefficient if coefficient else math.inf
+                    self._scale = torch.tensor(divisor, dtype=torch.float64)
+                return _NO_CLIPPING
+        return limit
+
+    def _finish_step(self) -> None:
+        """What is per step: after optimizer.step each parameter may be updated again."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        updated = [place for place in self._places.values() if place.updated]
+        if updated and self._clip == "lagged":
+            # Exact, so that ranks whose buckets arrive in another order get the same.
+            self._norm = math.sqrt(math.fsum(place.square_sum for place in updated))
+            optimizer._last_norm = self._norm
+        if self._moments is not None:
+            params = [param for place in updated if (param := place.param()) is not None]
+            self._moments.apply(optimizer, params)
+        for place in updated:
+            place.updated = False
+        self._scale = None
+        self._rules.clear()
+        self._attach(optimizer)
+
+    def remove(self) -> None:
+        """Undo the release: gradients stay in `.grad` again, and `optimizer.step` uses them."""
+        for place in self._places.values():
+            place.handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._places.clear()
+        self._handles.clear()
+        if self._reduced is not None:
+            self._reduced.use(None)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            set_released(optimizer, None)
+
+
+def _undo(handles: list[Any], places: dict[int, _Place]) -> None:
+    for handle in (*handles, *(place.handle for place in places.values())):
+        handle.remove()
+
+
+def _hooked(owner: Callable[[], Release | None], place: _Place, param: Tensor) -> _Place:
+    @disable_dynamo
+    def update(param: Tensor) -> None:
+        if (release := owner()) is not None:
+            release.hooked(place, param)
+
+    place.handle = param.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
+    return place
+
+
+def _make_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> None:
+    """Make the state before the first backward, where zeros are as good as no state.
+
+    States made in backward would lie between gradients, and what is freed there is too small for
+    the next gradient: malloc would keep most of what release saves.
+    """
+    keys = optimizer._checked_rule_of(group).state_keys
+    known = optimizer.state.get(param, {})
+    if optimizer._zeros_differ(group) or all(known.get(key) is not None for key in keys):
+        return
+    with torch.no_grad():
+        optimizer._new_state(group, param)
+
+
+def _name(optimizer: Optimizer, place: _Place) -> str:
+    names = optimizer.param_groups[place.group].get("param_names")
+    return repr(names[place.index]) if names else f"parameter {place.index} of group {place.group}"
+
+
+def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
+    """Raise where `max_grad_norm` is set and no approximation is chosen."""
+    if optimizer.max_grad_norm is not None and clip is None:
+        raise ValueError(
+            "max_grad_norm needs all gradients before the first update, which release_gradients() "
+            'does not have. Set it to None, or pass clip="per_parameter" (each gradient by its own '
+            'norm) or clip="lagged" (all by the norm of the step before)'
+        )
+
+
+def _step(
+    optimizer: FusedOptimizer,
+    place: _Place,
+    param: Tensor,
+    rule: Rule,
+    scale: Tensor | None,
+    max_norm: float,
+) -> None:
+    device = ordinal_of(param)
+    scalars = {device: Scalars(None if scale is None else on_device(scale, device), None, None)}
+    options = (scalars, False, max_norm, False, Phase.WHOLE)
+    what, value = place.plan.step([[param]], [rule], optimizer.state, None, *options)
+    if what == "missing":
+        with torch.no_grad():
+            optimizer._new_state(optimizer.param_groups[place.group], param)
+        try:
+            what, value = place.plan.step([[param]], [rule], optimizer.state, value, *options)
+        except BaseException:
+            optimizer._drop_new_state(param)
+            raise
+    if what == "memory":
+        raise torch.OutOfMemoryError(f"{value}; the parameter was not updated")
+    if what != "done":
+        raise _C.TensorError(0, 0, "state", "value", "is None")
+    increment_version(value[2])

@@ -1,0 +1,163 @@
+"""release_gradients() under DistributedDataParallel with gloo, over loopback."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+import faststep
+
+from .common import assert_equal, batches, loss_of, make_model, values
+from .processes import Collectives, on_ranks
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+SMALL = 0.002  # MiB: several buckets
+
+
+def _states(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [v.clone() for s in optimizer.state.values() for v in s.values()]
+
+
+def _train(rank: int, case: dict[str, Any], released: bool) -> list[Tensor]:
+    net = make_model(case["dtype"])
+    model = DistributedDataParallel(net, bucket_cap_mb=SMALL, gradient_as_bucket_view=case["views"])
+    clip = case["clip"] if released else None
+    optimizer = faststep.optim.AdamW(net.parameters(), lr=0.01, max_grad_norm=0.2 if clip else None)
+    release = faststep.release_gradients(model, optimizer, clip=clip) if released else None
+    for number, (x, y) in enumerate(batches([3 + rank] * 8, 10 * rank, case["dtype"])):
+        if number % 4 == 3:  # added up before
+            with model.no_sync():
+                loss_of(model, (x, y)).backward()
+        before = values(net)
+        loss_of(model, (x, y)).backward()
+        if released:
+            assert all(p.grad is None for p in net.parameters())
+            assert not any(map(torch.equal, values(net), before))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=number % 2 == 0)
+    if release is not None:
+        release.remove()
+        loss_of(model, (x, y)).backward()
+        assert all(p.grad is not None for p in net.parameters())
+        assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+    else:
+        loss_of(model, (x, y)).backward()
+    return values(net) + _states(optimizer) + [p.grad.clone() for p in net.parameters()]
+
+
+CASES = {
+    "plain": {"views": False, "dtype": torch.float32, "clip": None},
+    "views": {"views": True, "dtype": torch.bfloat16, "clip": None},
+}
+
+
+def _clipped(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for clip in ("per_parameter", "lagged"):
+        found[clip] = _train(rank, {"views": True, "dtype": torch.float32, "clip": clip}, True)
+    net = make_model()
+    model = DistributedDataParallel(net, bucket_cap_mb=SMALL)
+    optimizer = faststep.optim.AdamW(net.parameters(), lr=0.01)
+    release = faststep.release_gradients(model, optimizer, accumulate_into_states=True)
+    for batch in batches([4] * 2, rank):
+        (loss_of(model, batch) / 2).backward()
+        assert all(p.grad is None for p in net.parameters())
+    optimizer.step()
+    found["states"] = values(net)
+
+    other = make_model()
+    part = DistributedDataParallel(other, bucket_cap_mb=SMALL)
+    some = faststep.optim.SGD(other[0].parameters(), lr=0.1)
+    kept = faststep.release_gradients(part, some)
+    loss_of(part, batches([4])[0]).backward()
+    found["freed"] = [param.grad is None for param in other.parameters()]
+    kept.remove()
+
+    second, errors = faststep.optim.SGD([net[0].weight]), []
+    for refused in (
+        lambda: faststep.release_gradients(model, second),
+        lambda: faststep.release_gradients(
+            DistributedDataParallel(make_model(), find_unused_parameters=True), second
+        ),
+        lambda: faststep.release_gradients(
+            DistributedDataParallel(make_model(), static_graph=True), second
+        ),
+        lambda: faststep.release_gradients(_hooked_by_others(), second),
+    ):
+        try:
+            refused()
+        except (RuntimeError, TypeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    loss_of(model, batches([4])[0]).backward()
+    optimizer.step()
+    release.remove()
+    # Gradients that come twice before a step: the error of the hook comes out of backward.
+    again = faststep.release_gradients(model, optimizer)
+    loss_of(model, batches([4])[0]).backward()
+    try:
+        loss_of(model, batches([4])[0]).backward()
+    except RuntimeError as error:
+        errors.append(str(error))
+    dead = weakref.ref(again)
+    del again
+    gc.collect()
+    return {**found, "errors": errors, "dead": dead() is None}
+
+
+def _hooked_by_others() -> DistributedDataParallel:
+    model = DistributedDataParallel(make_model())
+    Collectives(model).stop()
+    return model
+
+
+def _all(rank: int, world: int) -> dict[str, Any]:
+    found = _clipped(rank)
+    for name, case in CASES.items():
+        found[name] = [_train(rank, case, released) for released in (True, False)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers() -> list[dict[str, Any]]:
+    """What three ranks found; processes take longer to start than to do all of it."""
+    return on_ranks(_all, 3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_the_step_after_backward(answers: list[dict[str, Any]], case: str) -> None:
+    """And those of the gradients after remove(), which the hook that stays has reduced."""
+    for answer in answers:
+        assert_equal(*answer[case])
+        assert_equal(answer[case][0][:6], answers[0][case][0][:6])
+
+
+@pytest.mark.parametrize("case", ["per_parameter", "lagged", "states"])
+def test_ranks_stay_alike(answers: list[dict[str, Any]], case: str) -> None:
+    for answer in answers:
+        assert_equal(answer[case][:6], answers[0][case][:6])
+
+
+def test_gradients_of_other_optimizers_stay(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        assert answer["freed"] == [True, True, False, False, False, False]
+
+
+def test_what_is_refused(answers: list[dict[str, Any]]) -> None:
+    for answer in answers:
+        released, unused, static, hooked, twice = answer["errors"]
+        assert "RuntimeError" in released
+        assert "released already" in released
+        assert "TypeError" in unused
+        assert "find_unused_parameters=True" in unused
+        assert "static_graph=True" in static
+        assert "TypeError" in hooked
+        assert "has one already" in hooked
+        assert "a second gradient of parameter" in twice
+        assert answer["dead"]

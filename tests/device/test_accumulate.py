@@ -1,0 +1,84 @@
+"""fp32 sums of low-precision gradients on a CUDA device: the bits of the CPU, in one launch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import faststep
+from faststep import _C
+from faststep.accumulation.sums import add_to
+from optim.common import DTYPES, dtype_name, same_bits
+
+from . import fake
+from .common import SPECIAL, values
+
+pytestmark = pytest.mark.usefixtures("machine")
+
+
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_bits(dtype: torch.dtype, factor: float, start: bool) -> None:
+    """All types into each type; chunks that end anywhere; special values."""
+    terms = [values((n,), n, d) for n in (20000, 3, 1) for d in DTYPES]
+    terms[0][: len(SPECIAL)] = torch.tensor(SPECIAL)
+    sums = [values(t.shape, 7, dtype) for t in terms]
+    claimed = [fake.claim(s.clone()) for s in sums]
+    launches = _C.device_counts()[0]
+    _C.device_accumulate(claimed, [fake.claim(t.clone()) for t in terms], factor, start)
+    assert _C.device_counts()[0] == launches + 1
+    _C.accumulate(sums, terms, factor, start)
+    for index, (ours, theirs) in enumerate(zip(claimed, sums, strict=True)):
+        assert same_bits(fake.plain(ours), theirs), index
+
+
+def test_layouts() -> None:
+    term, total = values((6, 4), 0, torch.bfloat16).t(), values((4, 6), 1, torch.float32)
+    claimed = fake.claim(total.clone())
+    add_to(claimed, fake.claim(term), 1.0, False)
+    assert torch.equal(fake.plain(claimed), total + term.float())
+
+
+def test_add_to_is_one_launch_and_moves_the_version() -> None:
+    total, term = fake.claim(torch.ones(5)), fake.claim(torch.ones(5, dtype=torch.bfloat16))
+    launches, version = _C.device_counts()[0], total._version
+    add_to(total, term, 2.0, False)
+    assert (_C.device_counts()[0], total._version) == (launches + 1, version + 1)
+    assert fake.plain(total).tolist() == [3.0] * 5
+    add_to(total, term, 0.5, True)
+    assert fake.plain(total).tolist() == [0.5] * 5
+
+
+def test_what_cannot_be_added() -> None:
+    total = fake.claim(torch.ones(3))
+    for sums, terms, text in (
+        ([total], [torch.ones(3)], "term 0 is on cpu"),
+        ([total], [fake.claim(torch.ones(3), 1)], "term 0 is on"),
+        ([total], [fake.claim(torch.ones(4))], "not of the sum's shape"),
+        ([total], [total], "shares memory"),
+        ([torch.ones(3)], [total], "not on a CUDA device"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            _C.device_accumulate(sums, terms, 1.0)
+    with pytest.raises(ValueError, match="1 sums and 2 terms"):
+        _C.device_accumulate([total], [total, total], 1.0)
+    assert fake.plain(total).tolist() == [1.0] * 3
+
+
+def test_a_window(machine: fake.Machine) -> None:
+    """Gradients of several micro-steps on the device, through the sums' own hook."""
+    param = fake.parameter(torch.zeros(300, dtype=torch.bfloat16))
+    sums = faststep.accumulation.sums.Sums()
+    sums.attach([("weight", param)])
+    expected = torch.zeros(300)
+    for index in range(3):
+        grad = values((300,), index, torch.bfloat16)
+        param.grad = fake.claim(grad.clone())
+        sums.collect()
+        expected += grad.float()
+        sums.release_grads()
+    hidden = sums.hidden(param)
+    assert hidden is not None
+    assert torch.equal(fake.plain(hidden), expected)
+    sums.remove()
