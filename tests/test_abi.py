@@ -56,6 +56,7 @@ FIELDS = [
 CONSTANTS = {
     "FST_DL_CPU": "kDLCPU",
     "FST_DL_CUDA": "kDLCUDA",
+    "FST_DL_UINT": "kDLUInt",
     "FST_DL_FLOAT": "kDLFloat",
     "FST_DL_BFLOAT": "kDLBfloat",
     "FST_DL_COMPLEX": "kDLComplex",

@@ -5,8 +5,8 @@
 
 #include <stdint.h>
 
-enum { FST_DL_CPU = 1, FST_DL_CUDA = 2 };                         /* device types */
-enum { FST_DL_FLOAT = 2, FST_DL_BFLOAT = 4, FST_DL_COMPLEX = 5 }; /* type codes */
+enum { FST_DL_CPU = 1, FST_DL_CUDA = 2 }; /* device types */
+enum { FST_DL_UINT = 1, FST_DL_FLOAT = 2, FST_DL_BFLOAT = 4, FST_DL_COMPLEX = 5 }; /* type codes */
 
 typedef struct {
     int32_t device_type, device_id;

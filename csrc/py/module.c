@@ -187,6 +187,7 @@ static PyMethodDef methods[] = {
     {"device_unscale", fst_py_device_unscale, METH_VARARGS, NULL},
     {"fusable", fst_py_fusable, METH_VARARGS, NULL},
     {"has_kernels", has_kernels, METH_NOARGS, NULL},
+    {"keep_freed_memory", fst_py_keep_freed_memory, METH_NOARGS, NULL},
     {"measure", fst_py_measure, METH_VARARGS, NULL},
     {"clip_grads", fst_py_clip_grads, METH_VARARGS, NULL},
     {"unscale_grads", fst_py_unscale_grads, METH_VARARGS, NULL},
@@ -230,7 +231,10 @@ static int add_loader(PyObject *module, fst_module *state)
     if (!state->slots_type || PyModule_AddType(module, state->slots_type))
         return -1;
     state->gather_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_gather_spec, NULL);
-    return state->gather_type ? PyModule_AddType(module, state->gather_type) : -1;
+    if (!state->gather_type || PyModule_AddType(module, state->gather_type))
+        return -1;
+    state->arena_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_arena_spec, NULL);
+    return state->arena_type ? PyModule_AddType(module, state->arena_type) : -1;
 }
 
 static int module_exec(PyObject *module)
@@ -252,6 +256,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->plan_type);
     Py_VISIT(state->slots_type);
     Py_VISIT(state->gather_type);
+    Py_VISIT(state->arena_type);
     Py_VISIT(state->squares_type);
     return fst_tensors_traverse(&state->tensors, visit, arg);
 }
@@ -263,6 +268,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->plan_type);
     Py_CLEAR(state->slots_type);
     Py_CLEAR(state->gather_type);
+    Py_CLEAR(state->arena_type);
     Py_CLEAR(state->squares_type);
     return 0;
 }

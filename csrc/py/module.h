@@ -13,7 +13,7 @@ typedef struct {
     fst_forms forms;
     int has_kernels; /* whether use_kernels_of() said where those for CUDA are */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
-    PyTypeObject *slots_type, *gather_type, *squares_type;
+    PyTypeObject *slots_type, *gather_type, *arena_type, *squares_type;
 } fst_module;
 
 /* The state of the one module of this interpreter, of a function's module or a type's. */
@@ -48,10 +48,11 @@ PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 /* The types of optimizer plans (plan.c) and of what is measured in backward (squares.c). */
 extern PyType_Spec fst_plan_spec, fst_squares_spec;
 
-/* Batches from arrays (slots.c, gather.c). */
+/* Batches from arrays (slots.c, gather.c) and from worker processes (arena.c). */
 PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
 PyObject *fst_py_permute(PyObject *module, PyObject *args);
-extern PyType_Spec fst_slots_spec, fst_gather_spec;
+PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused);
+extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_arena_spec;
 
 /* TFRecord files (tfrecord.c). */
 PyObject *fst_py_crc32c(PyObject *module, PyObject *bytes);

@@ -250,6 +250,53 @@ class Slots:
     def keep(self, number: int, /) -> None:
         """At most so many free slots stay."""
 
+class Arena:
+    """Shared memory for batches, used again when the tensors over it are gone.
+
+    Without arguments it is made, with an anonymous file; with the number of such a file, which it
+    then owns, and what `reserve` returned, it is that of another process. A forked child has it
+    already.
+
+    Raises:
+        MemoryError: the system gives no memory, or no address space.
+    """
+
+    def __new__(cls, file: int = ..., reserve: int = ..., /) -> Arena: ...
+    def fileno(self) -> int: ...
+    def reserve(self) -> int:
+        """Bytes of address space."""
+
+    def take(self, size: int, /) -> tuple[int, Tensor]:
+        """In a worker: a block, and its bytes as a uint8 tensor; given back when that is gone."""
+
+    def put(self, address: int, size: int, /) -> int:
+        """In a worker: a block with a copy of `size` bytes."""
+
+    def send(self, block: int, /) -> None:
+        """The block that `take` returned is not given back when its tensor is gone."""
+
+    def sent(self, block: int, /) -> bool:
+        """Whether the tensor is gone; if not, `send` is undone."""
+
+    def give_back(self, block: int, /) -> None:
+        """In a worker: a block of `put`, or one that was sent, is not needed after all."""
+
+    def hold(self, block: int, size: int, /) -> Tensor:
+        """In the main process: the bytes of a block that a worker filled, as a uint8 tensor.
+
+        The block is free when the last tensor over the memory is gone.
+        """
+
+    def pin(self) -> list[int]:
+        """Blocks with tensors in this process, which then are not used again before `unpin`."""
+
+    def unpin(self, block: int, /) -> None: ...
+    def sweep(self) -> int:
+        """Free what workers took; only when none lives. The number of such blocks."""
+
+    def counts(self) -> dict[str, int]:
+        """Blocks "made" so far, "free", "taken", "held" and "gone"; bytes "backed" by memory."""
+
 class Gather:
     """Gathers batches of rows in threads, in the order they were asked for.
 
@@ -313,6 +360,9 @@ def clip_grads(
 
 def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
     """Fill an int64 tensor of the same length; False if an item is not a plain int."""
+
+def keep_freed_memory() -> None:
+    """Let malloc keep more of what is freed, for the rest of this process."""
 
 def permute(out: Tensor, length: int, seed: int, epoch: int, start: int, step: int, /) -> None:
     """Fill an int64 tensor with places start, start + step and so on of a permutation."""

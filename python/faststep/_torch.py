@@ -8,16 +8,23 @@ imports from here and knows nothing about torch's inside.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import dataclasses
 import operator
+import random
 import sys
-from collections.abc import Callable, Iterable
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
+from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import (
     collate_tensor_fn,
     default_collate,
@@ -25,16 +32,28 @@ from torch.utils.data._utils.collate import (
 )
 from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
+from torch.utils.data._utils.worker import _IterableDatasetStopIteration as IterableEnded
+from torch.utils.data._utils.worker import _ResumeIteration as ResumeIteration
 from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIter
+from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data.dataloader import (
+    _MultiProcessingDataLoaderIter as MultiProcessingDataLoaderIter,
+)
 
 __all__ = [
     "BaseDataLoaderIter",
+    "ExceptionWrapper",
+    "IterableEnded",
+    "MultiProcessingDataLoaderIter",
     "OptState",
+    "ResumeIteration",
     "address_of_bump_version",
     "after_backward",
+    "collate_tensors",
     "collates_as_default",
     "cuda_amp_is_unavailable",
     "dataset_fetcher",
+    "dataset_kind_fetcher",
     "disable_dynamo",
     "dtypes_of",
     "get_grad_dtype",
@@ -45,14 +64,17 @@ __all__ = [
     "lazy_clone",
     "libtorch_cpu_path",
     "neg_view",
+    "new_worker_info",
     "pin_memory",
     "rebuild_buckets",
     "record_of",
     "set_grad_dtype",
+    "stacking_tensors_by",
     "step_dtype",
     "storage_record_of",
     "uncompiled",
     "update_scale_as_torch",
+    "worker_info_of_thread",
 ]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -231,9 +253,95 @@ def collates_as_default(function: Any, containers: Iterable[type]) -> bool:
     return not any(issubclass(kind, key) for kind in containers for key in default_collate_fn_map)
 
 
+def collate_tensors(batch: list[torch.Tensor]) -> torch.Tensor:
+    """What torch's default_collate makes of tensors, with its errors."""
+    collated: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=default_collate_fn_map)
+    return collated
+
+
+@contextlib.contextmanager
+def stacking_tensors_by(function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Lets default_collate stack tensors by `function(batch, *, collate_fn_map)` for a while.
+
+    A function for tensors that the user registered stays.
+    """
+    if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
+        yield
+        return
+    default_collate_fn_map[torch.Tensor] = function
+    try:
+        yield
+    finally:
+        if default_collate_fn_map.get(torch.Tensor) is function:
+            default_collate_fn_map[torch.Tensor] = collate_tensor_fn
+
+
 def dataset_fetcher(dataset: Any, collate_fn: Any) -> Any:
     """What fetches a batch of a map-style dataset: an object with `fetch(indices)`."""
     return _MapDatasetFetcher(dataset, True, collate_fn, False)
+
+
+def dataset_kind_fetcher(
+    kind: int, dataset: Any, auto_collation: bool, collate_fn: Any, drop_last: bool
+) -> Any:
+    """What fetches the batches of a worker."""
+    create: Any = _DatasetKind.create_fetcher
+    return create(kind, dataset, auto_collation, collate_fn, drop_last)
+
+
+def new_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> Any:
+    """The info of a worker that is a thread.
+
+    Where torch's has the field `rng`, it has generators of its own there, seeded with `seed`.
+    """
+    info = _worker.WorkerInfo
+    arguments = {"id": worker, "num_workers": workers, "seed": seed, "dataset": dataset}
+    fields = {field.name for field in dataclasses.fields(info)}
+    if "worker_method" in fields:
+        arguments["worker_method"] = "thread"
+    if "rng" in fields:
+        numpy = sys.modules.get("numpy")
+        arguments["rng"] = _worker._RNG(
+            random.Random(seed),
+            torch.Generator().manual_seed(seed),
+            None if numpy is None else numpy.random.default_rng(seed),
+        )
+    return info(**arguments)
+
+
+_infos = threading.local()
+_unpublished = object()
+
+
+@contextlib.contextmanager
+def worker_info_of_thread(info: Any) -> Iterator[None]:
+    """What get_worker_info() returns in this thread meanwhile.
+
+    torch keeps one info per process, and its function is imported under many names: its code is
+    replaced, once, by one that looks for the thread's info first.
+    """
+    function = _worker.get_worker_info
+    names = vars(_worker)
+    if "_faststep_infos" not in names:
+        names["_faststep_original"] = types.FunctionType(function.__code__, names)
+        names["_faststep_infos"] = _infos
+        function.__code__ = _get_worker_info.__code__
+    before = getattr(_infos, "info", _unpublished)
+    _infos.info = info
+    try:
+        yield
+    finally:
+        if before is _unpublished:
+            del _infos.info
+        else:
+            _infos.info = before
+
+
+def _get_worker_info() -> Any:
+    try:
+        return _faststep_infos.info  # type: ignore[name-defined]  # noqa: F821
+    except AttributeError:
+        return _faststep_original()  # type: ignore[name-defined]  # noqa: F821
 
 
 def pin_memory(data: Any, device: str | None) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -382,6 +383,43 @@ def transform_images() -> Iterator[Case]:
         yield failing(_C.transform_images, *wrong), wrong
 
 
+def arena() -> Iterator[Case]:
+    """Blocks that go from a worker to the main process, and back, as one process sees it."""
+    kept, data = _C.Arena(), torch.ones(100)
+
+    def run() -> None:
+        put = kept.put(data.data_ptr(), 400)
+        kept.hold(put, 400).view(torch.float32).add_(1)
+        block, taken = kept.take(5000)
+        kept.send(block)
+        assert not kept.sent(block)
+        kept.send(block)
+        del taken
+        assert kept.sent(block)
+        tensor = kept.hold(block, 5000)
+        pinned = kept.pin()
+        del tensor
+        for number in pinned:
+            kept.unpin(number)
+        kept.give_back(kept.put(data.data_ptr(), 1))
+        kept.put(data.data_ptr(), 400)
+        assert kept.sweep() == 1
+
+    yield _C.Arena, []
+    yield lambda: _C.Arena(os.dup(kept.fileno()), kept.reserve()).counts(), [kept]
+    yield run, [kept, data]
+    yield kept.counts, [kept]
+    for method in (kept.send, kept.sent, kept.give_back, kept.unpin, kept.take):
+        for bad in (-1, 10**6 if method != kept.take else -2, "0"):
+            yield failing(method, bad), [kept]
+    for arguments in ((0, -1), (10**6, 1), (-1, 1), (0,), (0, 10)):
+        yield failing(kept.hold, *arguments), [kept]
+    for arguments in ((0, 1), (data.data_ptr(), -1), (data,)):
+        yield failing(kept.put, *arguments), [kept, data]
+    for arguments in ((-1, 5), (1,), ("a", 1), (0, 0)):
+        yield failing(_C.Arena, *arguments), []
+
+
 def copy_indices() -> Iterator[Case]:
     out, numbers = torch.empty(3, dtype=torch.int64), [1000, 2000, 3000]
     yield lambda: _C.copy_indices(numbers, out), [numbers, out]
@@ -414,6 +452,7 @@ def scan_tfrecords() -> Iterator[Case]:
 
 
 CASES: dict[str, Callable[[], Iterator[Case]]] = {
+    "Arena": arena,
     "Gather": gather,
     "Plan": plan,
     "Slots": slots,
@@ -429,6 +468,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "device_info": device_info,
     "fusable": fusable,
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
+    "keep_freed_memory": lambda: iter([(_C.keep_freed_memory, [])]),
     "measure": lambda: on_tensors(_C.measure, 0.5),
     "clip_grads": lambda: on_grads(_C.clip_grads, 2.0, 1.0, False),
     "unscale_grads": lambda: on_grads(_C.unscale_grads, 1.0, False),

@@ -6,6 +6,7 @@ from .formats import FormatError, convert, open
 from .keyed import KeyedSampler
 from .loader import DataLoader
 from .tokens import TokenDataset, TokenWindow, cu_seqlens
+from .workers.frozen import freeze
 
 __all__ = [
     "ArrayDataset",
@@ -16,6 +17,7 @@ __all__ = [
     "TokenWindow",
     "convert",
     "cu_seqlens",
+    "freeze",
     "open",
     "transforms",
 ]

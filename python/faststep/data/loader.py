@@ -18,6 +18,7 @@ from .orders import order_of, restore
 from .plan import Plan
 from .prefetch import DeviceIterator
 from .transformed import Transformed
+from .workers.route import Workers
 
 __all__ = ["DataLoader"]
 
@@ -37,8 +38,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     A dataset that lies in arrays (torch's TensorDataset, ArrayDataset, TokenDataset, and Subset and
     ConcatDataset of these) with torch's default collate function is read by threads without the
     GIL, ahead of the consumer, into memory that is used again; `num_workers` is then the number of
-    threads, and no process is started. Everything else is torch's own. `path` says which of
-    the two it is, and `explain()` why.
+    threads, and no process is started. Workers of any other dataset are torch's, but hand over
+    their batches in shared memory that is used again. `path` says which way it is, and `explain()`
+    why.
 
     On the array path `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
 
@@ -53,13 +55,18 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         transforms: what every batch goes through when it is delivered, with `device` on the device:
             a faststep.data.transforms.Compose, whose random numbers follow from the epoch's base
             seed and the batch's number, or any other function of a batch. Default: nothing.
+        worker_method: what the `num_workers` workers of other datasets are, "process" or "thread".
+            Threads share the dataset and everything else, the global random generators too. Their
+            samples are fetched side by side as far as they let go of the GIL. Default: "process".
 
     Raises:
         TypeError: `transforms` is not a function.
-        ValueError: `device` is of another type, or `prefetch_to_device` is not an int from 0 on.
+        ValueError: `device` is of another type, `prefetch_to_device` is not an int from 0 on, or
+            `worker_method` is none of the two, or comes with a `multiprocessing_context`.
     """
 
     _slots: _C.Slots | None = None
+    _workers: Workers | None = None
     _epoch = 0  # of the iterator, where persistent workers share one
     _progress: Progress | None = None
     _resume: dict[str, Any] | None = None
@@ -73,12 +80,18 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         device: torch.device | str | int | None = None,
         prefetch_to_device: int = 2,
         transforms: Callable[[Any], Any] | None = None,
+        worker_method: str = "process",
         **options: Any,
     ) -> None:
         if transforms is not None and not callable(transforms):
             raise TypeError(f"transforms must be a function of a batch, not {transforms!r}")
         super().__init__(dataset, *arguments, **options)
         self.transforms = transforms
+        if worker_method not in ("process", "thread"):
+            raise ValueError(f"worker_method must be 'process' or 'thread', not {worker_method!r}")
+        if worker_method == "thread" and self.multiprocessing_context is not None:
+            raise ValueError("worker_method='thread' starts no process: no multiprocessing_context")
+        self.worker_method = worker_method
         self._device = None if device is None else torch.device(device)
         self._prefetch_to_device = prefetch_to_device
         if self._device is not None and self._device.type not in ("cpu", "cuda"):
@@ -90,14 +103,23 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     @property
     def path(self) -> str:
-        """ "arrays" if threads gather the batches, "torch" if torch's own iterator loads them."""
-        return "torch" if isinstance(self._plan(), str) else "arrays"
+        """How the batches come.
+
+        "arrays" if threads gather them, "workers" if processes fetch them into shared memory,
+        "threads" if Python threads do so, "torch" if torch's own iterator loads them.
+        """
+        if not isinstance(self._plan(), str):
+            return "arrays"
+        return self._route().path if self.num_workers else "torch"
 
     def explain(self) -> str:
         """A sentence or two: which way the data takes, and why not a faster one."""
         plan = self._plan()
         if isinstance(plan, str):
-            return f"torch's own iterator loads the batches: {plan}{self._explain_device()}"
+            device = self._explain_device()
+            if self.num_workers:
+                return f"{self._route().explain()}; not gathered from arrays, as {plan}{device}"
+            return f"torch's own iterator loads the batches: {plan}{device}"
         order = order_of(self.batch_sampler)
         fields = ", ".join(
             f"{name} ({form.prototype.dtype}, {tuple(form.prototype.shape[1:])})"
@@ -128,6 +150,11 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return "collate_fn is not torch's default, or types were added to what that knows"
         return plan
 
+    def _route(self) -> Workers:
+        if self._workers is None:
+            self._workers = Workers(self.worker_method)
+        return self._workers
+
     def _get_iterator(self) -> Any:
         if self._device is None:
             return self._host_iterator()
@@ -141,7 +168,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if isinstance(plan, str):
             if state is not None:
                 raise _no_state(plan)
-            return super()._get_iterator()
+            iterator = self._route().iterator(self) if self.num_workers else None
+            return super()._get_iterator() if iterator is None else iterator
         if self._slots is None:
             self._slots = _C.Slots()
         if state is not None and state["_iterator_finished"]:
@@ -219,7 +247,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: without what belongs to this process."""
-        own = ("_slots", "_progress", "_resume", "_iterator")
+        own = ("_slots", "_workers", "_progress", "_resume", "_iterator")
         return {**{k: v for k, v in vars(self).items() if k not in own}, "_iterator": None}
 
 

@@ -1,0 +1,209 @@
+#define _GNU_SOURCE /* memfd_create, fallocate */
+
+#include <errno.h>
+#include <fcntl.h>
+#include <malloc.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "io/arena_parts.h"
+
+#define LEAST_RESERVE ((size_t)1 << 26)
+
+/* Address space, not memory: twice what the machine has, or less where that is limited. */
+static size_t wanted_reserve(void)
+{
+    const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+    size_t reserve = LEAST_RESERVE;
+    while (pages > 0 && page > 0 && reserve / 2 < (size_t)pages * (size_t)page)
+        reserve *= 2;
+    return reserve;
+}
+
+static int map(fst_arena *arena)
+{
+    void *at = mmap(NULL, arena->reserve, PROT_READ | PROT_WRITE, MAP_SHARED, arena->file, 0);
+    arena->header = at == MAP_FAILED ? NULL : at;
+    return at == MAP_FAILED ? -1 : 0;
+}
+
+fst_arena *fst_arena_new(fst_status *status)
+{
+    fst_arena *arena = calloc(1, sizeof *arena);
+    int error = ENOMEM;
+    if (arena) {
+        arena->file = memfd_create("faststep", MFD_CLOEXEC);
+        error = arena->file < 0 ? errno : fst_arena_allocate(arena->file, 0, sizeof(arena_header));
+        arena->reserve = wanted_reserve();
+        while (!error && map(arena))
+            if ((arena->reserve /= 2) < LEAST_RESERVE)
+                error = errno;
+    }
+    if (error) {
+        fst_arena_no_memory(status, "no arena for batches", error);
+        if (arena && arena->file >= 0)
+            close(arena->file);
+        free(arena);
+        return NULL;
+    }
+    atomic_init(&arena->references, 1);
+    atomic_init(&arena->header->end, round_up(sizeof(arena_header), PAGE));
+    return arena;
+}
+
+fst_arena *fst_arena_attach(int file, size_t reserve, fst_status *status)
+{
+    fst_arena *arena = calloc(1, sizeof *arena);
+    if (arena) {
+        *arena = (fst_arena){.file = file, .reserve = reserve};
+        atomic_init(&arena->references, 1);
+    }
+    if (!arena || reserve < sizeof(arena_header) || map(arena)) {
+        fst_arena_no_memory(status, "the arena of the main process cannot be mapped", errno);
+        free(arena);
+        return NULL;
+    }
+    return arena;
+}
+
+void fst_arena_keep(fst_arena *arena)
+{
+    atomic_fetch_add(&arena->references, 1);
+}
+
+void fst_arena_drop(fst_arena *arena)
+{
+    if (atomic_fetch_sub(&arena->references, 1) > 1)
+        return;
+    munmap(arena->header, arena->reserve);
+    close(arena->file);
+    free(arena);
+}
+
+int fst_arena_file(const fst_arena *arena)
+{
+    return arena->file;
+}
+
+size_t fst_arena_reserve(const fst_arena *arena)
+{
+    return arena->reserve;
+}
+
+void *fst_arena_data(const fst_arena *arena, size_t block)
+{
+    return (char *)arena->header + arena->header->blocks[block].offset;
+}
+
+size_t fst_arena_made(const fst_arena *arena)
+{
+    return atomic_load(&arena->header->made);
+}
+
+/* Lets the owner of a block free it, or give its memory back where enough is free. */
+static void set_free(fst_arena *arena, block_entry *entry)
+{
+    arena_header *header = arena->header;
+    const size_t capacity = entry->capacity;
+    const int surplus = atomic_load(&header->free_bytes) + capacity > free_limit(header);
+    if (surplus && !fst_arena_punch(arena, entry)) {
+        set_state(entry, GONE);
+        return;
+    }
+    atomic_fetch_add(&header->free_bytes, capacity);
+    set_state(entry, FREE);
+}
+
+void fst_arena_give_back(fst_arena *arena, size_t block)
+{
+    block_entry *entry = &arena->header->blocks[block];
+    count_down(&arena->header->taken_bytes, entry->capacity);
+    set_free(arena, entry);
+}
+
+void fst_arena_lend(fst_arena *arena, size_t block)
+{
+    atomic_store(&arena->loans[block], LENT);
+}
+
+void fst_arena_end_loan(fst_arena *arena, size_t block)
+{
+    if (atomic_exchange(&arena->loans[block], NO_LOAN) == LENT)
+        fst_arena_give_back(arena, block);
+}
+
+void fst_arena_send(fst_arena *arena, size_t block)
+{
+    atomic_store(&arena->loans[block], LEAVING);
+}
+
+int fst_arena_sent(fst_arena *arena, size_t block)
+{
+    uint32_t leaving = LEAVING;
+    return !atomic_compare_exchange_strong(&arena->loans[block], &leaving, LENT);
+}
+
+fst_code fst_arena_hold(fst_arena *arena, size_t block, size_t size, fst_status *status)
+{
+    if (block >= fst_arena_made(arena) || size > arena->header->blocks[block].capacity ||
+        !move(&arena->header->blocks[block], TAKEN, HELD))
+        return fst_fail(status, FST_BAD_VALUE, "no worker filled %zu bytes of block %zu", size,
+                        block);
+    count_down(&arena->header->taken_bytes, arena->header->blocks[block].capacity);
+    atomic_store(&arena->uses[block], 1);
+    fst_arena_see(arena, block);
+    return FST_OK;
+}
+
+void fst_arena_release(fst_arena *arena, size_t block)
+{
+    if (atomic_fetch_sub(&arena->uses[block], 1) == 1)
+        set_free(arena, &arena->header->blocks[block]);
+}
+
+int fst_arena_pin(fst_arena *arena, size_t block)
+{
+    uint32_t uses = atomic_load(&arena->uses[block]);
+    while (uses && !atomic_compare_exchange_weak(&arena->uses[block], &uses, uses + 1))
+        ;
+    return uses > 0;
+}
+
+size_t fst_arena_sweep(fst_arena *arena)
+{
+    const size_t made = fst_arena_made(arena);
+    size_t found = 0;
+    for (size_t b = 0; b < made; b++) {
+        block_entry *entry = &arena->header->blocks[b];
+        if (atomic_load(&entry->state) != TAKEN)
+            continue;
+        found++;
+        fst_arena_give_back(arena, b);
+    }
+    return found;
+}
+
+fst_arena_counts fst_arena_counted(const fst_arena *arena)
+{
+    fst_arena_counts counts = {.made = fst_arena_made(arena)};
+    for (size_t b = 0; b < counts.made; b++) {
+        const block_entry *entry = &arena->header->blocks[b];
+        const uint32_t state = atomic_load(&entry->state);
+        counts.free += state == FREE;
+        counts.taken += state == TAKEN;
+        counts.held += state == HELD;
+        counts.gone += state == GONE;
+        counts.backed += state == GONE || state == UNMADE ? 0 : entry->capacity;
+    }
+    return counts;
+}
+
+void fst_keep_freed_memory(void)
+{
+#ifdef M_MMAP_THRESHOLD
+    mallopt(M_MMAP_THRESHOLD, 32 << 20);
+    mallopt(M_TRIM_THRESHOLD, 64 << 20);
+#endif
+}

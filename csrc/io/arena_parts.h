@@ -1,0 +1,90 @@
+/* arena_parts.h - what the files of the arena share: how it lies in its file, and who owns a block.
+ */
+#ifndef FST_IO_ARENA_PARTS_H
+#define FST_IO_ARENA_PARTS_H
+
+#include <stdatomic.h>
+#include <stdint.h>
+
+#include "io/arena.h"
+
+enum {
+    PAGE = 4096,
+    SLACK = 1 << 20, /* bytes that may always be free */
+};
+
+/* Who owns a block. Only its owner moves it on; FREE and GONE belong to who takes them first. */
+typedef enum { UNMADE, FREE, GONE, TAKEN, HELD } block_state;
+
+/* In a worker: whether a tensor is over a block that it took. */
+enum { NO_LOAN, LENT, LEAVING };
+
+typedef struct {
+    _Atomic uint32_t state;
+    _Atomic uint32_t lives; /* how often its memory came from the system */
+    size_t offset, capacity;
+    uint64_t used; /* when it was taken last */
+    char rest[32];
+} block_entry;
+
+/* The beginning of the file; zeros at first. */
+typedef struct {
+    _Atomic size_t made, end, free_bytes, taken_bytes, most_taken;
+    _Atomic uint64_t clock;
+    char rest[16];
+    block_entry blocks[FST_ARENA_BLOCKS];
+} arena_header;
+
+struct fst_arena {
+    arena_header *header; /* where the file is mapped */
+    int file;
+    size_t reserve;
+    _Atomic size_t references;
+    /* of this process: */
+    _Atomic uint32_t uses[FST_ARENA_BLOCKS]; /* exports and pins of held blocks */
+    _Atomic uint32_t loans[FST_ARENA_BLOCKS];
+    uint32_t seen[FST_ARENA_BLOCKS]; /* the life whose pages are mapped here */
+};
+
+static inline size_t round_up(size_t size, size_t unit)
+{
+    return (size + unit - 1) / unit * unit;
+}
+
+/* How many bytes may be free: as many as two sets of batches on their way need. */
+static inline size_t free_limit(const arena_header *header)
+{
+    return 2 * atomic_load(&header->most_taken) + SLACK;
+}
+
+static inline void set_state(block_entry *entry, block_state state)
+{
+    atomic_store(&entry->state, (uint32_t)state);
+}
+
+static inline int move(block_entry *entry, block_state from, block_state to)
+{
+    uint32_t expected = (uint32_t)from;
+    return atomic_compare_exchange_strong(&entry->state, &expected, (uint32_t)to);
+}
+
+/* The counts are advice: after a kill they may be off, and must not wrap. */
+static inline void count_down(_Atomic size_t *count, size_t amount)
+{
+    size_t now = atomic_load(count);
+    while (!atomic_compare_exchange_weak(count, &now, now > amount ? now - amount : 0))
+        ;
+}
+
+/* Memory for a part of the file; else using it would be a bus error. Returns an errno. */
+int fst_arena_allocate(int file, size_t offset, size_t size);
+
+/* Gives the memory of a block back, not its place in the file; 0, or an error. */
+int fst_arena_punch(const fst_arena *arena, const block_entry *entry);
+
+/* Maps a block's pages into this process with one call, not one fault per page. */
+void fst_arena_see(fst_arena *arena, size_t block);
+
+fst_code fst_arena_no_memory(fst_status *status, const char *what, int error);
+
+#endif

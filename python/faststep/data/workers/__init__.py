@@ -1,0 +1,1 @@
+"""Loading with any dataset: worker processes and threads, and datasets that they share."""

@@ -1,0 +1,222 @@
+"""Large static lists and dicts of a dataset, in memory that its workers share."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, overload
+from zlib import crc32
+
+from .block import WORD, Block, Column, Writer, reader_of
+
+__all__ = ["FrozenDict", "FrozenList", "freeze"]
+
+LARGE = 64  # items of a list or dict inside another one that is frozen by itself
+
+
+def freeze(obj: Any) -> FrozenList | FrozenDict:
+    """A read-only copy of a list, tuple or dict, in one block of memory that processes share.
+
+    A worker process that reads Python objects writes their reference counts, and so gets a copy of
+    the memory they lie in. This has no objects: an item is made when it is asked for. Forked
+    workers see the same memory, and those that are started otherwise get a handle to it.
+
+    Args:
+        obj: a list or tuple, or a dict with keys that all are str, bytes or int. Items and values
+            that all are str, bytes, int, float or paths take little space and time; lists, tuples
+            and dicts of more than 64 items are frozen themselves; anything else is pickled one by
+            one, so that changing an item that was read changes nothing.
+
+    Returns:
+        A Sequence (indices, slices, iteration, len, ==, in) or a Mapping.
+
+    Raises:
+        TypeError: `obj`, a key or an item is of a type that cannot be frozen; says where.
+        OSError: there is no memory.
+    """
+    if type(obj) not in (list, tuple, dict):
+        raise TypeError(f"freeze() takes a list, tuple or dict, not {type(obj).__name__}")
+    writer = Writer()
+    try:
+        spec = _write(writer, obj, "obj")
+        block = writer.block()
+    except BaseException:
+        writer.close()
+        raise
+    frozen: FrozenList | FrozenDict = _read(block, spec)
+    return frozen
+
+
+def _write(writer: Writer, obj: Any, name: str) -> Any:
+    """Writes a list, tuple or dict; returns what `_read` needs."""
+    if type(obj) is not dict:
+        return type(obj), _write_items(writer, obj, name)
+    kinds = set(map(type, obj))
+    if not kinds <= {str} and not kinds <= {bytes} and not kinds <= {int}:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise TypeError(f"the keys of {name} must all be str, bytes or int to be frozen: {names}")
+    keys = writer.column(list(obj), f"the keys of {name}")
+    places = _hash_table(obj)
+    table = Column("int", len(places), writer.write(places))
+    return dict, keys, table, _write_items(writer, list(obj.values()), f"the values of {name}")
+
+
+def _write_items(writer: Writer, items: Any, name: str) -> Any:
+    if any(type(item) in (list, tuple, dict) and len(item) > LARGE for item in items):
+        parts = [
+            _write(writer, item, f"{name}[{index}]")
+            if type(item) in (list, tuple, dict) and len(item) > LARGE
+            else (None, writer.column([item], f"{name}[{index}]"))
+            for index, item in enumerate(items)
+        ]
+        return Column("parts", len(parts), extra=parts)
+    return writer.column(items, name)
+
+
+def _read(block: Block, spec: Any) -> Any:
+    kind, column = spec[0], spec[1]
+    if kind is None:
+        return reader_of(block, column)(0)
+    return FrozenDict(block, *spec[1:]) if kind is dict else FrozenList(block, column, kind)
+
+
+def _reader(block: Block, column: Column) -> Any:
+    if column.kind != "parts":
+        return reader_of(block, column)
+    return lambda index: _read(block, column.extra[index])
+
+
+def _hash(key: Any) -> int:
+    """The same in every process, unlike Python's own."""
+    if isinstance(key, str):
+        return crc32(key.encode("utf-8", "surrogatepass"))
+    return crc32(key if isinstance(key, bytes) else str(int(key)).encode())
+
+
+def _hash_table(keys: Any) -> array[int]:
+    """Places of keys, by hash; -1 where there is none. At least a third is free."""
+    size = 1 << (len(keys) * 3 // 2).bit_length()
+    table = array("q", [-1]) * size
+    for place, key in enumerate(keys):
+        at = _hash(key) % size
+        while table[at] >= 0:
+            at = (at + 1) % size
+        table[at] = place
+    return table
+
+
+class FrozenList(Sequence[Any]):
+    """A list or tuple in a block; equal to one with the same items. A slice shares the block."""
+
+    def __init__(
+        self, block: Block, column: Column, kind: type, places: range | None = None
+    ) -> None:
+        self._spec = block, column, kind
+        self._places = range(column.length) if places is None else places
+        self._item = _reader(block, column)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> FrozenList: ...
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return FrozenList(*self._spec, self._places[index])
+        try:
+            place = self._places[index]
+        except IndexError:
+            raise IndexError(f"index {index} is out of range for {len(self)} items") from None
+        return self._item(place)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._item, self._places)
+
+    def __eq__(self, other: object) -> bool:
+        kind = self._spec[2]
+        if isinstance(other, FrozenList):
+            if other._spec[2] is not kind:
+                return NotImplemented
+        elif not isinstance(other, kind):
+            return NotImplemented
+        same = isinstance(other, Sequence) and len(self) == len(other)
+        return same and all(a == b for a, b in zip(self, other, strict=True))  # type: ignore[call-overload]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __copy__(self) -> FrozenList:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> FrozenList:
+        return self
+
+    def __reduce__(self) -> Any:
+        return FrozenList, (*self._spec, self._places)
+
+    def __repr__(self) -> str:
+        first = ", ".join(map(repr, self[:3]))
+        return f"<frozen {self._spec[2].__name__} of {len(self)} items: {first}, ...>"
+
+
+class FrozenDict(Mapping[Any, Any]):
+    """A dict in a block, in the order of its keys; equal to one with the same items."""
+
+    def __init__(self, block: Block, keys: Column, table: Column, values: Column) -> None:
+        self._spec = block, keys, table, values
+        self._key = reader_of(block, keys)
+        self._value = _reader(block, values)
+        self._table = block.view[table.data : table.data + table.length * WORD].cast("q")
+
+    def __len__(self) -> int:
+        return self._spec[1].length
+
+    def __getitem__(self, key: Any) -> Any:
+        place = self._place(key)
+        if place < 0:
+            raise KeyError(key)
+        return self._value(place)
+
+    def _place(self, key: Any) -> int:
+        """Where the key is; -1 if it is not there."""
+        hash(key)  # unhashable ones are errors, as in a dict
+        if isinstance(key, float) and key.is_integer():
+            key = int(key)
+        if not isinstance(key, (str, bytes, int)):
+            return -1
+        size = len(self._table)
+        at = _hash(key) % size
+        while (place := self._table[at]) >= 0:
+            if self._key(place) == key:
+                return place
+            at = (at + 1) % size
+        return -1
+
+    def __contains__(self, key: object) -> bool:
+        return self._place(key) >= 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._key, range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, (dict, FrozenDict)):
+            return NotImplemented
+        missing = object()
+        return len(self) == len(other) and all(
+            self._value(place) == other.get(self._key(place), missing) for place in range(len(self))
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __copy__(self) -> FrozenDict:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> FrozenDict:
+        return self
+
+    def __reduce__(self) -> Any:
+        return FrozenDict, self._spec
+
+    def __repr__(self) -> str:
+        return f"<frozen dict of {len(self)} items>"

@@ -1,0 +1,230 @@
+"""How a batch gets to the main process: tensors in blocks of the arena, the rest pickled."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import threading
+from collections import Counter
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+
+from faststep import _C
+
+from .arena import arena_of
+
+__all__ = ["Parcel", "pack", "tensor_over", "why_not_plain"]
+
+SMALL = 1 << 14  # bytes of an array that is part of the pickle
+WASTE = 2  # a storage is sent whole if that is at most so many times what a tensor shows of it
+
+
+class Parcel:
+    """A batch on its way; it is the batch itself once the main process unpickled it.
+
+    Args:
+        key: of the arena.
+        payload: the pickle.
+        blocks: (number, bytes) of the blocks that it refers to.
+        otherwise: why tensors were left to torch, and how many.
+    """
+
+    def __init__(
+        self, key: int, payload: bytes, blocks: list[tuple[int, int]], otherwise: dict[str, int]
+    ) -> None:
+        self._parts = (key, payload, blocks, otherwise)
+
+    def __reduce__(self) -> Any:
+        return _unpack, self._parts
+
+
+class _Reference:
+    """Stands for a block in the pickle; two tensors over one storage refer to it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __reduce__(self) -> Any:
+        return _opened, (self.number,)
+
+
+class _Opening(threading.local):
+    blocks: list[torch.Tensor]
+
+
+_opening = _Opening()
+
+
+def _unpack(
+    key: int, payload: bytes, blocks: list[tuple[int, int]], otherwise: dict[str, int]
+) -> Any:
+    arena = arena_of(key)
+    arena.unpin_what_no_child_sees()
+    arena.in_blocks += len(blocks)
+    arena.otherwise.update(otherwise)
+    _opening.blocks = [arena.memory.hold(block, size) for block, size in blocks]
+    try:
+        return pickle.loads(payload)
+    finally:
+        del _opening.blocks
+
+
+def _opened(number: int) -> torch.Tensor:
+    return _opening.blocks[number]
+
+
+def tensor_over(
+    block: torch.Tensor,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """A tensor over the bytes of a block: its storage, but not a view."""
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    where = (offset, size) if stride is None else (offset, size, stride)
+    return tensor.set_(block.untyped_storage(), *where)
+
+
+def _array_over(block: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+    return block.numpy().view(dtype).reshape(shape, order=order)
+
+
+class _Contents:
+    """What the pickle of a batch refers to: blocks with its tensors and arrays."""
+
+    def __init__(self, memory: _C.Arena, stacked: dict[int, int]) -> None:
+        self.memory = memory
+        self.stacked = stacked
+        self.blocks: list[tuple[int, int]] = []
+        self.leaving: list[tuple[int, int]] = []  # places of stacked blocks in it; addresses
+        self.otherwise: Counter[str] = Counter()
+        self._whole: dict[int, _Reference] = {}  # by address of the storage
+
+    def put_tensor(self, tensor: torch.Tensor) -> Any:
+        """How to make the tensor again; NotImplemented if torch has to transport it."""
+        storage = tensor.untyped_storage()
+        item, offset = tensor.element_size(), tensor.storage_offset()
+        size, stride = tuple(tensor.shape), tensor.stride()
+        span = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        if storage.nbytes() <= WASTE * span * item:
+            reference = self._whole.get(storage.data_ptr())
+            if reference is None:
+                reference = self._put(storage.data_ptr(), storage.nbytes())
+                self._whole[storage.data_ptr()] = reference
+        elif span <= WASTE * tensor.numel():
+            reference = self._put(tensor.data_ptr(), span * item)
+            offset = 0
+        else:
+            self.otherwise["few elements of a large storage"] += 1
+            return NotImplemented
+        return tensor_over, (reference, tensor.dtype, offset, size, stride)
+
+    def _put(self, address: int, size: int) -> _Reference:
+        block = self.stacked.pop(address, None)  # once: a block has one reference
+        if block is None:
+            block = self.memory.put(address, size)
+        else:
+            self.leaving.append((len(self.blocks), address))
+        self.blocks.append((block, size))
+        return _Reference(len(self.blocks) - 1)
+
+    def put_array(self, array: Any) -> Any:
+        """How to make a packed array again."""
+        reference = self._put(array.ctypes.data, array.nbytes)
+        order = "C" if array.flags.c_contiguous else "F"
+        return _array_over, (reference, array.dtype, array.shape, order)
+
+    def give_back(self) -> None:
+        """What was put into blocks is not sent after all."""
+        stacked = {place for place, _ in self.leaving}
+        for place, (block, _) in enumerate(self.blocks):
+            if place not in stacked:
+                self.memory.give_back(block)
+
+    def replace_kept(self) -> None:
+        """Once the batch is gone: if somebody kept a tensor over a block, a copy of it is sent."""
+        for place, address in self.leaving:
+            block, size = self.blocks[place]
+            if not self.memory.sent(block):
+                self.blocks[place] = self.memory.put(address, size), size
+
+
+class _Pickler(ForkingPickler):
+    """Pickles a batch as torch's queue does, but for plain CPU tensors and large arrays."""
+
+    def __init__(self, file: io.BytesIO, contents: _Contents) -> None:
+        super().__init__(file)
+        self._contents = contents
+
+    def reducer_override(self, obj: Any) -> Any:
+        try:
+            if isinstance(obj, torch.Tensor):
+                reason = why_not_plain(obj)
+                if reason is None and obj.is_shared():  # type: ignore[no-untyped-call]
+                    reason = "in shared memory already"
+                if reason is None:
+                    return self._contents.put_tensor(obj)
+            elif _is_large_array(obj):
+                return self._contents.put_array(obj)
+            else:
+                return NotImplemented
+        except MemoryError as error:
+            reason = str(error)
+        if reason:
+            self._contents.otherwise[reason] += 1
+        return NotImplemented
+
+
+def _is_large_array(obj: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return (
+        numpy is not None
+        and type(obj) is numpy.ndarray
+        and obj.nbytes >= SMALL
+        and not obj.dtype.hasobject
+        and (obj.flags.c_contiguous or obj.flags.f_contiguous)
+    )
+
+
+def why_not_plain(tensor: torch.Tensor) -> str | None:
+    """Why torch has to handle a tensor; "" if it has no elements, None if it is a plain one."""
+    if type(tensor) is not torch.Tensor:
+        return f"a {type(tensor).__name__}"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return "not a dense tensor"
+    if tensor.device.type != "cpu":
+        return f"on {tensor.device}"
+    if tensor.requires_grad:
+        return "requires a gradient"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a conjugated or negated tensor"
+    return None if tensor.numel() else ""
+
+
+def pack(key: int, memory: _C.Arena, batch: list[Any], stacked: dict[int, int]) -> Parcel:
+    """The parcel of a batch, in a worker.
+
+    Args:
+        batch: a list with the batch, which is emptied: a block that was stacked leaves as it is
+            unless somebody else still has a tensor over it.
+        stacked: the blocks that tensors of the batch may lie in, by address.
+
+    Raises:
+        pickle.PicklingError and others: something in the batch cannot be pickled.
+    """
+    file = io.BytesIO()
+    contents = _Contents(memory, stacked)
+    try:
+        _Pickler(file, contents).dump(batch[0])
+    except BaseException:
+        contents.give_back()
+        raise
+    for place, _ in contents.leaving:
+        memory.send(contents.blocks[place][0])
+    batch.clear()
+    contents.replace_kept()
+    return Parcel(key, file.getvalue(), contents.blocks, dict(contents.otherwise))

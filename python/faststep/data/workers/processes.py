@@ -1,0 +1,73 @@
+"""torch's iterator over worker processes, with batches that come through an arena."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from typing import Any
+
+from faststep._torch import MultiProcessingDataLoaderIter
+
+from .arena import Arena, ArenaPool
+from .packer import Packer, Start
+
+__all__ = ["ProcessIterator"]
+
+
+class ProcessIterator(MultiProcessingDataLoaderIter):
+    """torch's, unchanged but for what its workers start and collate with.
+
+    Args:
+        loader: the DataLoader.
+        pool: lends the arena.
+
+    Raises:
+        MemoryError: there is no shared memory.
+    """
+
+    def __init__(self, loader: Any, pool: ArenaPool) -> None:
+        self._pool = pool
+        self._process = os.getpid()
+        self._arena: Arena | None = pool.lend()
+        super().__init__(loader)
+
+    @property
+    def _collate_fn(self) -> Any:
+        return self._packer
+
+    @_collate_fn.setter
+    def _collate_fn(self, collate_fn: Any) -> None:
+        assert self._arena is not None
+        self._packer = Packer(collate_fn, self._arena)
+
+    @property
+    def _worker_init_fn(self) -> Any:
+        return self._start
+
+    @_worker_init_fn.setter
+    def _worker_init_fn(self, init_fn: Any) -> None:
+        self._start = Start(init_fn)
+
+    def _next_data(self) -> Any:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "the workers of this iterator belong to the process that was forked; "
+                "iterate over the DataLoader anew in the child"
+            )
+        try:
+            return super()._next_data()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            # A frame that raises a variable is in a cycle with it and with this iterator: when that
+            # is collected its queues go first, and its workers are not told to end.
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    def _shutdown_workers(self) -> None:
+        """Ends the workers; a forked child leaves them to its parent."""
+        if self._process != os.getpid():
+            return
+        super()._shutdown_workers()
+        if self._shutdown and not any(worker.is_alive() for worker in self._workers):
+            arena, self._arena = self._arena, None
+            if arena is not None:
+                self._pool.give_back(arena)

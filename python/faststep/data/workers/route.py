@@ -1,0 +1,46 @@
+"""How batches of a loader with workers come, where threads cannot gather them from arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .arena import ArenaPool
+from .processes import ProcessIterator
+from .threads import ThreadIterator
+
+__all__ = ["Workers"]
+
+
+class Workers:
+    """What a loader keeps for its workers from epoch to epoch."""
+
+    def __init__(self, method: str) -> None:
+        self._method = method
+        self._pool = ArenaPool()
+        self.reason: str | None = None  # why torch's own iterator has to do it
+
+    def iterator(self, loader: Any) -> Any | None:
+        """A new iterator; None if torch's own has to do it."""
+        loader.check_worker_number_rationality()
+        if self._method == "thread":
+            return ThreadIterator(loader)
+        try:
+            self._pool.prepare()
+        except MemoryError as error:
+            self.reason = str(error)
+            return None
+        self.reason = None
+        return ProcessIterator(loader, self._pool)
+
+    @property
+    def path(self) -> str:
+        if self._method == "thread":
+            return "threads"
+        return "workers" if self.reason is None else "torch"
+
+    def explain(self) -> str:
+        if self._method == "thread":
+            return "threads fetch and collate the samples"
+        if self.reason is not None:
+            return f"torch's own iterator loads the batches: {self.reason}"
+        return self._pool.explain()

@@ -1,0 +1,226 @@
+"""torch's iterator over workers, with threads in the place of the processes."""
+
+from __future__ import annotations
+
+import atexit
+import copy
+import inspect
+import os
+import queue
+import threading
+import traceback
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from faststep._torch import (
+    ExceptionWrapper,
+    IterableEnded,
+    MultiProcessingDataLoaderIter,
+    ResumeIteration,
+    collates_as_default,
+    dataset_kind_fetcher,
+    new_worker_info,
+    worker_info_of_thread,
+)
+
+__all__ = ["ThreadIterator"]
+
+_living: weakref.WeakSet[ThreadIterator] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    for iterator in list(_living):
+        iterator.close()
+
+
+class ThreadIterator(MultiProcessingDataLoaderIter):
+    """torch's, unchanged but for who fetches: its order, draws, errors and time-outs stay.
+
+    The threads share the dataset; an iterable one is copied (`copy.copy`) for each of them. Nothing
+    else is pickled or copied, and `get_worker_info()` in a thread is about that thread. The global
+    random generators are shared too, and not seeded: what a sample draws from them depends on
+    timing.
+
+    Args:
+        loader: the DataLoader.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self._process = os.getpid()
+        threads = torch.get_num_threads()
+        try:
+            super().__init__(_WithThreads(loader))
+        finally:
+            torch.set_num_threads(threads)  # a worker set it for itself, and for threads to come
+        _living.add(self)
+
+    def _next_data(self) -> Any:
+        if self._process != os.getpid():
+            raise RuntimeError(
+                "the threads of this iterator stayed in the process that was forked; "
+                "iterate over the DataLoader anew in the child"
+            )
+        try:
+            return super()._next_data()  # type: ignore[no-untyped-call]
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they are in a cycle with this iterator
+            raise
+
+    def close(self) -> None:
+        """Ends the threads. An iterator that is dropped does so by itself."""
+        self._shutdown_workers()
+
+    def _shutdown_workers(self) -> None:
+        if self._process == os.getpid():
+            super()._shutdown_workers()
+
+
+class _WithThreads:
+    """A DataLoader whose `multiprocessing_context` makes threads."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.multiprocessing_context = _Context
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Queue(queue.Queue[Any]):
+    """With the methods that a queue between processes has."""
+
+    def cancel_join_thread(self) -> None:
+        """Nothing to do: no thread feeds it."""
+
+    def close(self) -> None:
+        """Nothing to do: it ends with its last reference."""
+
+
+class _Worker:
+    """A thread that can be handled like a process.
+
+    Args:
+        target: torch's function for a worker process, which gives `args` their names.
+    """
+
+    def __init__(self, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        arguments = inspect.signature(target).bind(*args).arguments
+        self._ready = threading.Event()
+        name = f"faststep-worker-{arguments['worker_id']}"
+        self._thread = threading.Thread(
+            target=_run, args=(arguments, self._ready), name=name, daemon=True
+        )
+        self.pid = os.getpid()  # torch looks for dead children among these: this is none
+        self.daemon = True
+
+    def start(self) -> None:
+        self._thread.start()
+        self._ready.wait()
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._thread.join(timeout)
+
+    def terminate(self) -> None:
+        """Nothing can end a thread from outside; it ends after the sample that it is at."""
+
+
+class _Context:
+    Queue = _Queue
+    Event = threading.Event
+    Process = _Worker
+
+
+def _run(arguments: dict[str, Any], ready: threading.Event) -> None:
+    """What torch's worker processes do, in a thread."""
+    torch.get_num_threads()  # the first call in a thread sets the process's number
+    torch.set_num_threads(1)
+    ready.set()
+    worker = arguments["worker_id"]
+    dataset = arguments["dataset"]
+    if isinstance(dataset, IterableDataset):
+        dataset = copy.copy(dataset)
+    seed = arguments["base_seed"] + worker
+    info = new_worker_info(worker, arguments["num_workers"], seed, dataset)
+    with worker_info_of_thread(info):
+        _Loop(arguments, dataset).run()
+
+
+class _Loop:
+    """Takes indices, and puts batches or what stands in their place."""
+
+    def __init__(self, arguments: dict[str, Any], dataset: Any) -> None:
+        self._arguments = arguments
+        self._dataset = dataset
+        self._worker = arguments["worker_id"]
+        self._collate_fn = arguments["collate_fn"]
+        if collates_as_default(self._collate_fn, ()):
+            self._collate_fn = _hiding_the_worker(self._collate_fn)
+        self._fetcher: Any = None
+        self._failure: Any = None  # at the start: it stands for every batch
+
+    def run(self) -> None:
+        tasks, results = self._arguments["index_queue"], self._arguments["data_queue"]
+        done, ended = self._arguments["done_event"], False
+        self._start()
+        while (task := tasks.get()) is not None:
+            if isinstance(task, ResumeIteration):
+                if self._failure is None:
+                    self._fetcher = self._new_fetcher()
+                ended = False
+                results.put((task, None))
+            elif not ended and not done.is_set():
+                number, indices = task
+                result = self._fetch(indices)
+                ended = isinstance(result, IterableEnded)
+                results.put((number, result))
+                del result, indices  # a batch must not live until the next one is there
+            del task
+
+    def _start(self) -> None:
+        try:
+            if self._arguments["init_fn"] is not None:
+                self._arguments["init_fn"](self._worker)
+            self._fetcher = self._new_fetcher()
+        except Exception:
+            self._failure = self._wrapped()
+
+    def _new_fetcher(self) -> Any:
+        return dataset_kind_fetcher(
+            self._arguments["dataset_kind"],
+            self._dataset,
+            self._arguments["auto_collation"],
+            self._collate_fn,
+            self._arguments["drop_last"],
+        )
+
+    def _fetch(self, indices: Any) -> Any:
+        if self._failure is not None:
+            return self._failure
+        try:
+            return self._fetcher.fetch(indices)
+        except Exception as error:
+            if isinstance(error, StopIteration) and isinstance(self._dataset, IterableDataset):
+                return IterableEnded(self._worker)
+            return self._wrapped()
+
+    def _wrapped(self) -> Any:
+        wrapper: Any = ExceptionWrapper
+        return wrapper(where=f"in DataLoader worker thread {self._worker}")
+
+
+def _hiding_the_worker(collate_fn: Any) -> Any:
+    """torch's default_collate puts batches into files where it finds a worker: not needed here."""
+
+    def collate(samples: Any) -> Any:
+        with worker_info_of_thread(None):
+            return collate_fn(samples)
+
+    return collate

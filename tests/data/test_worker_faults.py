@@ -1,0 +1,221 @@
+"""Whatever goes wrong with worker processes is an error or a clean end soon, and leaves nothing."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset, default_collate
+
+from faststep import _C
+from faststep.data import DataLoader
+
+from .both import plain
+from .test_interrupts import child
+from .test_workers import Custom, Wide, arena_of, counts
+
+SOON = 4.0  # seconds, on a busy machine; each of torch's own time-outs is 5 s
+
+
+def children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays() -> Iterator[None]:
+    gc.collect()
+    before, files = children(), len(os.listdir("/proc/self/fd"))
+    start = time.monotonic()
+    yield
+    gc.collect()
+    assert time.monotonic() - start < SOON
+    assert children() <= before
+    assert not [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]
+    assert len(os.listdir("/proc/self/fd")) <= files
+
+
+class Failing(Wide):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise KeyError("a sample")
+        return super().__getitem__(index)
+
+
+def test_an_exception_in_a_sample_comes_in_its_place() -> None:
+    iterator = iter(DataLoader(Failing(), 2, num_workers=2))
+    next(iterator), next(iterator)
+    with pytest.raises(KeyError, match="DataLoader worker process 0"):
+        next(iterator)
+    assert next(iterator)[1].tolist() == [6, 7]
+    del iterator
+
+
+def fail(*arguments: Any) -> Any:
+    raise OSError("it failed")
+
+
+def test_an_exception_in_collate_or_at_the_start() -> None:
+    for options in ({"collate_fn": fail}, {"worker_init_fn": fail}):
+        with pytest.raises(OSError, match="it failed"):
+            next(iter(DataLoader(Wide(), 2, num_workers=1, **options)))
+
+
+def unpicklable(samples: Any) -> Any:
+    return [default_collate(samples), torch.ones(3), lambda: None]
+
+
+def test_a_batch_that_cannot_be_pickled_is_an_error() -> None:
+    """With torch's loader the program waits for it for ever."""
+    ours = DataLoader(Wide(4), 2, num_workers=1, collate_fn=unpicklable)
+    for _ in range(2):
+        with pytest.raises(AttributeError, match="lambda"):
+            next(iter(ours))
+    assert counts(ours)["taken"] == counts(ours)["held"] == 0
+
+
+class Slow(Wide):
+    def __getitem__(self, index: int) -> Any:
+        if index >= 4:
+            time.sleep(30)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_a_killed_worker_is_an_error(worker: int) -> None:
+    ours = DataLoader(Slow(), 2, num_workers=2)
+    iterator = iter(ours)
+    batch, _ = next(iterator)
+    next(iterator)
+    os.kill(iterator._workers[worker].pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match=r"killed by signal|exited unexpectedly"):
+        next(iterator)
+    for process in iterator._workers:
+        process.kill()  # the other one sleeps, and torch would wait for it
+    del iterator, process
+    assert counts(ours)["taken"] == 0
+    assert batch[:, 0].tolist() == [0.0, 1.0]
+
+
+def test_breaking_out_leaves_nothing() -> None:
+    ours = DataLoader(Wide(), 2, num_workers=2, persistent_workers=True)
+    for _ in range(3):
+        for _ in ours:
+            break
+    assert len(list(ours)) == 20
+    del ours, _
+
+
+def test_timeout() -> None:
+    iterator = iter(DataLoader(Slow(), 2, num_workers=1, timeout=0.5))
+    next(iterator), next(iterator)
+    with pytest.raises(RuntimeError, match="timed out after"):
+        next(iterator)
+    iterator._workers[0].kill()
+    with pytest.raises(RuntimeError):
+        next(iterator)
+    del iterator
+
+
+def few_bytes(worker: int) -> None:
+    """Stands for memory that has run out."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+
+
+def test_without_memory_a_tensor_goes_torchs_way() -> None:
+    ours = DataLoader(Wide(12), 2, num_workers=1, worker_init_fn=few_bytes)
+    kept = list(ours)
+    assert [labels.tolist() for _, labels in kept] == [[i, i + 1] for i in range(0, 12, 2)]
+    assert all((batch[0] == labels[0]).all() for batch, labels in kept)
+    assert "no shared memory" in ours.explain()
+    assert arena_of(ours).in_blocks > 0
+
+
+def test_without_an_arena_torch_does_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> Any:
+        raise MemoryError("no shared memory: no arena for batches: Operation not permitted")
+
+    monkeypatch.setattr(_C, "Arena", none)
+    ours = DataLoader([0, 1, 2, 3], 2, num_workers=1, collate_fn=list)
+    assert list(ours) == [[0, 1], [2, 3]]
+    assert ours.path == "torch"
+    assert "Operation not permitted" in ours.explain()
+
+
+def test_a_forked_child_sees_its_batch_unchanged() -> None:
+    ours = DataLoader(Wide(), 2, num_workers=1)
+    iterator = iter(ours)
+    batch, _ = next(iterator)
+    told, tell = os.pipe()
+
+    number = os.fork()
+    if not number:
+        status = 1
+        try:
+            assert os.read(told, 1) == b"x"
+            assert batch[:, ::5000].tolist() == [[0.0] * 10, [1.0] * 10]
+            with pytest.raises(RuntimeError, match="in the child"):
+                next(iterator)
+            assert len([labels.tolist() for _, labels in ours]) == 20
+            status = 0
+        finally:
+            os._exit(status)
+    place = batch.data_ptr()
+    del batch, _
+    for other, _ in iterator:
+        assert other.data_ptr() != place
+    os.write(tell, b"x")
+    assert os.waitpid(number, 0)[1] == 0
+    os.close(told)
+    os.close(tell)
+    del other, _, iterator
+    assert counts(ours)["held"] == 0
+
+
+def test_a_child_may_drop_everything() -> None:
+    held: list[Any] = [iter(DataLoader(Wide(), 2, num_workers=1))]
+    held.append(next(held[0]))
+    child(held.clear)
+    assert len(list(held[0])) == 19
+    held.clear()
+
+
+def test_a_batch_that_fails_to_open_leaves_no_block() -> None:
+    ours = DataLoader([0, 1, 2, 3], 2, num_workers=1, collate_fn=lambda s: [torch.ones(9), Bad()])
+    with pytest.raises(ValueError, match="cannot be opened"):
+        next(iter(ours))
+    assert counts(ours)["held"] == counts(ours)["taken"] == 0
+
+
+class Bad(Custom):
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("cannot be opened")
+
+
+def test_a_worker_that_collects_a_dataset_of_batches() -> None:
+    """A dataset that holds batches of another epoch: the workers see them as they were."""
+
+    class Holder(Dataset[Any]):
+        held: Any = None
+
+        def __len__(self) -> int:
+            return 12
+
+        def __getitem__(self, index: int) -> Any:
+            return torch.tensor(float(index)) if self.held is None else self.held[0].mean()
+
+    dataset = Holder()
+    ours = DataLoader(dataset, 2, num_workers=1)
+    dataset.held = next(iter(DataLoader(Wide(), 2, num_workers=1)))
+    assert plain(list(ours)) == plain([torch.full((2,), 0.5)] * 6)

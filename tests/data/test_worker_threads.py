@@ -1,0 +1,229 @@
+"""worker_method="thread": torch's loader with workers, in one process."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import random
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.utils.data
+from torch.utils.data import IterableDataset, get_worker_info
+
+from faststep.data import DataLoader
+
+from .both import plain
+from .test_interrupts import child
+from .test_worker_ends import START, run_program
+from .test_workers import Mixed, Wide, list_of
+
+
+def workers() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("faststep-worker")]
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_stays() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    gc.collect()
+    assert workers() == []
+    assert torch.get_num_threads() == threads
+
+
+def threaded(dataset: Any, *arguments: Any, **options: Any) -> DataLoader[Any]:
+    options.setdefault("num_workers", 2)
+    return DataLoader(dataset, *arguments, worker_method="thread", **options)
+
+
+class Fixed(Mixed):
+    """Without random numbers, and with its worker's number."""
+
+    draws = False
+
+    def __getitem__(self, index: int) -> Any:
+        return {**super().__getitem__(index), "worker": get_worker_info().id}
+
+
+class Counting(IterableDataset[Any]):
+    """Keeps its place in itself."""
+
+    at = 0
+
+    def __iter__(self) -> Counting:
+        self.at = 0
+        return self
+
+    def __next__(self) -> Any:
+        info = get_worker_info()
+        assert info.dataset is self
+        if self.at == 5 + 6 * info.id:
+            raise StopIteration
+        self.at += 1
+        time.sleep(0.001)
+        return torch.tensor([info.id, self.at]), info.seed
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Fixed(), {"batch_size": 4}),
+        (
+            Fixed(),
+            {"batch_size": 3, "shuffle": True, "drop_last": True, "persistent_workers": True},
+        ),
+        (Fixed(), {"batch_size": None}),
+        (Fixed(), {"batch_sampler": [[3, 1], [2], [0, 5, 7]], "num_workers": 3}),
+        (Counting(), {"batch_size": 2, "drop_last": True}),
+        (Counting(), {"batch_size": 2, "persistent_workers": True}),
+    ],
+)
+def test_batches_are_torchs(dataset: Any, options: dict[str, Any]) -> None:
+    options = {"num_workers": 2, **options}
+    want = list_of(torch.utils.data.DataLoader(dataset, **options), 2)
+    ours = threaded(dataset, **options)
+    assert list_of(ours, 2) == want
+    assert ours.path == "threads"
+    assert "threads fetch" in ours.explain()
+    del ours
+
+
+def test_each_thread_has_its_info() -> None:
+    seen: dict[int, Any] = {}
+
+    class Infos(Wide):
+        def __getitem__(self, index: int) -> Any:
+            info = torch.utils.data.get_worker_info()
+            assert info is get_worker_info()
+            assert info.dataset is self
+            assert info.worker_method == "thread"
+            assert torch.get_num_threads() == 1
+            seen.setdefault(info.id, info)
+            assert started[info.id] == threading.get_ident()
+            time.sleep(0.002)
+            return index
+
+    started: dict[int, int] = {}
+
+    def start(worker: int) -> None:
+        assert get_worker_info().id == worker
+        started[worker] = threading.get_ident()
+
+    torch.manual_seed(3)
+    iterator = iter(threaded(Infos(), 2, num_workers=3, worker_init_fn=start))
+    assert plain(list(iterator)) == plain([torch.tensor([i, i + 1]) for i in range(0, 40, 2)])
+    assert get_worker_info() is None
+    assert sorted(seen) == [0, 1, 2]
+    for worker, info in seen.items():
+        assert info.num_workers == 3
+        assert info.seed == iterator._base_seed + worker
+        assert info.rng.random_generator.random() == random.Random(info.seed).random()
+        generator = torch.Generator().manual_seed(info.seed)
+        want = torch.rand(1, generator=generator)
+        assert torch.equal(torch.rand(1, generator=info.rng.torch_generator), want)
+        assert info.rng.numpy_generator.random() == numpy.random.default_rng(info.seed).random()
+    seen.clear()
+
+
+def test_nothing_is_copied() -> None:
+    samples = [torch.ones(3) for _ in range(4)]
+    for sample, batch in zip(samples, threaded(samples, None), strict=True):
+        assert batch is sample
+
+
+class Failing(Wide):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            raise KeyError("a sample")
+        return index
+
+
+def fail(*arguments: Any) -> Any:
+    raise OSError("it failed")
+
+
+def test_exceptions_are_wrapped_and_come_in_their_place() -> None:
+    iterator = iter(threaded(Failing(), 2))
+    next(iterator), next(iterator)
+    with pytest.raises(KeyError, match="Caught KeyError in DataLoader worker thread 0"):
+        next(iterator)
+    assert next(iterator).tolist() == [6, 7]
+    del iterator
+    for options in ({"collate_fn": fail}, {"worker_init_fn": fail}):
+        iterator = iter(threaded(Wide(8), 2, **options))
+        for _ in range(4):
+            with pytest.raises(OSError, match="it failed"):
+                next(iterator)
+        with pytest.raises(StopIteration):
+            next(iterator)
+    del iterator
+
+
+class Slow(Wide):
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(0.4 if index >= 4 else 0)
+        return index
+
+
+def test_timeout_and_breaking_out() -> None:
+    iterator = iter(threaded(Slow(), 2, timeout=0.2))
+    next(iterator), next(iterator)
+    with pytest.raises(RuntimeError, match=r"timed out after 0\.2 seconds"):
+        next(iterator)
+    start = time.monotonic()
+    del iterator
+    assert time.monotonic() - start < 3
+    for _ in threaded(Slow(), 2):
+        assert len(workers()) == 2
+        break
+
+
+def test_batches_come_as_they_are_ready() -> None:
+    first = [int(batch[0]) for batch in threaded(Slow(8), 1, in_order=False, shuffle=False)]
+    assert sorted(first) == list(range(8))
+
+
+def test_a_batch_is_not_kept() -> None:
+    ours = threaded(Wide(), 2, prefetch_factor=1, num_workers=1)
+    iterator = iter(ours)
+    first = weakref.ref(next(iterator)[0])
+    for _ in range(3):
+        next(iterator)
+    assert first() is None
+    del iterator
+
+
+def test_a_forked_child() -> None:
+    ours = threaded(Wide(), 2)
+    iterator = iter(ours)
+    next(iterator)
+
+    def work() -> None:
+        with pytest.raises(RuntimeError, match="in the child"):
+            next(iterator)
+        assert len(list(ours)) == 20
+
+    child(work)
+    assert len(list(iterator)) == 19
+
+
+def test_the_program_ends() -> None:
+    text = START % True
+    text = text.replace("persistent_workers=", "worker_method='thread', persistent_workers=")
+    run_program(text)
+
+
+def test_arguments() -> None:
+    with pytest.raises(ValueError, match="'process' or 'thread', not 'fibre'"):
+        DataLoader([1], worker_method="fibre")
+    with pytest.raises(ValueError, match="no multiprocessing_context"):
+        threaded([1], multiprocessing_context="fork")
+    assert threaded([1], num_workers=0).path == "torch"
+    assert [*copy.copy(threaded([1, 2], None))] == [1, 2]
