@@ -39,6 +39,9 @@ from torch.utils.data.dataloader import _DatasetKind
 from torch.utils.data.dataloader import (
     _MultiProcessingDataLoaderIter as MultiProcessingDataLoaderIter,
 )
+from torch.utils.data.dataloader import (
+    _SingleProcessDataLoaderIter as SingleProcessDataLoaderIter,
+)
 
 __all__ = [
     "BaseDataLoaderIter",
@@ -47,6 +50,7 @@ __all__ = [
     "MultiProcessingDataLoaderIter",
     "OptState",
     "ResumeIteration",
+    "SingleProcessDataLoaderIter",
     "address_of_bump_version",
     "after_backward",
     "collate_tensors",

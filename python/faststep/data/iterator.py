@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from faststep._torch import BaseDataLoaderIter, dataset_fetcher, is_profiling, p
 from .order import Order
 from .orders import order_of
 from .plan import Plan
+from .stats import Metered
 
 __all__ = ["ArrayIterator", "Progress"]
 
@@ -65,7 +67,7 @@ class _Entry(NamedTuple):
     error: Exception | None  # what stands in its place
 
 
-class ArrayIterator(BaseDataLoaderIter):
+class ArrayIterator(Metered, BaseDataLoaderIter):
     """Delivers what torch's iterator would, with batches gathered ahead by threads.
 
     The sampler is asked when torch would ask it: without workers for one batch at a time, with
@@ -209,8 +211,11 @@ class ArrayIterator(BaseDataLoaderIter):
     def __next__(self) -> Any:
         if is_profiling():
             return super().__next__()  # under the name that torch's iterator has in profiles
+        start = time.perf_counter_ns()
         data = self._next_data()
         self._num_yielded += 1
+        if self.meter is not None:
+            self.meter.note(self.stage, start, data)
         return data
 
     def _next_data(self) -> Any:

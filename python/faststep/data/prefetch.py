@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .copies import Copier, Copy
 from .iterator import ArrayIterator, Progress
+from .stats import Meter
 
 __all__ = ["DeviceIterator"]
 
@@ -33,7 +35,10 @@ class DeviceIterator:
         ahead: how many batches stay on the device besides the one that is delivered.
     """
 
+    stage = "device"
+
     def __init__(self, batches: Any, copier: Copier, ahead: int) -> None:
+        self.meter: Meter | None = None
         self._batches = batches
         self._copier = copier
         self._ahead = ahead
@@ -62,6 +67,13 @@ class DeviceIterator:
         return len(self._batches)
 
     def __next__(self) -> Any:
+        start = time.perf_counter_ns()
+        batch = self._next()
+        if self.meter is not None:
+            self.meter.note(self.stage, start, batch)
+        return batch
+
+    def _next(self) -> Any:
         if self._process != os.getpid():  # another thread may have held it at the fork
             self._process, self._lock = os.getpid(), threading.Lock()
         with self._lock:

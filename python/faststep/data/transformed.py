@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from faststep._torch import pin_memory
 
+from .stats import Meter
 from .transforms import Compose
 
 __all__ = ["Transformed", "seed_of"]
@@ -42,8 +44,11 @@ class Transformed:
             seed for all.
     """
 
+    stage = "transforms"
+
     def __init__(self, iterator: Any, transforms: Callable[[Any], Any], epoch: int) -> None:
-        self._iterator = iterator
+        self.meter: Meter | None = None
+        self._batches = iterator
         self._transforms = transforms
         self._epoch = epoch
         self._base_seed = int(getattr(iterator, "_batches", iterator)._base_seed)
@@ -55,17 +60,24 @@ class Transformed:
         return self
 
     def __len__(self) -> int:
-        return len(self._iterator)
+        return len(self._batches)
 
     def __next__(self) -> Any:
-        batch = next(self._iterator)
+        start = time.perf_counter_ns()
+        batch = self._next()
+        if self.meter is not None:
+            self.meter.note(self.stage, start, batch)
+        return batch
+
+    def _next(self) -> Any:
+        batch = next(self._batches)
         self._delivered += 1
         if isinstance(self._transforms, Compose):
             batch = self._transforms(batch, generator=self._seeded())
         else:
             batch = self._transforms(batch)
-        if getattr(self._iterator, "_pin_memory", False):
-            batch = pin_memory(batch, self._iterator._pin_memory_device)
+        if getattr(self._batches, "_pin_memory", False):
+            batch = pin_memory(batch, self._batches._pin_memory_device)
         return batch
 
     def _seeded(self) -> torch.Generator:

@@ -8,13 +8,14 @@ from typing import Any
 
 from faststep._torch import MultiProcessingDataLoaderIter
 
+from ..stats import Metered
 from .arena import Arena, ArenaPool
 from .packer import Packer, Start
 
 __all__ = ["ProcessIterator"]
 
 
-class ProcessIterator(MultiProcessingDataLoaderIter):
+class ProcessIterator(Metered, MultiProcessingDataLoaderIter):
     """torch's, unchanged but for what its workers start and collate with.
 
     Args:

@@ -27,6 +27,8 @@ from faststep._torch import (
     worker_info_of_thread,
 )
 
+from ..stats import Metered
+
 __all__ = ["ThreadIterator"]
 
 _living: weakref.WeakSet[ThreadIterator] = weakref.WeakSet()
@@ -38,7 +40,7 @@ def _end_threads() -> None:
         iterator.close()
 
 
-class ThreadIterator(MultiProcessingDataLoaderIter):
+class ThreadIterator(Metered, MultiProcessingDataLoaderIter):
     """torch's, unchanged but for who fetches: its order, draws, errors and time-outs stay.
 
     The threads share the dataset; an iterable one is copied (`copy.copy`) for each of them. Nothing

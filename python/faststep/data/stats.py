@@ -1,0 +1,125 @@
+"""What a DataLoader knows of its own speed."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from array import array
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from faststep._torch import MultiProcessingDataLoaderIter, SingleProcessDataLoaderIter
+
+__all__ = ["Meter", "Metered", "MultiIterator", "SingleIterator"]
+
+KEPT = 4096  # the newest waits, for percentiles
+
+
+class Meter:
+    """The waits of one epoch.
+
+    Args:
+        iterator: who delivers the batches; looked at when `stats` is called, and not kept alive.
+    """
+
+    def __init__(self, iterator: Any) -> None:
+        self._iterator = weakref.ref(iterator)
+        self._last_stage = iterator.stage
+        self._begun = time.perf_counter_ns()
+        self._faults = _page_faults()
+        self._totals: dict[str, int] = {}  # of a stage with those within it, in ns
+        self._waits = array("q")
+        self._batches = self._bytes = self._slowest = 0
+
+    def note(self, stage: str, start: int, batch: Any) -> None:
+        """A stage, with those within it, has taken from `start` until now for a batch."""
+        spent = time.perf_counter_ns() - start
+        self._totals[stage] = self._totals.get(stage, 0) + spent
+        if stage != self._last_stage:
+            return
+        if self._batches < KEPT:
+            self._waits.append(spent)
+        else:
+            self._waits[self._batches % KEPT] = spent
+        self._batches += 1
+        self._bytes += _bytes_of(batch)
+        self._slowest = max(self._slowest, spent)
+
+    def stats(self) -> dict[str, Any]:
+        """See DataLoader.stats."""
+        waits = sorted(self._waits)
+        faults = _page_faults()
+        # stages lie within each other: what is left of one is its own
+        totals = sorted(self._totals.items(), key=lambda item: item[1])
+        within = [0, *(total for _, total in totals)]
+        return {
+            "batches": self._batches,
+            "bytes": self._bytes,
+            "seconds": (time.perf_counter_ns() - self._begun) / 1e9,
+            "wait": {
+                "total": max(within) / 1e9,
+                **{f"p{p}": _percentile(waits, p) / 1e9 for p in (50, 95, 99)},
+                "max": self._slowest / 1e9,
+            },
+            "stages": {
+                name: (total - before) / 1e9
+                for (name, total), before in zip(totals, within, strict=False)
+            },
+            "queued": _queued(self._iterator()),
+            "page_faults": None if faults is None else faults - (self._faults or 0),
+        }
+
+
+def _percentile(ordered: list[int], percent: int) -> int:
+    """The smallest wait that at least so many of the others do not exceed."""
+    return ordered[-(-len(ordered) * percent // 100) - 1] if ordered else 0
+
+
+def _page_faults() -> int | None:
+    """Minor page faults of this process; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def _queued(iterator: Any) -> int:
+    """Batches that are loaded or being loaded for later."""
+    if iterator is None:
+        return 0
+    inner = getattr(iterator, "_batches", None)
+    own = getattr(iterator, "_tasks_outstanding", None)
+    return int(len(getattr(iterator, "_queue", ())) if own is None else own) + _queued(inner)
+
+
+def _bytes_of(batch: Any) -> int:
+    if isinstance(batch, torch.Tensor):
+        return batch.nbytes if batch.layout == torch.strided else 0
+    if isinstance(batch, Mapping):
+        return sum(map(_bytes_of, batch.values()))
+    return sum(map(_bytes_of, batch)) if isinstance(batch, (tuple, list)) else 0
+
+
+class Metered:
+    """Before an iterator of torch's among the bases: what it loads is measured."""
+
+    stage = "load"
+    meter: Meter | None = None
+
+    def __next__(self) -> Any:
+        start = time.perf_counter_ns()
+        batch = super().__next__()  # type: ignore[misc]
+        if self.meter is not None:
+            self.meter.note(self.stage, start, batch)
+        return batch
+
+
+class SingleIterator(Metered, SingleProcessDataLoaderIter):
+    """torch's iterator without workers."""
+
+
+class MultiIterator(Metered, MultiProcessingDataLoaderIter):
+    """torch's iterator with workers."""

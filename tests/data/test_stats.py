@@ -1,0 +1,95 @@
+"""What a loader tells of its own speed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from faststep.data import DataLoader
+from faststep.data.transforms import Compose, RandomHorizontalFlip
+
+
+class Slow(Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        time.sleep(0.002)
+        return torch.full((3, 4, 4), float(index))
+
+
+def tensors() -> TensorDataset:
+    return TensorDataset(torch.arange(12 * 48).reshape(12, 3, 4, 4).float(), torch.arange(12))
+
+
+def stats_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    stats = loader.stats()
+    assert stats is not None
+    return stats
+
+
+@pytest.mark.parametrize("options", [{}, {"num_workers": 1}], ids=["0 workers", "1 worker"])
+@pytest.mark.parametrize("method", ["process", "thread"])
+@pytest.mark.parametrize("make", [tensors, Slow])
+def test_every_path_counts(make: Any, method: str, options: dict[str, Any]) -> None:
+    loader = DataLoader(make(), 4, worker_method=method, **options)
+    assert loader.stats() is None
+    for _ in range(2):  # an epoch counts for itself
+        total = 0
+        for i, batch in enumerate(loader):
+            total += sum(t.nbytes for t in (batch if isinstance(batch, list) else [batch]))
+            stats = stats_of(loader)
+            assert stats["batches"] == i + 1
+            assert stats["bytes"] == total
+        wait = stats["wait"]
+        assert 0 < wait["p50"] <= wait["p95"] <= wait["p99"] <= wait["max"] <= wait["total"]
+        assert wait["total"] <= stats["seconds"]
+        assert stats["stages"] == {"load": pytest.approx(wait["total"])}
+        assert stats["queued"] == 0
+        assert stats["page_faults"] >= 0
+        assert ("slots" in stats) is (loader.path == "arrays")
+
+
+def test_waits_are_the_consumers() -> None:
+    loader = DataLoader(Slow(), 4)
+    list(loader)
+    assert stats_of(loader)["wait"]["p50"] >= 4 * 0.002
+
+
+def test_stages_add_up() -> None:
+    compose = Compose([RandomHorizontalFlip()])
+    loader = DataLoader(tensors(), 4, device="cpu", transforms=compose)
+    iterator = iter(loader)
+    next(iterator)
+    stats = stats_of(loader)
+    assert set(stats["stages"]) == {"load", "device", "transforms"}
+    assert all(seconds >= 0 for seconds in stats["stages"].values())
+    assert sum(stats["stages"].values()) == pytest.approx(stats["wait"]["total"])
+    assert stats["batches"] == 1
+    assert stats["queued"] == 2  # on the device, as prefetch_to_device says
+    del iterator
+    assert stats_of(loader)["queued"] == 0
+
+
+def test_persistent_workers_begin_anew() -> None:
+    loader = DataLoader(Slow(), 4, num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    list(iterator)
+    assert iter(loader) is iterator
+    assert stats_of(loader)["batches"] == 0
+    next(iterator)
+    stats = stats_of(loader)
+    assert (stats["batches"], stats["queued"] > 0) == (1, True)
+
+
+def test_percentiles() -> None:
+    loader = DataLoader(TensorDataset(torch.arange(5000)), 1)
+    list(loader)
+    stats = stats_of(loader)
+    assert stats["batches"] == 5000  # more than are kept for percentiles
+    assert stats["wait"]["p50"] < stats["wait"]["max"]
