@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import faststep.data
 from faststep.cli.contenders import OURS, UnavailableError
+from faststep.data import transforms
+from faststep.data.formats.images import ImageFolder
 from works import SMOKE
 
 __all__ = ["COPY", "LOADER_WORKS", "LoaderWork", "Stream"]
@@ -36,6 +37,7 @@ class LoaderWork:
         batches: per block of a contender.
         at_least: how many times as fast as torch's loader, at its best of 0, 1 and 2 workers.
         plain: the same samples as a script without faststep would read them; default: the dataset.
+        options: of faststep's loader only.
         others: contenders besides faststep's and torch's loaders: name -> stream of batches of the
             plain dataset; they raise UnavailableError where what they need is missing.
     """
@@ -46,30 +48,36 @@ class LoaderWork:
     batches: int
     at_least: float
     plain: Callable[[Any], Dataset[Any]] = lambda dataset: dataset
+    options: tuple[tuple[str, Any], ...] = ()
     others: tuple[tuple[str, Callable[[LoaderWork, Any], Stream]], ...] = ()
 
     def streams(self, dataset: Any) -> dict[str, Callable[[], Stream]]:
         """Everyone who takes part, by name, ours first."""
         plain = self.plain(dataset)
         make = functools.partial(DataLoader, plain, self.batch_size, True)
-        ours = functools.partial(faststep.data.DataLoader, dataset, self.batch_size, True)
+        ours = functools.partial(
+            faststep.data.DataLoader, dataset, self.batch_size, True, **dict(self.options)
+        )
         streams: dict[str, Callable[[], Stream]] = {}
-        for workers in self._workers(dataset):
-            name = OURS if workers is None else f"{OURS}, {workers} workers"
-            streams[name] = functools.partial(_epochs, ours, workers or 0)
+        for workers, method in self._workers(dataset):
+            what = f"{workers} workers" if method == "process" else f"{workers} threads"
+            name = OURS if method == "arrays" else f"{OURS}, {what}"
+            options = {} if method == "arrays" else {"worker_method": method}
+            streams[name] = functools.partial(_epochs, ours, workers, **options)
         for workers in (0, 1, 2):
             streams[f"torch, {workers} workers"] = functools.partial(_epochs, make, workers)
         for name, stream in self.others:
             streams[name] = functools.partial(stream, self, plain)
         return streams
 
-    def _workers(self, dataset: Any) -> tuple[int | None, ...]:
-        arrays = faststep.data.DataLoader(dataset, self.batch_size).path == "arrays"
-        return (None,) if arrays else (0, 1, 2)
+    def _workers(self, dataset: Any) -> tuple[tuple[int, str], ...]:
+        if faststep.data.DataLoader(dataset, self.batch_size).path == "arrays":
+            return ((0, "arrays"),)
+        return ((0, "process"), (1, "process"), (2, "process"), (2, "thread"))
 
 
-def _epochs(make: Callable[..., Any], workers: int) -> Stream:
-    loader = make(num_workers=workers, persistent_workers=workers > 0, drop_last=True)
+def _epochs(make: Callable[..., Any], workers: int, **options: Any) -> Stream:
+    loader = make(num_workers=workers, persistent_workers=workers > 0, drop_last=True, **options)
     while True:
         yield from loader
 
@@ -187,25 +195,117 @@ class Megabytes(Dataset[torch.Tensor]):
 
 
 class PythonBound(Dataset[torch.Tensor]):
-    """Samples that take 1.7 ms of Python each."""
-
-    SECONDS = 1.7e-5 if SMOKE else 1.7e-3
+    """Samples that take some 1.7 ms of Python each."""
 
     def __len__(self) -> int:
         return 4096
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        end = time.perf_counter() + self.SECONDS
-        while time.perf_counter() < end:
-            pass
-        return torch.full((64,), float(index))
+        number = index
+        for _ in range(250 if SMOKE else 25_000):
+            number = (number * 1103515245 + 12345) & 0x7FFFFFFF
+        return torch.full((64,), float(number))
+
+
+CROP, STORED, JPEGS = (6, 8, 4) if SMOKE else (224, 256, 64)
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+def larger_images(_: Path) -> TensorDataset:
+    count = 256 if SMOKE else 1024
+    return TensorDataset(torch.randint(256, (count, 3, STORED, STORED), dtype=torch.uint8))
+
+
+def random_crop(image: torch.Tensor) -> torch.Tensor:
+    top, left = (int(n) for n in torch.randint(STORED - CROP + 1, (2,)))
+    return image[:, top : top + CROP, left : left + CROP]
+
+
+class PerSample(Dataset[torch.Tensor]):
+    """Crop, flip, conversion and normalization by torch's operators, a sample at a time."""
+
+    def __init__(self, stored: TensorDataset) -> None:
+        (self.images,) = stored.tensors
+        self.mean = torch.tensor(MEAN)[:, None, None]
+        self.std = torch.tensor(STD)[:, None, None]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        image = random_crop(self.images[index])
+        if float(torch.rand(())) < 0.5:
+            image = image.flip(-1)
+        return (image.float() / 255 - self.mean) / self.std
+
+
+def compose() -> transforms.Compose:
+    return transforms.Compose(
+        [
+            transforms.RandomCrop(CROP),
+            transforms.RandomHorizontalFlip(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+
+
+def jpegs(folder: Path) -> Dataset[Any]:
+    image = _module("PIL.Image", "Pillow")
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        for i in range(4 if SMOKE else 128):
+            noise = torch.rand(1, 3, 16, 16) * 255
+            pixels = torch.nn.functional.interpolate(noise, (256, 256), mode="bicubic")
+            array = pixels[0].clamp(0, 255).byte().permute(1, 2, 0).contiguous().numpy()
+            image.fromarray(array).save(folder / name / f"{i}.jpg", quality=90)
+    return ImageFolder(folder, _crop_of_256)
+
+
+def _crop_of_256(image: torch.Tensor) -> torch.Tensor:
+    top, left = (int(n) for n in torch.randint(256 - 224 + 1, (2,)))
+    return image[:, top : top + 224, left : left + 224]
+
+
+class WithPillow(Dataset[tuple[torch.Tensor, int]]):
+    """The folder as torchvision reads it."""
+
+    def __init__(self, folder: ImageFolder) -> None:
+        self.samples = folder.samples
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        path, label = self.samples[index]
+        with _module("PIL.Image", "Pillow").open(path) as image:
+            pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+        return _crop_of_256(pixels).contiguous(), label
 
 
 LOADER_WORKS = (
     LoaderWork("table 256 x 32", 256, table, 300, 25.0, others=LIBRARIES),
-    LoaderWork("token windows 12 x 1024", 12, tokens, 1000, 10.0, Windows, LIBRARIES),
+    LoaderWork("token windows 12 x 1024", 12, tokens, 1000, 10.0, Windows, others=LIBRARIES),
     LoaderWork(
         "images 128 x 3 x 224 x 224", 128, images, 24, 1.3, others=((COPY, bare_copy), *LIBRARIES)
+    ),
+    LoaderWork(
+        "images 256 x 256, cropped, flipped, normalized",
+        128,
+        larger_images,
+        12,
+        5.0,
+        PerSample,
+        (("transforms", compose()),),
+    ),
+    LoaderWork(
+        "JPEG folder 256 x 256, cropped",
+        4 if SMOKE else 64,
+        jpegs,
+        8,
+        1.3,
+        WithPillow,
+        (),
+        LIBRARIES,
     ),
     LoaderWork("Python samples of 1 MB", 32, lambda _: Megabytes(), 16, 1.4, others=LIBRARIES),
     LoaderWork("Python samples of 1.7 ms", 32, lambda _: PythonBound(), 4, 1.0, others=LIBRARIES),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import resource
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +19,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import faststep.data
+from faststep.cli.contenders import OURS
 from figures import Figure
-from loader_works import LOADER_WORKS, LoaderWork, images
+from loader_works import LOADER_WORKS, LoaderWork, Megabytes, images
 from ring import Ring
 from works import SMOKE
 
@@ -39,17 +43,17 @@ def test_time_to_first_batch(ring: Ring, work: LoaderWork, tmp_path: Path) -> No
     plain = work.plain(dataset)
     arrays = faststep.data.DataLoader(dataset, work.batch_size).path == "arrays"
     workers = 0 if arrays else 2
-    times: dict[bool, list[float]] = {True: [], False: []}
+    makes: dict[str, Callable[[], Any]] = {
+        OURS: lambda: faststep.data.DataLoader(
+            dataset, work.batch_size, True, num_workers=workers, **dict(work.options)
+        ),
+        "torch": lambda: DataLoader(plain, work.batch_size, True, num_workers=workers),
+    }
+    times: dict[str, list[float]] = {name: [] for name in makes}
     for _ in range(ROUNDS):
-        for ours in (True, False):
-            kind = faststep.data.DataLoader if ours else DataLoader
-            source = dataset if ours else plain
-            times[ours].append(
-                seconds_to_first(
-                    lambda k=kind, s=source: k(s, work.batch_size, True, num_workers=workers)  # type: ignore[misc]
-                )
-            )
-    ratio = statistics.median(times[False]) / statistics.median(times[True])
+        for name, make in makes.items():
+            times[name].append(seconds_to_first(make))
+    ratio = statistics.median(times["torch"]) / statistics.median(times[OURS])
     what = f"time to first batch, {work.label}: torch's to ours, {workers} workers"
     ring.figures.append(Figure(what, "x", ratio, 1.0, at_least=True))
 
@@ -82,6 +86,30 @@ def test_page_faults(ring: Ring, tmp_path: Path) -> None:
     count = 10 if SMOKE else 200
     value = faults_per_batch(loader, 20, count)
     ring.figures.append(Figure("minor page faults per batch, array path", "faults", value, 0.0))
+    loader = faststep.data.DataLoader(Megabytes(), 32, num_workers=2)
+    value = faults_per_batch(loader, 5 if SMOKE else 30, 5 if SMOKE else 60)
+    ring.figures.append(Figure("minor page faults per batch, 2 workers", "faults", value, 10.0))
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="read from /proc")
+def test_strings(ring: Ring) -> None:
+    count = 1000 if SMOKE else 1_000_000
+    sizes = {}
+    for kind in ("list", "frozen"):
+        script = Path(__file__).with_name("strings.py")
+        command = [sys.executable, str(script), kind, str(count), "5"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        sizes[kind] = json.loads(done.stdout)
+    what = f"{count} strings, 2 workers, 5 epochs"
+    growth = 100 * (sizes["frozen"][-1] / sizes["frozen"][0] - 1)
+    theirs = sizes["list"][-1] / 1e6
+    ring.figures += [
+        Figure(
+            f"{what}: PSS (a list in torch: {theirs:.0f})", "MB", sizes["frozen"][-1] / 1e6, 300
+        ),
+        Figure(f"{what}: growth after the first epoch", "%", growth, 1.0),
+    ]
 
 
 def test_size_and_time_of_the_state(ring: Ring) -> None:
