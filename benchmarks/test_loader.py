@@ -1,7 +1,8 @@
-"""Batches of loaders: contenders take turns in blocks on live streams."""
+"""Batches of loaders: contenders take turns in blocks, one alone at a time."""
 
 from __future__ import annotations
 
+import gc
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from works import SMOKE
 
 BLOCKS = 1 if SMOKE else 5
 TORCH = "torch"
-SETTLE = 8  # batches that were loaded ahead while others were measured
+SETTLE = 8  # batches until a loader runs evenly
 ENOUGH_SECONDS = 0.6  # of a block
 
 
@@ -51,24 +52,23 @@ def best_of(outcome: Outcome, who: str) -> list[float]:
 def test_loader(ring: Ring, work: LoaderWork, tmp_path: Path) -> None:
     torch.manual_seed(0)
     outcome = Outcome(Work("loader", work.label, ()))
-    streams: dict[str, Stream] = {}
-    for name, make in work.streams(work.dataset(tmp_path)).items():
-        try:
-            streams[name] = make()
-            first = next(streams[name])
-        except UnavailableError as reason:
-            outcome.absent[name] = str(reason)
-            del streams[name]
-            continue
-        size = bytes_of(first)
-        outcome.work = Work("loader", work.label, ((size // 4,),))
-        assert size > 0
+    streams = work.streams(work.dataset(tmp_path))
     for _ in range(BLOCKS):
-        for name, stream in streams.items():
+        for name, make in streams.items():
+            if name in outcome.absent:
+                continue
+            stream = make()
+            try:
+                size = bytes_of(next(stream))
+            except UnavailableError as reason:
+                outcome.absent[name] = str(reason)
+                continue
+            assert size > 0
+            outcome.work = Work("loader", work.label, ((size // 4,),))
             seconds = block(stream, 3 if SMOKE else work.batches)
             outcome.seconds.setdefault(name, []).append(seconds)
-    while streams:
-        streams.popitem()[1].close()
+            stream.close()  # ends workers and threads: nobody runs beside the next one
+            gc.collect()
     best = {who: best_of(outcome, who) for who in (OURS, TORCH)}
     outcome.seconds = {**best, **{k: v for k, v in outcome.seconds.items() if k != OURS}}
     outcome.order = (*outcome.seconds, *outcome.absent)
