@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(
         prog="python -m faststep",
-        description="faststep: the optimizer step of a PyTorch script in two passes over memory.",
+        description="faststep makes PyTorch training scripts faster without changing what they "
+        "compute: optimizers, gradient scaling, clipping, accumulation and data loading.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {"info": info, "demo": demo, "bench": bench, "convert": convert}

@@ -16,7 +16,7 @@ from faststep.cli.workloads import FAMILIES, MAX_NORM, SHAPES, Work
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "measure faststep against torch and the rivals installed, in one run on this machine"
+HELP = "measure optimizers, scaling and clipping against torch and the rivals installed"
 
 _QUICK_SHAPES = ("2000 x 64", "16 x 1M")
 _DEFAULT_SHAPES = ("2000 x 64", "16 x 1M", "ResNet-50")

@@ -9,13 +9,18 @@ from faststep.cli.console import CommandError, Progress
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "write a dataset in any of the formats as memory-mapped arrays"
+HELP = "write a dataset of any format as memory-mapped arrays, for the loader's C threads"
 BETWEEN = 0.1  # seconds between two looks of the progress bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``convert``."""
-    parser.add_argument("source", metavar="SRC", help="file or directory, of any format")
+    parser.add_argument(
+        "source",
+        metavar="SRC",
+        help="file, directory or pattern: .npy, .npz, safetensors, HDF5, Arrow, Parquet, LMDB, "
+        "TFRecord, tar (WebDataset) or folders of images",
+    )
     parser.add_argument("destination", metavar="DST", help="directory to make")
     parser.add_argument("--force", action="store_true", help="replace an earlier result")
     parser.add_argument(
