@@ -83,24 +83,28 @@ static size_t capacity_for(size_t size)
     return round_up(size ? size : 1, unit);
 }
 
+static block_entry *no_addresses(size_t size, fst_status *status)
+{
+    fst_fail(status, FST_NO_MEMORY, "no addresses left for %zu bytes of a batch", size);
+    return NULL;
+}
+
 /* A place in the file, without memory. */
 static block_entry *make(fst_arena *arena, size_t size, fst_status *status)
 {
     arena_header *header = arena->header;
     const size_t capacity = capacity_for(size);
     size_t made = atomic_load(&header->made), end = atomic_load(&header->end);
+    do { /* before the entry, which smaller batches can use */
+        if (capacity > arena->reserve - end)
+            return no_addresses(size, status);
+    } while (!atomic_compare_exchange_weak(&header->end, &end, end + capacity));
     do {
         if (made >= FST_ARENA_BLOCKS) {
             fst_fail(status, FST_NO_MEMORY, "%d tensors are kept already", FST_ARENA_BLOCKS);
             return NULL;
         }
     } while (!atomic_compare_exchange_weak(&header->made, &made, made + 1));
-    do {
-        if (size > arena->reserve || capacity > arena->reserve - end) {
-            fst_fail(status, FST_NO_MEMORY, "no addresses left for %zu bytes of a batch", size);
-            return NULL;
-        }
-    } while (!atomic_compare_exchange_weak(&header->end, &end, end + capacity));
     block_entry *entry = &header->blocks[made];
     entry->offset = end;
     entry->capacity = capacity;
@@ -112,6 +116,10 @@ fst_code fst_arena_take(fst_arena *arena, size_t size, size_t *block, fst_status
 {
     arena_header *header = arena->header;
     block_state was = GONE;
+    if (size > arena->reserve) { /* and sums of sizes do not wrap */
+        no_addresses(size, status);
+        return status->code;
+    }
     block_entry *entry = take_made(arena, size, &was);
     if (!entry) {
         make_room(arena, size);

@@ -221,7 +221,12 @@ def _name(optimizer: Optimizer, place: _Place) -> str:
 
 
 def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
-    """Raise where `max_grad_norm` is set and no approximation is chosen."""
+    """Raise where gradients would have to wait for the step, and no approximation is chosen."""
+    if optimizer.norm_in_backward:
+        raise ValueError(
+            "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
+            "them before: set optimizer.norm_in_backward = False"
+        )
     if optimizer.max_grad_norm is not None and clip is None:
         raise ValueError(
             "max_grad_norm needs all gradients before the first update, which release_gradients() "

@@ -95,11 +95,6 @@ def release_gradients(
     if is_released(optimizer):
         raise RuntimeError("gradients of this optimizer are released already")
     check_clipping(optimizer, clip)
-    if optimizer.norm_in_backward:
-        raise ValueError(
-            "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
-            "them before: set optimizer.norm_in_backward = False"
-        )
     moments = Moments(optimizer) if accumulate_into_states else None
     if moments is not None and clip is not None:
         raise ValueError("accumulate_into_states=True adds gradients up unclipped: leave clip=None")

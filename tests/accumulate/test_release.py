@@ -134,6 +134,21 @@ def test_clipping_without_a_choice_is_refused() -> None:
     release.remove()
 
 
+def test_norms_in_backward_are_refused_later_too() -> None:
+    model = make_model()
+    optimizer = MAKE["SGD"](model.parameters(), max_grad_norm=1.0)
+    release = faststep.release_gradients(model, optimizer, clip="per_parameter")
+    optimizer.norm_in_backward = True
+    before = values(model)
+    with pytest.raises(ValueError, match="norm_in_backward = False"):
+        loss_of(model, DATA[0]).backward()
+    assert_equal(values(model), before)
+    optimizer.norm_in_backward = False
+    model.zero_grad()
+    loss_of(model, DATA[0]).backward()
+    release.remove()
+
+
 def test_a_second_gradient_is_refused() -> None:
     model = make_model()
     optimizer = MAKE["SGD"](model.parameters())

@@ -179,6 +179,13 @@ static void no_memory_is_an_error(void)
     status = (fst_status){0};
     CHECK_INT(fst_arena_take(arena, SIZE_MAX / 2, &block, &status), FST_NO_MEMORY);
     CHECK_CONTAINS(status.message, "addresses");
+    CHECK_INT((int64_t)fst_arena_made(arena), 1); /* no entry of the table is lost */
+    status = (fst_status){0};
+    CHECK_INT(fst_arena_take(arena, SIZE_MAX, &block, &status), FST_NO_MEMORY);
+    CHECK_CONTAINS(status.message, "addresses");
+    status = (fst_status){0};
+    CHECK_INT(fst_arena_take(arena, fst_arena_reserve(arena), &block, &status), FST_NO_MEMORY);
+    CHECK_INT((int64_t)fst_arena_made(arena), 1);
     fst_arena_drop(arena);
     status = (fst_status){0};
     CHECK(!fst_arena_attach(-1, (size_t)1 << 26, &status));

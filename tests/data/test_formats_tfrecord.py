@@ -226,3 +226,14 @@ def test_the_scan_checks_its_arguments() -> None:
     for wrong in (torch.empty(4), torch.empty(2, 2, dtype=torch.int64), None):
         with pytest.raises(TypeError):
             _C.scan_tfrecords(0, 0, 0, True, wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("now", [[], [b"a"], [b"a", b"other", b"c"], [b"a", b"b", b"longer"]])
+def test_a_file_that_changed_after_it_was_indexed(tmp_path: Path, now: list[bytes]) -> None:
+    path = tmp_path / "x.tfrecord"
+    path.write_bytes(b"".join(map(record, [b"a", b"b", b"c"])))
+    pickled = pickle.dumps(TFRecordDataset(path, bytes))
+    path.unlink()
+    path.write_bytes(b"".join(map(record, now)))
+    with pytest.raises(FormatError, match=r"x\.tfrecord: .*"):
+        pickle.loads(pickled)[2]

@@ -294,3 +294,13 @@ def test_samples_that_would_read_elsewhere_are_refused() -> None:
     assert (out == 7.0).all()
     _C.transform_images(X, out, rows(2, top=100, left=-100), one, one)  # all of it outside
     assert (out == 1.0).all()
+
+
+def test_the_default_device_does_not_matter() -> None:
+    x, labels = images(4, 3, 9, 8), torch.arange(4)
+    transforms = [T.RandomResizedCrop(6), FLIP, T.MixUp(0.5, 4)]
+    want, want_labels = T.Compose(transforms)(x, labels, generator=generator(1))
+    with torch.device("meta"):
+        got, got_labels = T.Compose(transforms)(x, labels, generator=generator(1))
+    assert bits(got) == bits(want)
+    assert torch.equal(got_labels, want_labels)

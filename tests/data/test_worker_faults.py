@@ -180,6 +180,21 @@ def test_a_forked_child_sees_its_batch_unchanged() -> None:
     assert counts(ours)["held"] == 0
 
 
+@pytest.mark.parametrize("options", [{}, {"worker_method": "thread"}, {"device": "cpu"}])
+def test_a_forked_child_starts_anew_with_persistent_workers(options: Any) -> None:
+    ours = DataLoader(Wide(), 2, num_workers=1, persistent_workers=True, **options)
+    iterator = iter(ours)
+    next(iterator)
+
+    def work() -> None:
+        for _ in range(2):
+            assert [labels.tolist() for _, labels in ours] == [[i, i + 1] for i in range(0, 40, 2)]
+
+    child(work)
+    assert len(list(iterator)) == 19
+    assert len(list(ours)) == 20
+
+
 def test_a_child_may_drop_everything() -> None:
     held: list[Any] = [iter(DataLoader(Wide(), 2, num_workers=1))]
     held.append(next(held[0]))

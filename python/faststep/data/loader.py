@@ -19,7 +19,7 @@ from .plan import Plan
 from .prefetch import DeviceIterator
 from .stats import Meter, MultiIterator, SingleIterator
 from .transformed import Transformed
-from .workers.route import Workers
+from .workers.route import Workers, is_of_parent
 
 __all__ = ["DataLoader"]
 
@@ -184,6 +184,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return ArrayIterator(self, plan, self._slots, state)
 
     def __iter__(self) -> Any:
+        if is_of_parent(self._iterator):
+            self._iterator = None  # a persistent one, which a forked child cannot take over
         again = self._iterator is not None
         iterator: Any = super().__iter__()
         if isinstance(iterator, (ArrayIterator, DeviceIterator)) and iterator.progress is not None:

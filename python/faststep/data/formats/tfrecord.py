@@ -101,7 +101,13 @@ class TFRecordDataset(Dataset[Any]):
         number = at - (int(self.ends[shard - 1]) if shard else 0)
         file, places = self._files[shard], self.places[shard]
         start, length = places[2 * number : 2 * number + 2].tolist()
-        file.scan(start - HEAD, number, True, torch.empty(2, dtype=torch.int64))
+        now = torch.zeros(2, dtype=torch.int64)
+        found, _ = file.scan(start - HEAD, number, True, now)
+        if not found or now.tolist() != [start, length]:
+            raise FormatError(
+                f"{file.path}: record {number}, at byte {start - HEAD}, is not what it was when "
+                "the file was indexed"
+            )
         return file.parsed(number, start, length, self.parse)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -144,7 +144,9 @@ class Compose:
         steps += [] if self._labels is None else [self._labels]
         uniforms = sum(step.uniforms for step in steps)
         # an empty batch draws nothing, and has no first sample
-        u = torch.rand(uniforms, max(count, 1), dtype=torch.float64, generator=generator)
+        u = torch.rand(
+            uniforms, max(count, 1), dtype=torch.float64, device="cpu", generator=generator
+        )
         taken = 0
         mix = Mix()
         for step in steps:
@@ -208,10 +210,10 @@ def _size(view: View) -> tuple[int, int]:
 def _samples(view: View, mix: Mix, count: int) -> Tensor:
     """A row for each sample, as csrc/base/image.h has it."""
     flip: Place = 0 if view.flip is None else view.flip
-    partner: Place = 0 if not mix.mixes else torch.arange(count).roll(1)
+    partner: Place = 0 if not mix.mixes else torch.arange(count, device="cpu").roll(1)
     weights = struct.unpack("=ii", struct.pack("=ff", mix.own, mix.other))
     words: list[Place] = [*view.window, *view.grid, *view.first, flip, partner, *weights, *mix.box]
-    same = torch.tensor([0 if isinstance(word, Tensor) else word for word in words])
+    same = torch.tensor([0 if isinstance(w, Tensor) else w for w in words], device="cpu")
     table = same.to(torch.int32)[:, None].repeat(1, count)
     for place, word in zip(table, words, strict=True):
         if isinstance(word, Tensor):

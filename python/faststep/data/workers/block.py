@@ -10,13 +10,14 @@ from array import array
 from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
-from pathlib import PurePath
+from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, NamedTuple
 
 __all__ = ["Block", "Column", "Writer"]
 
 WORD = 8  # bytes
 AT_ONCE = 1 << 14  # items encoded before they are written
+PATHS = PosixPath, PurePosixPath, PureWindowsPath, WindowsPath  # are all that their text says
 
 
 class Column(NamedTuple):
@@ -36,9 +37,9 @@ class Block:
     """
 
     def __init__(self, file: int) -> None:
-        self._file = file
         self._map = mmap.mmap(file, os.fstat(file).st_size or 1, prot=mmap.PROT_READ)
         self.view = memoryview(self._map)
+        self._file = file  # its own from here on: where mapping it fails the caller closes it
 
     @classmethod
     def of_worker(cls, file: Any) -> Block:
@@ -47,8 +48,12 @@ class Block:
     @classmethod
     def of_bytes(cls, content: bytes) -> Block:
         writer = Writer()
-        writer.write(content)
-        return writer.block()
+        try:
+            writer.write(content)
+            return writer.block()
+        except BaseException:
+            writer.close()
+            raise
 
     def __reduce__(self) -> Any:
         if get_spawning_popen() is not None:
@@ -111,7 +116,7 @@ class Writer:
             return self._of_sizes("str", map(_encoded, items))
         if kind is bytes:
             return self._of_sizes("bytes", items)
-        if issubclass(kind, PurePath):
+        if kind in PATHS:
             return self._of_sizes("path", (_encoded(str(item)) for item in items), kind)
         return self._of_sizes("object", _pickled(items, name))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from numbers import Integral
 from typing import Any, overload
 from zlib import crc32
 
@@ -181,10 +182,10 @@ class FrozenDict(Mapping[Any, Any]):
     def _place(self, key: Any) -> int:
         """Where the key is; -1 if it is not there."""
         hash(key)  # unhashable ones are errors, as in a dict
-        if isinstance(key, float) and key.is_integer():
-            key = int(key)
         if not isinstance(key, (str, bytes, int)):
-            return -1
+            if not isinstance(key, Integral) and not (isinstance(key, float) and key.is_integer()):
+                return -1
+            key = int(key)  # NumPy's integers, too, equal an int and have its hash
         size = len(self._table)
         at = _hash(key) % size
         while (place := self._table[at]) >= 0:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from .arena import ArenaPool
 from .processes import ProcessIterator
 from .threads import ThreadIterator
 
-__all__ = ["Workers"]
+__all__ = ["Workers", "is_of_parent"]
+
+
+def is_of_parent(iterator: Any) -> bool:
+    """Whether the workers of an iterator stayed with the process that was forked."""
+    batches = getattr(iterator, "_batches", iterator)
+    ours = isinstance(batches, (ProcessIterator, ThreadIterator))
+    return ours and batches._process != os.getpid()
 
 
 class Workers:
