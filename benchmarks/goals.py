@@ -11,7 +11,7 @@ from faststep.cli.contenders import OURS, SWAPPED
 from faststep.cli.report import times
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import ALL_FAMILIES
-from loader_works import COPY, LOADER_WORKS
+from loader_works import BEST, COPY, LOADER_WORKS
 from windows import BY_HAND, RECIPE
 from works import HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
 
@@ -58,7 +58,7 @@ def _goals() -> tuple[Goal, ...]:
         Goal("sums", "GPT-2 small", BY_HAND, 2.5),
         Goal("mean", "GPT-2 small", BY_HAND, 1.7),
         *(Goal("release", label, RECIPE, 5.0) for label in RELEASED),
-        *(Goal("loader", work.label, "torch", work.at_least) for work in LOADER_WORKS),
+        *(Goal("loader", work.label, BEST, work.at_least) for work in LOADER_WORKS),
         *(
             Goal("loader", work.label, COPY, 0.9)
             for work in LOADER_WORKS
@@ -70,7 +70,7 @@ def _goals() -> tuple[Goal, ...]:
 
 
 GOALS = _goals()
-RIVALS = {"copy_": "copy_'s bytes/s", "torch": "torch at its best"}
+RIVALS = {"copy_": "copy_'s bytes/s", BEST: "torch at its best"}
 
 
 def _measured(goal: Goal, outcome: Outcome) -> float:

@@ -20,9 +20,10 @@ from faststep.data import transforms
 from faststep.data.formats.images import ImageFolder
 from works import SMOKE
 
-__all__ = ["COPY", "LOADER_WORKS", "LoaderWork", "Stream"]
+__all__ = ["BEST", "COPY", "LOADER_WORKS", "LoaderWork", "Stream"]
 
 COPY = "bare copy"
+BEST = "torch, best of these"
 Stream = Generator[Any, None, None]
 
 

@@ -13,12 +13,11 @@ import torch
 from faststep.cli.contenders import OURS, UnavailableError
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import Work
-from loader_works import LOADER_WORKS, LoaderWork, Stream
+from loader_works import BEST, LOADER_WORKS, LoaderWork, Stream
 from ring import Ring
 from works import SMOKE
 
 BLOCKS = 1 if SMOKE else 5
-TORCH = "torch"
 SETTLE = 8  # batches until a loader runs evenly
 ENOUGH_SECONDS = 0.6  # of a block
 
@@ -69,7 +68,7 @@ def test_loader(ring: Ring, work: LoaderWork, tmp_path: Path) -> None:
             outcome.seconds.setdefault(name, []).append(seconds)
             stream.close()  # ends workers and threads: nobody runs beside the next one
             gc.collect()
-    best = {who: best_of(outcome, who) for who in (OURS, TORCH)}
+    best = {OURS: best_of(outcome, OURS), BEST: best_of(outcome, "torch")}
     outcome.seconds = {**best, **{k: v for k, v in outcome.seconds.items() if k != OURS}}
     outcome.order = (*outcome.seconds, *outcome.absent)
     ring.note(outcome)
