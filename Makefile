@@ -43,8 +43,12 @@ build: $(BIN)/.installed-test ## install for development, and compile what has c
 demo: build ## train a small GPT twice, plain torch and faststep; plot in build/demo.png
 	$(BIN)/python -m faststep demo $(DEMO)
 
-test: build ## run all tests, and those of the loops on each instruction set of this CPU
+test: tests levels ## run all tests, and those of the loops on each instruction set of this CPU
+
+tests: build
 	$(BIN)/python -m pytest -q
+
+levels: build
 	@set -e; for level in $$($(BIN)/python -c \
 	    'from faststep import _C; print(*_C.cpu_info()["supported"][:-1])'); do \
 	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q $(LOOP_TESTS); \
@@ -111,4 +115,4 @@ clean: ## remove what was built, but not the environment
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test test-c asan tsan leaks lint fix bench build-gpu test-gpu bench-gpu wheel ci clean
+.PHONY: help build demo test tests levels test-c asan tsan leaks lint fix bench build-gpu test-gpu bench-gpu wheel ci clean

@@ -91,7 +91,7 @@ def _search() -> Layout:
         storage.index(memory.data_ptr()),  # the owner may be the same again
         meta,
         _place(_words(with_meta[meta], _META_WORDS), (record_of(leaf.grad),)),
-        _place_of_counter(),
+        _place_of_counter(min(sizes, strides) - 1),
         sizes - 1,
         sizes,
         strides,
@@ -100,24 +100,30 @@ def _search() -> Layout:
         kind,
         _mask(kind),
         _mask(kind + 1),
-        _words(record_of(torch.zeros(4)), kind + 2)[-1] & ~_without_counter(kind + 1),
+        _countable(kind + 1),
         address_of_bump_version(),
     )
 
 
-def _place_of_counter() -> int:
-    """Where a record refers to the version counter, which detach() shares and .data does not."""
+def _place_of_counter(end: int) -> int:
+    """Where a record refers to the version counter, which detach() shares and .data does not.
+
+    Before `end`: what is behind that may not be in use.
+    """
     tensor = torch.zeros(4)
     shared, own = tensor.detach(), tensor.data
     words, same, other = (_words(record_of(t), _WORDS) for t in (tensor, shared, own))
-    places = [i for i in range(_WORDS) if words[i] == same[i] != other[i]]
-    (place,) = places
+    (place,) = [i for i in range(end) if words[i] == same[i] != other[i]]
     return place
 
 
-def _without_counter(place: int) -> int:
+def _countable(place: int) -> int:
+    """The bits of a word that only tensors with a version counter have."""
     with torch.inference_mode():
-        return _words(record_of(torch.zeros(4)), place + 1)[place]
+        without = torch.zeros(4)
+    tensor = torch.zeros(4)
+    has, has_not = (_words(record_of(t), place + 1)[place] for t in (tensor, without))
+    return has & ~has_not
 
 
 def _different_tensors() -> Iterator[Tensor]:

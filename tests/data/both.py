@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.utils.data
 
 import faststep.data
+
+# A sanitizer's allocator has its own mind about memory.
+without_sanitizer = pytest.mark.skipif(
+    "asan" in os.environ.get("LD_PRELOAD", ""), reason="memory is counted"
+)
 
 Outcome = tuple[list[Any], list[Any]]  # batches, or errors; random states
 

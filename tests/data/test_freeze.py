@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 
 from faststep.data import DataLoader, freeze
 
+from .both import without_sanitizer
+
 TEXT = ["", "a", "ä€𝄞", "x" * 1000, "\udc80 lone", "nul\0"]
 LISTS: dict[str, list[Any]] = {
     "empty": [],
@@ -237,6 +239,7 @@ class Made:
         return f"/data/{index:090}.jpg"
 
 
+@without_sanitizer
 def test_a_worker_gets_no_copy_of_the_memory() -> None:
     made = Made()
     paths = [made[i] for i in range(len(made))]

@@ -199,6 +199,7 @@ def test_interrupts_anywhere_mix_up_nothing(options: dict[str, Any], workers: in
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
     script = (
         "import os, signal, sys, faststep.data as d, torch\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "class D(torch.utils.data.Dataset):\n"
         "    def __len__(self): return 1000\n"
         "    def __getitem__(self, i):\n"

@@ -20,7 +20,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import faststep.data
 from faststep.data import DataLoader
 
-from .both import plain
+from .both import plain, without_sanitizer
 
 Pair = namedtuple("Pair", "first second")
 
@@ -326,6 +326,7 @@ def test_batches_of_many_lengths_take_little_memory() -> None:
     assert counts(ours)["backed"] < 3_000_000
 
 
+@without_sanitizer
 def test_no_descriptor_and_hardly_a_page_fault_per_batch() -> None:
     ours = DataLoader(Wide(160), 2, num_workers=1)
     seen = []
