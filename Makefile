@@ -45,10 +45,10 @@ demo: build ## train a small GPT twice, plain torch and faststep; plot in build/
 
 test: tests levels ## run all tests, and those of the loops on each instruction set of this CPU
 
-tests: build
+tests: build ## run all tests on the best instruction set only
 	$(BIN)/python -m pytest -q
 
-levels: build
+levels: build ## run the tests of the loops on each lower instruction set
 	@set -e; for level in $$($(BIN)/python -c \
 	    'from faststep import _C; print(*_C.cpu_info()["supported"][:-1])'); do \
 	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q $(LOOP_TESTS); \
