@@ -9,8 +9,9 @@ C_TESTS := $(MAKE) -f tests/c/Makefile
 LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py
 # What goes from Python to the kernels, on a machine that claims to have CUDA devices.
 DEVICE_TESTS := $(addprefix tests/device/test_,amp.py graphs.py lists.py state_dict.py steps.py)
-# Of the loader, all but the tests that start many interpreters, which sanitizers make slow.
-LOADER_TESTS := tests/data --ignore=tests/data/test_interrupts.py
+# Of the loader, what starts no process: a lock of AddressSanitizer may be held while its owner forks.
+LOADER_TESTS := $(addprefix tests/data/test_,datasets.py documents.py exchange.py formats_arrays.py \
+    keyed.py lifetime.py transforms.py)
 SANITIZE := address,undefined
 # libstdc++ too: AddressSanitizer looks for the C++ runtime before Python has loaded torch.
 PRELOAD = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
