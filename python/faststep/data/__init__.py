@@ -1,4 +1,4 @@
-"""Loading: torch's DataLoader, with a faster way for data that lies in arrays."""
+"""Loading: torch's DataLoader, with faster ways for the data, and formats that it opens."""
 
 from . import transforms
 from .arrays import ArrayDataset
