@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from typing import Any, NamedTuple
@@ -208,14 +207,11 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         )
         return items, start, count, outputs
 
-    def __next__(self) -> Any:
+    def _next(self) -> Any:
         if is_profiling():
-            return super().__next__()  # under the name that torch's iterator has in profiles
-        start = time.perf_counter_ns()
+            return super()._next()  # under the name that torch's iterator has in profiles
         data = self._next_data()
         self._num_yielded += 1
-        if self.meter is not None:
-            self.meter.note(self.stage, start, data)
         return data
 
     def _next_data(self) -> Any:

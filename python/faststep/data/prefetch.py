@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from .copies import Copier, Copy
 from .iterator import ArrayIterator, Progress
-from .stats import Meter
+from .stats import Layer
 
 __all__ = ["DeviceIterator"]
 
@@ -24,7 +22,7 @@ class _Ahead(NamedTuple):
     delivered: int  # on the array path, the number of the batch after it
 
 
-class DeviceIterator:
+class DeviceIterator(Layer):
     """Delivers another iterator's batches, on a device.
 
     Errors come where they would without it; the other iterator is asked no further until then.
@@ -38,7 +36,6 @@ class DeviceIterator:
     stage = "device"
 
     def __init__(self, batches: Any, copier: Copier, ahead: int) -> None:
-        self.meter: Meter | None = None
         self._batches = batches
         self._copier = copier
         self._ahead = ahead
@@ -59,19 +56,6 @@ class DeviceIterator:
         with self._lock:
             self._batches._reset(loader, first_iter)
             self._begin()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __next__(self) -> Any:
-        start = time.perf_counter_ns()
-        batch = self._next()
-        if self.meter is not None:
-            self.meter.note(self.stage, start, batch)
-        return batch
 
     def _next(self) -> Any:
         if self._process != os.getpid():  # another thread may have held it at the fork

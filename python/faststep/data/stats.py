@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 import weakref
 from array import array
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
 from faststep._torch import MultiProcessingDataLoaderIter, SingleProcessDataLoaderIter
 
-__all__ = ["Meter", "Metered", "MultiIterator", "SingleIterator"]
+__all__ = ["Layer", "Meter", "Metered", "MultiIterator", "SingleIterator"]
 
 KEPT = 4096  # the newest waits, for percentiles
 
@@ -104,17 +104,32 @@ def _bytes_of(batch: Any) -> int:
 
 
 class Metered:
-    """Before an iterator of torch's among the bases: what it loads is measured."""
+    """An iterator that is measured; before one of torch's among the bases, that one."""
 
     stage = "load"
     meter: Meter | None = None
 
     def __next__(self) -> Any:
         start = time.perf_counter_ns()
-        batch = super().__next__()  # type: ignore[misc]
+        batch = self._next()
         if self.meter is not None:
             self.meter.note(self.stage, start, batch)
         return batch
+
+    def _next(self) -> Any:
+        return super().__next__()  # type: ignore[misc]
+
+
+class Layer(Metered):
+    """An iterator over another one's batches."""
+
+    _batches: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
 
 class SingleIterator(Metered, SingleProcessDataLoaderIter):

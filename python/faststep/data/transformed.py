@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from faststep._torch import pin_memory
 
-from .stats import Meter
+from .stats import Layer
 from .transforms import Compose
 
 __all__ = ["Transformed", "seed_of"]
@@ -31,7 +30,7 @@ def seed_of(base_seed: int, epoch: int, number: int) -> int:
     return state
 
 
-class Transformed:
+class Transformed(Layer):
     """What an iterator of a DataLoader delivers, transformed by the one who asks for it.
 
     The random numbers of a Compose depend on the epoch's base seed, which torch draws at its start,
@@ -47,7 +46,6 @@ class Transformed:
     stage = "transforms"
 
     def __init__(self, iterator: Any, transforms: Callable[[Any], Any], epoch: int) -> None:
-        self.meter: Meter | None = None
         self._batches = iterator
         self._transforms = transforms
         self._epoch = epoch
@@ -55,19 +53,6 @@ class Transformed:
         self._progress = getattr(iterator, "progress", None)
         self._delivered = 0
         self._generator = torch.Generator()
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __next__(self) -> Any:
-        start = time.perf_counter_ns()
-        batch = self._next()
-        if self.meter is not None:
-            self.meter.note(self.stage, start, batch)
-        return batch
 
     def _next(self) -> Any:
         batch = next(self._batches)
