@@ -90,10 +90,15 @@ int fst_record_holds(const fst_record_layout *layout, const fst_record *record)
            fst_record_is_same(layout, record);
 }
 
+static const void *grad_of(const fst_record_layout *layout, const void *impl)
+{
+    const void *meta = pointer(impl, layout->at.meta_in_impl);
+    return meta ? pointer(meta, layout->at.grad_in_meta) : NULL;
+}
+
 const void *fst_record_grad(const fst_record_layout *layout, const fst_record *param)
 {
-    const void *meta = pointer(param->impl, layout->at.meta_in_impl);
-    return meta ? pointer(meta, layout->at.grad_in_meta) : NULL;
+    return grad_of(layout, param->impl);
 }
 
 /* Whether an owner is what it was, or moved with the memory. */
@@ -167,9 +172,7 @@ const fst_form *fst_forms_find(const fst_record_layout *layout, const fst_forms 
 
 const void *fst_record_grad_of(const fst_record_layout *layout, PyObject *object)
 {
-    const void *impl = pointer(object, layout->at.impl_in_object);
-    const void *meta = pointer(impl, layout->at.meta_in_impl);
-    return meta ? pointer(meta, layout->at.grad_in_meta) : NULL;
+    return grad_of(layout, pointer(object, layout->at.impl_in_object));
 }
 
 void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, int step)
