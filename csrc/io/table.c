@@ -4,6 +4,13 @@
 
 enum { AHEAD = 8 }; /* rows whose memory is asked for before they are copied */
 
+static const fst_widen_loops *widen;
+
+void fst_table_use(const fst_widen_loops *loops)
+{
+    widen = loops;
+}
+
 static const struct {
     size_t from, to; /* bytes of an item */
 } sizes[FST_CONVERSION_COUNT] = {
@@ -69,22 +76,9 @@ int fst_table_find(const fst_table *table, int64_t index, fst_place *place)
     }
 }
 
-/* Items may lie at any address, as those of a file do. */
-#define WIDEN(name, from, to)                                                       \
-    static void name(char *restrict output, const char *restrict row, size_t items) \
-    {                                                                               \
-        for (size_t i = 0; i < items; i++) {                                        \
-            from narrow;                                                            \
-            memcpy(&narrow, row + i * sizeof narrow, sizeof narrow);                \
-            const to wide = (to)narrow;                                             \
-            memcpy(output + i * sizeof wide, &wide, sizeof wide);                   \
-        }                                                                           \
-    }
-WIDEN(u16_to_i32, uint16_t, int32_t)
-WIDEN(u16_to_i64, uint16_t, int64_t)
-WIDEN(u32_to_i64, uint32_t, int64_t)
-
-/* For each token the tokens before it in its document, or (`number`) the documents before its own.
+/* Items may lie at any address, as those of a file do.
+ *
+ * For each token the tokens before it in its document, or (`number`) the documents before its own.
  * The first token of a row counts as the start of one. */
 #define DIVIDE(name, from, to)                                                                \
     static void name(char *restrict output, const char *restrict row, const fst_field *field, \
@@ -124,13 +118,13 @@ static void copy_row(const fst_field *field, char *output, const char *row)
         divide_u32_i64(output, row, field, field->conversion == FST_U32_TO_I64_DOCUMENTS);
         break;
     case FST_U16_TO_I32:
-        u16_to_i32(output, row, field->items);
+        widen->u16_to_i32(output, row, field->items);
         break;
     case FST_U16_TO_I64:
-        u16_to_i64(output, row, field->items);
+        widen->u16_to_i64(output, row, field->items);
         break;
     case FST_U32_TO_I64:
-        u32_to_i64(output, row, field->items);
+        widen->u32_to_i64(output, row, field->items);
         break;
     case FST_AS_IS:
     case FST_CONVERSION_COUNT:

@@ -5,8 +5,9 @@
 #ifndef FST_IO_TABLE_H
 #define FST_IO_TABLE_H
 
-#include <stddef.h>
 #include <stdint.h>
+
+#include "base/widen.h"
 
 /* Torch has next to no operators for unsigned tokens: they are widened on the way. Instead of the
  * tokens a batch may hold how far each is from the start of its document, or which document of the
@@ -63,6 +64,9 @@ typedef struct {
     const fst_node *leaf;
     int64_t row;
 } fst_place;
+
+/* Chooses the loops that widen once, at start-up. */
+void fst_table_use(const fst_widen_loops *loops);
 
 size_t fst_field_row_bytes(const fst_field *field); /* of a batch */
 
