@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,11 @@ class Structure:
     keys: tuple[Any, ...] = ()  # of a dict
     children: tuple[Structure, ...] = ()
 
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether its batch is a list of all leaves."""
+        return self.kind in (list, tuple) and all(child.kind is None for child in self.children)
+
     def container_types(self) -> set[type]:
         found = {self.kind} if self.kind is not None else set()
         return found.union(*(child.container_types() for child in self.children))
@@ -27,7 +33,7 @@ class Structure:
 
     def batch(self, leaves: Iterator[Any]) -> Any:
         """A batch, in the containers that torch's default_collate makes: tuples become lists."""
-        return self._build(leaves, list)
+        return list(leaves) if self.is_flat else self._build(leaves, list)
 
     def _build(self, leaves: Iterator[Any], of_tuple: Callable[[list[Any]], Any]) -> Any:
         if self.kind is None:
