@@ -245,9 +245,10 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._queue.popleft()
         if entry.error is not None:
             raise entry.error
-        self._rows = 0 if tensors is None else len(tensors[0])
         if tensors is not None:
-            return self._structure.batch(iter(tensors))
+            self._rows = len(entry.indices) if self._order is None else entry.indices[2]
+            return tensors if self._structure.is_flat else self._structure.batch(iter(tensors))
+        self._rows = 0
         data = self._fetch(entry.indices)
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
 

@@ -46,7 +46,8 @@ class Meter:
             self._waits[self._batches % KEPT] = spent
         self._batches += 1
         self._bytes += iterator.bytes_of(batch)
-        self._slowest = max(self._slowest, spent)
+        if spent > self._slowest:
+            self._slowest = spent
 
     def stats(self) -> dict[str, Any]:
         """See DataLoader.stats."""

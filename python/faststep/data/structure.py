@@ -33,7 +33,7 @@ class Structure:
 
     def batch(self, leaves: Iterator[Any]) -> Any:
         """A batch, in the containers that torch's default_collate makes: tuples become lists."""
-        return list(leaves) if self.is_flat else self._build(leaves, list)
+        return self._build(leaves, list)
 
     def _build(self, leaves: Iterator[Any], of_tuple: Callable[[list[Any]], Any]) -> Any:
         if self.kind is None:
