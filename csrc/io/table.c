@@ -2,6 +2,8 @@
 
 #include <string.h>
 
+#include "io/stream.h"
+
 /* Rows whose beginning is asked for before they are copied; and of how much of the next one. */
 enum { AHEAD = 8, NEXT_BYTES = 4096 };
 
@@ -147,7 +149,7 @@ static void fetch(const char *row, size_t bytes)
 }
 
 void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
-                    char *const *outputs)
+                    char *const *outputs, int stream)
 {
     for (size_t f = 0; f < table->field_count; f++) {
         const fst_field *field = &table->fields[f];
@@ -158,7 +160,13 @@ void fst_table_copy(const fst_table *table, const fst_place *places, size_t begi
                 __builtin_prefetch(row_at(&places[i + AHEAD], f));
             if (i + 1 < end)
                 fetch(row_at(&places[i + 1], f), from < NEXT_BYTES ? from : NEXT_BYTES);
-            copy_row(field, outputs[f] + i * size, row_at(&places[i], f));
+            const char *row = row_at(&places[i], f);
+            if (stream && field->conversion == FST_AS_IS)
+                fst_stream_copy(outputs[f] + i * size, row, size);
+            else
+                copy_row(field, outputs[f] + i * size, row);
         }
     }
+    if (stream)
+        fst_stream_end();
 }

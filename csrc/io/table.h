@@ -77,8 +77,9 @@ size_t fst_table_row_bytes(const fst_table *table);
  * sample. */
 int fst_table_find(const fst_table *table, int64_t index, fst_place *place);
 
-/* Copies the samples places[begin..end) to the same rows of the fields' outputs. */
+/* Copies the samples places[begin..end) to the same rows of the fields' outputs; with `stream` past
+ * the caches. */
 void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
-                    char *const *outputs);
+                    char *const *outputs, int stream);
 
 #endif
