@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import faststep
 
 from .common import assert_equal, batches, loss_of, make_model, values
-from .processes import Collectives, on_ranks
+from .processes import Collectives, Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SMALL = 0.002  # MiB: several buckets
@@ -124,10 +125,13 @@ def _all(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def answers() -> list[dict[str, Any]]:
-    """What three ranks found; processes take longer to start than to do all of it."""
-    return on_ranks(_all, 3)
+JOBS = [Job("release", 3, _all)]
+
+
+@pytest.fixture
+def answers(ranks: Callable[[str], list[Any]]) -> list[dict[str, Any]]:
+    """What three ranks found."""
+    return ranks("release")
 
 
 @pytest.mark.parametrize("case", CASES)
