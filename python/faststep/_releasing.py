@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._moments import Moments
-from ._reduced import Reduced
+from ._reduced import Pairs, Reduced
 from ._torch import disable_dynamo, increment_version
 from .accumulation.owners import set_released
 from .optim._base import FusedOptimizer, Phase, Rule
@@ -54,6 +54,7 @@ class Release:
         self._rules: dict[int, Rule] = {}
         self._scale: Tensor | None = None  # what this step's gradients are divided by
         self._norm: float | None = None  # of all gradients of the last step
+        self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
         self._optimizer = weakref.ref(optimizer)
         check_clipping(optimizer, clip)
         owner = weakref.ref(self)
@@ -77,7 +78,7 @@ class Release:
         weakref.finalize(self, _undo, self._handles, self._places).atexit = False
         self._attach(optimizer)
         if reduced is not None:
-            reduced.use(self)
+            reduced.add(self)
 
     def _attach(self, optimizer: FusedOptimizer) -> None:
         """Hook parameters that are new or were unfrozen; note where the others are now."""
@@ -96,14 +97,22 @@ class Release:
         if self._reduced is None or param not in self._reduced:
             self._update(place, param)
 
-    def reduced(self, param: Tensor, grad: Tensor) -> bool:
-        """The gradient is reduced: use it, but do not free it yet; False if it is not ours."""
+    def reduced(self, param: Tensor, values: Tensor) -> None:
+        """The gradient is reduced: use it, but do not free it yet."""
         place = self._places.get(id(param))
-        if place is None or place.param() is not param:
-            return False
-        param.grad = grad
-        self._update(place, param)
-        return True
+        if place is not None and place.param() is param:
+            param.grad = values
+            self._update(place, param)
+            self._used.append(param)
+
+    def ending(self, pairs: Pairs) -> None:
+        """DistributedDataParallel still looks at `.grad`."""
+
+    def ended(self, pairs: Pairs) -> None:
+        """It no longer does."""
+        for param in self._used:
+            param.grad = None
+        self._used.clear()
 
     def _update(self, place: _Place, param: Tensor) -> None:
         """The step of one parameter, or the part of it that a gradient is needed for."""
@@ -180,7 +189,7 @@ class Release:
         self._places.clear()
         self._handles.clear()
         if self._reduced is not None:
-            self._reduced.use(None)
+            self._reduced.drop(self)
         optimizer = self._optimizer()
         if optimizer is not None:
             set_released(optimizer, None)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import faststep
 
-from .common import assert_equal, batches, loss_of, make_model, values
+from .common import OddLayouts, assert_equal, batches, loss_of, make_model, values
 from .processes import Collectives, Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
@@ -125,7 +125,26 @@ def _all(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-JOBS = [Job("release", 3, _all)]
+def _layouts(rank: int, world: int) -> list[list[Tensor]]:
+    """Parameters whose elements lie in another order than that of their shape."""
+    found = []
+    for released in (True, False):
+        for views in (True, False):
+            net = OddLayouts(torch.float32)
+            model = DistributedDataParallel(net, gradient_as_bucket_view=views)
+            optimizer = faststep.optim.SGD(net.parameters(), lr=0.01)
+            release = faststep.release_gradients(model, optimizer) if released else None
+            for _ in range(2):
+                model(torch.arange(90.0).view(3, 30).cos() + rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if release is not None:
+                release.remove()
+            found.append(values(net))
+    return found
+
+
+JOBS = [Job("release", 3, _all), Job("release, layouts", 3, _layouts)]
 
 
 @pytest.fixture
@@ -140,6 +159,12 @@ def test_the_bits_of_the_step_after_backward(answers: list[dict[str, Any]], case
     for answer in answers:
         assert_equal(*answer[case])
         assert_equal(answer[case][0][:6], answers[0][case][0][:6])
+
+
+def test_layouts(ranks: Callable[[str], list[Any]]) -> None:
+    for results in ranks("release, layouts"):
+        for result in results[:3]:
+            assert_equal(result, results[3])
 
 
 @pytest.mark.parametrize("case", ["per_parameter", "lagged", "states"])

@@ -123,6 +123,7 @@ class Accumulation:
             raise ValueError(f"a count of tokens must be finite and at least 0, not {number}")
         window.count += number
         window.counted = True
+        window.expect_division()
 
     def flush(self) -> bool:
         """Complete a window that has fewer micro-steps, as at the end of the data.
