@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import _C
 from ._moments import Moments
 from ._reduced import Pairs, Reduced
+from ._tied import give_rows, tied_embeddings
 from ._torch import disable_dynamo, increment_version
 from .accumulation.owners import set_released
 from .optim._base import FusedOptimizer, Phase, Rule
@@ -33,6 +34,7 @@ class _Place:
         self.param = weakref.ref(param)
         self.plan = _C.Plan()
         self.updated = False  # since the last optimizer.step
+        self.tied = False  # the weight of an embedding and of another module
         self.square_sum = 0.0  # with clip="lagged": of its gradient in this step
         self.handle: Any = None
 
@@ -46,6 +48,7 @@ class Release:
         clip: Clip | None,
         moments: Moments | None,
         reduced: Reduced | None,
+        model: nn.Module,
     ) -> None:
         self._clip = clip
         self._moments = moments
@@ -79,6 +82,11 @@ class Release:
         self._attach(optimizer)
         if reduced is not None:
             reduced.add(self)
+            return
+        for module in tied_embeddings(model):
+            if (place := self._places.get(id(module.weight))) is not None:
+                place.tied = True
+                self._handles.append(give_rows(module))
 
     def _attach(self, optimizer: FusedOptimizer) -> None:
         """Hook parameters that are new or were unfrozen; note where the others are now."""
@@ -94,6 +102,8 @@ class Release:
 
     def hooked(self, place: _Place, param: Tensor) -> None:
         """From the hook of a parameter."""
+        if place.tied and param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()  # of the uses, only the embedding was one
         if self._reduced is None or param not in self._reduced:
             self._update(place, param)
 

@@ -107,6 +107,6 @@ def release_gradients(
                 "gradients of this DistributedDataParallel model are released already, with "
                 "another optimizer: give all parameters to one optimizer"
             )
-    release = Release(optimizer, clip, moments, reduced)
+    release = Release(optimizer, clip, moments, reduced, inner)
     set_released(optimizer, release)
     return release
