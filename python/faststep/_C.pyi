@@ -198,15 +198,6 @@ def transform_images(
         ValueError: shapes differ, or a sample's window is not in its image; nothing was written.
     """
 
-def unscale(
-    tensors: Sequence[Tensor], inv_scale: float, allow_fp16: bool = ..., /
-) -> tuple[float, bool]:
-    """Multiply by inv_scale in place; returns what `measure` would have.
-
-    Raises:
-        ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
-    """
-
 def unscale_grads(
     params: Sequence[Tensor], factor: float, allow_fp16: bool, /
 ) -> tuple[bool, bool, list[Tensor]]:

@@ -487,7 +487,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "scale": lambda: on_tensors(_C.scale, 1.0),
     "scan_tfrecords": scan_tfrecords,
     "transform_images": transform_images,
-    "unscale": lambda: on_tensors(_C.unscale, 1.0),
     "update_scale": update_scale,
     "use_kernels_of": kernels,
     "use_records": records,
