@@ -455,7 +455,7 @@ def crc32c() -> Iterator[Case]:
 def scan_tfrecords() -> Iterator[Case]:
     data, places = torch.zeros(100, dtype=torch.uint8), torch.empty(6, dtype=torch.int64)
     address = data.data_ptr()
-    yield lambda: _C.scan_tfrecords(address, 100, 0, True, places), [places]
+    yield lambda: _C.scan_tfrecords(address, 100, 0, True, places), [places, data]
     for bad in (torch.empty(4), None):
         yield failing(_C.scan_tfrecords, address, 100, 0, True, bad), [bad]
 
