@@ -214,10 +214,10 @@ class Window:
         if divisor:
             for _, norm in self._backward_norms():
                 norm.expect(divisor)
-        self.ranks.add_up([grad for _, grad in sums], lambda index: self._reduced(sums[index][0]))
+        self.ranks.add_up([grad for _, grad in sums], lambda index: self._measure(sums[index][0]))
         return divisor
 
-    def _reduced(self, param: Tensor) -> None:
+    def _measure(self, param: Tensor) -> None:
         """Measure a gradient for the optimizer that it belongs to; the model's hook has not."""
         for _, norm in self._backward_norms():
             norm.measure_reduced(param)
@@ -226,7 +226,7 @@ class Window:
         """Gradients were measured in buckets that are no more."""
         for optimizer, _ in self._backward_norms():
             for param in division.params_of(optimizer):
-                self._reduced(param)
+                self._measure(param)
 
     def _start_with_zeros(self, param: Tensor) -> None:
         """A gradient for a parameter that only other ranks have used."""
