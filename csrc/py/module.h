@@ -31,7 +31,6 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args);
 PyObject *fst_py_clip_grads(PyObject *module, PyObject *args);
 PyObject *fst_py_fusable(PyObject *module, PyObject *args);
 PyObject *fst_py_measure(PyObject *module, PyObject *args);
-PyObject *fst_py_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_norm(PyObject *module, PyObject *args);
 PyObject *fst_py_scale(PyObject *module, PyObject *args);
 PyObject *fst_py_clamp(PyObject *module, PyObject *args);

@@ -62,6 +62,12 @@ class Squares:
     A slot is the place of a parameter among those of all groups.
     """
 
+    def adopt(self, slot: int, param: Tensor, version: int, /) -> bool:
+        """What was measured from `values` is in `param.grad` now, at this version.
+
+        False where `.grad` is at another version, or cannot hold it; it then counts as changed.
+        """
+
     def check(
         self, param_lists: list[list[Tensor]], grad_scale: Tensor | None, /
     ) -> tuple[str, int, int] | None:
@@ -71,11 +77,17 @@ class Squares:
         gradients are measured for this one.
         """
 
+    def expect(self, grad_scale: Tensor | None, /) -> None:
+        """Measure gradients for a step with this scale from now on."""
+
     def forget(self) -> None:
         """Let go of the gradients; nothing is measured any more."""
 
-    def measure(self, slot: int, param: Tensor, /) -> bool:
-        """Measure `param.grad`, and hold it; False where a step could not use it either."""
+    def measure(self, slot: int, param: Tensor, values: Tensor = ..., /) -> bool:
+        """Measure `param.grad`, and hold it; False where a step could not use it either.
+
+        Where `values` are given, those that will be `param.grad`, until `adopt`.
+        """
 
 def accumulate(
     sums: Sequence[Tensor], terms: Sequence[Tensor], factor: float, start: bool = ..., /
@@ -184,15 +196,6 @@ def transform_images(
     Raises:
         TypeError: a tensor cannot be used.
         ValueError: shapes differ, or a sample's window is not in its image; nothing was written.
-    """
-
-def unscale(
-    tensors: Sequence[Tensor], inv_scale: float, allow_fp16: bool = ..., /
-) -> tuple[float, bool]:
-    """Multiply by inv_scale in place; returns what `measure` would have.
-
-    Raises:
-        ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
     """
 
 def unscale_grads(

@@ -149,15 +149,14 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def rebuild_buckets(model: torch.nn.Module) -> None:
+def rebuild_buckets(model: torch.nn.Module) -> bool:
     """Let DistributedDataParallel order its buckets now, after its first synchronized backward.
 
     Else it does so in the next forward: a broadcast, under no_sync() too, that waits for ranks
-    which have no more data.
+    which have no more data. Gradients that lie in the buckets are then elsewhere; True if so.
     """
     rebuild = getattr(getattr(model, "reducer", None), "_rebuild_buckets", None)
-    if rebuild is not None:
-        rebuild()
+    return rebuild is not None and bool(rebuild())
 
 
 def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:

@@ -230,7 +230,7 @@ def squares() -> Iterator[Case]:
     p.grad, other.grad = torch.ones(3), torch.ones(40000)
     spec = (_C.rules()["sgd"][0], (), False, (0.0,) * 5, False, None)
     kept, plan = _C.Squares(), _C.Plan()
-    held = [p, p.grad, other, other.grad, spec]
+    held, scale = [p, p.grad, other, other.grad, spec], torch.ones(())
 
     def whole(some: Any) -> Any:
         for slot, param in enumerate((p, other)):
@@ -249,12 +249,21 @@ def squares() -> Iterator[Case]:
         assert whole(kept)[0] == "done"
         kept.forget()
 
+    def adopted() -> None:
+        kept.expect(scale)
+        assert kept.measure(0, p, other.grad[:3])
+        assert kept.adopt(0, p, p.grad._version)
+        assert not kept.adopt(0, other, 0)
+
     yield _C.Squares, []
     yield forgotten, held
+    yield adopted, [*held, scale]
     yield refused, held
     yield lambda: whole(_C.Squares()), held
     yield failing(_C.Squares, 1), []
     yield failing(kept.measure, -1, p), held
+    yield failing(kept.adopt, -1, p, 0), held
+    yield failing(kept.expect, p), held
     yield failing(kept.check, [(p,)], None), held
     yield failing(kept.check, [], p), held
 
@@ -446,7 +455,7 @@ def crc32c() -> Iterator[Case]:
 def scan_tfrecords() -> Iterator[Case]:
     data, places = torch.zeros(100, dtype=torch.uint8), torch.empty(6, dtype=torch.int64)
     address = data.data_ptr()
-    yield lambda: _C.scan_tfrecords(address, 100, 0, True, places), [places]
+    yield lambda: _C.scan_tfrecords(address, 100, 0, True, places), [places, data]
     for bad in (torch.empty(4), None):
         yield failing(_C.scan_tfrecords, address, 100, 0, True, bad), [bad]
 
@@ -478,7 +487,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "scale": lambda: on_tensors(_C.scale, 1.0),
     "scan_tfrecords": scan_tfrecords,
     "transform_images": transform_images,
-    "unscale": lambda: on_tensors(_C.unscale, 1.0),
     "update_scale": update_scale,
     "use_kernels_of": kernels,
     "use_records": records,
