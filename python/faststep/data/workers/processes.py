@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import traceback
 from typing import Any
 
@@ -35,6 +37,8 @@ class ProcessIterator(Metered, MultiProcessingDataLoaderIter):
         self._locks = False  # then batches need not be copied to be page-locked
         if device is not None and device.type == "cuda":
             self._locks = self._arena.prepare_locks(copier_of(device).streams.device.index)
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random")  # which torch does in each worker by itself
         super().__init__(loader)
 
     @property
