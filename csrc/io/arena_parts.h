@@ -22,7 +22,7 @@ typedef struct {
     _Atomic uint32_t state;
     _Atomic uint32_t lives; /* how often its memory came from the system */
     size_t offset, capacity;
-    uint64_t used; /* when it was taken last */
+    _Atomic uint64_t used; /* when it was taken last */
     _Atomic uint32_t
         locked; /* by the main process, as long as the arena lives: it stays as it is */
     char rest[28];
