@@ -3,6 +3,7 @@
 #define FST_CPU_KERNELS_H
 
 #include "base/image.h"
+#include "base/widen.h"
 #include "base/work.h"
 #include "rules/rules.h"
 #include "rules/tree.h"
@@ -36,6 +37,7 @@ typedef struct {
     /* Rows [begin, end) of the output of a batch of images, counted over all samples; `scratch` has
      * fst_cpu_image_scratch() bytes. */
     void (*image)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);
+    const fst_widen_loops *widen;
 } fst_cpu_kernels;
 
 extern const fst_cpu_kernels fst_cpu_kernels_base;
