@@ -189,6 +189,7 @@ static PyMethodDef methods[] = {
     {"fusable", fst_py_fusable, METH_VARARGS, NULL},
     {"has_kernels", has_kernels, METH_NOARGS, NULL},
     {"keep_freed_memory", fst_py_keep_freed_memory, METH_NOARGS, NULL},
+    {"keep_locked_memory", fst_py_keep_locked_memory, METH_O, NULL},
     {"measure", fst_py_measure, METH_VARARGS, NULL},
     {"clip_grads", fst_py_clip_grads, METH_VARARGS, NULL},
     {"unscale_grads", fst_py_unscale_grads, METH_VARARGS, NULL},

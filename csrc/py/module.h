@@ -51,6 +51,7 @@ extern PyType_Spec fst_plan_spec, fst_squares_spec;
 PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
 PyObject *fst_py_permute(PyObject *module, PyObject *args);
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused);
+PyObject *fst_py_keep_locked_memory(PyObject *module, PyObject *whether); /* arena_lock.c */
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_arena_spec;
 
 /* TFRecord files (tfrecord.c). */

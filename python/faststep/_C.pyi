@@ -298,7 +298,27 @@ class Arena:
         """Free what workers took; only when none lives. The number of such blocks."""
 
     def counts(self) -> dict[str, int]:
-        """Blocks "made" so far, "free", "taken", "held" and "gone"; bytes "backed" by memory."""
+        """Blocks "made", "free", "taken", "held", "gone", page-"locked"; bytes "backed"."""
+
+    def prepare_locks(self, device: int, /) -> None:
+        """In the main process: map the file a second time, for memory that is page-locked.
+
+        One page is locked and let go of again, to see whether that can be.
+
+        Raises:
+            RuntimeError: there is no driver, or it cannot lock memory.
+            MemoryError: the system, or the driver, gives no more.
+        """
+
+    def locked(self, address: int, size: int, /) -> Tensor | None:
+        """What is held at an address, where it is page-locked, as a uint8 tensor.
+
+        Until the last tensor over it is gone, the block is held. None where these are no bytes of
+        a block, where nothing is prepared, or where more would be locked than is on its way.
+
+        Raises:
+            RuntimeError, MemoryError: the driver did not lock the block.
+        """
 
 class Gather:
     """Gathers batches of rows in threads, in the order they were asked for.
@@ -366,6 +386,9 @@ def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
 
 def keep_freed_memory() -> None:
     """Let malloc keep more of what is freed, for the rest of this process."""
+
+def keep_locked_memory(keep: bool, /) -> None:
+    """As the process is about to end, what arenas have locked stays so: a device may read it."""
 
 def permute(out: Tensor, length: int, seed: int, epoch: int, start: int, step: int, /) -> None:
     """Fill an int64 tensor with places start, start + step and so on of a permutation."""

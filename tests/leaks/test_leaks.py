@@ -423,6 +423,12 @@ def arena() -> Iterator[Case]:
             yield failing(method, bad), [kept]
     for arguments in ((0, -1), (10**6, 1), (-1, 1), (0,), (0, 10)):
         yield failing(kept.hold, *arguments), [kept]
+    yield lambda: kept.locked(data.data_ptr(), 400), [kept, data]
+    for arguments in ((0, -1), (0,), (data, 1)):
+        yield failing(kept.locked, *arguments), [kept]
+    for arguments in ((-1,), (64,), ("0",)):
+        yield failing(kept.prepare_locks, *arguments), [kept]
+    yield failing(lambda: _C.Arena(os.dup(1), 1 << 26)), []
     for arguments in ((0, 1), (data.data_ptr(), -1), (data,)):
         yield failing(kept.put, *arguments), [kept, data]
     for arguments in ((-1, 5), (1,), ("a", 1), (0, 0)):
@@ -478,6 +484,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "fusable": fusable,
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "keep_freed_memory": lambda: iter([(_C.keep_freed_memory, [])]),
+    "keep_locked_memory": lambda: iter([(functools.partial(_C.keep_locked_memory, False), [])]),
     "measure": lambda: on_tensors(_C.measure, 0.5),
     "clip_grads": lambda: on_grads(_C.clip_grads, 2.0, 1.0, False),
     "unscale_grads": lambda: on_grads(_C.unscale_grads, 1.0, False),

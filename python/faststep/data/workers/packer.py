@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import gc
+import operator
 from typing import Any
 
 import torch
 
 from faststep import _C
-from faststep._torch import collate_tensors, stacking_tensors_by
+from faststep._torch import (
+    collate_tensors,
+    collates_as_default,
+    let_fetch,
+    stacking_tensors_by,
+)
 
 from .arena import Arena
 from .parcel import Parcel, pack, tensor_over, why_not_plain
+from .rows import CONTAINERS, Rows
 
 __all__ = ["Packer", "Start"]
 
@@ -25,6 +32,7 @@ class Start:
     def __call__(self, worker: int) -> None:
         gc.freeze()  # walking over what was inherited would copy its memory, or end its iterators
         _C.keep_freed_memory()
+        let_fetch(Packer)
         if self._init_fn is not None:
             self._init_fn(worker)
 
@@ -42,8 +50,27 @@ class Packer:
 
     def __call__(self, samples: Any) -> Parcel:
         stack = _Stack(self._arena.memory)
+        return self._parcel(stack, self._collated(stack, samples))
+
+    def fetch(self, dataset: Any, indices: Any) -> Any:
+        """The parcel of the samples of a map-style dataset; see faststep._torch.let_fetch."""
+        if (
+            type(indices) is not list
+            or getattr(dataset, "__getitems__", None)
+            or not collates_as_default(self._collate_fn, CONTAINERS)
+        ):
+            return NotImplemented
+        stack = _Stack(self._arena.memory)
+        samples = Rows(stack.begin, len(indices)).fetch(dataset, indices)
+        batch = self._collated(stack, samples)
+        del samples  # while there are rows of it a block cannot be sent
+        return self._parcel(stack, batch)
+
+    def _collated(self, stack: _Stack, samples: Any) -> list[Any]:
         with stacking_tensors_by(stack):
-            batch = [self._collate_fn(samples)]
+            return [self._collate_fn(samples)]
+
+    def _parcel(self, stack: _Stack, batch: list[Any]) -> Parcel:
         return pack(self._arena.key, self._arena.memory, batch, stack.blocks)
 
 
@@ -52,21 +79,39 @@ class _Stack:
 
     def __init__(self, memory: _C.Arena) -> None:
         self._memory = memory
+        self._begun: dict[int, tuple[int, torch.Tensor, list[torch.Tensor]]] = {}  # by first row
         self.blocks: dict[int, int] = {}  # by address
+
+    def begin(self, like: torch.Tensor, count: int) -> list[torch.Tensor] | None:
+        """Tensors that will be stacked where they are, if they come in this order; None if not."""
+        taken = self._take(like, count)
+        if taken is None:
+            return None
+        rows = list(taken[1].unbind(0))
+        self._begun[id(rows[0])] = *taken, rows
+        return rows
+
+    def _take(self, like: torch.Tensor, count: int) -> tuple[int, torch.Tensor] | None:
+        """A block, and a tensor over it that holds so many others."""
+        try:
+            block, memory = self._memory.take(count * like.nbytes)
+        except MemoryError:  # the parcel says so
+            return None
+        return block, tensor_over(memory, like.dtype, 0, (count, *like.shape))
 
     def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         first = batch[0]
         if why_not_plain(first) is not None:
             return collate_tensors(batch)
-        shape = (len(batch), *first.shape)
-        try:
-            block, memory = self._memory.take(len(batch) * first.numel() * first.element_size())
-        except MemoryError:  # the parcel says so
-            return collate_tensors(batch)
-        try:
-            out = tensor_over(memory, first.dtype, 0, shape)
-            stacked = torch.stack(batch, 0, out=out)
-        except RuntimeError:  # torch has its own words for it
-            return collate_tensors(batch)
-        self.blocks[memory.data_ptr()] = block
-        return stacked
+        block, out, rows = self._begun.pop(id(first), (0, None, []))
+        if out is None or len(batch) != len(rows) or not all(map(operator.is_, batch, rows)):
+            taken = self._take(first, len(batch))
+            if taken is None:
+                return collate_tensors(batch)
+            block, out = taken
+            try:
+                torch.stack(batch, 0, out=out)
+            except RuntimeError:  # torch has its own words for it
+                return collate_tensors(batch)
+        self.blocks[out.data_ptr()] = block
+        return out
