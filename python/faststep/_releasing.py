@@ -18,12 +18,14 @@ from ._tied import give_rows, tied_embeddings
 from ._torch import disable_dynamo, increment_version
 from .accumulation.owners import set_released
 from .optim._base import FusedOptimizer, Phase, Rule
-from .optim._devices import Scalars, on_device, ordinal_of
+from .optim._devices import HOST, Scalars, on_device, ordinal_of
 
 __all__ = ["Clip", "Release", "check_clipping"]
 
 Clip = Literal["per_parameter", "lagged"]
 _NO_CLIPPING = math.nan
+_NO_SCALARS = {HOST: Scalars(None, None, None)}
+_WHOLE = int(Phase.WHOLE)
 
 
 class _Place:
@@ -262,9 +264,12 @@ def _step(
     scale: Tensor | None,
     max_norm: float,
 ) -> None:
-    device = ordinal_of(param)
-    scalars = {device: Scalars(None if scale is None else on_device(scale, device), None, None)}
-    options = (scalars, False, max_norm, False, Phase.WHOLE)
+    scalars = _NO_SCALARS
+    if scale is not None or param.device.type != "cpu":
+        device = ordinal_of(param)
+        scale = None if scale is None else on_device(scale, device)
+        scalars = {device: Scalars(scale, None, None)}
+    options = (scalars, False, max_norm, False, _WHOLE)
     what, value = place.plan.step([[param]], [rule], optimizer.state, None, *options)
     if what == "missing":
         with torch.no_grad():
@@ -278,4 +283,5 @@ def _step(
         raise torch.OutOfMemoryError(f"{value}; the parameter was not updated")
     if what != "done":
         raise _C.TensorError(0, 0, "state", "value", "is None")
-    increment_version(value[2])
+    if written := value[2]:
+        increment_version(written)

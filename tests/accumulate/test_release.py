@@ -59,6 +59,34 @@ def test_the_bits_of_the_ordinary_step(make: Any, dtype: torch.dtype) -> None:
     assert_equal(train(make, True, dtype), train(make, False, dtype))
 
 
+def test_a_compiled_loop_calls_the_hooks_as_they_are() -> None:
+    """The compiler traces what a compiled function calls, but not the hooks of a backward in it."""
+    results, traced = [], []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append(graph)
+        return graph.forward
+
+    for compiles in (False, True):
+        model = make_model()
+        optimizer = MAKE["AdamW"](model.parameters())
+        release = faststep.release_gradients(model, optimizer)
+
+        def step(model: Any = model, optimizer: Any = optimizer, data: Any = DATA[0]) -> None:
+            loss_of(model, data).backward()
+            optimizer.step()
+
+        call = torch.compile(step, backend=backend) if compiles else step
+        for _ in range(3):
+            call()
+        assert release is not None
+        results.append(values(model))
+    assert_equal(*results)
+    codes = [node.meta.get("stack_trace") or "" for graph in traced for node in graph.graph.nodes]
+    assert any("loss_of" in code for code in codes)
+    assert not any("_releasing" in code for code in codes)
+
+
 def test_gradients_do_not_live_together() -> None:
     """When a gradient arrives, those before it are gone."""
     model = make_model()

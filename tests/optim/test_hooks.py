@@ -213,6 +213,7 @@ def test_subclass_that_overrides_step(declaration: Declaration) -> None:
     counts = []
     for cls in (declaration.ours, declaration.torchs):
         calls: list[str] = []
+        cls(parameters((4,)), **declaration.kwargs)  # torch hooks into `step` of a class in use
 
         class Child(cls):  # type: ignore[misc,valid-type]
             def step(self, closure: Any = None, calls: list[str] = calls) -> Any:
