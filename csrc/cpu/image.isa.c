@@ -220,3 +220,13 @@ void NAME(FST_ISA)(const fst_image_batch *batch, int64_t begin, int64_t end, voi
         write_row(&w, (int32_t)(i % batch->height));
     }
 }
+
+#define SPLIT_OF(isa) fst_image_split_##isa
+#define SPLIT(isa) SPLIT_OF(isa)
+
+void SPLIT(FST_ISA)(size_t count, uint8_t *planes, const uint8_t *pixels);
+
+void SPLIT(FST_ISA)(size_t count, uint8_t *planes, const uint8_t *pixels)
+{
+    split_rgb(count, planes, planes + count, planes + 2 * count, pixels);
+}

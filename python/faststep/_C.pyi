@@ -163,6 +163,15 @@ def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:
 def scale(tensors: Sequence[Tensor], factor: float, /) -> None:
     """Multiply all elements by factor in place."""
 
+def split_channels(pixels: Tensor, out: Tensor, /) -> None:
+    """Write (height, width, 3) uint8 as (3, height, width), both packed, on the calling thread.
+
+    The GIL is released.
+
+    Raises:
+        TypeError, ValueError: a tensor is of another kind or size, or they overlap.
+    """
+
 def transform_images(
     images: Tensor,
     out: Tensor,
