@@ -16,7 +16,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +135,7 @@ PATHS: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-def epochs(name: str, row: int, folder: Path) -> Iterator[int]:
+def epochs(name: str, row: int, folder: Path) -> Generator[int, None, None]:
     """Goes through an epoch for each number; the second of three is left early.
 
     A batch is kept until the next epoch is over, and changed.
@@ -163,14 +163,16 @@ def epochs(name: str, row: int, folder: Path) -> Iterator[int]:
 def _soak(name: str, row: int, seconds: float) -> list[str]:
     start, first = time.monotonic(), None
     with tempfile.TemporaryDirectory() as folder:
-        for number in epochs(name, row, Path(folder)):
+        running = epochs(name, row, Path(folder))
+        for number in running:
             spent = time.monotonic() - start
             if first is None and spent > seconds / 4 and number % 3 == 0:
                 first, warm = usage(), number
             if first is not None and spent > seconds and number % 3 == 0:
                 break
+        last = usage()  # of a loader that goes on
+        running.close()
     assert first is not None
-    last = usage()
     faults = grown(first, last, objects=200, kilobytes=BATCH * row // 1024)
     print(f"{name}: {warm} epochs {tuple(first)}, {number} epochs {tuple(last)} {faults or ''}")
     return faults
