@@ -6,21 +6,33 @@
 #include "rules/image.h"
 #include "words.h"
 
-/* Where a pixel's value comes from: nowhere (0), one source pixel, or four. */
+/* Where a pixel's value comes from: nowhere (0), one source pixel, four, or, with antialiasing, all
+ * of those that it covers (FST_IMAGE_SPANS). */
+enum { FST_IMAGE_SPANS = 5 };
+
 typedef struct {
     int count;
     int64_t a, b, c, d; /* in elements: upper left and right, lower left and right */
     fst_image_tap row, column;
+    fst_image_span rows, columns;
 } fst_image_origin;
 
 FST_DEVICE fst_image_origin fst_image_find(const fst_image_batch *batch, const fst_image_sample *s,
-                                           int32_t index, int32_t y, int32_t x)
+                                           int32_t index, int32_t y, int32_t x, int antialias)
 {
     const int64_t row_step = batch->source_stride[FST_IMAGE_ROW];
     const int64_t step = batch->source_stride[FST_IMAGE_COLUMN];
     const int64_t start = index * batch->source_stride[FST_IMAGE_SAMPLE];
     fst_image_origin at;
-    if (fst_image_is_resized(s)) {
+    at.rows.count = at.columns.count = 0;
+    if (antialias && fst_image_is_resized(s)) {
+        at.rows = fst_image_row_span(s, y);
+        at.columns = fst_image_column_span(s, batch->width, x);
+        at.row.first = at.row.second = at.rows.first;
+        at.column.first = at.column.second = at.columns.first;
+        at.row.w0 = at.row.w1 = at.column.w0 = at.column.w1 = 0.0f;
+        at.count = at.rows.count && at.columns.count ? FST_IMAGE_SPANS : 0;
+    } else if (fst_image_is_resized(s)) {
         at.row = fst_image_row_tap(s, y);
         at.column = fst_image_column_tap(s, batch->width, x);
         at.count = at.row.first < 0 || at.column.first < 0 ? 0 : 4;
@@ -46,14 +58,33 @@ FST_DEVICE float fst_image_read(const fst_image_batch *batch, int64_t at)
                                   : (float)((const uint8_t *)source)[at];
 }
 
+/* Rows are summed first, as on the CPU. */
+FST_DEVICE float fst_image_sum(const fst_image_batch *batch, const fst_image_origin *at,
+                               int64_t first)
+{
+    float value = 0.0f;
+    for (int32_t x = 0; x < at->columns.count; x++) {
+        int64_t place = first + x * batch->source_stride[FST_IMAGE_COLUMN];
+        float column = 0.0f;
+        for (int32_t y = 0; y < at->rows.count; y++) {
+            column += fst_image_weight(&at->rows, y) * fst_image_read(batch, place);
+            place += batch->source_stride[FST_IMAGE_ROW];
+        }
+        value += fst_image_weight(&at->columns, x) * column;
+    }
+    return value;
+}
+
 /* Rows are blended first, as on the CPU. */
 FST_DEVICE float fst_image_value(const fst_image_batch *batch, const fst_image_origin *at,
-                                 int32_t channel)
+                                 int32_t channel, int antialias)
 {
     const int64_t plane = channel * batch->source_stride[FST_IMAGE_CHANNEL];
     float value = 0.0f;
     if (at->count == 1)
         value = fst_image_read(batch, at->a + plane);
+    if (antialias && at->count == FST_IMAGE_SPANS)
+        value = fst_image_sum(batch, at, at->a + plane);
     if (at->count == 4) {
         const float w0 = at->row.w0, w1 = at->row.w1;
         const float left = fst_image_blend(fst_image_read(batch, at->a + plane),
@@ -75,7 +106,8 @@ FST_DEVICE void fst_image_write(const fst_image_batch *batch, int64_t at, float 
             batch->out_dtype == FST_BF16 ? fst_f32_to_bf16(value) : fst_f32_to_f16(value);
 }
 
-FST_DEVICE void fst_image_pixel(const fst_image_batch *batch, int32_t index, int32_t y, int32_t x)
+FST_DEVICE void fst_image_pixel(const fst_image_batch *batch, int32_t index, int32_t y, int32_t x,
+                                int antialias)
 {
     const fst_image_sample *samples = (const fst_image_sample *)fst_global(batch->samples);
     const fst_image_sample *s = &samples[index];
@@ -87,33 +119,45 @@ FST_DEVICE void fst_image_pixel(const fst_image_batch *batch, int32_t index, int
         index * stride[FST_IMAGE_SAMPLE] + y * stride[FST_IMAGE_ROW] + x * stride[FST_IMAGE_COLUMN];
     fst_image_origin own, other;
     if (boxed)
-        own = fst_image_find(batch, &samples[partner], partner, y, x);
+        own = fst_image_find(batch, &samples[partner], partner, y, x, antialias);
     else
-        own = fst_image_find(batch, s, index, y, x);
+        own = fst_image_find(batch, s, index, y, x, antialias);
     other = own;
     if (mixed)
-        other = fst_image_find(batch, &samples[partner], partner, y, x);
+        other = fst_image_find(batch, &samples[partner], partner, y, x, antialias);
     for (int32_t c = 0; c < batch->channels; c++) {
-        float value = fst_image_value(batch, &own, c);
+        float value = fst_image_value(batch, &own, c, antialias);
         if (mixed)
-            value = fst_image_blend(value, fst_image_value(batch, &other, c), s->own, s->other);
+            value = fst_image_blend(value, fst_image_value(batch, &other, c, antialias), s->own,
+                                    s->other);
         fst_image_write(batch, place + c * stride[FST_IMAGE_CHANNEL], value);
     }
 }
 
 /* A block takes pixels of one sample that lie next to each other. */
-FST_KERNEL(fst_image, fst_image_batch)
+FST_DEVICE void fst_image_tiles(const fst_image_batch *batch, int antialias)
 {
-    const uint32_t width = (uint32_t)launch.width, pixels = (uint32_t)launch.height * width;
+    const uint32_t width = (uint32_t)batch->width, pixels = (uint32_t)batch->height * width;
     const uint32_t tiles = (pixels + FST_DEVICE_BLOCK - 1) / FST_DEVICE_BLOCK;
-    const uint64_t all = (uint64_t)tiles * (uint32_t)launch.count;
+    const uint64_t all = (uint64_t)tiles * (uint32_t)batch->count;
     for (uint64_t i = blockIdx.x; i < all; i += gridDim.x) {
         const uint32_t index = (uint32_t)(i / tiles);
         const uint32_t pixel = (uint32_t)(i % tiles) * FST_DEVICE_BLOCK + threadIdx.x;
         if (pixel < pixels)
-            fst_image_pixel(&launch, (int32_t)index, (int32_t)(pixel / width),
-                            (int32_t)(pixel % width));
+            fst_image_pixel(batch, (int32_t)index, (int32_t)(pixel / width),
+                            (int32_t)(pixel % width), antialias);
     }
+}
+
+FST_KERNEL(fst_image, fst_image_batch)
+{
+    fst_image_tiles(&launch, 0);
+}
+
+/* With antialiasing: a kernel of its own, as it takes half as many registers more. */
+FST_KERNEL(fst_image_smooth, fst_image_batch)
+{
+    fst_image_tiles(&launch, 1);
 }
 
 #endif

@@ -183,7 +183,7 @@ static PyObject *on_device(fst_module *state, PyObject *images, PyObject *buffer
     return Py_NewRef(Py_None);
 }
 
-/* transform_images(images, out, samples, scale, bias, buffer): see _C.pyi. */
+/* transform_images(images, out, samples, scale, bias, buffer, antialias): see _C.pyi. */
 PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -191,13 +191,15 @@ PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
     fst_image_batch batch = {0};
     fst_status status = {0};
     int device;
-    if (!PyArg_ParseTuple(args, "OOOO!O!|O", &images, &out, &samples, &PyTuple_Type, &scale,
-                          &PyTuple_Type, &bias, &buffer) ||
+    int antialias = 0;
+    if (!PyArg_ParseTuple(args, "OOOO!O!|Op", &images, &out, &samples, &PyTuple_Type, &scale,
+                          &PyTuple_Type, &bias, &buffer, &antialias) ||
         read_source(state, images, &batch, &device) || read_out(state, out, &batch, device) ||
         read_samples(state, samples, &batch) ||
         read_factors(scale, "scale", batch.channels, batch.scale) ||
         read_factors(bias, "bias", batch.channels, batch.bias))
         return NULL;
+    batch.antialias = antialias;
     if (device != FST_HOST)
         return on_device(state, images, buffer, device, &batch);
     Py_BEGIN_ALLOW_THREADS fst_image_transform(&batch, &status);

@@ -179,6 +179,7 @@ def transform_images(
     scale: tuple[float, ...],
     bias: tuple[float, ...],
     buffer: Tensor | None = ...,
+    antialias: bool = ...,
     /,
 ) -> None:
     """Write a batch of images to `out`, in one pass on torch's threads and without the GIL.

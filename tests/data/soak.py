@@ -166,7 +166,7 @@ def _soak(name: str, row: int, seconds: float) -> list[str]:
         running = epochs(name, row, Path(folder))
         for number in running:
             spent = time.monotonic() - start
-            if first is None and spent > seconds / 4 and number % 3 == 0:
+            if first is None and spent > seconds / 4 and number >= 15 and number % 3 == 0:
                 first, warm = usage(), number
             if first is not None and spent > seconds and number % 3 == 0:
                 break
