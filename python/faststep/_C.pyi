@@ -189,7 +189,8 @@ def transform_images(
 
     `images` is (N, C, H, W) uint8 or float32, `out` (N, C, h, w) float32, bfloat16 or float16, both
     with any strides; `samples` is (N, 16) int32, a struct of csrc/base/image.h per row, on the
-    CPU, and `scale` and `bias` have a number per channel.
+    CPU, and `scale` and `bias` have a number per channel. What is resized is, with `antialias`,
+    weighed over all that a pixel covers; default False.
 
     Raises:
         TypeError: a tensor cannot be used.

@@ -16,6 +16,7 @@ from faststep import _C
 from faststep.data import DataLoader
 from faststep.data.formats import ImageFolder, jpeg
 from faststep.data.formats.jpeg import jpeg_decoder
+from faststep.data.workers import parcel
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("simplejpeg")
@@ -110,6 +111,21 @@ def test_the_decoder_writes_into_the_batch(
     assert stats is not None
     assert stats["slots"]["made"] <= 2  # used again by the next epoch
     assert stats["slots"]["held"] == 0
+
+
+def leaves_at_once(self: Any) -> None:
+    """In a worker: nobody else has a tensor over the block of images."""
+    assert [self.memory.sent(self.blocks[place][0]) for place, _ in self.leaving] == [True]
+
+
+def test_a_worker_copies_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcel._Contents, "replace_kept", leaves_at_once)
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        dataset = ImageFolder(folder, memory_format=memory_format)
+        loader = DataLoader(Subset(dataset, range(COUNT)), 4, num_workers=1)
+        assert len(list(loader)) == 4
+        with pytest.raises(AssertionError):
+            list(DataLoader(Kept(folder), 4, num_workers=1))
 
 
 class Kept(ImageFolder):
