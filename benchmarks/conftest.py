@@ -14,7 +14,7 @@ from faststep.cli.report import as_json, as_text, machine
 from faststep.cli.workloads import MAX_NORM
 from figures import figures_text
 from goals import goals_text
-from ring import Ring
+from ring import BLOCK_SECONDS, MOST_ROUNDS, Ring
 from works import SMOKE
 
 RESULTS = Path(__file__).parent / "results"
@@ -60,7 +60,8 @@ def _introduction() -> str:
     return (
         f"{machine()}; {datetime.now(timezone.utc):%Y-%m-%d}.{smoke}\n\n"
         "fp32 on the CPU. Contenders share parameters and gradients and take turns in blocks of "
-        "one to six rounds; medians over all blocks. The gradients are restored before every "
+        f"one to six rounds, or as many, up to {MOST_ROUNDS}, as take {BLOCK_SECONDS:g} s; medians "
+        "over all blocks. The gradients are restored before every "
         "round, untimed. Their "
         f"global norm is 4 and the limit {MAX_NORM:g}, so clipping acts, unless a row says "
         "otherwise. GB/s is the least traffic of the work over the median; copy_ counts 8 bytes "

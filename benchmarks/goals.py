@@ -35,11 +35,16 @@ class Goal:
 def _goals() -> tuple[Goal, ...]:
     goals = [
         Goal("chain", label, rival, ratio)
-        for rival, ratios in (("torch fused", (1.8, 1.8, 1.7)), ("torch default", (5.0, 4.0, 5.0)))
+        for rival, ratios in (
+            ("torch fused", (1.8, 1.8, 1.7)),
+            ("torch foreach", (5.0, 4.0, 5.0)),
+            ("torch default", (5.0, 4.0, 5.0)),
+        )
         for label, ratio in zip(LARGE, ratios, strict=True)
     ]
     goals += [
         Goal("chain", MANY_SMALL, "torch fused", 50.0),
+        Goal("chain", MANY_SMALL, "torch foreach", 100.0),
         Goal("chain", MANY_SMALL, "torch default", 100.0),
         *(Goal("chain", label, "torch fused", 1.2, SWAPPED) for label in LARGE),
         Goal("chain", MANY_SMALL, "torch fused", 15.0, SWAPPED),

@@ -18,6 +18,8 @@ __all__ = ["Ring"]
 COPIES_PER_BLOCK = 2
 ENOUGH_ROUNDS = 3
 ENOUGH_SECONDS = 5.0
+BLOCK_SECONDS = 0.0 if SMOKE else 0.15
+MOST_ROUNDS = 50
 
 
 class Ring:
@@ -36,7 +38,11 @@ class Ring:
     def measure(
         self, benchmark: Any, work: Work, block: int, contender: Contender, plan: Plan
     ) -> None:
-        """Time one contender's rounds of one block; skips the test where it is absent."""
+        """Time one contender's rounds of one block; skips the test where it is absent.
+
+        Contenders get the same time rather than the same number of rounds: else one that is short
+        would run its few rounds in caches that another one left.
+        """
         contest = self._enter(work, block)
         round_ = contest.round_of(contender)
         if round_ is None:
@@ -44,9 +50,10 @@ class Ring:
         times = contest.outcome.seconds.get(contender.name, [])
         if len(times) >= ENOUGH_ROUNDS and sum(times) > ENOUGH_SECONDS:
             pytest.skip(f"{contender.name}: {len(times)} rounds are enough of what is this slow")
+        rounds = contest.rounds_in(BLOCK_SECONDS, contender, plan.rounds, MOST_ROUNDS)
         benchmark.group = work.key
         benchmark.extra_info.update(contender=contender.name, least_bytes=work.least_bytes)
-        benchmark.pedantic(round_, setup=contest.refill, rounds=plan.rounds, iterations=1)
+        benchmark.pedantic(round_, setup=contest.refill, rounds=rounds, iterations=1)
         if benchmark.stats is not None:
             contest.outcome.seconds[contender.name] = [*times, *benchmark.stats.stats.data]
 

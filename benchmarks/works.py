@@ -91,7 +91,8 @@ def window_works() -> list[Work]:
 
 @dataclass(frozen=True)
 class Plan:
-    """How often a work is measured: every contender does ``rounds`` in each of ``blocks`` turns."""
+    """How often a work is measured: in each of ``blocks`` turns ``rounds`` of every contender, and
+    more of one whose rounds are short."""
 
     blocks: int
     rounds: int

@@ -3,6 +3,7 @@
 #define FST_CPU_KERNELS_H
 
 #include "base/image.h"
+#include "base/widen.h"
 #include "base/work.h"
 #include "rules/rules.h"
 #include "rules/tree.h"
@@ -38,6 +39,7 @@ typedef struct {
     void (*image)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);
     /* `count` pixels of three bytes each, to three planes one after another. */
     void (*split)(size_t count, uint8_t *planes, const uint8_t *pixels);
+    const fst_widen_loops *widen;
 } fst_cpu_kernels;
 
 extern const fst_cpu_kernels fst_cpu_kernels_base;

@@ -7,14 +7,18 @@
 #include <time.h>
 
 enum {
-    PIECE_BYTES = 1 << 17, /* of a batch that is filled without looking up */
-    WAKE_BYTES = 1 << 16,  /* waking a thread costs as much as copying so many bytes */
+    PIECE_BYTES = 1 << 17,  /* of a batch that is filled without looking up */
+    WAKE_BYTES = 1 << 18,   /* waking a thread costs as much as copying so many bytes */
+    STREAM_BYTES = 1 << 23, /* of a batch that no cache would hold until it is read */
+    SLOW_NS = 50000,        /* on top of 1 ns per byte: rows that took longer were waited for */
+    SLOW_BATCHES = 64,      /* that the threads fill after one that was waited for */
 };
 
 typedef struct batch {
     struct batch *next;
     uint64_t number;
     size_t rows, taken, done; /* all rows; those some thread works or worked on; those filled */
+    int late;                 /* its memory is found when it is waited for */
     fst_place *places;
     char **outputs;
     fst_slot *slots[]; /* one per field */
@@ -24,7 +28,8 @@ struct fst_crew {
     const fst_table *table;
     fst_slots *pool;
     unsigned forks;
-    int eager;
+    int may_wait;
+    unsigned slow;           /* small batches to come that the threads fill too */
     size_t piece, row_bytes; /* rows; bytes */
     unsigned wanted, started;
     pthread_t *threads;
@@ -54,7 +59,7 @@ static void init_conditions(fst_crew *crew)
     pthread_condattr_destroy(&clock);
 }
 
-fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads, int eager,
+fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads, int may_wait,
                        fst_status *status)
 {
     fst_crew *crew = calloc(1, sizeof *crew);
@@ -69,13 +74,27 @@ fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads
     *crew = (fst_crew){.table = table,
                        .pool = pool,
                        .forks = fst_forks(),
-                       .eager = eager,
+                       .may_wait = may_wait,
                        .piece = row_bytes < PIECE_BYTES ? PIECE_BYTES / (row_bytes + 1) : 1,
                        .row_bytes = row_bytes,
                        .wanted = threads,
                        .threads = handles};
     init_conditions(crew);
     return crew;
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec time;
+    clock_gettime(CLOCK_MONOTONIC, &time);
+    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
+}
+
+static batch *with_memory(batch *b)
+{
+    while (b && b->late)
+        b = b->next;
+    return b;
 }
 
 /* Fills the next rows of a batch; the lock is held before and after, but not meanwhile. */
@@ -85,10 +104,15 @@ static void fill_piece(fst_crew *crew, batch *b)
     const size_t end = begin + (left < crew->piece ? left : crew->piece);
     b->taken = end;
     if (end == b->rows && crew->open == b)
-        crew->open = b->next;
+        crew->open = with_memory(b->next);
     pthread_mutex_unlock(&crew->lock);
-    fst_table_copy(crew->table, b->places, begin, end, b->outputs);
+    const int64_t start = crew->may_wait ? now_ns() : 0;
+    fst_table_copy(crew->table, b->places, begin, end, b->outputs,
+                   b->rows * crew->row_bytes >= STREAM_BYTES);
+    const int64_t spent = crew->may_wait ? now_ns() - start : 0;
     pthread_mutex_lock(&crew->lock);
+    if (spent > SLOW_NS + (int64_t)((end - begin) * crew->row_bytes))
+        crew->slow = SLOW_BATCHES;
     b->done += end - begin;
     if (b->done == b->rows)
         pthread_cond_broadcast(&crew->finished);
@@ -166,16 +190,29 @@ static fst_code find_memory(const fst_crew *crew, batch *b, char *const *outputs
     return FST_OK;
 }
 
-static void enqueue(fst_crew *crew, batch *b)
+/* Whether the threads fill a batch ahead; if not it is filled when it is waited for. */
+static int is_for_threads(fst_crew *crew, size_t rows)
 {
-    const int wake = crew->eager || b->rows * crew->row_bytes >= WAKE_BYTES;
+    if (rows * crew->row_bytes >= WAKE_BYTES)
+        return 1;
+    if (!crew->may_wait)
+        return 0;
+    pthread_mutex_lock(&crew->lock);
+    const int slow = crew->slow > 0;
+    crew->slow -= (unsigned)slow;
+    pthread_mutex_unlock(&crew->lock);
+    return slow;
+}
+
+static void enqueue(fst_crew *crew, batch *b, int wake)
+{
     if (wake && crew->started < crew->wanted)
         start_threads(crew);
     pthread_mutex_lock(&crew->lock);
     *(crew->newest ? &crew->newest->next : &crew->oldest) = b;
     crew->newest = b;
     if (!crew->open)
-        crew->open = b;
+        crew->open = with_memory(b);
     crew->queued++;
     if (wake)
         pthread_cond_broadcast(&crew->work);
@@ -194,30 +231,38 @@ fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, char
         return status->code;
     for (size_t i = 0; known && i < count; i++)
         known = !fst_table_find(crew->table, indices[i], &b->places[i]);
-    if (!known || find_memory(crew, b, outputs, status)) {
+    const int wake = known && is_for_threads(crew, count);
+    b->late = !wake && !outputs;
+    if (!known || (!b->late && find_memory(crew, b, outputs, status))) {
         free_batch(crew->table, b);
         return status->code;
     }
     *number = b->number = ++crew->added;
-    enqueue(crew, b);
+    enqueue(crew, b, wake);
     return FST_OK;
 }
 
 static struct timespec after(int milliseconds)
 {
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    time.tv_nsec += (long)(milliseconds % 1000) * 1000000L;
-    time.tv_sec += milliseconds / 1000 + time.tv_nsec / 1000000000L;
-    time.tv_nsec %= 1000000000L;
-    return time;
+    const int64_t time = now_ns() + (int64_t)milliseconds * 1000000;
+    return (struct timespec){.tv_sec = time / 1000000000, .tv_nsec = time % 1000000000};
 }
 
 static int is_past(const struct timespec *time)
 {
-    const struct timespec now = after(0);
-    return now.tv_sec > time->tv_sec ||
-           (now.tv_sec == time->tv_sec && now.tv_nsec >= time->tv_nsec);
+    return now_ns() >= (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
+}
+
+/* The memory that was given back last, which may still be in the cache. */
+static fst_code find_late_memory(fst_crew *crew, batch *b, fst_status *status)
+{
+    if (!b->late)
+        return FST_OK;
+    const fst_code code = find_memory(crew, b, NULL, status);
+    pthread_mutex_lock(&crew->lock);
+    b->late = code != FST_OK;
+    pthread_mutex_unlock(&crew->lock);
+    return code;
 }
 
 fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *status)
@@ -226,19 +271,19 @@ fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *
     if (crew->forks != fst_forks())
         return wrong_process(status);
     const struct timespec deadline = after(milliseconds);
-    int late = 0;
-    pthread_mutex_lock(&crew->lock);
-    batch *b = crew->oldest;
-    if (!b) {
-        pthread_mutex_unlock(&crew->lock);
+    batch *b = crew->oldest; /* as fst_crew_queued */
+    if (!b)
         return fst_fail(status, FST_BAD_VALUE, "no batch was asked for");
-    }
-    while (b->done < b->rows && !late) {
+    if (find_late_memory(crew, b, status))
+        return status->code;
+    pthread_mutex_lock(&crew->lock);
+    while (b->done < b->rows) {
         if (b->taken < b->rows)
             fill_piece(crew, b);
         else
             pthread_cond_timedwait(&crew->finished, &crew->lock, &deadline);
-        late = is_past(&deadline);
+        if (is_past(&deadline))
+            break;
     }
     *done = b->done == b->rows;
     pthread_mutex_unlock(&crew->lock);

@@ -10,10 +10,10 @@
 
 typedef struct fst_crew fst_crew;
 
-/* Threads start with the first work for them; they take no signals. With `eager` they are woken for
- * small batches too, as rows of a file may have to be waited for. The table and the pool must live
- * until the crew is freed. */
-fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads, int eager,
+/* Threads start with the first work for them; they take no signals. Small batches are filled by the
+ * one who waits for them; but where rows may have to be waited for, as those of a file, the threads
+ * do it after one that was. The table and the pool must live until the crew is freed. */
+fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads, int may_wait,
                        fst_status *status);
 
 /* Lets `count` samples become the batch after the newest. *number is its number, counted from 1; it

@@ -2,7 +2,17 @@
 
 #include <string.h>
 
-enum { AHEAD = 8 }; /* rows whose memory is asked for before they are copied */
+#include "io/stream.h"
+
+/* Rows whose beginning is asked for before they are copied; and of how much of the next one. */
+enum { AHEAD = 8, NEXT_BYTES = 4096 };
+
+static const fst_widen_loops *widen;
+
+void fst_table_use(const fst_widen_loops *loops)
+{
+    widen = loops;
+}
 
 static const struct {
     size_t from, to; /* bytes of an item */
@@ -69,22 +79,9 @@ int fst_table_find(const fst_table *table, int64_t index, fst_place *place)
     }
 }
 
-/* Items may lie at any address, as those of a file do. */
-#define WIDEN(name, from, to)                                                       \
-    static void name(char *restrict output, const char *restrict row, size_t items) \
-    {                                                                               \
-        for (size_t i = 0; i < items; i++) {                                        \
-            from narrow;                                                            \
-            memcpy(&narrow, row + i * sizeof narrow, sizeof narrow);                \
-            const to wide = (to)narrow;                                             \
-            memcpy(output + i * sizeof wide, &wide, sizeof wide);                   \
-        }                                                                           \
-    }
-WIDEN(u16_to_i32, uint16_t, int32_t)
-WIDEN(u16_to_i64, uint16_t, int64_t)
-WIDEN(u32_to_i64, uint32_t, int64_t)
-
-/* For each token the tokens before it in its document, or (`number`) the documents before its own.
+/* Items may lie at any address, as those of a file do.
+ *
+ * For each token the tokens before it in its document, or (`number`) the documents before its own.
  * The first token of a row counts as the start of one. */
 #define DIVIDE(name, from, to)                                                                \
     static void name(char *restrict output, const char *restrict row, const fst_field *field, \
@@ -124,13 +121,13 @@ static void copy_row(const fst_field *field, char *output, const char *row)
         divide_u32_i64(output, row, field, field->conversion == FST_U32_TO_I64_DOCUMENTS);
         break;
     case FST_U16_TO_I32:
-        u16_to_i32(output, row, field->items);
+        widen->u16_to_i32(output, row, field->items);
         break;
     case FST_U16_TO_I64:
-        u16_to_i64(output, row, field->items);
+        widen->u16_to_i64(output, row, field->items);
         break;
     case FST_U32_TO_I64:
-        u32_to_i64(output, row, field->items);
+        widen->u32_to_i64(output, row, field->items);
         break;
     case FST_AS_IS:
     case FST_CONVERSION_COUNT:
@@ -145,16 +142,31 @@ static const char *row_at(const fst_place *place, size_t field)
     return column->data + place->row * column->stride;
 }
 
+static void fetch(const char *row, size_t bytes)
+{
+    for (size_t at = 0; at < bytes; at += 64)
+        __builtin_prefetch(row + at);
+}
+
 void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
-                    char *const *outputs)
+                    char *const *outputs, int stream)
 {
     for (size_t f = 0; f < table->field_count; f++) {
         const fst_field *field = &table->fields[f];
         const size_t size = fst_field_row_bytes(field);
+        const size_t from = field->items * sizes[field->conversion].from;
         for (size_t i = begin; size && i < end; i++) {
             if (i + AHEAD < end)
                 __builtin_prefetch(row_at(&places[i + AHEAD], f));
-            copy_row(field, outputs[f] + i * size, row_at(&places[i], f));
+            if (i + 1 < end)
+                fetch(row_at(&places[i + 1], f), from < NEXT_BYTES ? from : NEXT_BYTES);
+            const char *row = row_at(&places[i], f);
+            if (stream && field->conversion == FST_AS_IS)
+                fst_stream_copy(outputs[f] + i * size, row, size);
+            else
+                copy_row(field, outputs[f] + i * size, row);
         }
     }
+    if (stream)
+        fst_stream_end();
 }

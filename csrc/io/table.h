@@ -5,8 +5,9 @@
 #ifndef FST_IO_TABLE_H
 #define FST_IO_TABLE_H
 
-#include <stddef.h>
 #include <stdint.h>
+
+#include "base/widen.h"
 
 /* Torch has next to no operators for unsigned tokens: they are widened on the way. Instead of the
  * tokens a batch may hold how far each is from the start of its document, or which document of the
@@ -64,6 +65,9 @@ typedef struct {
     int64_t row;
 } fst_place;
 
+/* Chooses the loops that widen once, at start-up. */
+void fst_table_use(const fst_widen_loops *loops);
+
 size_t fst_field_row_bytes(const fst_field *field); /* of a batch */
 
 /* Bytes of a sample in a batch, over all fields. */
@@ -73,8 +77,9 @@ size_t fst_table_row_bytes(const fst_table *table);
  * sample. */
 int fst_table_find(const fst_table *table, int64_t index, fst_place *place);
 
-/* Copies the samples places[begin..end) to the same rows of the fields' outputs. */
+/* Copies the samples places[begin..end) to the same rows of the fields' outputs; with `stream` past
+ * the caches. */
 void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
-                    char *const *outputs);
+                    char *const *outputs, int stream);
 
 #endif

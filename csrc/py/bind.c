@@ -259,7 +259,8 @@ static void unbind(fst_plan_object *self)
         Py_DECREF(self->held[i]);
     for (size_t i = 0; i < self->share_count; i++)
         self->shares[i].counter_count = 0;
-    self->layout_count = self->held_count = self->written_count = self->grad_count = 0;
+    self->layout_count = self->held_count = self->grad_count = 0;
+    self->written_count = self->counted_count = 0;
 }
 
 static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *param_lists,

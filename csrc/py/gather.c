@@ -12,13 +12,13 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     fst_status status = {0};
     PyObject *slots, *fields, *nodes, *owner;
     unsigned threads;
-    int eager;
+    int may_wait;
     if (keywords && PyDict_Size(keywords)) {
         PyErr_SetString(PyExc_TypeError, "Gather() takes no keywords");
         return NULL;
     }
     if (!PyArg_ParseTuple(args, "O!O!O!IpO", state->slots_type, &slots, &PyTuple_Type, &fields,
-                          &PyTuple_Type, &nodes, &threads, &eager, &owner))
+                          &PyTuple_Type, &nodes, &threads, &may_wait, &owner))
         return NULL;
     fst_gather_object *self = (fst_gather_object *)alloc(type, 0);
     if (!self)
@@ -31,7 +31,7 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         Py_DECREF(self);
         return NULL;
     }
-    self->crew = fst_crew_new(&self->table, self->slots->pool, threads, eager, &status);
+    self->crew = fst_crew_new(&self->table, self->slots->pool, threads, may_wait, &status);
     if (!self->crew) {
         Py_DECREF(self);
         return fst_raise(&status);

@@ -153,8 +153,7 @@ static void acquire(PyThreadState *released)
  */
 static PyObject *moved(fst_module *state, grads *g)
 {
-    for (size_t i = 0; i < g->record_count; i++)
-        fst_record_move_version(&state->records, g->records[i]);
+    fst_record_move_versions(&state->records, g->records, g->record_count);
     return Py_NewRef(g->asked);
 }
 

@@ -8,6 +8,7 @@
 #include "core/passes.h"
 #include "cpu/parallel.h"
 #include "gpu/context.h"
+#include "io/table.h"
 
 fst_module *fst_module_state(PyObject *module)
 {
@@ -222,6 +223,7 @@ static int choose_kernels(PyObject *module)
     }
     fst_passes_use(kernels);
     fst_image_use(kernels);
+    fst_table_use(kernels->widen);
     return PyModule_AddStringConstant(module, "_isa", kernels->name);
 }
 

@@ -60,13 +60,29 @@ static PyObject *list_of(PyObject *const *objects, size_t count)
     return list;
 }
 
+/* Finds the records of what is written; up to the first that has none. Where what was bound still
+ * stands they do too. */
+static int count_written(const fst_module *module, fst_plan_object *self)
+{
+    while (self->counted_count < self->written_count) {
+        const void *impl = fst_record_counted(&module->records, self->written[self->counted_count]);
+        if (!impl)
+            return 0;
+        if (fst_reserve(&self->counted, &self->counted_capacity, self->counted_count,
+                        sizeof *self->counted))
+            return -1;
+        self->counted[self->counted_count++] = impl;
+    }
+    return 0;
+}
+
 /* Moves the version counters of what the step wrote, or lists the tensors for Python to do so. A
  * short step keeps the list for the next one; a long one, on any device, does not: it would keep
  * large states alive that a user replaces. */
 static PyObject *list_written(fst_module *module, fst_plan_object *self)
 {
-    const size_t moved =
-        fst_record_move_versions(&module->records, self->written, self->written_count);
+    const size_t moved = self->counted_count;
+    fst_record_move_versions(&module->records, self->counted, moved);
     if (moved)
         return list_of(self->written + moved, self->written_count - moved);
     if (self->hold_tensors || self->written_total > FST_SHORT_STEP) {
@@ -182,6 +198,8 @@ static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObjec
     if (!devices || !known)
         return answer("devices", devices);
     Py_DECREF(devices);
+    if (count_written(module, self))
+        return NULL;
     if (prepare_shares(module, self, options))
         return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text()) : NULL;
     return run(module, self, options);
@@ -248,6 +266,7 @@ static void plan_dealloc(PyObject *object)
     fst_params_free(self);
     PyMem_Free(self->held);
     PyMem_Free(self->written);
+    PyMem_Free(self->counted);
     PyMem_Free(self->grads);
     PyMem_Free(self->layouts);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);

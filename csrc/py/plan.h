@@ -93,6 +93,8 @@ typedef struct {
     size_t held_count, held_capacity;
     PyObject **written; /* parameters and moments, which the step writes; borrowed */
     size_t written_count, written_capacity;
+    const void **counted; /* torch's records of the first of them, to move version counters by */
+    size_t counted_count, counted_capacity;
     PyObject **grads; /* borrowed */
     size_t grad_count, grad_capacity;
     fst_layout **layouts;

@@ -175,6 +175,24 @@ const void *fst_record_grad_of(const fst_record_layout *layout, PyObject *object
     return grad_of(layout, pointer(object, layout->at.impl_in_object));
 }
 
+/* The lines of words `first` to `last`. */
+static void fetch_words(const void *base, int first, int last)
+{
+    for (int index = first; index < last; index += 8)
+        __builtin_prefetch((const uint64_t *)base + index);
+    __builtin_prefetch((const uint64_t *)base + last);
+}
+
+static void fetch_impl(const fst_record_places *at, const void *impl)
+{
+    fetch_words(impl, at->storage_in_impl, at->kind + 1);
+}
+
+static void fetch_storage(const fst_record_places *at, const void *storage)
+{
+    fetch_words(storage, at->data_in_storage, at->data_in_storage + 2);
+}
+
 void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, int step)
 {
     const void *impl = pointer(object, layout->at.impl_in_object);
@@ -190,59 +208,45 @@ void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, in
         __builtin_prefetch(grad_in_meta);
         return;
     }
-    const char *grad = pointer(meta, layout->at.grad_in_meta);
-    if (step == 3) {
-        __builtin_prefetch(pointer(grad, layout->at.storage_in_impl));
-        return;
-    }
-    for (int byte = 0; byte < 192; byte += 64)
-        __builtin_prefetch(grad + byte);
+    const void *grad = pointer(meta, layout->at.grad_in_meta);
+    if (step == 2)
+        fetch_impl(&layout->at, grad);
+    else
+        fetch_storage(&layout->at, pointer(grad, layout->at.storage_in_impl));
 }
 
-void fst_record_move_version(const fst_record_layout *layout, const void *impl)
+const void *fst_record_counted(const fst_record_layout *layout, PyObject *object)
 {
-    layout->move(&impl);
+    if (!layout->known || !layout->move)
+        return NULL;
+    const void *impl = pointer(object, layout->at.impl_in_object);
+    return has_counter(layout, impl) ? impl : NULL;
 }
 
 enum { STEP_AHEAD = 8 };
 
-/* The way to a version counter has three steps, each asked for when the one before should have
- * come.
+/* The way to a version counter has two steps, each asked for when the one before should have come.
  */
-static void fetch_counter(const fst_record_places *at, PyObject *const *objects, size_t count)
+static void fetch_counter(const fst_record_places *at, const void *const *impls, size_t count)
 {
-    if (count > 3 * STEP_AHEAD)
-        __builtin_prefetch((const uint64_t *)objects[3 * STEP_AHEAD] + at->impl_in_object);
-    if (count > 2 * STEP_AHEAD) {
-        const uint64_t *impl = pointer(objects[2 * STEP_AHEAD], at->impl_in_object);
-        __builtin_prefetch(impl + at->counter_in_impl);
-        __builtin_prefetch(impl + at->kind + 1);
-    }
+    if (count > 2 * STEP_AHEAD)
+        __builtin_prefetch((const uint64_t *)impls[2 * STEP_AHEAD] + at->counter_in_impl);
     if (count > STEP_AHEAD)
-        __builtin_prefetch(
-            pointer(pointer(objects[STEP_AHEAD], at->impl_in_object), at->counter_in_impl));
+        __builtin_prefetch(pointer(impls[STEP_AHEAD], at->counter_in_impl));
 }
 
-size_t fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
-                                size_t count)
+void fst_record_move_versions(const fst_record_layout *layout, const void *const *impls,
+                              size_t count)
 {
-    if (!layout->known || !layout->move)
-        return 0;
-    size_t moved = 0;
-    for (; moved < count; moved++) {
-        fetch_counter(&layout->at, objects + moved, count - moved);
-        if (!has_counter(layout, pointer(objects[moved], layout->at.impl_in_object)))
-            break;
-        layout->move((const uint64_t *)objects[moved] + layout->at.impl_in_object);
+    for (size_t i = 0; i < count; i++) {
+        fetch_counter(&layout->at, impls + i, count - i);
+        layout->move(impls + i);
     }
-    return moved;
 }
 
-void fst_record_fetch(const fst_record *record)
+void fst_record_fetch(const fst_record_layout *layout, const fst_record *record)
 {
     __builtin_prefetch(record->object);
-    for (int byte = 0; byte < 192; byte += 64)
-        __builtin_prefetch((const char *)record->impl + byte);
-    __builtin_prefetch(record->storage);
-    __builtin_prefetch((const char *)record->storage + 32);
+    fetch_impl(&layout->at, record->impl);
+    fetch_storage(&layout->at, record->storage);
 }

@@ -75,7 +75,8 @@ const void *fst_record_grad(const fst_record_layout *layout, const fst_record *p
  * then follows. Nothing changes where it is not. */
 int fst_record_follow(const fst_record_layout *layout, fst_record *record, const void *impl);
 
-void fst_record_fetch(const fst_record *record);
+/* Asks early for what tells whether the record still holds. */
+void fst_record_fetch(const fst_record_layout *layout, const fst_record *record);
 
 /* What torch answers on tensors with one description: packed ones in CPU memory, with elements and
  * a version counter. */
@@ -111,12 +112,11 @@ const void *fst_record_grad_of(const fst_record_layout *layout, PyObject *object
 enum { FST_STEPS_TO_GRAD = 4 };
 void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, int step);
 
-/* Moves the version counter of the tensor with this record, which has a form. */
-void fst_record_move_version(const fst_record_layout *layout, const void *impl);
+/* The record of a tensor whose version counter can be moved here; NULL if Python has to do it. */
+const void *fst_record_counted(const fst_record_layout *layout, PyObject *object);
 
-/* Moves the version counters of tensors that were written. Returns of how many; from the next one
- * on Python has to do it. */
-size_t fst_record_move_versions(const fst_record_layout *layout, PyObject *const *objects,
-                                size_t count);
+/* Moves the version counters of tensors that were written: those with a form, or counted. */
+void fst_record_move_versions(const fst_record_layout *layout, const void *const *impls,
+                              size_t count);
 
 #endif

@@ -135,13 +135,13 @@ static int same_param(const fst_record_layout *layout, fst_plan_object *self, fs
 
 /* Between two steps the model runs and the records leave the cache: those of a parameter further on
  * are asked for early. */
-static void fetch(const fst_trace *trace, unsigned key_count)
+static void fetch(const fst_record_layout *layout, const fst_trace *trace, unsigned key_count)
 {
-    fst_record_fetch(&trace->param);
-    fst_record_fetch(&trace->grad);
+    fst_record_fetch(layout, &trace->param);
+    fst_record_fetch(layout, &trace->grad);
     __builtin_prefetch(trace->dict);
     for (unsigned k = 0; k < key_count; k++)
-        fst_record_fetch(&trace->states[k]);
+        fst_record_fetch(layout, &trace->states[k]);
 }
 
 static int same_params(const fst_record_layout *layout, fst_plan_object *self, PyObject *params,
@@ -150,7 +150,7 @@ static int same_params(const fst_record_layout *layout, fst_plan_object *self, P
     const Py_ssize_t count = PyList_Size(params);
     for (Py_ssize_t i = 0; i < count; i++, trace++) {
         if (i + FETCH_AHEAD < count)
-            fetch(trace + FETCH_AHEAD, key_count);
+            fetch(layout, trace + FETCH_AHEAD, key_count);
         if (!same_param(layout, self, trace, PyList_GetItem(params, i), state, key_count))
             return 0;
     }

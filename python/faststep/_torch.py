@@ -108,10 +108,12 @@ def is_capturing() -> bool:
     return bool(initialized and torch.cuda.is_current_stream_capturing())
 
 
+_profiler_enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
+
+
 def is_profiling() -> bool:
     """True while torch records what runs; also where this torch does not tell."""
-    enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
-    return enabled is None or bool(enabled())
+    return _profiler_enabled is None or bool(_profiler_enabled())
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:

@@ -114,9 +114,34 @@ static void samples_are_found(void)
     CHECK_INT(fst_table_find(&table, -11, &places[0]), -1);
     CHECK_INT(fst_table_find(&table, INT64_MAX, &places[0]), -1);
     CHECK_INT(fst_table_find(&table, INT64_MIN, &places[0]), -1);
-    fst_table_copy(&table, places, 0, 7, outputs);
-    fst_table_copy(&table, places, 7, 20, outputs);
+    fst_table_copy(&table, places, 0, 7, outputs, 0);
+    fst_table_copy(&table, places, 7, 20, outputs, 1);
     CHECK(!strcmp(got, "ddajhfdbbhddajhfdbbh"));
+}
+
+/* Rows of any length, from any address to any other, and not a byte more. */
+static void rows_are_streamed(void)
+{
+    enum { MOST = 700 };
+    static char from[2 * MOST], to[2 * MOST];
+    for (size_t i = 0; i < sizeof from; i++)
+        from[i] = (char)random_bits();
+    for (int i = 0; i < 2000; i++) {
+        const size_t source = random_below(64), target = 64 + random_below(64);
+        const size_t size = random_below(MOST);
+        fst_field field = {.items = size, .conversion = FST_AS_IS};
+        fst_column column = {from + source, 0};
+        fst_node node = {.kind = FST_ROWS, .length = 1, .columns = &column};
+        const fst_table table = {&field, 1, &node, 1};
+        const fst_place place = {&node, 0};
+        char *outputs[] = {to + target};
+        memset(to, 0x5A, sizeof to);
+        fst_table_copy(&table, &place, 0, 1, outputs, 1);
+        int wrong = memcmp(to + target, from + source, size) != 0;
+        for (size_t at = 0; at < sizeof to; at++)
+            wrong += (at < target || at >= target + size) && to[at] != 0x5A;
+        CHECK_INT(wrong, 0);
+    }
 }
 
 /* A child that is chosen with an index it does not have. */
@@ -153,7 +178,7 @@ static void tokens_are_widened(void)
     char *outputs[] = {(char *)first, (char *)second, (char *)third, NULL};
     const fst_place place = {&node, 0};
     CHECK_INT((int64_t)fst_table_row_bytes(&table), ITEMS * 20);
-    fst_table_copy(&table, &place, 0, 1, outputs);
+    fst_table_copy(&table, &place, 0, 1, outputs, 0);
     for (size_t i = 0; i < ITEMS; i++) {
         uint16_t narrow;
         uint32_t wide;
@@ -249,7 +274,7 @@ static void documents_are_found(void)
             char *outputs[] = {(char *)output};
             for (size_t i = 0; i < ITEMS; i++)
                 memcpy(bytes + 1 + width * i, &tokens[random_bits() % 5], width);
-            fst_table_copy(&table, &place, 0, 1, outputs);
+            fst_table_copy(&table, &place, 0, 1, outputs, 0);
             for (size_t i = 0; i < ITEMS; i++) {
                 int64_t got = 0;
                 memcpy(&got, (char *)output + size * i, size);
@@ -265,8 +290,13 @@ int main(void)
     all_orders_occur();
     long_shuffles_mix();
     samples_are_found();
+    rows_are_streamed();
     missing_samples_are_not_found();
-    tokens_are_widened();
+    const fst_cpu_kernels *levels[MAX_LEVELS];
+    for (size_t i = supported_levels(levels); i-- > 0;) {
+        fst_table_use(levels[i]->widen);
+        tokens_are_widened();
+    }
     documents_are_found();
     slots_are_used_again();
     forks_are_counted();

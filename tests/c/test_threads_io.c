@@ -87,13 +87,13 @@ static int keep(keeper *k, fst_slot *const *slots)
     return room;
 }
 
-static void batches_come_in_order(unsigned threads, int eager, size_t limit)
+static void batches_come_in_order(unsigned threads, int may_wait, size_t limit)
 {
     enum { AHEAD = 5, BATCHES = 60 };
     static request requests[BATCHES];
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
-    fst_crew *crew = fst_crew_new(&table, pool, threads, eager, &status);
+    fst_crew *crew = fst_crew_new(&table, pool, threads, may_wait, &status);
     keeper k = {.lock = PTHREAD_MUTEX_INITIALIZER};
     pthread_t other;
     uint64_t number;
@@ -186,6 +186,37 @@ static void batches_go_where_the_caller_says(unsigned threads)
     fst_slots_close(pool);
 }
 
+static void widen_slowly(char *restrict to, const char *restrict from, size_t items)
+{
+    (void)to, (void)from, (void)items;
+    usleep(2000);
+}
+
+/* A small batch is filled by the one who waits for it, in memory that is found then; but not after
+ * one whose rows had to be waited for. */
+static void slow_rows_are_filled_ahead(int may_wait)
+{
+    static const fst_widen_loops slow = {.u16_to_i32 = widen_slowly};
+    static const int64_t indices[] = {1, 2};
+    fst_field tokens = {.items = 4, .conversion = FST_U16_TO_I32};
+    const fst_table files = {&tokens, 1, &node, 1};
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    fst_crew *crew = fst_crew_new(&files, pool, 2, may_wait, &status);
+    fst_table_use(&slow);
+    for (int i = 0; i < 3; i++) {
+        uint64_t number;
+        fst_slot *slot;
+        CHECK_INT(fst_crew_add(crew, indices, 2, NULL, &number, &status), FST_OK);
+        CHECK_INT((int64_t)fst_slots_counted(pool).held, may_wait && i > 0);
+        wait_for(crew);
+        CHECK_INT((int64_t)fst_crew_take(crew, &slot), 2);
+        fst_slot_give_back(slot);
+    }
+    fst_crew_free(crew);
+    fst_slots_close(pool);
+}
+
 static void wrong_calls_are_refused(void)
 {
     static const int64_t wrong[] = {1, ROWS};
@@ -252,14 +283,16 @@ int main(void)
             numbers[i][j] = i * WIDTH + j;
     }
     for (unsigned threads = 0; threads < 4; threads++)
-        for (int eager = 0; eager < 2; eager++) {
-            batches_come_in_order(threads, eager, 20);
-            batches_come_in_order(threads, eager, 1500);
+        for (int may_wait = 0; may_wait < 2; may_wait++) {
+            batches_come_in_order(threads, may_wait, 20);
+            batches_come_in_order(threads, may_wait, 1500);
         }
     the_crew_ends_with_work_left(0);
     the_crew_ends_with_work_left(3);
     batches_go_where_the_caller_says(0);
     batches_go_where_the_caller_says(3);
+    slow_rows_are_filled_ahead(0);
+    slow_rows_are_filled_ahead(1);
     wrong_calls_are_refused();
     a_forked_child_is_told();
     return check_report();

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def child(work: Any) -> None:
             traceback.print_exc()
         finally:
             os._exit(status)
-    for _ in range(1000):
+    for _ in range(6000):
         done, status = os.waitpid(number, os.WNOHANG)
         if done:
             assert status == 0
@@ -41,6 +42,15 @@ def child(work: Any) -> None:
     os.kill(number, 9)
     os.waitpid(number, 0)
     pytest.fail("the child hangs")
+
+
+def within_a_second(end: Callable[[], float]) -> None:
+    """`end` returns the seconds it took; on a busy machine not each time counts, but torch's own
+    time-outs are 5 s at any time."""
+    seconds = [end()]
+    while min(seconds) >= 1.0 and len(seconds) < 5:
+        seconds.append(end())
+    assert min(seconds) < 1.0, seconds
 
 
 @pytest.mark.parametrize("sampler", [None, [*range(ROWS)]])

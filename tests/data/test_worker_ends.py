@@ -72,7 +72,7 @@ print(ours._workers._pool._latest.memory.counts()["taken"], flush=True)
     time.sleep(0.2)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     try:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
     finally:
         process.kill()
     assert (process.returncode, out, err) == (0, "0\n", "")

@@ -99,6 +99,7 @@ class Contest:
     def __init__(self, work: Work, seed: int = 0) -> None:
         self.outcome = Outcome(work)
         self._rounds: dict[str, Round] = {}
+        self._paces: dict[str, float] = {}
         self._arena: Arena | None = None
         self._seed = seed
         needed, free = work.bytes_needed(len(contenders_of(work))), available_bytes()
@@ -125,7 +126,12 @@ class Contest:
                 return None
             warm_up(contender.name, round_, self._arena)
             self._rounds[contender.name] = round_
+            self._paces[contender.name] = timed(round_, self._arena)
         return self._rounds[contender.name]
+
+    def rounds_in(self, seconds: float, contender: Contender, least: int, most: int) -> int:
+        """How many rounds of a contender take about ``seconds``, by its first one."""
+        return max(least, min(most, round(seconds / self._paces[contender.name])))
 
     def finish(self, meter: CopyMeter) -> Outcome:
         """Note the copy rate and the load, and return what was measured."""
@@ -143,6 +149,14 @@ def warm_up(name: str, round_: Round, arena: Arena) -> None:
     after = arena.probe()
     if torch.equal(before, after) or not bool(torch.isfinite(after).all()):
         raise RuntimeError(f"{name} did not do the work {arena.work.key!r}")
+
+
+def timed(round_: Round, arena: Arena) -> float:
+    """The seconds of one round on restored gradients."""
+    arena.refill()
+    start = time.perf_counter()
+    round_()
+    return time.perf_counter() - start
 
 
 def run_contest(

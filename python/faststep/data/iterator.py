@@ -93,11 +93,17 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         if self._timeout != 0 and self._num_workers == 0:
             raise AssertionError("a DataLoader without workers requires timeout == 0")
         self._plan = plan
+        self._structure, self._row_bytes = plan.structure, plan.row_bytes
+        self._rows = 0  # of the newest batch, if it was gathered
         self._slots = slots
         self._batch_sampler = loader.batch_sampler
         self._window = AHEAD
+        self._asked_ahead = 1  # batches that torch has asked for when it hands one out
+        self._indices: Any = None  # of the newest block, and whether they can be submitted
+        self._submits = False
         if self._num_workers:
             self._window = max(1, loader.prefetch_factor * self._num_workers)
+            self._asked_ahead += self._window
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
         device = loader._device
         self._held = 0 if device is None else loader._prefetch_to_device
@@ -137,27 +143,26 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
 
     def _request_until(self, count: int) -> None:
         """Asks the sampler until torch would have asked so often."""
-        while not self._ended:
-            made = self._requested if self._order is not None else self._next_number()
-            if made >= count:
-                break
-            self._request()
+        order = self._order
+        if order is None:
+            while not self._ended and self._next_number() < count:
+                self._request()
+        else:
+            while not self._ended and self._requested < count:
+                order.request(self._requested)
+                self._ended = self._requested >= order.batches
+                self._requested += 1
 
     def _request(self) -> None:
-        """Asks the sampler once more."""
-        if self._order is not None:
-            self._order.request(self._requested)
-            self._ended = self._requested >= self._order.batches
-            self._requested += 1
+        """Asks a sampler of unknown order once more."""
+        try:
+            indices = next(self._sampler_iter)
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            self._queue.append(_Entry(self._next_number(), None, 0, error))
         else:
-            try:
-                indices = next(self._sampler_iter)
-            except StopIteration:
-                self._ended = True
-            except Exception as error:
-                self._queue.append(_Entry(self._next_number(), None, 0, error))
-            else:
-                self._add(indices, (indices,))
+            self._add(self._next_number(), indices, (indices,), _is_submittable(indices))
 
     def _next_number(self) -> int:
         """The number of the next batch for the queue.
@@ -170,24 +175,28 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         order = self._order
         if order is None or not order.drawn:
             return
-        while len(self._queue) <= self._limit and self._next_number() < order.batches:
-            block = order.block(self._next_number())
-            self._add(block, block)
+        number = self._next_number()
+        while len(self._queue) <= self._limit and number < order.batches:
+            block = order.block(number)
+            if block[0] is not self._indices:
+                self._indices, self._submits = block[0], _is_submittable(block[0])
+            self._add(number, block, block, self._submits)
+            number += 1
 
     def _most_ahead(self, order: Order) -> int:
         """How many batches may be in the queue: fewer if they are very large."""
-        size = max(1, order.batch_size * self._plan.row_bytes)
+        size = max(1, order.batch_size * self._row_bytes)
         return max(2, min(self._window, MOST_BYTES_AHEAD // size))
 
-    def _add(self, indices: Any, arguments: Any) -> None:
+    def _add(self, number: int, indices: Any, arguments: Any, submits: bool) -> None:
         if self._gather is None:
             self._gather = self._plan.gather(self._slots, self._num_workers)
         ticket = 0
-        if _is_submittable(arguments[0]):
+        if submits:
             if self._gathers_pinned:
                 arguments = self._with_pinned_outputs(*arguments)
             ticket = self._gather.submit(*arguments)
-        self._queue.append(_Entry(self._next_number(), indices, ticket, None))
+        self._queue.append(_Entry(number, indices, ticket, None))
 
     def _with_pinned_outputs(self, items: Any, start: int = 0, count: int = -1) -> Any:
         """Arguments of `submit`, with page-locked memory for the batch.
@@ -221,8 +230,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             progress = self.progress
             while self._queue and self._queue[0].number < progress.delivered:
                 self._queue.popleft()  # an interrupt came when it was being delivered
-            # as many as torch has asked for when it hands out this batch
-            self._request_until(progress.delivered + 1 + self._window * (self._num_workers > 0))
+            self._request_until(progress.delivered + self._asked_ahead)
             self._add_known()
             if not self._queue:
                 self._finish()
@@ -238,9 +246,14 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         if entry.error is not None:
             raise entry.error
         if tensors is not None:
-            return self._plan.structure.batch(iter(tensors))
+            self._rows = len(entry.indices) if self._order is None else entry.indices[2]
+            return tensors if self._structure.is_flat else self._structure.batch(iter(tensors))
+        self._rows = 0
         data = self._fetch(entry.indices)
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+
+    def bytes_of(self, batch: Any) -> int:
+        return self._rows * self._row_bytes or super().bytes_of(batch)
 
     def _fetch(self, indices: Any) -> Any:
         """A batch that cannot be gathered, as torch fetches it; mostly it raises torch's error."""
@@ -257,7 +270,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         queue, self._queue, self._gather = self._queue, deque(), None
         for entry in queue:
             if entry.ticket:
-                self._add(entry.indices, entry.indices if self._order else (entry.indices,))
+                arguments = entry.indices if self._order else (entry.indices,)
+                self._add(entry.number, entry.indices, arguments, True)
             else:
                 self._queue.append(entry)
 

@@ -35,9 +35,10 @@ class Meter:
         self._waits = array("q")
         self._batches = self._bytes = self._slowest = 0
 
-    def note(self, stage: str, start: int, batch: Any) -> None:
+    def note(self, iterator: Metered, start: int, batch: Any) -> None:
         """A stage, with those within it, has taken from `start` until now for a batch."""
         spent = time.perf_counter_ns() - start
+        stage = iterator.stage
         self._totals[stage] = self._totals.get(stage, 0) + spent
         if stage != self._last_stage:
             return
@@ -46,8 +47,9 @@ class Meter:
         else:
             self._waits[self._batches % KEPT] = spent
         self._batches += 1
-        self._bytes += _bytes_of(batch)
-        self._slowest = max(self._slowest, spent)
+        self._bytes += iterator.bytes_of(batch)
+        if spent > self._slowest:
+            self._slowest = spent
 
     def stats(self) -> dict[str, Any]:
         """See DataLoader.stats."""
@@ -115,8 +117,12 @@ class Metered:
         start = time.perf_counter_ns()
         batch = self._next()
         if self.meter is not None:
-            self.meter.note(self.stage, start, batch)
+            self.meter.note(self, start, batch)
         return batch
+
+    def bytes_of(self, batch: Any) -> int:
+        """Of the newest batch."""
+        return _bytes_of(batch)
 
     def _next(self) -> Any:
         return super().__next__()  # type: ignore[misc]

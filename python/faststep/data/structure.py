@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,11 @@ class Structure:
     kind: type | None
     keys: tuple[Any, ...] = ()  # of a dict
     children: tuple[Structure, ...] = ()
+
+    @functools.cached_property
+    def is_flat(self) -> bool:
+        """Whether its batch is a list of all leaves."""
+        return self.kind in (list, tuple) and all(child.kind is None for child in self.children)
 
     def container_types(self) -> set[type]:
         found = {self.kind} if self.kind is not None else set()

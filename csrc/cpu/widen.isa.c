@@ -1,0 +1,30 @@
+/* Rows of integers, compiled once per instruction set as kernels.isa.c is. */
+#include "base/widen.h"
+
+#include <stdint.h>
+#include <string.h>
+
+#define WIDEN(name, narrow_type, wide_type)                                      \
+    static void name(char *restrict to, const char *restrict from, size_t items) \
+    {                                                                            \
+        for (size_t i = 0; i < items; i++) {                                     \
+            narrow_type narrow;                                                  \
+            memcpy(&narrow, from + i * sizeof narrow, sizeof narrow);            \
+            const wide_type wide = (wide_type)narrow;                            \
+            memcpy(to + i * sizeof wide, &wide, sizeof wide);                    \
+        }                                                                        \
+    }
+WIDEN(fst_loop_u16_to_i32, uint16_t, int32_t)
+WIDEN(fst_loop_u16_to_i64, uint16_t, int64_t)
+WIDEN(fst_loop_u32_to_i64, uint32_t, int64_t)
+
+#define LOOPS_OF(isa) fst_widen_loops_##isa
+#define LOOPS(isa) LOOPS_OF(isa)
+
+extern const fst_widen_loops LOOPS(FST_ISA);
+
+const fst_widen_loops LOOPS(FST_ISA) = {
+    .u16_to_i32 = fst_loop_u16_to_i32,
+    .u16_to_i64 = fst_loop_u16_to_i64,
+    .u32_to_i64 = fst_loop_u32_to_i64,
+};

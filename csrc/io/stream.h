@@ -1,0 +1,46 @@
+/* stream.h - copies past the caches: what is written is not read again soon, and need not be read
+ * before it is overwritten. */
+#ifndef FST_IO_STREAM_H
+#define FST_IO_STREAM_H
+
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+
+/* fst_stream_end() comes before another thread may look. */
+static inline void fst_stream_copy(char *restrict to, const char *restrict from, size_t bytes)
+{
+    enum { LINE = 64, AHEAD = 16 * LINE };
+    const size_t to_line = -(uintptr_t)to % LINE, head = to_line < bytes ? to_line : bytes;
+    memcpy(to, from, head);
+    size_t at = head;
+    for (; at + LINE <= bytes; at += LINE) {
+        __builtin_prefetch(from + at + AHEAD);
+        __m128i line[4];
+        for (int i = 0; i < 4; i++)
+            line[i] = _mm_loadu_si128((const __m128i *)(const void *)(from + at) + i);
+        for (int i = 0; i < 4; i++)
+            _mm_stream_si128((__m128i *)(void *)(to + at) + i, line[i]);
+    }
+    memcpy(to + at, from + at, bytes - at);
+}
+
+static inline void fst_stream_end(void)
+{
+    _mm_sfence();
+}
+#else
+static inline void fst_stream_copy(char *restrict to, const char *restrict from, size_t bytes)
+{
+    memcpy(to, from, bytes);
+}
+
+static inline void fst_stream_end(void)
+{
+}
+#endif
+
+#endif
