@@ -3,8 +3,10 @@
     python -m tests.data.soak                                  # two minutes, real sizes
     python -m tests.data.soak --seconds 600 --row 4194304
 
-Each path gets its share of the time, of which the first quarter is to warm up. A line per path says
-what it had then and at the end; the exit code is 1 if something grew.
+Each path gets its share of the time, of which the first quarter is to warm up. A line per path
+says what it had then and at the end; the exit code is 1 if something grew: descriptors, threads,
+children and files in /dev/shm at all, objects by one in each epoch, memory by a batch or what
+malloc takes at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,10 +29,12 @@ from torch.utils.data import Dataset, TensorDataset
 from faststep.data import DataLoader
 from faststep.data.formats import HDF5Dataset, ImageFolder
 
-__all__ = ["PATHS", "Usage", "epochs", "grown", "usage"]
+__all__ = ["PATHS", "Usage", "epochs", "grown", "main", "usage"]
 
 BATCH = 8
 BATCHES = 6  # per epoch
+WARM = 15  # epochs at least
+MALLOC = 3000  # kilobytes; up to 2000 it takes at a time
 
 
 class Usage(NamedTuple):
@@ -121,6 +125,7 @@ def images(row: int, folder: Path) -> Dataset[Any]:
 
 
 Make = Callable[[int, Path], Dataset[Any]]
+Stop = Callable[[int, float], bool]  # by the number of the epoch, and the seconds so far
 WORKERS: dict[str, Any] = {"num_workers": 1}
 PATHS: dict[str, tuple[Make, dict[str, Any]]] = {
     "arrays": (arrays, {"num_workers": 2}),
@@ -160,32 +165,48 @@ def epochs(name: str, row: int, folder: Path) -> Generator[int, None, None]:
     del kept
 
 
-def _soak(name: str, row: int, seconds: float) -> list[str]:
+def _soak(name: str, row: int, is_warm: Stop, is_over: Stop) -> list[str]:
     start, first = time.monotonic(), None
     with tempfile.TemporaryDirectory() as folder:
         running = epochs(name, row, Path(folder))
         for number in running:
             spent = time.monotonic() - start
-            if first is None and spent > seconds / 4 and number >= 15 and number % 3 == 0:
+            if number % 3 or number < WARM:
+                continue  # in another state
+            if first is None and is_warm(number, spent):
                 first, warm = usage(), number
-            if first is not None and spent > seconds and number % 3 == 0:
+            elif first is not None and is_over(number, spent):
                 break
+        assert first is not None
         last = usage()  # of a loader that goes on
         running.close()
-    assert first is not None
-    faults = grown(first, last, objects=200, kilobytes=BATCH * row // 1024)
+    faults = grown(first, last, number - warm - 1, max(MALLOC, BATCH * row >> 10))
+    faults += grown(last, usage(), 0, MALLOC)
+    children = usage().children
+    faults += [f"children: {children} after the end"] * bool(children)
     print(f"{name}: {warm} epochs {tuple(first)}, {number} epochs {tuple(last)} {faults or ''}")
     return faults
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=120.0, help="of all paths")
+    parser.add_argument("--epochs", type=int, help="of each path, instead; a multiple of three")
     parser.add_argument("--row", type=int, default=3 << 18, help="bytes of a sample")
-    arguments = parser.parse_args()
+    parser.add_argument("--path", action="append", choices=PATHS, help="only this one")
+    chosen = parser.parse_args(arguments)
+    names = chosen.path or [*PATHS]
+    share = chosen.seconds / len(names)
     print(", ".join(Usage._fields))
-    share = arguments.seconds / len(PATHS)
-    failed = [name for name in PATHS if _soak(name, arguments.row, share)]
+    last = chosen.epochs
+
+    def is_warm(number: int, seconds: float) -> bool:
+        return last is not None or seconds > share / 4
+
+    def is_over(number: int, seconds: float) -> bool:
+        return number >= last if last is not None else seconds > share
+
+    failed = [name for name in names if _soak(name, chosen.row, is_warm, is_over)]
     return int(bool(failed))
 
 
