@@ -6,10 +6,8 @@
 #include "rules/image.h"
 #include "words.h"
 
-/* Where a pixel's value comes from: nowhere (0), one source pixel, four, or, with antialiasing, all
- * of those that it covers (FST_IMAGE_SPANS). */
-enum { FST_IMAGE_SPANS = 5 };
-
+/* Where a pixel's value comes from: nowhere (0), one source pixel, or four. With antialiasing: all
+ * that it covers, from `a` on. */
 typedef struct {
     int count;
     int64_t a, b, c, d; /* in elements: upper left and right, lower left and right */
@@ -18,21 +16,13 @@ typedef struct {
 } fst_image_origin;
 
 FST_DEVICE fst_image_origin fst_image_find(const fst_image_batch *batch, const fst_image_sample *s,
-                                           int32_t index, int32_t y, int32_t x, int antialias)
+                                           int32_t index, int32_t y, int32_t x)
 {
     const int64_t row_step = batch->source_stride[FST_IMAGE_ROW];
     const int64_t step = batch->source_stride[FST_IMAGE_COLUMN];
     const int64_t start = index * batch->source_stride[FST_IMAGE_SAMPLE];
     fst_image_origin at;
-    at.rows.count = at.columns.count = 0;
-    if (antialias && fst_image_is_resized(s)) {
-        at.rows = fst_image_row_span(s, y);
-        at.columns = fst_image_column_span(s, batch->width, x);
-        at.row.first = at.row.second = at.rows.first;
-        at.column.first = at.column.second = at.columns.first;
-        at.row.w0 = at.row.w1 = at.column.w0 = at.column.w1 = 0.0f;
-        at.count = at.rows.count && at.columns.count ? FST_IMAGE_SPANS : 0;
-    } else if (fst_image_is_resized(s)) {
+    if (fst_image_is_resized(s)) {
         at.row = fst_image_row_tap(s, y);
         at.column = fst_image_column_tap(s, batch->width, x);
         at.count = at.row.first < 0 || at.column.first < 0 ? 0 : 4;
@@ -48,6 +38,28 @@ FST_DEVICE fst_image_origin fst_image_find(const fst_image_batch *batch, const f
     at.b = start + at.row.first * row_step + at.column.second * step;
     at.c = start + at.row.second * row_step + at.column.first * step;
     at.d = start + at.row.second * row_step + at.column.second * step;
+    return at;
+}
+
+/* The same with antialiasing. */
+FST_DEVICE fst_image_origin fst_image_cover(const fst_image_batch *batch, const fst_image_sample *s,
+                                            int32_t index, int32_t y, int32_t x)
+{
+    const int64_t row_step = batch->source_stride[FST_IMAGE_ROW];
+    const int64_t step = batch->source_stride[FST_IMAGE_COLUMN];
+    fst_image_origin at;
+    if (fst_image_is_resized(s)) {
+        at.rows = fst_image_row_span(s, y);
+        at.columns = fst_image_column_span(s, batch->width, x);
+    } else {
+        const int32_t column = fst_image_grid_column(s, batch->width, x);
+        at.rows = fst_image_one(
+            fst_image_unresized(s->first_row + y, s->top, s->grid_height, batch->source_height));
+        at.columns =
+            fst_image_one(fst_image_unresized(column, s->left, s->grid_width, batch->source_width));
+    }
+    at.a = index * batch->source_stride[FST_IMAGE_SAMPLE] + at.rows.first * row_step +
+           at.columns.first * step;
     return at;
 }
 
@@ -67,10 +79,12 @@ FST_DEVICE float fst_image_sum(const fst_image_batch *batch, const fst_image_ori
         int64_t place = first + x * batch->source_stride[FST_IMAGE_COLUMN];
         float column = 0.0f;
         for (int32_t y = 0; y < at->rows.count; y++) {
-            column += fst_image_weight(&at->rows, y) * fst_image_read(batch, place);
+            const float part = fst_image_weight(&at->rows, y) * fst_image_read(batch, place);
+            column = y ? column + part : part;
             place += batch->source_stride[FST_IMAGE_ROW];
         }
-        value += fst_image_weight(&at->columns, x) * column;
+        column *= fst_image_weight(&at->columns, x);
+        value = x ? value + column : column;
     }
     return value;
 }
@@ -81,11 +95,11 @@ FST_DEVICE float fst_image_value(const fst_image_batch *batch, const fst_image_o
 {
     const int64_t plane = channel * batch->source_stride[FST_IMAGE_CHANNEL];
     float value = 0.0f;
-    if (at->count == 1)
-        value = fst_image_read(batch, at->a + plane);
-    if (antialias && at->count == FST_IMAGE_SPANS)
+    if (antialias)
         value = fst_image_sum(batch, at, at->a + plane);
-    if (at->count == 4) {
+    else if (at->count == 1)
+        value = fst_image_read(batch, at->a + plane);
+    else if (at->count == 4) {
         const float w0 = at->row.w0, w1 = at->row.w1;
         const float left = fst_image_blend(fst_image_read(batch, at->a + plane),
                                            fst_image_read(batch, at->c + plane), w0, w1);
@@ -119,12 +133,15 @@ FST_DEVICE void fst_image_pixel(const fst_image_batch *batch, int32_t index, int
         index * stride[FST_IMAGE_SAMPLE] + y * stride[FST_IMAGE_ROW] + x * stride[FST_IMAGE_COLUMN];
     fst_image_origin own, other;
     if (boxed)
-        own = fst_image_find(batch, &samples[partner], partner, y, x, antialias);
+        own = antialias ? fst_image_cover(batch, &samples[partner], partner, y, x)
+                        : fst_image_find(batch, &samples[partner], partner, y, x);
     else
-        own = fst_image_find(batch, s, index, y, x, antialias);
+        own = antialias ? fst_image_cover(batch, s, index, y, x)
+                        : fst_image_find(batch, s, index, y, x);
     other = own;
     if (mixed)
-        other = fst_image_find(batch, &samples[partner], partner, y, x, antialias);
+        other = antialias ? fst_image_cover(batch, &samples[partner], partner, y, x)
+                          : fst_image_find(batch, &samples[partner], partner, y, x);
     for (int32_t c = 0; c < batch->channels; c++) {
         float value = fst_image_value(batch, &own, c, antialias);
         if (mixed)
@@ -154,7 +171,7 @@ FST_KERNEL(fst_image, fst_image_batch)
     fst_image_tiles(&launch, 0);
 }
 
-/* With antialiasing: a kernel of its own, as it takes half as many registers more. */
+/* With antialiasing: a kernel of its own, as one for both takes half as many registers more. */
 FST_KERNEL(fst_image_smooth, fst_image_batch)
 {
     fst_image_tiles(&launch, 1);

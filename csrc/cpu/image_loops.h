@@ -46,7 +46,7 @@ LOOP gather_columns(size_t n, float *restrict to, const float *restrict row,
     LOOP fst_loop_weigh_##suffix(size_t n, float *restrict to, const type *a, float w) \
     {                                                                                  \
         for (size_t i = 0; i < n; i++)                                                 \
-            to[i] = 0.0f + w * (float)a[i];                                            \
+            to[i] = w * (float)a[i];                                                   \
     }                                                                                  \
     LOOP fst_loop_add_##suffix(size_t n, float *restrict to, const type *a, float w)   \
     {                                                                                  \
@@ -65,8 +65,8 @@ LOOP sum_columns(size_t n, float *restrict to, const float *restrict row,
         const float *restrict from = row + columns->first[i];
         const float *restrict weights = columns->weights + columns->place[i];
         const int32_t count = columns->count[i];
-        float sum = 0.0f;
-        for (int32_t k = 0; k < count; k++)
+        float sum = count ? weights[0] * from[0] : 0.0f;
+        for (int32_t k = 1; k < count; k++)
             sum += weights[k] * from[k];
         to[i] = fst_image_affine(sum, scale, bias);
     }

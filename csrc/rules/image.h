@@ -77,6 +77,17 @@ FST_FN fst_image_span fst_image_span_at(int32_t at, int32_t start, int32_t lengt
     return span;
 }
 
+/* One row, or column, as it is; -1: none. */
+FST_FN fst_image_span fst_image_one(int32_t first)
+{
+    fst_image_span span;
+    span.first = first;
+    span.count = first >= 0;
+    span.nearest = 0.0f;
+    span.narrow = span.share = 1.0f;
+    return span;
+}
+
 FST_FN float fst_image_weight(const fst_image_span *span, int32_t i)
 {
     return fst_image_triangle(span, i) * span->share;
