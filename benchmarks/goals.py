@@ -13,7 +13,7 @@ from faststep.cli.timing import Outcome
 from faststep.cli.workloads import ALL_FAMILIES
 from loader_works import BEST, COPY, LOADER_WORKS
 from windows import BY_HAND, RECIPE
-from works import HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
+from works import GPT_BELOW, HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
 
 __all__ = ["GOALS", "Goal", "goals_text"]
 
@@ -57,7 +57,7 @@ def _goals() -> tuple[Goal, ...]:
     goals += [Goal("sgd", MANY_SMALL, "torch fused", 20.0)]
     goals += [Goal("lion", label, "optimi Lion", 3.0) for label in (*LARGE, MANY_SMALL)]
     goals += [
-        Goal("clip", "GPT-2 small", "torch", 1.8),
+        *(Goal("clip", label, "torch", 1.8) for label in ("GPT-2 small", GPT_BELOW)),
         Goal("clip", MANY_SMALL, "torch", 20.0),
         *(Goal("chain", label, "copy_", 0.9) for label in LARGE),
         Goal("sums", "GPT-2 small", BY_HAND, 2.5),

@@ -11,6 +11,7 @@ from faststep.cli.contenders import OURS
 from faststep.cli.workloads import SHAPES, Work, count_elements
 
 __all__ = [
+    "GPT_BELOW",
     "HOST_TENSORS",
     "LARGE",
     "MANY_SMALL",
@@ -29,6 +30,7 @@ MANY_SMALL = "2000 x 64"
 HOST_TENSORS = (300, 5000)
 RELEASED = ("150 x 64", "2000 x 64")
 LARGE = ("16 x 1M", "ResNet-50", "GPT-2 small")
+GPT_BELOW = "GPT-2 small, norm below the limit"
 SWEEP_CONTENDERS = (OURS, "torch fused", "torch default")
 
 
@@ -52,6 +54,7 @@ def all_works(largest: int) -> list[Work]:
     works += [
         Work("chain", f"{MANY_SMALL}, norm below the limit", shapes[MANY_SMALL], true_norm=0.5),
         Work("chain", "16 x 1M, norm below the limit", shapes["16 x 1M"], true_norm=0.5),
+        Work("clip", GPT_BELOW, shapes["GPT-2 small"], true_norm=0.5),
         Work("chain", f"{MANY_SMALL}, cold caches", shapes[MANY_SMALL], cold=True),
         Work("chain", f"{MANY_SMALL}, new gradients", shapes[MANY_SMALL], fresh_gradients=True),
     ]

@@ -2,9 +2,9 @@
 
 #include "cpu/parallel.h"
 
-/* The cost of the smallest part worth a thread: some 0.2 ms. Waking threads takes microseconds, but
+/* The cost of a part that is worth a thread: some 0.2 ms. Waking threads takes microseconds, but
  * where the cores are busy with other programs, waiting for them takes milliseconds. */
-enum { GRAIN = 1 << 18 };
+enum { GRAIN = 1 << 18, MOST_PARTS = 256 };
 
 /* Backwards, chunks go in groups of this many, each from its first to its last: what a measuring
  * pass read last is then met early, and the hardware's prefetchers still run from chunk to chunk.
@@ -14,13 +14,18 @@ enum { GROUP = 32 };
 /* Chunks of at most this many elements are asked for early. */
 enum { FETCH_AHEAD = 8, FETCH_MOST = 256 };
 
+/* Part of a round. Its thread takes groups of chunks from one end; threads that have done their own
+ * parts take them from the other. */
+typedef struct {
+    size_t first, last; /* chunks */
+    uint64_t left;      /* groups: from the low half to before the high half */
+} part;
+
 typedef struct fst_job fst_job;
 struct fst_job {
     const fst_work *work;
     const fst_cpu_kernels *kernels;
     void (*chunk)(const fst_job *job, size_t index);
-    uint64_t cost_begin; /* of the round that runs */
-    size_t first, last;  /* chunks of the round */
     int backwards;
     unsigned operand, operand_count; /* what the pass touches */
     fst_norm_kind norm;
@@ -36,13 +41,12 @@ static const fst_operand *operands_of(const fst_job *job, size_t index)
     return job->work->operands + job->work->chunks[index].span * job->work->width + job->operand;
 }
 
-/* The first chunk of the round whose cost begins at `cost` or later. */
-static size_t chunk_at(const fst_job *job, uint64_t cost)
+/* The first chunk from `low` to before `high` whose cost begins at `cost` or later. */
+static size_t chunk_at(const fst_work *work, size_t low, size_t high, uint64_t cost)
 {
-    size_t low = job->first, high = job->last;
     while (low < high) {
         const size_t middle = low + (high - low) / 2;
-        if (job->work->chunks[middle].cost < cost)
+        if (work->chunks[middle].cost < cost)
             low = middle + 1;
         else
             high = middle;
@@ -67,36 +71,87 @@ static void fetch(const fst_job *job, size_t index)
     }
 }
 
-/* The chunk that is worked on after `done` others. */
-static size_t chunk_after(const fst_job *job, size_t first, size_t last, size_t done)
+/* The chunk of a part that is worked on after `done` others. */
+static size_t chunk_after(const fst_job *job, const part *p, size_t done)
 {
     if (!job->backwards)
-        return first + done;
-    const size_t in_group = done % GROUP, left = last - first - (done - in_group);
-    return first + left - (left < GROUP ? left : GROUP) + in_group;
+        return p->first + done;
+    const size_t in_group = done % GROUP, left = p->last - p->first - (done - in_group);
+    return p->first + left - (left < GROUP ? left : GROUP) + in_group;
 }
 
-static void run_range(int64_t begin, int64_t end, void *context)
+/* Takes a group from the front or the end of what is left; 0 if nothing is. */
+static int take(part *p, int from_end, size_t *group)
 {
-    const fst_job *job = context;
-    const size_t first = chunk_at(job, job->cost_begin + (uint64_t)begin);
-    const size_t last = chunk_at(job, job->cost_begin + (uint64_t)end);
-    for (size_t done = 0; done < last - first; done++) {
-        if (done + FETCH_AHEAD < last - first)
-            fetch(job, chunk_after(job, first, last, done + FETCH_AHEAD));
-        job->chunk(job, chunk_after(job, first, last, done));
+    uint64_t left = __atomic_load_n(&p->left, __ATOMIC_RELAXED), rest;
+    do {
+        const uint64_t begin = left & UINT32_MAX, end = left >> 32;
+        if (begin >= end)
+            return 0;
+        *group = (size_t)(from_end ? end - 1 : begin);
+        rest = from_end ? begin | (end - 1) << 32 : (begin + 1) | end << 32;
+    } while (
+        !__atomic_compare_exchange_n(&p->left, &left, rest, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+    return 1;
+}
+
+static void run_groups(const fst_job *job, part *p, int from_end)
+{
+    const size_t count = p->last - p->first;
+    for (size_t group; take(p, from_end, &group);) {
+        const size_t end = (group + 1) * GROUP < count ? (group + 1) * GROUP : count;
+        for (size_t done = group * GROUP; done < end; done++) {
+            if (done + FETCH_AHEAD < count)
+                fetch(job, chunk_after(job, p, done + FETCH_AHEAD));
+            job->chunk(job, chunk_after(job, p, done));
+        }
     }
 }
 
-static fst_code run(fst_job *job, fst_status *status)
+typedef struct {
+    const fst_job *job;
+    size_t count;
+    part parts[MOST_PARTS];
+} parts;
+
+static part *part_at(parts *all, size_t place)
 {
-    const fst_work *work = job->work;
-    for (size_t round = 0; round < work->round_count; round++) {
-        job->first = work->rounds[round];
-        job->last = work->rounds[round + 1];
-        job->cost_begin = work->chunks[job->first].cost;
-        const uint64_t cost = work->chunks[job->last].cost - job->cost_begin;
-        const fst_code code = fst_parallel_for((int64_t)cost, GRAIN, run_range, job, status);
+    return &all->parts[all->job->backwards ? all->count - 1 - place : place];
+}
+
+/* A thread's own parts, and then what is left of the others'. */
+static void run_parts(int64_t begin, int64_t end, void *context)
+{
+    parts *all = context;
+    for (int64_t i = begin; i < end; i++)
+        run_groups(all->job, part_at(all, (size_t)i), 0);
+    for (size_t i = all->count; i-- > 0;)
+        run_groups(all->job, part_at(all, i), 1);
+}
+
+/* Cuts a round into parts of equal cost. */
+static void cut(const fst_work *work, size_t round, parts *all)
+{
+    const size_t first = work->rounds[round], last = work->rounds[round + 1];
+    const uint64_t begin = work->chunks[first].cost, cost = work->chunks[last].cost - begin;
+    const uint64_t wanted = (cost + GRAIN - 1) / GRAIN;
+    all->count = wanted < 1 ? 1 : wanted < MOST_PARTS ? (size_t)wanted : MOST_PARTS;
+    for (size_t i = 0; i < all->count; i++) {
+        part *p = &all->parts[i];
+        const uint64_t end = begin + cost / all->count * (uint64_t)(i + 1);
+        p->first = i ? p[-1].last : first;
+        p->last = i + 1 < all->count ? chunk_at(work, p->first, last, end) : last;
+        p->left = (uint64_t)((p->last - p->first + GROUP - 1) / GROUP) << 32;
+    }
+}
+
+static fst_code run(const fst_job *job, fst_status *status)
+{
+    parts all;
+    all.job = job;
+    for (size_t round = 0; round < job->work->round_count; round++) {
+        cut(job->work, round, &all);
+        const fst_code code = fst_parallel_for((int64_t)all.count, 1, run_parts, &all, status);
         if (code)
             return code;
     }

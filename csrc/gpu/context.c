@@ -73,31 +73,57 @@ static fst_code load_module(fst_gpu_device *device, const fst_driver_device *inf
     return status->code;
 }
 
+static fst_code retain(fst_gpu_device *device, int ordinal, fst_driver_device *info,
+                       fst_status *status)
+{
+    void *context = device->context;
+    device->ordinal = ordinal;
+    if (fst_driver_describe(ordinal, info, status) ||
+        (!context && fst_driver_retain(ordinal, info->handle, &context, status)))
+        return status->code;
+    __atomic_store_n(&device->context, context, __ATOMIC_RELEASE);
+    return FST_OK;
+}
+
 static fst_code start(fst_gpu_device *device, int ordinal, fst_status *status)
 {
     fst_driver_device info;
     int mode;
-    device->ordinal = ordinal;
-    if (fst_driver_describe(ordinal, &info, status))
-        return status->code;
-    if (!device->context && fst_driver_retain(ordinal, info.handle, &device->context, status))
-        return status->code;
-    if (fst_gpu_enter(device, &mode, status))
+    if (retain(device, ordinal, &info, status) || fst_gpu_enter(device, &mode, status))
         return status->code;
     if (device->module || !load_module(device, &info, status))
         find_kernels(device, info.multiprocessors, status);
     return fst_gpu_leave(device, mode, status);
 }
 
-fst_gpu_device *fst_gpu_device_get(int ordinal, fst_status *status)
+/* Its place in the table, once there is a driver. */
+static fst_gpu_device *find_device(int ordinal, fst_status *status)
 {
     if (ordinal < 0 || ordinal >= FST_GPU_DEVICES) {
         fst_fail(status, FST_BAD_VALUE, "no CUDA device %d: the last one is %d", ordinal,
                  FST_GPU_DEVICES - 1);
         return NULL;
     }
-    fst_gpu_device *device = &devices[ordinal];
-    if (fst_driver_open(status))
+    return fst_driver_open(status) ? NULL : &devices[ordinal];
+}
+
+fst_gpu_device *fst_gpu_context_get(int ordinal, fst_status *status)
+{
+    fst_driver_device info;
+    fst_gpu_device *device = find_device(ordinal, status);
+    if (!device || __atomic_load_n(&device->context, __ATOMIC_ACQUIRE))
+        return device;
+    pthread_mutex_lock(&loading);
+    if (!device->context)
+        retain(device, ordinal, &info, status);
+    pthread_mutex_unlock(&loading);
+    return status->code ? NULL : device;
+}
+
+fst_gpu_device *fst_gpu_device_get(int ordinal, fst_status *status)
+{
+    fst_gpu_device *device = find_device(ordinal, status);
+    if (!device)
         return NULL;
     if (__atomic_load_n(&device->ready, __ATOMIC_ACQUIRE))
         return device;
@@ -119,6 +145,27 @@ fst_code fst_gpu_enter(const fst_gpu_device *device, int *mode, fst_status *stat
 fst_code fst_gpu_leave(const fst_gpu_device *device, int mode, fst_status *status)
 {
     return fst_driver_leave(device->ordinal, mode, status);
+}
+
+fst_code fst_gpu_lock_host(int ordinal, void *memory, size_t size, fst_status *status)
+{
+    int mode;
+    const fst_gpu_device *device = fst_gpu_context_get(ordinal, status);
+    if (!device || fst_gpu_enter(device, &mode, status))
+        return status->code;
+    fst_driver_lock(ordinal, memory, size, status);
+    return fst_gpu_leave(device, mode, status);
+}
+
+void fst_gpu_unlock_host(int ordinal, void *memory)
+{
+    int mode;
+    fst_status status = {0};
+    const fst_gpu_device *device = fst_gpu_context_get(ordinal, &status);
+    if (!device || fst_gpu_enter(device, &mode, &status))
+        return; /* the driver is gone already, as at the end of a program */
+    fst_driver_unlock(memory);
+    fst_gpu_leave(device, mode, &status);
 }
 
 fst_code fst_gpu_launch(const fst_gpu_device *device, fst_kernel kernel, size_t blocks,

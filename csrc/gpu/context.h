@@ -46,6 +46,14 @@ void fst_gpu_kernels_in_memory(const void *fatbin, size_t size);
  * Another call tries again. Safe from any thread. */
 fst_gpu_device *fst_gpu_device_get(int ordinal, fst_status *status);
 
+/* The same with its context only: for what needs no kernels. */
+fst_gpu_device *fst_gpu_context_get(int ordinal, fst_status *status);
+
+/* Page-locks whole pages of the host's memory, so that a device reads them while the host goes on;
+ * unlocking may wait for the device. */
+fst_code fst_gpu_lock_host(int ordinal, void *memory, size_t size, fst_status *status);
+void fst_gpu_unlock_host(int ordinal, void *memory);
+
 /* Between the two the device's context is current for this thread; `mode` is theirs. An error that
  * `status` has already is kept. */
 fst_code fst_gpu_enter(const fst_gpu_device *device, int *mode, fst_status *status);

@@ -16,6 +16,7 @@ enum {
     CU_CAPABILITY_MINOR = 76,
     CU_EVENT_DISABLE_TIMING = 2,
     CU_CAPTURE_RELAXED = 2,
+    CU_FOR_ALL_CONTEXTS = 1,
 };
 
 #define ENTRY_POINTS(X)                                                                       \
@@ -41,6 +42,8 @@ enum {
     X(cuMemFree_v2, (uint64_t memory))                                                        \
     X(cuMemHostAlloc, (void **memory, size_t size, unsigned flags))                           \
     X(cuMemFreeHost, (void *memory))                                                          \
+    X(cuMemHostRegister_v2, (void *memory, size_t size, unsigned flags))                      \
+    X(cuMemHostUnregister, (void *memory))                                                    \
     X(cuMemcpyHtoDAsync_v2, (uint64_t to, const void *from, size_t size, void *stream))       \
     X(cuEventCreate, (void **event, unsigned flags))                                          \
     X(cuEventDestroy_v2, (void *event))                                                       \
@@ -242,6 +245,17 @@ fst_code fst_driver_alloc_pinned(int device, size_t size, void **memory, fst_sta
 void fst_driver_free_pinned(void *memory)
 {
     cu.cuMemFreeHost(memory);
+}
+
+fst_code fst_driver_lock(int device, void *memory, size_t size, fst_status *status)
+{
+    TRY(cuMemHostRegister_v2, memory, size, CU_FOR_ALL_CONTEXTS);
+    return FST_OK;
+}
+
+void fst_driver_unlock(void *memory)
+{
+    cu.cuMemHostUnregister(memory);
 }
 
 fst_code fst_driver_upload(int device, uint64_t to, const void *pinned, size_t size, void *stream,

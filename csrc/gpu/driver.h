@@ -50,6 +50,11 @@ fst_code fst_driver_alloc(int device, size_t size, uint64_t *memory, fst_status 
 void fst_driver_free(uint64_t memory);
 fst_code fst_driver_alloc_pinned(int device, size_t size, void **memory, fst_status *status);
 void fst_driver_free_pinned(void *memory);
+
+/* Page-locks whole pages of memory that somebody else took, for all devices. */
+fst_code fst_driver_lock(int device, void *memory, size_t size, fst_status *status);
+void fst_driver_unlock(void *memory);
+
 fst_code fst_driver_upload(int device, uint64_t to, const void *pinned, size_t size, void *stream,
                            fst_status *status);
 

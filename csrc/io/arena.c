@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "io/arena_parts.h"
@@ -49,23 +50,34 @@ fst_arena *fst_arena_new(fst_status *status)
         return NULL;
     }
     atomic_init(&arena->references, 1);
-    atomic_init(&arena->header->end, round_up(sizeof(arena_header), PAGE));
+    pthread_mutex_init(&arena->locking, NULL);
+    atomic_init(&arena->header->end, round_up(sizeof(arena_header), fst_arena_page()));
     return arena;
 }
 
 fst_arena *fst_arena_attach(int file, size_t reserve, fst_status *status)
 {
     fst_arena *arena = calloc(1, sizeof *arena);
+    struct stat found = {0};
+    int error = ENOMEM;
     if (arena) {
         *arena = (fst_arena){.file = file, .reserve = reserve};
         atomic_init(&arena->references, 1);
+        pthread_mutex_init(&arena->locking, NULL);
+        error = fstat(file, &found) ? errno : 0;
+        if (!error &&
+            (reserve < sizeof(arena_header) || found.st_size < (off_t)sizeof(arena_header)))
+            error = EINVAL;
+        if (!error && map(arena))
+            error = errno;
     }
-    if (!arena || reserve < sizeof(arena_header) || map(arena)) {
-        fst_arena_no_memory(status, "the arena of the main process cannot be mapped", errno);
-        free(arena);
-        return NULL;
-    }
-    return arena;
+    if (!error)
+        return arena;
+    fst_arena_no_memory(status, "the arena of the main process cannot be mapped", error);
+    if (file >= 0)
+        close(file);
+    free(arena);
+    return NULL;
 }
 
 void fst_arena_keep(fst_arena *arena)
@@ -77,8 +89,10 @@ void fst_arena_drop(fst_arena *arena)
 {
     if (atomic_fetch_sub(&arena->references, 1) > 1)
         return;
+    fst_arena_unlock(arena);
     munmap(arena->header, arena->reserve);
     close(arena->file);
+    pthread_mutex_destroy(&arena->locking);
     free(arena);
 }
 
@@ -106,9 +120,9 @@ size_t fst_arena_made(const fst_arena *arena)
 static void set_free(fst_arena *arena, block_entry *entry)
 {
     arena_header *header = arena->header;
-    const size_t capacity = entry->capacity;
+    const size_t capacity = given_back(entry);
     const int surplus = atomic_load(&header->free_bytes) + capacity > free_limit(header);
-    if (surplus && !fst_arena_punch(arena, entry)) {
+    if (surplus && capacity && !fst_arena_punch(arena, entry)) {
         set_state(entry, GONE);
         return;
     }
@@ -195,6 +209,7 @@ fst_arena_counts fst_arena_counted(const fst_arena *arena)
         counts.taken += state == TAKEN;
         counts.held += state == HELD;
         counts.gone += state == GONE;
+        counts.locked += atomic_load(&entry->locked) != 0;
         counts.backed += state == GONE || state == UNMADE ? 0 : entry->capacity;
     }
     return counts;

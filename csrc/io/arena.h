@@ -18,10 +18,12 @@ typedef struct fst_arena fst_arena;
 typedef struct {
     size_t made;                    /* blocks that were ever made */
     size_t free, taken, held, gone; /* gone: the system has their memory back */
+    size_t locked;                  /* page-locked, of those */
     size_t backed;                  /* bytes of all but those that are gone */
 } fst_arena_counts;
 
-/* The first process makes the arena, and others attach to its file; forked ones have it already. */
+/* The first process makes the arena, and others attach to its file, which is closed where that
+ * fails; forked ones have it already. */
 fst_arena *fst_arena_new(fst_status *status);
 fst_arena *fst_arena_attach(int file, size_t reserve, fst_status *status);
 

@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include "io/arena_parts.h"
 
@@ -14,6 +15,12 @@ enum {
 fst_code fst_arena_no_memory(fst_status *status, const char *what, int error)
 {
     return fst_fail(status, FST_NO_MEMORY, "no shared memory: %s: %s", what, strerror(error));
+}
+
+size_t fst_arena_page(void)
+{
+    const long size = sysconf(_SC_PAGESIZE);
+    return size > 0 ? (size_t)size : 4096;
 }
 
 int fst_arena_allocate(int file, size_t offset, size_t size)

@@ -3,15 +3,14 @@
 #ifndef FST_IO_ARENA_PARTS_H
 #define FST_IO_ARENA_PARTS_H
 
+#include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
+#include <sys/types.h>
 
-#include "io/arena.h"
+#include "io/arena_lock.h"
 
-enum {
-    PAGE = 4096,
-    SLACK = 1 << 20, /* bytes that may always be free */
-};
+enum { SLACK = 1 << 20 }; /* bytes that may always be free */
 
 /* Who owns a block. Only its owner moves it on; FREE and GONE belong to who takes them first. */
 typedef enum { UNMADE, FREE, GONE, TAKEN, HELD } block_state;
@@ -23,8 +22,10 @@ typedef struct {
     _Atomic uint32_t state;
     _Atomic uint32_t lives; /* how often its memory came from the system */
     size_t offset, capacity;
-    uint64_t used; /* when it was taken last */
-    char rest[32];
+    _Atomic uint64_t used; /* when it was taken last */
+    _Atomic uint32_t
+        locked; /* by the main process, as long as the arena lives: it stays as it is */
+    char rest[28];
 } block_entry;
 
 /* The beginning of the file; zeros at first. */
@@ -44,6 +45,15 @@ struct fst_arena {
     _Atomic uint32_t uses[FST_ARENA_BLOCKS]; /* exports and pins of held blocks */
     _Atomic uint32_t loans[FST_ARENA_BLOCKS];
     uint32_t seen[FST_ARENA_BLOCKS]; /* the life whose pages are mapped here */
+    /* of arena_lock.c: */
+    pthread_mutex_t locking;
+    void *again; /* the second mapping, and the process that has it */
+    pid_t again_of;
+    atomic_int locks; /* the locker is there, and works */
+    fst_arena_locker locker;
+    size_t locked_bytes;
+    int refused;                /* a block: no other one is tried */
+    size_t in_use, most_in_use; /* bytes of blocks that a device reads */
 };
 
 static inline size_t round_up(size_t size, size_t unit)
@@ -55,6 +65,12 @@ static inline size_t round_up(size_t size, size_t unit)
 static inline size_t free_limit(const arena_header *header)
 {
     return 2 * atomic_load(&header->most_taken) + SLACK;
+}
+
+/* Bytes that the system may have back once a block is free. */
+static inline size_t given_back(const block_entry *entry)
+{
+    return atomic_load(&entry->locked) ? 0 : entry->capacity;
 }
 
 static inline void set_state(block_entry *entry, block_state state)
@@ -78,6 +94,12 @@ static inline void count_down(_Atomic size_t *count, size_t amount)
 
 /* Memory for a part of the file; else using it would be a bus error. Returns an errno. */
 int fst_arena_allocate(int file, size_t offset, size_t size);
+
+/* Bytes of a page. */
+size_t fst_arena_page(void);
+
+/* Lets go of what is locked, before the arena goes. */
+void fst_arena_unlock(fst_arena *arena);
 
 /* Gives the memory of a block back, not its place in the file; 0, or an error. */
 int fst_arena_punch(const fst_arena *arena, const block_entry *entry);

@@ -11,10 +11,14 @@ static void count_taken(arena_header *header, size_t capacity)
         ;
 }
 
-/* Of two that fit the smaller; of equals one whose memory is there, and best in this process. */
+/* Of two that fit one that is page-locked, as what is copied from there need not be copied before;
+ * then the smaller; of equals one whose memory is there, and best in this process. */
 static int is_better(const fst_arena *arena, size_t block, size_t than)
 {
     const block_entry *one = &arena->header->blocks[block], *other = &arena->header->blocks[than];
+    const uint32_t locked = atomic_load(&one->locked);
+    if (locked != atomic_load(&other->locked))
+        return locked != 0;
     if (one->capacity != other->capacity)
         return one->capacity < other->capacity;
     const int gone = atomic_load(&one->state) == GONE, also = atomic_load(&other->state) == GONE;
@@ -28,6 +32,7 @@ static int is_better(const fst_arena *arena, size_t block, size_t than)
 static block_entry *take_made(fst_arena *arena, size_t size, block_state *was)
 {
     arena_header *header = arena->header;
+    const size_t page = fst_arena_page();
     for (;;) {
         const size_t made = atomic_load(&header->made);
         size_t best = made;
@@ -35,7 +40,7 @@ static block_entry *take_made(fst_arena *arena, size_t size, block_state *was)
             const block_entry *entry = &header->blocks[b];
             const uint32_t state = atomic_load(&entry->state);
             if ((state == FREE || state == GONE) && entry->capacity >= size &&
-                entry->capacity / WASTE <= round_up(size, PAGE) &&
+                entry->capacity / WASTE <= round_up(size, page) &&
                 (best == made || is_better(arena, b, best)))
                 best = b;
         }
@@ -61,13 +66,18 @@ static void make_room(fst_arena *arena, size_t size)
         block_entry *oldest = NULL;
         for (size_t b = 0; b < made; b++) {
             block_entry *entry = &header->blocks[b];
-            if (atomic_load(&entry->state) == FREE && (!oldest || entry->used < oldest->used))
+            if (atomic_load(&entry->state) == FREE && !atomic_load(&entry->locked) &&
+                (!oldest || entry->used < oldest->used))
                 oldest = entry;
         }
         if (!oldest)
             return;
         if (!move(oldest, FREE, TAKEN))
             continue;
+        if (atomic_load(&oldest->locked)) { /* since it was looked at */
+            set_state(oldest, FREE);
+            continue;
+        }
         count_down(&header->free_bytes, oldest->capacity);
         fst_arena_punch(arena, oldest);
         set_state(oldest, GONE);
@@ -77,7 +87,7 @@ static void make_room(fst_arena *arena, size_t size)
 /* Sizes are rounded up by at most an eighth, so that other sizes find a use for the block. */
 static size_t capacity_for(size_t size)
 {
-    size_t unit = PAGE;
+    size_t unit = fst_arena_page();
     while (unit * 16 <= size)
         unit *= 2;
     return round_up(size ? size : 1, unit);
@@ -128,7 +138,7 @@ fst_code fst_arena_take(fst_arena *arena, size_t size, size_t *block, fst_status
     if (!entry)
         return status->code;
     if (was == FREE) {
-        count_down(&header->free_bytes, entry->capacity);
+        count_down(&header->free_bytes, given_back(entry));
     } else {
         const int error = fst_arena_allocate(arena->file, entry->offset, entry->capacity);
         if (error) {

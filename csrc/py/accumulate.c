@@ -5,42 +5,27 @@
 #include "gpu/run.h"
 #include "py/lists.h"
 
-/* A call in the making; each span has two operands, a sum and its term. */
+/* A call in the making. The spans of sums.plan have two operands, a sum and its term; the plan of
+ * the terms stays empty. */
 typedef struct {
-    fst_plan plan;
-    PyObject *sums, *terms; /* tuples, which keep the tensors alive */
-    fst_layout **layouts;   /* of sum i at [2 * i], of term i at [2 * i + 1]; mostly NULL */
-    Py_ssize_t count;
-    int device;
-} binding;
+    fst_list sums, terms;
+} pairs;
 
-static void binding_free(binding *b)
+static void pairs_free(pairs *p)
 {
-    for (Py_ssize_t i = 0; b->layouts && i < 2 * b->count; i++)
-        PyMem_Free(b->layouts[i]);
-    PyMem_Free(b->layouts);
-    Py_XDECREF(b->sums);
-    Py_XDECREF(b->terms);
-    fst_plan_free(&b->plan);
+    fst_list_free(&p->sums);
+    fst_list_free(&p->terms);
 }
 
-static int binding_start(binding *b, PyObject *sums, PyObject *terms, int device)
+static int pairs_start(pairs *p, PyObject *sums, PyObject *terms, int device)
 {
-    *b = (binding){.sums = PySequence_Tuple(sums), .device = device};
-    fst_plan_init(&b->plan, 2);
-    b->terms = b->sums ? PySequence_Tuple(terms) : NULL;
-    if (!b->terms)
+    *p = (pairs){.sums = {.device = device}};
+    if (fst_list_start(&p->sums, sums, device) || fst_list_start(&p->terms, terms, device))
         return -1;
-    if (PyTuple_Size(b->sums) != PyTuple_Size(b->terms)) {
-        PyErr_Format(PyExc_ValueError, "%zd sums and %zd terms", PyTuple_Size(b->sums),
-                     PyTuple_Size(b->terms));
-        return -1;
-    }
-    b->count = PyTuple_Size(b->sums);
-    b->layouts = PyMem_Calloc(2 * (size_t)b->count + 1, sizeof *b->layouts);
-    if (b->layouts)
+    fst_plan_init(&p->sums.plan, 2);
+    if (p->sums.count == p->terms.count)
         return 0;
-    PyErr_NoMemory();
+    PyErr_Format(PyExc_ValueError, "%zd sums and %zd terms", p->sums.count, p->terms.count);
     return -1;
 }
 
@@ -84,21 +69,21 @@ static int share_memory(const fst_operand *ops, int64_t count)
 }
 
 /* Adds pair `index`; *role says whose problem it is. */
-static int bind_pair(fst_module *state, binding *b, Py_ssize_t index, const char **role,
+static int bind_pair(fst_module *state, pairs *p, Py_ssize_t index, const char **role,
                      fst_problem *problem)
 {
-    PyObject *sum = PyTuple_GetItem(b->sums, index), *term = PyTuple_GetItem(b->terms, index);
+    PyObject *sum = PyTuple_GetItem(p->sums.items, index);
+    PyObject *term = PyTuple_GetItem(p->terms.items, index);
     fst_view sum_view, term_view;
     fst_status status = {0};
-    fst_layout **layouts = &b->layouts[2 * index];
     int order[FST_MAX_DIMS];
     *role = "sum";
     if (fst_tensor_view(&state->tensors, sum, &sum_view, problem) ||
-        fst_view_is_on(&sum_view, b->device, problem))
+        fst_view_is_on(&sum_view, p->sums.device, problem))
         return -1;
     *role = "term";
     if (fst_tensor_view(&state->tensors, term, &term_view, problem) ||
-        fst_view_is_on(&term_view, b->device, problem))
+        fst_view_is_on(&term_view, p->terms.device, problem))
         return -1;
     if (!same_geometry(&sum_view, &term_view))
         return fst_problem_set(problem, "shape", "is not of the sum's shape");
@@ -106,31 +91,33 @@ static int bind_pair(fst_module *state, binding *b, Py_ssize_t index, const char
     if (count == 0)
         return 0;
     const int kept = iteration_order(&sum_view, &term_view, order);
-    fst_operand *ops = fst_plan_add(&b->plan, count, 0, &status);
+    fst_operand *ops = fst_plan_add(&p->sums.plan, count, 0, &status);
     if (!ops)
         return fst_problem_set(problem, "storage", "%s", status.message);
-    if (bind_operand(state, term, &term_view, kept, order, 0, &layouts[1], &ops[1], problem))
+    if (bind_operand(state, term, &term_view, kept, order, 0, &p->terms.layouts[index], &ops[1],
+                     problem))
         return -1;
     *role = "sum";
-    if (bind_operand(state, sum, &sum_view, kept, order, 1, &layouts[0], &ops[0], problem))
+    if (bind_operand(state, sum, &sum_view, kept, order, 1, &p->sums.layouts[index], &ops[0],
+                     problem))
         return -1;
     if (share_memory(ops, count))
         return fst_problem_set(problem, "overlap", "shares memory with its term");
     return 0;
 }
 
-static int bind_all(fst_module *state, binding *b)
+static int bind_all(fst_module *state, pairs *p)
 {
     fst_status status = {0};
-    for (Py_ssize_t i = 0; i < b->count; i++) {
+    for (Py_ssize_t i = 0; i < p->sums.count; i++) {
         fst_problem problem;
         const char *role;
-        if (bind_pair(state, b, i, &role, &problem)) {
+        if (bind_pair(state, p, i, &role, &problem)) {
             PyErr_Format(PyExc_TypeError, "%s %zd %s", role, i, problem.detail);
             return -1;
         }
     }
-    if (fst_plan_seal(&b->plan, 0, 1, &status))
+    if (fst_plan_seal(&p->sums.plan, 0, 1, &status))
         return fst_raise_int(&status);
     return 0;
 }
@@ -140,15 +127,15 @@ PyObject *fst_py_accumulate(PyObject *module, PyObject *args)
     PyObject *sums, *terms, *result = NULL;
     double factor;
     int start = 0;
-    binding b;
+    pairs p;
     fst_status status = {0};
     if (!PyArg_ParseTuple(args, "OOd|p", &sums, &terms, &factor, &start))
         return NULL;
-    if (!binding_start(&b, sums, terms, FST_HOST) && !bind_all(fst_module_state(module), &b)) {
-        Py_BEGIN_ALLOW_THREADS fst_accumulate(&b.plan, factor, start, &status);
+    if (!pairs_start(&p, sums, terms, FST_HOST) && !bind_all(fst_module_state(module), &p)) {
+        Py_BEGIN_ALLOW_THREADS fst_accumulate(&p.sums.plan, factor, start, &status);
         Py_END_ALLOW_THREADS result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
     }
-    binding_free(&b);
+    pairs_free(&p);
     return result;
 }
 
@@ -158,20 +145,20 @@ PyObject *fst_py_device_accumulate(PyObject *module, PyObject *args)
     PyObject *sums, *terms, *result = NULL;
     fst_accumulate_launch launch = {.start = 0};
     fst_status status = {0};
-    binding b;
+    pairs p;
     int device, start = 0;
     void *stream;
     if (!PyArg_ParseTuple(args, "OOd|p", &sums, &terms, &launch.factor, &start) ||
         fst_list_device(state, sums, &device, &stream))
         return NULL;
     launch.start = start;
-    if (!binding_start(&b, sums, terms, device) && !bind_all(state, &b)) {
-        fst_gpu_tables *tables = fst_list_upload(state, &b.plan, device, stream);
+    if (!pairs_start(&p, sums, terms, device) && !bind_all(state, &p)) {
+        fst_gpu_tables *tables = fst_list_upload(state, &p.sums.plan, device, stream);
         if (tables && !fst_gpu_accumulate(tables, &launch, &status))
             result = Py_NewRef(Py_None);
         else if (tables)
             fst_raise(&status);
     }
-    binding_free(&b);
+    pairs_free(&p);
     return result;
 }

@@ -3,13 +3,7 @@
 #include <string.h>
 #include <unistd.h>
 
-#include "io/arena.h"
-#include "py/gather.h"
-
-typedef struct {
-    PyObject_HEAD fst_arena *arena;
-    const fst_dl_api *api;
-} arena_object;
+#include "py/arena.h"
 
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused)
 {
@@ -39,9 +33,8 @@ static void end_export(fst_dl_managed *managed)
     free(export);
 }
 
-/* Takes the block over, in any case: `end` is called for it. */
-static PyObject *tensor_over(const arena_object *self, size_t block, size_t size,
-                             void (*end)(fst_arena *, size_t))
+PyObject *fst_arena_tensor(const fst_arena_object *self, size_t block, void *data, size_t size,
+                           void (*end)(fst_arena *, size_t))
 {
     int (*to_object)(fst_dl_managed *, void **) =
         (int (*)(fst_dl_managed *, void **))self->api->managed_tensor_to_py_object;
@@ -60,7 +53,7 @@ static PyObject *tensor_over(const arena_object *self, size_t block, size_t size
         .stride = 1,
         .managed = {.version = {1, 0},
                     .deleter = end_export,
-                    .tensor = {.data = fst_arena_data(self->arena, block),
+                    .tensor = {.data = data,
                                .device = {FST_DL_CPU, 0},
                                .ndim = 1,
                                .dtype = {FST_DL_UINT, 8, 1},
@@ -72,6 +65,12 @@ static PyObject *tensor_over(const arena_object *self, size_t block, size_t size
     return to_object(&export->managed, &tensor) ? NULL : tensor;
 }
 
+static PyObject *tensor_over(const fst_arena_object *self, size_t block, size_t size,
+                             void (*end)(fst_arena *, size_t))
+{
+    return fst_arena_tensor(self, block, fst_arena_data(self->arena, block), size, end);
+}
+
 /* Arena() makes one; Arena(file, reserve) attaches to that of another process, and owns the file.
  */
 static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -79,6 +78,7 @@ static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keyword
     const fst_module *state = PyType_GetModuleState(type);
     allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
     fst_status status = {0};
+    fst_arena_object *self = NULL;
     int file = -1;
     Py_ssize_t reserve = 0;
     if (keywords && PyDict_Size(keywords)) {
@@ -89,26 +89,26 @@ static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keyword
         return NULL;
     if (PyTuple_Size(args) && (file < 0 || reserve <= 0))
         return PyErr_Format(PyExc_ValueError, "no arena of %zd bytes in file %d", reserve, file);
-    arena_object *self = (arena_object *)alloc(type, 0);
-    if (!self)
-        return NULL;
-    if (!(self->api = fst_torch_api(state))) {
-        Py_DECREF(self);
-        return NULL;
-    }
+    self = (fst_arena_object *)alloc(type, 0);
+    if (!self || !(self->api = fst_torch_api(state)))
+        goto error;
     self->arena =
         file < 0 ? fst_arena_new(&status) : fst_arena_attach(file, (size_t)reserve, &status);
-    if (!self->arena) {
-        Py_DECREF(self);
-        return fst_raise(&status);
-    }
-    return (PyObject *)self;
+    if (self->arena)
+        return (PyObject *)self;
+    file = -1; /* is closed */
+    fst_raise(&status);
+error:
+    if (file >= 0)
+        close(file);
+    Py_XDECREF(self);
+    return NULL;
 }
 
 static void arena_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
-    arena_object *self = (arena_object *)object;
+    fst_arena_object *self = (fst_arena_object *)object;
     if (self->arena)
         fst_arena_drop(self->arena);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
@@ -116,7 +116,7 @@ static void arena_dealloc(PyObject *object)
 }
 
 /* The number of a block that was made; -1 with a Python error. */
-static Py_ssize_t read_block(const arena_object *self, PyObject *number)
+static Py_ssize_t read_block(const fst_arena_object *self, PyObject *number)
 {
     const Py_ssize_t block = PyLong_AsSsize_t(number);
     if (PyErr_Occurred())
@@ -130,7 +130,7 @@ static Py_ssize_t read_block(const arena_object *self, PyObject *number)
 
 static PyObject *arena_take(PyObject *object, PyObject *number)
 {
-    const arena_object *self = (arena_object *)object;
+    const fst_arena_object *self = (fst_arena_object *)object;
     fst_status status = {0};
     size_t block = 0;
     const size_t size = PyLong_AsSize_t(number);
@@ -146,7 +146,7 @@ static PyObject *arena_take(PyObject *object, PyObject *number)
 /* A new block with a copy of the memory at an address. */
 static PyObject *arena_put(PyObject *object, PyObject *args)
 {
-    const arena_object *self = (arena_object *)object;
+    const fst_arena_object *self = (fst_arena_object *)object;
     fst_status status = {0};
     unsigned long long address;
     Py_ssize_t size;
@@ -164,7 +164,7 @@ static PyObject *arena_put(PyObject *object, PyObject *args)
 
 static PyObject *arena_send(PyObject *object, PyObject *number)
 {
-    const arena_object *self = (arena_object *)object;
+    const fst_arena_object *self = (fst_arena_object *)object;
     const Py_ssize_t block = read_block(self, number);
     if (block < 0)
         return NULL;
@@ -174,14 +174,14 @@ static PyObject *arena_send(PyObject *object, PyObject *number)
 
 static PyObject *arena_sent(PyObject *object, PyObject *number)
 {
-    const arena_object *self = (arena_object *)object;
+    const fst_arena_object *self = (fst_arena_object *)object;
     const Py_ssize_t block = read_block(self, number);
     return block < 0 ? NULL : PyBool_FromLong(fst_arena_sent(self->arena, (size_t)block));
 }
 
 static PyObject *arena_give_back(PyObject *object, PyObject *number)
 {
-    const arena_object *self = (arena_object *)object;
+    const fst_arena_object *self = (fst_arena_object *)object;
     const Py_ssize_t block = read_block(self, number);
     if (block < 0)
         return NULL;
@@ -191,7 +191,7 @@ static PyObject *arena_give_back(PyObject *object, PyObject *number)
 
 static PyObject *arena_hold(PyObject *object, PyObject *args)
 {
-    const arena_object *self = (arena_object *)object;
+    const fst_arena_object *self = (fst_arena_object *)object;
     fst_status status = {0};
     Py_ssize_t block, size;
     if (!PyArg_ParseTuple(args, "nn", &block, &size))
@@ -205,7 +205,7 @@ static PyObject *arena_hold(PyObject *object, PyObject *args)
 
 static PyObject *arena_pin(PyObject *object, PyObject *unused)
 {
-    const arena_object *self = (arena_object *)object;
+    const fst_arena_object *self = (fst_arena_object *)object;
     const size_t made = fst_arena_made(self->arena);
     PyObject *pinned = PyList_New(0);
     (void)unused;
@@ -222,7 +222,7 @@ static PyObject *arena_pin(PyObject *object, PyObject *unused)
 
 static PyObject *arena_unpin(PyObject *object, PyObject *number)
 {
-    const arena_object *self = (arena_object *)object;
+    const fst_arena_object *self = (fst_arena_object *)object;
     const Py_ssize_t block = read_block(self, number);
     if (block < 0)
         return NULL;
@@ -233,29 +233,29 @@ static PyObject *arena_unpin(PyObject *object, PyObject *number)
 static PyObject *arena_sweep(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return PyLong_FromSize_t(fst_arena_sweep(((arena_object *)object)->arena));
+    return PyLong_FromSize_t(fst_arena_sweep(((fst_arena_object *)object)->arena));
 }
 
 static PyObject *arena_counts(PyObject *object, PyObject *unused)
 {
-    const fst_arena_counts c = fst_arena_counted(((arena_object *)object)->arena);
+    const fst_arena_counts c = fst_arena_counted(((fst_arena_object *)object)->arena);
     (void)unused;
-    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n}", "made", (Py_ssize_t)c.made, "free",
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "made", (Py_ssize_t)c.made, "free",
                          (Py_ssize_t)c.free, "taken", (Py_ssize_t)c.taken, "held",
-                         (Py_ssize_t)c.held, "gone", (Py_ssize_t)c.gone, "backed",
-                         (Py_ssize_t)c.backed);
+                         (Py_ssize_t)c.held, "gone", (Py_ssize_t)c.gone, "locked",
+                         (Py_ssize_t)c.locked, "backed", (Py_ssize_t)c.backed);
 }
 
 static PyObject *arena_fileno(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return PyLong_FromLong(fst_arena_file(((arena_object *)object)->arena));
+    return PyLong_FromLong(fst_arena_file(((fst_arena_object *)object)->arena));
 }
 
 static PyObject *arena_reserve(PyObject *object, PyObject *unused)
 {
     (void)unused;
-    return PyLong_FromSize_t(fst_arena_reserve(((arena_object *)object)->arena));
+    return PyLong_FromSize_t(fst_arena_reserve(((fst_arena_object *)object)->arena));
 }
 
 static PyMethodDef arena_methods[] = {
@@ -263,7 +263,9 @@ static PyMethodDef arena_methods[] = {
     {"fileno", arena_fileno, METH_NOARGS, NULL},
     {"give_back", arena_give_back, METH_O, NULL},
     {"hold", arena_hold, METH_VARARGS, NULL},
+    {"locked", fst_py_arena_locked, METH_VARARGS, NULL},
     {"pin", arena_pin, METH_NOARGS, NULL},
+    {"prepare_locks", fst_py_arena_prepare_locks, METH_O, NULL},
     {"put", arena_put, METH_VARARGS, NULL},
     {"reserve", arena_reserve, METH_NOARGS, NULL},
     {"send", arena_send, METH_O, NULL},
@@ -284,7 +286,7 @@ static PyType_Slot arena_slots[] = {
 
 PyType_Spec fst_arena_spec = {
     .name = "faststep._C.Arena",
-    .basicsize = sizeof(arena_object),
+    .basicsize = sizeof(fst_arena_object),
     .flags = Py_TPFLAGS_DEFAULT,
     .slots = arena_slots,
 };

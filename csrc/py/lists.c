@@ -124,45 +124,21 @@ PyObject *fst_py_fusable(PyObject *module, PyObject *args)
     return failed ? NULL : PyBool_FromLong(fusable);
 }
 
-typedef fst_code (*measure_fn)(fst_plan *, unsigned, double, fst_measurement *, fst_status *);
-
-/* Runs a measuring pass on a list that is bound; (sum of squares, whether an element is not
- * finite). */
-static PyObject *measured(fst_list *list, double inv_scale, measure_fn pass)
-{
-    fst_measurement out = {0};
-    fst_status status = {0};
-    Py_BEGIN_ALLOW_THREADS pass(&list->plan, 0, inv_scale, &out, &status);
-    Py_END_ALLOW_THREADS if (status.code) return fst_raise(&status);
-    return Py_BuildValue("dO", out.square_sum, out.nonfinite ? Py_True : Py_False);
-}
-
+/* measure(tensors, inv_scale): see _C.pyi. */
 PyObject *fst_py_measure(PyObject *module, PyObject *args)
 {
     PyObject *tensors, *result = NULL;
     double inv_scale;
     fst_list list;
+    fst_measurement out = {0};
+    fst_status status = {0};
     if (!PyArg_ParseTuple(args, "Od", &tensors, &inv_scale))
         return NULL;
-    if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 0))
-        result = measured(&list, inv_scale, fst_measure);
-    fst_list_free(&list);
-    return result;
-}
-
-PyObject *fst_py_unscale(PyObject *module, PyObject *args)
-{
-    PyObject *tensors, *result = NULL;
-    double inv_scale;
-    int allow_fp16 = 1;
-    fst_list list;
-    if (!PyArg_ParseTuple(args, "Od|p", &tensors, &inv_scale, &allow_fp16))
-        return NULL;
-    if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 1)) {
-        if (!allow_fp16 && list.dtypes >> FST_F16 & 1u)
-            PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
-        else
-            result = measured(&list, inv_scale, fst_unscale);
+    if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 0)) {
+        Py_BEGIN_ALLOW_THREADS fst_measure(&list.plan, 0, inv_scale, &out, &status);
+        Py_END_ALLOW_THREADS result =
+            status.code ? fst_raise(&status)
+                        : Py_BuildValue("dN", out.square_sum, PyBool_FromLong(out.nonfinite));
     }
     fst_list_free(&list);
     return result;

@@ -31,7 +31,6 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args);
 PyObject *fst_py_clip_grads(PyObject *module, PyObject *args);
 PyObject *fst_py_fusable(PyObject *module, PyObject *args);
 PyObject *fst_py_measure(PyObject *module, PyObject *args);
-PyObject *fst_py_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_norm(PyObject *module, PyObject *args);
 PyObject *fst_py_scale(PyObject *module, PyObject *args);
 PyObject *fst_py_clamp(PyObject *module, PyObject *args);
@@ -52,6 +51,7 @@ extern PyType_Spec fst_plan_spec, fst_squares_spec;
 PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
 PyObject *fst_py_permute(PyObject *module, PyObject *args);
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused);
+PyObject *fst_py_keep_locked_memory(PyObject *module, PyObject *whether); /* arena_lock.c */
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_arena_spec;
 
 /* TFRecord files (tfrecord.c). */

@@ -1,4 +1,5 @@
 /* The loss scale's update, in CPU or CUDA memory. */
+#include "core/layout.h"
 #include "gpu/run.h"
 #include "py/module.h"
 #include "rules/loss_scale.h"
@@ -17,23 +18,16 @@ static const char *type_name(uint8_t code)
 }
 
 /* Reads a one-element tensor of the given type; 0, or -1 with a Python error. */
-static int place_of(PyObject *object, const char *name, uint8_t code, place *out)
+static int place_of(fst_module *state, PyObject *object, const char *name, uint8_t code, place *out)
 {
-    PyObject *capsule =
-        PyObject_GetAttrString((PyObject *)Py_TYPE(object), "__dlpack_c_exchange_api__");
-    const fst_dl_api *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
     fst_dl_tensor tensor;
-    Py_XDECREF(capsule);
-    if (!api) {
-        PyErr_Format(PyExc_TypeError, "%s must be a tensor", name);
+    fst_problem problem;
+    if (fst_tensor_read(&state->tensors, object, &tensor, &problem)) {
+        PyErr_Format(PyExc_TypeError, "%s %s", name, problem.detail);
         return -1;
     }
-    if (api->tensor_from_py_object(object, &tensor))
-        return -1;
-    int64_t count = 1;
-    for (int d = 0; d < tensor.ndim; d++)
-        count *= tensor.shape[d];
-    if (count != 1 || tensor.dtype.code != code || tensor.dtype.bits != 32 ||
+    if (fst_layout_count(tensor.ndim, tensor.shape) != 1 || tensor.dtype.code != code ||
+        tensor.dtype.bits != 32 ||
         (tensor.device.device_type != FST_DL_CPU && tensor.device.device_type != FST_DL_CUDA)) {
         PyErr_Format(PyExc_TypeError, "%s must be a one-element %s tensor in CPU or CUDA memory",
                      name, type_name(code));
@@ -44,10 +38,10 @@ static int place_of(PyObject *object, const char *name, uint8_t code, place *out
 }
 
 /* The same, and on the device of `scale`. */
-static int place_beside(const place *scale, PyObject *object, const char *name, uint8_t code,
-                        place *out)
+static int place_beside(fst_module *state, const place *scale, PyObject *object, const char *name,
+                        uint8_t code, place *out)
 {
-    if (place_of(object, name, code, out))
+    if (place_of(state, object, name, code, out))
         return -1;
     if (out->device.device_type == scale->device.device_type &&
         (out->device.device_type == FST_DL_CPU || out->device.device_id == scale->device.device_id))
@@ -73,6 +67,7 @@ static PyObject *update_on_device(fst_module *state, PyObject *scale, int device
 
 PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
 {
+    fst_module *state = fst_module_state(module);
     PyObject *scale, *growth_tracker, *hysteresis_tracker, *found_inf;
     fst_loss_scale_args a;
     int32_t once = 1;
@@ -81,11 +76,11 @@ PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
                           &found_inf, &a.growth_factor, &a.backoff_factor, &a.growth_interval,
                           &a.hysteresis, &a.min_scale, &a.max_scale))
         return NULL;
-    if (place_of(scale, "scale", FST_DL_FLOAT, &at) ||
-        place_beside(&at, growth_tracker, "growth_tracker", FST_DL_INT, &growth) ||
-        place_beside(&at, found_inf, "found_inf", FST_DL_FLOAT, &found) ||
+    if (place_of(state, scale, "scale", FST_DL_FLOAT, &at) ||
+        place_beside(state, &at, growth_tracker, "growth_tracker", FST_DL_INT, &growth) ||
+        place_beside(state, &at, found_inf, "found_inf", FST_DL_FLOAT, &found) ||
         (hysteresis_tracker != Py_None &&
-         place_beside(&at, hysteresis_tracker, "hysteresis_tracker", FST_DL_INT, &left)))
+         place_beside(state, &at, hysteresis_tracker, "hysteresis_tracker", FST_DL_INT, &left)))
         return NULL;
     if (at.device.device_type == FST_DL_CPU) {
         fst_loss_scale_update(at.data, growth.data, left.data ? left.data : &once,
@@ -104,5 +99,5 @@ PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
         .growth_interval = a.growth_interval,
         .hysteresis = a.hysteresis,
     };
-    return update_on_device(fst_module_state(module), scale, at.device.device_id, &launch);
+    return update_on_device(state, scale, at.device.device_id, &launch);
 }

@@ -1,15 +1,7 @@
 /* The type faststep._C.Squares. */
 #include "py/squares.h"
 
-#include "core/layout.h"
-#include "core/passes.h"
-#include "py/param.h"
 #include "py/plan.h"
-
-static size_t chunks_in(int64_t count)
-{
-    return (size_t)((count + FST_CHUNK - 1) / FST_CHUNK);
-}
 
 int fst_squares_fill(const fst_squares_object *self, fst_plan *plan, unsigned operand,
                      const uint32_t *slot_of, double inv_scale)
@@ -30,13 +22,7 @@ int fst_squares_fill(const fst_squares_object *self, fst_plan *plan, unsigned op
     return 1;
 }
 
-static void forget(fst_square *slot)
-{
-    Py_CLEAR(slot->grad);
-}
-
-/* The slot, which is made where there is none; NULL with a Python error. */
-static fst_square *slot_at(fst_squares_object *self, Py_ssize_t index)
+fst_square *fst_squares_at(fst_squares_object *self, Py_ssize_t index)
 {
     if (index < 0) {
         PyErr_Format(PyExc_ValueError, "no slot %zd", index);
@@ -56,8 +42,7 @@ static fst_square *slot_at(fst_squares_object *self, Py_ssize_t index)
     return &self->slots[index];
 }
 
-/* tensor._version; 0, or -1 with a Python error. */
-static int version_of(PyObject *tensor, int64_t *version)
+int fst_squares_version(PyObject *tensor, int64_t *version)
 {
     PyObject *number = PyObject_GetAttrString(tensor, "_version");
     *version = number ? PyLong_AsLongLong(number) : -1;
@@ -65,119 +50,65 @@ static int version_of(PyObject *tensor, int64_t *version)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* A gradient as a plan of one span, in the order in which a step goes through its parameter. */
-typedef struct {
-    fst_plan plan;
-    fst_param param;
-    fst_layout *layout;
-    const void *data;
-    int64_t count;
-} measuring;
-
-static void measuring_free(measuring *m)
-{
-    fst_plan_free(&m->plan);
-    fst_param_forget(&m->param);
-    PyMem_Free(m->layout);
-}
-
-/* 0, or -1 with `problem` filled: the step will find the same problem, and say so. */
-static int bind(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *grad,
-                fst_problem *problem)
-{
-    fst_view view, grad_view;
-    fst_status status = {0};
-    if (fst_tensor_view(tensors, param, &view, problem) ||
-        fst_view_is_on(&view, FST_HOST, problem) ||
-        fst_tensor_view(tensors, grad, &grad_view, problem) ||
-        fst_view_is_on(&grad_view, FST_HOST, problem) ||
-        fst_param_learn(tensors, &m->param, param, &view, problem))
-        return -1;
-    if (!fst_param_has_shape(&m->param, &grad_view))
-        return fst_problem_set(problem, "shape", "is not of the parameter's shape");
-    m->data = grad_view.data;
-    m->count = m->param.count;
-    if (m->count == 0)
-        return 0;
-    const int flat = m->param.flat && view.ndim > 0 && fst_param_fits(&m->param, &grad_view);
-    if (!flat && fst_tensor_layout(tensors, grad, &grad_view, m->param.order_count, m->param.order,
-                                   0, &m->layout, problem))
-        return -1;
-    fst_operand *op = fst_plan_add(&m->plan, m->count, 0, &status);
-    if (!op || fst_plan_seal(&m->plan, 0, 0, &status))
-        return fst_problem_set(problem, "storage", "%s", status.message);
-    op = &m->plan.operands[0];
-    *op = (fst_operand){grad_view.data, m->layout, grad_view.dtype};
-    return 0;
-}
-
-/* Moves the sums into the slot; 0, or -1 with a Python error. */
-static int keep(fst_square *slot, const measuring *m, PyObject *grad, int64_t version,
-                double inv_scale)
-{
-    const size_t chunks = chunks_in(m->count);
-    forget(slot);
-    if (chunks > slot->capacity) {
-        double *moved = PyMem_Realloc(slot->partial, chunks * sizeof *moved);
-        if (!moved) {
-            PyErr_NoMemory();
-            return -1;
-        }
-        slot->partial = moved;
-        slot->capacity = chunks;
-    }
-    if (chunks)
-        memcpy(slot->partial, m->plan.partial, chunks * sizeof *slot->partial);
-    slot->grad = Py_NewRef(grad);
-    slot->data = m->data;
-    slot->count = m->count;
-    slot->version = version;
-    slot->inv_scale = inv_scale;
-    return 0;
-}
-
-static int measure(fst_module *module, fst_squares_object *self, Py_ssize_t index, PyObject *param,
-                   PyObject *grad)
-{
-    const double inv_scale = self->inv_scale;
-    measuring m = {.count = 0};
-    fst_measurement seen;
-    fst_problem problem;
-    fst_status status = {0};
-    int64_t version;
-    fst_plan_init(&m.plan, 1);
-    int done = 0;
-    if (!bind(&module->tensors, &m, param, grad, &problem) && !version_of(grad, &version)) {
-        if (m.count > 0) {
-            Py_BEGIN_ALLOW_THREADS fst_measure(&m.plan, 0, inv_scale, &seen, &status);
-            Py_END_ALLOW_THREADS
-        }
-        fst_square *slot = status.code ? NULL : slot_at(self, index);
-        done = slot && !keep(slot, &m, grad, version, inv_scale);
-        if (status.code)
-            fst_raise(&status);
-    }
-    measuring_free(&m);
-    return PyErr_Occurred() ? -1 : done;
-}
-
-/* measure(slot, param): True if there is a gradient that can be measured. */
+/* measure(slot, param[, values]): True if there is a gradient that can be measured. */
 static PyObject *squares_measure(PyObject *object, PyObject *args)
 {
     fst_squares_object *self = (fst_squares_object *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     Py_ssize_t index;
-    PyObject *param;
-    if (!PyArg_ParseTuple(args, "nO", &index, &param))
+    PyObject *param, *values = NULL;
+    if (!PyArg_ParseTuple(args, "nO|O", &index, &param, &values))
         return NULL;
-    fst_square *slot = slot_at(self, index);
+    fst_square *slot = fst_squares_at(self, index);
     if (!slot)
         return NULL;
-    forget(slot);
-    PyObject *grad = fst_tensor_grad(&module->tensors, param);
-    const int done = !grad ? -1 : grad == Py_None ? 0 : measure(module, self, index, param, grad);
+    Py_CLEAR(slot->grad);
+    PyObject *grad = values ? Py_NewRef(values) : fst_tensor_grad(&module->tensors, param);
+    const int done = !grad             ? -1
+                     : grad == Py_None ? 0
+                                       : fst_squares_measure(module, self, index, param, grad);
     Py_XDECREF(grad);
     return done < 0 ? NULL : PyBool_FromLong(done);
+}
+
+/* Whether a gradient can be what the slot was measured from, moved elsewhere. */
+static int is_like(fst_tensors *tensors, const fst_square *slot, PyObject *grad, fst_view *view)
+{
+    fst_problem problem;
+    return !fst_tensor_view(tensors, grad, view, &problem) && view->device == FST_HOST &&
+           view->dtype == slot->dtype && fst_view_count(view) == slot->count;
+}
+
+/* adopt(slot, param, version): see _C.pyi. */
+static PyObject *squares_adopt(PyObject *object, PyObject *args)
+{
+    fst_squares_object *self = (fst_squares_object *)object;
+    fst_module *module = PyType_GetModuleState(Py_TYPE(object));
+    Py_ssize_t index;
+    long long expected;
+    int64_t version = -1;
+    PyObject *param;
+    fst_view view;
+    if (!PyArg_ParseTuple(args, "nOL", &index, &param, &expected))
+        return NULL;
+    fst_square *slot = fst_squares_at(self, index);
+    PyObject *grad = slot ? fst_tensor_grad(&module->tensors, param) : NULL;
+    if (!grad)
+        return NULL;
+    int adopts = slot->grad && grad != Py_None && is_like(&module->tensors, slot, grad, &view);
+    if (adopts && fst_squares_version(grad, &version)) {
+        Py_DECREF(grad);
+        return NULL;
+    }
+    adopts = adopts && version == expected;
+    if (adopts) {
+        Py_CLEAR(slot->grad);
+        slot->grad = Py_NewRef(grad);
+        slot->data = view.data;
+        slot->version = version;
+    }
+    Py_DECREF(grad);
+    return PyBool_FromLong(adopts);
 }
 
 /* What keeps the measurement of a gradient from being used: NULL, or a word; "" for an error. */
@@ -189,7 +120,7 @@ static const char *problem_of(const fst_squares_object *self, size_t index, PyOb
         return "unmeasured";
     if (slot->grad != grad)
         return "changed";
-    if (version_of(grad, &version))
+    if (fst_squares_version(grad, &version))
         return "";
     if (version != slot->version)
         return "changed";
@@ -213,6 +144,26 @@ static const char *problem_in(const fst_squares_object *self, fst_tensors *tenso
     return problem;
 }
 
+/* Takes the scale that gradients are divided by from now on; 0, or -1 with a TypeError. */
+static int take_scale(fst_module *module, fst_squares_object *self, PyObject *scale)
+{
+    fst_problem problem;
+    fst_view view = {0};
+    if (scale != Py_None && fst_tensor_scalar(&module->tensors, scale, FST_HOST, &view, &problem)) {
+        PyErr_Format(PyExc_TypeError, "grad_scale %s", problem.detail);
+        return -1;
+    }
+    self->inv_scale = fst_inverse_of(&view);
+    return 0;
+}
+
+/* expect(grad_scale): see _C.pyi. */
+static PyObject *squares_expect(PyObject *object, PyObject *scale)
+{
+    fst_module *module = PyType_GetModuleState(Py_TYPE(object));
+    return take_scale(module, (fst_squares_object *)object, scale) ? NULL : Py_NewRef(Py_None);
+}
+
 /* check(param_lists, grad_scale): None, or (word, group, index) of the first gradient whose
  * measurement does not hold. */
 static PyObject *squares_check(PyObject *object, PyObject *args)
@@ -220,13 +171,9 @@ static PyObject *squares_check(PyObject *object, PyObject *args)
     fst_squares_object *self = (fst_squares_object *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     PyObject *lists, *scale;
-    fst_problem problem;
-    fst_view view = {0};
-    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &lists, &scale))
+    if (!PyArg_ParseTuple(args, "O!O", &PyList_Type, &lists, &scale) ||
+        take_scale(module, self, scale))
         return NULL;
-    if (scale != Py_None && fst_tensor_scalar(&module->tensors, scale, FST_HOST, &view, &problem))
-        return PyErr_Format(PyExc_TypeError, "grad_scale %s", problem.detail);
-    self->inv_scale = fst_inverse_of(&view);
     size_t slot = 0;
     for (Py_ssize_t group = 0; group < PyList_Size(lists); group++) {
         PyObject *params = PyList_GetItem(lists, group);
@@ -247,7 +194,7 @@ static PyObject *squares_forget(PyObject *object, PyObject *unused)
     fst_squares_object *self = (fst_squares_object *)object;
     (void)unused;
     for (size_t i = 0; i < self->slot_count; i++)
-        forget(&self->slots[i]);
+        Py_CLEAR(self->slots[i].grad);
     return Py_NewRef(Py_None);
 }
 
@@ -293,10 +240,9 @@ static void squares_dealloc(PyObject *object)
 }
 
 static PyMethodDef squares_methods[] = {
-    {"check", squares_check, METH_VARARGS, NULL},
-    {"forget", squares_forget, METH_NOARGS, NULL},
-    {"measure", squares_measure, METH_VARARGS, NULL},
-    {NULL, NULL, 0, NULL},
+    {"adopt", squares_adopt, METH_VARARGS, NULL},     {"check", squares_check, METH_VARARGS, NULL},
+    {"expect", squares_expect, METH_O, NULL},         {"forget", squares_forget, METH_NOARGS, NULL},
+    {"measure", squares_measure, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot squares_slots[] = {

@@ -62,6 +62,12 @@ class Squares:
     A slot is the place of a parameter among those of all groups.
     """
 
+    def adopt(self, slot: int, param: Tensor, version: int, /) -> bool:
+        """What was measured from `values` is in `param.grad` now, at this version.
+
+        False where `.grad` is at another version, or cannot hold it; it then counts as changed.
+        """
+
     def check(
         self, param_lists: list[list[Tensor]], grad_scale: Tensor | None, /
     ) -> tuple[str, int, int] | None:
@@ -71,11 +77,17 @@ class Squares:
         gradients are measured for this one.
         """
 
+    def expect(self, grad_scale: Tensor | None, /) -> None:
+        """Measure gradients for a step with this scale from now on."""
+
     def forget(self) -> None:
         """Let go of the gradients; nothing is measured any more."""
 
-    def measure(self, slot: int, param: Tensor, /) -> bool:
-        """Measure `param.grad`, and hold it; False where a step could not use it either."""
+    def measure(self, slot: int, param: Tensor, values: Tensor = ..., /) -> bool:
+        """Measure `param.grad`, and hold it; False where a step could not use it either.
+
+        Where `values` are given, those that will be `param.grad`, until `adopt`.
+        """
 
 def accumulate(
     sums: Sequence[Tensor], terms: Sequence[Tensor], factor: float, start: bool = ..., /
@@ -197,15 +209,6 @@ def transform_images(
         ValueError: shapes differ, or a sample's window is not in its image; nothing was written.
     """
 
-def unscale(
-    tensors: Sequence[Tensor], inv_scale: float, allow_fp16: bool = ..., /
-) -> tuple[float, bool]:
-    """Multiply by inv_scale in place; returns what `measure` would have.
-
-    Raises:
-        ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
-    """
-
 def unscale_grads(
     params: Sequence[Tensor], factor: float, allow_fp16: bool, /
 ) -> tuple[bool, bool, list[Tensor]]:
@@ -306,7 +309,27 @@ class Arena:
         """Free what workers took; only when none lives. The number of such blocks."""
 
     def counts(self) -> dict[str, int]:
-        """Blocks "made" so far, "free", "taken", "held" and "gone"; bytes "backed" by memory."""
+        """Blocks "made", "free", "taken", "held", "gone", page-"locked"; bytes "backed"."""
+
+    def prepare_locks(self, device: int, /) -> None:
+        """In the main process: map the file a second time, for memory that is page-locked.
+
+        One page is locked and let go of again, to see whether that can be.
+
+        Raises:
+            RuntimeError: there is no driver, or it cannot lock memory.
+            MemoryError: the system, or the driver, gives no more.
+        """
+
+    def locked(self, address: int, size: int, /) -> Tensor | None:
+        """What is held at an address, where it is page-locked, as a uint8 tensor.
+
+        Until the last tensor over it is gone, the block is held. None where these are no bytes of
+        a block, where nothing is prepared, or where more would be locked than is on its way.
+
+        Raises:
+            RuntimeError, MemoryError: the driver did not lock the block.
+        """
 
 class Gather:
     """Gathers batches of rows in threads, in the order they were asked for.
@@ -374,6 +397,9 @@ def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
 
 def keep_freed_memory() -> None:
     """Let malloc keep more of what is freed, for the rest of this process."""
+
+def keep_locked_memory(keep: bool, /) -> None:
+    """As the process is about to end, what arenas have locked stays so: a device may read it."""
 
 def permute(out: Tensor, length: int, seed: int, epoch: int, start: int, step: int, /) -> None:
     """Fill an int64 tensor with places start, start + step and so on of a permutation."""

@@ -1,15 +1,18 @@
-"""Gradients as DistributedDataParallel reduces them, for updates in backward.
+"""Gradients as DistributedDataParallel reduces them, for those who use them in backward.
 
 A communication hook takes the place of the model's own reduction and does the same; when a bucket
-is there it hands each gradient to the release. The hook cannot be taken away again, so there is one
-per model for good, which serves one release after the other.
+is there it hands each gradient to the release of gradients, or to the norm that is measured in
+backward. The hook cannot be taken away again, so there is one per model for good, which serves them
+one after the other.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
@@ -17,12 +20,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch import after_backward
 
-__all__ = ["Reduced"]
+__all__ = ["Pairs", "Reduced", "User"]
+
+Pairs = list[tuple[Tensor, Tensor]]  # a parameter, and the part of the bucket that is its gradient
 
 
-class _User(Protocol):
-    def reduced(self, param: Tensor, grad: Tensor) -> bool:
-        """The gradient of a parameter is reduced; whether it was used, and may be freed."""
+class User(Protocol):
+    """Who is told of reduced gradients; parameters that are not its own come too."""
+
+    def reduced(self, param: Tensor, values: Tensor) -> None:
+        """`values` are the gradient of a parameter; from a thread of the process group."""
+
+    def ending(self, pairs: Pairs) -> None:
+        """Backward is over; DistributedDataParallel will put the values into `.grad` next."""
+
+    def ended(self, pairs: Pairs) -> None:
+        """The values are in `.grad`."""
 
 
 class Reduced:
@@ -31,7 +44,7 @@ class Reduced:
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
         self._factor = 1.0 / dist.get_world_size(self._group)
-        self._user: weakref.ref[_User] | None = None
+        self._users: list[weakref.ref[User]] = []
         ignored = model.parameters_to_ignore
         self._params = {
             id(param): weakref.ref(param)
@@ -41,27 +54,22 @@ class Reduced:
         model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     @staticmethod
-    def of(model: DistributedDataParallel) -> Reduced:
+    def of(model: DistributedDataParallel, wanted_by: str) -> Reduced:
         """That of a model, which is made at first; TypeError where that is impossible."""
         if (known := _hooks.get(model)) is not None:
-            if known._user is not None and known._user() is not None:
-                raise RuntimeError(
-                    "gradients of this DistributedDataParallel model are released already, with "
-                    "another optimizer: give all parameters to one optimizer"
-                )
             return known
         for option in ("find_unused_parameters", "static_graph"):
             if getattr(model, option, False):
                 raise TypeError(
-                    f"release_gradients() does not support DistributedDataParallel({option}=True): "
-                    "which parameters were unused on all ranks is known only after their buckets "
-                    "are reduced"
+                    f"{wanted_by} does not support DistributedDataParallel({option}=True): which "
+                    "parameters were unused on all ranks is known only after their buckets are "
+                    "reduced"
                 )
         try:
             reduced = Reduced(model)
         except RuntimeError as error:
             raise TypeError(
-                "release_gradients() needs the communication hook of the DistributedDataParallel "
+                f"{wanted_by} needs the communication hook of the DistributedDataParallel "
                 f"model, which has one already: {error}"
             ) from error
         _hooks[model] = reduced
@@ -71,35 +79,61 @@ class Reduced:
         known = self._params.get(id(param))
         return known is not None and known() is param
 
-    def use(self, user: _User | None) -> None:
+    def users(self) -> Iterator[User]:
+        """Those that gradients are handed to."""
+        for reference in self._users:
+            if (user := reference()) is not None:
+                yield user
+
+    def add(self, user: User) -> None:
         """Hand gradients to this object from now on, which is not kept alive."""
-        self._user = None if user is None else weakref.ref(user)
+        self._users = [weakref.ref(one) for one in (*self.users(), user)]
+
+    def drop(self, user: User) -> None:
+        """Hand it no more gradients."""
+        self._users = [weakref.ref(one) for one in self.users() if one is not user]
 
     def _reduce(self, bucket: Any) -> Future[Tensor]:
         """The mean over the ranks, as without a hook."""
         values = bucket.buffer().mul_(self._factor)
         work = dist.all_reduce(values, group=self._group, async_op=True)
-        params, grads = bucket.parameters(), bucket.gradients()
-        user = None if self._user is None else self._user()
-        used: list[Tensor] = []
-        if user is not None:  # what DistributedDataParallel does after backward comes in between
-            after_backward(lambda: after_backward(lambda: _free(used)))
+        users = list(self.users())
+        pairs = _pairs_of(bucket) if users else []
+        if users:  # the model asks to be called at the end of backward later, after its last bucket
+            after_backward(lambda: _end(users, pairs))
 
         def use(future: Future[list[Tensor]]) -> Tensor:
             value: Tensor = future.value()[0]
-            if user is not None:
-                for param, grad in zip(params, grads, strict=True):
-                    if user.reduced(param, grad):
-                        used.append(param)
+            for user in users:
+                for param, part in pairs:
+                    user.reduced(param, part)
             return value
 
         reduced: Future[Tensor] = work.get_future().then(use)
         return reduced
 
 
-def _free(params: list[Tensor]) -> None:
-    for param in params:
-        param.grad = None
+def _pairs_of(bucket: Any) -> Pairs:
+    """The gradients in the order of their parameters' memory, where bucket.gradients() has not."""
+    pairs = []
+    for param, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if part.stride() != param.stride():
+            dense = torch.empty_like(param, device="meta").stride()
+            if dense == param.stride():  # else the bucket has its elements one after another
+                part = part.as_strided(param.shape, dense)
+        pairs.append((param, part))
+    return pairs
+
+
+def _end(users: list[User], pairs: Pairs) -> None:
+    for user in users:
+        user.ending(pairs)
+    after_backward(lambda: _ended(users, pairs))
+
+
+def _ended(users: list[User], pairs: Pairs) -> None:
+    for user in users:
+        user.ended(pairs)
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, Reduced] = weakref.WeakKeyDictionary()

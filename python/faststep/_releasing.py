@@ -8,12 +8,13 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import _C
 from ._moments import Moments
-from ._reduced import Reduced
+from ._reduced import Pairs, Reduced
+from ._tied import give_rows, tied_embeddings
 from ._torch import disable_dynamo, increment_version
 from .accumulation.owners import set_released
 from .optim._base import FusedOptimizer, Phase, Rule
@@ -33,6 +34,7 @@ class _Place:
         self.param = weakref.ref(param)
         self.plan = _C.Plan()
         self.updated = False  # since the last optimizer.step
+        self.tied = False  # the weight of an embedding and of another module
         self.square_sum = 0.0  # with clip="lagged": of its gradient in this step
         self.handle: Any = None
 
@@ -46,6 +48,7 @@ class Release:
         clip: Clip | None,
         moments: Moments | None,
         reduced: Reduced | None,
+        model: nn.Module,
     ) -> None:
         self._clip = clip
         self._moments = moments
@@ -54,6 +57,7 @@ class Release:
         self._rules: dict[int, Rule] = {}
         self._scale: Tensor | None = None  # what this step's gradients are divided by
         self._norm: float | None = None  # of all gradients of the last step
+        self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
         self._optimizer = weakref.ref(optimizer)
         check_clipping(optimizer, clip)
         owner = weakref.ref(self)
@@ -77,7 +81,12 @@ class Release:
         weakref.finalize(self, _undo, self._handles, self._places).atexit = False
         self._attach(optimizer)
         if reduced is not None:
-            reduced.use(self)
+            reduced.add(self)
+            return
+        for module in tied_embeddings(model):
+            if (place := self._places.get(id(module.weight))) is not None:
+                place.tied = True
+                self._handles.append(give_rows(module))
 
     def _attach(self, optimizer: FusedOptimizer) -> None:
         """Hook parameters that are new or were unfrozen; note where the others are now."""
@@ -93,17 +102,27 @@ class Release:
 
     def hooked(self, place: _Place, param: Tensor) -> None:
         """From the hook of a parameter."""
+        if place.tied and param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()  # of the uses, only the embedding was one
         if self._reduced is None or param not in self._reduced:
             self._update(place, param)
 
-    def reduced(self, param: Tensor, grad: Tensor) -> bool:
-        """The gradient is reduced: use it, but do not free it yet; False if it is not ours."""
+    def reduced(self, param: Tensor, values: Tensor) -> None:
+        """The gradient is reduced: use it, but do not free it yet."""
         place = self._places.get(id(param))
-        if place is None or place.param() is not param:
-            return False
-        param.grad = grad
-        self._update(place, param)
-        return True
+        if place is not None and place.param() is param:
+            param.grad = values
+            self._update(place, param)
+            self._used.append(param)
+
+    def ending(self, pairs: Pairs) -> None:
+        """DistributedDataParallel still looks at `.grad`."""
+
+    def ended(self, pairs: Pairs) -> None:
+        """It no longer does."""
+        for param in self._used:
+            param.grad = None
+        self._used.clear()
 
     def _update(self, place: _Place, param: Tensor) -> None:
         """The step of one parameter, or the part of it that a gradient is needed for."""
@@ -180,7 +199,7 @@ class Release:
         self._places.clear()
         self._handles.clear()
         if self._reduced is not None:
-            self._reduced.use(None)
+            self._reduced.drop(self)
         optimizer = self._optimizer()
         if optimizer is not None:
             set_released(optimizer, None)

@@ -68,6 +68,7 @@ __all__ = [
     "is_compiling",
     "is_profiling",
     "lazy_clone",
+    "let_fetch",
     "libtorch_cpu_path",
     "neg_view",
     "new_worker_info",
@@ -80,6 +81,7 @@ __all__ = [
     "storage_record_of",
     "uncompiled",
     "update_scale_as_torch",
+    "uses_of",
     "worker_info_of_thread",
 ]
 
@@ -151,15 +153,14 @@ def after_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def rebuild_buckets(model: torch.nn.Module) -> None:
+def rebuild_buckets(model: torch.nn.Module) -> bool:
     """Let DistributedDataParallel order its buckets now, after its first synchronized backward.
 
     Else it does so in the next forward: a broadcast, under no_sync() too, that waits for ranks
-    which have no more data.
+    which have no more data. Gradients that lie in the buckets are then elsewhere; True if so.
     """
     rebuild = getattr(getattr(model, "reducer", None), "_rebuild_buckets", None)
-    if rebuild is not None:
-        rebuild()
+    return rebuild is not None and bool(rebuild())
 
 
 def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:
@@ -297,6 +298,34 @@ def stacking_tensors_by(function: Callable[..., torch.Tensor]) -> Iterator[None]
     finally:
         if default_collate_fn_map.get(torch.Tensor) is function:
             default_collate_fn_map[torch.Tensor] = collate_tensor_fn
+
+
+def uses_of(tensor: torch.Tensor) -> tuple[object, object]:
+    """How often torch itself refers to a tensor, and to its storage.
+
+    To be compared with what a new tensor has. Where this torch does not tell, no two are equal.
+    """
+    of_tensor = getattr(tensor, "_use_count", object)
+    of_storage = getattr(torch._C, "_storage_Use_Count", lambda storage: object())
+    return of_tensor(), of_storage(storage_record_of(tensor))
+
+
+def let_fetch(kind: type) -> None:
+    """Lets collate functions of a class fetch the samples of map-style datasets too.
+
+    For the rest of this process: `fetch(dataset, indices)` of the collate function returns what
+    torch's fetcher would, or NotImplemented if that is to do it.
+    """
+    fetch: Any = _MapDatasetFetcher.fetch
+
+    def fetch_or_let(self: Any, indices: Any) -> Any:
+        if self.auto_collation and isinstance(self.collate_fn, kind):
+            batch = self.collate_fn.fetch(self.dataset, indices)  # type: ignore[attr-defined]
+            if batch is not NotImplemented:
+                return batch
+        return fetch(self, indices)
+
+    _MapDatasetFetcher.fetch = fetch_or_let  # type: ignore[method-assign]
 
 
 def dataset_fetcher(dataset: Any, collate_fn: Any) -> Any:

@@ -99,7 +99,14 @@ def release_gradients(
     if moments is not None and clip is not None:
         raise ValueError("accumulate_into_states=True adds gradients up unclipped: leave clip=None")
     inner = uncompiled(model)
-    reduced = Reduced.of(inner) if isinstance(inner, DistributedDataParallel) else None
-    release = Release(optimizer, clip, moments, reduced)
+    reduced = None
+    if isinstance(inner, DistributedDataParallel):
+        reduced = Reduced.of(inner, "release_gradients()")
+        if any(isinstance(user, Release) for user in reduced.users()):
+            raise RuntimeError(
+                "gradients of this DistributedDataParallel model are released already, with "
+                "another optimizer: give all parameters to one optimizer"
+            )
+    release = Release(optimizer, clip, moments, reduced, inner)
     set_released(optimizer, release)
     return release

@@ -32,6 +32,24 @@ def make_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Sequenti
     return model.to(dtype)
 
 
+class OddLayouts(nn.Module):
+    """More than a chunk, a transposed parameter, channels last, and a scalar."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        source = torch.Generator().manual_seed(1)
+        self.large = nn.Parameter((torch.randn(20000, generator=source) * 0.01).to(dtype))
+        self.turned = nn.Parameter((torch.randn(7, 30, generator=source) * 0.1).to(dtype).t())
+        last = (torch.randn(4, 3, 2, 2, generator=source) * 0.1).to(dtype)
+        self.last = nn.Parameter(last.to(memory_format=torch.channels_last))
+        self.scalar = nn.Parameter(torch.ones((), dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = (x.to(self.turned.dtype) @ self.turned).float().square().sum()
+        weights = (self.last.float() * torch.arange(48.0).view(4, 3, 2, 2)).sum().cos()
+        return rows * self.scalar.float() + weights * self.large.float().square().sum()
+
+
 def batches(sizes: Sequence[int], seed: int = 0, dtype: torch.dtype = torch.float32) -> list[Batch]:
     generator = torch.Generator().manual_seed(100 + seed)
     return [

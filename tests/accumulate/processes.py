@@ -1,5 +1,8 @@
 """Ranks for tests: processes with a gloo group over loopback, a port of the system's choice, and a
-time limit on everything that waits."""
+time limit on everything that waits.
+
+Starting a process takes longer than any of these tests, so the processes are started once for all:
+a module lists its jobs in JOBS, and gets their results from the fixture `ranks`."""
 
 from __future__ import annotations
 
@@ -7,50 +10,66 @@ import datetime
 import multiprocessing
 import pickle
 import traceback
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["Collectives", "on_ranks"]
+__all__ = ["Collectives", "Job", "results_of"]
 
 WAIT = 60  # seconds
 
 
-def _run(
-    work: Callable[..., Any], rank: int, world: int, port: int, send: Any, args: tuple
-) -> None:
-    try:
-        torch.set_num_threads(1)
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=False, timeout=datetime.timedelta(seconds=WAIT)
-        )
+class Job(NamedTuple):
+    """`work(rank, world, *args)`, to be called on each of `world` ranks."""
+
+    name: str
+    world: int
+    work: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+
+
+def _work(rank: int, port: int, jobs: Sequence[Job]) -> dict[str, Any]:
+    """All jobs in which this rank takes part, the largest worlds first: nobody then waits long."""
+    wait = datetime.timedelta(seconds=WAIT)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=wait)
+    results = {}
+    for world in sorted({job.world for job in jobs if rank < job.world}, reverse=True):
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world,
-            timeout=datetime.timedelta(seconds=WAIT),
+            "gloo", store=dist.PrefixStore(f"world of {world}", store), rank=rank,
+            world_size=world, timeout=wait,
         )  # fmt: skip
-        result = work(rank, world, *args)
+        for job in jobs:
+            if job.world == world:
+                results[job.name] = job.work(rank, world, *job.args)
         dist.barrier()
         dist.destroy_process_group()
-        send.send_bytes(pickle.dumps((True, result)))
+    return results
+
+
+def _run(rank: int, port: int, jobs: Sequence[Job], send: Any) -> None:
+    try:
+        torch.set_num_threads(1)
+        send.send_bytes(pickle.dumps((True, _work(rank, port, jobs))))
     except BaseException:
         send.send_bytes(pickle.dumps((False, traceback.format_exc())))
         raise
 
 
-def on_ranks(work: Callable[..., Any], world: int, *args: Any) -> list[Any]:
-    """What `work(rank, world, *args)` returns on each rank."""
+def results_of(jobs: Sequence[Job]) -> dict[str, list[Any]]:
+    """What each job returned, by rank."""
     spawn = multiprocessing.get_context("spawn")
     store = dist.TCPStore(
         "127.0.0.1", 0, is_master=True, wait_for_workers=False,
         timeout=datetime.timedelta(seconds=WAIT),
     )  # fmt: skip
-    pipes = [spawn.Pipe(duplex=False) for _ in range(world)]
+    count = max(job.world for job in jobs)
+    pipes = [spawn.Pipe(duplex=False) for _ in range(count)]
     ranks = [
-        spawn.Process(target=_run, args=(work, rank, world, store.port, pipes[rank][1], args))
-        for rank in range(world)
+        spawn.Process(target=_run, args=(rank, store.port, jobs, pipes[rank][1]))
+        for rank in range(count)
     ]
     try:
         for process in ranks:
@@ -63,7 +82,7 @@ def on_ranks(work: Callable[..., Any], world: int, *args: Any) -> list[Any]:
         assert not failures, "\n".join(failures)
         for process in ranks:
             process.join(WAIT)
-        return [result for _, result in answers]
+        return {job.name: [answers[rank][1][job.name] for rank in range(job.world)] for job in jobs}
     finally:
         for process in ranks:
             if process.is_alive():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import faststep
 
 from .common import assert_close, assert_equal, batches, grads, joined, loss_of, make_model, values
-from .processes import Collectives, on_ranks
+from .processes import Collectives, Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -85,31 +86,17 @@ CASES = {
 }
 
 
-def _everything(rank: int, world: int) -> dict[str, Any]:
-    """All the work for two ranks: starting them takes longer than what they do."""
-    found: dict[str, Any] = {name: _windows(rank, world, case) for name, case in CASES.items()}
-    for work in (_unused, _overflow, _installed, _state, _errors, _compiled):
-        found[work.__name__] = work(rank, world)
-    return found
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, Any]]:
-    return on_ranks(_everything, 2)
-
-
-def of(name: str, ranks: list[dict[str, Any]]) -> list[Any]:
-    return [rank[name] for rank in ranks]
+Ranks = Callable[[str], list[Any]]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_windows(name: str, two_ranks: list[dict[str, Any]]) -> None:
-    check_windows(CASES[name], of(name, two_ranks))
+def test_windows(name: str, ranks: Ranks) -> None:
+    check_windows(CASES[name], ranks(f"{name} on 2"))
 
 
 @pytest.mark.parametrize(("name", "world"), [("tokens", 3), ("mean", 4)])
-def test_more_ranks(name: str, world: int) -> None:
-    check_windows(CASES[name], on_ranks(_windows, world, CASES[name]))
+def test_more_ranks(name: str, world: int, ranks: Ranks) -> None:
+    check_windows(CASES[name], ranks(f"{name} on {world}"))
 
 
 def check_windows(case: dict[str, Any], results: list[Any]) -> None:
@@ -175,8 +162,8 @@ def _unused(rank: int, world: int) -> list[Any]:
     return found
 
 
-def test_unused_parameters(two_ranks: list[dict[str, Any]]) -> None:
-    for found in of("_unused", two_ranks):
+def test_unused_parameters(ranks: Ranks) -> None:
+    for found in ranks("unused"):
         for per_dtype in found:
             assert per_dtype == {"always": [1.5, 1.5], "once": [0.25, 0.25], "never": None}
 
@@ -200,8 +187,8 @@ def _overflow(rank: int, world: int) -> Any:
     return accum.discarded, scaler.get_scale(), values(net)
 
 
-def test_overflow_on_one_rank(two_ranks: list[dict[str, Any]]) -> None:
-    first, second = of("_overflow", two_ranks)
+def test_overflow_on_one_rank(ranks: Ranks) -> None:
+    first, second = ranks("overflow")
     assert first[:2] == second[:2] == (1, 32.0)
     assert_equal(first[2], second[2])
 
@@ -225,8 +212,8 @@ def _installed(rank: int, world: int) -> Any:
     return seen, values(net)
 
 
-def test_installed(two_ranks: list[dict[str, Any]]) -> None:
-    first, second = of("_installed", two_ranks)
+def test_installed(ranks: Ranks) -> None:
+    first, second = ranks("installed")
     assert first[0] == second[0] == [(0, 0), (1, 0), (0, 0), (1, 0), (0, 0), (0, 2)]
     assert_equal(first[1], second[1])
     net = make_model()
@@ -267,8 +254,8 @@ def _state(rank: int, world: int) -> Any:
     return results
 
 
-def test_resuming_inside_a_window(two_ranks: list[dict[str, Any]]) -> None:
-    for plain, resumed in of("_state", two_ranks):
+def test_resuming_inside_a_window(ranks: Ranks) -> None:
+    for plain, resumed in ranks("state"):
         assert_equal(plain, resumed)
 
 
@@ -292,8 +279,8 @@ def _compiled(rank: int, world: int) -> list[Any]:
     return found
 
 
-def test_compiled(two_ranks: list[dict[str, Any]]) -> None:
-    (plain, compiled), second = of("_compiled", two_ranks)
+def test_compiled(ranks: Ranks) -> None:
+    (plain, compiled), second = ranks("compiled")
     assert_equal([*plain, *compiled], [*second[0], *second[1]])
     assert_close(compiled, plain, 1e-6)
 
@@ -310,5 +297,16 @@ def _errors(rank: int, world: int) -> str:
     return "raised"
 
 
-def test_errors(two_ranks: list[dict[str, Any]]) -> None:
-    assert of("_errors", two_ranks) == ["raised", "raised"]
+def test_errors(ranks: Ranks) -> None:
+    assert ranks("errors") == ["raised", "raised"]
+
+
+JOBS = [
+    *(Job(f"{name} on 2", 2, _windows, (case,)) for name, case in CASES.items()),
+    Job("tokens on 3", 3, _windows, (CASES["tokens"],)),
+    Job("mean on 4", 4, _windows, (CASES["mean"],)),
+    *(
+        Job(work.__name__.lstrip("_"), 2, work)
+        for work in (_unused, _overflow, _installed, _state, _errors, _compiled)
+    ),
+]

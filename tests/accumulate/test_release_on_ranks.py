@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import faststep
 
-from .common import assert_equal, batches, loss_of, make_model, values
-from .processes import Collectives, on_ranks
+from .common import OddLayouts, assert_equal, batches, loss_of, make_model, values
+from .processes import Collectives, Job
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 SMALL = 0.002  # MiB: several buckets
@@ -124,10 +125,32 @@ def _all(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-@pytest.fixture(scope="module")
-def answers() -> list[dict[str, Any]]:
-    """What three ranks found; processes take longer to start than to do all of it."""
-    return on_ranks(_all, 3)
+def _layouts(rank: int, world: int) -> list[list[Tensor]]:
+    """Parameters whose elements lie in another order than that of their shape."""
+    found = []
+    for released in (True, False):
+        for views in (True, False):
+            net = OddLayouts(torch.float32)
+            model = DistributedDataParallel(net, gradient_as_bucket_view=views)
+            optimizer = faststep.optim.SGD(net.parameters(), lr=0.01)
+            release = faststep.release_gradients(model, optimizer) if released else None
+            for _ in range(2):
+                model(torch.arange(90.0).view(3, 30).cos() + rank).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if release is not None:
+                release.remove()
+            found.append(values(net))
+    return found
+
+
+JOBS = [Job("release", 3, _all), Job("release, layouts", 3, _layouts)]
+
+
+@pytest.fixture
+def answers(ranks: Callable[[str], list[Any]]) -> list[dict[str, Any]]:
+    """What three ranks found."""
+    return ranks("release")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,6 +159,12 @@ def test_the_bits_of_the_step_after_backward(answers: list[dict[str, Any]], case
     for answer in answers:
         assert_equal(*answer[case])
         assert_equal(answer[case][0][:6], answers[0][case][0][:6])
+
+
+def test_layouts(ranks: Callable[[str], list[Any]]) -> None:
+    for results in ranks("release, layouts"):
+        for result in results[:3]:
+            assert_equal(result, results[3])
 
 
 @pytest.mark.parametrize("case", ["per_parameter", "lagged", "states"])

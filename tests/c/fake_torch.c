@@ -12,6 +12,7 @@ enum { MAX_THREADS = 16 };
 /* What a test sets and reads. */
 EXPORT int fake_torch_threads = 4;
 EXPORT int fake_torch_fails = 0;
+EXPORT int fake_torch_late = 0; /* each thread starts when the one before has ended */
 EXPORT long fake_torch_calls = 0;
 
 EXPORT int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain, range_fn fn,
@@ -48,12 +49,17 @@ int32_t torch_parallel_for(int64_t begin, int64_t end, int64_t grain, range_fn f
         return 1;
     for (int64_t i = 0; i < count; i++) {
         const int64_t from = begin + i * size, to = i + 1 < count ? from + size : end;
+        if (fake_torch_late) {
+            fn(from, to, context);
+            continue;
+        }
         parts[i] = (part){from, to, fn, context, &start};
         if (i > 0 && pthread_create(&thread[i], NULL, run_part, &parts[i]))
             __builtin_trap(); /* the others wait at the barrier for ever */
     }
-    run_part(&parts[0]);
-    for (int64_t i = 1; i < count; i++)
+    if (!fake_torch_late)
+        run_part(&parts[0]);
+    for (int64_t i = 1; i < count && !fake_torch_late; i++)
         pthread_join(thread[i], NULL);
     pthread_barrier_destroy(&start);
     return 0;

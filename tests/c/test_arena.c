@@ -192,6 +192,21 @@ static void no_memory_is_an_error(void)
     CHECK_CONTAINS(status.message, "main process");
 }
 
+/* A file that is handed over is closed, also where it is no arena. */
+static void attaching_takes_the_file(void)
+{
+    const size_t reserves[] = {(size_t)1 << 26, 5, SIZE_MAX / 2};
+    for (int i = 0; i < 3; i++) {
+        fst_status status = {0};
+        int ends[2];
+        CHECK_INT(pipe(ends), 0);
+        CHECK(!fst_arena_attach(ends[0], reserves[i], &status));
+        CHECK_CONTAINS(status.message, "the arena of the main process cannot be mapped: Invalid");
+        CHECK_INT(close(ends[0]), -1);
+        CHECK_INT(close(ends[1]), 0);
+    }
+}
+
 static void the_table_may_be_full(void)
 {
     fst_status status = {0};
@@ -215,6 +230,7 @@ int main(void)
     small_data_does_not_hold_large_blocks();
     processes_share_blocks();
     no_memory_is_an_error();
+    attaching_takes_the_file();
     the_table_may_be_full();
     fst_keep_freed_memory();
     return check_report();

@@ -8,12 +8,15 @@
 #include "io/slots.h"
 #include "io/table.h"
 
-/* AddressSanitizer's malloc must fail as others do, where a test asks for too much. */
-__attribute__((visibility("default"))) const char *__asan_default_options(void);
-const char *__asan_default_options(void)
-{
-    return "allocator_may_return_null=1";
-}
+/* The sanitizers' malloc must fail as others do, where a test asks for too much. */
+#define OPTIONS_OF(sanitizer)                                                                 \
+    __attribute__((visibility("default"))) const char *__##sanitizer##_default_options(void); \
+    const char *__##sanitizer##_default_options(void)                                         \
+    {                                                                                         \
+        return "allocator_may_return_null=1";                                                 \
+    }
+OPTIONS_OF(asan)
+OPTIONS_OF(tsan)
 
 /* Every number of a short range occurs once; both keys matter. */
 static void shuffles_are_permutations(void)

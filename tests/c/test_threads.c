@@ -3,6 +3,7 @@
  * ThreadSanitizer. */
 #include <dlfcn.h>
 #include <pthread.h>
+#include <stdlib.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -13,7 +14,7 @@
 
 enum { TENSORS = 40, SHARED = 3 }; /* the last tensors share their memory with the first */
 
-static int *fake_threads, *fake_fails;
+static int *fake_threads, *fake_fails, *fake_late;
 static long *fake_calls;
 
 /* What all passes leave behind: numbers, and the memory of every operand. */
@@ -123,8 +124,9 @@ static int library_opens(void)
     }
     fake_threads = dlsym(library, "fake_torch_threads");
     fake_fails = dlsym(library, "fake_torch_fails");
+    fake_late = dlsym(library, "fake_torch_late");
     fake_calls = dlsym(library, "fake_torch_calls");
-    return CHECK(fake_threads && fake_fails && fake_calls);
+    return CHECK(fake_threads && fake_fails && fake_late && fake_calls);
 }
 
 /* In a child the pool has no threads: its work must not go there. */
@@ -147,26 +149,32 @@ static void forked_child_works_alone(array *const tensors[TENSORS][FST_OP_COUNT]
     CHECK(!strcmp(fst_parallel_name(), "torch_parallel_for"));
 }
 
-/* Parts that end where a chunk ends: no chunk is worked on twice or left out. */
-static void borders_between_chunks(void)
+/* No chunk is worked on twice or left out: where parts end where a chunk ends, where threads take
+ * from each other's parts, and where one finds that the others have done all of its own. */
+static void every_chunk_once(size_t chunks)
 {
-    static float data[8 * FST_CHUNK];
+    const size_t count = chunks * FST_CHUNK;
+    float *data = malloc(count * sizeof *data);
     fst_status status = {0};
     fst_plan plan;
     fst_plan_init(&plan, 1);
     fst_plan_begin(&plan);
-    *fst_plan_add(&plan, 8 * FST_CHUNK, 0, &status) = (fst_operand){data, NULL, FST_F32};
+    *fst_plan_add(&plan, (int64_t)count, 0, &status) = (fst_operand){data, NULL, FST_F32};
     CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_OK);
-    for (*fake_threads = 1; *fake_threads <= 4; *fake_threads *= 2) {
+    for (int way = 0; way < 12; way++) {
         size_t wrong = 0;
-        for (size_t i = 0; i < 8 * FST_CHUNK; i++)
+        *fake_threads = 1 + way % 6;
+        *fake_late = way >= 6;
+        for (size_t i = 0; i < count; i++)
             data[i] = 1.0f;
         CHECK_INT(fst_scale(&plan, 0, 3.0, &status), FST_OK);
-        for (size_t i = 0; i < 8 * FST_CHUNK; i++)
+        for (size_t i = 0; i < count; i++)
             wrong += data[i] != 3.0f;
         CHECK_INT((int64_t)wrong, 0);
     }
+    *fake_late = 0;
     fst_plan_free(&plan);
+    free(data);
 }
 
 /* Samples that are mixed read each other's sources, and each row is written by one thread. */
@@ -281,7 +289,9 @@ int main(void)
                 CHECK_INT(*fake_calls - calls, 10 * (1 + shared)); /* ten passes */
                 outcome_free(got);
             }
-        borders_between_chunks();
+        every_chunk_once(8);
+        every_chunk_once(64);
+        every_chunk_once(301);
         images_are_the_same_for_any_number();
         *fake_threads = 4;
         two_plans_at_once(tensors, alone);

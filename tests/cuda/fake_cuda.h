@@ -61,9 +61,10 @@ void fake_cuda_free(void *memory);
  * where it does not that is a complaint. */
 int fake_cuda_holds(uint64_t address, size_t size);
 
-/* What lives: allocations of device memory and of pinned memory, events. */
+/* What lives: allocations of device memory and of pinned memory, events, pieces of other memory
+ * that are registered and so pinned. */
 typedef struct {
-    size_t memory, pinned, events;
+    size_t memory, pinned, events, registered;
 } fake_cuda_living;
 fake_cuda_living fake_cuda_alive(void);
 

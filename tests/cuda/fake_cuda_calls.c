@@ -185,6 +185,17 @@ ENTRY(cuMemHostAlloc, (void **memory, size_t size, unsigned flags), {
 ENTRY(cuMemFreeHost, (void *memory),
       { result = device < 0 ? FAKE_INVALID_CONTEXT : fake_release(memory, 1); })
 
+ENTRY(cuMemHostRegister_v2, (void *memory, size_t size, unsigned flags), {
+    result = device < 0   ? FAKE_INVALID_CONTEXT
+             : flags != 1 ? FAKE_INVALID_VALUE
+                          : unsafe_now("cuMemHostRegister_v2");
+    if (!result)
+        result = fake_register(memory, size);
+})
+
+ENTRY(cuMemHostUnregister, (void *memory),
+      { result = device < 0 ? FAKE_INVALID_CONTEXT : fake_unregister(memory); })
+
 ENTRY(cuMemcpyHtoDAsync_v2, (uint64_t to, const void *from, size_t size, void *stream), {
     fake_stream *on = device < 0 ? NULL : fake_stream_of(stream, device);
     if (!on)

@@ -19,6 +19,8 @@ enum {
     FAKE_INVALID_HANDLE = 400,
     FAKE_NOT_FOUND = 500,
     FAKE_NOT_READY = 600,
+    FAKE_ALREADY_REGISTERED = 712,
+    FAKE_NOT_REGISTERED = 713,
     FAKE_CAPTURE_UNSUPPORTED = 900,
     FAKE_CAPTURED_EVENT = 907,
     FAKE_MAX_DEVICES = 4,
@@ -45,6 +47,8 @@ enum {
     X(cuMemFree_v2) \
     X(cuMemHostAlloc) \
     X(cuMemFreeHost) \
+    X(cuMemHostRegister_v2) \
+    X(cuMemHostUnregister) \
     X(cuMemcpyHtoDAsync_v2) \
     X(cuEventCreate) \
     X(cuEventDestroy_v2) \
@@ -116,7 +120,9 @@ extern fake_event *fake_events; /* that live */
 /* fake_cuda_memory.c */
 void *fake_allocate(int device, size_t size); /* device: -1 for pinned memory */
 int fake_release(void *memory, int pinned);
-int fake_inside(int device, uint64_t address, size_t size); /* -1: pinned */
+int fake_register(void *memory, size_t size);
+int fake_unregister(void *memory);
+int fake_inside(int device, uint64_t address, size_t size); /* -1: pinned or registered */
 void fake_check_guards(void);
 void fake_complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
 

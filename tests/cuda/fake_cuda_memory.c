@@ -6,7 +6,7 @@
 
 #include "fake_cuda_inside.h"
 
-enum { GUARD = 256, PATTERN = 0xA5, FRESH = 0xC3 };
+enum { GUARD = 256, PATTERN = 0xA5, FRESH = 0xC3, REGISTERED = 4096 };
 
 typedef struct allocation allocation;
 struct allocation {
@@ -18,6 +18,10 @@ struct allocation {
 };
 
 static allocation *living;
+static struct {
+    const unsigned char *bytes;
+    size_t size;
+} registered[REGISTERED]; /* size 0: a free place */
 static char complaint[400];
 
 void fake_complain(const char *format, ...)
@@ -84,8 +88,45 @@ int fake_release(void *memory, int pinned)
     return FAKE_INVALID_VALUE;
 }
 
+int fake_register(void *memory, size_t size)
+{
+    const unsigned char *bytes = memory;
+    size_t place = REGISTERED;
+    if (!size || (uintptr_t)memory % 4096 || size % 4096)
+        return FAKE_INVALID_VALUE;
+    for (size_t i = 0; i < REGISTERED; i++) {
+        if (registered[i].size && bytes < registered[i].bytes + registered[i].size &&
+            registered[i].bytes < bytes + size)
+            return FAKE_ALREADY_REGISTERED;
+        if (!registered[i].size)
+            place = i;
+    }
+    if (place == REGISTERED)
+        return FAKE_OUT_OF_MEMORY;
+    registered[place].bytes = bytes;
+    registered[place].size = size;
+    return FAKE_OK;
+}
+
+int fake_unregister(void *memory)
+{
+    for (size_t i = 0; i < REGISTERED; i++)
+        if (registered[i].size && registered[i].bytes == memory) {
+            registered[i].size = 0;
+            return FAKE_OK;
+        }
+    fake_complain("unregistered what is not registered: %p", memory);
+    return FAKE_NOT_REGISTERED;
+}
+
 int fake_inside(int device, uint64_t address, size_t size)
 {
+    for (size_t i = 0; device < 0 && i < REGISTERED; i++) {
+        const uint64_t begin = (uint64_t)(uintptr_t)registered[i].bytes;
+        if (address >= begin && size <= registered[i].size &&
+            address - begin <= registered[i].size - size)
+            return 1;
+    }
     for (const allocation *a = living; a; a = a->next) {
         const uint64_t begin = (uint64_t)(uintptr_t)a->bytes;
         if (a->device == device && address >= begin && size <= a->size &&
@@ -128,5 +169,7 @@ fake_cuda_living fake_cuda_alive(void)
         count.memory += a->device >= 0;
         count.pinned += a->device < 0;
     }
+    for (size_t i = 0; i < REGISTERED; i++)
+        count.registered += registered[i].size != 0;
     return count;
 }

@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faststep.data import DataLoader, freeze
+from faststep.data.workers import block
 
 from .both import without_sanitizer
 
@@ -31,6 +32,12 @@ LISTS: dict[str, list[Any]] = {
     "float": [0.0, -1.5, float("inf"), 1e-320],
     "bool": [True, False, True],
     "path": [PurePosixPath("/a/b"), PurePosixPath("ü")],
+    "files": [f"/data/train/ü{i}.jpg" for i in range(30)],
+    "paths": [PurePosixPath(f"/data/{i}.jpg") for i in (1, 12, 121)],
+    "one": ["ä only"],
+    "all alike": [b"abc"] * 3,
+    "each in the next": ["aba", "ababa", "abababa", "aba"],
+    "half a character": ["\ud83d\udc80", "\ud83d\udc81", "\ud83d\udc80\udc80"],
     "mixed": ["a", 1, None, 2.5, True],
     "tuples": [("a", 1), ("b", 2), ()],
     "lists": [[1, 2], [], ["x", [3]]],
@@ -110,6 +117,20 @@ def test_any_text(items: list[str], table: dict[str, int]) -> None:
     frozen = freeze(table)
     assert dict(frozen) == table
     assert all(frozen[key] == value for key, value in table.items())
+
+
+@given(st.binary(max_size=3), st.lists(st.binary(max_size=3), min_size=1), st.binary(max_size=3))
+def test_any_bytes_with_shared_ends(prefix: bytes, items: list[bytes], suffix: bytes) -> None:
+    items = [prefix + item + suffix for item in items]
+    assert list(freeze(items)) == items
+
+
+def test_more_text_than_four_bytes_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block, "MOST_OF_FOUR_BYTES", 5)
+    for want in (["abc", "d"], ["ab", "cde"], ["abc", "defghi"]):
+        frozen = freeze(want)
+        assert list(frozen) == want
+        assert list(pickle.loads(pickle.dumps(frozen))) == want
 
 
 def test_copies_and_pickles() -> None:

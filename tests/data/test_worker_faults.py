@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from faststep import _C
 from faststep.data import DataLoader
+from faststep.data.workers import packer, parcel
 
 from .both import plain
 from .test_interrupts import child, within_a_second
@@ -33,9 +34,13 @@ def _nothing_stays() -> Iterator[None]:
     before, files = children(), len(os.listdir("/proc/self/fd"))
     yield
     gc.collect()
+    for _ in range(500):  # the threads that feed torch's queues close them when they come to it
+        if len(os.listdir("/proc/self/fd")) <= files:
+            break
+        time.sleep(0.01)
+    assert len(os.listdir("/proc/self/fd")) <= files
     assert children() <= before
     assert not [name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name]
-    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 class Failing(Wide):
@@ -245,6 +250,75 @@ class Bad(Custom):
 
     def __setstate__(self, state: Any) -> None:
         raise ValueError("cannot be opened")
+
+
+class Full:
+    """An arena that has no block for a copy after so many."""
+
+    def __init__(self, memory: _C.Arena, copies: int) -> None:
+        self.memory, self.copies = memory, copies
+
+    def put(self, address: int, size: int) -> int:
+        self.copies -= 1
+        if self.copies < 0:
+            raise MemoryError("no shared memory: a batch")
+        return self.memory.put(address, size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.memory, name)
+
+
+@pytest.mark.parametrize("kept", [[0], [3], [1, 2], [0, 1, 2, 3]])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_no_block_is_lost_where_memory_runs_out_for_a_copy(kept: list[int], copies: int) -> None:
+    """Of tensors that somebody kept in the worker; one more tensor was copied before."""
+    memory = _C.Arena()
+    stack = packer._Stack(memory)
+    batch = [stack([torch.full((100,), float(i))] * 3) for i in range(4)]
+    held = [batch[i] for i in kept]
+    contents = [{"stacked": batch, "other": torch.ones(50)}]
+    del batch
+    if copies > len(kept):
+        parcel.pack(1, Full(memory, copies), contents, stack.blocks)  # type: ignore[arg-type]
+        assert memory.counts()["taken"] == 5 + len(kept)
+        return
+    with pytest.raises(MemoryError, match="a batch"):
+        parcel.pack(1, Full(memory, copies), contents, stack.blocks)  # type: ignore[arg-type]
+    assert memory.counts()["taken"] == len(kept)
+    assert [tensor[0, 0].item() for tensor in held] == kept
+    del held
+    assert memory.counts()["taken"] == 0
+
+
+def test_a_fork_without_a_descriptor_keeps_what_the_child_sees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loaders = [DataLoader(Wide(8), 2, num_workers=1) for _ in range(2)]
+    batches = [next(iter(loader)) for loader in loaders]
+    gc.collect()
+
+    def none_left() -> Any:
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pipe", none_left)
+        child(lambda: None)
+    del batches
+    for loader in loaders:
+        assert counts(loader)["held"] == 2
+        assert "2 blocks stay unused, as a fork found no free descriptor" in loader.explain()
+    child(lambda: None)  # one with a descriptor does not let go of them
+    for loader in loaders:
+        assert counts(loader)["held"] == 2
+
+
+def test_an_arena_that_cannot_be_attached_closes_its_file() -> None:
+    ends = os.pipe()
+    with pytest.raises(MemoryError, match="cannot be mapped"):
+        _C.Arena(ends[0], 1 << 26)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.close(ends[0])
+    os.close(ends[1])
 
 
 def test_a_worker_that_collects_a_dataset_of_batches() -> None:

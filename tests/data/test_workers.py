@@ -305,6 +305,11 @@ def test_a_batch_that_its_worker_keeps() -> None:
         assert batch.unique().tolist() == labels.tolist()
 
 
+def test_pinned_batches_are_torchs() -> None:
+    ours = DataLoader(Wide(4), 2, num_workers=1, pin_memory=True)
+    assert "torch's thread copies them into page-locked memory of its own" in ours.explain()
+
+
 def test_two_iterators_at_once() -> None:
     ours = DataLoader(Wide(12), 2, num_workers=1)
     for (one, _), (other, _) in zip(ours, ours, strict=True):

@@ -165,7 +165,7 @@ def _factory(name: str) -> Any:
 class Living(ctypes.Structure):
     """What the driver has given and not got back: `fake_cuda_living`."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("memory", "pinned", "events")]
+    _fields_ = [(name, ctypes.c_size_t) for name in ("memory", "pinned", "events", "registered")]
 
 
 class Machine:

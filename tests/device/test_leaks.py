@@ -51,6 +51,26 @@ def test_function(name: str) -> None:
     assert_no_growth(*(call for call, _ in cases))
 
 
+def test_arenas_that_are_locked() -> None:
+    data = torch.ones(100)
+
+    def once() -> None:
+        arena = _C.Arena()
+        arena.prepare_locks(0)
+        held = arena.hold(arena.put(data.data_ptr(), 400), 400)
+        locked = arena.locked(held.data_ptr(), 400)
+        assert locked is not None
+        assert torch.equal(locked, held)
+
+    alive = fake.library().fake_cuda_alive
+    alive.restype = fake.Living
+    once()  # retains the context
+    before = bytes(alive())
+    assert_references_stay(once, [data])
+    assert_no_growth(once)
+    assert bytes(alive()) == before
+
+
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_steps(max_grad_norm: float | None) -> None:
     pair = Pair([torch.ones(3)] * 4, [0, 1, None, 0])

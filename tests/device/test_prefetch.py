@@ -6,7 +6,6 @@ import gc
 import threading
 import weakref
 from collections import UserDict, namedtuple
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,21 +19,6 @@ from . import fake, late
 ROWS, BATCH = 24, 3
 STEPS = ROWS // BATCH
 Pair = namedtuple("Pair", "x y")
-
-
-@pytest.fixture
-def device(machine: fake.Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[late.Late]:
-    monkeypatch.setattr(copies, "_copiers", {})
-    started = late.start(monkeypatch, machine)
-    before = started.living().pinned
-    yield started
-    machine.lag(0)
-    machine.synchronize()
-    for copier in copies._copiers.values():
-        copier.forget_passed()
-        assert not copier._pending
-    gc.collect()
-    assert started.living().pinned == before
 
 
 def table() -> TensorDataset:
@@ -392,6 +376,19 @@ def test_pinned_batches_are_gathered_in_place(device: late.Late) -> None:
     gc.collect()
     assert device.living().pinned == pinned - 2 * STEPS + 1
     assert torch.equal(kept, want(0)[1])
+
+
+@pytest.mark.parametrize("way", DATASETS)
+@pytest.mark.parametrize("target", [None, "cpu"])
+def test_transformed_batches_are_pinned(device: late.Late, way: str, target: Any) -> None:
+    def doubled(batch: Any) -> Any:
+        return [tensor * 2 for tensor in batch]
+
+    options = {"pin_memory": True, "device": target, "transforms": doubled}
+    batches = list(DataLoader(DATASETS[way](), BATCH, **options))
+    assert all(tensor.is_pinned() for batch in batches for tensor in batch)
+    for step, batch in enumerate(batches):
+        assert all(map(torch.equal, batch, doubled(want(step))))
 
 
 def test_batches_for_the_device_are_gathered_where_it_reads(device: late.Late) -> None:

@@ -5,13 +5,16 @@ In a rehearsal copies are done at once; tests/device/test_prefetch.py has the la
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from faststep.data import DataLoader
+from faststep.data.copies import CudaStreams, copier_of
 
 from .common import CUDA, REHEARSAL, needs_two_devices, no_synchronization
 
@@ -50,7 +53,15 @@ class Samples(Dataset[Any]):
         return ROWS
 
 
-DATASETS = {"arrays": table, "torch": Samples}
+WAYS = ("arrays", "torch", "workers")
+
+
+def loader_of(way: str, **options: Any) -> DataLoader[Any]:
+    if way == "workers":
+        options["num_workers"] = 2
+    loader: Any = DataLoader(table() if way == "arrays" else Samples(), BATCH, **options)
+    assert loader.path == way
+    return loader
 
 
 def assert_whole(found: list[Any]) -> None:
@@ -60,10 +71,10 @@ def assert_whole(found: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
-@pytest.mark.parametrize("way", DATASETS)
+@pytest.mark.parametrize("way", WAYS)
 def test_a_slow_consumer(way: str, ahead: int) -> None:
     """Each batch is used late and dropped at once, so that all memory is used again."""
-    loader = DataLoader(DATASETS[way](), BATCH, device="cuda", prefetch_to_device=ahead)
+    loader = loader_of(way, device="cuda", prefetch_to_device=ahead)
     for _ in range(3):
         found = []
         for x, y in loader:
@@ -74,9 +85,9 @@ def test_a_slow_consumer(way: str, ahead: int) -> None:
         assert_whole(found)
 
 
-@pytest.mark.parametrize("way", DATASETS)
+@pytest.mark.parametrize("way", WAYS)
 def test_the_host_never_waits(way: str) -> None:
-    loader = DataLoader(DATASETS[way](), BATCH, device="cuda")
+    loader = loader_of(way, device="cuda")
     list(loader)  # takes memory
     with no_synchronization():
         found = list(loader)
@@ -98,10 +109,10 @@ def test_consumers_that_change_streams() -> None:
         assert_whole(found)
 
 
-@pytest.mark.parametrize("way", DATASETS)
+@pytest.mark.parametrize("way", WAYS)
 def test_breaking_off(way: str) -> None:
     """Memory that a copy will still write to is nobody else's."""
-    loader = DataLoader(DATASETS[way](), BATCH, device="cuda", prefetch_to_device=3)
+    loader = loader_of(way, device="cuda", prefetch_to_device=3)
     for _ in range(3):
         torch.cuda._sleep(LATE)  # the copies wait for it
         for _ in loader:
@@ -112,9 +123,10 @@ def test_breaking_off(way: str) -> None:
     assert_whole(list(loader))
 
 
-def test_pinned_batches_may_be_copied_and_dropped() -> None:
+@pytest.mark.parametrize("way", ["arrays", "torch"] if REHEARSAL else WAYS)
+def test_pinned_batches_may_be_copied_and_dropped(way: str) -> None:
     """A script's own copies: torch knows the memory, and gives it to nobody before they passed."""
-    loader = DataLoader(table(), BATCH, pin_memory=True)
+    loader = loader_of(way, pin_memory=True)
     for _ in range(3):
         found = []
         for x, y in loader:
@@ -124,6 +136,60 @@ def test_pinned_batches_may_be_copied_and_dropped() -> None:
             found.append((x.to(CUDA, non_blocking=True), y.to(CUDA, non_blocking=True)))
             del x, y
         assert_whole(found)
+
+
+def is_locked(address: int) -> bool:
+    """Whether the memory is page-locked for the driver; it need not be there any more."""
+    memory = (ctypes.c_ubyte * 4096).from_address(address)
+    return torch.frombuffer(memory, dtype=torch.uint8).is_pinned()
+
+
+class Holder:
+    """What only its user knows the inside of."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def in_a_holder(samples: Any) -> Any:
+    x, labels = default_collate(samples)
+    return x, labels, Holder(x)
+
+
+def test_blocks_of_workers_are_locked_where_only_the_copy_sees_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a script can reach is ordinary memory: its copies are over when they return."""
+    addresses = set()
+    allocate = CudaStreams.allocate
+
+    def noting(streams: CudaStreams, tensor: torch.Tensor) -> Any:
+        pair = allocate(streams, tensor)
+        assert pair is not None
+        assert pair[1].is_pinned()
+        addresses.add(pair[1].data_ptr())
+        return pair
+
+    monkeypatch.setattr(CudaStreams, "allocate", noting)
+    loader = loader_of("workers", collate_fn=in_a_holder, device="cuda")
+    found: list[Any] = []
+    for _ in range(3):
+        found.clear()
+        for x, y, holder in loader:
+            torch.cuda._sleep(LATE)
+            assert not holder.tensor.is_pinned()
+            assert holder.tensor.data_ptr() not in addresses
+            mine = holder.tensor.to(CUDA, non_blocking=True)
+            found.append((torch.minimum(x, mine), y * 1))
+            del x, y, holder, mine
+        assert_whole(found)
+    assert "a device reads it where it is" in loader.explain()
+    assert "not all of it" not in loader.explain()
+    assert all(map(is_locked, addresses))
+    copier_of(CUDA).forget_passed()
+    del loader
+    gc.collect()
+    assert not any(map(is_locked, addresses))
 
 
 @pytest.mark.skipif(REHEARSAL, reason="the fake device has no caching allocator")

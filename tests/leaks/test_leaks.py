@@ -230,7 +230,7 @@ def squares() -> Iterator[Case]:
     p.grad, other.grad = torch.ones(3), torch.ones(40000)
     spec = (_C.rules()["sgd"][0], (), False, (0.0,) * 5, False, None)
     kept, plan = _C.Squares(), _C.Plan()
-    held = [p, p.grad, other, other.grad, spec]
+    held, scale = [p, p.grad, other, other.grad, spec], torch.ones(())
 
     def whole(some: Any) -> Any:
         for slot, param in enumerate((p, other)):
@@ -249,12 +249,21 @@ def squares() -> Iterator[Case]:
         assert whole(kept)[0] == "done"
         kept.forget()
 
+    def adopted() -> None:
+        kept.expect(scale)
+        assert kept.measure(0, p, other.grad[:3])
+        assert kept.adopt(0, p, p.grad._version)
+        assert not kept.adopt(0, other, 0)
+
     yield _C.Squares, []
     yield forgotten, held
+    yield adopted, [*held, scale]
     yield refused, held
     yield lambda: whole(_C.Squares()), held
     yield failing(_C.Squares, 1), []
     yield failing(kept.measure, -1, p), held
+    yield failing(kept.adopt, -1, p, 0), held
+    yield failing(kept.expect, p), held
     yield failing(kept.check, [(p,)], None), held
     yield failing(kept.check, [], p), held
 
@@ -423,6 +432,12 @@ def arena() -> Iterator[Case]:
             yield failing(method, bad), [kept]
     for arguments in ((0, -1), (10**6, 1), (-1, 1), (0,), (0, 10)):
         yield failing(kept.hold, *arguments), [kept]
+    yield lambda: kept.locked(data.data_ptr(), 400), [kept, data]
+    for arguments in ((0, -1), (0,), (data, 1)):
+        yield failing(kept.locked, *arguments), [kept]
+    for arguments in ((-1,), (64,), ("0",)):
+        yield failing(kept.prepare_locks, *arguments), [kept]
+    yield failing(lambda: _C.Arena(os.dup(1), 1 << 26)), []
     for arguments in ((0, 1), (data.data_ptr(), -1), (data,)):
         yield failing(kept.put, *arguments), [kept, data]
     for arguments in ((-1, 5), (1,), ("a", 1), (0, 0)):
@@ -455,7 +470,7 @@ def crc32c() -> Iterator[Case]:
 def scan_tfrecords() -> Iterator[Case]:
     data, places = torch.zeros(100, dtype=torch.uint8), torch.empty(6, dtype=torch.int64)
     address = data.data_ptr()
-    yield lambda: _C.scan_tfrecords(address, 100, 0, True, places), [places]
+    yield lambda: _C.scan_tfrecords(address, 100, 0, True, places), [places, data]
     for bad in (torch.empty(4), None):
         yield failing(_C.scan_tfrecords, address, 100, 0, True, bad), [bad]
 
@@ -478,6 +493,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "fusable": fusable,
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "keep_freed_memory": lambda: iter([(_C.keep_freed_memory, [])]),
+    "keep_locked_memory": lambda: iter([(functools.partial(_C.keep_locked_memory, False), [])]),
     "measure": lambda: on_tensors(_C.measure, 0.5),
     "clip_grads": lambda: on_grads(_C.clip_grads, 2.0, 1.0, False),
     "unscale_grads": lambda: on_grads(_C.unscale_grads, 1.0, False),
@@ -488,7 +504,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "scan_tfrecords": scan_tfrecords,
     "split_channels": split_channels,
     "transform_images": transform_images,
-    "unscale": lambda: on_tensors(_C.unscale, 1.0),
     "update_scale": update_scale,
     "use_kernels_of": kernels,
     "use_records": records,

@@ -103,6 +103,21 @@ def test_release(limit: float | None, kwargs: dict[str, Any]) -> None:
     assert_no_growth(live)
 
 
+def test_release_of_tied_embeddings() -> None:
+    token, head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+    head.weight = token.weight
+    model = nn.Sequential(token, head)
+    optimizer = faststep.optim.AdamW(model.parameters(), lr=1e-6)
+
+    def live() -> None:
+        release = faststep.release_gradients(model, optimizer)
+        model(torch.tensor([1, 3, 1])).sum().backward()
+        optimizer.step()
+        release.remove()
+
+    assert_no_growth(live)
+
+
 def test_norm_in_backward() -> None:
     model, _, x = make({})
     optimizer = faststep.optim.AdamW(model.parameters(), lr=1e-6, max_grad_norm=0.5)

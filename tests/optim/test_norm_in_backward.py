@@ -228,10 +228,38 @@ def test_accumulation_measures_in_the_last_micro_step(dtype: Any, measured: list
                 optimizer.step()
                 optimizer.zero_grad()
         found.append([*everything(model, optimizer), optimizer.last_grad_norm])
-        assert optimizer.norm_fallbacks == ({"scale": 1} if hooked else {})  # before it knew of 3
+        assert optimizer.norm_fallbacks == {}
         accum.remove()
     assert_same_bits(*found)
-    assert measured == [False, True, True]
+    assert measured == [True, True, True]
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_windows_of_tokens(scaled: bool, measured: list[int]) -> None:
+    """Hooks know the divisor of a window whose tokens were counted before its last backward."""
+    found = []
+    counts = [3, 1, 7, 2, 2, 2, 5, 11, 1, 1, 1, 1]
+    for hooked in (True, False):
+        model = Odd()
+        optimizer = MAKE["AdamW"](model.parameters(), max_grad_norm=0.3, norm_in_backward=hooked)
+        accum = faststep.accumulate(optimizer, 3, normalize="tokens")
+        scaler = faststep.amp.GradScaler("cpu", init_scale=8.0, enabled=scaled)
+        for number, (x, count) in enumerate(zip(inputs(12), counts, strict=True)):
+            with accum:
+                if number < 9:
+                    accum.add_count(count)
+                scaler.scale(model(x)).backward()
+                if number >= 9:  # too late
+                    accum.add_count(count)
+            if accum.ready:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        found.append([*everything(model, optimizer), optimizer.last_grad_norm])
+        # The scaler's scale is known from the first step on; the last window has 2 in backward.
+        assert optimizer.norm_fallbacks == ({"scale": 1 + scaled} if hooked else {})
+    assert_same_bits(*found)
+    assert measured == [not scaled, True, True, False]
 
 
 def test_parameters_that_come_later(measured: list[int]) -> None:
@@ -356,4 +384,31 @@ def test_squares_refuse_what_they_do_not_know() -> None:
         squares.check([(1,)], None)
     with pytest.raises(TypeError, match="grad_scale"):
         squares.check([], torch.ones(2))
+    with pytest.raises(TypeError, match="grad_scale is not a one-element tensor"):
+        squares.expect(torch.ones(2))
     assert squares.measure(3, torch.ones(2)) is False
+
+
+@pytest.mark.parametrize(
+    ("grad", "moved", "adopted"),
+    [
+        (torch.ones(2), 0, True),
+        (torch.ones(2), 1, False),
+        (torch.ones(3), 0, False),
+        (torch.ones(2, dtype=torch.float64), 0, False),
+        (None, 0, False),
+    ],
+)
+def test_squares_adopt_what_can_be_the_same_gradient(
+    grad: Tensor | None, moved: int, adopted: bool
+) -> None:
+    squares, slot = _C.Squares(), 1
+    param = nn.Parameter(torch.zeros(2))
+    assert squares.adopt(slot, param, 0) is False
+    assert squares.measure(slot, param, torch.full((2,), 5.0))
+    if grad is not None:
+        param = nn.Parameter(torch.zeros_like(grad))
+        param.grad = grad
+    assert squares.adopt(slot, param, (0 if grad is None else grad._version) + moved) is adopted
+    changed = None if grad is None or adopted else ("changed", 0, 1)
+    assert squares.check([[nn.Parameter(), param]], None) == changed

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .helper import Accumulation
-from .window import Normalize
+from .window import Normalize, Window
 
 __all__ = ["Accumulation", "accumulate"]
 
@@ -82,4 +82,4 @@ def accumulate(
             'normalize="tokens" on several ranks needs model=: the DistributedDataParallel module, '
             "over whose ranks tokens are counted, or a plain module to count on each rank alone"
         )
-    return Accumulation(optimizers, steps, model, normalize, dtype)
+    return Accumulation(Window(optimizers, steps, model, normalize, dtype))

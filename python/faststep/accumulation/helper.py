@@ -8,8 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _C
@@ -19,7 +18,7 @@ from . import saved
 from .installed import Installed
 from .owners import release
 from .ranks import Ranks
-from .window import Normalize, Window
+from .window import Window
 
 __all__ = ["Accumulation"]
 
@@ -27,15 +26,8 @@ __all__ = ["Accumulation"]
 class Accumulation:
     """Accumulates gradients over windows of micro-steps; made by :func:`faststep.accumulate`."""
 
-    def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        steps: int,
-        model: nn.Module | None,
-        normalize: Normalize,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self._window = Window(optimizers, steps, model, normalize, dtype)
+    def __init__(self, window: Window) -> None:
+        self._window = window
         self._installed: Installed | None = None
         self._inside = False
         self._removed = False
@@ -123,6 +115,7 @@ class Accumulation:
             raise ValueError(f"a count of tokens must be finite and at least 0, not {number}")
         window.count += number
         window.counted = True
+        window.expect_division()
 
     def flush(self) -> bool:
         """Complete a window that has fewer micro-steps, as at the end of the data.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,10 +60,9 @@ class Ranks:
         if quiet and self._model is not None:
             self._quiet.enter_context(self._model.no_sync())
 
-    def synchronized(self) -> None:
-        """The model has communicated in backward, on all ranks."""
-        if self._model is not None:
-            rebuild_buckets(self._model)
+    def synchronized(self) -> bool:
+        """The model has communicated in backward; whether its gradients have moved since then."""
+        return self._model is not None and rebuild_buckets(self._model)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sums of these numbers over all ranks; a collective."""
@@ -75,40 +74,42 @@ class Ranks:
         found: list[float] = exact.tolist()
         return found
 
-    def add_up(self, tensors: Sequence[Tensor]) -> None:
-        """Replace tensors by their sums over all ranks, which pass the same shapes; collectives."""
+    def add_up(self, tensors: Sequence[Tensor], done: Callable[[int], object]) -> None:
+        """Replace tensors by their sums over all ranks, which pass the same shapes; collectives.
+
+        `done` is called with the index of each tensor while its sum is in the cache.
+        """
         if self._model is None:
             return
         group = self._model.process_group
-        pairs, waiting = [], []  # (what is reduced, the tensors that it is a copy of)
-        small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
+        pairs = []  # (what is reduced, the tensors that it is a copy of, by their indices)
+        small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(tensors):
             if tensor.numel() >= _ALONE:
-                pairs.append((tensor.contiguous(), [tensor]))
+                pairs.append((tensor.contiguous(), [index]))
             else:
-                small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+                small.setdefault((tensor.dtype, tensor.device), []).append(index)
         for alike in small.values():
-            for bucket in _buckets(alike):
-                pairs.append((torch.cat([tensor.reshape(-1) for tensor in bucket]), bucket))
-        for values, _ in pairs:
-            waiting.append(dist.all_reduce(values, group=group, async_op=True))
-        for work in waiting:
+            for bucket in _buckets(tensors, alike):
+                pairs.append((torch.cat([tensors[index].reshape(-1) for index in bucket]), bucket))
+        waiting = [dist.all_reduce(values, group=group, async_op=True) for values, _ in pairs]
+        for work, (values, bucket) in zip(waiting, pairs, strict=True):
             work.wait()
-        for values, bucket in pairs:
-            parts = torch.split(values.view(-1), [tensor.numel() for tensor in bucket])
-            for tensor, part in zip(bucket, parts, strict=True):
-                if part.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(part.view(tensor.shape))
+            parts = torch.split(values.view(-1), [tensors[index].numel() for index in bucket])
+            for index, part in zip(bucket, parts, strict=True):
+                if part.data_ptr() != tensors[index].data_ptr():
+                    tensors[index].copy_(part.view(tensors[index].shape))
+                done(index)
 
 
-def _buckets(tensors: list[Tensor]) -> list[list[Tensor]]:
+def _buckets(tensors: Sequence[Tensor], alike: list[int]) -> list[list[int]]:
     """Neighbours together, at most _BUCKET elements each."""
-    buckets: list[list[Tensor]] = []
+    buckets: list[list[int]] = []
     size = _BUCKET
-    for tensor in tensors:
-        if size + tensor.numel() > _BUCKET:
+    for index in alike:
+        if size + tensors[index].numel() > _BUCKET:
             buckets.append([])
             size = 0
-        buckets[-1].append(tensor)
-        size += tensor.numel()
+        buckets[-1].append(index)
+        size += tensors[index].numel()
     return buckets

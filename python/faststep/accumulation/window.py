@@ -101,6 +101,18 @@ class Window:
         self.ranks.set_quiet(not last or bool(self.sums))
         for _, norm in self._backward_norms():
             norm.idle = not last
+        if last:
+            self.expect_division()
+
+    def expect_division(self) -> None:
+        """Gradients measured in backward from now on are the whole window's: say by how many.
+
+        Tokens are known as far as they were counted before backward, and on this rank.
+        """
+        divisors = {"mean": float(self.steps), "tokens": self.count, "sum": 1.0}
+        for _, norm in self._backward_norms():
+            if not norm.idle and (divisor := divisors[self.normalize]) > 0.0:
+                norm.expect(divisor)
 
     def _backward_norms(self) -> Iterator[tuple[FusedOptimizer, BackwardNorm]]:
         """The optimizers that measure gradients in backward."""
@@ -174,12 +186,16 @@ class Window:
     def _reduce(self, synchronized: bool) -> float | None:
         """The divisor; None if no rank did anything."""
         world = self.ranks.world
-        if synchronized:
-            self.ranks.synchronized()
+        if synchronized and self.ranks.synchronized():
+            self._measure_again()
         if synchronized or world == 1:
             if self.normalize == "tokens":
                 return self.ranks.total([self.count])[0] / world
             return float(self.micro_step) if self.normalize == "mean" else 1.0
+        return self._add_up_over_ranks()
+
+    def _add_up_over_ranks(self) -> float | None:
+        """What no model has reduced; the divisor, or None if no rank did anything."""
         params = [param for _, param in self.named_params() if param.requires_grad]
         has = [float(param.grad is not None) for param in params]
         micro_steps, count, *has = self.ranks.total([float(self.micro_step), self.count, *has])
@@ -192,10 +208,25 @@ class Window:
         for param in used:
             if param.grad is None:
                 self._start_with_zeros(param)
-        self.ranks.add_up([param.grad for param in used if param.grad is not None])
-        if self.normalize == "sum":
-            return float(world)
-        return count if self.normalize == "tokens" else micro_steps
+        world = float(self.ranks.world)
+        divisor = {"sum": world, "tokens": count, "mean": micro_steps}[self.normalize]
+        sums = [(param, param.grad) for param in used if param.grad is not None]
+        if divisor:
+            for _, norm in self._backward_norms():
+                norm.expect(divisor)
+        self.ranks.add_up([grad for _, grad in sums], lambda index: self._measure(sums[index][0]))
+        return divisor
+
+    def _measure(self, param: Tensor) -> None:
+        """Measure a gradient for the optimizer that it belongs to; the model's hook has not."""
+        for _, norm in self._backward_norms():
+            norm.measure_reduced(param)
+
+    def _measure_again(self) -> None:
+        """Gradients were measured in buckets that are no more."""
+        for optimizer, _ in self._backward_norms():
+            for param in division.params_of(optimizer):
+                self._measure(param)
 
     def _start_with_zeros(self, param: Tensor) -> None:
         """A gradient for a parameter that only other ranks have used."""

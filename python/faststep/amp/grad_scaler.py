@@ -135,7 +135,7 @@ class GradScaler(torch.amp.GradScaler):
         if not allow_fp16:  # called by unscale_, not by step
             inv_scale = division.unscaled(optimizer, inv_scale)
         # Only a scale in host memory can be read without waiting for a device.
-        if inv_scale.is_cpu and (done := _unscale_all(params, inv_scale, allow_fp16)) is not None:
+        if inv_scale.is_cpu and (done := _unscale(params, inv_scale, allow_fp16)) is not None:
             any_grad, overflow = done
             host = torch.device("cpu")
             return {host: _flag(found_inf, host, overflow)} if any_grad else {}
@@ -147,18 +147,19 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not allow_fp16 and torch.float16 in dtypes_of(grads):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        foreign = [p for p in params if p.grad is not None and not _C.fusable([p.grad])]
-        grads = [g for g in grads if _C.fusable([g])]
+        params = [p for p in params if p.grad is not None]
+        ours = [p for p in params if _C.fusable([p.grad])]
+        foreign = [p for p in params if not _C.fusable([p.grad])]
         per_device = super()._unscale_grads_(
             cast(Optimizer, SimpleNamespace(param_groups=[{"params": foreign}])),
             inv_scale,
             found_inf,
             allow_fp16,
         )
-        if grads:
-            device = grads[0].device
-            flag = per_device.get(device, found_inf)
-            per_device[device] = _flag(flag, device, _unscale(grads, inv_scale, allow_fp16))
+        if ours:
+            _, overflow = cast("tuple[bool, bool]", _unscale(ours, inv_scale, allow_fp16))
+            host = torch.device("cpu")
+            per_device[host] = _flag(per_device.get(host, found_inf), host, overflow)
         return per_device
 
     def step(
@@ -346,9 +347,7 @@ class GradScaler(torch.amp.GradScaler):
         )
 
 
-def _unscale_all(
-    params: list[Tensor], inv_scale: Tensor, allow_fp16: bool
-) -> tuple[bool, bool] | None:
+def _unscale(params: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, bool] | None:
     """Multiply the gradients in place; times 1 nothing is written.
 
     Returns whether there is a gradient, and whether one was not finite before; None, and nothing is
@@ -361,16 +360,6 @@ def _unscale_all(
         return None
     increment_version(written)
     return found, overflow
-
-
-def _unscale(grads: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> bool:
-    """The same for gradients that are for the C passes; whether one was not finite."""
-    factor = inv_scale.item()
-    if factor == 1.0 and allow_fp16:
-        return _C.measure(grads, 1.0)[1]
-    _, overflow = _C.unscale(grads, factor, allow_fp16)
-    increment_version(grads)
-    return overflow
 
 
 def _unscale_on_devices(

@@ -154,6 +154,11 @@ class Work:
         return f"{self.family} | {self.label}"
 
     @property
+    def writes(self) -> bool:
+        """Whether a round changes tensors: gradients below the limit are left as they are."""
+        return self.family != "clip" or self.true_norm > MAX_NORM
+
+    @property
     def elements(self) -> int:
         """Elements of all parameters together."""
         return count_elements(self.shapes)

@@ -26,6 +26,7 @@ import torch
 from faststep._torch import is_capturing
 
 from .nest import convert
+from .workers.arena import page_locked
 
 __all__ = ["Copier", "Copy", "copier_of"]
 
@@ -120,9 +121,13 @@ class CudaStreams:
             return None
         target = torch.empty_like(tensor, device=self.device)
         source = tensor
-        if not tensor.is_pinned() or tensor.stride() != target.stride():
-            # from elsewhere, and where it has holes, the host would wait for the copy
+        if tensor.stride() != target.stride():  # of one with holes the host would wait for the copy
             source = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        elif not tensor.is_pinned():  # as it would of memory that can be swapped out
+            locked = page_locked(tensor)
+            if locked is None:
+                locked = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            source = locked
         return target, source
 
     def move(self, item: Any) -> Any:

@@ -120,6 +120,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if isinstance(plan, str):
             device = self._explain_device()
             if self.num_workers:
+                if self.pin_memory and self._device is None:
+                    device = "; torch's thread copies them into page-locked memory of its own"
                 return f"{self._route().explain()}; not gathered from arrays, as {plan}{device}"
             return f"torch's own iterator loads the batches: {plan}{device}"
         order = order_of(self.batch_sampler)

@@ -51,6 +51,15 @@ class DeviceIterator(Layer):
             of = self._batches.progress  # which counts what came from there
             self.progress = Progress(of.order, of.base_seed, of.before)
 
+    @property
+    def _pin_memory(self) -> bool:
+        """Whether batches are delivered page-locked: what makes others of them does likewise."""
+        return self._copier.streams.device.type == "cpu" and self._batches._pin_memory
+
+    @property
+    def _pin_memory_device(self) -> Any:
+        return self._batches._pin_memory_device
+
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Starts the next epoch; a DataLoader with persistent workers calls it."""
         with self._lock:

@@ -12,7 +12,7 @@ import torch
 
 from faststep._torch import MultiProcessingDataLoaderIter, SingleProcessDataLoaderIter
 
-from .rows import lending_collate
+from .lending import lending_collate
 
 __all__ = ["Layer", "Meter", "Metered", "MultiIterator", "SingleIterator"]
 

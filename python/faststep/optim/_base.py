@@ -9,9 +9,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .._torch import disable_dynamo, increment_version, is_capturing
+from .._torch import disable_dynamo, increment_version, is_capturing, uncompiled
 from ._devices import (
     HOST,
     HOST_ONLY,
@@ -53,6 +54,19 @@ def number(value: float | Tensor) -> float:
     return float(value.item() if isinstance(value, Tensor) else value)
 
 
+def _wanted(norm_in_backward: bool | DistributedDataParallel) -> bool | DistributedDataParallel:
+    """The value itself if it is a model, which torch.compile may have wrapped, else its truth."""
+    if isinstance(norm_in_backward, torch.nn.Module):
+        model = uncompiled(norm_in_backward)
+        if isinstance(model, DistributedDataParallel):
+            return model
+        raise TypeError(
+            "norm_in_backward must be True, False or a DistributedDataParallel model, not "
+            f"{type(model).__name__}"
+        )
+    return bool(norm_in_backward)
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Mixin in front of a torch optimizer: steps all parameters of all groups in one C call.
 
@@ -63,9 +77,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             with the formula of :func:`torch.nn.utils.clip_grad_norm_`. Default: None, no clipping.
         keep_grads (bool): with `max_grad_norm`, write the unscaled and clipped gradients back
             to `.grad`. Default: False, `.grad` stays as backward left it.
-        norm_in_backward (bool): measure each gradient in a hook during backward instead of in a
-            pass of the step that clips, with the same bits. Default: False, see
-            :attr:`norm_in_backward`.
+        norm_in_backward (bool or DistributedDataParallel): measure each gradient in a hook during
+            backward instead of in a pass of the step that clips, with the same bits. With several
+            ranks pass the model. Default: False, see :attr:`norm_in_backward`.
     """
 
     # torch.amp.GradScaler then passes the scale as `grad_scale` and `found_inf`.
@@ -82,17 +96,20 @@ class FusedOptimizer(torch.optim.Optimizer):
     _norms: dict[int, Tensor] | None = None  # per CUDA device: where it writes the norm
     _last_norm: float | Tensor | None = None
     _skipped: bool | Tensor = False
-    _norm_in_backward: bool = False
+    _norm_in_backward: bool | DistributedDataParallel = False
     _backward_norm: BackwardNorm | None = None
 
     def _set_clipping(
-        self, max_grad_norm: float | None, keep_grads: bool, norm_in_backward: bool
+        self,
+        max_grad_norm: float | None,
+        keep_grads: bool,
+        norm_in_backward: bool | DistributedDataParallel,
     ) -> None:
         if max_grad_norm is not None and not max_grad_norm >= 0.0:
             raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.keep_grads = bool(keep_grads)
-        self._norm_in_backward = bool(norm_in_backward)
+        self._norm_in_backward = _wanted(norm_in_backward)
 
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         """The rule and its numbers for this step of a group."""
@@ -144,7 +161,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._skipped
 
     @property
-    def norm_in_backward(self) -> bool:
+    def norm_in_backward(self) -> bool | DistributedDataParallel:
         """Whether gradients are measured in backward, by a hook on each parameter; may be set.
 
         A step that clips, or looks for infinities under :class:`faststep.amp.GradScaler`, then
@@ -157,17 +174,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         view or a DLPack capsule, between a gradient's hook and the step. Their norm would be wrong,
         which is why this must be asked for. Clip by `max_grad_norm` then, not by hand.
 
-        With several ranks (torch.distributed) every step measures itself: gradients may be reduced
-        after their hooks. So does one whose scale differs from that of the step before.
+        With several ranks (torch.distributed) gradients may be reduced after their hooks, and every
+        step measures itself. Under DistributedDataParallel set the model instead of True: its
+        communication hook then measures each bucket as soon as it is reduced, and takes the place
+        of the model's own reduction, with the same bits, for good. A copy of the optimizer has
+        True. TypeError for a model that has such a hook already, or with `find_unused_parameters`
+        or `static_graph`.
+
+        A step whose scale differs from that of the step before measures itself as well.
         """
         return self._norm_in_backward
 
     @norm_in_backward.setter
-    def norm_in_backward(self, wanted: bool) -> None:
-        self._norm_in_backward = bool(wanted)
-        if self._backward_norm is not None and not wanted:
+    def norm_in_backward(self, wanted: bool | DistributedDataParallel) -> None:
+        wanted = _wanted(wanted)
+        if self._backward_norm is not None and wanted is not self._norm_in_backward:
             self._backward_norm.remove()
             self._backward_norm = None
+        self._norm_in_backward = wanted
         self._measured_in_backward()
 
     @property
@@ -182,8 +206,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _measured_in_backward(self) -> BackwardNorm | None:
         """The hooks, if they are wanted; a copy of an optimizer sets its own when it steps."""
-        if self._norm_in_backward and self._backward_norm is None:
-            self._backward_norm = BackwardNorm(self)
+        wanted = self._norm_in_backward
+        if wanted is not False and self._backward_norm is None:
+            self._backward_norm = BackwardNorm(self, None if wanted is True else wanted)
         return self._backward_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -392,5 +417,5 @@ class FusedOptimizer(torch.optim.Optimizer):
             **state,
             "max_grad_norm": self.max_grad_norm,
             "keep_grads": self.keep_grads,
-            "_norm_in_backward": self._norm_in_backward,
+            "_norm_in_backward": self._norm_in_backward is not False,
         }

@@ -5,6 +5,9 @@ of csrc/rules/tree.h, while the gradient is in the cache. The step folds them in
 own pass: norm, clip coefficient and parameters have the same bits. Before that it makes sure that
 each `.grad` is the tensor that was measured, with the same version and the same scale; else it
 measures by itself, as without hooks, and counts that.
+
+Under DistributedDataParallel the gradients are measured in its buckets, as soon as one is reduced,
+and found again in `.grad` after the model has put them there.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
+from .._reduced import Pairs, Reduced
 from .._torch import disable_dynamo
 from ._devices import HOST_ONLY
 
@@ -33,7 +38,7 @@ _REASONS = {
     "unmeasured": "the gradient of {} was not measured in its last backward",
     "scale": "the scale of the gradients changed again, so that the hooks multiplied by an old one",
     "distributed": "there are several ranks, which may reduce gradients after the hooks without "
-    "a sign",
+    "a sign; give norm_in_backward the DistributedDataParallel model",
     "device": "parameters are on CUDA, and hooks measure on the CPU only",
 }
 
@@ -41,14 +46,22 @@ _REASONS = {
 class BackwardNorm:
     """The hooks of one optimizer, and what they measured since its last step."""
 
-    def __init__(self, optimizer: FusedOptimizer) -> None:
+    def __init__(
+        self, optimizer: FusedOptimizer, model: DistributedDataParallel | None = None
+    ) -> None:
         self.fallbacks: Counter[str] = Counter()
         self.wanted = True  # whether the next step measures, as the last one did
         self.idle = False  # until the last micro-step of an accumulation window
         self._squares = _C.Squares()
         self._slots: dict[int, tuple[weakref.ref[Tensor], list[int], Any]] = {}
         self._scale_changed = False
+        self._loss_scale = self._divisor = 1.0  # of the last step, of the next
         self._warned: set[str] = set()
+        self._moving: dict[int, int] = {}  # slot: the version that `.grad` will have
+        self._reduced: Reduced | None = None
+        if model is not None:
+            self._reduced = Reduced.of(model, "norm_in_backward")
+            self._reduced.add(self)
         weakref.finalize(self, _remove, self._slots).atexit = False
         self.attach(optimizer)
 
@@ -61,7 +74,9 @@ class BackwardNorm:
                 known[1][0] = index
             elif param.requires_grad:
                 slot = [index]
-                handle = _hook(weakref.ref(self), slot, param)
+                handle = None
+                if self._reduced is None:
+                    handle = _hook(weakref.ref(self), slot, param)
                 self._slots[id(param)] = weakref.ref(param), slot, handle
 
     def reattach(self, optimizer: FusedOptimizer) -> None:
@@ -73,6 +88,44 @@ class BackwardNorm:
         """From the hook of a parameter."""
         if self.wanted and not self.idle:
             self._squares.measure(slot, param)
+
+    def measure_reduced(self, param: Tensor) -> None:
+        """`.grad` is reduced over the ranks, and the model's hook did not see that."""
+        slot = self._slot_of(param)
+        if slot is not None and self._reduced is not None and self.wanted:
+            self._squares.measure(slot, param)
+
+    def _slot_of(self, param: Tensor) -> int | None:
+        known = self._slots.get(id(param))
+        return known[1][0] if known is not None and known[0]() is param else None
+
+    def reduced(self, param: Tensor, values: Tensor) -> None:
+        """A gradient in a bucket that was reduced."""
+        slot = self._slot_of(param)
+        if slot is not None and self.wanted and not self.idle:
+            self._squares.measure(slot, param, values)
+
+    def ending(self, pairs: Pairs) -> None:
+        """Between this and `ended` nobody writes gradients but DistributedDataParallel, once."""
+        for param, values in pairs:
+            slot, grad = self._slot_of(param), param.grad
+            if slot is not None and grad is not None:
+                copied = grad.data_ptr() != values.data_ptr()  # else it is part of the bucket
+                self._moving[slot] = grad._version + copied
+
+    def ended(self, pairs: Pairs) -> None:
+        """What was measured in a bucket is in `.grad`."""
+        for param, _ in pairs:
+            slot = self._slot_of(param)
+            if slot is not None and (version := self._moving.pop(slot, None)) is not None:
+                self._squares.adopt(slot, param, version)
+
+    def expect(self, divisor: float) -> None:
+        """The next step divides by this, and most likely by the loss scale of the last."""
+        self._divisor = divisor
+        # As the step will have it: of a float32 scale alone the inverse is rounded.
+        dtype = torch.float32 if divisor == 1.0 else torch.float64
+        self._squares.expect(torch.tensor(self._loss_scale * divisor, dtype=dtype))
 
     def for_step(
         self,
@@ -88,10 +141,12 @@ class BackwardNorm:
         if optimizer._devices != HOST_ONLY:
             self._refuse(optimizer, "device")
             return None
-        if _ranks() > 1:
+        if self._reduced is None and _ranks() > 1:
             self.wanted = False
             self._refuse(optimizer, "distributed")
             return None
+        scale = 1.0 if grad_scale is None else grad_scale.item()
+        self._loss_scale, self._divisor = scale / self._divisor, 1.0
         problem = self._squares.check(params, grad_scale)
         if problem is not None:
             self._refuse(optimizer, *problem)
@@ -128,6 +183,8 @@ class BackwardNorm:
     def remove(self) -> None:
         """Take the hooks away."""
         _remove(self._slots)
+        if self._reduced is not None:
+            self._reduced.drop(self)
         self.forget()
 
 
@@ -155,5 +212,6 @@ def _hook(owner: Callable[[], BackwardNorm | None], slot: list[int], param: Tens
 
 def _remove(slots: dict[int, tuple[weakref.ref[Tensor], list[int], Any]]) -> None:
     for _, _, handle in slots.values():
-        handle.remove()
+        if handle is not None:
+            handle.remove()
     slots.clear()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
 from .._torch import is_capturing, step_dtype
@@ -86,8 +87,9 @@ class Adam(_AdamStep, torch.optim.Adam):
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
             Default: False.
-        norm_in_backward (bool): measure gradients in backward for a step that clips: one pass, the
-            same bits; see the property of that name for what it cannot notice. Default: False.
+        norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
+            that clips: one pass, the same bits; see the property of that name for what it cannot
+            notice. With several ranks pass the model. Default: False.
     """
 
     def __init__(
@@ -107,7 +109,7 @@ class Adam(_AdamStep, torch.optim.Adam):
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
-        norm_in_backward: bool = False,
+        norm_in_backward: bool | DistributedDataParallel = False,
     ) -> None:
         self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
         super().__init__(
@@ -149,7 +151,7 @@ class AdamW(_AdamStep, torch.optim.AdamW):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
-        norm_in_backward: bool = False,
+        norm_in_backward: bool | DistributedDataParallel = False,
     ) -> None:
         self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
         super().__init__(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
 from ._base import FusedOptimizer, Rule, number
@@ -31,8 +32,9 @@ class Lion(FusedOptimizer):
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
             Default: False.
-        norm_in_backward (bool): measure gradients in backward for a step that clips: one pass, the
-            same bits; see the property of that name for what it cannot notice. Default: False.
+        norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
+            that clips: one pass, the same bits; see the property of that name for what it cannot
+            notice. With several ranks pass the model. Default: False.
 
     Raises:
         ValueError: for a hyper-parameter out of range.
@@ -50,7 +52,7 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
-        norm_in_backward: bool = False,
+        norm_in_backward: bool | DistributedDataParallel = False,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")

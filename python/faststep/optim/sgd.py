@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
 from ._base import FusedOptimizer, Rule, number
@@ -34,8 +35,9 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
             Default: False.
-        norm_in_backward (bool): measure gradients in backward for a step that clips: one pass, the
-            same bits; see the property of that name for what it cannot notice. Default: False.
+        norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
+            that clips: one pass, the same bits; see the property of that name for what it cannot
+            notice. With several ranks pass the model. Default: False.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
-        norm_in_backward: bool = False,
+        norm_in_backward: bool | DistributedDataParallel = False,
     ) -> None:
         self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
         super().__init__(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..rows import Rows, Samples, copy_image, new_rows
+from ..lending import LentRows, Samples, copy_image, new_rows
 from .common import PathLike, library, naming, position
 from .jpeg import decoder_name, jpeg_decoder
 
@@ -206,7 +206,7 @@ class ImageFolder(Dataset[Any]):
         rows = new_rows(len(indices), self.channels_last)
         return Samples(self._sample(index, rows, i) for i, index in enumerate(indices))
 
-    def _sample(self, index: int, rows: Rows | None, place: int) -> tuple[Any, Any]:
+    def _sample(self, index: int, rows: LentRows | None, place: int) -> tuple[Any, Any]:
         path, target = self.samples[position(index, len(self.samples), self.root)]
         with open(path, "rb") as file:
             data = file.read()
@@ -218,7 +218,7 @@ class ImageFolder(Dataset[Any]):
             image = rows.put(place, image)
         return image, target if self.target_transform is None else self.target_transform(target)
 
-    def _read(self, data: bytes, rows: Rows | None, place: int) -> Any:
+    def _read(self, data: bytes, rows: LentRows | None, place: int) -> Any:
         """The image as the transform gets it; without one it may be in any order of memory."""
 
         def room(height: int, width: int) -> torch.Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import select
@@ -11,9 +12,11 @@ from collections import Counter
 from multiprocessing.reduction import DupFd
 from typing import Any
 
+import torch
+
 from faststep import _C
 
-__all__ = ["Arena", "ArenaPool", "arena_of"]
+__all__ = ["Arena", "ArenaPool", "arena_of", "page_locked"]
 
 _keys = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
@@ -32,40 +35,51 @@ class Arena:
         self.process = os.getpid()
         self.in_blocks = 0  # tensors and arrays of the batches that came
         self.otherwise: Counter[str] = Counter()  # tensors that torch transported, by reason
-        self._pinned: list[tuple[int, list[int]]] = []  # ends of pipes, and blocks
+        self.locks = False  # whether blocks are page-locked for a device
+        self.unlocked: str | None = None  # why one is not
+        self.lost = 0  # blocks that are held because nobody can tell when a child has ended
+        self._kept: list[tuple[_Child, list[int]]] = []  # blocks that children see
         _arenas[self.key] = self
 
     def __reduce__(self) -> Any:
         """For workers that are not forked; only while one is started."""
         return _Attached, (self.key, DupFd(self.memory.fileno()), self.memory.reserve())
 
-    def pin(self) -> int | None:
-        """Keeps the blocks that a child is about to see until all copies of an end are closed."""
-        blocks = self.memory.pin()
-        if not blocks:
-            return None
-        read_end, write_end = os.pipe()  # if that fails the blocks stay as they are for ever
-        self._pinned.append((read_end, blocks))
-        return write_end
+    def keep(self, child: _Child, blocks: list[int]) -> None:
+        """Keeps blocks that `memory.pin` returned until a child has ended."""
+        self._kept.append((child, blocks))
 
     def unpin_what_no_child_sees(self) -> None:
-        for entry in list(self._pinned):
-            read_end, blocks = entry
-            if _is_closed(read_end):
-                self._pinned.remove(entry)
-                os.close(read_end)
+        for entry in list(self._kept):
+            child, blocks = entry
+            if child.has_ended():
+                self._kept.remove(entry)
                 for block in blocks:
                     self.memory.unpin(block)
 
     def forget_pins(self) -> None:
         """In a child: the blocks are its parent's."""
-        for read_end, _ in self._pinned:
-            os.close(read_end)
-        self._pinned = []
+        self._kept = []
 
-    def __del__(self) -> None:
-        for read_end, _ in getattr(self, "_pinned", []):
-            os.close(read_end)
+    def prepare_locks(self, device: int) -> bool:
+        """Whether blocks can be page-locked for a CUDA device; if not, `unlocked` says why."""
+        try:
+            self.memory.prepare_locks(device)
+        except (RuntimeError, MemoryError) as error:
+            self.unlocked = str(error)
+        else:
+            self.locks, self.unlocked = True, None
+        return self.locks
+
+    def locked(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """The bytes of a storage where they are page-locked, if they are in a block that is."""
+        if not self.locks:
+            return None
+        try:
+            return self.memory.locked(storage.data_ptr(), storage.nbytes())
+        except (RuntimeError, MemoryError) as error:
+            self.unlocked = str(error)
+            return None
 
 
 class _Attached:
@@ -88,10 +102,38 @@ def arena_of(key: int) -> Arena:
     return arena
 
 
-def _is_closed(read_end: int) -> bool:
-    poll = select.poll()
-    poll.register(read_end, 0)
-    return bool(poll.poll(0))
+def page_locked(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The same elements where they are page-locked, if an arena has them so.
+
+    Nothing but a copy to the device may see it: its block is used again when it and all tensors of
+    the batch are gone, whatever else still reads it.
+    """
+    storage = tensor.untyped_storage()
+    for arena in list(_arenas.values()):
+        block = arena.locked(storage)
+        if block is not None:
+            where = tensor.storage_offset(), tensor.shape, tensor.stride()
+            same = torch.empty(0, dtype=tensor.dtype, device="cpu")
+            return same.set_(block.untyped_storage(), *where)
+    return None
+
+
+atexit.register(_C.keep_locked_memory, True)
+
+
+class _Child:
+    """The end of a pipe, of which a forked child has the other one as long as it lives."""
+
+    def __init__(self, read_end: int) -> None:
+        self._read_end = read_end
+
+    def has_ended(self) -> bool:
+        poll = select.poll()
+        poll.register(self._read_end, 0)
+        return bool(poll.poll(0))
+
+    def __del__(self) -> None:
+        os.close(self._read_end)
 
 
 # A forked child shares the memory of the batches that its parent holds: they must stay as they are
@@ -103,10 +145,20 @@ _write_ends: list[int] = []
 
 def _before_fork() -> None:
     _forking.acquire()
-    for arena in list(_arenas.values()):
-        write_end = arena.pin() if arena.process == os.getpid() else None
-        if write_end is not None:
-            _write_ends.append(write_end)
+    own = [arena for arena in list(_arenas.values()) if arena.process == os.getpid()]
+    seen = [(arena, blocks) for arena in own if (blocks := arena.memory.pin())]
+    if not seen:
+        return
+    try:
+        read_end, write_end = os.pipe()
+    except OSError:  # no descriptor is left: the blocks stay as they are as long as the arena
+        for arena, blocks in seen:
+            arena.lost += len(blocks)
+        return
+    child = _Child(read_end)
+    _write_ends.append(write_end)
+    for arena, blocks in seen:
+        arena.keep(child, blocks)
 
 
 def _after_fork_in_parent() -> None:
@@ -164,6 +216,12 @@ class ArenaPool:
             return text
         count, others = self._latest.in_blocks, self._latest.otherwise
         text += f" ({count} tensors and arrays did so far)"
+        if self._latest.locks:
+            text += "; a device reads it where it is, page-locked"
+        if self._latest.unlocked is not None:
+            text += f"; not all of it is page-locked: {self._latest.unlocked}"
+        if self._latest.lost:
+            text += f"; {self._latest.lost} blocks stay unused, as a fork found no free descriptor"
         if others:
             reasons = "; ".join(f"{number}: {reason}" for reason, number in others.most_common(5))
             text += f"; torch transported {sum(others.values())} tensors by itself ({reasons})"

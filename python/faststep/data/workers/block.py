@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 __all__ = ["Block", "Column", "Writer"]
 
 WORD = 8  # bytes
+MOST_OF_FOUR_BYTES = 1 << 32
 AT_ONCE = 1 << 14  # items encoded before they are written
 PATHS = PosixPath, PurePosixPath, PureWindowsPath, WindowsPath  # are all that their text says
 
@@ -26,8 +27,11 @@ class Column(NamedTuple):
     kind: str
     length: int
     data: int = 0  # where the items begin
-    ends: int = 0  # where the places at which each item ends are, for items of different sizes
+    ends: int = 0  # for items of different sizes, where it is said where each one ends ...
+    width: int = WORD  # ... from `data` on, in so many bytes
     extra: Any = None  # the class of paths; the parts of "parts"
+    prefix: bytes = b""  # what all items begin with, and end with, which is not in the block
+    suffix: bytes = b""
 
 
 class Block:
@@ -112,18 +116,23 @@ class Writer:
             return Column("int", len(items), self.write(array("q", items)))
         if kind is float:
             return Column("float", len(items), self.write(array("d", items)))
-        if kind is str:
-            return self._of_sizes("str", map(_encoded, items))
-        if kind is bytes:
-            return self._of_sizes("bytes", items)
         if kind in PATHS:
-            return self._of_sizes("path", (_encoded(str(item)) for item in items), kind)
+            return self._of_texts("path", [str(item) for item in items])._replace(extra=kind)
+        if kind is str or kind is bytes:
+            return self._of_texts(kind.__name__, items)
         return self._of_sizes("object", _pickled(items, name))
 
-    def _of_sizes(self, kind: str, encoded: Iterable[bytes], extra: Any = None) -> Column:
+    def _of_texts(self, kind: str, items: Any) -> Column:
+        """Of str or bytes: without what all have in common, as paths have a root and an ending."""
+        prefix, suffix = _shared_ends(items)
+        begin, end = len(prefix), -len(suffix) or None
+        column = self._of_sizes(kind, (_encoded(item[begin:end]) for item in items))
+        return column._replace(prefix=_encoded(prefix), suffix=_encoded(suffix))
+
+    def _of_sizes(self, kind: str, encoded: Iterable[bytes]) -> Column:
         start = self._end
         ends = array("q")
-        end = start
+        end = 0
         waiting: list[bytes] = []
         for item in encoded:
             end += len(item)
@@ -134,7 +143,9 @@ class Writer:
                 waiting.clear()
         self._append(b"".join(waiting))
         self.write(bytes(-self._end % WORD))
-        return Column(kind, len(ends), start, self.write(ends), extra)
+        if end < MOST_OF_FOUR_BYTES:
+            ends = array("I", ends)
+        return Column(kind, len(ends), start, self.write(ends), ends.itemsize)
 
     def _append(self, content: bytes) -> None:
         done = 0
@@ -143,8 +154,22 @@ class Writer:
         self._end += len(content)
 
 
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
+def _encoded(text: str | bytes) -> bytes:
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+
+
+def _shared_ends(items: Any) -> tuple[Any, Any]:
+    """What all of some str or bytes begin with, and what the rest of them ends with."""
+    first, last = min(items), max(items)
+    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
+    length = len(first) if length is None else length
+    suffix = first[length:]
+    for item in items:
+        while not item.endswith(suffix, length):
+            suffix = suffix[1:]
+        if not suffix:
+            break
+    return first[:length], suffix
 
 
 def _pickled(items: Any, name: str) -> Iterable[bytes]:
@@ -162,11 +187,14 @@ def reader_of(block: Block, column: Column) -> Callable[[int], Any]:
         size = column.length * WORD
         numbers = view[column.data : column.data + size].cast("q" if column.kind == "int" else "d")
         return numbers.__getitem__
-    ends = view[column.ends : column.ends + column.length * WORD].cast("q")
+    size = column.length * column.width
+    ends = view[column.ends : column.ends + size].cast("q" if column.width == WORD else "I")
     start, kind = column.data, column.extra
+    shared = column.prefix or column.suffix
 
-    def item_bytes(index: int) -> memoryview:
-        return view[ends[index - 1] if index else start : ends[index]]
+    def item_bytes(index: int) -> Any:
+        item = view[start + (ends[index - 1] if index else 0) : start + ends[index]]
+        return b"".join((column.prefix, item, column.suffix)) if shared else item
 
     if column.kind == "str":
         return lambda index: str(item_bytes(index), "utf-8", "surrogatepass")

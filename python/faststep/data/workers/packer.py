@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import gc
+import operator
 from typing import Any
 
 import torch
 
 from faststep import _C
-from faststep._torch import collate_tensors, collates_as_default, stacking_tensors_by
+from faststep._torch import (
+    collate_tensors,
+    collates_as_default,
+    let_fetch,
+    stacking_tensors_by,
+)
 
-from ..rows import Lender, Samples
+from ..lending import Lender, Samples
 from .arena import Arena
 from .parcel import Parcel, pack, tensor_over, why_not_plain
+from .rows import CONTAINERS, Rows
 
 __all__ = ["Packer", "Start"]
 
@@ -27,6 +34,7 @@ class Start:
     def __call__(self, worker: int) -> None:
         gc.freeze()  # walking over what was inherited would copy its memory, or end its iterators
         _C.keep_freed_memory()
+        let_fetch(Packer)
         self._packer.begin()
         if self._init_fn is not None:
             self._init_fn(worker)
@@ -36,48 +44,98 @@ class Packer:
     """Collates as `collate_fn` does, and returns the batch as a parcel for the main process.
 
     Tensors that torch's default_collate stacks, called by whomever, are stacked in the arena;
-    others are copied there. A dataset that makes whole batches gets the arena's memory at once,
-    if nobody but default_collate sees its samples: they share that memory with the batch.
+    others are copied there. A dataset that makes several samples at once gets the arena's memory
+    for them, if nobody but default_collate sees its samples: they share it with the batch.
     """
 
     def __init__(self, collate_fn: Any, arena: Arena) -> None:
         self._collate_fn = collate_fn
         self._arena = arena
-        self._blocks: dict[int, int] = {}  # of the batch that is made, by address
-        self._lender = Lender(self._take)
+        self._lent: dict[int, int] = {}  # blocks for the batch that is made, by address
+        self._lender = Lender(self._lend)
 
     def begin(self) -> None:
         """Makes this process a worker."""
         if collates_as_default(self._collate_fn, ()):
             self._lender.begin()
 
-    def __call__(self, samples: Any) -> Parcel:
-        with stacking_tensors_by(self._stack):
-            batch = [self._collate_fn(samples)]
-        self._lender.forget()
-        blocks, self._blocks = self._blocks, {}
-        leaving = [samples] if isinstance(samples, Samples) else []
-        return pack(self._arena.key, self._arena.memory, batch, blocks, leaving)
-
-    def _take(self, size: int) -> torch.Tensor:
+    def _lend(self, size: int) -> torch.Tensor:
         block, memory = self._arena.memory.take(size)
-        self._blocks[memory.data_ptr()] = block
+        self._lent[memory.data_ptr()] = block
         return memory
 
-    def _stack(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
-        """torch's function for a list of tensors, with the result in a block."""
+    def __call__(self, samples: Any) -> Parcel:
+        stack = _Stack(self._arena.memory, self._lender)
+        batch = self._collated(stack, samples)
+        self._lender.forget()
+        stack.blocks.update(self._lent)
+        self._lent = {}
+        return self._parcel(stack, batch, [samples] if isinstance(samples, Samples) else [])
+
+    def fetch(self, dataset: Any, indices: Any) -> Any:
+        """The parcel of the samples of a map-style dataset; see faststep._torch.let_fetch."""
+        if (
+            type(indices) is not list
+            or getattr(dataset, "__getitems__", None)
+            or not collates_as_default(self._collate_fn, CONTAINERS)
+        ):
+            return NotImplemented
+        stack = _Stack(self._arena.memory, self._lender)
+        samples = Rows(stack.begin, len(indices)).fetch(dataset, indices)
+        batch = self._collated(stack, samples)
+        del samples  # while there are rows of it a block cannot be sent
+        return self._parcel(stack, batch, [])
+
+    def _collated(self, stack: _Stack, samples: Any) -> list[Any]:
+        with stacking_tensors_by(stack):
+            return [self._collate_fn(samples)]
+
+    def _parcel(self, stack: _Stack, batch: list[Any], leaving: list[list[Any]]) -> Parcel:
+        return pack(self._arena.key, self._arena.memory, batch, stack.blocks, leaving)
+
+
+class _Stack:
+    """torch's function for a list of tensors, with the result in a block."""
+
+    def __init__(self, memory: _C.Arena, lender: Lender) -> None:
+        self._memory = memory
+        self._lender = lender
+        self._begun: dict[int, tuple[int, torch.Tensor, list[torch.Tensor]]] = {}  # by first row
+        self.blocks: dict[int, int] = {}  # by address
+
+    def begin(self, like: torch.Tensor, count: int) -> list[torch.Tensor] | None:
+        """Tensors that will be stacked where they are, if they come in this order; None if not."""
+        taken = self._take(like, count)
+        if taken is None:
+            return None
+        rows = list(taken[1].unbind(0))
+        self._begun[id(rows[0])] = *taken, rows
+        return rows
+
+    def _take(self, like: torch.Tensor, count: int) -> tuple[int, torch.Tensor] | None:
+        """A block, and a tensor over it that holds so many others."""
+        try:
+            block, memory = self._memory.take(count * like.nbytes)
+        except MemoryError:  # the parcel says so
+            return None
+        return block, tensor_over(memory, like.dtype, 0, (count, *like.shape))
+
+    def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         first = batch[0]
         if why_not_plain(first) is not None:
             return collate_tensors(batch)
         whole = self._lender.whole(batch)
         if whole is not None:
             return whole
-        shape = (len(batch), *first.shape)
-        try:
-            memory = self._take(len(batch) * first.numel() * first.element_size())
-        except MemoryError:  # the parcel says so
-            return collate_tensors(batch)
-        try:
-            return torch.stack(batch, 0, out=tensor_over(memory, first.dtype, 0, shape))
-        except RuntimeError:  # torch has its own words for it
-            return collate_tensors(batch)
+        block, out, rows = self._begun.pop(id(first), (0, None, []))
+        if out is None or len(batch) != len(rows) or not all(map(operator.is_, batch, rows)):
+            taken = self._take(first, len(batch))
+            if taken is None:
+                return collate_tensors(batch)
+            block, out = taken
+            try:
+                torch.stack(batch, 0, out=out)
+            except RuntimeError:  # torch has its own words for it
+                return collate_tensors(batch)
+        self.blocks[out.data_ptr()] = block
+        return out

@@ -147,11 +147,25 @@ class _Contents:
                 self.memory.give_back(block)
 
     def replace_kept(self) -> None:
-        """Once the batch is gone: if somebody kept a tensor over a block, a copy of it is sent."""
-        for place, address in self.leaving:
+        """Once the batch is gone: if somebody kept a tensor over a block, a copy of it is sent.
+
+        Raises:
+            MemoryError: there is none for the copy; the batch is lost, and its blocks are free.
+        """
+        for number, (place, address) in enumerate(self.leaving):
             block, size = self.blocks[place]
-            if not self.memory.sent(block):
+            if self.memory.sent(block):
+                continue
+            try:
                 self.blocks[place] = self.memory.put(address, size), size
+            except MemoryError:
+                self.give_back()
+                for ready, _ in self.leaving[:number]:
+                    self.memory.give_back(self.blocks[ready][0])
+                for waiting, _ in self.leaving[number + 1 :]:
+                    if self.memory.sent(self.blocks[waiting][0]):
+                        self.memory.give_back(self.blocks[waiting][0])
+                raise
 
 
 class _Pickler(ForkingPickler):

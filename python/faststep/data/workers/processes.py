@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import traceback
 from typing import Any
 
 from faststep._torch import MultiProcessingDataLoaderIter
 
+from ..copies import copier_of
 from ..stats import Metered
 from .arena import Arena, ArenaPool
 from .packer import Packer, Start
@@ -30,7 +33,21 @@ class ProcessIterator(Metered, MultiProcessingDataLoaderIter):
         self._pool = pool
         self._process = os.getpid()
         self._arena: Arena | None = pool.lend()
+        device = loader._device
+        self._locks = False  # then batches need not be copied to be page-locked
+        if device is not None and device.type == "cuda":
+            self._locks = self._arena.prepare_locks(copier_of(device).streams.device.index)
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random")  # which torch does in each worker by itself
         super().__init__(loader)
+
+    @property
+    def _pin_memory(self) -> bool:
+        return self._pins and not self._locks
+
+    @_pin_memory.setter
+    def _pin_memory(self, pins: bool) -> None:
+        self._pins = pins
 
     @property
     def _collate_fn(self) -> Any:

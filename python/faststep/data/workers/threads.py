@@ -28,7 +28,7 @@ from faststep._torch import (
     worker_info_of_thread,
 )
 
-from ..rows import Lender, LendingCollate, lending_collate
+from ..lending import Lender, LendingCollate, lending_collate
 from ..stats import Metered
 
 __all__ = ["ThreadIterator"]

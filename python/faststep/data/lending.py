@@ -22,7 +22,7 @@ from .workers.parcel import tensor_over, why_not_plain
 __all__ = [
     "Lender",
     "LendingCollate",
-    "Rows",
+    "LentRows",
     "Samples",
     "copy_image",
     "lending_collate",
@@ -104,7 +104,7 @@ class Lender:
         return collate_tensors(rows) if whole is None else whole
 
 
-class Rows:
+class LentRows:
     """The rows of one batch while they are made. The first decides on their form.
 
     Args:
@@ -160,10 +160,10 @@ def copy_image(image: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(image)
 
 
-def new_rows(count: int, channels_last: bool = False) -> Rows | None:
+def new_rows(count: int, channels_last: bool = False) -> LentRows | None:
     """For `count` samples that a loader asks for at once; None if nobody lends memory."""
     lender = getattr(_here, "lender", None)
-    return None if lender is None else Rows(lender, count, channels_last)
+    return None if lender is None else LentRows(lender, count, channels_last)
 
 
 class LendingCollate:

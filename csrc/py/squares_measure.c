@@ -1,0 +1,110 @@
+/* Takes the sums of squares of one gradient, chunk by chunk. */
+#include "core/layout.h"
+#include "core/passes.h"
+#include "py/param.h"
+#include "py/squares.h"
+
+static size_t chunks_in(int64_t count)
+{
+    return (size_t)((count + FST_CHUNK - 1) / FST_CHUNK);
+}
+
+/* A gradient as a plan of one span, in the order in which a step goes through its parameter. */
+typedef struct {
+    fst_plan plan;
+    fst_param param;
+    fst_layout *layout;
+    const void *data;
+    fst_dtype dtype;
+    int64_t count;
+} measuring;
+
+static void measuring_free(measuring *m)
+{
+    fst_plan_free(&m->plan);
+    fst_param_forget(&m->param);
+    PyMem_Free(m->layout);
+}
+
+/* 0, or -1 with `problem` filled: the step will find the same problem, and say so. */
+static int bind(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *grad,
+                fst_problem *problem)
+{
+    fst_view view, grad_view;
+    fst_status status = {0};
+    if (fst_tensor_view(tensors, param, &view, problem) ||
+        fst_view_is_on(&view, FST_HOST, problem) ||
+        fst_tensor_view(tensors, grad, &grad_view, problem) ||
+        fst_view_is_on(&grad_view, FST_HOST, problem) ||
+        fst_param_learn(tensors, &m->param, param, &view, problem))
+        return -1;
+    if (!fst_param_has_shape(&m->param, &grad_view))
+        return fst_problem_set(problem, "shape", "is not of the parameter's shape");
+    m->data = grad_view.data;
+    m->dtype = grad_view.dtype;
+    m->count = m->param.count;
+    if (m->count == 0)
+        return 0;
+    const int flat = m->param.flat && view.ndim > 0 && fst_param_fits(&m->param, &grad_view);
+    if (!flat && fst_tensor_layout(tensors, grad, &grad_view, m->param.order_count, m->param.order,
+                                   0, &m->layout, problem))
+        return -1;
+    fst_operand *op = fst_plan_add(&m->plan, m->count, 0, &status);
+    if (!op || fst_plan_seal(&m->plan, 0, 0, &status))
+        return fst_problem_set(problem, "storage", "%s", status.message);
+    op = &m->plan.operands[0];
+    *op = (fst_operand){grad_view.data, m->layout, grad_view.dtype};
+    return 0;
+}
+
+/* Moves the sums into the slot; 0, or -1 with a Python error. */
+static int keep(fst_square *slot, const measuring *m, PyObject *grad, int64_t version,
+                double inv_scale)
+{
+    const size_t chunks = chunks_in(m->count);
+    Py_CLEAR(slot->grad);
+    if (chunks > slot->capacity) {
+        double *moved = PyMem_Realloc(slot->partial, chunks * sizeof *moved);
+        if (!moved) {
+            PyErr_NoMemory();
+            return -1;
+        }
+        slot->partial = moved;
+        slot->capacity = chunks;
+    }
+    if (chunks)
+        memcpy(slot->partial, m->plan.partial, chunks * sizeof *slot->partial);
+    slot->grad = Py_NewRef(grad);
+    slot->data = m->data;
+    slot->dtype = m->dtype;
+    slot->count = m->count;
+    slot->version = version;
+    slot->inv_scale = inv_scale;
+    return 0;
+}
+
+int fst_squares_measure(fst_module *module, fst_squares_object *self, Py_ssize_t index,
+                        PyObject *param, PyObject *grad)
+{
+    const double inv_scale = self->inv_scale;
+    measuring m = {.count = 0};
+    fst_measurement seen;
+    fst_problem problem;
+    fst_status status = {0};
+    int64_t version;
+    fst_plan_init(&m.plan, 1);
+    int done = 0;
+    if (!bind(&module->tensors, &m, param, grad, &problem) &&
+        !fst_squares_version(grad, &version)) {
+        if (m.count > 0) {
+            Py_BEGIN_ALLOW_THREADS fst_measure(&m.plan, 0, inv_scale, &seen, &status);
+            Py_END_ALLOW_THREADS
+        }
+        fst_square *slot = status.code ? NULL : fst_squares_at(self, index);
+        done = slot && !keep(slot, &m, grad, version, inv_scale);
+        if (status.code)
+            fst_raise(&status);
+    }
+    measuring_free(&m);
+    return PyErr_Occurred() ? -1 : done;
+}
