@@ -97,7 +97,7 @@ class Packer:
 class _Stack:
     """torch's function for a list of tensors, with the result in a block."""
 
-    def __init__(self, memory: _C.Arena, lender: Lender) -> None:
+    def __init__(self, memory: _C.Arena, lender: Lender | None = None) -> None:
         self._memory = memory
         self._lender = lender
         self._begun: dict[int, tuple[int, torch.Tensor, list[torch.Tensor]]] = {}  # by first row
@@ -124,7 +124,7 @@ class _Stack:
         first = batch[0]
         if why_not_plain(first) is not None:
             return collate_tensors(batch)
-        whole = self._lender.whole(batch)
+        whole = None if self._lender is None else self._lender.whole(batch)
         if whole is not None:
             return whole
         block, out, rows = self._begun.pop(id(first), (0, None, []))

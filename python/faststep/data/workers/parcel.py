@@ -225,7 +225,7 @@ def pack(
     memory: _C.Arena,
     batch: list[Any],
     stacked: dict[int, int],
-    leaving: Sequence[list[Any]],
+    leaving: Sequence[list[Any]] = (),
 ) -> Parcel:
     """The parcel of a batch, in a worker.
 
