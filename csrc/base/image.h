@@ -33,6 +33,7 @@ typedef struct {
     int32_t source_height, source_width, height, width;
     int32_t source_is_float; /* fp32; else bytes */
     int32_t out_dtype;       /* fst_dtype: fp32, bf16 or fp16 */
+    int32_t antialias;       /* of what is resized */
     float scale[FST_IMAGE_CHANNELS], bias[FST_IMAGE_CHANNELS];
 } fst_image_batch;
 

@@ -64,6 +64,11 @@ fst_code fst_image_check(const fst_image_batch *b, const fst_image_sample *sampl
     return FST_OK;
 }
 
+void fst_image_split(size_t count, uint8_t *planes, const uint8_t *pixels)
+{
+    kernels->split(count, planes, pixels);
+}
+
 fst_code fst_image_transform(const fst_image_batch *batch, fst_status *status)
 {
     const fst_image_sample *samples = (const fst_image_sample *)(uintptr_t)batch->samples;

@@ -14,6 +14,9 @@ void fst_image_use(const fst_cpu_kernels *kernels);
 fst_code fst_image_check(const fst_image_batch *batch, const fst_image_sample *samples,
                          fst_status *status);
 
+/* `count` pixels of three bytes each, to three planes one after another; the two do not overlap. */
+void fst_image_split(size_t count, uint8_t *planes, const uint8_t *pixels);
+
 /* The whole batch, in the host's memory. */
 fst_code fst_image_transform(const fst_image_batch *batch, fst_status *status);
 

@@ -5,15 +5,7 @@
 #include "rules/image.h"
 
 #include "cpu/image_loops.h"
-
-/* A sample, its columns if it is resized, and the part of a window's row that these read. */
-typedef struct {
-    const fst_image_sample *at;
-    int32_t index;
-    int resized;
-    int32_t lowest, highest;
-    fst_image_columns columns;
-} view;
+#include "cpu/image_view.h"
 
 typedef struct {
     const fst_image_batch *batch;
@@ -21,29 +13,6 @@ typedef struct {
     fst_image_scratch scratch;
     view own, other;
 } worker;
-
-/* Columns outside of the grid read the zero behind the window's row. */
-static void look_at(const fst_image_batch *batch, const fst_image_sample *at, int32_t index,
-                    view *v)
-{
-    v->at = at;
-    v->index = index;
-    v->resized = fst_image_is_resized(at);
-    v->lowest = at->width;
-    v->highest = -1;
-    for (int32_t x = 0; v->resized && x < batch->width; x++) {
-        const fst_image_tap tap = fst_image_column_tap(at, batch->width, x);
-        const int none = tap.first < 0;
-        v->columns.first[x] = none ? at->width : tap.first - at->left;
-        v->columns.second[x] = none ? at->width : tap.second - at->left;
-        v->columns.w0[x] = tap.w0;
-        v->columns.w1[x] = tap.w1;
-        if (!none && v->columns.first[x] < v->lowest)
-            v->lowest = v->columns.first[x];
-        if (!none && v->columns.second[x] > v->highest)
-            v->highest = v->columns.second[x];
-    }
-}
 
 static const void *source_at(const fst_image_batch *b, int32_t index, int32_t channel, int32_t row,
                              int32_t column)
@@ -142,10 +111,49 @@ static void resize_row(const worker *w, const view *v, int32_t channel, int32_t 
     gather_columns((size_t)(end - begin), to + begin, window, &columns, scale, bias);
 }
 
+/* One row of the window, of all that the output's row covers. */
+static void sum_rows(const worker *w, const view *v, int32_t channel, const fst_image_span *span)
+{
+    const fst_image_batch *b = w->batch;
+    const size_t n = (size_t)(v->highest - v->lowest) + 1;
+    const int32_t column = v->at->left + v->lowest;
+    float *to = w->scratch.window + v->lowest;
+    for (int32_t i = 0; i < span->count; i++) {
+        const void *from = source_at(b, v->index, channel, span->first + i, column);
+        const float weight = fst_image_weight(span, i);
+        from = source_row(b, from, n, w->scratch.source[0]);
+        if (b->source_is_float)
+            (i ? fst_loop_add_f32 : fst_loop_weigh_f32)(n, to, from, weight);
+        else
+            (i ? fst_loop_add_u8 : fst_loop_weigh_u8)(n, to, from, weight);
+    }
+}
+
+/* As resize_row, with antialiasing. */
+static void smooth_row(const worker *w, const view *v, int32_t channel, int32_t y, int32_t begin,
+                       int32_t end, float *to)
+{
+    const float scale = w->batch->scale[channel], bias = w->batch->bias[channel];
+    const fst_image_span span = fst_image_row_span(v->at, y);
+    fst_image_columns columns = v->columns;
+    if (!span.count || v->lowest > v->highest) {
+        fill(to, begin, end, fst_image_affine(0.0f, scale, bias));
+        return;
+    }
+    sum_rows(w, v, channel, &span);
+    columns.first += begin;
+    columns.count += begin;
+    columns.place += begin;
+    sum_columns((size_t)(end - begin), to + begin, w->scratch.window, &columns, scale, bias);
+}
+
 static void view_row(const worker *w, const view *v, int32_t channel, int32_t y, int32_t begin,
                      int32_t end, float *to)
 {
-    (v->resized ? resize_row : copy_row)(w, v, channel, y, begin, end, to);
+    if (!v->resized)
+        copy_row(w, v, channel, y, begin, end, to);
+    else
+        (w->batch->antialias ? smooth_row : resize_row)(w, v, channel, y, begin, end, to);
 }
 
 /* One row of one channel, before it is rounded. */
@@ -219,4 +227,14 @@ void NAME(FST_ISA)(const fst_image_batch *batch, int64_t begin, int64_t end, voi
         }
         write_row(&w, (int32_t)(i % batch->height));
     }
+}
+
+#define SPLIT_OF(isa) fst_image_split_##isa
+#define SPLIT(isa) SPLIT_OF(isa)
+
+void SPLIT(FST_ISA)(size_t count, uint8_t *planes, const uint8_t *pixels);
+
+void SPLIT(FST_ISA)(size_t count, uint8_t *planes, const uint8_t *pixels)
+{
+    split_rgb(count, planes, planes + count, planes + 2 * count, pixels);
 }

@@ -41,6 +41,37 @@ LOOP gather_columns(size_t n, float *restrict to, const float *restrict row,
     }
 }
 
+/* Rows of the source, weighted and summed: the first of them, and each further one. */
+#define SUM(suffix, type)                                                              \
+    LOOP fst_loop_weigh_##suffix(size_t n, float *restrict to, const type *a, float w) \
+    {                                                                                  \
+        for (size_t i = 0; i < n; i++)                                                 \
+            to[i] = w * (float)a[i];                                                   \
+    }                                                                                  \
+    LOOP fst_loop_add_##suffix(size_t n, float *restrict to, const type *a, float w)   \
+    {                                                                                  \
+        for (size_t i = 0; i < n; i++)                                                 \
+            to[i] += w * (float)a[i];                                                  \
+    }
+SUM(u8, uint8_t)
+SUM(f32, float)
+#undef SUM
+
+/* The columns of a row, of which each covers several. */
+LOOP sum_columns(size_t n, float *restrict to, const float *restrict row,
+                 const fst_image_columns *columns, float scale, float bias)
+{
+    for (size_t i = 0; i < n; i++) {
+        const float *restrict from = row + columns->first[i];
+        const float *restrict weights = columns->weights + columns->place[i];
+        const int32_t count = columns->count[i];
+        float sum = count ? weights[0] * from[0] : 0.0f;
+        for (int32_t k = 1; k < count; k++)
+            sum += weights[k] * from[k];
+        to[i] = fst_image_affine(sum, scale, bias);
+    }
+}
+
 LOOP fst_loop_mix(size_t n, float *restrict to, const float *restrict other, float own,
                   float others)
 {
@@ -74,6 +105,18 @@ LOOP fst_loop_f16(size_t n, uint16_t *restrict to, const float *restrict from)
 COLLECT(u8, uint8_t)
 COLLECT(f32, float)
 #undef COLLECT
+
+/* RGB, side by side, to a plane for each channel: all three in one loop, whose bytes base has no
+ * instruction to sort. */
+LOOP split_rgb(size_t n, uint8_t *restrict red, uint8_t *restrict green, uint8_t *restrict blue,
+               const uint8_t *restrict from)
+{
+    for (size_t i = 0; i < n; i++) {
+        red[i] = from[3 * i];
+        green[i] = from[3 * i + 1];
+        blue[i] = from[3 * i + 2];
+    }
+}
 
 /* Rows that lie `n` apart, one per channel, brought to where the output has them. */
 #define SPREAD(suffix, type)                                                                  \

@@ -9,10 +9,14 @@
 
 enum { FST_IMAGE_ALIGNMENT = 64 };
 
-/* The columns of a resized sample: for each of the output the two places in a row of the window. */
+/* The columns of a resized sample: for each of the output the two places in a row of the window.
+ * With antialiasing `count` places from the first on, and weights from `place` on: a column of the
+ * grid covers at most 2 * max(1, width of the window / width of the grid) + 1 of the window. */
 typedef struct {
     int32_t *first, *second;
     float *w0, *w1;
+    int32_t *count, *place;
+    float *weights;
 } fst_image_columns;
 
 typedef struct {
@@ -43,6 +47,11 @@ static inline fst_image_scratch fst_image_scratch_of(const fst_image_batch *batc
         s.columns[i].second = fst_image_take(memory, &s.size, width);
         s.columns[i].w0 = fst_image_take(memory, &s.size, width);
         s.columns[i].w1 = fst_image_take(memory, &s.size, width);
+        if (batch->antialias) {
+            s.columns[i].count = fst_image_take(memory, &s.size, width);
+            s.columns[i].place = fst_image_take(memory, &s.size, width);
+            s.columns[i].weights = fst_image_take(memory, &s.size, 2 * source + 4 * width);
+        }
         s.source[i] = fst_image_take(memory, &s.size, source > width ? source : width);
     }
     s.window = fst_image_take(memory, &s.size, source + 1);

@@ -37,6 +37,8 @@ typedef struct {
     /* Rows [begin, end) of the output of a batch of images, counted over all samples; `scratch` has
      * fst_cpu_image_scratch() bytes. */
     void (*image)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);
+    /* `count` pixels of three bytes each, to three planes one after another. */
+    void (*split)(size_t count, uint8_t *planes, const uint8_t *pixels);
     const fst_widen_loops *widen;
 } fst_cpu_kernels;
 

@@ -100,11 +100,14 @@ static void accumulate(const fst_operand *op, int64_t begin, size_t count, doubl
 #define TABLE(isa) TABLE_OF(isa)
 #define IMAGE_OF(isa) fst_image_rows_##isa
 #define IMAGE(isa) IMAGE_OF(isa)
+#define SPLIT_OF(isa) fst_image_split_##isa
+#define SPLIT(isa) SPLIT_OF(isa)
 #define WIDEN_OF(isa) fst_widen_loops_##isa
 #define WIDEN(isa) WIDEN_OF(isa)
 
 /* Of image.isa.c and widen.isa.c. */
 void IMAGE(FST_ISA)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);
+void SPLIT(FST_ISA)(size_t count, uint8_t *planes, const uint8_t *pixels);
 extern const fst_widen_loops WIDEN(FST_ISA);
 
 const fst_cpu_kernels TABLE(FST_ISA) = {
@@ -118,5 +121,6 @@ const fst_cpu_kernels TABLE(FST_ISA) = {
     .clamp = clamp,
     .accumulate = accumulate,
     .image = IMAGE(FST_ISA),
+    .split = SPLIT(FST_ISA),
     .widen = &WIDEN(FST_ISA),
 };

@@ -12,7 +12,7 @@ static const char *const names[FST_KERNEL_COUNT] = {
     [FST_KERNEL_UNSCALE] = "fst_unscale",       [FST_KERNEL_NORM] = "fst_norm",
     [FST_KERNEL_SCALE] = "fst_scale",           [FST_KERNEL_CLAMP] = "fst_clamp",
     [FST_KERNEL_ACCUMULATE] = "fst_accumulate", [FST_KERNEL_LOSS_SCALE] = "fst_loss_scale",
-    [FST_KERNEL_IMAGE] = "fst_image",
+    [FST_KERNEL_IMAGE] = "fst_image",           [FST_KERNEL_IMAGE_SMOOTH] = "fst_image_smooth",
 };
 
 static fst_gpu_device devices[FST_GPU_DEVICES];

@@ -19,6 +19,7 @@ typedef enum {
     FST_KERNEL_ACCUMULATE,
     FST_KERNEL_LOSS_SCALE,
     FST_KERNEL_IMAGE,
+    FST_KERNEL_IMAGE_SMOOTH,
     FST_KERNEL_COUNT,
 } fst_kernel;
 

@@ -183,7 +183,7 @@ static PyObject *on_device(fst_module *state, PyObject *images, PyObject *buffer
     return Py_NewRef(Py_None);
 }
 
-/* transform_images(images, out, samples, scale, bias, buffer): see _C.pyi. */
+/* transform_images(images, out, samples, scale, bias, buffer, antialias): see _C.pyi. */
 PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -191,16 +191,62 @@ PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
     fst_image_batch batch = {0};
     fst_status status = {0};
     int device;
-    if (!PyArg_ParseTuple(args, "OOOO!O!|O", &images, &out, &samples, &PyTuple_Type, &scale,
-                          &PyTuple_Type, &bias, &buffer) ||
+    int antialias = 0;
+    if (!PyArg_ParseTuple(args, "OOOO!O!|Op", &images, &out, &samples, &PyTuple_Type, &scale,
+                          &PyTuple_Type, &bias, &buffer, &antialias) ||
         read_source(state, images, &batch, &device) || read_out(state, out, &batch, device) ||
         read_samples(state, samples, &batch) ||
         read_factors(scale, "scale", batch.channels, batch.scale) ||
         read_factors(bias, "bias", batch.channels, batch.bias))
         return NULL;
+    batch.antialias = antialias;
     if (device != FST_HOST)
         return on_device(state, images, buffer, device, &batch);
     Py_BEGIN_ALLOW_THREADS fst_image_transform(&batch, &status);
     Py_END_ALLOW_THREADS if (status.code) return fst_raise(&status);
     return Py_NewRef(Py_None);
+}
+
+/* A packed tensor of bytes in the host's memory with three dimensions, of which `channels` is 3. */
+static int read_bytes(fst_module *state, PyObject *object, const char *name, int channels,
+                      fst_dl_tensor *tensor)
+{
+    fst_problem problem;
+    int64_t step = 1;
+    int packed = 1;
+    if (fst_tensor_read(&state->tensors, object, tensor, &problem))
+        return refuse(PyExc_TypeError, name, &problem);
+    for (int d = tensor->ndim; packed && d-- > 0; step *= tensor->shape[d])
+        packed = tensor->shape[d] < 2 || step == 0 || tensor->strides[d] == step;
+    if (!packed || device_of(tensor) != FST_HOST || !is_type(tensor, DL_UINT, 8) ||
+        tensor->ndim != 3 || tensor->shape[channels] != 3) {
+        PyErr_Format(PyExc_ValueError, "%s is not a packed %s tensor of uint8 on the cpu", name,
+                     channels ? "(height, width, 3)" : "(3, height, width)");
+        return -1;
+    }
+    return 0;
+}
+
+/* split_channels(pixels, out): see _C.pyi. */
+PyObject *fst_py_split_channels(PyObject *module, PyObject *args)
+{
+    fst_module *state = fst_module_state(module);
+    PyObject *pixels, *out;
+    fst_dl_tensor from, to;
+    if (!PyArg_ParseTuple(args, "OO", &pixels, &out) ||
+        read_bytes(state, pixels, "pixels", 2, &from) || read_bytes(state, out, "out", 0, &to))
+        return NULL;
+    if (from.shape[0] != to.shape[1] || from.shape[1] != to.shape[2]) {
+        PyErr_SetString(PyExc_ValueError, "out has another height or width than pixels");
+        return NULL;
+    }
+    const size_t count = (size_t)(from.shape[0] * from.shape[1]);
+    const uint8_t *source = (const uint8_t *)from.data + from.byte_offset;
+    uint8_t *planes = (uint8_t *)to.data + to.byte_offset;
+    if (count && source < planes + 3 * count && planes < source + 3 * count) {
+        PyErr_SetString(PyExc_ValueError, "out overlaps with pixels");
+        return NULL;
+    }
+    Py_BEGIN_ALLOW_THREADS fst_image_split(count, planes, source);
+    Py_END_ALLOW_THREADS return Py_NewRef(Py_None);
 }

@@ -199,6 +199,7 @@ static PyMethodDef methods[] = {
     {"scale", fst_py_scale, METH_VARARGS, NULL},
     {"scan_tfrecords", fst_py_scan_tfrecords, METH_VARARGS, NULL},
     {"transform_images", fst_py_transform_images, METH_VARARGS, NULL},
+    {"split_channels", fst_py_split_channels, METH_VARARGS, NULL},
     {"update_scale", fst_py_update_scale, METH_VARARGS, NULL},
     {"use_kernels_of", use_kernels_of, METH_O, NULL},
     {"use_records", use_records, METH_VARARGS, NULL},

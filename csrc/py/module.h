@@ -59,5 +59,6 @@ PyObject *fst_py_crc32c(PyObject *module, PyObject *bytes);
 PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args);
 /* Batches of images (image.c). */
 PyObject *fst_py_transform_images(PyObject *module, PyObject *args);
+PyObject *fst_py_split_channels(PyObject *module, PyObject *args);
 
 #endif

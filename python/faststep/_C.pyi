@@ -175,6 +175,15 @@ def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:
 def scale(tensors: Sequence[Tensor], factor: float, /) -> None:
     """Multiply all elements by factor in place."""
 
+def split_channels(pixels: Tensor, out: Tensor, /) -> None:
+    """Write (height, width, 3) uint8 as (3, height, width), both packed, on the calling thread.
+
+    The GIL is released.
+
+    Raises:
+        TypeError, ValueError: a tensor is of another kind or size, or they overlap.
+    """
+
 def transform_images(
     images: Tensor,
     out: Tensor,
@@ -182,6 +191,7 @@ def transform_images(
     scale: tuple[float, ...],
     bias: tuple[float, ...],
     buffer: Tensor | None = ...,
+    antialias: bool = ...,
     /,
 ) -> None:
     """Write a batch of images to `out`, in one pass on torch's threads and without the GIL.
@@ -191,7 +201,8 @@ def transform_images(
 
     `images` is (N, C, H, W) uint8 or float32, `out` (N, C, h, w) float32, bfloat16 or float16, both
     with any strides; `samples` is (N, 16) int32, a struct of csrc/base/image.h per row, on the
-    CPU, and `scale` and `bias` have a number per channel.
+    CPU, and `scale` and `bias` have a number per channel. What is resized is, with `antialias`,
+    weighed over all that a pixel covers; default False.
 
     Raises:
         TypeError: a tensor cannot be used.

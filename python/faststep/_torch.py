@@ -26,6 +26,7 @@ from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import (
+    collate,
     collate_tensor_fn,
     default_collate,
     default_collate_fn_map,
@@ -53,6 +54,7 @@ __all__ = [
     "SingleProcessDataLoaderIter",
     "address_of_bump_version",
     "after_backward",
+    "collate_stacking_by",
     "collate_tensors",
     "collates_as_default",
     "cuda_amp_is_unavailable",
@@ -258,6 +260,21 @@ def collates_as_default(function: Any, containers: Iterable[type]) -> bool:
     if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
         return False
     return not any(issubclass(kind, key) for kind in containers for key in default_collate_fn_map)
+
+
+def collate_stacking_by(function: Callable[..., torch.Tensor]) -> Callable[[Any], Any]:
+    """torch's default_collate, with `function(batch, *, collate_fn_map)` for lists of tensors.
+
+    A function for tensors that the user registered stays.
+    """
+
+    def collated(samples: Any) -> Any:
+        functions = default_collate_fn_map
+        if functions.get(torch.Tensor) is collate_tensor_fn:
+            functions = {**functions, torch.Tensor: function}
+        return collate(samples, collate_fn_map=functions)
+
+    return collated
 
 
 def collate_tensors(batch: list[torch.Tensor]) -> torch.Tensor:

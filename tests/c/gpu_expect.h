@@ -181,7 +181,8 @@ static int run_image(const fake_cuda_kernel *self, unsigned grid, unsigned block
 {
     const fst_image_batch *launch = args;
     const fst_image_sample *samples = (const fst_image_sample *)(uintptr_t)launch->samples;
-    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_image"));
+    CHECK(grid >= 1 && block == FST_DEVICE_BLOCK);
+    CHECK(!strcmp(self->name, launch->antialias ? "fst_image_smooth" : "fst_image"));
     if (CHECK(fake_cuda_holds(launch->samples, sizeof *samples * (size_t)launch->count)))
         CHECK_INT(samples[launch->count - 1].height, launch->height);
     kernels_ran++;
@@ -198,6 +199,7 @@ static const fake_cuda_kernel test_kernels[] = {
     {"fst_accumulate", sizeof(fst_accumulate_launch), run_accumulate, NULL},
     {"fst_loss_scale", sizeof(fst_loss_scale_launch), run_loss_scale, NULL},
     {"fst_image", sizeof(fst_image_batch), run_image, NULL},
+    {"fst_image_smooth", sizeof(fst_image_batch), run_image, NULL},
 };
 
 static inline void use_test_kernels(void)

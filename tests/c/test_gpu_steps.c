@@ -165,8 +165,12 @@ static void images(void)
     for (int32_t i = 0; i < BATCHES; i++) {
         places[i] = (uint64_t)(uintptr_t)fake_cuda_malloc(1, sizeof samples);
         samples[COUNT - 1].height = 7 + i;
-        const fst_image_batch batch = {
-            .samples = places[i], .count = COUNT, .channels = 3, .height = 7 + i, .width = 40};
+        const fst_image_batch batch = {.samples = places[i],
+                                       .count = COUNT,
+                                       .channels = 3,
+                                       .height = 7 + i,
+                                       .width = 40,
+                                       .antialias = i % 2};
         CHECK_INT(fst_gpu_image(tables, &batch, samples, NULL, &status), FST_OK);
     }
     const fst_image_batch empty = {.samples = places[0], .count = COUNT, .channels = 3};

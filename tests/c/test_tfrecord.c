@@ -1,5 +1,6 @@
 /* Records of TFRecord files: checksums, and files that are cut off or damaged anywhere. */
 #include <stdlib.h>
+#include <time.h>
 
 #include "common.h"
 #include "io/tfrecord.h"
@@ -116,6 +117,109 @@ static void damage_is_found(void)
     }
 }
 
+/* The definition of the format, from the end of what is right so far; what follows is `fault`. */
+static size_t slow_count(const unsigned char *file, size_t size, fst_record_fault *fault)
+{
+    size_t at = 0, found = 0;
+    for (*fault = FST_RECORD_OK; at < size; found++) {
+        uint64_t length = 0;
+        if (size - at < 12) {
+            *fault = FST_RECORD_CUT_HEAD;
+            return found;
+        }
+        for (unsigned i = 8; i-- > 0;)
+            length = length << 8 | file[at + i];
+        if (memcmp(file + at + 8, &(uint32_t){masked(file + at, 8)}, 4)) {
+            *fault = FST_RECORD_BAD_LENGTH;
+            return found;
+        }
+        if (length > size || size - at < 16 + length) {
+            *fault = FST_RECORD_CUT_DATA;
+            return found;
+        }
+        if (memcmp(file + at + 12 + length, &(uint32_t){masked(file + at + 12, length)}, 4)) {
+            *fault = FST_RECORD_BAD_DATA;
+            return found;
+        }
+        at += 16 + length;
+    }
+    return found;
+}
+
+/* Records some of which claim another length, with the checksum that belongs to it. */
+static size_t put_any_file(unsigned char *out, size_t room)
+{
+    size_t size = 0;
+    for (size_t records = random_bits() % 6; records-- > 0;) {
+        const size_t length = random_bits() % 40;
+        uint64_t claimed = length;
+        switch (random_bits() % 12) {
+        case 0:
+            claimed = length + random_bits() % 64 - 32;
+            break;
+        case 1:
+            claimed = (UINT64_C(1) << random_bits() % 64) - random_bits() % 33;
+            break;
+        default:;
+        }
+        if (size + length + 16 > room)
+            break;
+        size += put_record(out + size, claimed, length);
+    }
+    return size;
+}
+
+/* Bytes that change, move, are repeated or left out. */
+static size_t damage(unsigned char *file, size_t size, size_t room)
+{
+    const size_t from = random_bits() % (size + 1), to = random_bits() % (size + 1);
+    size_t count = random_bits() % 24;
+    count = count < size - from ? count : size - from;
+    switch (random_bits() % 5) {
+    case 0:
+        for (size_t i = 0; i < count; i++)
+            file[from + i] = (unsigned char)random_bits();
+        return size;
+    case 1:
+        if (size)
+            file[from % size] ^= (unsigned char)(1u << random_bits() % 8);
+        return size;
+    case 2: /* leave out */
+        memmove(file + from, file + from + count, size - from - count);
+        return size - count;
+    case 3: /* repeat */
+        count = count < room - size ? count : room - size;
+        memmove(file + from + count, file + from, size - from);
+        return size + count;
+    default:
+        return to; /* cut off */
+    }
+}
+
+/* FUZZ_SECONDS in the environment goes on for so long. */
+static void any_file_is_judged_as_by_the_definition(void)
+{
+    const char *seconds = getenv("FUZZ_SECONDS");
+    const time_t end = time(NULL) + (seconds ? atoi(seconds) : 0);
+    unsigned char file[400];
+    size_t faults[FST_RECORD_BAD_DATA + 1] = {0};
+    for (long i = 0; i < 20000 || time(NULL) < end; i++) {
+        size_t size = put_any_file(file, sizeof file), found;
+        fst_record_fault want;
+        for (uint64_t times = random_bits() % 3; times-- > 0;)
+            size = damage(file, size, sizeof file);
+        unsigned char *exact = malloc(size + !size);
+        memcpy(exact, file, size);
+        const size_t count = slow_count(exact, size, &want);
+        CHECK_INT(count_records(exact, size, &found), want);
+        CHECK_INT((int64_t)found, (int64_t)count);
+        faults[want]++;
+        free(exact);
+    }
+    for (size_t fault = 0; fault <= FST_RECORD_BAD_DATA; fault++)
+        CHECK(faults[fault] > 100); /* each came about */
+}
+
 static void absurd_lengths_are_refused(void)
 {
     static const uint64_t lengths[] = {9, UINT64_MAX, UINT64_MAX - 15, UINT64_C(1) << 63, 1 << 30};
@@ -147,5 +251,6 @@ int main(void)
     damage_is_found();
     absurd_lengths_are_refused();
     noise_is_no_record();
+    any_file_is_judged_as_by_the_definition();
     return check_report();
 }

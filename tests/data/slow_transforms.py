@@ -40,10 +40,46 @@ def taps(size: int, length: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return first, second, 1.0 - weight, weight
 
 
-def resize(image: Tensor, height: int, width: int) -> Tensor:
+def covered(size: int, length: int) -> tuple[Tensor, Tensor]:
+    """For each place of `size`, the weights of those of `length` from `first` on, one a row."""
+    scale = torch.tensor(length, dtype=torch.float32) / size
+    reach = scale.clamp(min=1.0)
+    center = scale * (torch.arange(size, dtype=torch.float32) + 0.5)
+    first = (center - reach + 0.5).int().clamp(min=0)
+    last = (center + reach + 0.5).int().clamp(max=length)
+    nearest, narrow = first.float() - center + 0.5, 1.0 / reach
+    steps = torch.arange(int((last - first).max()), dtype=torch.float32)[:, None]
+    heights = (1.0 - ((nearest + steps) * narrow).abs()).clamp(min=0.0)
+    heights = torch.where(steps < last - first, heights, 0.0)
+    total = torch.zeros(size)
+    for row in heights:
+        total = total + row
+    return first.long(), heights * (1.0 / total)
+
+
+def smooth(image: Tensor, height: int, width: int) -> Tensor:
+    """Bilinear with antialiasing, rows first, each sum from its first place on."""
+    first, weights = covered(height, image.shape[1])
+    rows = torch.zeros(image.shape[0], height, image.shape[2])
+    for i, weight in enumerate(weights):
+        rows = rows + weight[:, None] * image[:, (first + i).clamp(max=image.shape[1] - 1)]
+    first, weights = covered(width, image.shape[2])
+    out = torch.zeros(image.shape[0], height, width)
+    for i, weight in enumerate(weights):
+        out = out + weight * rows[:, :, (first + i).clamp(max=image.shape[2] - 1)]
+    like = torch.nn.functional.interpolate(
+        image[None], (height, width), mode="bilinear", antialias=True
+    )[0]
+    torch.testing.assert_close(out, like, rtol=1e-4, atol=2e-3)  # of pixels up to 255
+    return out
+
+
+def resize(image: Tensor, height: int, width: int, antialias: bool) -> Tensor:
     """Bilinear, rows first; what interpolate does but for the order of its products."""
     if image.shape[1:] == (height, width):
         return image
+    if antialias:
+        return smooth(image, height, width)
     first, second, w0, w1 = taps(height, image.shape[1])
     rows = w0[:, None] * image[:, first] + w1[:, None] * image[:, second]
     first, second, w0, w1 = taps(width, image.shape[2])
@@ -62,14 +98,14 @@ def random_resized_crop(t: T.RandomResizedCrop, image: Tensor, u: list[float]) -
         width, height = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
         if 0 < width <= columns and 0 < height <= rows:
             top, left = int(u[20] * (rows - height + 1)), int(u[21] * (columns - width + 1))
-            return resize(crop(image, top, left, height, width), *pair(t.size))
+            return resize(crop(image, top, left, height, width), *pair(t.size), t.antialias)
     height, width = rows, columns
     if columns / rows < t.ratio[0]:
         height = round(columns / t.ratio[0])
     elif columns / rows > t.ratio[1]:
         width = round(rows * t.ratio[1])
     top, left = (rows - height) // 2, (columns - width) // 2
-    return resize(crop(image, top, left, height, width), *pair(t.size))
+    return resize(crop(image, top, left, height, width), *pair(t.size), t.antialias)
 
 
 def place(t: Any, image: Tensor, u: list[float]) -> Tensor:
@@ -89,9 +125,10 @@ def place(t: Any, image: Tensor, u: list[float]) -> Tensor:
         return crop(image, top, left, height, width)
     if isinstance(t, T.Resize):
         if not isinstance(t.size, int):
-            return resize(image, *pair(t.size))
+            return resize(image, *pair(t.size), t.antialias)
         short = min(rows, columns)
-        return resize(image, *(int(t.size * side / short) for side in (rows, columns)))
+        size = (int(t.size * side / short) for side in (rows, columns))
+        return resize(image, *size, t.antialias)
     assert isinstance(t, T.RandomResizedCrop)
     return random_resized_crop(t, image, u)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from faststep.data import ArrayDataset, DataLoader, FormatError, convert
 
 from . import test_formats_tars, test_formats_tfrecord
 from .both import plain
+
+convert_module: Any = sys.modules["faststep.data.formats.convert"]
 
 
 class Samples(Dataset[Any]):
@@ -120,6 +124,7 @@ WRONG: list[tuple[list[Any], str]] = [
     ([{"a": object()}], r"record 0: data\['a'\] is a object"),
     ([np.array([1.0], np.longdouble)], "record 0: data has the type float128"),
     ([torch.eye(3).to_sparse()], "record 0: data is not a dense tensor"),
+    ([torch.eye(3).to_mkldnn()], "record 0: data is not a dense tensor"),
     ([np.array(["a"])], "record 0: data has the type <U1"),
     ([{1: 1.0}], "Samples: .*only texts can be kept"),
     ([], "Samples: there is no record"),
@@ -154,6 +159,72 @@ def test_only_its_own_results_are_replaced(tmp_path: Path) -> None:
         convert(Samples([3]), tmp_path / "none" / "out")
 
 
+def test_a_link_to_a_result(tmp_path: Path) -> None:
+    convert(Samples([1]), tmp_path / "real")
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(FileExistsError):
+        convert(Samples([2]), tmp_path / "link")
+    convert(Samples([2]), tmp_path / "link", force=True)
+    assert [int(x) for x in read(tmp_path / "real")] == [2]
+    assert sorted(os.listdir(tmp_path)) == ["link", "real"]
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_results_are_replaced_where_files_cannot_change_places(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    convert(Samples([1]), out)
+    monkeypatch.setattr(convert_module, "_exchange", lambda one, other: False)
+    convert(Samples([2]), out, force=True)
+    assert [int(x) for x in read(out)] == [2]
+    rename = os.rename
+
+    def failing(source: Any, target: Any) -> None:
+        if str(target) == str(out) and "faststep.json" in os.listdir(source):
+            monkeypatch.setattr(os, "rename", rename)
+            raise OSError("no rename")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="no rename"):
+        convert(Samples([3]), out, force=True)
+    assert [int(x) for x in read(out)] == [2]
+    assert os.listdir(tmp_path) == ["out"]
+
+
+SLOW = """
+import sys, time, torch
+from faststep.data import convert
+class Slow(torch.utils.data.Dataset):
+    def __len__(self):
+        return 1000
+    def __getitem__(self, index):
+        if index == 500:
+            print("half", flush=True)
+            time.sleep(60)
+        return torch.full((100,), index)
+convert(Slow(), sys.argv[1], force=True)
+"""
+
+
+@pytest.mark.parametrize("before", [[], [7]])
+def test_a_killed_conversion_leaves_what_was_there(tmp_path: Path, before: list[int]) -> None:
+    out = tmp_path / "out"
+    if before:
+        convert(Samples(before), out)
+    command = [sys.executable, "-c", SLOW, str(out)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.kill()
+    assert [name for name in os.listdir(tmp_path) if name[0] != "."] == ["out"] * len(before)
+    if before:
+        assert [int(x) for x in read(out)] == before
+    convert(Samples([1, 2]), out, force=True)
+    assert [int(x) for x in read(out)] == [1, 2]
+
+
 def test_damaged_results(tmp_path: Path) -> None:
     convert(Samples(RAGGED), tmp_path / "out")
     manifest = tmp_path / "out" / "faststep.json"
@@ -161,9 +232,11 @@ def test_damaged_results(tmp_path: Path) -> None:
     wrong: list[tuple[str, Any]] = [
         ("version", 99),
         ("length", 4),
+        ("length", 5.0),
         ("fields", []),
         ("fields", [{**right["fields"][0], "file": "../x.npy"}, *right["fields"][1:]]),
         ("fields", [{**right["fields"][0], "kind": "other"}, *right["fields"][1:]]),
+        ("fields", [{**right["fields"][0], "dtype": "Tensor"}, *right["fields"][1:]]),
         ("sample", {"kind": "set", "keys": [], "children": []}),
         ("format", "another"),
     ]
@@ -176,11 +249,17 @@ def test_damaged_results(tmp_path: Path) -> None:
         with pytest.raises(FormatError, match=r"faststep.json: "):
             faststep.data.open(tmp_path / "out")
     manifest.write_text(json.dumps(right))
+    text = tmp_path / "out" / "text.npy"
+    whole = text.read_bytes()
+    text.write_bytes(whole[:-1] + b"\xff")
+    with pytest.raises(FormatError, match=r"out: .*'text'.*, record 4: 'utf-8' codec"):
+        faststep.data.open(tmp_path / "out")[4]
+    text.write_bytes(whole)
     offsets = tmp_path / "out" / "tokens.offsets.npy"
     with open(offsets, "r+b") as file:
         file.seek(-40, 2)
         file.write(b"\xff" * 8)
-    with pytest.raises(FormatError, match=r"'tokens'.*: record 0 is not inside"):
+    with pytest.raises(FormatError, match=r"out: .*'tokens'.*, record 0: .* not inside"):
         faststep.data.open(tmp_path / "out")[0]
 
 

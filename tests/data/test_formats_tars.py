@@ -134,6 +134,9 @@ def test_what_cannot_be_decoded_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "x", {"a.cls": b"1", "b.txt": b"1"})
     with pytest.raises(FormatError, match=r"x: sample 1 \('b'\) has no \['cls'\]"):
         list(TarDataset(path, columns=["cls"]))
+    path = write(tmp_path / "x", {"a.cls": b"1", "a.__key__": b"b"})
+    with pytest.raises(FormatError, match="x: sample 'a' has the field '__key__' twice"):
+        list(TarDataset(path))
     with tarfile.open(path, "w") as archive:
         for _ in range(2):
             archive.addfile(tarfile.TarInfo("a.cls"))

@@ -65,7 +65,12 @@ def images() -> None:
     source = torch.randint(0, 256, (3, 3, 40, 31), dtype=torch.uint8, generator=generator(1))
     labels = torch.tensor([0, 2, 1])
     for x in (source, source.float()):
-        for crop in (transforms.RandomCrop(37, padding=9), transforms.RandomResizedCrop(33)):
+        for crop in (
+            transforms.RandomCrop(37, padding=9),
+            transforms.RandomResizedCrop(33),
+            transforms.RandomResizedCrop(13),
+            transforms.RandomResizedCrop(13, antialias=False),
+        ):
             for dtype in (torch.float32, torch.bfloat16, torch.float16):
                 for mix in (transforms.MixUp(1.0, 3), transforms.CutMix(1.0, 3)):
                     compose = transforms.Compose([crop, transforms.ToFloat(dtype), mix])

@@ -392,6 +392,15 @@ def transform_images() -> Iterator[Case]:
         yield failing(_C.transform_images, *wrong), wrong
 
 
+def split_channels() -> Iterator[Case]:
+    pixels, out = torch.zeros(4, 5, 3, dtype=torch.uint8), torch.zeros(3, 4, 5, dtype=torch.uint8)
+    yield lambda: _C.split_channels(pixels, out), [pixels, out]
+    for bad in (None, out[:2], out.long(), out.mT, out[:, :3].contiguous(), pixels.view(3, 4, 5)):
+        yield failing(_C.split_channels, pixels, bad), [pixels, out]
+    for bad in (None, pixels[:, :, :2], pixels.double(), pixels.transpose(0, 1), pixels[0]):
+        yield failing(_C.split_channels, bad, out), [pixels, out]
+
+
 def arena() -> Iterator[Case]:
     """Blocks that go from a worker to the main process, and back, as one process sees it."""
     kept, data = _C.Arena(), torch.ones(100)
@@ -493,6 +502,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "rules": lambda: iter([(_C.rules, [])]),
     "scale": lambda: on_tensors(_C.scale, 1.0),
     "scan_tfrecords": scan_tfrecords,
+    "split_channels": split_channels,
     "transform_images": transform_images,
     "update_scale": update_scale,
     "use_kernels_of": kernels,

@@ -214,8 +214,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             "queued": batches that are loaded, or being loaded, for later.
             "page_faults": minor faults of this process since the epoch began, by whatever caused
                 them; None where the system does not tell.
-            "slots": on the array path, memory for batches: how many pieces were "made" since the
-                loader was, and how many are "free" and "held" now.
+            "slots": memory for batches on the array path, and of image folders without worker
+                processes: how many pieces were "made" since the loader was, and how many are
+                "free" and "held" now.
         """
         if self._meter is None:
             return None

@@ -12,6 +12,8 @@ import torch
 
 from faststep._torch import MultiProcessingDataLoaderIter, SingleProcessDataLoaderIter
 
+from .lending import lending_collate
+
 __all__ = ["Layer", "Meter", "Metered", "MultiIterator", "SingleIterator"]
 
 KEPT = 4096  # the newest waits, for percentiles
@@ -139,7 +141,25 @@ class Layer(Metered):
 
 
 class SingleIterator(Metered, SingleProcessDataLoaderIter):
-    """torch's iterator without workers."""
+    """torch's iterator without workers; datasets that make whole batches get memory for them."""
+
+    def __init__(self, loader: Any) -> None:
+        self._lending = lending_collate(loader)
+        super().__init__(loader)
+
+    @property
+    def _collate_fn(self) -> Any:
+        return self._collate
+
+    @_collate_fn.setter
+    def _collate_fn(self, collate_fn: Any) -> None:
+        self._collate = self._lending or collate_fn
+
+    def _next_data(self) -> Any:
+        if self._lending is None:
+            return super()._next_data()  # type: ignore[no-untyped-call]
+        with self._lending.lender.lending():
+            return super()._next_data()  # type: ignore[no-untyped-call]
 
 
 class MultiIterator(Metered, MultiProcessingDataLoaderIter):

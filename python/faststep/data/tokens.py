@@ -205,8 +205,14 @@ class TokenDataset(Dataset[Any]):
         return found
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("shards", "ends")}
+        return {k: v for k, v in vars(self).items() if k != "shards"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        before = self.ends
         self._open()
+        if self.ends != before:
+            raise ValueError(
+                f"TokenDataset: {', '.join(map(str, self.files[:3]))}: the files are not what they "
+                "were when the dataset was made"
+            )

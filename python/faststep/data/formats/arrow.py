@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset
 
-from .common import PathLike, library, naming
+from .common import FormatError, PathLike, check_unchanged, library, naming
 from .mapped import MappedArrays
-from .tables import GroupedDataset, chosen_columns, fixed_rows, is_fixed
+from .tables import Form, GroupedDataset, chosen_columns, fixed_rows, form_of, is_fixed
 
 __all__ = ["ArrowDataset", "open_arrow"]
 
@@ -28,9 +28,11 @@ def open_arrow(
     ArrowDataset, whose arguments and errors these are.
     """
     dataset = ArrowDataset(path, columns=columns, transform=transform)
-    if transform is not None or not dataset.has_rows_of_one_size():
+    if transform is not None:
         return dataset
-    with dataset:
+    with dataset:  # closed again: a process that forks has nothing open
+        if not dataset.has_rows_of_one_size():
+            return dataset
         parts = [_mapped(dataset, group) for group in range(len(dataset.ends))]
     arrays = [part for part in parts if part is not None]
     if not arrays or len(arrays) < len(parts):
@@ -62,12 +64,11 @@ class ArrowDataset(GroupedDataset):
         columns: Sequence[str] | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        arrow = library("pyarrow", "parquet")
-        super().__init__(os.fspath(path), [], transform)
-        with self, naming(self.path, arrow.lib.ArrowException):
-            batches = self._handle()[0]
-            self.columns = chosen_columns(batches.schema, columns, self.path)
-            self._set_groups([batches.get(i).num_rows for i in range(batches.count)])
+        name = os.fspath(path)
+        batches = _opened(name)
+        names = chosen_columns(batches.schema, columns, name)
+        self._form = _form(batches, names, name)
+        super().__init__(name, names, transform, self._form.group_lengths)
 
     def has_rows_of_one_size(self) -> bool:
         """Whether all columns are numbers or fixed-size lists of numbers."""
@@ -75,9 +76,10 @@ class ArrowDataset(GroupedDataset):
         return all(is_fixed(schema.field(name).type) for name in self.columns)
 
     def _open_handle(self) -> Any:
-        os.stat(self.path)
-        with naming(self.path, library("pyarrow", "parquet").lib.ArrowException):
-            return _Batches(self.path), self._new_cache()
+        batches = _opened(self.path)
+        columns = [name for name in self.columns if name in batches.schema.names]
+        check_unchanged(self.path, self._form, _form(batches, columns, self.path))
+        return batches, self._new_cache()
 
     @staticmethod
     def _close_handle(handle: Any) -> None:
@@ -116,6 +118,19 @@ class _Batches:
         return not rows.size or 0 <= first <= self.buffer.size - rows.nbytes
 
 
+def _opened(path: str) -> _Batches:
+    arrow = library("pyarrow", "parquet")
+    os.stat(path)
+    with naming(path, arrow.lib.ArrowException):
+        return _Batches(path)
+
+
+def _form(batches: _Batches, columns: Sequence[str], path: str) -> Form:
+    with naming(path, library("pyarrow", "parquet").lib.ArrowException):
+        lengths = [batches.get(i).num_rows for i in range(batches.count)]
+    return form_of(batches.schema, columns, lengths)
+
+
 def _mapped(dataset: ArrowDataset, group: int) -> MappedArrays | None:
     """The rows of a record batch in the file; None if they do not lie there as rows."""
     batches = dataset._handle()[0]
@@ -126,10 +141,12 @@ def _mapped(dataset: ArrowDataset, group: int) -> MappedArrays | None:
         arrays = {name: fixed_rows(batch.column(name)) for name in dataset.columns}
     if any(rows is None or not batches.holds(rows) for rows in arrays.values()):
         return None
-    return MappedArrays(arrays, _again, dataset.path, dataset.columns, group)
+    # all record batches are pickled with one dataset, which looks at the file once
+    return MappedArrays(arrays, _again, dataset, group)
 
 
-def _again(path: str, columns: list[str], group: int) -> MappedArrays:
-    found = _mapped(ArrowDataset(path, columns=columns), group)
-    assert found is not None, f"{path} has changed"
+def _again(dataset: ArrowDataset, group: int) -> MappedArrays:
+    found = _mapped(dataset, group)
+    if found is None:
+        raise FormatError(f"{dataset._group_name(group)} is not what it was")
     return found

@@ -154,7 +154,7 @@ def as_rows(value: Any, name: str, record: str) -> Rows:
         return Rows("bytes", numpy.frombuffer(value, numpy.uint8))
     dtype = None
     if isinstance(value, torch.Tensor):
-        if value.layout != torch.strided:
+        if value.layout != torch.strided or value.is_quantized:
             raise FormatError(f"{record}: {name} is not a dense tensor")
         tensor = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         try:

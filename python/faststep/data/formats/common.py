@@ -8,7 +8,17 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["FormatError", "PathLike", "library", "naming", "position", "same_rows"]
+__all__ = [
+    "FormatError",
+    "PathLike",
+    "check_unchanged",
+    "library",
+    "naming",
+    "position",
+    "same_rows",
+]
+
+SHOWN = 200  # characters
 
 PathLike = str | os.PathLike[str]
 
@@ -64,6 +74,19 @@ def position(index: int, length: int, name: str) -> int:
     if not 0 <= at < length:
         raise IndexError(f"{name}: no record {index} among {length}")
     return at
+
+
+def check_unchanged(path: str, was: Any, now: Any) -> None:
+    """Compares what a dataset knows of a file with the file as it is opened anew.
+
+    Raises:
+        FormatError: they differ.
+    """
+    if was != now:
+        raise FormatError(
+            f"{path}: the file is not what it was when the dataset was made: it had "
+            f"{str(was)[:SHOWN]}, and has {str(now)[:SHOWN]}"
+        )
 
 
 def same_rows(path: str, lengths: dict[str, int], choice: str) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import errno
 import os
 import re
 import shutil
@@ -27,6 +29,7 @@ __all__ = ["convert"]
 
 BLOCK_BYTES = 1 << 23
 BATCH = 64
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux's
 
 Report = Callable[[int, int | None], None]
 
@@ -45,7 +48,8 @@ def convert(
     Args:
         source: what `open` takes, .npz files included, or a dataset: map-style, or iterable and
             read once.
-        destination: the directory. It is there with all that belongs to it, or not at all.
+        destination: the directory. It is there with all that belongs to it, or not at all. If the
+            program is killed a hidden directory beside it, ".NAME-" and more, is left.
         force: replace an earlier result of this function, and nothing else.
         image_size: resize images, which are uint8 tensors (3, height, width), by their shorter side
             and cut out the middle: a square of this size. Default None: they stay as they are.
@@ -63,7 +67,7 @@ def convert(
         FileExistsError: there is something at `destination`.
         FormatError: the source is damaged, empty, or a field cannot be written; names the record.
     """
-    target = os.path.abspath(os.fspath(destination))
+    target = os.path.realpath(os.fspath(destination))
     _check_target(target, force)
     if isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
@@ -119,20 +123,40 @@ def _sync_folder(folder: str) -> None:
 
 
 def _put_in_place(folder: str, target: str) -> None:
-    if os.path.lexists(target):
-        _check_target(target, True)
-        old = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
-        os.rename(target, old)
-        try:
-            os.rename(folder, target)
-        finally:
-            if os.path.lexists(target):
-                shutil.rmtree(old)
-            else:
-                os.rename(old, target)
-    else:
+    if not os.path.lexists(target):
         os.rename(folder, target)
+    else:
+        _check_target(target, True)
+        if not _exchange(folder, target):
+            _replace(folder, target)
+        _sync_folder(os.path.dirname(target))
+        shutil.rmtree(folder)
     _sync_folder(os.path.dirname(target))
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Lets two files change places, at once; False where the system or its file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if not renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EINVAL):
+        return False
+    raise OSError(number, os.strerror(number), one, None, other)
+
+
+def _replace(folder: str, target: str) -> None:
+    """Lets two directories change places, one after the other."""
+    between = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
+    os.rename(target, between)
+    try:
+        os.rename(folder, target)
+    except BaseException:
+        os.rename(between, target)
+        raise
+    os.rename(between, folder)
 
 
 def _write(

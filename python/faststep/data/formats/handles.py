@@ -5,29 +5,41 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils.data import Dataset
 
-from .common import PathLike
+from .common import PathLike, position
 
-__all__ = ["FileDataset"]
+__all__ = ["FileDataset", "RecordDataset"]
 
 _living: weakref.WeakSet[FileDataset] = weakref.WeakSet()
 # A forked child neither uses nor closes what its parent opened: libraries keep locks there.
-_left_behind: list[dict[int, Any]] = []
+_left_behind: list[Any] = []
 
 
-def _close_all(handles: dict[int, Any], close: Any) -> None:
+def _close_all(handles: dict[int, Any], close: Callable[[Any], None]) -> None:
     while handles:
         close(handles.popitem()[1])
+
+
+def _close_one(handles: dict[int, Any], key: int, close: Callable[[Any], None]) -> None:
+    handle = handles.pop(key, None)
+    if handle is not None:
+        close(handle)
+
+
+class _Presence:
+    """Ends with the thread that has it."""
 
 
 class FileDataset(Dataset[Any]):
     """Samples in a file that is opened on first use, in each process for itself.
 
     A forked worker opens the file anew, and a pickled dataset holds its path only. `close()` closes
-    it, as does the end of the dataset or of the program; the next use opens it again.
+    it, as does the end of the dataset or of the program, and that of a thread for what it alone
+    has open; the next use opens it again.
 
     Subclasses define `_open_handle` and `_close_handle`, and set `per_thread` where the library
     does not let threads share what it opens.
@@ -42,6 +54,7 @@ class FileDataset(Dataset[Any]):
 
     def _prepare(self) -> None:
         self._lock = threading.Lock()
+        self._own = threading.local()
         self._handles: dict[int, Any] = {}
         self._end = weakref.finalize(self, _close_all, self._handles, self._close_handle)
 
@@ -60,7 +73,16 @@ class FileDataset(Dataset[Any]):
                 handle = self._handles.get(key)
                 if handle is None:
                     handle = self._handles[key] = self._open_handle()
+                    if self.per_thread and not hasattr(self._own, "presence"):
+                        self._close_with_thread(key)
         return handle
+
+    def _close_with_thread(self, key: int) -> None:
+        self._own.presence = _Presence()
+        end = weakref.finalize(
+            self._own.presence, _close_one, self._handles, key, self._close_handle
+        )
+        end.atexit = False  # what is open then is closed by `_end`
 
     def close(self) -> None:
         """Closes the file in this process. The next use opens it again."""
@@ -74,7 +96,8 @@ class FileDataset(Dataset[Any]):
         self.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_lock", "_handles", "_end")}
+        own = ("_lock", "_own", "_handles", "_end")
+        return {k: v for k, v in vars(self).items() if k not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -82,9 +105,46 @@ class FileDataset(Dataset[Any]):
         _living.add(self)
 
     def _leave_behind(self) -> None:
+        _left_behind.extend(self._handles.values())
+        self._handles.clear()
         self._end.detach()
-        _left_behind.append(self._handles)
         self._prepare()
+
+
+class RecordDataset(FileDataset):
+    """A FileDataset of records of which several are read at once.
+
+    Args:
+        path: the file.
+        transform: called on each sample.
+
+    Subclasses define `__len__` and `_read`.
+    """
+
+    def __init__(self, path: PathLike, transform: Callable[[Any], Any] | None) -> None:
+        super().__init__(path)
+        self.transform = transform
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def _read(self, places: Sequence[int]) -> list[Any]:
+        """The samples of these records, counted from 0, before their transform."""
+        raise NotImplementedError
+
+    def _samples(self, indices: Sequence[int]) -> list[Any]:
+        places = [position(int(index), len(self), self.path) for index in indices]
+        samples = self._read(places)
+        return samples if self.transform is None else [*map(self.transform, samples)]
+
+    def __getitem__(self, index: int) -> Any:
+        return self._samples([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """The samples of a batch, as torch's loader asks for them."""
+        if type(self).__getitem__ is not RecordDataset.__getitem__:
+            return [self[index] for index in indices]  # a subclass has its own samples
+        return self._samples(indices)
 
 
 def _after_fork() -> None:

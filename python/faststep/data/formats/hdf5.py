@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from .common import FormatError, PathLike, library, naming, position, same_rows
-from .handles import FileDataset
+from .common import FormatError, PathLike, check_unchanged, library, naming, same_rows
+from .handles import RecordDataset
 from .mapped import MappedArrays
 
 __all__ = ["HDF5Dataset", "open_hdf5"]
 
 CHUNK_CACHE = 1 << 25  # bytes per array that stay decompressed
+LARGEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}  # bytes of a number of torch's
 
 
 def open_hdf5(
@@ -41,7 +42,7 @@ def _again(path: str, columns: Sequence[str]) -> MappedArrays | HDF5Dataset:
     return open_hdf5(path, columns=columns)
 
 
-class HDF5Dataset(FileDataset):
+class HDF5Dataset(RecordDataset):
     """Rows of arrays in an HDF5 file. Each process opens it for itself, on first use.
 
     Args:
@@ -66,22 +67,33 @@ class HDF5Dataset(FileDataset):
         columns: Sequence[str] | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        library("h5py", "hdf5")
-        super().__init__(path)
-        self.transform = transform
-        with self:  # closed again: a process that forks has nothing open
-            file = self._handle()
+        super().__init__(path, transform)
+        with self._opened() as file:  # closed again: a process that forks has nothing open
             self.columns = list(columns) if columns is not None else self._all_arrays(file)
             for name in self.columns:
                 self._check(file, name)
-            with naming(self.path, RuntimeError):
-                lengths = {name: len(file[name]) for name in self.columns}
+            self._arrays = self._shapes(file)
+        lengths = {name: shape[0] for name, (shape, _) in self._arrays.items()}
         self.length = same_rows(self.path, lengths, "columns")
 
-    def _open_handle(self) -> Any:
+    def _opened(self) -> Any:
+        h5py = library("h5py", "hdf5")
         os.stat(self.path)
         with naming(self.path):
-            return library("h5py", "hdf5").File(self.path, "r", rdcc_nbytes=CHUNK_CACHE)
+            return h5py.File(self.path, "r", rdcc_nbytes=CHUNK_CACHE)
+
+    def _open_handle(self) -> Any:
+        file = self._opened()
+        try:
+            check_unchanged(self.path, self._arrays, self._shapes(file))
+        except BaseException:
+            file.close()
+            raise
+        return file
+
+    def _shapes(self, file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+        with naming(self.path, RuntimeError):
+            return {name: (file[name].shape, str(file[name].dtype)) for name in self.columns}
 
     def _all_arrays(self, file: Any) -> list[str]:
         found: list[str] = []
@@ -108,17 +120,12 @@ class HDF5Dataset(FileDataset):
     def __len__(self) -> int:
         return self.length
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        places = [position(int(index), self.length, self.path) for index in indices]
+    def _read(self, places: Sequence[int]) -> list[Any]:
         file = self._handle()
         fields = [self._rows(file, name, places) for name in self.columns]
-        samples = [dict(zip(self.columns, row, strict=True)) for row in zip(*fields, strict=True)]
-        return samples if self.transform is None else [*map(self.transform, samples)]
+        return [dict(zip(self.columns, row, strict=True)) for row in zip(*fields, strict=True)]
 
-    def _rows(self, file: Any, name: str, places: list[int]) -> list[Any]:
+    def _rows(self, file: Any, name: str, places: Sequence[int]) -> list[Any]:
         """The rows at `places`, which are read from the lowest to the highest."""
         with naming(f"{self.path}: {name!r}", RuntimeError):
             array = file[name]
@@ -141,8 +148,8 @@ def _kind(dtype: Any) -> str | None:
     h5py = library("h5py", "hdf5")
     if h5py.check_string_dtype(dtype) is not None:
         return "text"
-    inner = h5py.check_vlen_dtype(dtype)
-    return "number" if (inner or dtype).kind in "biufc" else None
+    inner = h5py.check_vlen_dtype(dtype) or dtype
+    return "number" if inner.kind in "biufc" and inner.itemsize <= LARGEST[inner.kind] else None
 
 
 def _value(row: Any, kind: str | None) -> Any:

@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import os
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
+from ..lending import LentRows, Samples, copy_image, new_rows
 from .common import PathLike, library, naming, position
+from .jpeg import decoder_name, jpeg_decoder
 
 __all__ = ["IMAGE_SUFFIXES", "ImageFolder", "decode_image", "resized"]
 
 # torchvision's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 JPEG = b"\xff\xd8\xff"
-DECODERS = ("auto", "simplejpeg", "pillow")
 
 
-def decode_image(data: bytes, decoder: str = "auto", min_size: int | None = None) -> torch.Tensor:
+def decode_image(
+    data: bytes,
+    decoder: str = "auto",
+    min_size: int | None = None,
+    memory_format: torch.memory_format = torch.contiguous_format,
+) -> torch.Tensor:
     """The pixels of a JPEG, PNG, WebP or other image that Pillow knows.
 
     Args:
         data: the file's content.
-        decoder: "simplejpeg", for JPEG in RGB, YCbCr or gray, with Pillow for all others; "pillow";
-            or "auto", the default: simplejpeg if it is installed.
+        decoder: for JPEG in RGB, YCbCr or gray "simplejpeg" or "turbojpeg" (the system's
+            libturbojpeg), with Pillow for all others; "pillow"; or "auto", the default: the first
+            of these that is installed. The pixels are the same.
         min_size: read JPEG at 1/2, 1/4 or 1/8 of its size as long as no side becomes smaller than
             this: faster, but other pixels than reading all and then resizing. Default None: off.
+        memory_format: torch.channels_last leaves the pixels as they are decoded, the channels of
+            each side by side. Default torch.contiguous_format.
 
     Returns:
         A uint8 tensor (3, height, width) in RGB. The orientation in EXIF data is not applied, as
@@ -40,9 +48,44 @@ def decode_image(data: bytes, decoder: str = "auto", min_size: int | None = None
     Raises:
         ValueError, OSError: the data are damaged.
     """
-    if data.startswith(JPEG) and decoder != "pillow":
-        pixels = _by_simplejpeg(data, min_size)
-        if pixels is not None:
+    channels_last = _is_channels_last(memory_format)
+    image = _pixels(data, decoder_name(decoder), min_size).permute(2, 0, 1)
+    return _in_format(image, channels_last)
+
+
+def _in_format(image: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    if channels_last:
+        return image.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    if image.is_contiguous():
+        return image
+    out = torch.empty(image.shape, dtype=image.dtype, device="cpu")
+    copy_image(image, out)
+    return out
+
+
+def _is_channels_last(memory_format: torch.memory_format) -> bool:
+    if memory_format not in (torch.contiguous_format, torch.channels_last):
+        raise ValueError(
+            "memory_format must be torch.contiguous_format or torch.channels_last, not "
+            f"{memory_format!r}"
+        )
+    return memory_format is torch.channels_last
+
+
+Room = Callable[[int, int], torch.Tensor | None]
+
+
+def _pixels(
+    data: bytes, decoder: str, min_size: int | None, room: Room | None = None
+) -> torch.Tensor:
+    """The pixels, (height, width, 3), where `room` has memory for them, or elsewhere."""
+    jpeg = jpeg_decoder(decoder) if data.startswith(JPEG) else None
+    size = None if jpeg is None else jpeg.size(data, min_size)
+    if jpeg is not None and size is not None:
+        pixels = None if room is None else room(*size)
+        if pixels is None:
+            pixels = torch.empty((*size, 3), dtype=torch.uint8, device="cpu")
+        if jpeg.decode(data, pixels.numpy()):
             return pixels
     return _by_pillow(data, min_size)
 
@@ -55,7 +98,8 @@ def resized(image: torch.Tensor, size: int) -> torch.Tensor:
         size: of the result.
 
     Returns:
-        A uint8 tensor (channels, size, size): what torchvision's Resize and CenterCrop give.
+        A uint8 tensor (channels, size, size): what torchvision's Resize and CenterCrop give. It may
+        be a view.
     """
     height, width = image.shape[1:]
     shorter = min(height, width)
@@ -65,37 +109,7 @@ def resized(image: torch.Tensor, size: int) -> torch.Tensor:
             image[None], scaled, mode="bilinear", antialias=True
         )[0]
     top, left = (round((side - size) / 2) for side in scaled)
-    return image[:, top : top + size, left : left + size].contiguous()
-
-
-def check_decoder(decoder: str) -> str:
-    """The decoder that "auto" means here.
-
-    Raises:
-        ValueError: there is none of this name.
-        ImportError: it is not installed.
-    """
-    if decoder not in DECODERS:
-        raise ValueError(f"decoder {decoder!r} is not in {DECODERS}")
-    if decoder == "auto":
-        decoder = "simplejpeg" if importlib.util.find_spec("simplejpeg") else "pillow"
-    library("PIL.Image", "images")
-    if decoder == "simplejpeg":
-        library("simplejpeg", "jpeg")
-    return decoder
-
-
-def _by_simplejpeg(data: bytes, min_size: int | None) -> torch.Tensor | None:
-    """None where Pillow has to do it, or to say what is wrong: CMYK, and heads it cannot read."""
-    simplejpeg = library("simplejpeg", "jpeg")
-    try:
-        if simplejpeg.decode_jpeg_header(data)[2] in ("CMYK", "YCCK"):
-            return None
-    except ValueError:
-        return None
-    least = min_size or 0
-    pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=least, min_width=least)
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    return image[:, top : top + size, left : left + size]
 
 
 def _by_pillow(data: bytes, min_size: int | None) -> torch.Tensor:
@@ -109,7 +123,7 @@ def _by_pillow(data: bytes, min_size: int | None) -> torch.Tensor:
             pixels = numpy.array(image.convert("RGB"))
     except (SyntaxError, struct.error, zlib.error, image_module.DecompressionBombError) as error:
         raise ValueError(str(error)) from error
-    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+    return torch.from_numpy(pixels)
 
 
 class ImageFolder(Dataset[Any]):
@@ -119,15 +133,29 @@ class ImageFolder(Dataset[Any]):
         root: root/CLASS/any/where/x.jpg; the classes are the names of the folders, sorted.
         transform: called on the image, a uint8 tensor (3, height, width) in RGB.
         target_transform: called on the number of the class.
-        decoder, min_size: as for `decode_image`; "auto" is decided here, and `decoder` says how.
+        decoder, min_size, memory_format: as for `decode_image`; "auto" is decided here, and
+            `decoder` says how.
+        image_size: resize images by their shorter side and cut out the middle, a square of this
+            size, as torchvision's Resize and CenterCrop do. With `min_size` of the same value JPEG
+            is decoded no larger than that needs. Default None: they stay as they are.
 
     A sample is the image and the number of its class. `classes`, `class_to_idx`, `samples` and
     `targets` are those of torchvision.
+
+    Where a DataLoader of faststep asks for a batch of images of one size, it gives the memory of
+    the batch, and each image is written there once; with torch.channels_last and without a
+    `transform` and `image_size` the decoder itself does that. A batch is then channels_last, too.
 
     Raises:
         FileNotFoundError: there is no class, or a class has no image.
         FormatError: an image is damaged; names the file. Raised when it is read.
     """
+
+    @property
+    def fills_rows(self) -> bool:
+        """Whether the samples are for the loader alone: no subclass sees them or makes its own."""
+        ours = ImageFolder.__getitem__, ImageFolder.__getitems__
+        return (type(self).__getitem__, type(self).__getitems__) == ours
 
     def __init__(
         self,
@@ -137,12 +165,20 @@ class ImageFolder(Dataset[Any]):
         *,
         decoder: str = "auto",
         min_size: int | None = None,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        image_size: int | None = None,
     ) -> None:
         self.root = os.fspath(root)
         self.transform = transform
         self.target_transform = target_transform
-        self.decoder = check_decoder(decoder)
+        library("PIL.Image", "images")
+        self.decoder = decoder_name(decoder)
         self.min_size = min_size
+        self.channels_last = _is_channels_last(memory_format)
+        self.image_size = image_size
+        for name, size in (("min_size", min_size), ("image_size", image_size)):
+            if size is not None and size < 1:
+                raise ValueError(f"{name} must be at least 1, not {size}")
         self.classes = sorted(entry.name for entry in os.scandir(self.root) if entry.is_dir())
         if not self.classes:
             raise FileNotFoundError(f"{self.root}: no folder of a class is in it")
@@ -162,14 +198,43 @@ class ImageFolder(Dataset[Any]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self._sample(index, None, 0)
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Any]]:
+        if type(self).__getitem__ is not ImageFolder.__getitem__:
+            return [self[index] for index in indices]  # a subclass has its own samples
+        rows = new_rows(len(indices), self.channels_last)
+        return Samples(self._sample(index, rows, i) for i, index in enumerate(indices))
+
+    def _sample(self, index: int, rows: LentRows | None, place: int) -> tuple[Any, Any]:
         path, target = self.samples[position(index, len(self.samples), self.root)]
         with open(path, "rb") as file:
             data = file.read()
         with naming(f"{path} (record {index})"):
-            image: Any = decode_image(data, self.decoder, self.min_size)
+            image = self._read(data, rows, place)
         if self.transform is not None:
             image = self.transform(image)
+        if rows is not None:
+            image = rows.put(place, image)
         return image, target if self.target_transform is None else self.target_transform(target)
+
+    def _read(self, data: bytes, rows: LentRows | None, place: int) -> Any:
+        """The image as the transform gets it; without one it may be in any order of memory."""
+
+        def room(height: int, width: int) -> torch.Tensor | None:
+            assert rows is not None
+            row = rows.room(place, (3, height, width), torch.uint8)
+            return None if row is None else row.permute(1, 2, 0)
+
+        is_all = self.transform is None and self.image_size is None
+        at_once = rows is not None and is_all and self.channels_last
+        pixels = _pixels(data, self.decoder, self.min_size, room if at_once else None)
+        image = pixels.permute(2, 0, 1)
+        if self.image_size is not None:
+            image = resized(image, self.image_size)
+        if rows is not None and self.transform is None:
+            return image  # it is copied to its row
+        return _in_format(image, self.channels_last)
 
 
 def _images_in(folder: str) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .common import FormatError, PathLike, library, naming, position
-from .handles import FileDataset
+from .handles import RecordDataset
 
 __all__ = ["LMDBDataset"]
 
@@ -63,7 +63,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-class LMDBDataset(FileDataset):
+class LMDBDataset(RecordDataset):
     """Values of an LMDB environment, in the order of their keys.
 
     Args:
@@ -87,9 +87,8 @@ class LMDBDataset(FileDataset):
         transform: Callable[[bytes], Any] | None = None,
     ) -> None:
         library("lmdb", "lmdb")
-        super().__init__(os.path.realpath(path))
+        super().__init__(os.path.realpath(path), transform)
         _check_size(self.path)
-        self.transform = transform
         if keys is not None:
             chosen = [key.encode() if isinstance(key, str) else bytes(key) for key in keys]
         else:
@@ -122,21 +121,18 @@ class LMDBDataset(FileDataset):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+    def _read(self, places: Sequence[int]) -> list[Any]:
         lmdb = library("lmdb", "lmdb")
-        keys = [self.key(int(index)) for index in indices]
+        keys = [self.key(place) for place in places]
         values = []
         with naming(self.path, lmdb.Error), self._handle()[0].begin() as transaction:
-            for index, key in zip(indices, keys, strict=True):
-                with naming(f"{self.path}: record {index}, key {key!r}", lmdb.Error):
+            for place, key in zip(places, keys, strict=True):
+                with naming(f"{self.path}: record {place}, key {key!r}", lmdb.Error):
                     value = transaction.get(key)
                     if value is None:
                         raise ValueError("there is no such key")
                 values.append(value)
-        return values if self.transform is None else [*map(self.transform, values)]
+        return values
 
 
 def _check_size(path: str) -> None:

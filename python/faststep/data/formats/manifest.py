@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..structure import LEAF, Structure
-from .common import FormatError, PathLike, naming, position
+from .common import PathLike, check_unchanged, naming, position
 from .mapped import MappedArrays, map_npy, viewed_as
 
 __all__ = ["MANIFEST", "RaggedArrays", "open_manifest", "structure_to_json", "write_manifest"]
@@ -84,10 +84,18 @@ class RaggedArrays(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         at = position(index, len(self), self.path)
-        return self.structure.sample(field.value(at) for field in self.fields)
+        return self.structure.sample(self._value(field, at) for field in self.fields)
+
+    def _value(self, field: _Field, at: int) -> Any:
+        with naming(f"{self.path}: field {field.name!r}, record {at}"):
+            return field.value(at)
+
+    def form(self) -> list[tuple[str, str, int]]:
+        """Name, kind and number of the values of each field."""
+        return [(field.name, field.kind, field.length) for field in self.fields]
 
     def __reduce__(self) -> Any:
-        return open_manifest, (self.path,)
+        return _reopened, (self.path, self.form())
 
 
 class _Field:
@@ -100,7 +108,10 @@ class _Field:
         path = _inside(folder, saved["file"])
         self.items = map_npy(path)
         if saved["dtype"] is not None and self.items.dtype.name != saved["dtype"]:
-            self.items = viewed_as(self.items, getattr(torch, saved["dtype"]))
+            dtype = getattr(torch, saved["dtype"])
+            if not isinstance(dtype, torch.dtype):
+                raise ValueError(f"field {self.name!r} is of the type {saved['dtype']!r}")
+            self.items = viewed_as(self.items, dtype)
         rows = length
         if self.kind != "rows":
             self.offsets = map_npy(_inside(folder, saved["offsets"]))
@@ -118,7 +129,7 @@ class _Field:
         else:
             start, end = int(self.offsets[at]), int(self.offsets[at + 1])
             if not 0 <= start <= end <= len(self.items):
-                raise FormatError(f"field {self.name!r}: record {at} is not inside its file")
+                raise ValueError(f"items {start} to {end} are not inside its file")
             part = self.items[start:end]
         if isinstance(part, torch.Tensor):
             return part.clone()
@@ -149,6 +160,8 @@ def open_manifest(path: PathLike) -> MappedArrays | RaggedArrays:
             raise ValueError(f"this is no manifest of {FORMAT}")
         if saved["version"] != VERSION:
             raise ValueError(f"version {saved['version']}; this faststep reads {VERSION}")
+        if type(saved["length"]) is not int:
+            raise ValueError(f"the length is {saved['length']!r}")
         structure = _structure_of(saved["sample"])
         fields = [_Field(folder, field, saved["length"]) for field in saved["fields"]]
         if not fields or _leaves(structure) != len(fields):
@@ -157,3 +170,9 @@ def open_manifest(path: PathLike) -> MappedArrays | RaggedArrays:
             return RaggedArrays(folder, structure, fields)
         data = structure.sample(field.items for field in fields)
         return MappedArrays(data, open_manifest, folder)
+
+
+def _reopened(path: str, form: Any) -> Any:
+    dataset = open_manifest(path)
+    check_unchanged(path, form, dataset.form())
+    return dataset

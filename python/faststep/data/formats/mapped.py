@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..arrays import ArrayDataset
-from .common import FormatError, PathLike, library, naming, same_rows
+from .common import FormatError, PathLike, check_unchanged, library, naming, same_rows
 
 __all__ = [
     "BAD_HEADER",
@@ -30,7 +30,7 @@ class MappedArrays(ArrayDataset):
 
     Args:
         data: as for ArrayDataset.
-        opener: makes it again, from `arguments`.
+        opener: makes it again, from `arguments`, of which the first is the file, or has a `path`.
     """
 
     def __init__(self, data: Any, opener: Callable[..., Any], *arguments: Any) -> None:
@@ -38,7 +38,18 @@ class MappedArrays(ArrayDataset):
         self._again = opener, arguments
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return self._again
+        return _reopened, (*self._again, self.form())
+
+    def form(self) -> list[tuple[str, str, tuple[int, ...]]]:
+        """Name, type and shape of each array."""
+        return [(name, str(array.dtype), tuple(array.shape)) for name, array in self.leaves]
+
+
+def _reopened(opener: Callable[..., Any], arguments: tuple[Any, ...], form: Any) -> Any:
+    dataset = opener(*arguments)
+    now = dataset.form() if isinstance(dataset, MappedArrays) else type(dataset).__name__
+    check_unchanged(getattr(arguments[0], "path", arguments[0]), form, now)
+    return dataset
 
 
 def map_npy(path: str) -> Any:

@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .common import FormatError, PathLike, library, naming
+from .common import FormatError, PathLike, check_unchanged, library, naming
 from .shards import shard_names
-from .tables import GroupedDataset, chosen_columns
+from .tables import Form, GroupedDataset, chosen_columns, form_of
 
 __all__ = ["ParquetDataset"]
 
@@ -41,25 +41,19 @@ class ParquetDataset(GroupedDataset):
         columns: Sequence[str] | None = None,
         transform: Callable[[Any], Any] | None = None,
     ) -> None:
-        arrow = library("pyarrow", "parquet")
         self.paths = shard_names(paths)
-        groups, form = [], None
+        self._forms: list[Form] = []
+        names: list[str] = []
         for path in self.paths:
-            with naming(path, arrow.lib.ArrowException), _opened(path) as file:
+            with _opened(path) as file, naming(path):
                 names = chosen_columns(file.schema_arrow, columns, path)
-                types = [file.schema_arrow.field(name).type for name in names]
-                if form is None:
-                    form = names, types
-                elif form != (names, types):
-                    raise FormatError(f"{path} has other columns than {self.paths[0]}")
-                rows = [
-                    file.metadata.row_group(i).num_rows for i in range(file.metadata.num_row_groups)
-                ]
-            groups.append(rows)
-        assert form is not None
-        super().__init__(", ".join(self.paths[:3]), form[0], transform)
-        self._set_groups([rows for file_rows in groups for rows in file_rows])
-        self._file_ends = list(itertools.accumulate(map(len, groups)))
+                self._forms.append(_form(file, names))
+            if self._forms[-1].columns != self._forms[0].columns:
+                raise FormatError(f"{path} has other columns than {self.paths[0]}")
+        lengths = [form.group_lengths for form in self._forms]
+        groups = itertools.chain.from_iterable(lengths)
+        super().__init__(", ".join(self.paths[:3]), names, transform, groups)
+        self._file_ends = list(itertools.accumulate(map(len, lengths)))
 
     def _open_handle(self) -> Any:
         return {}, self._new_cache()
@@ -76,8 +70,18 @@ class ParquetDataset(GroupedDataset):
     def _read_group(self, handle: Any, group: int) -> Any:
         number, inside = self._locate(group)
         if number not in handle:
-            handle[number] = _opened(self.paths[number])
+            handle[number] = self._unchanged(number)
         return handle[number].read_row_group(inside, columns=self.columns, use_threads=False)
+
+    def _unchanged(self, number: int) -> Any:
+        file = _opened(self.paths[number])
+        try:
+            columns = [name for name in self.columns if name in file.schema_arrow.names]
+            check_unchanged(self.paths[number], self._forms[number], _form(file, columns))
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     def _group_name(self, group: int) -> str:
         number, inside = self._locate(group)
@@ -85,6 +89,14 @@ class ParquetDataset(GroupedDataset):
 
 
 def _opened(path: str) -> Any:
-    os.stat(path)
+    arrow = library("pyarrow", "parquet")
     parquet = library("pyarrow.parquet", "parquet")
-    return parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+    os.stat(path)
+    with naming(path, arrow.lib.ArrowException):
+        return parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+
+
+def _form(file: Any, columns: Sequence[str]) -> Form:
+    groups = range(file.metadata.num_row_groups)
+    lengths = [file.metadata.row_group(i).num_rows for i in groups]
+    return form_of(file.schema_arrow, columns, lengths)

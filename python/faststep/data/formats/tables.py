@@ -5,15 +5,15 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
-from .common import FormatError, library, naming, position
-from .handles import FileDataset
+from .common import FormatError, library, naming
+from .handles import RecordDataset
 
-__all__ = ["GroupedDataset", "chosen_columns", "fixed_rows", "is_fixed"]
+__all__ = ["Form", "GroupedDataset", "chosen_columns", "fixed_rows", "form_of", "is_fixed"]
 
 CACHED_GROUPS = 2  # per thread; more would be a copy of the file
 
@@ -36,6 +36,18 @@ def chosen_columns(schema: Any, columns: Sequence[str] | None, path: str) -> lis
     if not names:
         raise FormatError(f"{path}: there is no column in it")
     return names
+
+
+class Form(NamedTuple):
+    """What a file is known by when it is opened again."""
+
+    columns: list[tuple[str, str]]  # names and types
+    group_lengths: list[int]
+
+
+def form_of(schema: Any, columns: Sequence[str], group_lengths: Sequence[int]) -> Form:
+    """The form of a file with these groups."""
+    return Form([(name, str(schema.field(name).type)) for name in columns], [*group_lengths])
 
 
 def _is_number(kind: Any) -> bool:
@@ -64,8 +76,15 @@ def _is_readable(kind: Any) -> bool:
         return all(_is_readable(kind.field(i).type) for i in range(kind.num_fields))
     if _is_list(kind):
         return is_fixed(kind.value_type)
-    text = types.is_string(kind) or types.is_large_string(kind)
-    return text or types.is_binary(kind) or types.is_large_binary(kind) or is_fixed(kind)
+    return is_fixed(kind) or any(is_one(kind) for is_one in _strings())
+
+
+def _strings() -> list[Callable[[Any], bool]]:
+    """Tests for the types of texts and bytes; older releases of pyarrow lack some."""
+    types = library("pyarrow", "parquet").types
+    names = [f"is_{size}{kind}" for size in ("", "large_") for kind in ("string", "binary")]
+    names += ["is_fixed_size_binary", "is_string_view", "is_binary_view"]
+    return [getattr(types, name) for name in names if hasattr(types, name)]
 
 
 def fixed_rows(array: Any) -> Any:
@@ -132,8 +151,14 @@ def _tensor(rows: Any) -> torch.Tensor:
     return torch.from_numpy(numpy.array(rows))
 
 
-class GroupedDataset(FileDataset):
+class GroupedDataset(RecordDataset):
     """Rows of a table in groups that are read as a whole; the last few stay in memory.
+
+    Args:
+        path: what messages call it.
+        columns: their names.
+        transform: called on each sample.
+        lengths: of the groups.
 
     Subclasses define `_read_group` and the handle.
     """
@@ -141,14 +166,14 @@ class GroupedDataset(FileDataset):
     per_thread = True
 
     def __init__(
-        self, path: str, columns: list[str], transform: Callable[[Any], Any] | None
+        self,
+        path: str,
+        columns: list[str],
+        transform: Callable[[Any], Any] | None,
+        lengths: Iterable[int],
     ) -> None:
-        super().__init__(path)
+        super().__init__(path, transform)
         self.columns = columns
-        self.transform = transform
-        self.ends: list[int] = []  # sums of the groups' lengths
-
-    def _set_groups(self, lengths: Sequence[int]) -> None:
         self.ends = list(itertools.accumulate(lengths))
 
     def _read_group(self, handle: Any, group: int) -> Any:
@@ -161,20 +186,16 @@ class GroupedDataset(FileDataset):
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        places: dict[int, list[tuple[int, int]]] = {}
-        for i, index in enumerate(indices):
-            at = position(int(index), len(self), self.path)
-            places.setdefault(bisect.bisect_right(self.ends, at), []).append((i, at))
-        samples: list[Any] = [None] * len(indices)
-        for group, wanted in places.items():
+    def _read(self, places: Sequence[int]) -> list[Any]:
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for i, at in enumerate(places):
+            groups.setdefault(bisect.bisect_right(self.ends, at), []).append((i, at))
+        samples: list[Any] = [None] * len(places)
+        for group, wanted in groups.items():
             values, before = self._group(group), self.ends[group - 1] if group else 0
             for i, at in wanted:
                 samples[i] = self._sample(group, values, at - before)
-        return samples if self.transform is None else [*map(self.transform, samples)]
+        return samples
 
     def _sample(self, group: int, values: dict[str, _Values], row: int) -> dict[str, Any]:
         sample = {}

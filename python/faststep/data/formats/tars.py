@@ -105,7 +105,7 @@ def _grouped(path: str) -> Iterator[dict[str, Any]]:
         if sample and sample["__key__"] != key:
             yield sample
             sample = {}
-        if field in sample:
+        if field in sample or field == "__key__":
             raise FormatError(f"{path}: sample {key!r} has the field {field!r} twice")
         sample["__key__"] = key
         sample[field] = data

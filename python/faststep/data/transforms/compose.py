@@ -161,7 +161,7 @@ class Compose:
         factors = self._normalize.factors(channels, unit)
         samples = _samples(view, mix, count)
         buffer = None if images.is_cpu else images.new_empty(samples.numel(), dtype=torch.int32)
-        _C.transform_images(images, out, samples, *factors, buffer)
+        _C.transform_images(images, out, samples, *factors, buffer, view.antialias)
         if labels is not None and self._labels is not None:
             labels = self._labels.apply(labels, mix)
         return out, labels

@@ -123,12 +123,17 @@ class RandomCrop(Geometry):
 
 @dataclass(frozen=True)
 class Resize(Geometry):
-    """All of each image, bilinear and without antialiasing.
+    """All of each image, resized bilinearly.
 
-    An int is the length of the shorter side; the other one keeps the ratio.
+    Args:
+        size: of the result; an int is the length of the shorter side, the other keeps the ratio.
+        antialias: where images become smaller, weigh all pixels that one of the result covers,
+            with a triangle of twice its width, as `torch.nn.functional.interpolate` does with
+            `antialias=True`. Default True.
     """
 
     size: Size
+    antialias: bool = True
     resizes: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -137,26 +142,28 @@ class Resize(Geometry):
     def apply(self, view: View, u: Tensor) -> None:
         height, width = _whole(view)
         if not isinstance(self.size, int):
-            view.resize(*_pair("size", self.size))
+            view.resize(*_pair("size", self.size), self.antialias)
         elif height <= width:
-            view.resize(self.size, int(self.size * width / height))
+            view.resize(self.size, int(self.size * width / height), self.antialias)
         else:
-            view.resize(int(self.size * height / width), self.size)
+            view.resize(int(self.size * height / width), self.size, self.antialias)
 
 
 @dataclass(frozen=True)
 class RandomResizedCrop(Geometry):
-    """A window of random area and shape, anywhere, resized; bilinear and without antialiasing.
+    """A window of random area and shape, anywhere, resized bilinearly.
 
     Args:
         size: of the result.
         scale: the least and the largest share of the image's area.
         ratio: the least and the largest width / height.
+        antialias: as for Resize. Default True.
     """
 
     size: Size
     scale: tuple[float, float] = (0.08, 1.0)
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    antialias: bool = True
     uniforms: ClassVar[int] = 2 * ATTEMPTS + 2
     resizes: ClassVar[bool] = True
 
@@ -181,7 +188,7 @@ class RandomResizedCrop(Geometry):
         top = torch.where(fit, _up_to(u[-2], rows - height_of), (rows - height) // 2)
         left = torch.where(fit, _up_to(u[-1], columns - width_of), (columns - width) // 2)
         view.crop(top, left, height_of, width_of, pads=False)
-        view.resize(*_pair("size", self.size))
+        view.resize(*_pair("size", self.size), self.antialias)
 
     def _fallback(self, rows: int, columns: int) -> tuple[int, int]:
         """The largest window in the middle with a ratio that is allowed."""

@@ -26,6 +26,7 @@ class View:
         self.window: tuple[Place, Place, Place, Place] = (0, 0, height, width)  # top, left, ...
         self.first: tuple[Place, Place] = (0, 0)  # row and column of the grid that come first
         self.flip: Tensor | None = None  # (N,) bool: after all of this
+        self.antialias = False  # where it is resized
         self._grid: tuple[int, int] | None = None  # None: as large as the window
         self._padded = self._cropped = False
 
@@ -64,7 +65,7 @@ class View:
         self.window = (top, left, ends[0] - starts[0], ends[1] - starts[1])
         self.first = (self.first[0] - starts[0], self.first[1] - starts[1])
 
-    def resize(self, height: int, width: int) -> None:
+    def resize(self, height: int, width: int, antialias: bool) -> None:
         """Resize what is shown; the first time only.
 
         Raises:
@@ -76,6 +77,7 @@ class View:
         self.window = (top, left, *self.size)
         self.first = (0, 0)
         self._grid = self.size = (height, width)
+        self.antialias = antialias
         self._cropped = False
 
     def mirror(self, which: Tensor) -> None:

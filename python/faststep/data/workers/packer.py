@@ -16,6 +16,7 @@ from faststep._torch import (
     stacking_tensors_by,
 )
 
+from ..lending import Lender, Samples
 from .arena import Arena
 from .parcel import Parcel, pack, tensor_over, why_not_plain
 from .rows import CONTAINERS, Rows
@@ -26,13 +27,15 @@ __all__ = ["Packer", "Start"]
 class Start:
     """What a worker process runs first, before the user's `worker_init_fn`."""
 
-    def __init__(self, init_fn: Any) -> None:
+    def __init__(self, init_fn: Any, packer: Packer) -> None:
         self._init_fn = init_fn
+        self._packer = packer
 
     def __call__(self, worker: int) -> None:
         gc.freeze()  # walking over what was inherited would copy its memory, or end its iterators
         _C.keep_freed_memory()
         let_fetch(Packer)
+        self._packer.begin()
         if self._init_fn is not None:
             self._init_fn(worker)
 
@@ -41,16 +44,33 @@ class Packer:
     """Collates as `collate_fn` does, and returns the batch as a parcel for the main process.
 
     Tensors that torch's default_collate stacks, called by whomever, are stacked in the arena;
-    others are copied there.
+    others are copied there. A dataset that makes several samples at once gets the arena's memory
+    for them, if nobody but default_collate sees its samples: they share it with the batch.
     """
 
     def __init__(self, collate_fn: Any, arena: Arena) -> None:
         self._collate_fn = collate_fn
         self._arena = arena
+        self._lent: dict[int, int] = {}  # blocks for the batch that is made, by address
+        self._lender = Lender(self._lend)
+
+    def begin(self) -> None:
+        """Makes this process a worker."""
+        if collates_as_default(self._collate_fn, ()):
+            self._lender.begin()
+
+    def _lend(self, size: int) -> torch.Tensor:
+        block, memory = self._arena.memory.take(size)
+        self._lent[memory.data_ptr()] = block
+        return memory
 
     def __call__(self, samples: Any) -> Parcel:
-        stack = _Stack(self._arena.memory)
-        return self._parcel(stack, self._collated(stack, samples))
+        stack = _Stack(self._arena.memory, self._lender)
+        batch = self._collated(stack, samples)
+        self._lender.forget()
+        stack.blocks.update(self._lent)
+        self._lent = {}
+        return self._parcel(stack, batch, [samples] if isinstance(samples, Samples) else [])
 
     def fetch(self, dataset: Any, indices: Any) -> Any:
         """The parcel of the samples of a map-style dataset; see faststep._torch.let_fetch."""
@@ -60,25 +80,26 @@ class Packer:
             or not collates_as_default(self._collate_fn, CONTAINERS)
         ):
             return NotImplemented
-        stack = _Stack(self._arena.memory)
+        stack = _Stack(self._arena.memory, self._lender)
         samples = Rows(stack.begin, len(indices)).fetch(dataset, indices)
         batch = self._collated(stack, samples)
         del samples  # while there are rows of it a block cannot be sent
-        return self._parcel(stack, batch)
+        return self._parcel(stack, batch, [])
 
     def _collated(self, stack: _Stack, samples: Any) -> list[Any]:
         with stacking_tensors_by(stack):
             return [self._collate_fn(samples)]
 
-    def _parcel(self, stack: _Stack, batch: list[Any]) -> Parcel:
-        return pack(self._arena.key, self._arena.memory, batch, stack.blocks)
+    def _parcel(self, stack: _Stack, batch: list[Any], leaving: list[list[Any]]) -> Parcel:
+        return pack(self._arena.key, self._arena.memory, batch, stack.blocks, leaving)
 
 
 class _Stack:
     """torch's function for a list of tensors, with the result in a block."""
 
-    def __init__(self, memory: _C.Arena) -> None:
+    def __init__(self, memory: _C.Arena, lender: Lender | None = None) -> None:
         self._memory = memory
+        self._lender = lender
         self._begun: dict[int, tuple[int, torch.Tensor, list[torch.Tensor]]] = {}  # by first row
         self.blocks: dict[int, int] = {}  # by address
 
@@ -103,6 +124,9 @@ class _Stack:
         first = batch[0]
         if why_not_plain(first) is not None:
             return collate_tensors(batch)
+        whole = None if self._lender is None else self._lender.whole(batch)
+        if whole is not None:
+            return whole
         block, out, rows = self._begun.pop(id(first), (0, None, []))
         if out is None or len(batch) != len(rows) or not all(map(operator.is_, batch, rows)):
             taken = self._take(first, len(batch))

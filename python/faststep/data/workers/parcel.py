@@ -7,6 +7,7 @@ import pickle
 import sys
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -219,13 +220,20 @@ def why_not_plain(tensor: torch.Tensor) -> str | None:
     return None if tensor.numel() else ""
 
 
-def pack(key: int, memory: _C.Arena, batch: list[Any], stacked: dict[int, int]) -> Parcel:
+def pack(
+    key: int,
+    memory: _C.Arena,
+    batch: list[Any],
+    stacked: dict[int, int],
+    leaving: Sequence[list[Any]] = (),
+) -> Parcel:
     """The parcel of a batch, in a worker.
 
     Args:
         batch: a list with the batch, which is emptied: a block that was stacked leaves as it is
             unless somebody else still has a tensor over it.
         stacked: the blocks that tensors of the batch may lie in, by address.
+        leaving: lists of tensors over these blocks, which are emptied, too.
 
     Raises:
         pickle.PicklingError and others: something in the batch cannot be pickled.
@@ -239,6 +247,7 @@ def pack(key: int, memory: _C.Arena, batch: list[Any], stacked: dict[int, int]) 
         raise
     for place, _ in contents.leaving:
         memory.send(contents.blocks[place][0])
-    batch.clear()
+    for tensors in (batch, *leaving):
+        tensors.clear()
     contents.replace_kept()
     return Parcel(key, file.getvalue(), contents.blocks, dict(contents.otherwise))

@@ -64,7 +64,7 @@ class ProcessIterator(Metered, MultiProcessingDataLoaderIter):
 
     @_worker_init_fn.setter
     def _worker_init_fn(self, init_fn: Any) -> None:
-        self._start = Start(init_fn)
+        self._start = Start(init_fn, self._packer)
 
     def _next_data(self) -> Any:
         if self._process != os.getpid():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import copy
 import inspect
 import os
@@ -27,6 +28,7 @@ from faststep._torch import (
     worker_info_of_thread,
 )
 
+from ..lending import Lender, LendingCollate, lending_collate
 from ..stats import Metered
 
 __all__ = ["ThreadIterator"]
@@ -54,12 +56,21 @@ class ThreadIterator(Metered, MultiProcessingDataLoaderIter):
 
     def __init__(self, loader: Any) -> None:
         self._process = os.getpid()
+        self._lending = lending_collate(loader)
         threads = torch.get_num_threads()
         try:
             super().__init__(_WithThreads(loader))
         finally:
             torch.set_num_threads(threads)  # a worker set it for itself, and for threads to come
         _living.add(self)
+
+    @property
+    def _collate_fn(self) -> Any:
+        return self._collate
+
+    @_collate_fn.setter
+    def _collate_fn(self, collate_fn: Any) -> None:
+        self._collate = self._lending or collate_fn
 
     def _next_data(self) -> Any:
         if self._process != os.getpid():
@@ -163,7 +174,11 @@ class _Loop:
         self._dataset = dataset
         self._worker = arguments["worker_id"]
         self._collate_fn = arguments["collate_fn"]
-        if collates_as_default(self._collate_fn, ()):
+        self._lender: Lender | None = None
+        if isinstance(self._collate_fn, LendingCollate):
+            mine = self._collate_fn.for_thread()
+            self._lender, self._collate_fn = mine.lender, _hiding_the_worker(mine)
+        elif collates_as_default(self._collate_fn, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
         self._fetcher: Any = None
         self._failure: Any = None  # at the start: it stands for every batch
@@ -207,7 +222,8 @@ class _Loop:
         if self._failure is not None:
             return self._failure
         try:
-            return self._fetcher.fetch(indices)
+            with contextlib.nullcontext() if self._lender is None else self._lender.lending():
+                return self._fetcher.fetch(indices)
         except Exception as error:
             if isinstance(error, StopIteration) and isinstance(self._dataset, IterableDataset):
                 return IterableEnded(self._worker)
