@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from faststep._torch import MultiProcessingDataLoaderIter, SingleProcessDataLoaderIter
-
-__all__ = ["Layer", "Meter", "Metered", "MultiIterator", "SingleIterator"]
+__all__ = ["Layer", "Meter", "Metered"]
 
 KEPT = 4096  # the newest waits, for percentiles
 
@@ -136,11 +134,3 @@ class Layer(Metered):
 
     def __len__(self) -> int:
         return len(self._batches)
-
-
-class SingleIterator(Metered, SingleProcessDataLoaderIter):
-    """torch's iterator without workers."""
-
-
-class MultiIterator(Metered, MultiProcessingDataLoaderIter):
-    """torch's iterator with workers."""
