@@ -531,3 +531,32 @@ def test_explain_where_the_dataset_has_no_length() -> None:
         __len__ = None  # type: ignore[assignment]
 
     assert "is asked again" in DataLoader(Unsized()).explain()
+
+
+class Bad(Rows):
+    def __getitem__(self, index: int) -> Any:
+        if index in (7, 12, 13):
+            raise KeyError(index)
+        return index
+
+
+@pytest.mark.parametrize("options", ["plain", "ahead on a device", "threads"])
+def test_a_batch_that_cannot_be_read_counts(options: str) -> None:
+    def outcomes(loader: Any, states: list[Any]) -> list[Any]:
+        iterator, got = iter(loader), []
+        while True:
+            try:
+                got.append(plain(next(iterator)))
+            except StopIteration:
+                return got
+            except KeyError:
+                got.append(KeyError)
+            states.append(loader.state_dict())
+
+    states: list[Any] = []
+    want = outcomes(DataLoader(Bad(), 3, **OPTIONS[options]), states)
+    assert [i for i, batch in enumerate(want) if batch is KeyError] == [2, 4]
+    for place, state in enumerate(states):
+        other = DataLoader(Bad(), 3, **OPTIONS[options])
+        other.load_state_dict(state)
+        assert outcomes(other, []) == want[place + 1 :]
