@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -378,19 +379,30 @@ class Run:
     def _save(self, loader: DataLoader[Any], epoch: int) -> None:
         self.places.append((epoch, len(self.batches), loader.state_dict(), random_states()))
 
-    def check(self, place: int, **options: Any) -> None:
-        """A new loader that goes on at that place gives the rest."""
-        first, number, state, states = self.places[place]
-        state = saved(state)
-        loader = loader_of(self.make, {**self.options, **options})
-        loader.load_state_dict(state)
-        set_random_states(states)
-        assert plain(loader.state_dict()) == plain(state)
-        got = []
-        for epoch in range(first, self.epochs):
-            set_epoch(loader, epoch)
-            got += [plain(batch) for batch in loader]
-        assert got == self.batches[number:], (place, number)
+    def check(self, place: int, breaks: Sequence[int] = (), **options: Any) -> None:
+        """A new loader that goes on at that place gives the rest.
+
+        Also if it is broken off after so many batches, and others go on from there.
+        """
+        epoch, number, state, states = self.places[place]
+        got: list[Any] = []
+        for count in (*breaks, None):
+            loader = loader_of(self.make, {**self.options, **options})
+            loader.load_state_dict(saved(state))
+            set_random_states(states)
+            assert plain(loader.state_dict()) == plain(saved(state))
+            while epoch < self.epochs:
+                set_epoch(loader, epoch)
+                iterator = iter(loader)
+                batches = [plain(batch) for batch in itertools.islice(iterator, count)]
+                got += batches
+                if count is not None and len(batches) == count:
+                    break
+                epoch += 1
+                if count is not None:
+                    break
+            state, states = loader.state_dict(), random_states()
+        assert got == self.batches[number:], (place, number, breaks)
 
 
 set_random_states((seeded().get_state(), random.Random(1).getstate(), numpy.random.get_state()))

@@ -94,7 +94,8 @@ def test_any_kind_at_any_place(data: st.DataObject) -> None:
     elif "num_workers" in OPTIONS[options]:
         kinds = WITH_THREADS
     run = run_of(data.draw(st.sampled_from(kinds), "kind"), options)
-    run.check(data.draw(st.integers(0, len(run.places) - 1), "place"))
+    place = data.draw(st.integers(0, len(run.places) - 1), "place")
+    run.check(place, data.draw(st.lists(st.integers(0, 9), max_size=2), "breaks"))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -158,7 +159,7 @@ def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         raise MemoryError("no shared memory")
 
     monkeypatch.setattr(_C, "Arena", none)
-    run = Run(STREAMS["begun stream"], {"num_workers": 1}, 1)
+    run = Run(STREAMS["begun stream"], {"num_workers": 1, "snapshot_every_n_steps": 1}, 1)
     assert run.places[4][2]["_workers"][0]["states"]["object"] == {"at": 12}
     run.check(4)
 
@@ -247,6 +248,72 @@ def test_states_are_taken_as_rarely_as_asked_for() -> None:
     for every in (0, 1.5):
         with pytest.raises(ValueError, match="snapshot_every_n_steps must be an int from 1 on"):
             DataLoader(Rows(), snapshot_every_n_steps=every)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_workers": 1, "worker_method": "thread"}, {"device": "cpu"}]
+)
+def test_states_that_take_long_take_no_more_than_a_share_of_the_time(
+    options: dict[str, Any],
+) -> None:
+    asked = 0
+
+    class Costly(BegunStream):
+        def state_dict(self) -> Any:
+            nonlocal asked
+            asked += 1
+            time.sleep(0.03)
+            return super().state_dict()
+
+    loader = DataLoader(Costly(), 1, collate_fn=list, **options)
+    want = list(loader)
+    assert len(want) == ROWS
+    assert asked < 4
+    iterator = iter(loader)
+    for _ in range(8):
+        next(iterator)
+    state = loader.state_dict()
+    assert state["_workers"][0]["samples"] >= 7
+    other = DataLoader(Costly(), 1, collate_fn=list, **options)
+    other.load_state_dict(state)
+    assert list(other) == want[8:]
+
+
+class Failing(Stream):
+    def state_dict(self) -> Any:
+        return lambda: None
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+class Other(Stream):
+    def state_dict(self, num_samples: int) -> Any:
+        raise AssertionError
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+class Module(torch.nn.Module, Rows):  # type: ignore[misc]
+    pass
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"num_workers": 1, "worker_method": "thread"}, {"device": "cpu"}]
+)
+def test_methods_of_that_name_that_do_not_serve(options: dict[str, Any]) -> None:
+    """They harm nobody who does not ask for a state."""
+    loader = DataLoader(Failing(), 3, **options)
+    assert len(list(loader)) == 8
+    iterator = iter(loader)
+    next(iterator)
+    with pytest.raises(RuntimeError, match=r"state_dict of a dataset .* cannot be kept: .*lambda"):
+        loader.state_dict()
+    for dataset in (Other(), Module()):
+        loader = DataLoader(dataset, 3, **options)
+        next(iter(loader))
+        assert "states" not in str(loader.state_dict())
 
 
 def test_a_state_is_of_its_moment() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import deque
 from collections.abc import Iterator
 from itertools import islice
@@ -12,7 +11,7 @@ from torch.utils.data import BatchSampler
 
 from .draws import generator_of, noting, repeating
 from .orders import epoch_of, other_epoch, parts_of
-from .stateful import begin, is_stateful, items_of, snapshot, states_of
+from .stateful import Pace, begin, is_stateful, items_of, opened, snapshot, states_of
 
 __all__ = ["AskedOrder", "asked_by", "length_of", "state_between_epochs"]
 
@@ -26,16 +25,18 @@ class AskedOrder(Iterator[Any]):
     Args:
         sampler: the index sampler: of batches, or with batch_size=None of samples.
         ahead: the most batches that may have been asked for and not delivered.
-        every: a sampler that keeps a state is asked for it once in so many batches.
+        every: how often a sampler that keeps a state is asked for it, as in Pace.
         state: what `state_after` or `finished_state` returned; None for a new epoch.
     """
 
-    def __init__(self, sampler: Any, ahead: int, every: int, state: dict[str, Any] | None) -> None:
+    def __init__(
+        self, sampler: Any, ahead: int, every: int | None, state: dict[str, Any] | None
+    ) -> None:
         self.batch_size: int = sampler.batch_size if type(sampler) is BatchSampler else 0
         self._drop_last = self.batch_size > 0 and sampler.drop_last
         self._asked = asked_by(sampler)
         self._own = generator_of(*parts_of(self._asked))
-        self._ahead, self._every = ahead, every
+        self._ahead, self._pace = ahead, Pace(every)
         self._states = None if state is None else state.get("states")
         self._resumes = state is not None and "items_yielded" in state
         self._draws: dict[str, Any] = {"iter": {}, "first": {}}  # and what was drawn from for it
@@ -52,6 +53,7 @@ class AskedOrder(Iterator[Any]):
         self._iterator: Any = None
         self._items: Iterator[Any] = iter(())
         self._started = self._ended = False
+        self._is_fresh = False  # whether the iterator was begun anew, and not asked yet
         if not self.batch_size:
             self._begin()  # torch's BatchSampler does so for its first batch
 
@@ -68,6 +70,7 @@ class AskedOrder(Iterator[Any]):
         if self._resumes and self._epoch is not None and self._epoch != epoch_of(self._asked):
             raise other_epoch(self._epoch, epoch_of(self._asked))
         states, self._states = self._states, None
+        self._is_fresh = states is None or states["ended"] is None or not self._resumes
         noted = self._draws["iter"]
         with repeating(noted, self._own) if noted else noting(noted, self._own):
             iterator = begin(self._asked, states)
@@ -83,7 +86,7 @@ class AskedOrder(Iterator[Any]):
         with repeating(noted, self._own) if noted or self._skips else noting(noted, self._own):
             if self._iterator is None:
                 self._begin()
-            self._started = True
+            self._started, self._is_fresh = True, False
             if self._skips:
                 self._skip()
             else:
@@ -112,14 +115,16 @@ class AskedOrder(Iterator[Any]):
 
     def _keep(self) -> None:
         """Takes a sampler's own state now, where it will be too late at the delivery."""
-        if not self._ahead or self.position % self._every or not self._keeps_state():
+        if not self._ahead or not self._keeps_state():
             return
-        states = self._snapshot()
+        if self._snapshots and not self._pace.is_due():
+            return
+        states = self._pace.take(self._states_now)
         self._snapshots.append((self.position, self._given - self._skips, states))
         self.forget(self.position - self._ahead)
 
-    def _snapshot(self) -> bytes:
-        return snapshot(states_of(self._asked, self._iterator, self._ended), self._asked)
+    def _states_now(self) -> dict[str, Any]:
+        return states_of(self._asked, self._iterator, None if self._is_fresh else self._ended)
 
     def forget(self, batches: int) -> None:
         """`state_after` will not be called for less than so many batches any more."""
@@ -132,6 +137,11 @@ class AskedOrder(Iterator[Any]):
         state = {**self._identity(), "items_yielded": self._before + given, "draws": {}}
         if self._epoch is not None:
             state["epoch"] = self._epoch
+        if self._states is not None:  # loaded with the first batch
+            states = self._states
+            if not self._resumes:  # of the epoch before; its iterator has no part in this one
+                states = {"object": states["object"], "iterator": None, "ended": None}
+            return {**state, "states": states, "since": self._skips}
         if self._keeps_state():
             before, states = self._states_before(batches)
             return {**state, "states": states, "since": given - before}
@@ -144,9 +154,8 @@ class AskedOrder(Iterator[Any]):
         """The newest state of the sampler that is not of a later place, and its items."""
         for drawn, given, states in reversed(self._snapshots):
             if drawn <= batches:
-                return given, pickle.loads(states)
-        now = self._snapshot()
-        return self._given - self._skips, pickle.loads(now)
+                return given, opened(states)
+        return self._given - self._skips, opened(snapshot(self._states_now))
 
     def finished_state(self) -> dict[str, Any]:
         """What is needed for the next epoch."""
@@ -168,7 +177,7 @@ def state_between_epochs(asked: Any, iterator: Any = None) -> dict[str, Any]:
     if epoch is not None:
         state["epoch"] = epoch
     if is_stateful(asked) or is_stateful(iterator):
-        state["states"] = pickle.loads(snapshot(states_of(asked, iterator, True), asked))
+        state["states"] = opened(snapshot(lambda: states_of(asked, iterator, True)))
     elif own is not None:
         state["generator"] = own.get_state()
     return state

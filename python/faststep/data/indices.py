@@ -28,7 +28,7 @@ class Indices:
     source: Order | AskedOrder
     drawn: _KnownIndices | AskedOrder | _Without  # the newest iterator
 
-    def __init__(self, sampler: Any, ahead: int, every: int) -> None:
+    def __init__(self, sampler: Any, ahead: int, every: int | None) -> None:
         self._sampler = sampler
         self.ahead = ahead
         self._every = every

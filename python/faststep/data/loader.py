@@ -57,9 +57,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         worker_method: what the `num_workers` workers of other datasets are, "process" or "thread".
             Threads share the dataset and everything else, the global random generators too. Their
             samples are fetched side by side as far as they let go of the GIL. Default: "process".
-        snapshot_every_n_steps: how often a dataset or sampler that keeps a state of its own is
-            asked for it where batches are loaded ahead: by each worker once in so many batches. To
-            go on, those since are read again and dropped. Default: 1.
+        snapshot_every_n_steps: how often an iterable dataset or sampler that keeps a state of its
+            own is asked for it where batches are loaded ahead: by each worker once in so many
+            batches. To go on, those since are read again and dropped. Default: None, for each
+            batch, but for states that would take more than a twentieth of the time.
 
     Raises:
         TypeError: `transforms` is not a function.
@@ -76,7 +77,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     _resume: dict[str, Any] | None = None
     _device: torch.device | None = None
     _prefetch_to_device = 0
-    snapshot_every_n_steps = 1
+    snapshot_every_n_steps: int | None = None
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         prefetch_to_device: int = 2,
         transforms: Callable[[Any], Any] | None = None,
         worker_method: str = "process",
-        snapshot_every_n_steps: int = 1,
+        snapshot_every_n_steps: int | None = None,
         **options: Any,
     ) -> None:
         if transforms is not None and not callable(transforms):
@@ -98,9 +99,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if worker_method == "thread" and self.multiprocessing_context is not None:
             raise ValueError("worker_method='thread' starts no process: no multiprocessing_context")
         self.worker_method = worker_method
-        if type(snapshot_every_n_steps) is not int or snapshot_every_n_steps < 1:
+        every = snapshot_every_n_steps
+        if every is not None and (type(every) is not int or every < 1):
             raise ValueError(
-                f"snapshot_every_n_steps must be an int from 1 on, not {snapshot_every_n_steps!r}"
+                f"snapshot_every_n_steps must be an int from 1 on or None, not {every!r}"
             )
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self._device = None if device is None else torch.device(device)

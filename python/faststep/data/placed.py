@@ -85,8 +85,8 @@ class SingleIterator(Placed, SingleProcessDataLoaderIter):
         if isinstance(self._index_sampler, Indices):
             self._drawn = self._index_sampler.drawn
         if isinstance(self._dataset, Source):
-            read = records[0].get("samples", 0) if state and records else 0
-            self.progress.ask = functools.partial(_ask, self._dataset, read, self._samples)
+            begun = worker_of(records[0]) if state and records else None
+            self.progress.ask = _PlaceInStream(self._dataset, begun, self._samples)
         elif is_stateful(self._dataset):
             self.progress.ask = functools.partial(_ask_map, self._dataset)
 
@@ -106,14 +106,37 @@ class SingleIterator(Placed, SingleProcessDataLoaderIter):
                     progress.beyond = tuple(n for n in progress.beyond if n >= progress.delivered)
 
 
-def _ask(source: Source, read: int, samples: int, batches: int) -> Worker:
-    if source.keeps_state():
-        return Worker(snapshot(source.states(), source.dataset))
-    return Worker(None, read + samples * batches, False, source.draws())
+class _PlaceInStream:
+    """Says where this process is in an iterable dataset.
+
+    Args:
+        source: stands for the dataset.
+        begun: where the epoch was taken up again; None for a new one.
+        samples: in a batch.
+    """
+
+    def __init__(self, source: Source, begun: Worker | None, samples: int) -> None:
+        self._source = source
+        self._begun = begun
+        self._samples = samples
+        self._newest: tuple[int, Worker] | None = None
+
+    def __call__(self, batches: int, paced: bool) -> Worker:
+        source = self._source
+        if not batches and self._begun is not None:
+            return self._begun  # what has to be read again was not read yet
+        if not source.keeps_state():
+            before = 0 if self._begun is None else self._begun.samples
+            return Worker(None, before + self._samples * batches, False, source.draws())
+        if self._newest is not None and paced and not source.pace.is_due():
+            number, worker = self._newest
+            return worker._replace(samples=self._samples * (batches - number))
+        self._newest = batches, Worker(source.pace.take(source.states))
+        return self._newest[1]
 
 
-def _ask_map(dataset: Any, batches: int) -> Worker:
-    return Worker(snapshot(states_of(dataset, None, False), dataset))
+def _ask_map(dataset: Any, batches: int, paced: bool) -> Worker:
+    return Worker(snapshot(lambda: states_of(dataset, None, False)))
 
 
 class PlacedWorkers(Placed):

@@ -6,6 +6,8 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from .stateful import opened
+
 __all__ = ["Mark", "Progress", "Worker", "worker_of"]
 
 
@@ -35,7 +37,7 @@ def worker_of(record: dict[str, Any]) -> Worker:
 def _record_of(worker: Worker) -> dict[str, Any]:
     values = worker._asdict()
     if worker.states is not None:
-        values["states"] = pickle.loads(worker.states)
+        values["states"] = opened(worker.states)
     return {key: value for key, value in values.items() if value}
 
 
@@ -70,18 +72,19 @@ class Progress:
         self.workers: list[Worker] | None = None  # None if a place is all that they need
         self.last_worker = -1
         self.keeps_workers = True  # for the next epoch
-        self.ask: Callable[[int], Worker] | None = None  # after so many batches, in this process
+        # after so many batches, in this process; and whether a while ago will do
+        self.ask: Callable[[int, bool], Worker] | None = None
 
     @property
     def count(self) -> int:
         """All batches delivered in the epoch."""
         return self.before + self.delivered + len(self.beyond)
 
-    def mark(self) -> Mark:
-        """The place now."""
+    def mark(self, paced: bool = True) -> Mark:
+        """The place now; if `paced`, states may be of a while ago, and samples since counted."""
         workers = self.workers
         if self.ask is not None:
-            workers = [self.ask(self.delivered)]
+            workers = [self.ask(self.delivered, paced)]
         return Mark(
             self.delivered,
             self.beyond,
@@ -122,7 +125,7 @@ class Progress:
         if self.beyond and not self.finished:
             state["_beyond"] = [number - self.delivered for number in self.beyond]
             state["_batch_size"] = self.source.batch_size
-        workers = self.mark().workers
+        workers = self.mark(paced=False).workers
         if workers is not None:
             state["_num_workers"] = self.num_workers
             state["_last_worker"] = self.last_worker

@@ -47,8 +47,8 @@ def new_state(loader: Any) -> dict[str, Any]:
     progress.finished = True  # the next iteration is a new epoch
     progress.num_workers = loader.num_workers
     if is_stateful(loader.dataset) and not loader.num_workers:
-        states = states_of(loader.dataset, None, True)
-        progress.workers = [Worker(snapshot(states, loader.dataset))]
+        states = snapshot(lambda: states_of(loader.dataset, None, True))
+        progress.workers = [Worker(states)]
     return progress.state_dict()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from .draws import generator_of, noting, repeating
-from .stateful import begin, is_stateful, items_of, states_of
+from .stateful import Pace, begin, is_stateful, items_of, states_of
 
 __all__ = ["Source"]
 
@@ -24,18 +24,20 @@ class Source:
     Args:
         dataset: the iterable dataset.
         records: of all workers, as in the state of a loader, each pickled; None for a new epoch.
-        every: workers take states once in so many batches.
+        every: how often states are taken, as in Pace.
         in_workers: whether workers read it, or this process.
     """
 
     def __init__(
-        self, dataset: Any, records: list[bytes] | None, every: int, in_workers: bool
+        self, dataset: Any, records: list[bytes] | None, every: int | None, in_workers: bool
     ) -> None:
         self.dataset = dataset
-        self.every = every
+        self.pace = Pace(every)
+        self._every = every
         self._records = records
         self._own_state: Any = None  # the iterator, if it keeps a state
         self._ended = False
+        self._is_fresh = True  # whether the iterator was begun anew, and not asked yet
         self._in_workers = in_workers
         self._is_new = True
         self._seeded = self._is_thread = self._sent = False
@@ -57,7 +59,7 @@ class Source:
 
     def copied(self) -> Source:
         """With a dataset of its own, for a worker that is a thread."""
-        source = Source(copy.copy(self.dataset), self._records, self.every, self._in_workers)
+        source = Source(copy.copy(self.dataset), self._records, self._every, self._in_workers)
         source._is_thread = True
         return source
 
@@ -66,7 +68,8 @@ class Source:
 
     def states(self) -> dict[str, Any]:
         """Of the dataset and its iterator, as they are."""
-        return states_of(self.dataset, self._own_state, self._ended)
+        ended = None if self._is_fresh else self._ended
+        return states_of(self.dataset, self._own_state, ended)
 
     def draws(self) -> dict[str, Any]:
         """The random states that this epoch began with, of what it has drawn from."""
@@ -79,6 +82,7 @@ class Source:
 
     def _begin(self, states: dict[str, Any] | None) -> Iterator[Any]:
         """The samples of an iterator of the dataset, from where it had the states."""
+        self._is_fresh = states is None or states["ended"] is None
         with self._drawing("iter"):
             iterator = begin(self.dataset, states)
         if iterator is None:
@@ -89,6 +93,7 @@ class Source:
 
     def _first(self, samples: Iterator[Any]) -> Iterator[Any]:
         """The first sample: many datasets draw their order for it."""
+        self._is_fresh = False
         with self._drawing("first"):
             first = [*islice(samples, 1)]
         while first:
@@ -126,5 +131,6 @@ class Source:
         if not count:
             yield from self._first(samples)
             return
+        self._is_fresh = False
         with self._repeating(self._draws["first"]):
             deque(islice(samples, count), maxlen=0)

@@ -71,7 +71,7 @@ class LoaderView:
         self.asks_workers = has_processes and asks
         if self.asks_workers:
             is_map = not isinstance(self.dataset, Source)
-            self.collate_fn = Stating(loader.collate_fn, self.dataset, every)
+            self.collate_fn = Stating(loader.collate_fn, self.dataset)
             self.worker_init_fn = Start(
                 loader.worker_init_fn, self.dataset, packed if is_map else None
             )
@@ -79,7 +79,7 @@ class LoaderView:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
-    def _indices(self, ahead: int, every: int) -> Indices:
+    def _indices(self, ahead: int, every: int | None) -> Indices:
         loader = self._loader
         if loader._device is not None:
             ahead += loader._prefetch_to_device + 1

@@ -37,14 +37,11 @@ class Stating:
     Args:
         collate_fn: the loader's.
         dataset: a Source, or a map-style dataset.
-        every: states are taken once in so many batches.
     """
 
-    def __init__(self, collate_fn: Any, dataset: Any, every: int) -> None:
+    def __init__(self, collate_fn: Any, dataset: Any) -> None:
         self._collate_fn = collate_fn
         self._dataset = dataset
-        self._every = every
-        self._batches = 0
 
     def __call__(self, samples: Any) -> Any:
         return self.stated(self._collate_fn(samples))
@@ -55,13 +52,14 @@ class Stating:
         if not (source.keeps_state() if source else is_stateful(self._dataset)):
             draws = source.new_draws() if source else {}
             return Stated(batch, None, pickle.dumps(draws)) if draws else batch
-        self._batches += 1
-        if self._batches % self._every:
+        if source is None:  # each time: indices cannot be read again
+            return Stated(batch, snapshot(self._states_of_map), None)
+        if not source.pace.is_due():
             return batch
-        if source is not None:
-            return Stated(batch, snapshot(source.states(), source.dataset), None)
-        states = states_of(self._dataset, None, False)
-        return Stated(batch, snapshot(states, self._dataset), None)
+        return Stated(batch, source.pace.take(source.states), None)
+
+    def _states_of_map(self) -> dict[str, Any]:
+        return states_of(self._dataset, None, False)
 
 
 class Start:

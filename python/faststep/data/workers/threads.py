@@ -164,7 +164,7 @@ class _Loop:
             self._collate_fn = _hiding_the_worker(self._collate_fn)
         self._stating: Stating | None = None
         if isinstance(dataset, Source):
-            self._stating = Stating(None, dataset, dataset.every)
+            self._stating = Stating(None, dataset)
         self._fetcher: Any = None
         self._failure: Any = None  # at the start: it stands for every batch
 
