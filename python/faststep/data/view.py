@@ -12,7 +12,7 @@ from .indices import Indices
 from .orders import epoch_of, other_epoch
 from .stateful import is_stateful, load_map
 from .stream import Source
-from .workers.stated import Start, Stating
+from .workers.stated import Init, Stating
 
 __all__ = ["LoaderView", "is_stream", "keeps_seed"]
 
@@ -72,7 +72,7 @@ class LoaderView:
         if self.asks_workers:
             is_map = not isinstance(self.dataset, Source)
             self.collate_fn = Stating(loader.collate_fn, self.dataset)
-            self.worker_init_fn = Start(
+            self.worker_init_fn = Init(
                 loader.worker_init_fn, self.dataset, packed if is_map else None
             )
 

@@ -10,7 +10,7 @@ from faststep._torch import pin_memory, set_worker_dataset
 from ..stateful import is_stateful, load_map, snapshot, states_of
 from ..stream import Source
 
-__all__ = ["Start", "Stated", "Stating"]
+__all__ = ["Init", "Stated", "Stating"]
 
 
 class Stated:
@@ -62,7 +62,7 @@ class Stating:
         return states_of(self._dataset, None, False)
 
 
-class Start:
+class Init:
     """What a worker process runs before it reads: the loader's worker_init_fn, and what is ours.
 
     Args:
