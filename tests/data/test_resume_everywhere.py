@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -627,3 +628,18 @@ def test_a_batch_that_cannot_be_read_counts(options: str) -> None:
         other = DataLoader(Bad(), 3, **OPTIONS[options])
         other.load_state_dict(state)
         assert outcomes(other, []) == want[place + 1 :]
+
+
+def test_another_bit_generator_of_numpy() -> None:
+    if not hasattr(numpy.random, "set_bit_generator"):
+        pytest.skip("this numpy has one only")
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    try:
+        loader, other = (loader_of(MAPS["torch"], {}) for _ in range(2))
+        iterator = iter(loader)
+        next(iterator)
+        other.load_state_dict(saved(loader.state_dict()))
+        assert [plain(batch) for batch in other] == [plain(batch) for batch in iterator]
+    finally:
+        numpy.random.set_bit_generator(before)

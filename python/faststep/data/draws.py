@@ -64,7 +64,11 @@ def _states(own: torch.Generator | None) -> dict[str, Any]:
     }
     numpy = sys.modules.get("numpy.random")
     if numpy is not None:
-        states["numpy"] = numpy.get_state()
+        state = numpy.get_state(legacy=False)
+        if state["bit_generator"] == "MT19937":  # a script may have set another one
+            words = state["state"]
+            gauss = state["has_gauss"], state["gauss"]
+            states["numpy"] = "MT19937", words["key"], words["pos"], *gauss
     if own is not None:
         states["own"] = own.get_state()
     return states
