@@ -76,6 +76,7 @@ __all__ = [
     "rebuild_buckets",
     "record_of",
     "set_grad_dtype",
+    "set_worker_dataset",
     "stacking_tensors_by",
     "step_dtype",
     "storage_record_of",
@@ -359,6 +360,13 @@ def new_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> Any:
             None if numpy is None else numpy.random.default_rng(seed),
         )
     return info(**arguments)
+
+
+def set_worker_dataset(dataset: Any) -> None:
+    """In a worker process: lets get_worker_info() have this dataset."""
+    info = _worker._worker_info
+    if info is not None:
+        _worker._worker_info = dataclasses.replace(info, dataset=dataset)
 
 
 _infos = threading.local()

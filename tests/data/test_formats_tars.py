@@ -182,3 +182,47 @@ def test_the_rank_is_torch_distributeds(tmp_path: Path, monkeypatch: pytest.Monk
     pickled = pickle.dumps(dataset)
     monkeypatch.undo()
     assert pickle.loads(pickled).shards() == [str(tmp_path / f"train-{i:03d}.tar") for i in (1, 3)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_epoch_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
+    """In its own order, and without decoding what came before."""
+    numbered(tmp_path, 5)
+    decoded: list[int] = []
+
+    def decode(data: bytes) -> int:
+        decoded.append(int(data))
+        return int(data)
+
+    options: dict[str, Any] = {"num_workers": workers}
+    if workers:
+        options["worker_method"] = "thread"
+
+    def make() -> faststep.data.DataLoader[Any]:
+        data = TarDataset(tmp_path / "*.tar", decoders={"cls": decode}, shuffle_shards=True)
+        return faststep.data.DataLoader(data, 3, **options)
+
+    loader = make()
+    loader.dataset.set_epoch(3)
+    batches: list[Any] = []
+    states: list[Any] = []
+    for batch in loader:
+        batches.append(plain(batch))
+        states.append(loader.state_dict())
+    assert len(decoded) == 30
+    for place, state in enumerate(states):
+        decoded.clear()
+        other = make()
+        other.load_state_dict(state)
+        assert [plain(batch) for batch in other] == batches[place + 1 :]
+        assert len(decoded) <= 30 - 3 * (place + 1)
+    assert other.dataset.epoch == 3
+    other.load_state_dict(states[2])
+    other.dataset.set_epoch(4)
+    with pytest.raises(ValueError, match="in the middle of epoch 3, but the dataset was set to"):
+        next(iter(other))
+    fewer = TarDataset(sorted(tmp_path.glob("*.tar"))[:4], decoders={"cls": decode})
+    other = faststep.data.DataLoader(fewer, 3, **options)
+    other.load_state_dict(states[2])
+    with pytest.raises(ValueError, match="of a stream of 5 files, not 4"):
+        next(iter(other))

@@ -132,6 +132,10 @@ def test_bytes_as_they_are(tmp_path: Path) -> None:
     path = write(tmp_path / "x", records)
     assert [*TFRecordDataset(path, bytes)] == records
     assert [*TFRecordStream(path, bytes)] == records
+    begun, other = iter(TFRecordStream(path, bytes)), iter(TFRecordStream(path, bytes))
+    assert [next(begun) for _ in range(7)] == records[:7]
+    other.load_state_dict(begun.state_dict())  # type: ignore[attr-defined]
+    assert [*other] == records[7:]
     (tmp_path / "none").write_bytes(b"")
     assert len(TFRecordDataset([tmp_path / "none", path], bytes)) == 20
     with pytest.raises(FileNotFoundError):

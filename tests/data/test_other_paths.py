@@ -59,8 +59,6 @@ def test_everything_else_is_torchs(name: str) -> None:
     loader = DataLoader(dataset, **options)
     assert reason in loader.explain()
     assert_same(lambda: (dataset, dict(options)), path="torch")
-    with pytest.raises(NotImplementedError, match="StatefulDataLoader"):
-        loader.state_dict()
 
 
 def test_worker_init_fn_runs_in_workers() -> None:

@@ -17,9 +17,11 @@ from faststep._torch import BaseDataLoaderIter, dataset_fetcher, is_profiling, p
 from .order import Order
 from .orders import order_of
 from .plan import Plan
+from .progress import Progress
 from .stats import Metered
+from .view import LoaderView
 
-__all__ = ["ArrayIterator", "Progress"]
+__all__ = ["ArrayIterator"]
 
 AHEAD = 4  # batches gathered ahead without workers; prefetch_factor * num_workers with
 MOST_BYTES_AHEAD = 1 << 29
@@ -31,30 +33,6 @@ _living: weakref.WeakSet[ArrayIterator] = weakref.WeakSet()
 def _end_threads() -> None:
     for iterator in list(_living):
         iterator.close()
-
-
-class Progress:
-    """How far an epoch has come; outlives the iterator, for `state_dict`."""
-
-    def __init__(self, order: Order | None, base_seed: int | None, before: int) -> None:
-        self.order = order
-        self.base_seed = base_seed
-        self.before = before  # batches delivered before the epoch was taken up again
-        self.delivered = 0
-        self.finished = False
-
-    def state_dict(self) -> dict[str, Any]:
-        assert self.order is not None
-        number = self.before + self.delivered
-        return {
-            "_num_yielded": number,
-            "_sampler_iter_yielded": number,
-            "_sampler_iter_state": self.order.finished_state()
-            if self.finished
-            else self.order.state_after(self.delivered),
-            "_base_seed": self.base_seed,
-            "_iterator_finished": self.finished,
-        }
 
 
 class _Entry(NamedTuple):
@@ -77,7 +55,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         loader: the DataLoader.
         plan: the arrays of its dataset.
         slots: the memory of its batches.
-        state: what `Progress.state_dict` returned in the epoch to go on with; None for a new one.
+        state: of an epoch to go on with, or of the end of one; None for a new one.
     """
 
     progress: Progress
@@ -85,11 +63,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     def __init__(
         self, loader: Any, plan: Plan, slots: _C.Slots, state: dict[str, Any] | None = None
     ) -> None:
-        generators = [torch.default_generator, *filter(None, [loader.generator])]
-        before = [g.get_state() for g in generators] if state else []
-        super().__init__(loader)
-        for generator, saved in zip(generators, before, strict=bool(state)):
-            generator.set_state(saved)  # the epoch's base seed was drawn before it was interrupted
+        view = LoaderView(loader, state, ahead=1)
+        super().__init__(view)  # type: ignore[arg-type]
         if self._timeout != 0 and self._num_workers == 0:
             raise AssertionError("a DataLoader without workers requires timeout == 0")
         self._plan = plan
@@ -111,19 +86,21 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._lock = threading.Lock()
         self._process = os.getpid()
         self._gather: _C.Gather | None = None
-        if state:
-            self._base_seed = state["_base_seed"]
-        if state and not state["_iterator_finished"]:
+        if view.base_seed is not None:
+            self._base_seed = view.base_seed
+        if state and view.resumes:
             self._num_yielded = state["_num_yielded"]
             self._begin(state)
         else:
             self._begin(None)
+        self._index_sampler.state = None  # for epochs to come
         _living.add(self)
 
     def _begin(self, state: dict[str, Any] | None) -> None:
         order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
         self._order = order
-        self.progress = Progress(order, int(self._base_seed), self._num_yielded)
+        source = self._index_sampler.source if order is None else order
+        self.progress = Progress(source, int(self._base_seed), self._num_yielded)
         self._limit = 0 if order is None else self._most_ahead(order)
         self._requested = 0  # how often torch would have asked a known order by now
         self._ended = False  # the sampler has no more

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -11,26 +12,23 @@ from torch.utils.data import Dataset, IterableDataset
 from faststep import _C
 from faststep._torch import collates_as_default
 
+from . import states
 from .columns import NotArrays
 from .copies import copier_of
-from .iterator import ArrayIterator, Progress
-from .orders import order_of, restore
+from .iterator import ArrayIterator
+from .orders import order_of
+from .placed import MultiIterator, SingleIterator
 from .plan import Plan
 from .prefetch import DeviceIterator
-from .stats import Meter, MultiIterator, SingleIterator
+from .progress import Progress
+from .stats import Meter
 from .transformed import Transformed
+from .view import keeps_seed
 from .workers.route import Workers, is_of_parent
 
 __all__ = ["DataLoader"]
 
 _T_co = TypeVar("_T_co", covariant=True)
-STATE_KEYS = {
-    "_num_yielded",
-    "_sampler_iter_yielded",
-    "_sampler_iter_state",
-    "_base_seed",
-    "_iterator_finished",
-}
 
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
@@ -43,7 +41,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     their batches in shared memory that is used again. `path` says which way it is, and `explain()`
     why.
 
-    On the array path `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
+    `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
 
     Args:
         dataset, *arguments, **options: torch's.
@@ -59,11 +57,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         worker_method: what the `num_workers` workers of other datasets are, "process" or "thread".
             Threads share the dataset and everything else, the global random generators too. Their
             samples are fetched side by side as far as they let go of the GIL. Default: "process".
+        snapshot_every_n_steps: how often an iterable dataset or sampler that keeps a state of its
+            own is asked for it where batches are loaded ahead: by each worker once in so many
+            batches. To go on, those since are read again and dropped. Default: None, for each
+            batch, but for states that would take more than a twentieth of the time.
 
     Raises:
         TypeError: `transforms` is not a function.
-        ValueError: `device` is of another type, `prefetch_to_device` is not an int from 0 on, or
-            `worker_method` is none of the two, or comes with a `multiprocessing_context`.
+        ValueError: `device` is of another type, `prefetch_to_device` is not an int from 0 on,
+            `snapshot_every_n_steps` none from 1 on, or `worker_method` is none of the two, or comes
+            with a `multiprocessing_context`.
     """
 
     _slots: _C.Slots | None = None
@@ -74,6 +77,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     _resume: dict[str, Any] | None = None
     _device: torch.device | None = None
     _prefetch_to_device = 0
+    snapshot_every_n_steps: int | None = None
 
     def __init__(
         self,
@@ -83,6 +87,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         prefetch_to_device: int = 2,
         transforms: Callable[[Any], Any] | None = None,
         worker_method: str = "process",
+        snapshot_every_n_steps: int | None = None,
         **options: Any,
     ) -> None:
         if transforms is not None and not callable(transforms):
@@ -94,6 +99,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if worker_method == "thread" and self.multiprocessing_context is not None:
             raise ValueError("worker_method='thread' starts no process: no multiprocessing_context")
         self.worker_method = worker_method
+        every = snapshot_every_n_steps
+        if every is not None and (type(every) is not int or every < 1):
+            raise ValueError(
+                f"snapshot_every_n_steps must be an int from 1 on or None, not {every!r}"
+            )
+        self.snapshot_every_n_steps = snapshot_every_n_steps
         self._device = None if device is None else torch.device(device)
         self._prefetch_to_device = prefetch_to_device
         if self._device is not None and self._device.type not in ("cpu", "cuda"):
@@ -118,20 +129,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """A sentence or two: which way the data takes, and why not a faster one."""
         plan = self._plan()
         if isinstance(plan, str):
-            device = self._explain_device()
+            more = states.explain(self) + self._explain_device()
             if self.num_workers:
                 if self.pin_memory and self._device is None:
-                    device = "; torch's thread copies them into page-locked memory of its own"
-                return f"{self._route().explain()}; not gathered from arrays, as {plan}{device}"
-            return f"torch's own iterator loads the batches: {plan}{device}"
+                    more += "; torch's thread copies them into page-locked memory of its own"
+                return f"{self._route().explain()}; not gathered from arrays, as {plan}{more}"
+            return f"torch's own iterator loads the batches: {plan}{more}"
         order = order_of(self.batch_sampler)
         fields = ", ".join(
             f"{name} ({form.prototype.dtype}, {tuple(form.prototype.shape[1:])})"
             for name, form in zip(plan.names, plan.forms, strict=True)
         )
         asked = "known ahead" if order else "asked of the sampler batch by batch, as torch does"
-        device = self._explain_device()
-        return f"threads gather the batches from {fields}; their order is {asked}{device}"
+        more = states.explain(self) + self._explain_device()
+        return f"threads gather the batches from {fields}; their order is {asked}{more}"
 
     def _explain_device(self) -> str:
         if self._device is None:
@@ -167,31 +178,30 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _host_iterator(self) -> Any:
         plan = self._plan()
-        state, self._resume = self._resume, None
+        state = self._resume
         self._epoch = 0
-        if isinstance(plan, str):
-            if state is not None:
-                raise _no_state(plan)
-            if not self.num_workers:
-                return SingleIterator(self)
-            iterator = self._route().iterator(self)
-            return MultiIterator(self) if iterator is None else iterator
-        if self._slots is None:
-            self._slots = _C.Slots()
-        if state is not None and state["_iterator_finished"]:
-            keeps_seed = self.persistent_workers and state["_base_seed"] is not None
-            state = state if keeps_seed else None  # else a new epoch draws its own
-        if state is not None:
+        iterator = self._iterator_from(plan, state)
+        self._resume = None
+        if state is not None and keeps_seed(self, state):
             self._epoch = state.get("_transforms_epoch", 0) + state["_iterator_finished"]
-        return ArrayIterator(self, plan, self._slots, state)
+        return iterator
+
+    def _iterator_from(self, plan: Plan | str, state: dict[str, Any] | None) -> Any:
+        if not isinstance(plan, str):
+            if self._slots is None:
+                self._slots = _C.Slots()
+            return ArrayIterator(self, plan, self._slots, state)
+        if not self.num_workers:
+            return SingleIterator(self, state)
+        iterator = self._route().iterator(self, state)
+        return MultiIterator(self, state) if iterator is None else iterator
 
     def __iter__(self) -> Any:
         if is_of_parent(self._iterator):
             self._iterator = None  # a persistent one, which a forked child cannot take over
         again = self._iterator is not None
         iterator: Any = super().__iter__()
-        if isinstance(iterator, (ArrayIterator, DeviceIterator)) and iterator.progress is not None:
-            self._progress = iterator.progress  # the epoch's, if the iterator is a persistent one
+        self._progress = iterator.progress  # the epoch's, if the iterator is a persistent one
         self._epoch += again
         if self.transforms is not None:
             iterator = Transformed(iterator, self.transforms, self._epoch)
@@ -228,67 +238,40 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was delivered, under torchdata's names.
 
-        Costs no more the further the epoch is. Holds numbers, and the state of the sampler's
-        generator if it has one of its own.
+        A few numbers where the order of a map-style dataset is known ahead. Besides, random states
+        that a sampler or dataset began its epoch with, and the states of those that have the
+        methods state_dict and load_state_dict.
 
         Raises:
-            NotImplementedError: torch's iterator loads the batches, or the sampler's order cannot
-                be taken up again.
+            NotImplementedError: the dataset is an IterDataPipe.
         """
         if self._resume is not None:
-            return self._resume
-        progress = self._progress
-        if progress is not None and progress.order is not None and progress.order.resumable:
-            state = progress.state_dict()
-            return state if self.transforms is None else state | {"_transforms_epoch": self._epoch}
-        plan = self._plan()
-        if isinstance(plan, str):
-            raise _no_state(plan)
-        order = order_of(self.batch_sampler)
-        if order is None or not order.resumable:
-            sampler = type(getattr(self.batch_sampler, "sampler", self.batch_sampler)).__name__
-            raise _no_state(f"the place of a {sampler} cannot be kept")
-        start = Progress(order, None, 0)
-        start.finished = True  # the next iteration is a new epoch
-        return start.state_dict()
+            return copy.deepcopy(self._resume)
+        if self._progress is None:
+            return states.new_state(self)
+        states.refuse_pipes(self.dataset)
+        state = self._progress.state_dict()
+        return state if self.transforms is None else state | {"_transforms_epoch": self._epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration go on after the last batch that was delivered before `state_dict`.
 
-        That iteration draws no random numbers besides the sampler's own. If the state is of an
-        epoch that came to its end, the next iteration is a new epoch; if only its last batch had
-        been delivered, the next iteration has no batch.
+        That iteration draws no random numbers for what it skips. If the state is of an epoch that
+        came to its end, the next iteration is a new epoch; if only its last batch had been
+        delivered, the next iteration has no batch.
 
         Raises:
-            ValueError: the state is of another loader.
+            ValueError: the state is of another loader; says what differs.
             NotImplementedError: as `state_dict`.
         """
-        if not isinstance(state_dict, dict) or not set(state_dict) >= STATE_KEYS:
-            raise ValueError(f"not a state of this DataLoader: it has no {sorted(STATE_KEYS)}")
-        plan = self._plan()
-        if isinstance(plan, str):
-            raise _no_state(plan)
-        state = state_dict["_sampler_iter_state"]
-        order = order_of(self.batch_sampler)
-        if order is None or order.state["sampler"] != state.get("sampler"):
-            ours = order.state["sampler"] if order else type(self.batch_sampler).__name__
-            raise ValueError(f"this state is of a {state.get('sampler')}, the loader has a {ours}")
-        finished = state_dict["_iterator_finished"]
-        if not finished:
-            order_of(self.batch_sampler, state)  # checks it
-        restore(self.batch_sampler, state, finished)
+        states.check(self, state_dict)
+        state = copy.deepcopy(state_dict)
+        states.restore_parts(self, state)
         self._progress = None
         self._iterator = None  # a persistent one is in the middle of something else
-        self._resume = state_dict
+        self._resume = state
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: without what belongs to this process."""
-        own = ("_slots", "_workers", "_progress", "_meter", "_resume", "_iterator")
+        own = ("_slots", "_workers", "_progress", "_meter", "_iterator")
         return {**{k: v for k, v in vars(self).items() if k not in own}, "_iterator": None}
-
-
-def _no_state(reason: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"faststep.data.DataLoader keeps its place on the array path only: {reason}. "
-        "torchdata's StatefulDataLoader keeps it for any dataset"
-    )

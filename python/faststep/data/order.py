@@ -23,8 +23,6 @@ class Order:
         state: what `state` returned in the epoch to go on with; None for a new one.
     """
 
-    resumable = True
-
     def __init__(
         self, sampler: Any, batch_size: int, drop_last: bool, state: dict[str, Any] | None
     ) -> None:
@@ -51,9 +49,10 @@ class Order:
         if batch == max(0, self._last):
             self._draw_at_end()
 
-    def block(self, batch: int) -> Block:
+    def block(self, batch: int, batches: int = 1) -> Block:
+        """The indices of a batch, or of some from that on."""
         start = batch * self.batch_size
-        return self._indices(start, min(self.batch_size, self._samples - start))
+        return self._indices(start, min(batches * self.batch_size, self._samples - start))
 
     def samples_in(self, batches: int) -> int:
         """Samples in the first batches, those before them included."""

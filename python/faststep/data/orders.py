@@ -20,16 +20,56 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from .draws import generator_of
 from .keyed import KeyedSampler
 from .order import ListOrder, Order, SequentialOrder
 
-__all__ = ["order_of", "restore"]
+__all__ = ["epoch_of", "order_of", "other_epoch", "parts_of", "restore"]
 
 
 class OnceDrawnOrder(ListOrder):
-    """Samplers that draw all they ever draw for the first index, from torch's global generator."""
+    """Samplers that draw all they ever draw for the first index, from their generator or torch's.
 
-    resumable = False
+    That is no seed which could be kept, so the state has the whole generator's, 5 kB.
+    """
+
+    _resumes = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state["length"] = len(self.sampler)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._must_equal(state, "length", len(self.sampler), "a number of samples of")
+        self.state.update({k: state[k] for k in ("generator", "global") if k in state})
+        self._resumes = "global" in state
+
+    def _draw(self) -> None:
+        own = generator_of(self.sampler)
+        if own is not None:
+            if "generator" in self.state:
+                own.set_state(self.state["generator"])
+            self.state["generator"] = own.get_state()
+            super()._draw()
+            return
+        generator = self._global()
+        before = generator.get_state()
+        generator.set_state(self.state.setdefault("global", before))
+        super()._draw()
+        if self._resumes:
+            generator.set_state(before)  # it was drawn from before the state was saved
+
+    def _global(self) -> torch.Generator:
+        weights = getattr(self.sampler, "weights", None)
+        if isinstance(weights, torch.Tensor) and weights.device.type == "cuda":
+            return torch.cuda.default_generators[weights.get_device()]
+        return torch.default_generator
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        return {**_not_drawn(self), **super().state_after(batches)}
+
+    def finished_state(self) -> dict[str, Any]:
+        return _between_epochs(self)
 
 
 class KeyedOrder(SequentialOrder):
@@ -51,7 +91,7 @@ class KeyedOrder(SequentialOrder):
         super()._draw()
         self.epoch = self.state.get("epoch", self.sampler.epoch)
         if self.sampler.epoch != self.epoch:
-            raise _other_epoch(self.epoch, self.sampler.epoch)
+            raise other_epoch(self.epoch, self.sampler.epoch)
         self.sampler.epoch += 1
         self.state.update(epoch=self.epoch)
 
@@ -96,7 +136,7 @@ class DistributedOrder(ListOrder):
     def _draw(self) -> None:
         epoch = self.state.setdefault("epoch", self.sampler.epoch)
         if self.sampler.epoch != epoch:
-            raise _other_epoch(epoch, self.sampler.epoch)
+            raise other_epoch(epoch, self.sampler.epoch)
         super()._draw()
 
     def state_after(self, batches: int) -> dict[str, Any]:
@@ -146,31 +186,59 @@ class RandomOrder(ListOrder):
             torch.randperm(n, generator=generator)
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        if self.sampler.generator is not None and not self.drawn and "generator" not in self.state:
-            return {"generator": self.sampler.generator.get_state(), **super().state_after(batches)}
-        return super().state_after(batches)
+        return {**_not_drawn(self), **super().state_after(batches)}
 
     def finished_state(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.state.items() if k not in ("seed", "generator")}
-        if self.sampler.generator is not None:
-            state["generator"] = self.sampler.generator.get_state()
-        return state
+        return _between_epochs(self)
 
 
-def _other_epoch(saved: int, now: int) -> ValueError:
+def _not_drawn(order: Order) -> dict[str, Any]:
+    """The state of the sampler's own generator where the epoch has not drawn from it yet."""
+    own = generator_of(order.sampler)
+    return {} if own is None or order.drawn else {"generator": own.get_state()}
+
+
+def _between_epochs(order: Order) -> dict[str, Any]:
+    state = {k: v for k, v in order.state.items() if k not in ("seed", "generator", "global")}
+    own = generator_of(order.sampler)
+    if own is not None:
+        state["generator"] = own.get_state()
+    return state
+
+
+def parts_of(sampler: Any) -> list[Any]:
+    """A sampler, and the one that it asks if it is a batch sampler."""
+    return [sampler, getattr(sampler, "sampler", None)]
+
+
+def _with_epoch(sampler: Any) -> Any:
+    for part in parts_of(sampler):
+        if type(getattr(part, "epoch", None)) is int and hasattr(part, "set_epoch"):
+            return part
+    return None
+
+
+def epoch_of(sampler: Any) -> int | None:
+    """The epoch that a sampler was set to; None if it has none."""
+    return getattr(_with_epoch(sampler), "epoch", None)
+
+
+def other_epoch(saved: int, now: int | None, what: str = "sampler") -> ValueError:
     return ValueError(
-        f"the loaded state is in the middle of epoch {saved}, but the sampler was set to epoch "
+        f"the loaded state is in the middle of epoch {saved}, but the {what} was set to epoch "
         f"{now} since; call set_epoch({saved}), or do not load the state"
     )
 
 
-def restore(batch_sampler: Any, state: dict[str, Any], finished: bool) -> None:
-    """Sets what belongs to the sampler itself: its epoch, and its generator between two epochs."""
-    sampler = batch_sampler.sampler
-    if "epoch" in state and not (finished and type(sampler) is DistributedSampler):
-        sampler.set_epoch(state["epoch"])
-    if finished and "generator" in state and sampler.generator is not None:
-        sampler.generator.set_state(state["generator"])
+def restore(sampler: Any, state: dict[str, Any], finished: bool) -> None:
+    """Sets what belongs to a sampler or dataset itself: epoch, and generator between two epochs."""
+    counting = _with_epoch(sampler)
+    # the epoch of a DistributedSampler is set by the script
+    if "epoch" in state and not (finished and isinstance(counting, DistributedSampler)):
+        counting.set_epoch(state["epoch"])
+    generator = generator_of(*parts_of(sampler))
+    if finished and "generator" in state and generator is not None:
+        generator.set_state(state["generator"])
 
 
 @functools.cache
@@ -216,7 +284,8 @@ def order_of(batch_sampler: Any, state: dict[str, Any] | None = None) -> Order |
     if kind is RandomOrder:
         # with a generator of the user's, torch draws more whenever it needs more
         lazy = sampler.replacement or sampler.num_samples > len(sampler.data_source)
-        if (sampler.generator is not None and lazy) or not _draws_as_torch():
+        is_global = sampler.generator is torch.default_generator
+        if (sampler.generator is not None and lazy) or is_global or not _draws_as_torch():
             return None
     if kind is None:
         return None

@@ -8,7 +8,7 @@ from collections import deque
 from typing import Any, NamedTuple
 
 from .copies import Copier, Copy
-from .iterator import ArrayIterator, Progress
+from .progress import Mark, Progress
 from .stats import Layer
 
 __all__ = ["DeviceIterator"]
@@ -19,7 +19,7 @@ class _Ahead(NamedTuple):
 
     copy: Copy | None
     error: Exception | None  # what stands in its place
-    delivered: int  # on the array path, the number of the batch after it
+    mark: Mark  # the place after it
 
 
 class DeviceIterator(Layer):
@@ -46,10 +46,7 @@ class DeviceIterator(Layer):
     def _begin(self) -> None:
         self._queue: deque[_Ahead] = deque()
         self._ended = False
-        self.progress: Progress | None = None
-        if isinstance(self._batches, ArrayIterator):
-            of = self._batches.progress  # which counts what came from there
-            self.progress = Progress(of.order, of.base_seed, of.before)
+        self.progress: Progress = self._batches.progress.twin()
 
     @property
     def _pin_memory(self) -> bool:
@@ -76,13 +73,12 @@ class DeviceIterator(Layer):
                     break
                 self._fetch()
             if not self._queue:
-                if self.progress is not None:
-                    self.progress.finished = True
+                self.progress.go_to(self._batches.progress.mark())
+                self.progress.finished = True
                 self._copier.forget_passed()
                 raise StopIteration
             entry = self._queue.popleft()
-            if self.progress is not None:
-                self.progress.delivered = entry.delivered
+            self.progress.go_to(entry.mark)
             if entry.copy is not None:
                 return self._copier.finish(entry.copy)
             error = entry.error
@@ -98,12 +94,9 @@ class DeviceIterator(Layer):
         except StopIteration:
             self._ended = True
         except Exception as error:
-            self._queue.append(_Ahead(None, error, self._number()))
+            self._queue.append(_Ahead(None, error, self._batches.progress.mark()))
         else:
-            self._queue.append(_Ahead(copy, None, self._number()))
-
-    def _number(self) -> int:
-        return self._batches.progress.delivered if self.progress is not None else 0
+            self._queue.append(_Ahead(copy, None, self._batches.progress.mark()))
 
     def __getstate__(self) -> Any:
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled")

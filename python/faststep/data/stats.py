@@ -10,11 +10,7 @@ from typing import Any
 
 import torch
 
-from faststep._torch import MultiProcessingDataLoaderIter, SingleProcessDataLoaderIter
-
-from .lending import lending_collate
-
-__all__ = ["Layer", "Meter", "Metered", "MultiIterator", "SingleIterator"]
+__all__ = ["Layer", "Meter", "Metered"]
 
 KEPT = 4096  # the newest waits, for percentiles
 
@@ -138,29 +134,3 @@ class Layer(Metered):
 
     def __len__(self) -> int:
         return len(self._batches)
-
-
-class SingleIterator(Metered, SingleProcessDataLoaderIter):
-    """torch's iterator without workers; datasets that make whole batches get memory for them."""
-
-    def __init__(self, loader: Any) -> None:
-        self._lending = lending_collate(loader)
-        super().__init__(loader)
-
-    @property
-    def _collate_fn(self) -> Any:
-        return self._collate
-
-    @_collate_fn.setter
-    def _collate_fn(self, collate_fn: Any) -> None:
-        self._collate = self._lending or collate_fn
-
-    def _next_data(self) -> Any:
-        if self._lending is None:
-            return super()._next_data()  # type: ignore[no-untyped-call]
-        with self._lending.lender.lending():
-            return super()._next_data()  # type: ignore[no-untyped-call]
-
-
-class MultiIterator(Metered, MultiProcessingDataLoaderIter):
-    """torch's iterator with workers."""

@@ -37,7 +37,7 @@ class Transformed(Layer):
     and on the batch's number: nothing else has to be kept to go on in the middle of an epoch.
 
     Args:
-        iterator: torch's, an ArrayIterator, or a DeviceIterator over one of them.
+        iterator: an ArrayIterator, one of placed.py, or a DeviceIterator over one of them.
         transforms: a Compose or any other function of a batch.
         epoch: counts the epochs of one iterator, for with persistent workers torch draws one base
             seed for all.
@@ -50,13 +50,11 @@ class Transformed(Layer):
         self._transforms = transforms
         self._epoch = epoch
         self._base_seed = int(getattr(iterator, "_batches", iterator)._base_seed)
-        self._progress = getattr(iterator, "progress", None)
-        self._delivered = 0
+        self._progress = iterator.progress
         self._generator = torch.Generator()
 
     def _next(self) -> Any:
         batch = next(self._batches)
-        self._delivered += 1
         if isinstance(self._transforms, Compose):
             batch = self._transforms(batch, generator=self._seeded())
         else:
@@ -66,7 +64,5 @@ class Transformed(Layer):
         return batch
 
     def _seeded(self) -> torch.Generator:
-        delivered = self._delivered
-        if self._progress is not None:  # knows what was delivered before a resume
-            delivered = self._progress.before + self._progress.delivered
-        return self._generator.manual_seed(seed_of(self._base_seed, self._epoch, delivered - 1))
+        number = self._progress.count - 1
+        return self._generator.manual_seed(seed_of(self._base_seed, self._epoch, number))

@@ -51,7 +51,7 @@ class ShardedStream(IterableDataset[Any]):
     Rank r of n takes every n-th file from the r-th on, and of these worker w of m every m-th. Files
     of different lengths give ranks different numbers of samples: where ranks must take the same
     number of steps, stop all of them at a count that each has (`itertools.islice`), or use
-    torch's `Join`.
+    torch's `Join`. The iterators have `state_dict` and `load_state_dict`.
 
     Args:
         paths: as for `shard_names`.
@@ -98,8 +98,13 @@ class ShardedStream(IterableDataset[Any]):
             return torch.distributed.get_rank(), torch.distributed.get_world_size()
         return 0, 1
 
-    def shards(self) -> list[str]:
-        """The files that this process reads in this epoch, in their order."""
+    @property
+    def epoch(self) -> int:
+        """What was set last."""
+        return int(self._epoch)
+
+    def shards(self, epoch: int | None = None) -> list[str]:
+        """The files that this process reads in this epoch, or another one, in their order."""
         rank, world_size = self._place()
         if len(self.paths) < world_size:
             raise FormatError(
@@ -109,19 +114,70 @@ class ShardedStream(IterableDataset[Any]):
         paths = self.paths
         if self.shuffle_shards:
             generator = torch.Generator()
-            generator.manual_seed(self.seed * 1_000_003 + int(self._epoch))
+            generator.manual_seed(self.seed * 1_000_003 + (self.epoch if epoch is None else epoch))
             paths = [paths[i] for i in torch.randperm(len(paths), generator=generator).tolist()]
         worker = get_worker_info()
         mine = paths[rank::world_size]
         return mine if worker is None else mine[worker.id :: worker.num_workers]
 
     def __iter__(self) -> Iterator[Any]:
-        for path in self.shards():
-            yield from self._samples(path)
+        return _Reading(self)
 
-    def _samples(self, path: str) -> Iterator[Any]:
+    def samples(self, path: str, first: int) -> Iterator[Any]:
+        """Of one file, from number `first` on; what is before is not decoded."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
         rank, world_size = self._place()  # a spawned worker does not know them
         return {**vars(self), "rank": rank, "world_size": world_size}
+
+
+class _Reading(Iterator[Any]):
+    """One worker's part of an epoch. Its state is how many files, and samples of one, it read."""
+
+    def __init__(self, stream: ShardedStream) -> None:
+        self._stream = stream
+        self._epoch: int | None = None  # known with the first sample, or from a state
+        self._paths: list[str] | None = None
+        self._shard = self._sample = 0
+        self._samples: Iterator[Any] | None = None  # of the file that is being read
+
+    def __next__(self) -> Any:
+        if self._paths is None:
+            self._epoch = self._stream.epoch if self._epoch is None else self._epoch
+            self._paths = self._stream.shards(self._epoch)
+        while self._shard < len(self._paths):
+            if self._samples is None:
+                path = self._paths[self._shard]
+                self._samples = self._stream.samples(path, self._sample)
+            try:
+                sample = next(self._samples, self)
+            except Exception:
+                self._shard = len(self._paths)  # it ends with an error
+                raise
+            if sample is not self:
+                self._sample += 1
+                return sample
+            self._shard, self._sample, self._samples = self._shard + 1, 0, None
+        raise StopIteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """For `load_state_dict` of a new iterator; small."""
+        return {
+            "epoch": self._epoch,
+            "files": len(self._stream.paths),
+            "shard": self._shard,
+            "sample": self._sample,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on in the epoch of the state, whatever `set_epoch` has set.
+
+        Raises:
+            ValueError: the state is of another number of files.
+        """
+        files = len(self._stream.paths)
+        if state["files"] != files:
+            raise ValueError(f"this state is of a stream of {state['files']} files, not {files}")
+        self._epoch, self._shard, self._sample = state["epoch"], state["shard"], state["sample"]
+        self._paths = self._samples = None

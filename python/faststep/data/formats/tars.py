@@ -9,6 +9,7 @@ import posixpath
 import tarfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -79,8 +80,8 @@ class TarDataset(ShardedStream):
         self.columns = None if columns is None else list(columns)
         self.transform = transform
 
-    def _samples(self, path: str) -> Iterator[Any]:
-        for number, sample in enumerate(_grouped(path)):
+    def samples(self, path: str, first: int = 0) -> Iterator[Any]:
+        for number, sample in islice(enumerate(_grouped(path)), first, None):
             place = f"{path}: sample {number} ({sample['__key__']!r})"
             names = self.columns or list(sample)
             if missing := [name for name in names if name not in sample]:

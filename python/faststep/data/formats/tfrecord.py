@@ -150,11 +150,12 @@ class TFRecordStream(ShardedStream):
         super().__init__(paths, **options)
         self.parse = parse
 
-    def _samples(self, path: str) -> Iterator[Any]:
+    def samples(self, path: str, first: int = 0) -> Iterator[Any]:
         file, at, number = _File(path), 0, 0
         place = torch.empty(2, dtype=torch.int64)
         while at < file.size:
-            _, at = file.scan(at, number, True, place)
-            start, length = place.tolist()
-            yield file.parsed(number, start, length, self.parse)
+            _, at = file.scan(at, number, number >= first, place)
+            if number >= first:
+                start, length = place.tolist()
+                yield file.parsed(number, start, length, self.parse)
             number += 1

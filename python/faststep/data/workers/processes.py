@@ -11,25 +11,27 @@ from typing import Any
 from faststep._torch import MultiProcessingDataLoaderIter
 
 from ..copies import copier_of
-from ..stats import Metered
+from ..placed import PlacedWorkers
+from ..view import LoaderView
 from .arena import Arena, ArenaPool
 from .packer import Packer, Start
 
 __all__ = ["ProcessIterator"]
 
 
-class ProcessIterator(Metered, MultiProcessingDataLoaderIter):
+class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
     """torch's, unchanged but for what its workers start and collate with.
 
     Args:
         loader: the DataLoader.
         pool: lends the arena.
+        state: of an epoch to go on with, or of the end of one; None for a new one.
 
     Raises:
         MemoryError: there is no shared memory.
     """
 
-    def __init__(self, loader: Any, pool: ArenaPool) -> None:
+    def __init__(self, loader: Any, pool: ArenaPool, state: dict[str, Any] | None = None) -> None:
         self._pool = pool
         self._process = os.getpid()
         self._arena: Arena | None = pool.lend()
@@ -39,7 +41,7 @@ class ProcessIterator(Metered, MultiProcessingDataLoaderIter):
             self._locks = self._arena.prepare_locks(copier_of(device).streams.device.index)
         if "numpy" in sys.modules:
             importlib.import_module("numpy.random")  # which torch does in each worker by itself
-        super().__init__(loader)
+        super().__init__(LoaderView(loader, state, has_processes=True))
 
     @property
     def _pin_memory(self) -> bool:
@@ -73,7 +75,7 @@ class ProcessIterator(Metered, MultiProcessingDataLoaderIter):
                 "iterate over the DataLoader anew in the child"
             )
         try:
-            return super()._next_data()  # type: ignore[no-untyped-call]
+            return super()._next_data()
         except Exception as error:
             # A frame that raises a variable is in a cycle with it and with this iterator: when that
             # is collected its queues go first, and its workers are not told to end.

@@ -27,18 +27,18 @@ class Workers:
         self._pool = ArenaPool()
         self.reason: str | None = None  # why torch's own iterator has to do it
 
-    def iterator(self, loader: Any) -> Any | None:
-        """A new iterator; None if torch's own has to do it."""
+    def iterator(self, loader: Any, state: dict[str, Any] | None = None) -> Any | None:
+        """A new iterator, with a state one that goes on; None if torch's own has to do it."""
         loader.check_worker_number_rationality()
         if self._method == "thread":
-            return ThreadIterator(loader)
+            return ThreadIterator(loader, state)
         try:
             self._pool.prepare()
         except MemoryError as error:
             self.reason = str(error)
             return None
         self.reason = None
-        return ProcessIterator(loader, self._pool)
+        return ProcessIterator(loader, self._pool, state)
 
     @property
     def path(self) -> str:

@@ -29,7 +29,10 @@ from faststep._torch import (
 )
 
 from ..lending import Lender, LendingCollate, lending_collate
-from ..stats import Metered
+from ..placed import PlacedWorkers
+from ..stream import Source
+from ..view import LoaderView
+from .stated import Stating
 
 __all__ = ["ThreadIterator"]
 
@@ -42,7 +45,7 @@ def _end_threads() -> None:
         iterator.close()
 
 
-class ThreadIterator(Metered, MultiProcessingDataLoaderIter):
+class ThreadIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
     """torch's, unchanged but for who fetches: its order, draws, errors and time-outs stay.
 
     The threads share the dataset; an iterable one is copied (`copy.copy`) for each of them. Nothing
@@ -52,14 +55,15 @@ class ThreadIterator(Metered, MultiProcessingDataLoaderIter):
 
     Args:
         loader: the DataLoader.
+        state: of an epoch to go on with, or of the end of one; None for a new one.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
         self._process = os.getpid()
         self._lending = lending_collate(loader)
         threads = torch.get_num_threads()
         try:
-            super().__init__(_WithThreads(loader))
+            super().__init__(LoaderView(loader, state, context=_Context))
         finally:
             torch.set_num_threads(threads)  # a worker set it for itself, and for threads to come
         _living.add(self)
@@ -79,7 +83,7 @@ class ThreadIterator(Metered, MultiProcessingDataLoaderIter):
                 "iterate over the DataLoader anew in the child"
             )
         try:
-            return super()._next_data()  # type: ignore[no-untyped-call]
+            return super()._next_data()
         except Exception as error:
             traceback.clear_frames(error.__traceback__)  # they are in a cycle with this iterator
             raise
@@ -91,17 +95,6 @@ class ThreadIterator(Metered, MultiProcessingDataLoaderIter):
     def _shutdown_workers(self) -> None:
         if self._process == os.getpid():
             super()._shutdown_workers()
-
-
-class _WithThreads:
-    """A DataLoader whose `multiprocessing_context` makes threads."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self.multiprocessing_context = _Context
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
 
 
 class _Queue(queue.Queue[Any]):
@@ -158,10 +151,14 @@ def _run(arguments: dict[str, Any], ready: threading.Event) -> None:
     ready.set()
     worker = arguments["worker_id"]
     dataset = arguments["dataset"]
-    if isinstance(dataset, IterableDataset):
-        dataset = copy.copy(dataset)
+    visible = dataset
+    if isinstance(dataset, Source):
+        dataset = dataset.copied()
+        visible = dataset.dataset
+    elif isinstance(dataset, IterableDataset):
+        visible = dataset = copy.copy(dataset)
     seed = arguments["base_seed"] + worker
-    info = new_worker_info(worker, arguments["num_workers"], seed, dataset)
+    info = new_worker_info(worker, arguments["num_workers"], seed, visible)
     with worker_info_of_thread(info):
         _Loop(arguments, dataset).run()
 
@@ -180,6 +177,9 @@ class _Loop:
             self._lender, self._collate_fn = mine.lender, _hiding_the_worker(mine)
         elif collates_as_default(self._collate_fn, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
+        self._stating: Stating | None = None
+        if isinstance(dataset, Source):
+            self._stating = Stating(None, dataset)
         self._fetcher: Any = None
         self._failure: Any = None  # at the start: it stands for every batch
 
@@ -223,9 +223,11 @@ class _Loop:
             return self._failure
         try:
             with contextlib.nullcontext() if self._lender is None else self._lender.lending():
-                return self._fetcher.fetch(indices)
+                batch = self._fetcher.fetch(indices)
+            return batch if self._stating is None else self._stating.stated(batch)
         except Exception as error:
-            if isinstance(error, StopIteration) and isinstance(self._dataset, IterableDataset):
+            iterable = isinstance(self._dataset, (Source, IterableDataset))
+            if isinstance(error, StopIteration) and iterable:
                 return IterableEnded(self._worker)
             return self._wrapped()
 

@@ -1,0 +1,136 @@
+"""How far an epoch has come."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .stateful import opened
+
+__all__ = ["Mark", "Progress", "Worker", "worker_of"]
+
+
+class Worker(NamedTuple):
+    """Where a worker is in a dataset whose place only the worker knows."""
+
+    states: bytes | None = None  # of its dataset, after some batch
+    samples: int = 0  # delivered since
+    new_epoch: bool = False  # an epoch began since the states, and the samples are of that
+    draws: dict[str, Any] | None = None  # the random states that the epoch began with
+
+    def in_next_epoch(self) -> Worker:
+        return Worker(self.states, 0, self.states is not None)
+
+
+def worker_of(record: dict[str, Any]) -> Worker:
+    """What a state says of a worker."""
+    states = record.get("states")
+    return Worker(
+        None if states is None else pickle.dumps(states, pickle.HIGHEST_PROTOCOL),
+        record.get("samples", 0),
+        record.get("new_epoch", False),
+        record.get("draws"),
+    )
+
+
+def _record_of(worker: Worker) -> dict[str, Any]:
+    values = worker._asdict()
+    if worker.states is not None:
+        values["states"] = opened(worker.states)
+    return {key: value for key, value in values.items() if value}
+
+
+class Mark(NamedTuple):
+    """A place in an epoch."""
+
+    delivered: int
+    beyond: tuple[int, ...]
+    workers: tuple[Worker, ...] | None
+    last_worker: int
+
+
+class Progress:
+    """How far an epoch has come; outlives the iterator, for `state_dict`.
+
+    Args:
+        source: the Order or AskedOrder of the indices; None for an iterable dataset.
+        base_seed: of the epoch.
+        before: batches delivered before the epoch was taken up again; with in_order=False, before
+            the first one that was not.
+    """
+
+    def __init__(self, source: Any, base_seed: int | None, before: int) -> None:
+        self.source = source
+        self.base_seed = base_seed
+        self.before = before
+        self.delivered = 0  # batches since
+        self.beyond: tuple[int, ...] = ()  # numbers of those delivered after a missing one
+        self.finished = False
+        self.dataset_epoch: int | None = None  # of an iterable dataset
+        self.num_workers = 0
+        self.workers: list[Worker] | None = None  # None if a place is all that they need
+        self.last_worker = -1
+        self.keeps_workers = True  # for the next epoch
+        # after so many batches, in this process; and whether a while ago will do
+        self.ask: Callable[[int, bool], Worker] | None = None
+
+    @property
+    def count(self) -> int:
+        """All batches delivered in the epoch."""
+        return self.before + self.delivered + len(self.beyond)
+
+    def mark(self, paced: bool = True) -> Mark:
+        """The place now; if `paced`, states may be of a while ago, and samples since counted."""
+        workers = self.workers
+        if self.ask is not None:
+            workers = [self.ask(self.delivered, paced)]
+        return Mark(
+            self.delivered,
+            self.beyond,
+            None if workers is None else tuple(workers),
+            self.last_worker,
+        )
+
+    def twin(self) -> Progress:
+        """Of somebody who delivers the same batches later, and calls `go_to`."""
+        twin = Progress(self.source, self.base_seed, self.before)
+        twin.dataset_epoch = self.dataset_epoch
+        twin.num_workers, twin.keeps_workers = self.num_workers, self.keeps_workers
+        twin.go_to(self.mark())
+        return twin
+
+    def go_to(self, mark: Mark) -> None:
+        """Sets the place."""
+        self.delivered, self.beyond, workers, self.last_worker = mark
+        self.workers = None if workers is None else list(workers)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place, under torchdata's names where it has one."""
+        state: dict[str, Any] = {
+            "_num_yielded": self.count,
+            "_sampler_iter_yielded": self.before + self.delivered,
+            "_sampler_iter_state": None,
+            "_base_seed": self.base_seed,
+            "_iterator_finished": self.finished,
+        }
+        if self.source is not None:
+            state["_sampler_iter_state"] = (
+                self.source.finished_state()
+                if self.finished
+                else self.source.state_after(self.delivered)
+            )
+        if self.dataset_epoch is not None and not self.finished:
+            state["_dataset_epoch"] = self.dataset_epoch
+        if self.beyond and not self.finished:
+            state["_beyond"] = [number - self.delivered for number in self.beyond]
+            state["_batch_size"] = self.source.batch_size
+        workers = self.mark(paced=False).workers
+        if workers is not None:
+            state["_num_workers"] = self.num_workers
+            state["_last_worker"] = self.last_worker
+            if self.finished:
+                workers = tuple(worker.in_next_epoch() for worker in workers)
+            if not self.finished or (self.keeps_workers and any(w.states for w in workers)):
+                state["_workers"] = [_record_of(worker) for worker in workers]
+        return state

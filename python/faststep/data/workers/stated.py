@@ -1,0 +1,85 @@
+"""The states of datasets in worker processes, which travel with the batches."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from faststep._torch import pin_memory, set_worker_dataset
+
+from ..stateful import is_stateful, load_map, snapshot, states_of
+from ..stream import Source
+
+__all__ = ["Init", "Stated", "Stating"]
+
+
+class Stated:
+    """A batch on its way from a worker, with what is known of the place only there.
+
+    Args:
+        states: of what it was read from, after it, pickled; None if not this time.
+        draws: the random states that the epoch began with, where they are new, pickled.
+    """
+
+    def __init__(self, batch: Any, states: bytes | None, draws: bytes | None) -> None:
+        self.batch = batch
+        self.states = states
+        self.draws = draws
+
+    def pin_memory(self, device: str | None = None) -> Stated:
+        """Torch's thread that pins batches calls it."""
+        return Stated(pin_memory(self.batch, device), self.states, self.draws)
+
+
+class Stating:
+    """Collates, and adds the states of the dataset if it keeps any.
+
+    Args:
+        collate_fn: the loader's.
+        dataset: a Source, or a map-style dataset.
+    """
+
+    def __init__(self, collate_fn: Any, dataset: Any) -> None:
+        self._collate_fn = collate_fn
+        self._dataset = dataset
+
+    def __call__(self, samples: Any) -> Any:
+        return self.stated(self._collate_fn(samples))
+
+    def stated(self, batch: Any) -> Any:
+        """The batch as it leaves the worker."""
+        source = self._dataset if isinstance(self._dataset, Source) else None
+        if not (source.keeps_state() if source else is_stateful(self._dataset)):
+            draws = source.new_draws() if source else {}
+            return Stated(batch, None, pickle.dumps(draws)) if draws else batch
+        if source is None:  # each time: indices cannot be read again
+            return Stated(batch, snapshot(self._states_of_map), None)
+        if not source.pace.is_due():
+            return batch
+        return Stated(batch, source.pace.take(source.states), None)
+
+    def _states_of_map(self) -> dict[str, Any]:
+        return states_of(self._dataset, None, False)
+
+
+class Init:
+    """What a worker process runs before it reads: the loader's worker_init_fn, and what is ours.
+
+    Args:
+        init_fn: the loader's.
+        dataset: a Source, or a map-style dataset.
+        records: where the workers of a map-style dataset go on, each pickled.
+    """
+
+    def __init__(self, init_fn: Any, dataset: Any, records: list[bytes] | None) -> None:
+        self._init_fn = init_fn
+        self._dataset = dataset
+        self._records = records
+
+    def __call__(self, worker: int) -> None:
+        if isinstance(self._dataset, Source):
+            set_worker_dataset(self._dataset.dataset)
+        if self._init_fn is not None:
+            self._init_fn(worker)
+        if self._records is not None:
+            load_map(self._dataset, pickle.loads(self._records[worker]))
