@@ -18,6 +18,8 @@ PRELOAD = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-n
 # ThreadSanitizer wants its addresses unshuffled; not every container lets a program ask for that.
 UNSHUFFLED = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 DEMO ?= --output build/demo.png
+# The extra with what the benchmarks compare with.
+RIVALS ?= bench
 # For the targets with a GPU: a wheel to take instead of a build on the spot, and options of pytest.
 WHEEL ?=
 ARGS ?=
@@ -58,10 +60,10 @@ levels: build ## run the tests of the loops on each lower instruction set
 test-c: ## run the core's tests in C: no Python, no torch
 	+$(C_TESTS)
 
-asan: $(BIN)/.installed-test ## run the C tests and the Python tests under AddressSanitizer and UBSan
+asan: $(BIN)/.installed-test ## run the C tests and half of the loops' tests under AddressSanitizer and UBSan
 	+$(C_TESTS) SANITIZE=$(SANITIZE)
 	FASTSTEP_CUDA=0 FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
-	LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
+	FASTSTEP_EVERY=2 LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
 	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS) $(LOADER_TESTS)
 
 tsan: ## run the C tests of threads under ThreadSanitizer
@@ -81,7 +83,7 @@ fix: $(BIN)/.installed-dev ## mend what lint can mend by itself
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(C_FILES)
 
-bench: build $(BIN)/.installed-bench ## measure against torch and other libraries: table and plot
+bench: build $(BIN)/.installed-$(RIVALS) ## measure against torch and other libraries: table and plot
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
 
 # Without pyproject.toml, which setuptools older than 77 refuse: the system's is what it is.

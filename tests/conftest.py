@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +16,20 @@ except ImportError:  # missing where nothing but tests/gpu runs
 else:
     hypothesis.settings.register_profile("default", deadline=None, derandomize=True, database=None)
     hypothesis.settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """FASTSTEP_EVERY=n keeps every n-th case of each test with many, for where all run slowly."""
+    every = int(os.environ.get("FASTSTEP_EVERY", "1"))
+    seen: Counter[str] = Counter()
+    kept, left = [], []
+    for item in items:
+        test = item.nodeid.split("[")[0]
+        (left if seen[test] % every else kept).append(item)
+        seen[test] += 1
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 @pytest.fixture(autouse=True)
