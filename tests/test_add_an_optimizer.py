@@ -41,9 +41,11 @@ def test_the_walk_through_works(tmp_path: Path) -> None:
     assert header
     assert row
     for name in ("csrc", "python", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
-        source = ROOT / name
-        copy = shutil.copytree if source.is_dir() else shutil.copy
-        copy(source, tmp_path / name)
+        if (ROOT / name).is_dir():
+            of_others = shutil.ignore_patterns("__pycache__", "*.egg-info")
+            shutil.copytree(ROOT / name, tmp_path / name, ignore=of_others)
+        else:
+            shutil.copy(ROOT / name, tmp_path / name)
     rules = tmp_path / "csrc" / "rules"
     rule = "\n".join(line.removeprefix("   ") for line in header[1].splitlines())
     (rules / "signsgd.h").write_text(rule + "\n")

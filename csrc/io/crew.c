@@ -148,11 +148,18 @@ static void start_threads(fst_crew *crew)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-static void free_batch(const fst_table *table, batch *b)
+static void give_slots_back(const fst_table *table, batch *b)
 {
-    for (size_t f = 0; f < table->field_count; f++)
+    for (size_t f = 0; f < table->field_count; f++) {
         if (b->slots[f])
             fst_slot_give_back(b->slots[f]);
+        b->slots[f] = NULL;
+    }
+}
+
+static void free_batch(const fst_table *table, batch *b)
+{
+    give_slots_back(table, b);
     free(b->places);
     free(b->outputs);
     free(b);
@@ -183,8 +190,10 @@ static fst_code find_memory(const fst_crew *crew, batch *b, char *const *outputs
             b->outputs[f] = outputs[f];
             continue;
         }
-        if (!(b->slots[f] = fst_slots_take(crew->pool, b->rows * row, status)))
+        if (!(b->slots[f] = fst_slots_take(crew->pool, b->rows * row, status))) {
+            give_slots_back(crew->table, b);
             return status->code;
+        }
         b->outputs[f] = b->slots[f]->data;
     }
     return FST_OK;

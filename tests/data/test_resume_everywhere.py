@@ -242,7 +242,7 @@ def test_states_are_taken_as_rarely_as_asked_for() -> None:
             return super().state_dict()
 
     options: dict[str, Any] = {"num_workers": 1, "worker_method": "thread"}
-    for every, count in ((1, 8), (4, 2)):
+    for every, count in ((1, 8), (4, 3)):  # the first, and once in four
         asked = 0
         assert len(list(DataLoader(Costly(), 3, snapshot_every_n_steps=every, **options))) == 8
         assert asked == count

@@ -72,7 +72,9 @@ class AskedOrder(Iterator[Any]):
         states, self._states = self._states, None
         self._is_fresh = states is None or states["ended"] is None or not self._resumes
         noted = self._draws["iter"]
-        with repeating(noted, self._own) if noted else noting(noted, self._own):
+        # within a first batch, which puts back what is drawn for it
+        put_back = not self.batch_size
+        with repeating(noted, self._own, put_back) if noted else noting(noted, self._own):
             iterator = begin(self._asked, states)
             self._ended = iterator is None and self._resumes
             if iterator is None:
@@ -178,7 +180,7 @@ def state_between_epochs(asked: Any, iterator: Any = None) -> dict[str, Any]:
         state["epoch"] = epoch
     if is_stateful(asked) or is_stateful(iterator):
         state["states"] = opened(snapshot(lambda: states_of(asked, iterator, True)))
-    elif own is not None:
+    if own is not None:
         state["generator"] = own.get_state()
     return state
 

@@ -62,9 +62,10 @@ def _states(own: torch.Generator | None) -> dict[str, Any]:
         "torch": torch.default_generator.get_state(),
         "python": random.getstate(),
     }
-    numpy = sys.modules.get("numpy.random")
-    if numpy is not None:
-        state = numpy.get_state(legacy=False)
+    if "numpy.random" in sys.modules:
+        from numpy import random as of_numpy  # waits for a thread that is importing it just now
+
+        state: Any = of_numpy.get_state(legacy=False)
         if state["bit_generator"] == "MT19937":  # a script may have set another one
             words = state["state"]
             gauss = state["has_gauss"], state["gauss"]

@@ -171,7 +171,8 @@ class PlacedWorkers(Placed):
             is_map = isinstance(view._index_sampler, Indices)
             place = view.state["_sampler_iter_yielded"] if is_map else last + 1
             self._turns = place % view.num_workers
-        if not view.in_order and isinstance(view._index_sampler, Indices):
+        early = not view.in_order or view.state.get("_beyond")
+        if early and isinstance(view._index_sampler, Indices):
             view._index_sampler.ahead = sys.maxsize  # the oldest may come at any time
         super().__init__(view)
 
@@ -185,10 +186,10 @@ class PlacedWorkers(Placed):
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)  # type: ignore[misc]
         if not first_iter:
-            workers = self.progress.workers
+            workers, ended = self.progress.workers, self.progress.finished
             self._begin({}, None)
             if workers is not None:
-                self.progress.workers = [worker.in_next_epoch() for worker in workers]
+                self.progress.workers = [worker.in_next_epoch(ended) for worker in workers]
 
     def _next_data(self) -> Any:
         try:

@@ -18,9 +18,11 @@ class Worker(NamedTuple):
     samples: int = 0  # delivered since
     new_epoch: bool = False  # an epoch began since the states, and the samples are of that
     draws: dict[str, Any] | None = None  # the random states that the epoch began with
+    left: bool = False  # the epoch of the states was left before its end
 
-    def in_next_epoch(self) -> Worker:
-        return Worker(self.states, 0, self.states is not None)
+    def in_next_epoch(self, ended: bool) -> Worker:
+        has_states = self.states is not None
+        return Worker(self.states, 0, has_states, None, has_states and not ended)
 
 
 def worker_of(record: dict[str, Any]) -> Worker:
@@ -31,6 +33,7 @@ def worker_of(record: dict[str, Any]) -> Worker:
         record.get("samples", 0),
         record.get("new_epoch", False),
         record.get("draws"),
+        record.get("left", False),
     )
 
 
@@ -130,7 +133,7 @@ class Progress:
             state["_num_workers"] = self.num_workers
             state["_last_worker"] = self.last_worker
             if self.finished:
-                workers = tuple(worker.in_next_epoch() for worker in workers)
+                workers = tuple(worker.in_next_epoch(True) for worker in workers)
             if not self.finished or (self.keeps_workers and any(w.states for w in workers)):
                 state["_workers"] = [_record_of(worker) for worker in workers]
         return state

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from .draws import repeating
+from .draws import generator_of, repeating
 
 __all__ = [
     "Pace",
@@ -142,8 +142,12 @@ def begin(obj: Any, states: dict[str, Any] | None) -> Any | None:
     if states["ended"] is not False and states["object"] is not None:
         # `obj` may take it for the begin of its next epoch, or for a place after the last item,
         # and then the next `iter` would have none. Another one has none now.
+        own = generator_of(obj)
+        of_own = None if own is None else own.get_state()
         with repeating({}, None):
             reads_on = [*islice(items_of(iter(obj)), 1)]
+        if own is not None and of_own is not None:
+            own.set_state(of_own)
         if reads_on:
             _load(obj, states["object"])
         return None if states["ended"] else iter(obj)

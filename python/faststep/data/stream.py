@@ -119,7 +119,8 @@ class Source:
         self._draws.update({key: dict(noted) for key, noted in record.get("draws", {}).items()})
         samples = self._begin(record.get("states"))
         if record.get("new_epoch", False):
-            deque(samples, maxlen=0)  # it may only begin anew when it came to its end
+            if not record.get("left", False):
+                deque(samples, maxlen=0)  # it may only begin anew when it came to its end
             self._ended = False
             self._draws = {"iter": {}, "first": {}}
             samples = self._begin(None)

@@ -42,6 +42,7 @@ class Stating:
     def __init__(self, collate_fn: Any, dataset: Any) -> None:
         self._collate_fn = collate_fn
         self._dataset = dataset
+        self._has_sent = False
 
     def __call__(self, samples: Any) -> Any:
         return self.stated(self._collate_fn(samples))
@@ -54,8 +55,10 @@ class Stating:
             return Stated(batch, None, pickle.dumps(draws)) if draws else batch
         if source is None:  # each time: indices cannot be read again
             return Stated(batch, snapshot(self._states_of_map), None)
-        if not source.pace.is_due():
+        is_due = source.pace.is_due()  # counts
+        if not is_due and self._has_sent:
             return batch
+        self._has_sent = True  # a first one in any case: without, epochs could not be told apart
         return Stated(batch, source.pace.take(source.states), None)
 
     def _states_of_map(self) -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import copy
+import importlib
 import inspect
 import os
 import queue
+import sys
 import threading
 import traceback
 import weakref
@@ -61,6 +63,8 @@ class ThreadIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
     def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
         self._process = os.getpid()
         self._lending = lending_collate(loader)
+        if "numpy" in sys.modules:
+            importlib.import_module("numpy.random")  # which threads would do at the same time
         threads = torch.get_num_threads()
         try:
             super().__init__(LoaderView(loader, state, context=_Context))

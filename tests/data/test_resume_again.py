@@ -1,0 +1,147 @@
+"""Samplers and streams that are hard to take up again: draws in two steps, epochs that are left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, Sampler
+
+from faststep.data import DataLoader
+
+
+def lists(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+class TwoDraws(Sampler[int]):
+    """Draws in `__iter__`, and again for its first index."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Iterator[int]:
+        return self.shuffled(torch.randperm(20).tolist())
+
+    def shuffled(self, order: list[int]) -> Iterator[int]:
+        for i in torch.randperm(20).tolist():
+            yield order[i]
+
+
+def test_a_sampler_that_draws_twice() -> None:
+    loader = DataLoader(range(20), 4, sampler=TwoDraws())
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state, numbers = loader.state_dict(), torch.get_rng_state()
+    rest = lists(iterator)
+    torch.manual_seed(99)
+    torch.set_rng_state(numbers)
+    other = DataLoader(range(20), 4, sampler=TwoDraws())
+    other.load_state_dict(state)
+    assert lists(other) == rest
+
+
+class OwnDraws(Sampler[int]):
+    """Keeps its place, but not its generator."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator, self.place = generator, 0
+
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(8, generator=self.generator).tolist()
+        start, self.place = self.place, 0
+        for place in range(start, 8):
+            self.place = place + 1
+            yield order[place]
+        self.place = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place = state["place"]
+
+
+def test_the_next_epoch_of_a_sampler_with_a_generator() -> None:
+    loader = DataLoader(range(8), 4, sampler=OwnDraws(torch.Generator().manual_seed(1)))
+    list(loader)
+    state = loader.state_dict()
+    following = lists(loader)
+    other = DataLoader(range(8), 4, sampler=OwnDraws(torch.Generator()))
+    other.load_state_dict(state)
+    assert lists(other) == following
+
+
+class Endless(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            self.number += 1
+            yield self.number
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def test_an_endless_epoch_that_was_left_is_not_read_to_its_end() -> None:
+    options: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "timeout": 60}
+    loader = DataLoader(Endless(), 2, **options)
+    for _, _ in zip(range(3), loader, strict=False):
+        pass
+    for _ in loader:
+        state = loader.state_dict()
+        break
+    other = DataLoader(Endless(), 2, **options)
+    other.load_state_dict(state)
+    assert len(next(iter(other))) == 2
+
+
+class Counting(IterableDataset[int]):
+    """Another epoch, other numbers."""
+
+    def __init__(self) -> None:
+        self.place = self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < 6:
+            self.place += 1
+            yield 1000 * self.epoch + self.place
+        self.place, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self.epoch = state["place"], state["epoch"]
+
+
+@pytest.mark.parametrize("batches", [0, 1])
+def test_states_that_are_taken_rarely_know_the_epoch(batches: int) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True}
+    loader = DataLoader(Counting(), 2, snapshot_every_n_steps=5, **options)
+    list(loader)
+    if batches:
+        iterator = iter(loader)
+        next(iterator)
+        state = loader.state_dict()
+        rest = lists(iterator)
+    else:
+        state = loader.state_dict()
+        rest = lists(loader)
+    other = DataLoader(Counting(), 2, snapshot_every_n_steps=5, **options)
+    other.load_state_dict(state)
+    assert lists(other) == rest
+    assert rest[-1] == [1005, 1006]
