@@ -2,6 +2,7 @@
 #include "base/dtype.h"
 #include "cpu/image.h"
 #include "cpu/image_scratch.h"
+#include "cpu/isa.h"
 #include "rules/image.h"
 
 #include "cpu/image_loops.h"
@@ -206,12 +207,8 @@ static void write_row(const worker *w, int32_t y)
                    stride[FST_IMAGE_COLUMN]);
 }
 
-#define NAME_OF(isa) fst_image_rows_##isa
-#define NAME(isa) NAME_OF(isa)
-
-void NAME(FST_ISA)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);
-
-void NAME(FST_ISA)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch)
+void FST_OF_ISA(fst_image_rows)(const fst_image_batch *batch, int64_t begin, int64_t end,
+                                void *scratch)
 {
     const fst_image_sample *samples = (const fst_image_sample *)(uintptr_t)batch->samples;
     worker w = {.batch = batch, .scratch = fst_image_scratch_of(batch, scratch)};
@@ -229,12 +226,7 @@ void NAME(FST_ISA)(const fst_image_batch *batch, int64_t begin, int64_t end, voi
     }
 }
 
-#define SPLIT_OF(isa) fst_image_split_##isa
-#define SPLIT(isa) SPLIT_OF(isa)
-
-void SPLIT(FST_ISA)(size_t count, uint8_t *planes, const uint8_t *pixels);
-
-void SPLIT(FST_ISA)(size_t count, uint8_t *planes, const uint8_t *pixels)
+void FST_OF_ISA(fst_image_split)(size_t count, uint8_t *planes, const uint8_t *pixels)
 {
     split_rgb(count, planes, planes + count, planes + 2 * count, pixels);
 }

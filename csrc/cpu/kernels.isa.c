@@ -1,6 +1,7 @@
 /* Compiled once per instruction set (-DFST_ISA=avx2 -mavx2 and so on): one source without
  * intrinsics, and the compiler vectorises. Every loop named fst_loop_* must hold packed
  * instructions; a test looks. */
+#include "cpu/isa.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
 #include "cpu/strided.h"
@@ -96,21 +97,8 @@ static void accumulate(const fst_operand *op, int64_t begin, size_t count, doubl
 
 #define NAME_OF(isa) #isa
 #define NAME(isa) NAME_OF(isa)
-#define TABLE_OF(isa) fst_cpu_kernels_##isa
-#define TABLE(isa) TABLE_OF(isa)
-#define IMAGE_OF(isa) fst_image_rows_##isa
-#define IMAGE(isa) IMAGE_OF(isa)
-#define SPLIT_OF(isa) fst_image_split_##isa
-#define SPLIT(isa) SPLIT_OF(isa)
-#define WIDEN_OF(isa) fst_widen_loops_##isa
-#define WIDEN(isa) WIDEN_OF(isa)
 
-/* Of image.isa.c and widen.isa.c. */
-void IMAGE(FST_ISA)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);
-void SPLIT(FST_ISA)(size_t count, uint8_t *planes, const uint8_t *pixels);
-extern const fst_widen_loops WIDEN(FST_ISA);
-
-const fst_cpu_kernels TABLE(FST_ISA) = {
+const fst_cpu_kernels FST_OF_ISA(fst_cpu_kernels) = {
     .name = NAME(FST_ISA),
     .update = update,
     .reduce = reduce,
@@ -120,7 +108,7 @@ const fst_cpu_kernels TABLE(FST_ISA) = {
     .scale = scale,
     .clamp = clamp,
     .accumulate = accumulate,
-    .image = IMAGE(FST_ISA),
-    .split = SPLIT(FST_ISA),
-    .widen = &WIDEN(FST_ISA),
+    .image = FST_OF_ISA(fst_image_rows),
+    .split = FST_OF_ISA(fst_image_split),
+    .widen = &FST_OF_ISA(fst_widen_loops),
 };

@@ -1,5 +1,5 @@
 /* Rows of integers, compiled once per instruction set as kernels.isa.c is. */
-#include "base/widen.h"
+#include "cpu/isa.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -18,12 +18,7 @@ WIDEN(fst_loop_u16_to_i32, uint16_t, int32_t)
 WIDEN(fst_loop_u16_to_i64, uint16_t, int64_t)
 WIDEN(fst_loop_u32_to_i64, uint32_t, int64_t)
 
-#define LOOPS_OF(isa) fst_widen_loops_##isa
-#define LOOPS(isa) LOOPS_OF(isa)
-
-extern const fst_widen_loops LOOPS(FST_ISA);
-
-const fst_widen_loops LOOPS(FST_ISA) = {
+const fst_widen_loops FST_OF_ISA(fst_widen_loops) = {
     .u16_to_i32 = fst_loop_u16_to_i32,
     .u16_to_i64 = fst_loop_u16_to_i64,
     .u32_to_i64 = fst_loop_u32_to_i64,

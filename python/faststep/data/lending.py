@@ -22,9 +22,11 @@ from .workers.parcel import tensor_over, why_not_plain
 __all__ = [
     "Lender",
     "LendingCollate",
+    "LendingIterator",
     "LentRows",
     "Samples",
     "copy_image",
+    "lending_by",
     "lending_collate",
     "new_rows",
 ]
@@ -184,6 +186,28 @@ class LendingCollate:
     def for_thread(self) -> LendingCollate:
         """Another one, of the same memory, for another thread."""
         return LendingCollate(self._take)
+
+
+def lending_by(lender: Lender | None) -> contextlib.AbstractContextManager[None]:
+    """`lender.lending()`, or nothing where there is none."""
+    return contextlib.nullcontext() if lender is None else lender.lending()
+
+
+class LendingIterator:
+    """Before one of torch's iterators that collate in this process: collates what was lent.
+
+    `_lending` is set first, to what `lending_collate` gives for the loader.
+    """
+
+    _lending: LendingCollate | None
+
+    @property
+    def _collate_fn(self) -> Any:
+        return self._collate
+
+    @_collate_fn.setter
+    def _collate_fn(self, collate_fn: Any) -> None:
+        self._collate = self._lending or collate_fn
 
 
 def lending_collate(loader: Any) -> LendingCollate | None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import pickle
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 from faststep._torch import MultiProcessingDataLoaderIter, SingleProcessDataLoaderIter
 
 from .asked import AskedOrder
 from .indices import Indices
-from .lending import lending_collate
+from .lending import LendingIterator, lending_by, lending_collate
 from .orders import epoch_of
 from .progress import Progress, Worker, worker_of
 from .stateful import is_stateful, snapshot, states_of
@@ -68,7 +68,7 @@ class Placed(Metered):
         self._num_yielded = progress.count
 
 
-class SingleIterator(Placed, SingleProcessDataLoaderIter):
+class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
     """torch's iterator without workers; datasets that make whole batches get memory for them.
 
     Args:
@@ -81,14 +81,6 @@ class SingleIterator(Placed, SingleProcessDataLoaderIter):
         view = LoaderView(loader, state)
         view.load_into_dataset()
         super().__init__(view)
-
-    @property
-    def _collate_fn(self) -> Any:
-        return self._collate
-
-    @_collate_fn.setter
-    def _collate_fn(self, collate_fn: Any) -> None:
-        self._collate = self._lending or collate_fn
 
     def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
         super()._begin(state, records)
@@ -103,9 +95,8 @@ class SingleIterator(Placed, SingleProcessDataLoaderIter):
 
     def _next_data(self) -> Any:
         progress = self.progress
-        lender = nullcontext() if self._lending is None else self._lending.lender.lending()
         try:
-            with lender:
+            with lending_by(None if self._lending is None else self._lending.lender):
                 return super()._next_data()  # type: ignore[no-untyped-call]
         except StopIteration:
             progress.finished = True
@@ -174,6 +165,8 @@ class PlacedWorkers(Placed):
         early = not view.in_order or view.state.get("_beyond")
         if early and isinstance(view._index_sampler, Indices):
             view._index_sampler.ahead = sys.maxsize  # the oldest may come at any time
+        if "numpy" in sys.modules:  # what each worker would do: threads of them at the same time
+            importlib.import_module("numpy.random")
         super().__init__(view)
 
     def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:

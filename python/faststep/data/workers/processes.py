@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import os
-import sys
 import traceback
 from typing import Any
 
@@ -39,8 +37,6 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         self._locks = False  # then batches need not be copied to be page-locked
         if device is not None and device.type == "cuda":
             self._locks = self._arena.prepare_locks(copier_of(device).streams.device.index)
-        if "numpy" in sys.modules:
-            importlib.import_module("numpy.random")  # which torch does in each worker by itself
         super().__init__(LoaderView(loader, state, has_processes=True))
 
     @property

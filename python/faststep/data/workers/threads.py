@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
-import importlib
 import inspect
 import os
 import queue
-import sys
 import threading
 import traceback
 import weakref
@@ -30,7 +27,7 @@ from faststep._torch import (
     worker_info_of_thread,
 )
 
-from ..lending import Lender, LendingCollate, lending_collate
+from ..lending import Lender, LendingCollate, LendingIterator, lending_by, lending_collate
 from ..placed import PlacedWorkers
 from ..stream import Source
 from ..view import LoaderView
@@ -47,7 +44,7 @@ def _end_threads() -> None:
         iterator.close()
 
 
-class ThreadIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
+class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIter):
     """torch's, unchanged but for who fetches: its order, draws, errors and time-outs stay.
 
     The threads share the dataset; an iterable one is copied (`copy.copy`) for each of them. Nothing
@@ -63,22 +60,12 @@ class ThreadIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
     def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
         self._process = os.getpid()
         self._lending = lending_collate(loader)
-        if "numpy" in sys.modules:
-            importlib.import_module("numpy.random")  # which threads would do at the same time
         threads = torch.get_num_threads()
         try:
             super().__init__(LoaderView(loader, state, context=_Context))
         finally:
             torch.set_num_threads(threads)  # a worker set it for itself, and for threads to come
         _living.add(self)
-
-    @property
-    def _collate_fn(self) -> Any:
-        return self._collate
-
-    @_collate_fn.setter
-    def _collate_fn(self, collate_fn: Any) -> None:
-        self._collate = self._lending or collate_fn
 
     def _next_data(self) -> Any:
         if self._process != os.getpid():
@@ -226,7 +213,7 @@ class _Loop:
         if self._failure is not None:
             return self._failure
         try:
-            with contextlib.nullcontext() if self._lender is None else self._lender.lending():
+            with lending_by(self._lender):
                 batch = self._fetcher.fetch(indices)
             return batch if self._stating is None else self._stating.stated(batch)
         except Exception as error:

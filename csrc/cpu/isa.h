@@ -1,0 +1,19 @@
+/* isa.h - what the files that are compiled once per instruction set, FST_ISA, have of each other.
+ */
+#ifndef FST_CPU_ISA_H
+#define FST_CPU_ISA_H
+
+#include "base/image.h"
+#include "base/widen.h"
+
+#define FST_JOIN(name, isa) name##_##isa
+#define FST_JOIN_VALUES(name, isa) FST_JOIN(name, isa)
+#define FST_OF_ISA(name) FST_JOIN_VALUES(name, FST_ISA)
+
+/* As in fst_cpu_kernels (kernels.h). */
+void FST_OF_ISA(fst_image_rows)(const fst_image_batch *batch, int64_t begin, int64_t end,
+                                void *scratch);
+void FST_OF_ISA(fst_image_split)(size_t count, uint8_t *planes, const uint8_t *pixels);
+extern const fst_widen_loops FST_OF_ISA(fst_widen_loops);
+
+#endif
