@@ -1,5 +1,5 @@
 /* Several threads use devices for the first time at the same moment, and step with tables of their
- * own. Runs under ThreadSanitizer. */
+ * own; meanwhile tensors come and go. Runs under ThreadSanitizer. */
 #include <pthread.h>
 
 #include "common.h"
@@ -22,7 +22,8 @@ static void *run_worker(void *argument)
     worker *mine = argument;
     const fst_device_span span = {.value = 1.0};
     const fst_device_group group = {.hyper = {0.1}};
-    const fst_gpu_rules rules = {&span, &group, 1, 1};
+    const fst_gpu_rules rules = {
+        .spans = &span, .groups = &group, .span_count = 1, .group_count = 1};
     const fst_begin_launch begin = {.measure = 1};
     const fst_update_launch update = {0};
     fst_plan plan;
@@ -30,6 +31,7 @@ static void *run_worker(void *argument)
     pthread_barrier_wait(mine->start);
     fst_gpu_tables *tables = fst_gpu_tables_new(mine->device, &mine->status);
     for (int i = 0; tables && !mine->status.code && i < STEPS; i++) {
+        void *tensor = fake_cuda_malloc(mine->device, 64);
         fst_plan_begin(&plan);
         fst_operand *op = fst_plan_add(&plan, 100, 0, &mine->status);
         op[FST_OP_PARAM] = (fst_operand){memory, NULL, FST_F32};
@@ -39,6 +41,7 @@ static void *run_worker(void *argument)
         if (!fst_gpu_tables_set(tables, &work, &rules, NULL, &mine->status) &&
             !fst_gpu_begin(tables, &begin, &mine->status))
             fst_gpu_update(tables, &update, &mine->status);
+        fake_cuda_free(tensor);
     }
     fst_gpu_tables_free(tables);
     fst_plan_free(&plan);

@@ -22,20 +22,25 @@ static struct {
 
 fake_settings fake = {.devices = 2, .capability = 90, .version = 13000};
 
-int fake_enter(int entry)
+void fake_lock(void)
 {
     pthread_mutex_lock(&lock);
+}
+
+void fake_unlock(void)
+{
+    pthread_mutex_unlock(&lock);
+}
+
+int fake_enter(int entry)
+{
+    fake_lock();
     calls[entry]++;
     if (failures[entry].at != -1 && failures[entry].at != calls[entry])
         return FAKE_OK;
     if (failures[entry].at > 0)
         failures[entry].at = 0;
     return failures[entry].code;
-}
-
-void fake_leave(void)
-{
-    pthread_mutex_unlock(&lock);
 }
 
 static int entry_of(const char *call)
@@ -50,8 +55,10 @@ static int entry_of(const char *call)
 void fake_cuda_fail(const char *call, long nth, int code)
 {
     const int entry = entry_of(call);
+    fake_lock();
     failures[entry].at = nth > 0 ? calls[entry] + nth : nth;
     failures[entry].code = code;
+    fake_unlock();
 }
 
 /* From the environment, for programs that do not know that the driver is not the real one. */
@@ -68,9 +75,13 @@ __attribute__((constructor)) static void start(void)
 long fake_cuda_calls(const char *call)
 {
     long sum = 0;
+    fake_lock();
     for (int i = 0; !call && i < FAKE_ENTRIES; i++)
         sum += calls[i];
-    return call ? calls[entry_of(call)] : sum;
+    if (call)
+        sum = calls[entry_of(call)];
+    fake_unlock();
+    return sum;
 }
 
 const char *fake_cuda_entry(size_t index)

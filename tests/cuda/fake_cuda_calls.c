@@ -30,7 +30,7 @@ static function functions[FAKE_MAX_DEVICES][32];
         (void)device;                                     \
         if (!result)                                      \
             __VA_ARGS__                                   \
-        fake_leave();                                     \
+        fake_unlock();                                    \
         return result;                                    \
     }
 

@@ -1,4 +1,6 @@
-/* fake_cuda_inside.h - what the files of the fake library share. All of it under one lock. */
+/* fake_cuda_inside.h - what the files of the fake library share. All of it is under one lock, which
+ * each function of fake_cuda.h takes that reads or changes what entry points change: threads of a
+ * test may be in the driver while another asks. */
 #ifndef FAKE_CUDA_INSIDE_H
 #define FAKE_CUDA_INSIDE_H
 
@@ -111,8 +113,9 @@ struct fake_event {
 
 /* fake_cuda.c */
 extern fake_settings fake;
+void fake_lock(void); /* by a thread that has it, too */
+void fake_unlock(void);
 int fake_enter(int entry); /* takes the lock; what the call returns if it is to fail */
-void fake_leave(void);
 
 /* fake_cuda_calls.c */
 extern fake_event *fake_events; /* that live */

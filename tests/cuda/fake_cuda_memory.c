@@ -36,9 +36,11 @@ void fake_complain(const char *format, ...)
 const char *fake_cuda_complaint(void)
 {
     static char last[sizeof complaint];
+    fake_lock();
     fake_check_guards();
     memcpy(last, complaint, sizeof last);
     complaint[0] = 0;
+    fake_unlock();
     return last[0] ? last : NULL;
 }
 
@@ -138,7 +140,10 @@ int fake_inside(int device, uint64_t address, size_t size)
 
 int fake_cuda_is_pinned(uint64_t address, size_t size)
 {
-    return fake_inside(-1, address, size);
+    fake_lock();
+    const int pinned = fake_inside(-1, address, size);
+    fake_unlock();
+    return pinned;
 }
 
 int fake_cuda_holds(uint64_t address, size_t size)
@@ -152,17 +157,23 @@ int fake_cuda_holds(uint64_t address, size_t size)
 
 void *fake_cuda_malloc(int device, size_t size)
 {
-    return fake_allocate(device, size);
+    fake_lock();
+    void *memory = fake_allocate(device, size);
+    fake_unlock();
+    return memory;
 }
 
 void fake_cuda_free(void *memory)
 {
+    fake_lock();
     fake_release(memory, 0);
+    fake_unlock();
 }
 
 fake_cuda_living fake_cuda_alive(void)
 {
     fake_cuda_living count = {0};
+    fake_lock();
     for (const fake_event *e = fake_events; e; e = e->next)
         count.events++;
     for (const allocation *a = living; a; a = a->next) {
@@ -171,5 +182,6 @@ fake_cuda_living fake_cuda_alive(void)
     }
     for (size_t i = 0; i < REGISTERED; i++)
         count.registered += registered[i].size != 0;
+    fake_unlock();
     return count;
 }

@@ -18,7 +18,9 @@ int fake_running(void)
 
 void fake_cuda_lag(size_t operations)
 {
+    fake_lock();
     lag = operations;
+    fake_unlock();
 }
 
 static fake_stream *new_stream(int device)
@@ -34,16 +36,20 @@ static fake_stream *new_stream(int device)
 
 void *fake_cuda_stream(int device)
 {
+    fake_lock();
     fake_stream *stream = new_stream(device);
     stream->thread = 1;
+    fake_unlock();
     return stream;
 }
 
 void fake_cuda_close_stream(void *stream)
 {
     fake_stream *closed = stream;
+    fake_lock();
     fake_run_until(closed, closed->submitted);
     closed->closed = 1;
+    fake_unlock();
 }
 
 /* NULL is a device's own stream; 2 is one of each thread and device. */
@@ -139,8 +145,10 @@ void fake_submit(fake_stream *stream, fake_op op)
 
 void fake_cuda_synchronize(void)
 {
+    fake_lock();
     for (fake_stream *s = streams; s; s = s->next)
         fake_run_until(s, s->submitted);
+    fake_unlock();
 }
 
 typedef struct {
@@ -164,7 +172,9 @@ void fake_cuda_read(void *stream, void *to, const void *from, size_t size)
     static const fake_cuda_kernel reader = {
         .name = "reader", .args_size = sizeof(reading), .run = run_reading};
     reading args = {to, from, size};
+    fake_lock();
     fake_submit(stream, (fake_op){.kind = FAKE_LAUNCH, .kernel = &reader, .args = &args});
+    fake_unlock();
 }
 
 int fake_capturing(void)
@@ -178,22 +188,29 @@ int fake_capturing(void)
 void fake_cuda_begin_capture(void *stream)
 {
     fake_stream *captured = stream;
+    fake_lock();
     captured->capture = ++captures;
     captured->graph = NULL;
     captured->graph_last = &captured->graph;
+    fake_unlock();
 }
 
 void *fake_cuda_end_capture(void *stream)
 {
     fake_stream *captured = stream;
+    fake_lock();
     captured->capture = 0;
-    return captured->graph;
+    void *graph = captured->graph;
+    fake_unlock();
+    return graph;
 }
 
 void fake_cuda_replay(void *graph, void *stream)
 {
+    fake_lock();
     for (const fake_op *op = graph; op; op = op->next)
         fake_submit(stream, *op);
+    fake_unlock();
 }
 
 void fake_cuda_free_graph(void *graph)
