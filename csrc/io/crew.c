@@ -18,7 +18,8 @@ typedef struct batch {
     struct batch *next;
     uint64_t number;
     size_t rows, taken, done; /* all rows; those some thread works or worked on; those filled */
-    int late;                 /* its memory is found when it is waited for */
+    int left;                 /* to the one who waits: the threads do not begin with it */
+    int placed;               /* has memory: that is found when its first rows are copied */
     fst_place *places;
     char **outputs;
     fst_slot *slots[]; /* one per field */
@@ -36,7 +37,7 @@ struct fst_crew {
     pthread_mutex_t lock; /* for what follows */
     pthread_cond_t work, finished;
     batch *oldest, *newest;
-    batch *open; /* the oldest with rows that nobody has taken */
+    batch *open; /* the oldest for the threads with rows that nobody has taken */
     size_t queued;
     uint64_t added;
     int closing;
@@ -90,11 +91,37 @@ static int64_t now_ns(void)
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-static batch *with_memory(batch *b)
+static batch *for_threads(batch *b)
 {
-    while (b && b->late)
+    while (b && b->left)
         b = b->next;
     return b;
+}
+
+static void give_slots_back(const fst_table *table, batch *b)
+{
+    for (size_t f = 0; f < table->field_count; f++) {
+        if (b->slots[f])
+            fst_slot_give_back(b->slots[f]);
+        b->slots[f] = NULL;
+    }
+}
+
+/* Finds memory for a batch, with the lock held: when its first rows are copied, so that a consumer
+ * who waits gets the slots of the last two or three batches again and again, not one more for each
+ * batch that is asked for ahead. */
+static fst_code place(const fst_crew *crew, batch *b, fst_status *status)
+{
+    for (size_t f = 0; f < crew->table->field_count; f++) {
+        const size_t row = fst_field_row_bytes(&crew->table->fields[f]);
+        if (!(b->slots[f] = fst_slots_take(crew->pool, b->rows * row, status))) {
+            give_slots_back(crew->table, b);
+            return status->code;
+        }
+        b->outputs[f] = b->slots[f]->data;
+    }
+    b->placed = 1;
+    return FST_OK;
 }
 
 /* Fills the next rows of a batch; the lock is held before and after, but not meanwhile. */
@@ -104,7 +131,7 @@ static void fill_piece(fst_crew *crew, batch *b)
     const size_t end = begin + (left < crew->piece ? left : crew->piece);
     b->taken = end;
     if (end == b->rows && crew->open == b)
-        crew->open = with_memory(b->next);
+        crew->open = for_threads(b->next);
     pthread_mutex_unlock(&crew->lock);
     const int64_t start = crew->may_wait ? now_ns() : 0;
     fst_table_copy(crew->table, b->places, begin, end, b->outputs,
@@ -118,13 +145,25 @@ static void fill_piece(fst_crew *crew, batch *b)
         pthread_cond_broadcast(&crew->finished);
 }
 
+/* A piece of the oldest batch for the threads. If there is no memory the one who waits will see. */
+static void help(fst_crew *crew)
+{
+    batch *b = crew->open;
+    fst_status status = {0};
+    b->left = !b->placed && place(crew, b, &status);
+    if (b->left)
+        crew->open = for_threads(b);
+    else
+        fill_piece(crew, b);
+}
+
 static void *work(void *argument)
 {
     fst_crew *crew = argument;
     pthread_mutex_lock(&crew->lock);
     while (!crew->closing)
         if (crew->open)
-            fill_piece(crew, crew->open);
+            help(crew);
         else
             pthread_cond_wait(&crew->work, &crew->lock);
     pthread_mutex_unlock(&crew->lock);
@@ -148,15 +187,6 @@ static void start_threads(fst_crew *crew)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
-static void give_slots_back(const fst_table *table, batch *b)
-{
-    for (size_t f = 0; f < table->field_count; f++) {
-        if (b->slots[f])
-            fst_slot_give_back(b->slots[f]);
-        b->slots[f] = NULL;
-    }
-}
-
 static void free_batch(const fst_table *table, batch *b)
 {
     give_slots_back(table, b);
@@ -165,7 +195,7 @@ static void free_batch(const fst_table *table, batch *b)
     free(b);
 }
 
-/* A batch with memory for its samples. */
+/* A batch with memory for the places of its samples. */
 static batch *new_batch(const fst_crew *crew, size_t rows, fst_status *status)
 {
     const fst_table *table = crew->table;
@@ -179,24 +209,6 @@ static batch *new_batch(const fst_crew *crew, size_t rows, fst_status *status)
     }
     b->rows = rows;
     return b;
-}
-
-static fst_code find_memory(const fst_crew *crew, batch *b, char *const *outputs,
-                            fst_status *status)
-{
-    for (size_t f = 0; f < crew->table->field_count; f++) {
-        const size_t row = fst_field_row_bytes(&crew->table->fields[f]);
-        if (outputs) {
-            b->outputs[f] = outputs[f];
-            continue;
-        }
-        if (!(b->slots[f] = fst_slots_take(crew->pool, b->rows * row, status))) {
-            give_slots_back(crew->table, b);
-            return status->code;
-        }
-        b->outputs[f] = b->slots[f]->data;
-    }
-    return FST_OK;
 }
 
 /* Whether the threads fill a batch ahead; if not it is filled when it is waited for. */
@@ -221,7 +233,7 @@ static void enqueue(fst_crew *crew, batch *b, int wake)
     *(crew->newest ? &crew->newest->next : &crew->oldest) = b;
     crew->newest = b;
     if (!crew->open)
-        crew->open = with_memory(b);
+        crew->open = for_threads(b);
     crew->queued++;
     if (wake)
         pthread_cond_broadcast(&crew->work);
@@ -241,11 +253,14 @@ fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, char
     for (size_t i = 0; known && i < count; i++)
         known = !fst_table_find(crew->table, indices[i], &b->places[i]);
     const int wake = known && is_for_threads(crew, count);
-    b->late = !wake && !outputs;
-    if (!known || (!b->late && find_memory(crew, b, outputs, status))) {
+    if (!known) {
         free_batch(crew->table, b);
         return status->code;
     }
+    b->left = !wake;
+    for (size_t f = 0; outputs && f < crew->table->field_count; f++)
+        b->outputs[f] = outputs[f];
+    b->placed = outputs != NULL;
     *number = b->number = ++crew->added;
     enqueue(crew, b, wake);
     return FST_OK;
@@ -262,18 +277,6 @@ static int is_past(const struct timespec *time)
     return now_ns() >= (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
 }
 
-/* The memory that was given back last, which may still be in the cache. */
-static fst_code find_late_memory(fst_crew *crew, batch *b, fst_status *status)
-{
-    if (!b->late)
-        return FST_OK;
-    const fst_code code = find_memory(crew, b, NULL, status);
-    pthread_mutex_lock(&crew->lock);
-    b->late = code != FST_OK;
-    pthread_mutex_unlock(&crew->lock);
-    return code;
-}
-
 fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *status)
 {
     *done = 0;
@@ -283,10 +286,8 @@ fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *
     batch *b = crew->oldest; /* as fst_crew_queued */
     if (!b)
         return fst_fail(status, FST_BAD_VALUE, "no batch was asked for");
-    if (find_late_memory(crew, b, status))
-        return status->code;
     pthread_mutex_lock(&crew->lock);
-    while (b->done < b->rows) {
+    while (b->done < b->rows && (b->placed || !place(crew, b, status))) {
         if (b->taken < b->rows)
             fill_piece(crew, b);
         else
@@ -296,7 +297,7 @@ fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *
     }
     *done = b->done == b->rows;
     pthread_mutex_unlock(&crew->lock);
-    return FST_OK;
+    return status->code;
 }
 
 size_t fst_crew_take(fst_crew *crew, fst_slot **slots)

@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "io/stream.h"
+#include "base/stream.h"
 
 /* Rows whose beginning is asked for before they are copied; and of how much of the next one. */
 enum { AHEAD = 8, NEXT_BYTES = 4096 };

@@ -8,15 +8,7 @@
 #include "io/slots.h"
 #include "io/table.h"
 
-/* The sanitizers' malloc must fail as others do, where a test asks for too much. */
-#define OPTIONS_OF(sanitizer)                                                                 \
-    __attribute__((visibility("default"))) const char *__##sanitizer##_default_options(void); \
-    const char *__##sanitizer##_default_options(void)                                         \
-    {                                                                                         \
-        return "allocator_may_return_null=1";                                                 \
-    }
-OPTIONS_OF(asan)
-OPTIONS_OF(tsan)
+MALLOC_MAY_FAIL
 
 /* Every number of a short range occurs once; both keys matter. */
 static void shuffles_are_permutations(void)

@@ -7,6 +7,8 @@
 #include "common.h"
 #include "io/crew.h"
 
+MALLOC_MAY_FAIL
+
 enum { ROWS = 4000, WIDTH = 300, FIELDS = 2 };
 
 static int32_t numbers[ROWS][WIDTH], labels[ROWS];
@@ -181,8 +183,65 @@ static void batches_go_where_the_caller_says(unsigned threads)
         if (slots[0])
             give_back(slots);
     }
-    CHECK_INT((int64_t)fst_slots_counted(pool).made, 2 * FIELDS);
+    const size_t made = fst_slots_counted(pool).made;
+    CHECK(made >= FIELDS && made <= 2 * FIELDS);
     fst_crew_free(crew);
+    fst_slots_close(pool);
+}
+
+/* Whoever waits for each batch and lets go of it gets the same memory, whatever is asked for ahead.
+ */
+static void memory_is_found_late(void)
+{
+    static request r;
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    fst_crew *crew = fst_crew_new(&table, pool, 0, 0, &status);
+    fst_slot *slots[FIELDS];
+    uint64_t number;
+    fst_slots_keep(pool, 8 * FIELDS);
+    for (r.count = 0; r.count < 1000; r.count++)
+        r.indices[r.count] = (int64_t)r.count;
+    for (int i = 0; i < 8; i++)
+        CHECK_INT(fst_crew_add(crew, r.indices, r.count, NULL, &number, &status), FST_OK);
+    CHECK_INT((int64_t)fst_slots_counted(pool).made, 0);
+    for (int i = 0; i < 8; i++) {
+        wait_for(crew);
+        fst_crew_take(crew, slots);
+        give_back(slots);
+    }
+    CHECK_INT((int64_t)fst_slots_counted(pool).made, FIELDS);
+    fst_crew_free(crew);
+    fst_slots_close(pool);
+}
+
+/* Batches that no memory holds are errors when they are waited for, and others come as ever. */
+static void no_memory_is_told_to_the_one_who_waits(unsigned threads)
+{
+    static const int64_t zero = 0;
+    fst_field field = {.items = 1 << 20};
+    fst_column column = {(char *)numbers, 0};
+    fst_node one = {.kind = FST_ROWS, .length = 1, .columns = &column};
+    const fst_table huge = {&field, 1, &one, 1};
+    fst_status status = {0};
+    fst_slots *pool = fst_slots_new(&status);
+    fst_crew *crew = fst_crew_new(&huge, pool, threads, 0, &status);
+    fst_slot *slot;
+    uint64_t number;
+    int done;
+    CHECK_INT(fst_crew_add(crew, &zero, 1, NULL, &number, &status), FST_OK);
+    wait_for(crew);
+    CHECK_INT((int64_t)fst_crew_take(crew, &slot), 1);
+    fst_slot_give_back(slot);
+    field.items = (size_t)1 << 60;
+    CHECK_INT(fst_crew_add(crew, &zero, 1, NULL, &number, &status), FST_OK);
+    for (int again = 0; again < 2; again++) {
+        CHECK_INT(fst_crew_wait(crew, 1000, &done, &status), FST_NO_MEMORY);
+        CHECK(!done);
+        status.code = FST_OK;
+    }
+    fst_crew_free(crew);
+    CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
     fst_slots_close(pool);
 }
 
@@ -208,6 +267,8 @@ static void slow_rows_are_filled_ahead(int may_wait)
         uint64_t number;
         fst_slot *slot;
         CHECK_INT(fst_crew_add(crew, indices, 2, NULL, &number, &status), FST_OK);
+        for (int tries = 0; may_wait && i > 0 && !fst_slots_counted(pool).held && tries < 10000;)
+            tries += !usleep(1000);
         CHECK_INT((int64_t)fst_slots_counted(pool).held, may_wait && i > 0);
         wait_for(crew);
         CHECK_INT((int64_t)fst_crew_take(crew, &slot), 2);
@@ -291,6 +352,9 @@ int main(void)
     the_crew_ends_with_work_left(3);
     batches_go_where_the_caller_says(0);
     batches_go_where_the_caller_says(3);
+    memory_is_found_late();
+    no_memory_is_told_to_the_one_who_waits(0);
+    no_memory_is_told_to_the_one_who_waits(2);
     slow_rows_are_filled_ahead(0);
     slow_rows_are_filled_ahead(1);
     wrong_calls_are_refused();

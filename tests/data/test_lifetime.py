@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from faststep.data import DataLoader
+from faststep.data import ArrayDataset, DataLoader
 
 from .both import plain
 
@@ -183,6 +186,29 @@ def test_the_end_of_an_epoch_ends_the_threads() -> None:
     iterator = iter(wide())
     assert len(list(iterator)) == ROWS // BATCH
     assert data_threads() == 0
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "in_memory", "mapped"),
+    [(1, 0, 1, 1), (2, 0, 1, 2), (2, 2, 1, 2), (4, 2, 2, 2), (4, 9, 3, 4), (16, 0, 4, 4)],
+)
+def test_who_waits_has_a_core(
+    cores: int,
+    workers: int,
+    in_memory: int,
+    mapped: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Threads beyond the cores only take turns, unless they wait for a file."""
+    rows = np.zeros((ROWS, 100_000), np.float32)
+    np.save(tmp_path / "rows.npy", rows)
+    file = np.load(tmp_path / "rows.npy", mmap_mode="r")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    for array, threads in ((rows, in_memory), (file, mapped)):
+        for _ in DataLoader(ArrayDataset(array), BATCH, num_workers=workers):
+            assert data_threads() == threads
 
 
 def test_several_threads_may_share_an_iterator() -> None:

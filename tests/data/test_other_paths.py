@@ -75,3 +75,9 @@ def test_a_registered_collate_function_is_respected(monkeypatch: pytest.MonkeyPa
         default_collate_fn_map, torch.Tensor, lambda batch, *, collate_fn_map: "tensors"
     )
     assert next(iter(DataLoader(ArrayDataset(torch.ones(3))))) == "tensors"
+
+
+def test_each_field_is_named() -> None:
+    data = {"image": torch.zeros(8, 3, 2), "labels": [torch.zeros(8, dtype=torch.int64)]}
+    text = DataLoader(ArrayDataset(data)).explain()
+    assert "data['image'] (torch.float32, (3, 2)), data['labels'][0] (torch.int64, ())" in text

@@ -145,3 +145,108 @@ def test_states_that_are_taken_rarely_know_the_epoch(batches: int) -> None:
     other.load_state_dict(state)
     assert lists(other) == rest
     assert rest[-1] == [1005, 1006]
+
+
+class Failing(IterableDataset[int]):
+    """Some samples cannot be read; a generator is over after the first of them, an object not."""
+
+    def __init__(self, goes_on: bool = True) -> None:
+        self.goes_on = goes_on
+        self.number = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.next_number, None) if self.goes_on else self.numbers()
+
+    def next_number(self) -> int | None:
+        number, self.number = self.number, self.number + 1
+        if number in (7, 12, 13):
+            raise KeyError(number)
+        return number if number < 20 else None
+
+    def numbers(self) -> Iterator[int]:
+        yield from iter(self.next_number, None)
+
+
+class FailingWithState(Failing):
+    def state_dict(self) -> dict[str, int]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.number = state["number"]
+
+
+def outcomes(loader: DataLoader[Any], states: list[Any]) -> list[Any]:
+    """Batches and what was raised instead of some, and the state after each."""
+    iterator, got = iter(loader), []
+    while len(got) < 40:
+        try:
+            got.append(next(iterator).tolist())
+        except StopIteration:
+            return got
+        except KeyError:
+            got.append(KeyError)
+        states.append(loader.state_dict())
+    raise AssertionError(got)
+
+
+PATHS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "ahead on a device": {"device": "cpu", "prefetch_to_device": 2},
+    "processes": {"num_workers": 2},
+    "a thread": {"num_workers": 1, "worker_method": "thread"},
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("kind", "goes_on", "every"),
+    [(Failing, True, None), (Failing, False, None), (FailingWithState, True, 3)],
+)
+def test_a_stream_with_samples_that_cannot_be_read(
+    path: str, kind: type[Failing], goes_on: bool, every: int | None
+) -> None:
+    options = PATHS[path] | {"snapshot_every_n_steps": every}
+
+    def new() -> DataLoader[Any]:
+        return DataLoader(kind(goes_on), 3, **options)
+
+    states: list[Any] = []
+    want = outcomes(new(), states)
+    assert KeyError in want
+    assert (want.count(KeyError) > 2) == goes_on
+    for place, state in enumerate(states):
+        other, again = new(), []
+        other.load_state_dict(state)
+        assert outcomes(other, again) == want[place + 1 :]
+        if again:  # once more, from an epoch that was itself taken up
+            other = new()
+            other.load_state_dict(again[0])
+            assert outcomes(other, []) == want[place + 2 :]
+
+
+def samples_of(got: list[Any]) -> list[int]:
+    return [sample for batch in got if batch is not KeyError for sample in batch]
+
+
+def test_another_batch_size_after_a_sample_that_cannot_be_read() -> None:
+    states: list[Any] = []
+    outcomes(DataLoader(Failing(), 3), states)
+    loader, again = DataLoader(Failing(), 4), list[Any]()
+    loader.load_state_dict(states[2])  # [0, 1, 2], [3, 4, 5], and 6 is lost with 7
+    rest = [[8, 9, 10, 11], KeyError, KeyError, [14, 15, 16, 17], [18, 19]]
+    assert outcomes(loader, again) == rest
+    for place, state in enumerate(again):
+        loader = DataLoader(Failing(), 2)
+        loader.load_state_dict(state)
+        assert samples_of(outcomes(loader, [])) == samples_of(rest[place + 1 :])
+
+
+def test_a_new_error_while_samples_are_read_again_is_raised() -> None:
+    states: list[Any] = []
+    outcomes(DataLoader(Failing(), 3), states)
+    dataset = Failing()
+    loader = DataLoader(dataset, 3)
+    loader.load_state_dict(states[5])
+    dataset.next_number = lambda: 1 // 0  # type: ignore[method-assign,return-value]
+    with pytest.raises(ZeroDivisionError):
+        next(iter(loader))

@@ -307,7 +307,8 @@ def test_a_batch_that_its_worker_keeps() -> None:
 
 def test_pinned_batches_are_torchs() -> None:
     ours = DataLoader(Wide(4), 2, num_workers=1, pin_memory=True)
-    assert "torch's thread copies them into page-locked memory of its own" in ours.explain()
+    why = "as only of that it knows when a script's copies have passed; device= needs none"
+    assert f"copies them into page-locked memory of its own, {why}" in ours.explain()
 
 
 def test_two_iterators_at_once() -> None:

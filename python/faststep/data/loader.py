@@ -30,6 +30,11 @@ __all__ = ["DataLoader"]
 
 _T_co = TypeVar("_T_co", covariant=True)
 
+PINNED_BY_TORCH = (
+    "; torch's thread copies them into page-locked memory of its own, as only of that it knows "
+    "when a script's copies have passed; device= needs none"
+)
+
 
 class DataLoader(torch.utils.data.DataLoader[_T_co]):
     """torch.utils.data.DataLoader: the same arguments, batches, order and random draws.
@@ -37,9 +42,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     A dataset that lies in arrays (torch's TensorDataset, ArrayDataset, TokenDataset, and Subset and
     ConcatDataset of these) with torch's default collate function is read by threads without the
     GIL, ahead of the consumer, into memory that is used again; `num_workers` is then the number of
-    threads, and no process is started. Workers of any other dataset are torch's, but hand over
-    their batches in shared memory that is used again. `path` says which way it is, and `explain()`
-    why.
+    threads, as far as there are cores, and no process is started. Workers of any other dataset are
+    torch's, but hand over their batches in shared memory that is used again. `path` says which way
+    it is, and `explain()` why.
 
     `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
 
@@ -132,7 +137,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             more = states.explain(self) + self._explain_device()
             if self.num_workers:
                 if self.pin_memory and self._device is None:
-                    more += "; torch's thread copies them into page-locked memory of its own"
+                    more += PINNED_BY_TORCH
                 return f"{self._route().explain()}; not gathered from arrays, as {plan}{more}"
             return f"torch's own iterator loads the batches: {plan}{more}"
         order = order_of(self.batch_sampler)

@@ -8,7 +8,11 @@ import pickle
 import sys
 from typing import Any
 
-from faststep._torch import MultiProcessingDataLoaderIter, SingleProcessDataLoaderIter
+from faststep._torch import (
+    ExceptionWrapper,
+    MultiProcessingDataLoaderIter,
+    SingleProcessDataLoaderIter,
+)
 
 from .asked import AskedOrder
 from .indices import Indices
@@ -101,6 +105,10 @@ class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
         except StopIteration:
             progress.finished = True
             raise
+        except Exception:
+            if isinstance(progress.ask, _PlaceInStream):
+                progress.ask.failed.append(progress.delivered)
+            raise
         finally:
             if self._drawn is None:
                 progress.delivered += not progress.finished
@@ -124,19 +132,27 @@ class _PlaceInStream:
         self._begun = begun
         self._samples = samples
         self._newest: tuple[int, Worker] | None = None
+        self.failed: list[int] = []  # batches since it began in whose place an error came
 
     def __call__(self, batches: int, paced: bool) -> Worker:
         source = self._source
         if not batches and self._begun is not None:
             return self._begun  # what has to be read again was not read yet
         if not source.keeps_state():
-            before = 0 if self._begun is None else self._begun.samples
-            return Worker(None, before + self._samples * batches, False, source.draws())
+            begun = self._begun or Worker()
+            return self._later(begun._replace(draws=source.draws()), 0, batches)
         if self._newest is not None and paced and not source.pace.is_due():
             number, worker = self._newest
-            return worker._replace(samples=self._samples * (batches - number))
+            return self._later(worker, number, batches)
         self._newest = batches, Worker(source.pace.take(source.states))
         return self._newest[1]
+
+    def _later(self, worker: Worker, begin: int, end: int) -> Worker:
+        """A worker that was at batch `begin`, at another one."""
+        size, at = self._samples, worker.samples
+        failed = tuple((at + size * (n - begin), size) for n in self.failed if begin <= n < end)
+        samples = at + size * (end - begin)
+        return worker._replace(samples=samples, failed=worker.failed + failed)
 
 
 def _ask_map(dataset: Any, batches: int, paced: bool) -> Worker:
@@ -201,17 +217,17 @@ class PlacedWorkers(Placed):
         states, draws = None, None
         if isinstance(data, Stated):
             data, states, draws = data.batch, data.states, data.draws
-        self._count(worker, states, draws)
+        self._count(worker, states, draws, isinstance(data, ExceptionWrapper))
         return super()._process_data(data, worker)  # type: ignore[misc]
 
-    def _count(self, worker: int, states: bytes | None, draws: bytes | None) -> None:
+    def _count(self, worker: int, states: bytes | None, draws: bytes | None, failed: bool) -> None:
         """A batch of a worker, or the error in its place, is about to be delivered."""
         progress = self.progress
         progress.last_worker = worker
         if progress.workers is not None:
             before = progress.workers[worker]
             if states is None:
-                after = before._replace(samples=before.samples + self._samples)
+                after = before.after_batch(self._samples, failed)
                 if draws is not None:
                     after = after._replace(draws=pickle.loads(draws))
             else:

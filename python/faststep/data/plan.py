@@ -55,9 +55,12 @@ class Plan:
         return sum(math.prod(p.shape[1:]) * p.element_size() for p in prototypes)
 
     def gather(self, slots: _C.Slots, workers: int) -> _C.Gather:
-        """Threads that gather batches: one per worker, within what the machine has."""
+        """Threads that gather batches: one per worker, within what the machine has.
+
+        Whoever waits for a batch copies too and needs a core; threads that wait for a file do not.
+        """
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-        threads = min(cores, workers or MOST_THREADS)
+        threads = min(cores if self.mapped else max(1, cores - 1), workers or MOST_THREADS)
         fields = tuple((form.prototype, form.conversion, *form.boundary) for form in self.forms)
         nodes = tuple(self._nodes)
         return _C.Gather(slots, fields, nodes, threads, self.mapped, tuple(self._owners))

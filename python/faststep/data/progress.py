@@ -19,6 +19,12 @@ class Worker(NamedTuple):
     new_epoch: bool = False  # an epoch began since the states, and the samples are of that
     draws: dict[str, Any] | None = None  # the random states that the epoch began with
     left: bool = False  # the epoch of the states was left before its end
+    # of batches that an error ended, of which fewer samples may have been read: beginning and size
+    failed: tuple[tuple[int, int], ...] = ()
+
+    def after_batch(self, size: int, failed: bool) -> Worker:
+        ended = ((self.samples, size),) if failed else ()
+        return self._replace(samples=self.samples + size, failed=self.failed + ended)
 
     def in_next_epoch(self, ended: bool) -> Worker:
         has_states = self.states is not None
@@ -34,6 +40,7 @@ def worker_of(record: dict[str, Any]) -> Worker:
         record.get("new_epoch", False),
         record.get("draws"),
         record.get("left", False),
+        tuple((start, size) for start, size in record.get("failed", ())),
     )
 
 

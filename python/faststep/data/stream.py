@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 from collections import deque
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import chain, islice
 from typing import Any
 
@@ -124,14 +124,22 @@ class Source:
             self._ended = False
             self._draws = {"iter": {}, "first": {}}
             samples = self._begin(None)
-        count = record.get("samples", 0)
-        return chain(self._skipping(samples, count), samples, self._end())
+        count, failed = record.get("samples", 0), record.get("failed", ())
+        return chain(self._skipping(samples, count, failed), samples, self._end())
 
-    def _skipping(self, samples: Iterator[Any], count: int) -> Iterator[Any]:
-        """Reads and drops what was delivered before."""
+    def _skipping(
+        self, samples: Iterator[Any], count: int, failed: Iterable[tuple[int, int]]
+    ) -> Iterator[Any]:
+        """Reads and drops what was delivered before, as far as an error let it be read."""
         if not count:
             yield from self._first(samples)
             return
         self._is_fresh = False
         with self._repeating(self._draws["first"]):
-            deque(islice(samples, count), maxlen=0)
+            at = 0
+            for start, size in failed:
+                deque(islice(samples, start - at), maxlen=0)
+                with suppress(Exception):  # it was raised in the place of this batch
+                    deque(islice(samples, size), maxlen=0)
+                at = start + size
+            deque(islice(samples, count - at), maxlen=0)

@@ -1,7 +1,7 @@
 /* stream.h - copies past the caches: what is written is not read again soon, and need not be read
  * before it is overwritten. */
-#ifndef FST_IO_STREAM_H
-#define FST_IO_STREAM_H
+#ifndef FST_BASE_STREAM_H
+#define FST_BASE_STREAM_H
 
 #include <stddef.h>
 #include <stdint.h>
