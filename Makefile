@@ -103,12 +103,13 @@ test-gpu: build-gpu ## test on the CUDA devices of this machine, in some minutes
 bench-gpu: build-gpu ## measure on a CUDA device; ARGS='--save NAME' keeps the figures
 	$(ON_GPU) -m pytest -q -rs benchmarks/gpu $(ARGS)
 
-wheel: $(BIN)/.installed-dev ## build dist/, and check the wheel's ABI, libraries and metadata
+wheel: $(BIN)/.installed-dev ## build dist/, and check the wheel's ABI, libraries, metadata and size
 	rm -rf dist
 	$(BIN)/python -m build -q
 	$(BIN)/abi3audit --strict dist/*.whl
 	$(BIN)/auditwheel show dist/*.whl
 	$(BIN)/twine check --strict dist/*
+	test -z "$$(find dist -name '*.whl' -size +5000000c)" # the kernels included
 
 ci: ## what the project's CI runs, in a fresh environment
 	.ci/run

@@ -63,6 +63,14 @@ def test_every_operation_rounds_to_nearest_and_keeps_subnormals(unfused: dict[st
     assert [i for i in real if unlike_c.search(i)] == []
 
 
+def test_nothing_is_added_up_in_any_order(unfused: dict[str, str]) -> None:
+    """Atomic operations are those of tickets and flags, in integers: no sum depends on chance."""
+    found = {i for code in unfused.values() for i in INSTRUCTION.findall(code)}
+    atomic = {i for i in found if re.match(r"(atom|red)\b", i)}
+    assert any(".inc.u32" in i for i in atomic)
+    assert [i for i in atomic if not re.search(r"\.(inc\.u32|or\.b32|exch\.b32)$", i)] == []
+
+
 def wide(operation: str, code: str) -> int:
     return len(re.findall(rf"{operation}\.global\.v(?:4\.[bu]32|2\.[bfu]64)", code))
 

@@ -21,6 +21,7 @@ void fst_plan_free(fst_plan *plan)
 void fst_plan_begin(fst_plan *plan)
 {
     plan->span_count = 0;
+    plan->sealed = 0;
 }
 
 /* Grows an array to `count` elements; keeps it where that fails. */
@@ -125,7 +126,7 @@ static int same_memory(fst_plan *plan, unsigned first, unsigned how_many)
     return same;
 }
 
-fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_status *status)
+static fst_code make_rounds(fst_plan *plan, unsigned first, unsigned how_many, fst_status *status)
 {
     if (plan->span_count != plan->sealed_count)
         plan->stale = 1;
@@ -149,6 +150,19 @@ fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_st
         return status->code;
     plan->sealed_count = plan->span_count;
     plan->stale = 0;
+    return FST_OK;
+}
+
+fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_status *status)
+{
+    if (plan->sealed && plan->sealed_first == first && plan->sealed_many == how_many)
+        return FST_OK;
+    plan->sealed = 0;
+    if (make_rounds(plan, first, how_many, status))
+        return status->code;
+    plan->sealed_first = first;
+    plan->sealed_many = how_many;
+    plan->sealed = 1;
     return FST_OK;
 }
 

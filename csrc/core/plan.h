@@ -1,8 +1,8 @@
 /* plan.h - the list of spans of a pass and what is derived from it: the chunk list and the rounds.
  *
- * A plan is filled anew for every step: begin, add each span and set its operands, seal. As long as
- * the number of elements of every span stays the same, sealing keeps the chunk list of the step
- * before. */
+ * A plan is filled anew for every step that differs: begin, add each span and set its operands,
+ * seal. As long as the number of elements of every span stays the same, sealing keeps the chunk
+ * list of the step before. */
 #ifndef FST_CORE_PLAN_H
 #define FST_CORE_PLAN_H
 
@@ -22,7 +22,9 @@ typedef struct {
     size_t written_count, written_capacity;
     uint64_t serial; /* of the chunk list */
     unsigned width;
-    int stale; /* the chunk list no longer fits the spans */
+    unsigned sealed_first, sealed_many; /* operands that the last seal took as written */
+    int stale;                          /* the chunk list no longer fits the spans */
+    int sealed;                         /* and nothing was begun since */
 } fst_plan;
 
 void fst_plan_init(fst_plan *plan, unsigned width);
@@ -35,7 +37,8 @@ void fst_plan_begin(fst_plan *plan);
 fst_operand *fst_plan_add(fst_plan *plan, int64_t count, uint32_t args, fst_status *status);
 
 /* Makes the chunk list. Operand `first` to `first + how_many - 1` of each span will be written:
- * spans whose memory meets there go into different rounds. */
+ * spans whose memory meets there go into different rounds. Again without a begin between costs
+ * nothing: only operands that are not written may have been changed. */
 fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_status *status);
 
 /* What the passes read; valid until the plan changes. */

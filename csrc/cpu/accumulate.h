@@ -18,25 +18,40 @@ __attribute__((noinline)) static void FST_T(fst_loop_product)(size_t n, REAL *re
         to[i] = term[i] * factor;
 }
 
-/* op[0] += factor * op[1]; with `start`, op[0] = factor * op[1], and what was there is not read. */
+/* to = factor * term, which is not read before; `streamed`: past the caches, where that can be. */
+static void FST_T(start)(const fst_operand *to, const REAL *term, int64_t at, size_t n, REAL factor,
+                         int streamed)
+{
+    REAL scratch[BLOCK] ALIGNED;
+    REAL *place = FST_T(in_place)(to) ? (REAL *)to->data + at : scratch;
+    const int past = streamed && place != scratch && (uintptr_t)place % 64 == 0;
+    REAL *product = past ? scratch : place;
+    FST_T(fst_loop_product)(n, product, term, factor);
+    if (past)
+        fst_stream_copy((char *)place, (const char *)product, n * sizeof *product);
+    else
+        FST_T(store)(to, product, at, n);
+}
+
+/* op[0] += factor * op[1], or as `how` says. */
 static void FST_T(accumulate)(const fst_operand *op, int64_t begin, size_t count, double factor,
-                              int start)
+                              fst_sum_kind how)
 {
     REAL scratch[2][BLOCK] ALIGNED;
     for (size_t done = 0; done < count; done += BLOCK) {
         const int64_t at = begin + (int64_t)done;
         const size_t n = count - done < BLOCK ? count - done : BLOCK;
-        FST_T(prefetch)(&op[0], at, reach(count, done));
         FST_T(prefetch)(&op[1], at, reach(count, done));
         const REAL *term = FST_T(load)(&op[1], scratch[1], at, n);
-        if (start) {
-            REAL *to = FST_T(in_place)(&op[0]) ? (REAL *)op[0].data + at : scratch[0];
-            FST_T(fst_loop_product)(n, to, term, (REAL)factor);
-            FST_T(store)(&op[0], to, at, n);
-        } else {
-            REAL *sum = FST_T(load)(&op[0], scratch[0], at, n);
-            FST_T(fst_loop_accumulate)(n, sum, term, (REAL)factor);
-            FST_T(store)(&op[0], sum, at, n);
+        if (how != FST_SUM_ADD) {
+            FST_T(start)(&op[0], term, at, n, (REAL)factor, how == FST_SUM_STREAM);
+            continue;
         }
+        FST_T(prefetch)(&op[0], at, reach(count, done));
+        REAL *sum = FST_T(load)(&op[0], scratch[0], at, n);
+        FST_T(fst_loop_accumulate)(n, sum, term, (REAL)factor);
+        FST_T(store)(&op[0], sum, at, n);
     }
+    if (how == FST_SUM_STREAM)
+        fst_stream_end();
 }

@@ -1,6 +1,7 @@
 /* Compiled once per instruction set (-DFST_ISA=avx2 -mavx2 and so on): one source without
- * intrinsics, and the compiler vectorises. Every loop named fst_loop_* must hold packed
- * instructions; a test looks. */
+ * intrinsics but for stores past the caches, and the compiler vectorises. Every loop named
+ * fst_loop_* must hold packed instructions; a test looks. */
+#include "base/stream.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
 #include "cpu/lanes.h"
@@ -89,10 +90,11 @@ static void clamp(const fst_operand *op, int64_t begin, size_t count, double lim
     (op->dtype == FST_F64 ? clamp_f64 : clamp_f32)(op, begin, count, limit);
 }
 
-static void accumulate(const fst_operand *op, int64_t begin, size_t count, double factor, int start)
+static void accumulate(const fst_operand *op, int64_t begin, size_t count, double factor,
+                       fst_sum_kind how)
 {
     const int wide = op[0].dtype == FST_F64 || op[1].dtype == FST_F64;
-    (wide ? accumulate_f64 : accumulate_f32)(op, begin, count, factor, start);
+    (wide ? accumulate_f64 : accumulate_f32)(op, begin, count, factor, how);
 }
 
 #define NAME_OF(isa) #isa

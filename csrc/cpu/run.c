@@ -11,8 +11,17 @@ enum { GRAIN = 1 << 18, MOST_PARTS = 256 };
  */
 enum { GROUP = 32 };
 
+/* Which way the last pass over gradients went. What it touched last is still in the cache, so that
+ * the next one goes the other way; the first one after an update goes forwards, as backward made
+ * the first parameters' gradients last. Only speed depends on it. */
+typedef enum { NO_PASS, FORWARDS, BACKWARDS } direction;
+static direction last_direction;
+
 /* Chunks of at most this many elements are asked for early. */
 enum { FETCH_AHEAD = 8, FETCH_MOST = 256 };
+
+/* Sums of this many elements and more are started past the caches. */
+enum { STREAM_FROM = 1 << 19 };
 
 /* Part of a round. Its thread takes groups of chunks from one end; threads that have done their own
  * parts take them from the other. */
@@ -35,6 +44,21 @@ struct fst_job {
     const fst_update_args *args;
     int write_grad, start;
 };
+
+/* Whether a pass over gradients runs backwards. */
+static int turn(void)
+{
+    const direction last = __atomic_load_n(&last_direction, __ATOMIC_RELAXED);
+    const direction now = last == FORWARDS ? BACKWARDS : FORWARDS;
+    __atomic_store_n(&last_direction, now, __ATOMIC_RELAXED);
+    return now == BACKWARDS;
+}
+
+/* Whether an update, which ends a step, does. */
+static int turn_for_the_last_time(void)
+{
+    return __atomic_exchange_n(&last_direction, NO_PASS, __ATOMIC_RELAXED) != BACKWARDS;
+}
 
 static const fst_operand *operands_of(const fst_job *job, size_t index)
 {
@@ -175,6 +199,7 @@ fst_code fst_cpu_reduce(const fst_work *work, const fst_cpu_kernels *kernels, un
     job.power = power;
     job.factor = factor;
     job.partial = partial;
+    job.backwards = turn();
     return run(&job, status);
 }
 
@@ -197,6 +222,7 @@ fst_code fst_cpu_unscale(const fst_work *work, const fst_cpu_kernels *kernels, u
     job.partial = partial;
     job.nonfinite = nonfinite;
     *nonfinite = 0;
+    job.backwards = turn();
     return run(&job, status);
 }
 
@@ -211,7 +237,7 @@ fst_code fst_cpu_scale(const fst_work *work, const fst_cpu_kernels *kernels, uns
 {
     fst_job job = {.work = work, .kernels = kernels, .chunk = scale_chunk, .operand = operand};
     job.factor = factor;
-    job.backwards = 1;
+    job.backwards = turn();
     return run(&job, status);
 }
 
@@ -232,8 +258,9 @@ fst_code fst_cpu_clamp(const fst_work *work, const fst_cpu_kernels *kernels, uns
 static void accumulate_chunk(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
-    job->kernels->accumulate(operands_of(job, index), chunk->begin, chunk->count, job->factor,
-                             job->start);
+    const int large = job->work->spans[chunk->span].count >= STREAM_FROM;
+    const fst_sum_kind how = !job->start ? FST_SUM_ADD : large ? FST_SUM_STREAM : FST_SUM_START;
+    job->kernels->accumulate(operands_of(job, index), chunk->begin, chunk->count, job->factor, how);
 }
 
 fst_code fst_cpu_accumulate(const fst_work *work, const fst_cpu_kernels *kernels, double factor,
@@ -262,6 +289,6 @@ fst_code fst_cpu_update(const fst_work *work, const fst_cpu_kernels *kernels,
     job.args = args;
     job.factor = inv_scale;
     job.write_grad = write_grad;
-    job.backwards = 1;
+    job.backwards = turn_for_the_last_time();
     return run(&job, status);
 }

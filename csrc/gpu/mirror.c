@@ -142,13 +142,23 @@ static void put_chunks(fst_gpu_mirror *mirror, const fst_work *work)
     mirror->serial = work->serial;
 }
 
-fst_code fst_gpu_mirror_fill(fst_gpu_mirror *mirror, const fst_work *work,
-                             const fst_gpu_rules *rules, int *moved, fst_status *status)
+/* Of operands that are known but for the gradients' addresses. */
+static void put_gradients(fst_gpu_mirror *mirror, const fst_work *work)
 {
-    const fst_gpu_rules none = {0};
-    const fst_gpu_rules *r = rules ? rules : &none;
+    const size_t first = mirror->offset[FST_SECTION_OPERANDS];
+    for (size_t i = 0; i < work->span_count; i++) {
+        const size_t operand = i * work->width + FST_OP_GRAD;
+        const size_t at = first + operand * sizeof(fst_device_operand);
+        const uint64_t data = (uint64_t)(uintptr_t)work->operands[operand].data;
+        if (memcmp(mirror->bytes + at, &data, sizeof data))
+            put(mirror, at, &data, sizeof data);
+    }
+}
+
+static fst_code put_all(fst_gpu_mirror *mirror, const fst_work *work, const fst_gpu_rules *r,
+                        int *moved, fst_status *status)
+{
     size_t layouts = mirror->capacity[FST_SECTION_LAYOUTS];
-    *moved = 0;
     do {
         const size_t needed[FST_SECTION_COUNT] = {
             [FST_SECTION_OUTCOME] = 1,
@@ -164,6 +174,23 @@ fst_code fst_gpu_mirror_fill(fst_gpu_mirror *mirror, const fst_work *work,
             return status->code;
     } while (layouts > mirror->capacity[FST_SECTION_LAYOUTS]);
     put_array(mirror, FST_SECTION_SPANS, r->spans, r->span_count);
+    return FST_OK;
+}
+
+fst_code fst_gpu_mirror_fill(fst_gpu_mirror *mirror, const fst_work *work,
+                             const fst_gpu_rules *rules, int *moved, fst_status *status)
+{
+    const fst_gpu_rules none = {0};
+    const fst_gpu_rules *r = rules ? rules : &none;
+    const int known = r->bound && r->bound == mirror->bound;
+    *moved = 0;
+    mirror->bound = 0; /* until all is filled in */
+    if (!known && put_all(mirror, work, r, moved, status))
+        return status->code;
+    if (known && r->moved != mirror->moved)
+        put_gradients(mirror, work);
+    mirror->bound = r->bound;
+    mirror->moved = r->moved;
     put_array(mirror, FST_SECTION_GROUPS, r->groups, r->group_count);
     put_chunks(mirror, work);
     mirror->span_count = (uint32_t)r->span_count;

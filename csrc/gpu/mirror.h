@@ -13,6 +13,9 @@ typedef struct {
     const fst_device_span *spans; /* those of the work, and after them those that only count */
     const fst_device_group *groups;
     size_t span_count, group_count;
+    /* What was filled in under the same number is not compared again; 0: unknown. */
+    uint64_t bound; /* of the spans, the number of groups, and the operands of an update */
+    uint64_t moved; /* of where the gradients among those operands lie */
 } fst_gpu_rules;
 
 /* What changes from step to step lies together: hyper-parameters and addresses. */
@@ -35,6 +38,7 @@ typedef struct {
     size_t offset[FST_SECTION_COUNT + 1]; /* bytes */
     size_t changed_begin, changed_end;    /* equal: nothing changed */
     uint64_t serial;                      /* of the chunk list, 0: unknown */
+    uint64_t bound, moved;                /* as in the rules */
     uint32_t span_count, width, chunk_count;
 } fst_gpu_mirror;
 

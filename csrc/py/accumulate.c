@@ -153,11 +153,11 @@ PyObject *fst_py_device_accumulate(PyObject *module, PyObject *args)
         return NULL;
     launch.start = start;
     if (!pairs_start(&p, sums, terms, device) && !bind_all(state, &p)) {
-        fst_gpu_tables *tables = fst_list_upload(state, &p.sums.plan, device, stream);
+        fst_gpu_tables *tables = fst_list_upload(state, &p.sums, stream);
         if (tables && !fst_gpu_accumulate(tables, &launch, &status))
             result = Py_NewRef(Py_None);
         else if (tables)
-            fst_raise(&status);
+            fst_list_raise(&p.sums, &status);
     }
     pairs_free(&p);
     return result;

@@ -51,14 +51,19 @@ int fst_bind_written(fst_plan_object *self, PyObject *object)
     return fst_bind_note(&self->written, &self->written_count, &self->written_capacity, object);
 }
 
-int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem)
+int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
+                   const char *kind, const char *detail)
 {
-    PyObject *args =
-        Py_BuildValue("nnsss", at->group, at->index, role, problem->kind, problem->detail);
+    PyObject *args = Py_BuildValue("nnsss", group, index, role, kind, detail);
     if (args)
-        PyErr_SetObject(at->module->tensors.tensor_error, args);
+        PyErr_SetObject(module->tensors.tensor_error, args);
     Py_XDECREF(args);
     return -1;
+}
+
+int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem)
+{
+    return fst_plan_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
 }
 
 int fst_bind_operand(const fst_binding *at, const fst_param *param, PyObject *object,
@@ -135,15 +140,14 @@ static void trace_param(fst_binding *at, const fst_param *param, PyObject *objec
                         const fst_view *view, PyObject *grad, const fst_view *grad_view,
                         int64_t span)
 {
-    const fst_record_layout *layout = &at->module->records;
     fst_plan_object *self = at->self;
-    fst_trace *trace = self->traceable ? &self->traces[at->param_count] : NULL;
-    if (trace) {
-        *trace = (fst_trace){.has_grad = 1, .span = span, .share = (int)(at->share - self->shares)};
-        self->traceable = param->flat && fst_record_take(layout, object, view, &trace->param) &&
-                          fst_record_take(layout, grad, grad_view, &trace->grad);
+    self->traceable = self->traceable && param->flat;
+    at->trace =
+        fst_trace_param(&at->module->records, self, at->param_count, object, view, grad, grad_view);
+    if (at->trace) {
+        at->trace->span = (int32_t)span;
+        at->trace->share = (int16_t)(at->share - self->shares);
     }
-    at->trace = self->traceable ? trace : NULL;
 }
 
 /* Binds one parameter and its gradient, straight into the operands of a new span. */
@@ -172,6 +176,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     fst_counter *counter = &share->counters[share->counter_count];
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
     counter->param = (uint32_t)at->param_count;
+    counter->index = (uint32_t)at->index;
     if (param->count > 0) {
         ops = fst_plan_add(&share->plan, param->count, 0, &status);
         if (!ops)
@@ -269,13 +274,15 @@ static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *p
     fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
     at.fresh = fresh == Py_None ? NULL : fresh;
     at.missing = PyList_New(0);
+    fst_trace_forget(self); /* what was bound no longer stands, even if this fails */
     unbind(self);
+    self->bindings++;
     self->total = self->written_total = 0;
     for (size_t i = 0; i < self->share_count; i++)
         fst_plan_begin(&self->shares[i].plan);
     if (!at.missing || count_params(self, param_lists))
         goto error;
-    fst_trace_begin(&module->records, self);
+    fst_trace_begin(&module->records, self, param_lists);
     for (; (size_t)at.group < self->group_count; at.group++)
         if (bind_group(&at, PyList_GetItem(param_lists, at.group)))
             goto error;

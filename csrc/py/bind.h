@@ -12,12 +12,12 @@ typedef struct {
     Py_ssize_t fresh_at;
     Py_ssize_t group, index; /* of the parameter at hand */
     fst_trace *trace;        /* of the parameter at hand; NULL: none */
+    const void *counter;     /* the version counter of the state that was noted last */
     int write_grads, rescanned;
     size_t param_count;
 } fst_binding;
 
-/* Raises TensorError(group, index, role, kind, detail) for the parameter at hand; Python turns it
- * into the error that users see. Returns -1. */
+/* fst_plan_raise() for the parameter at hand. */
 int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem);
 
 /* Takes a reference where the step needs one. */

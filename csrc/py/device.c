@@ -4,6 +4,28 @@
 #include "gpu/run.h"
 #include "py/plan.h"
 
+/* A learning rate in the device's memory; 0, or -1 with a Python error. */
+static int find_lr(fst_module *module, PyObject *lrs, int device, size_t index,
+                   fst_device_scalar *out)
+{
+    fst_view lr;
+    fst_problem problem;
+    PyObject *key = PyLong_FromLong(device);
+    PyObject *object = key ? PyDict_GetItemWithError(lrs, key) : NULL;
+    Py_XDECREF(key);
+    if (!object) {
+        if (!PyErr_Occurred())
+            PyErr_Format(PyExc_ValueError, "group %zu has no lr for device %d", index, device);
+        return -1;
+    }
+    if (fst_tensor_scalar(&module->tensors, object, device, &lr, &problem)) {
+        PyErr_Format(PyExc_RuntimeError, "lr of group %zu %s", index, problem.detail);
+        return -1;
+    }
+    *out = fst_view_as_scalar(&lr);
+    return 0;
+}
+
 /* The hyper-parameters of every group; a learning rate that lies on the device is read there. */
 static int list_groups(fst_module *module, const fst_plan_object *self, fst_share *share)
 {
@@ -14,15 +36,8 @@ static int list_groups(fst_module *module, const fst_plan_object *self, fst_shar
         fst_device_group *out = &share->groups[i];
         memset(out, 0, sizeof *out);
         memcpy(out->hyper, group->hyper, sizeof group->hyper);
-        if (group->lr == Py_None)
-            continue;
-        fst_view lr;
-        fst_problem problem;
-        if (fst_tensor_scalar(&module->tensors, group->lr, share->device, &lr, &problem)) {
-            PyErr_Format(PyExc_RuntimeError, "lr of group %zu %s", i, problem.detail);
+        if (group->lr != Py_None && find_lr(module, group->lr, share->device, i, &out->lr))
             return -1;
-        }
-        out->lr = fst_view_as_scalar(&lr);
     }
     return 0;
 }
@@ -74,6 +89,8 @@ static int counters_differ(const fst_share *share)
 /* One entry per span of the plan, in its order, and then those that only count. */
 static int list_spans(const fst_plan_object *self, fst_share *share)
 {
+    if (share->listed == self->bindings)
+        return 0;
     size_t only_counts = share->plan.span_count;
     int moved = share->distinct != share->counter_count;
     while (share->span_capacity < share->counter_count) {
@@ -90,7 +107,24 @@ static int list_spans(const fst_plan_object *self, fst_share *share)
         describe_span(self, share, counter, span);
     }
     share->distinct = !moved || counters_differ(share) ? share->counter_count : 0;
-    return share->distinct == share->counter_count ? 0 : -1;
+    if (share->distinct != share->counter_count)
+        return -1;
+    share->listed = self->bindings;
+    return 0;
+}
+
+/* Raises what a driver said. A launch is for all parameters of the share: the first one stands for
+ * them. Returns -1. */
+static int raise_for_step(const fst_module *module, const fst_share *share,
+                          const fst_status *status)
+{
+    const fst_counter *first = share->counters;
+    if (status->code != FST_DEVICE_FAILED && status->code != FST_UNSUPPORTED)
+        return fst_raise_int(status);
+    char text[sizeof status->message + 64];
+    PyOS_snprintf(text, sizeof text, "%s; in the step of %zu parameters there", status->message,
+                  share->counter_count);
+    return fst_plan_raise(module, first->group, first->index, "parameter", "driver", text);
 }
 
 int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *share,
@@ -98,7 +132,7 @@ int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *sha
 {
     fst_status status = {0};
     if (!share->tables && !(share->tables = fst_gpu_tables_new(share->device, &status)))
-        return fst_raise_int(&status);
+        return raise_for_step(module, share, &status);
     if (list_groups(module, self, share) || list_spans(self, share))
         return -1;
     if (fst_plan_seal(&share->plan, FST_OP_PARAM, options->write_grads ? 2 : 1, &status))
@@ -109,9 +143,11 @@ int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *sha
         .groups = share->groups,
         .span_count = share->counter_count,
         .group_count = self->group_count,
+        .bound = self->bindings,
+        .moved = self->moves,
     };
     if (fst_gpu_tables_set(share->tables, &work, &rules, share->stream, &status))
-        return fst_raise_int(&status);
+        return raise_for_step(module, share, &status);
     return 0;
 }
 
@@ -141,8 +177,8 @@ int fst_device_step(fst_module *module, fst_share *share, const fst_step_options
     };
     const fst_update_launch update = {.write_grad = options->write_grads};
     if (fst_gpu_begin(share->tables, &begin, &status))
-        return fst_raise_int(&status);
+        return raise_for_step(module, share, &status);
     if (!begin.only_measure && fst_gpu_update(share->tables, &update, &status))
-        return fst_raise_int(&status);
+        return raise_for_step(module, share, &status);
     return 0;
 }

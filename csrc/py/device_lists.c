@@ -58,22 +58,35 @@ static int bind(fst_module *state, device_list *it, PyObject *tensors, int writt
     return 0;
 }
 
-fst_gpu_tables *fst_list_upload(fst_module *state, const fst_plan *plan, int device, void *stream)
+PyObject *fst_list_raise(const fst_list *list, const fst_status *status)
+{
+    PyObject *size = PyObject_GetAttrString(PyTuple_GetItem(list->items, 0), "shape");
+    PyObject *shape = size ? PySequence_Tuple(size) : NULL;
+    if (shape)
+        PyErr_Format(fst_error_type(status),
+                     "%s; for %zd tensors, of which the first has the shape %R", status->message,
+                     list->count, shape);
+    Py_XDECREF(size);
+    Py_XDECREF(shape);
+    return NULL;
+}
+
+fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream)
 {
     fst_status status = {0};
-    if (!state->list_tables[device])
-        state->list_tables[device] = fst_gpu_tables_new(device, &status);
-    fst_gpu_tables *tables = state->list_tables[device];
-    const fst_work work = fst_plan_work(plan);
-    if (tables && !fst_gpu_tables_set(tables, &work, NULL, stream, &status))
-        return tables;
-    fst_raise(&status);
+    fst_gpu_tables **tables = &state->list_tables[list->device];
+    if (!*tables)
+        *tables = fst_gpu_tables_new(list->device, &status);
+    const fst_work work = fst_plan_work(&list->plan);
+    if (*tables && !fst_gpu_tables_set(*tables, &work, NULL, stream, &status))
+        return *tables;
+    fst_list_raise(list, &status);
     return NULL;
 }
 
 static int upload(fst_module *state, device_list *it)
 {
-    it->tables = fst_list_upload(state, &it->list.plan, it->list.device, it->stream);
+    it->tables = fst_list_upload(state, &it->list, it->stream);
     return it->tables ? 0 : -1;
 }
 
@@ -81,10 +94,11 @@ static int upload(fst_module *state, device_list *it)
  * or an error is set already. */
 static PyObject *finish(device_list *it, int launched, const fst_status *status)
 {
+    PyObject *done = !launched      ? NULL
+                     : status->code ? fst_list_raise(&it->list, status)
+                                    : Py_NewRef(Py_None);
     fst_list_free(&it->list);
-    if (launched && status->code)
-        return fst_raise(status);
-    return launched ? Py_NewRef(Py_None) : NULL;
+    return done;
 }
 
 /* device_norm(tensors, p, out): see _C.pyi. */

@@ -4,6 +4,7 @@
 #include "core/passes.h"
 #include "py/lists.h"
 #include "py/plan.h"
+#include "py/record_read.h"
 #include "rules/loss_scale.h"
 
 /* Gradients of a call. */
@@ -52,7 +53,7 @@ static int add_record(fst_module *state, grads *g, PyObject *param)
 {
     if (!is_plain(state, param))
         return 0;
-    const void *impl = fst_record_grad_of(&state->records, param);
+    const void *impl = fst_record_grad(&state->records, fst_record_of(&state->records, param));
     void *data;
     fst_status status = {0};
     if (!impl)
@@ -81,7 +82,7 @@ static int add_asked(fst_module *state, grads *g, Py_ssize_t index, PyObject *pa
     PyObject *grad = fst_tensor_grad(&state->tensors, param);
     int failed = !grad;
     if (grad == Py_None && state->records.known && !state->tensors.ran_python)
-        state->forms.none = fst_record_grad_of(&state->records, param);
+        state->forms.none = fst_record_grad(&state->records, fst_record_of(&state->records, param));
     if (grad && grad != Py_None) {
         g->found = 1;
         failed = PyList_Append(g->asked, grad);

@@ -30,10 +30,13 @@ int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int dev
  */
 int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **stream);
 
-/* The tables of a plan of lists on a CUDA device, brought up to date; NULL with a Python error. All
- * lists share them, so nothing that may run Python code, and with it such a function, comes between
- * this and the launch. */
-fst_gpu_tables *fst_list_upload(fst_module *state, const fst_plan *plan, int device, void *stream);
+/* Raises what a driver said, and of which tensors; returns NULL. */
+PyObject *fst_list_raise(const fst_list *list, const fst_status *status);
+
+/* The tables of a list on a CUDA device, brought up to date; NULL with a Python error. All lists
+ * share them, so nothing that may run Python code, and with it such a function, comes between this
+ * and the launch. */
+fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream);
 
 void fst_list_free(fst_list *list);
 

@@ -15,12 +15,16 @@ fst_module *fst_module_state(PyObject *module)
     return PyModule_GetState(module);
 }
 
+PyObject *fst_error_type(const fst_status *status)
+{
+    return status->code == FST_NO_MEMORY   ? PyExc_MemoryError
+           : status->code == FST_BAD_VALUE ? PyExc_ValueError
+                                           : PyExc_RuntimeError;
+}
+
 PyObject *fst_raise(const fst_status *status)
 {
-    PyObject *type = status->code == FST_NO_MEMORY   ? PyExc_MemoryError
-                     : status->code == FST_BAD_VALUE ? PyExc_ValueError
-                                                     : PyExc_RuntimeError;
-    PyErr_SetString(type, status->message);
+    PyErr_SetString(fst_error_type(status), status->message);
     return NULL;
 }
 
@@ -106,22 +110,31 @@ static PyObject *use_kernels_of(PyObject *module, PyObject *path)
     return Py_NewRef(Py_None);
 }
 
+static void use_records_of_tensors(fst_module *state, const fst_record_layout *found,
+                                   uint64_t negated)
+{
+    state->records = *found;
+    state->tensors.impl_in_object = found->at.impl_in_object;
+    state->tensors.negated_in_impl = found->at.kind + 1;
+    state->tensors.negated = negated;
+}
+
 /* use_records(...): the places of fst_record_places in their order, two masks, the bits of what has
- * a version counter and the address of the function that moves it, or 0; without arguments torch is
- * asked every time. */
+ * a version counter and of a negated view, and the address of the function that moves the counter,
+ * or 0; without arguments torch is asked every time. */
 static PyObject *use_records(PyObject *module, PyObject *args)
 {
     fst_record_layout found = {.known = 0};
     fst_record_places *at = &found.at;
-    unsigned long long masks[2], countable, move;
+    unsigned long long masks[2], countable, negated, move;
     if (PyTuple_Size(args) == 0) {
-        fst_module_state(module)->records = found;
+        use_records_of_tensors(fst_module_state(module), &found, 0);
         return Py_NewRef(Py_None);
     }
-    if (!PyArg_ParseTuple(args, "iiiiiiiiiiiiKKKK", &at->impl_in_object, &at->storage_in_impl,
+    if (!PyArg_ParseTuple(args, "iiiiiiiiiiiiKKKKK", &at->impl_in_object, &at->storage_in_impl,
                           &at->data_in_storage, &at->meta_in_impl, &at->grad_in_meta,
                           &at->counter_in_impl, &at->ndim, &at->sizes, &at->strides, &at->offset,
-                          &at->numel, &at->kind, &masks[0], &masks[1], &countable, &move))
+                          &at->numel, &at->kind, &masks[0], &masks[1], &countable, &negated, &move))
         return NULL;
     const int all[] = {at->impl_in_object, at->storage_in_impl, at->data_in_storage,
                        at->meta_in_impl,   at->grad_in_meta,    at->counter_in_impl,
@@ -135,7 +148,7 @@ static PyObject *use_records(PyObject *module, PyObject *args)
     found.countable = countable;
     found.move = (fst_move_version)(uintptr_t)move;
     fst_record_init(&found);
-    fst_module_state(module)->records = found;
+    use_records_of_tensors(fst_module_state(module), &found, negated);
     return Py_NewRef(Py_None);
 }
 
@@ -240,17 +253,31 @@ static int add_loader(PyObject *module, fst_module *state)
     return state->arena_type ? PyModule_AddType(module, state->arena_type) : -1;
 }
 
+static int intern_names(fst_names *names)
+{
+    names->grad = PyUnicode_InternFromString("grad");
+    names->state = PyUnicode_InternFromString("state");
+    names->max_grad_norm = PyUnicode_InternFromString("max_grad_norm");
+    names->norm_in_backward = PyUnicode_InternFromString("_norm_in_backward");
+    const int made = names->grad && names->state && names->max_grad_norm && names->norm_in_backward;
+    return made ? 0 : -1;
+}
+
 static int module_exec(PyObject *module)
 {
     fst_module *state = fst_module_state(module);
-    if (choose_kernels(module) || fst_tensors_init(&state->tensors, module) ||
-        add_loader(module, state))
+    if (choose_kernels(module) || intern_names(&state->names) ||
+        fst_tensors_init(&state->tensors, module) || add_loader(module, state))
         return -1;
     state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_plan_spec, NULL);
     if (!state->plan_type || PyModule_AddType(module, state->plan_type))
         return -1;
     state->squares_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_squares_spec, NULL);
-    return state->squares_type ? PyModule_AddType(module, state->squares_type) : -1;
+    if (!state->squares_type || PyModule_AddType(module, state->squares_type))
+        return -1;
+    state->release_hook_type =
+        (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_release_hook_spec, NULL);
+    return state->release_hook_type ? PyModule_AddType(module, state->release_hook_type) : -1;
 }
 
 static int module_traverse(PyObject *module, visitproc visit, void *arg)
@@ -261,6 +288,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->gather_type);
     Py_VISIT(state->arena_type);
     Py_VISIT(state->squares_type);
+    Py_VISIT(state->release_hook_type);
     return fst_tensors_traverse(&state->tensors, visit, arg);
 }
 
@@ -273,6 +301,11 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->gather_type);
     Py_CLEAR(state->arena_type);
     Py_CLEAR(state->squares_type);
+    Py_CLEAR(state->release_hook_type);
+    Py_CLEAR(state->names.grad);
+    Py_CLEAR(state->names.state);
+    Py_CLEAR(state->names.max_grad_norm);
+    Py_CLEAR(state->names.norm_in_backward);
     return 0;
 }
 

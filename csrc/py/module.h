@@ -6,20 +6,29 @@
 #include "gpu/tables.h"
 #include "py/record.h"
 
+/* Names of attributes, as Python has them. */
+typedef struct {
+    PyObject *grad, *state, *max_grad_norm, *norm_in_backward;
+} fst_names;
+
 typedef struct {
     fst_tensors tensors;
+    fst_names names;
     PyTypeObject *plan_type;
     fst_record_layout records;
     fst_forms forms;
     int has_kernels; /* whether use_kernels_of() said where those for CUDA are */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
-    PyTypeObject *slots_type, *gather_type, *arena_type, *squares_type;
+    PyTypeObject *slots_type, *gather_type, *arena_type, *squares_type, *release_hook_type;
 } fst_module;
 
 /* The state of the one module of this interpreter, of a function's module or a type's. */
 fst_module *fst_module_state(PyObject *module);
 
-/* Translates a status into the Python error it means; returns NULL. */
+/* The Python error that a status means; borrowed. */
+PyObject *fst_error_type(const fst_status *status);
+
+/* Raises it; returns NULL. */
 PyObject *fst_raise(const fst_status *status);
 
 /* The same for functions that return -1. */
@@ -44,8 +53,9 @@ PyObject *fst_py_device_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clip(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 
-/* The types of optimizer plans (plan.c) and of what is measured in backward (squares.c). */
-extern PyType_Spec fst_plan_spec, fst_squares_spec;
+/* The types of optimizer plans (plan.c), of what is measured in backward (squares.c) and of what is
+ * updated there (release.c). */
+extern PyType_Spec fst_plan_spec, fst_squares_spec, fst_release_hook_spec;
 
 /* Batches from arrays (slots.c, gather.c) and from worker processes (arena.c). */
 PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);

@@ -3,7 +3,8 @@
 
 #include "py/trace.h"
 
-/* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, lr or None). */
+/* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None).
+ */
 static int parse_group(PyObject *spec, fst_group *group)
 {
     PyObject *keys, *hyper, *lr;
@@ -17,6 +18,10 @@ static int parse_group(PyObject *spec, fst_group *group)
         return -1;
     if (rule < 0 || rule >= FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
+        return -1;
+    }
+    if (lr != Py_None && !PyDict_Check(lr)) {
+        PyErr_SetString(PyExc_TypeError, "expected lr per device, or None");
         return -1;
     }
     *group = (fst_group){
@@ -239,6 +244,44 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
     fst_plan_release(module, self);
     self->busy = 0;
     return result;
+}
+
+static int is_on_host(const fst_plan_object *self)
+{
+    for (size_t i = 1; i < self->share_count; i++)
+        if (self->shares[i].counter_count)
+            return 0;
+    return self->shares[0].counter_count > 0;
+}
+
+static int step_if_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                         PyObject *state)
+{
+    const fst_step_options options = {.max_norm = (double)NAN, .phase = FST_STEP_WHOLE};
+    fst_step_outcome outcome = {0};
+    if (!fst_trace_holds(module, self, param_lists, state) || !is_on_host(self))
+        return 0;
+    if (count_written(module, self))
+        return -1;
+    if (self->counted_count < self->written_count)
+        return 0;
+    if (fst_host_step(module, self, &options, &outcome))
+        return -1;
+    fst_record_move_versions(&module->records, self->counted, self->counted_count);
+    return 1;
+}
+
+int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                        PyObject *specs, PyObject *state)
+{
+    if (self->busy || !self->traced)
+        return 0;
+    self->busy = 1;
+    const int done =
+        parse_groups(self, specs) ? -1 : step_if_alike(module, self, param_lists, state);
+    fst_plan_release(module, self);
+    self->busy = 0;
+    return done;
 }
 
 static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)

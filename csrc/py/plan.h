@@ -16,7 +16,7 @@ enum { FST_SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a 
 typedef struct {
     fst_rule rule;
     PyObject *keys; /* names of the states, "step" first where has_step */
-    PyObject *lr;   /* hyper-parameter 0 as a tensor in CUDA memory, or None */
+    PyObject *lr;   /* {device: hyper-parameter 0 as a tensor in its memory}, or None */
     unsigned key_count;
     int has_step, maximize;
     double hyper[FST_MAX_HYPER];
@@ -29,6 +29,7 @@ typedef struct {
     double value;          /* where there is no tensor: 1 for a new state, else 2 */
     int64_t span;          /* -1 for a parameter without elements: it only counts */
     uint32_t group, param; /* place among the parameters of all groups */
+    uint32_t index;        /* in its group */
     int is_double;
 } fst_counter;
 
@@ -57,16 +58,19 @@ typedef struct {
     fst_device_group *groups;
     size_t span_capacity, group_capacity;
     size_t distinct; /* spans whose counters are known to differ; 0: look again */
+    uint64_t listed; /* the binding that `spans` were listed for */
 } fst_share;
 
 /* A group of a traced step (trace.h). */
 typedef struct {
     PyObject *keys; /* owned */
     fst_rule rule;
+    int maximize;
     Py_ssize_t size;
 } fst_traced_group;
 
 typedef struct fst_trace fst_trace;
+typedef struct fst_traced_state fst_traced_state;
 
 typedef struct {
     PyObject_HEAD fst_share *shares; /* the host's comes first */
@@ -83,9 +87,12 @@ typedef struct {
     int hold_tensors;
     /* What tells that the next step is like this one, and what was bound, below, still stands. */
     fst_trace *traces;
+    fst_traced_state *traced_states;
     fst_traced_group *traced_groups;
-    size_t trace_capacity, traced_group_count;
+    size_t trace_capacity, traced_state_capacity, traced_state_count, traced_group_count;
     int traceable, traced;
+    uint64_t bindings; /* how often the parameters were bound; 0 never stands for one of them */
+    uint64_t moves;    /* how often a trace followed a gradient to other memory */
     /* for the step that runs */
     fst_group *groups;
     size_t group_count;
@@ -107,7 +114,8 @@ typedef enum { FST_STEP_WHOLE, FST_STEP_MEASURE, FST_STEP_APPLY } fst_step_phase
 
 /* What the caller of step() asked for. */
 typedef struct {
-    PyObject *scalars; /* {device: (grad_scale, found_inf, norm)}, tensors or None */
+    /* {device: (grad_scale, found_inf, norm)}, tensors or None; NULL: all None */
+    PyObject *scalars;
     int measure_found_inf, write_grads;
     double max_norm; /* NaN: no clipping */
     int phase;
@@ -120,6 +128,11 @@ typedef struct {
     int refused; /* the squares do not fit: nothing was done */
     double norm;
 } fst_step_outcome;
+
+/* Raises TensorError(group, index, role, kind, detail), which Python turns into the error that
+ * users see; returns -1 (bind.c). */
+int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
+                   const char *kind, const char *detail);
 
 /* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose
  * state is missing, empty if all is bound, or NULL with a Python error; nothing is changed in
@@ -153,6 +166,12 @@ double fst_inverse_of(const fst_view *scale);
 int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *share,
                        const fst_step_options *options);
 int fst_device_step(fst_module *module, fst_share *share, const fst_step_options *options);
+
+/* A step that neither measures nor divides, of parameters in CPU memory, where nothing but the
+ * gradients' memory has changed since the last one, and no Python code has to run: 1 if it was
+ * made, 0 if nothing was done, -1 with a Python error (plan.c). */
+int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                        PyObject *specs, PyObject *state);
 
 /* Frees what is remembered of the parameters. */
 void fst_params_free(fst_plan_object *self);

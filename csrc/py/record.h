@@ -43,40 +43,27 @@ typedef struct {
 /* Makes the layout ready for use; places and masks are set. */
 void fst_record_init(fst_record_layout *layout);
 
-/* A tensor as it was. */
+/* Where the records of a tensor are, of which nothing may change. */
 typedef struct {
-    const void *object; /* only compared */
+    const void *object, *impl, *storage; /* only compared, and asked for early */
+} fst_record;
+
+/* Notes where a tensor's records are and adds what they hold to a hash over several tensors, which
+ * begins at 0; 1 if that can be said. The view is torch's answer on the object. The layout is known
+ * here and below. */
+int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
+                    fst_record *record, uint64_t *hash);
+
+/* A tensor that may be in other memory, or another tensor that is like it, the next time. */
+typedef struct {
     const void *impl, *storage;
     uint64_t description; /* a hash of the words that describe it */
     uint64_t memory[3];   /* address and owners, in the storage's record */
-    uint64_t data;        /* what torch answered */
-} fst_record;
+} fst_moving;
 
-/* 1 if it was taken; the view is torch's answer on the object. The layout is known here and below.
- */
-int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
-                    fst_record *record);
-
-/* Takes no more than which record is the object's; 1 if that is known. */
-int fst_record_of(const fst_record_layout *layout, PyObject *object, fst_record *record);
-int fst_record_is_of(const fst_record_layout *layout, const fst_record *record, PyObject *object);
-
-/* Whether torch's record, which the caller knows to be alive, still holds what it held. */
-int fst_record_is_same(const fst_record_layout *layout, const fst_record *record);
-
-/* Whether the object of the record, which is alive, is still the same tensor in the same memory. */
-int fst_record_holds(const fst_record_layout *layout, const fst_record *record);
-
-/* The record of a parameter's gradient: torch's one for none where there is none; NULL if that
- * cannot be said. `param` must hold. */
-const void *fst_record_grad(const fst_record_layout *layout, const fst_record *param);
-
-/* Whether the tensor with this record is like the recorded one but for its memory, which the record
- * then follows. Nothing changes where it is not. */
-int fst_record_follow(const fst_record_layout *layout, fst_record *record, const void *impl);
-
-/* Asks early for what tells whether the record still holds. */
-void fst_record_fetch(const fst_record_layout *layout, const fst_record *record);
+/* 1 if it was taken; the view is torch's answer on the object. */
+int fst_moving_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
+                    fst_moving *moving);
 
 /* What torch answers on tensors with one description: packed ones in CPU memory, with elements and
  * a version counter. */
@@ -104,13 +91,13 @@ void fst_forms_learn(const fst_record_layout *layout, fst_forms *forms, PyObject
 const fst_form *fst_forms_find(const fst_record_layout *layout, const fst_forms *forms,
                                const void *impl, void **data);
 
-/* The record of the gradient of an exact torch.Tensor or Parameter; NULL where it never had one. */
-const void *fst_record_grad_of(const fst_record_layout *layout, PyObject *object);
-
-/* Asks early for what a later call of fst_record_grad_of and fst_forms_find reads, in four steps
+/* Asks early for what a later call of fst_record_grad and fst_forms_find reads, in four steps
  * that come one after another: 0, 1, 2, 3. */
 enum { FST_STEPS_TO_GRAD = 4 };
 void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, int step);
+
+/* The version counter of an object; NULL if it has none or that cannot be said. */
+const void *fst_record_counter(const fst_record_layout *layout, PyObject *object);
 
 /* The record of a tensor whose version counter can be moved here; NULL if Python has to do it. */
 const void *fst_record_counted(const fst_record_layout *layout, PyObject *object);

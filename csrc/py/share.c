@@ -40,11 +40,13 @@ int fst_plan_scalar(fst_module *module, const fst_step_options *options, int dev
                     Py_ssize_t which, const char *name, fst_view *view)
 {
     fst_problem problem;
+    *view = (fst_view){.device = device};
+    if (!options->scalars)
+        return 0;
     PyObject *key = PyLong_FromLong(device);
     PyObject *row = key ? PyDict_GetItemWithError(options->scalars, key) : NULL;
     PyObject *object = row && PyTuple_Check(row) ? PyTuple_GetItem(row, which) : NULL;
     Py_XDECREF(key);
-    *view = (fst_view){.device = device};
     if (!object) {
         if (!PyErr_Occurred())
             PyErr_SetString(PyExc_ValueError, "expected (grad_scale, found_inf, norm) per device");

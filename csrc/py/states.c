@@ -60,14 +60,22 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
 }
 
 /* Notes state `k` of the parameter at hand, entry `k` of its dictionary. */
-static void trace_state(const fst_binding *at, unsigned k, const PyObject *key, PyObject *value,
-                        const fst_view *view)
+static void trace_state(const fst_binding *at, const fst_param *param, unsigned k,
+                        const PyObject *key, PyObject *value, const fst_view *view)
 {
-    if (!at->trace || !at->self->traceable)
-        return;
-    at->trace->keys[k] = key;
-    at->self->traceable =
-        key && fst_record_take(&at->module->records, value, view, &at->trace->states[k]);
+    if (at->trace)
+        fst_trace_state(&at->module->records, at->self, at->trace, key, value, view,
+                        param->states[k].pin != NULL);
+}
+
+/* Notes a state that the step writes. Small ones share version counters, and each moves once. */
+static int note_written(fst_binding *at, PyObject *value)
+{
+    const void *counter = fst_record_counter(&at->module->records, value);
+    if (counter && counter == at->counter)
+        return 0;
+    at->counter = counter;
+    return fst_bind_written(at->self, value);
 }
 
 /* The state called `wanted`, borrowed. Where it is the next entry of the dictionary, as it should
@@ -111,10 +119,8 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
     if (!state)
         return PyErr_Occurred() ? -1 : 0;
     param->dict = state;
-    if (at->trace) {
-        at->trace->dict = state;
-        at->trace->state_at = param->state_at;
-    }
+    if (at->trace)
+        fst_trace_dict(at->trace, state, param->state_at);
     for (unsigned k = 0; k < group->key_count; k++) {
         PyObject *wanted = PyTuple_GetItem(group->keys, k);
         PyObject *value = next_state(state, &position, wanted, &key);
@@ -127,7 +133,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
             const int there = bind_counter(at, param, value, counter, &view);
             if (there <= 0)
                 return there;
-            trace_state(at, k, key, value, &view);
+            trace_state(at, param, k, key, value, &view);
             continue;
         }
         fst_problem problem;
@@ -140,9 +146,9 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         const unsigned slot = k - (unsigned)group->has_step;
         fst_param_note_state(&at->module->tensors, param, k, value, &view);
         if (fst_bind_operand(at, param, value, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
-            fst_bind_written(at->self, value))
+            note_written(at, value))
             return -1;
-        trace_state(at, k, key, value, &view);
+        trace_state(at, param, k, key, value, &view);
         if (ops[FST_OP_STATE + slot].layout)
             at->self->traceable = 0;
     }

@@ -246,11 +246,22 @@ void fst_tensor_unpin(fst_dl_managed *pin)
         pin->deleter(pin);
 }
 
-int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *view, int order_count,
-                      const int *order, int written, fst_layout **layout, fst_problem *problem)
+/* Whether torch need not be asked if a tensor is a negated view: its record says no. */
+static int is_surely_not_negated(fst_tensors *tensors, PyObject *object)
 {
-    fst_layout described;
-    *layout = NULL;
+    fst_problem unused;
+    const fst_tensor_type *known = type_of(tensors, object, &unused);
+    if (!tensors->negated || !known || known->runs_python)
+        return 0;
+    const uint64_t *impl =
+        (const uint64_t *)(uintptr_t)((const uint64_t *)object)[tensors->impl_in_object];
+    return (impl[tensors->negated_in_impl] & tensors->negated) != tensors->negated;
+}
+
+static int refuse_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+{
+    if (is_surely_not_negated(tensors, object))
+        return 0;
     tensors->ran_python = 1;
     PyObject *negated = PyObject_CallMethod(object, "is_neg", NULL);
     const int truth = negated ? PyObject_IsTrue(negated) : -1;
@@ -260,6 +271,16 @@ int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *vi
     if (truth)
         return fst_problem_set(problem, "negated",
                                "is a lazily negated view; call .resolve_neg() on it");
+    return 0;
+}
+
+int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *view, int order_count,
+                      const int *order, int written, fst_layout **layout, fst_problem *problem)
+{
+    fst_layout described;
+    *layout = NULL;
+    if (refuse_negated(tensors, object, problem))
+        return -1;
     if (fst_layout_describe(order_count, order, view->shape, view->strides, &described))
         return 0;
     if (written && fst_layout_overlaps(&described))

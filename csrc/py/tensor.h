@@ -28,6 +28,10 @@ typedef struct {
     int ran_python; /* set when a function of this file may have run Python code; the caller clears
                        it */
     PyObject *tensor_error;
+    /* Bits of a word of torch's record of a tensor that are all set in a lazily negated view
+     * (record.h); no bits: torch is asked. */
+    int impl_in_object, negated_in_impl;
+    uint64_t negated;
 } fst_tensors;
 
 enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */

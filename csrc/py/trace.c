@@ -2,6 +2,8 @@
  * bound then still stands, and is not bound again. */
 #include "py/trace.h"
 
+#include "py/record_read.h"
+
 enum { FETCH_AHEAD = 6 }; /* parameters */
 
 void fst_trace_forget(fst_plan_object *self)
@@ -16,22 +18,63 @@ void fst_trace_free(fst_plan_object *self)
 {
     fst_trace_forget(self);
     PyMem_Free(self->traces);
+    PyMem_Free(self->traced_states);
     PyMem_Free(self->traced_groups);
     self->traces = NULL;
+    self->traced_states = NULL;
     self->traced_groups = NULL;
-    self->trace_capacity = 0;
+    self->trace_capacity = self->traced_state_capacity = 0;
 }
 
-void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self)
+/* An array of `wanted` elements where the one there is has fewer; its contents are lost. */
+static void *make_room(void *array, size_t *capacity, size_t wanted, size_t size)
 {
-    fst_trace_forget(self);
-    self->traceable = layout->known && !self->hold_tensors;
-    if (!self->traceable || self->trace_capacity >= self->param_count)
+    if (*capacity >= wanted && array)
+        return array;
+    PyMem_Free(array);
+    array = PyMem_Calloc(wanted + 1, size);
+    *capacity = array ? wanted : 0;
+    return array;
+}
+
+void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, PyObject *param_lists)
+{
+    size_t states = 0;
+    self->traceable = layout->known && !self->hold_tensors && self->param_count <= INT32_MAX;
+    if (!self->traceable)
         return;
-    PyMem_Free(self->traces);
-    self->traces = PyMem_Calloc(self->param_count + 1, sizeof *self->traces);
-    self->trace_capacity = self->traces ? self->param_count : 0;
-    self->traceable = self->traces != NULL;
+    for (size_t g = 0; g < self->group_count; g++)
+        states += (size_t)PyList_Size(PyList_GetItem(param_lists, (Py_ssize_t)g)) *
+                  self->groups[g].key_count;
+    self->traced_state_count = 0;
+    self->traces =
+        make_room(self->traces, &self->trace_capacity, self->param_count, sizeof *self->traces);
+    self->traced_states = make_room(self->traced_states, &self->traced_state_capacity, states,
+                                    sizeof *self->traced_states);
+    self->traceable = self->traces && self->traced_states && states <= UINT32_MAX;
+}
+
+/* Where a dictionary keeps its entries in CPython: it is only asked for early, so that another
+ * place would be slower, no more. */
+static const void *entries_of(PyObject *dict)
+{
+    return ((const void *const *)dict)[4];
+}
+
+fst_trace *fst_trace_param(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+                           PyObject *object, const fst_view *view, PyObject *grad,
+                           const fst_view *grad_view)
+{
+    if (!self->traceable)
+        return NULL;
+    fst_trace *trace = &self->traces[index];
+    *trace = (fst_trace){.has_grad = 1, .pinned = 1, .states = (uint32_t)self->traced_state_count};
+    self->traceable = fst_record_take(layout, object, view, &trace->param, &trace->hash) &&
+                      fst_moving_take(layout, grad, grad_view, &trace->grad);
+    if (!self->traceable)
+        return NULL;
+    trace->meta = fst_record_meta(layout, trace->param.impl);
+    return trace;
 }
 
 void fst_trace_idle(const fst_record_layout *layout, fst_plan_object *self, size_t index,
@@ -39,11 +82,32 @@ void fst_trace_idle(const fst_record_layout *layout, fst_plan_object *self, size
 {
     if (!self->traceable)
         return;
-    fst_trace *trace = &self->traces[index];
-    *trace = (fst_trace){.has_grad = 0};
-    self->traceable = fst_record_of(layout, object, &trace->param);
-    if (self->traceable)
-        trace->no_grad = fst_record_grad(layout, &trace->param);
+    const void *impl = fst_record_of(layout, object);
+    self->traceable = impl != NULL;
+    if (impl)
+        self->traces[index] = (fst_trace){
+            .param = {.object = object, .impl = impl},
+            .grad.impl = fst_record_grad(layout, impl),
+            .meta = fst_record_meta(layout, impl),
+        };
+}
+
+void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at)
+{
+    trace->dict = dict;
+    trace->entries = entries_of(dict);
+    trace->state_at = state_at;
+}
+
+void fst_trace_state(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
+                     const PyObject *key, PyObject *value, const fst_view *view, int pinned)
+{
+    if (!self->traceable)
+        return;
+    fst_traced_state *state = &self->traced_states[self->traced_state_count++];
+    state->key = key;
+    trace->pinned = trace->pinned && pinned;
+    self->traceable = key && fst_record_take(layout, value, view, &state->value, &trace->hash);
 }
 
 /* Whether a rule without a step counter is at a first step, which the next one is not. */
@@ -70,6 +134,7 @@ void fst_trace_end(fst_plan_object *self, PyObject *param_lists)
         self->traced_groups[g] = (fst_traced_group){
             .keys = group->keys,
             .rule = group->rule,
+            .maximize = group->maximize,
             .size = PyList_Size(PyList_GetItem(param_lists, (Py_ssize_t)g)),
         };
         Py_INCREF(group->keys);
@@ -84,14 +149,17 @@ static int same_groups(const fst_plan_object *self, PyObject *param_lists)
     for (size_t g = 0; same && g < self->group_count; g++) {
         const fst_traced_group *before = &self->traced_groups[g];
         same = before->keys == self->groups[g].keys && before->rule == self->groups[g].rule &&
+               before->maximize == self->groups[g].maximize &&
                before->size == PyList_Size(PyList_GetItem(param_lists, (Py_ssize_t)g));
     }
     return same;
 }
 
-/* Whether the parameter has the same states, in the same dictionary, as they were. */
-static int same_states(const fst_record_layout *layout, const fst_trace *trace, PyObject *state,
-                       unsigned key_count)
+/* Whether the parameter has the same states, in the same dictionary, as they were; their part of
+ * the hash is added. */
+static int same_states(const fst_record_layout *layout, const fst_trace *trace,
+                       const fst_traced_state *states, PyObject *state, unsigned key_count,
+                       uint64_t *hash)
 {
     PyObject *key, *value;
     Py_ssize_t position = trace->state_at;
@@ -99,49 +167,84 @@ static int same_states(const fst_record_layout *layout, const fst_trace *trace, 
         value != trace->dict)
         return 0;
     position = 0;
-    for (unsigned k = 0; k < key_count; k++)
-        if (!PyDict_Next(trace->dict, &position, &key, &value) || key != trace->keys[k] ||
-            value != trace->states[k].object || !fst_record_holds(layout, &trace->states[k]))
+    for (unsigned k = 0; k < key_count; k++) {
+        const fst_record *was = &states[k].value;
+        if (!PyDict_Next(trace->dict, &position, &key, &value) || key != states[k].key ||
+            value != was->object || (!trace->pinned && fst_record_of(layout, value) != was->impl))
             return 0;
+        fst_record_add(layout, was->impl, hash);
+    }
     return 1;
 }
 
-/* Whether the gradient is as it was, or like it in other memory, which the span then reads. */
+/* Whether the gradient is as it was, or like it in other memory, which the span then reads. Its
+ * Python object may have gone: that is not looked at. */
 static int same_grad(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace)
 {
-    const void *impl = fst_record_grad(layout, &trace->param);
-    if (impl == trace->grad.impl && fst_record_is_same(layout, &trace->grad))
-        return 1; /* its Python object may have gone: that is not looked at */
-    if (!impl || !fst_record_follow(layout, &trace->grad, impl))
+    const void *impl = fst_record_grad(layout, trace->param.impl);
+    uint64_t by = 0;
+    if (!impl || !fst_moving_follow(layout, &trace->grad, impl, &by))
         return 0;
-    if (trace->span < 0)
-        return 1;
-    fst_operand *ops = self->shares[trace->share].plan.operands + trace->span * FST_OP_COUNT;
-    ops[FST_OP_GRAD].data = (void *)(uintptr_t)trace->grad.data;
+    if (by && trace->span >= 0) {
+        fst_operand *ops = self->shares[trace->share].plan.operands + trace->span * FST_OP_COUNT;
+        ops[FST_OP_GRAD].data = (char *)ops[FST_OP_GRAD].data + (int64_t)by;
+        self->moves++;
+    }
     return 1;
 }
 
 static int same_param(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
                       PyObject *object, PyObject *state, unsigned key_count)
 {
-    if (object != trace->param.object)
+    const void *impl = trace->param.impl;
+    uint64_t hash = 0;
+    if (object != trace->param.object || fst_record_of(layout, object) != impl)
         return 0;
     if (!trace->has_grad)
-        return fst_record_is_of(layout, &trace->param, object) &&
-               fst_record_grad(layout, &trace->param) == trace->no_grad;
-    return fst_record_holds(layout, &trace->param) && same_grad(layout, self, trace) &&
-           (key_count == 0 || same_states(layout, trace, state, key_count));
+        return fst_record_grad(layout, impl) == trace->grad.impl;
+    fst_record_add(layout, impl, &hash);
+    if (key_count &&
+        !same_states(layout, trace, self->traced_states + trace->states, state, key_count, &hash))
+        return 0;
+    return hash == trace->hash && same_grad(layout, self, trace);
+}
+
+static void fetch_bytes(const void *from, size_t size)
+{
+    for (size_t at = 0; at < size; at += 64)
+        __builtin_prefetch((const char *)from + at);
 }
 
 /* Between two steps the model runs and the records leave the cache: those of a parameter further on
- * are asked for early. */
-static void fetch(const fst_record_layout *layout, const fst_trace *trace, unsigned key_count)
+ * are asked for early, and what says where they are still earlier. */
+static void fetch(const fst_record_layout *layout, const fst_plan_object *self,
+                  const fst_trace *trace, size_t left, unsigned key_count)
 {
+    const size_t bytes_of_states = key_count * sizeof *self->traced_states;
+    if (left > 2 * FETCH_AHEAD) {
+        const fst_trace *later = trace + 2 * FETCH_AHEAD;
+        fetch_bytes(later, sizeof *later);
+        fetch_bytes((const char *)(self->traced_states + trace->states) +
+                        2 * FETCH_AHEAD * bytes_of_states,
+                    bytes_of_states);
+    }
+    if (left <= FETCH_AHEAD)
+        return;
+    trace += FETCH_AHEAD;
+    __builtin_prefetch(trace->param.object);
+    __builtin_prefetch(trace->meta);
     fst_record_fetch(layout, &trace->param);
-    fst_record_fetch(layout, &trace->grad);
+    fst_moving_fetch(layout, &trace->grad);
+    if (!key_count || !trace->has_grad)
+        return;
     __builtin_prefetch(trace->dict);
-    for (unsigned k = 0; k < key_count; k++)
-        fst_record_fetch(layout, &trace->states[k]);
+    fetch_bytes(trace->entries, 2 * 64);
+    for (unsigned k = 0; k < key_count; k++) {
+        const fst_record *value = &self->traced_states[trace->states + k].value;
+        if (!trace->pinned)
+            __builtin_prefetch(value->object);
+        fst_record_fetch(layout, value);
+    }
 }
 
 static int same_params(const fst_record_layout *layout, fst_plan_object *self, PyObject *params,
@@ -149,8 +252,7 @@ static int same_params(const fst_record_layout *layout, fst_plan_object *self, P
 {
     const Py_ssize_t count = PyList_Size(params);
     for (Py_ssize_t i = 0; i < count; i++, trace++) {
-        if (i + FETCH_AHEAD < count)
-            fetch(layout, trace + FETCH_AHEAD, key_count);
+        fetch(layout, self, trace, (size_t)(count - i), key_count);
         if (!same_param(layout, self, trace, PyList_GetItem(params, i), state, key_count))
             return 0;
     }

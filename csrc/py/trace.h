@@ -4,24 +4,43 @@
 
 #include "py/plan.h"
 
-/* A parameter of a traced step. */
+/* A state of a parameter of a traced step: an entry of its dictionary. */
+struct fst_traced_state {
+    const PyObject *key;
+    fst_record value;
+};
+
+/* A parameter of a traced step. Thousands are read per step, so there is one hash of what the
+ * records of the parameter and of its states hold. */
 struct fst_trace {
-    fst_record param, grad, states[FST_MAX_KEYS];
-    const PyObject *keys[FST_MAX_KEYS];
-    PyObject *dict;      /* its state; borrowed, and used only where it was found again */
+    fst_record param;
+    uint64_t hash;
+    fst_moving grad;  /* where it has none, only the record that stands for that */
+    const void *meta; /* asked for early, like `entries` */
+    PyObject *dict;   /* its state; borrowed, and used only where it was found again */
+    const void *entries;
     Py_ssize_t state_at; /* where PyDict_Next() finds it in optimizer.state */
-    const void *no_grad; /* what stands for no gradient, where it had none */
-    int has_grad, share;
-    int64_t span; /* -1: it has no elements */
+    uint32_t states;     /* the first of them */
+    int32_t span;        /* -1: it has no elements */
+    int16_t share;
+    uint8_t has_grad;
+    uint8_t pinned; /* its states are: as long as they live, so do their records */
 };
 
 /* Around a bind: makes room for the traces; keeps them if all of it could be traced. */
-void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self);
+void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, PyObject *param_lists);
 void fst_trace_end(fst_plan_object *self, PyObject *param_lists);
 
-/* A parameter without a gradient. */
+/* In a bind: parameter `index` is bound with a gradient, or has none. The first gives its trace, to
+ * which the states are added in their order; NULL if the step is not traced. */
+fst_trace *fst_trace_param(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+                           PyObject *object, const fst_view *view, PyObject *grad,
+                           const fst_view *grad_view);
 void fst_trace_idle(const fst_record_layout *layout, fst_plan_object *self, size_t index,
                     PyObject *object);
+void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at);
+void fst_trace_state(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
+                     const PyObject *key, PyObject *value, const fst_view *view, int pinned);
 
 void fst_trace_forget(fst_plan_object *self);
 void fst_trace_free(fst_plan_object *self);

@@ -4,7 +4,8 @@ Tensors are dense, in float32, float64, bfloat16 or float16, and in CPU memory w
 is said.
 """
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +22,9 @@ class Plan:
     def step(
         self,
         param_lists: list[list[Tensor]],
-        groups: Sequence[tuple[int, tuple[str, ...], bool, tuple[float, ...], bool, Tensor | None]],
+        groups: Sequence[
+            tuple[int, tuple[str, ...], bool, tuple[float, ...], bool, dict[int, Tensor] | None]
+        ],
         state: dict[Tensor, dict[str, Any]],
         fresh: list[tuple[int, int]] | None,
         scalars: Mapping[int, tuple[Tensor | None, Tensor | None, Tensor | None]],
@@ -53,8 +56,33 @@ class Plan:
         and norm of each, and 2 does the rest with those two as they are then.
 
         Raises:
-            TensorError: a tensor cannot be used; nothing was done.
+            TensorError: a tensor cannot be used; nothing was done. With the kind "driver" it is
+                what a driver said, and the parameter is the first of those that the call was for.
         """
+
+class ReleaseHook:
+    """Updates a parameter in backward and frees its gradient, or calls `otherwise` with it.
+
+    It does so itself where `plain` is set, `updated` is not, `rules` has the group, the optimizer
+    neither clips nor measures in backward, and nothing but the gradient's memory has changed since
+    the last step of `plan`; `updated` is then set.
+    """
+
+    group: int
+    plain: bool
+    updated: bool
+    @property
+    def plan(self) -> Plan:
+        """Of this parameter alone."""
+
+    def __init__(
+        self,
+        otherwise: Callable[[Tensor], None],
+        optimizer: weakref.ref[Any],
+        rules: dict[int, Any],
+        /,
+    ) -> None: ...
+    def __call__(self, param: Tensor, /) -> None: ...
 
 class Squares:
     """Sums of squares of gradients, taken in backward and folded by a step.

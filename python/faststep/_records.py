@@ -55,6 +55,7 @@ class Layout(NamedTuple):
     kind_mask: int
     next_mask: int
     countable: int  # the bits of the next one that say that a tensor has a version counter
+    negated: int  # those that say that it is a lazily negated view, or 0
     move_version: int  # the address of torch's function, or 0
 
 
@@ -101,6 +102,7 @@ def _search() -> Layout:
         _mask(kind),
         _mask(kind + 1),
         _countable(kind + 1),
+        _negated(kind + 1),
         address_of_bump_version(),
     )
 
@@ -124,6 +126,17 @@ def _countable(place: int) -> int:
     tensor = torch.zeros(4)
     has, has_not = (_words(record_of(t), place + 1)[place] for t in (tensor, without))
     return has & ~has_not
+
+
+def _negated(place: int) -> int:
+    """The bits of a word that only negated views have; 0 where one has none of them."""
+    imaginary = torch.zeros(4, dtype=torch.complex64).conj().imag
+    views = [neg_view(torch.zeros(4)), neg_view(torch.zeros(())), imaginary, imaginary[0]]
+    others = [torch.zeros(4), torch.zeros(()), *_equal_tensors()]
+    with_them, without = (
+        [_words(record_of(t), place + 1)[place] for t in tensors] for tensors in (views, others)
+    )
+    return functools.reduce(operator.and_, with_them) & ~functools.reduce(operator.or_, without)
 
 
 def _different_tensors() -> Iterator[Tensor]:

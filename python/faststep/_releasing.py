@@ -29,13 +29,12 @@ _WHOLE = int(Phase.WHOLE)
 
 
 class _Place:
-    """Where a parameter is in the optimizer, and what the C side remembers of it."""
+    """Where a parameter is in the optimizer, and its hook."""
 
-    def __init__(self, group: int, index: int, param: Tensor) -> None:
-        self.group, self.index = group, index
+    def __init__(self, hook: _C.ReleaseHook, param: Tensor) -> None:
+        self.hook = hook  # has the group, and whether there was an update since the last step
+        self.index = 0
         self.param = weakref.ref(param)
-        self.plan = _C.Plan()
-        self.updated = False  # since the last optimizer.step
         self.tied = False  # the weight of an embedding and of another module
         self.square_sum = 0.0  # with clip="lagged": of its gradient in this step
         self.handle: Any = None
@@ -56,13 +55,19 @@ class Release:
         self._moments = moments
         self._reduced = reduced
         self._places: dict[int, _Place] = {}
-        self._rules: dict[int, Rule] = {}
+        self._rules: dict[int, Rule] = {}  # of this step; the hooks look here too
+        self._ids: list[list[int]] = []  # of the parameters, group by group
         self._scale: Tensor | None = None  # what this step's gradients are divided by
         self._norm: float | None = None  # of all gradients of the last step
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
         self._optimizer = weakref.ref(optimizer)
         check_clipping(optimizer, clip)
         owner = weakref.ref(self)
+
+        @disable_dynamo
+        def otherwise(param: Tensor) -> None:
+            if (release := owner()) is not None:
+                release.hooked(param)
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if owner() is not None and getattr(optimizer, "grad_scale", None) is not None:
@@ -76,6 +81,7 @@ class Release:
             if (release := owner()) is not None:
                 release._finish_step()
 
+        self._otherwise: Callable[[Tensor], None] = otherwise
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
@@ -87,23 +93,39 @@ class Release:
             return
         for module in tied_embeddings(model):
             if (place := self._places.get(id(module.weight))) is not None:
-                place.tied = True
+                place.tied, place.hook.plain = True, False
                 self._handles.append(give_rows(module))
 
     def _attach(self, optimizer: FusedOptimizer) -> None:
-        """Hook parameters that are new or were unfrozen; note where the others are now."""
-        owner = weakref.ref(self)
+        """Hook parameters that are new or were unfrozen; note where the others are now.
+
+        Those that have left the optimizer are let go.
+        """
+        self._ids = _ids_of(optimizer)
+        for key in self._places.keys() - {key for keys in self._ids for key in keys}:
+            self._places.pop(key).handle.remove()
         for group, entry in enumerate(optimizer.param_groups):
             for index, param in enumerate(entry["params"]):
                 place = self._places.get(id(param))
-                if place is not None and place.param() is param:
-                    place.group, place.index = group, index
-                elif param.requires_grad:
-                    self._places[id(param)] = _hooked(owner, _Place(group, index, param), param)
+                if place is None or place.param() is not param:
+                    if not param.requires_grad:
+                        continue
+                    place = self._places[id(param)] = self._hooked(param)
                     _make_state(optimizer, entry, param)
+                place.hook.group, place.index = group, index
 
-    def hooked(self, place: _Place, param: Tensor) -> None:
-        """From the hook of a parameter."""
+    def _hooked(self, param: Tensor) -> _Place:
+        hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules)
+        hook.plain = self._clip is None and self._moments is None and self._reduced is None
+        place = _Place(hook, param)
+        place.handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return place
+
+    def hooked(self, param: Tensor) -> None:
+        """From the hook of a parameter, where it has more to do than the same step again."""
+        place = self._places.get(id(param))
+        if place is None:
+            return
         if place.tied and param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.to_dense()  # of the uses, only the embedding was one
         if self._reduced is None or param not in self._reduced:
@@ -132,7 +154,11 @@ class Release:
         grad = param.grad
         if optimizer is None or grad is None:
             return
-        if place.updated and self._moments is None:
+        if not self._rules and self._ids != _ids_of(optimizer):  # changed since the last step
+            self._attach(optimizer)
+            if self._places.get(id(param)) is not place:
+                return
+        if place.hook.updated and self._moments is None:
             raise RuntimeError(
                 f"a second gradient of {_name(optimizer, place)} before optimizer.step(): with "
                 "release_gradients() it was updated with the first one. Gradients cannot be "
@@ -144,17 +170,17 @@ class Release:
             max_norm = self._coefficient(optimizer, place, grad)
             _step(optimizer, place, param, rule, self._scale, max_norm)
         except _C.TensorError as error:
-            raise optimizer._explained(place.group, place.index, *error.args[2:]) from None
-        place.updated = True
+            raise optimizer._explained(place.hook.group, place.index, *error.args[2:]) from None
+        place.hook.updated = True
         if self._reduced is None or param not in self._reduced:
             param.grad = None
 
     def _rule_of(self, optimizer: FusedOptimizer, place: _Place) -> Rule:
-        rule = self._rules.get(place.group)
+        rule = self._rules.get(place.hook.group)
         if rule is None:
-            rule = optimizer._checked_rule_of(optimizer.param_groups[place.group])
-            self._rules[place.group] = rule
-        return rule if self._moments is None else self._moments.rule(rule, place.updated)
+            rule = optimizer._checked_rule_of(optimizer.param_groups[place.hook.group])
+            self._rules[place.hook.group] = rule
+        return rule if self._moments is None else self._moments.rule(rule, place.hook.updated)
 
     def _coefficient(self, optimizer: FusedOptimizer, place: _Place, grad: Tensor) -> float:
         """Measure for the next step, scale this one; returns the norm to clip `grad` alone by."""
@@ -178,7 +204,7 @@ class Release:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        updated = [place for place in self._places.values() if place.updated]
+        updated = [place for place in self._places.values() if place.hook.updated]
         if updated and self._clip == "lagged":
             # Exact, so that ranks whose buckets arrive in another order get the same.
             self._norm = math.sqrt(math.fsum(place.square_sum for place in updated))
@@ -187,7 +213,7 @@ class Release:
             params = [param for place in updated if (param := place.param()) is not None]
             self._moments.apply(optimizer, params)
         for place in updated:
-            place.updated = False
+            place.hook.updated = False
         self._scale = None
         self._rules.clear()
         self._attach(optimizer)
@@ -212,14 +238,8 @@ def _undo(handles: list[Any], places: dict[int, _Place]) -> None:
         handle.remove()
 
 
-def _hooked(owner: Callable[[], Release | None], place: _Place, param: Tensor) -> _Place:
-    @disable_dynamo
-    def update(param: Tensor) -> None:
-        if (release := owner()) is not None:
-            release.hooked(place, param)
-
-    place.handle = param.register_post_accumulate_grad_hook(update)  # type: ignore[no-untyped-call]
-    return place
+def _ids_of(optimizer: FusedOptimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _make_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> None:
@@ -237,8 +257,9 @@ def _make_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor)
 
 
 def _name(optimizer: Optimizer, place: _Place) -> str:
-    names = optimizer.param_groups[place.group].get("param_names")
-    return repr(names[place.index]) if names else f"parameter {place.index} of group {place.group}"
+    group, index = place.hook.group, place.index
+    names = optimizer.param_groups[group].get("param_names")
+    return repr(names[index]) if names else f"parameter {index} of group {group}"
 
 
 def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
@@ -270,12 +291,12 @@ def _step(
         scale = None if scale is None else on_device(scale, device)
         scalars = {device: Scalars(scale, None, None)}
     options = (scalars, False, max_norm, False, _WHOLE)
-    what, value = place.plan.step([[param]], [rule], optimizer.state, None, *options)
+    what, value = place.hook.plan.step([[param]], [rule], optimizer.state, None, *options)
     if what == "missing":
         with torch.no_grad():
-            optimizer._new_state(optimizer.param_groups[place.group], param)
+            optimizer._new_state(optimizer.param_groups[place.hook.group], param)
         try:
-            what, value = place.plan.step([[param]], [rule], optimizer.state, value, *options)
+            what, value = place.hook.plan.step([[param]], [rule], optimizer.state, value, *options)
         except BaseException:
             optimizer._drop_new_state(param)
             raise

@@ -3,7 +3,8 @@
 autograd adds up the gradients of both uses, and that of an embedding comes last, as a tensor of the
 weight's size that is zero but for the rows of the batch's tokens: three tensors of that size, the
 sum among them, exist when every other gradient has been released. As a sparse gradient, rows only,
-it is added to the other without a tensor of its own, with the same bits.
+it is added to the other without a tensor of its own, with the same bits. Without another it stays
+sparse until the parameter's hook: torch refuses a hook of the tensor that makes it dense before.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class _ThroughRows:
 
     def __init__(self, module: nn.Embedding | None = None) -> None:
         self._module = None if module is None else weakref.ref(module)
+        self._weight = None if module is None else weakref.ref(module.weight)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _ThroughRows, ()
@@ -60,6 +62,8 @@ class _ThroughRows:
         if is_compiling() or not output.requires_grad:
             return None
         if self._module is None or self._module() is not module:
+            return None
+        if self._weight is None or self._weight() is not module.weight:
             return None
         tokens = args[0] if args else kwargs["input"]
         found, places = torch.unique(tokens, return_inverse=True)

@@ -122,6 +122,29 @@ def test_the_bits_of_a_divided_loss(make: Make) -> None:
         assert_equal(values(model), after)
 
 
+FUSED = {name: make for name, make in OPTIMIZERS.items() if "torch" not in name or "fused" in name}
+
+
+@pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+def test_the_division_is_no_pass(make: Make) -> None:
+    """The sum stays what backward left, and nobody writes it before the step, or in it."""
+    model, reference = make_model(), make_model()
+    optimizer = make(model.parameters())
+    accum = faststep.accumulate(optimizer, 3)
+    for batch in batches([4] * 3):
+        with accum:
+            accum.backward(loss_of(model, batch))
+            versions = [p.grad._version for p in model.parameters()]
+        loss_of(reference, batch).backward()
+    assert accum.ready
+    assert_equal(grads(model), grads(reference))
+    assert [p.grad._version for p in model.parameters()] == versions
+    kept = [p.grad for p in model.parameters()]
+    optimizer.step()
+    assert all(p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True))
+    assert not torch.equal(values(model)[0], values(reference)[0])
+
+
 def test_fp64_divides_in_fp64() -> None:
     """Three micro-steps: 1/3 rounded to fp32 would be off by 3e-8."""
     window = batches([4] * 3, dtype=torch.float64)

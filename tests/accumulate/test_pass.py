@@ -80,6 +80,19 @@ def test_what_is_started_is_not_read() -> None:
     assert torch.equal(total, torch.full((1000,), 2.0))
 
 
+@pytest.mark.parametrize("shift", [0, 3, 16])
+@pytest.mark.parametrize(("to", "of"), [(torch.float32, torch.bfloat16), (torch.float16,) * 2])
+def test_a_large_sum_is_started(to: torch.dtype, of: torch.dtype, shift: int) -> None:
+    """Past the caches, where it lies on whole cache lines; its neighbours stay as they are."""
+    count = (1 << 19) + 5
+    term = torch.randn(count).to(of)
+    memory = torch.full((count + shift + 7,), float("nan"), dtype=to)
+    _C.accumulate([memory[shift : shift + count]], [term], 1.0, True)
+    assert torch.equal(memory[shift : shift + count], term.to(to))
+    assert memory[:shift].isnan().all()
+    assert memory[shift + count :].isnan().all()
+
+
 @pytest.mark.parametrize(
     ("sums", "terms", "error", "text"),
     [

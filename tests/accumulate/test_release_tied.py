@@ -153,6 +153,50 @@ def test_hooks_of_others_find_what_they_would_find() -> None:
     release.remove()
 
 
+def test_gradients_of_the_embedding_alone_are_rows() -> None:
+    """For hooks on the weight and torch.autograd.grad, which no hook could give the whole."""
+    model = Part(Tied())
+    weight, seen = model.tied.token.weight, []
+    (expected,) = torch.autograd.grad(model(batch(0)), weight)
+    release = faststep.release_gradients(model.tied, MAKE["SGD"](model.parameters()))
+    weight.register_hook(lambda grad: seen.append(grad.clone()))
+    (found,) = torch.autograd.grad(model(batch(0)), weight)
+    assert len(seen) == 1
+    for grad in (found, *seen):
+        assert grad.is_sparse
+        assert torch.equal(grad.to_dense(), expected)
+    (both,) = torch.autograd.grad(model.tied(batch(0)), weight)
+    assert both.layout is torch.strided
+    release.remove()
+    assert torch.equal(torch.autograd.grad(model(batch(0)), weight)[0], expected)
+
+
+def test_a_weight_that_was_replaced_is_not_looked_up_by_rows() -> None:
+    model = Tied()
+    release = faststep.release_gradients(model, MAKE["SGD"](model.parameters()))
+    model.token.weight = nn.Parameter(torch.zeros(VOCABULARY, WIDTH))
+    model(batch(0)).backward()
+    assert model.token.weight.grad.layout is torch.strided
+    release.remove()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend: str) -> None:
+    results = []
+    for compiles in (False, True):
+        torch.compiler.reset()
+        model = Tied()
+        optimizer = MAKE["SGD"](model.parameters())
+        release = faststep.release_gradients(model, optimizer)
+        call = torch.compile(model, backend=backend) if compiles else model
+        for seed in range(3):
+            call(batch(seed)).backward()
+            optimizer.step()
+        release.remove()
+        results.append(values(model))
+    assert_equal(*results)
+
+
 def test_copies_are_not_released() -> None:
     model = Tied()
     release = faststep.release_gradients(model, MAKE["SGD"](model.parameters()))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -185,6 +187,49 @@ def test_parameters_added_and_unfrozen_later() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("odd", [False, True], ids=["all alike", "one that C refuses"])
+def test_gradients_that_come_without_hooks(odd: bool) -> None:
+    """They are added at the end of a micro-step: some to sums, others start theirs."""
+    params = [torch.nn.Parameter(torch.zeros(n, 3, dtype=torch.bfloat16)) for n in (1, 5, 9000)]
+    optimizer = faststep.optim.SGD(params)
+    accum = faststep.accumulate(optimizer, 3, dtype=torch.float32)
+    expected: list[Any] = [None] * len(params)
+    for step in range(3):
+        with accum:
+            for index, param in enumerate(params):
+                if step < index:
+                    continue
+                grad = torch.randn(param.shape).to(torch.bfloat16)
+                if odd and index == 1:
+                    grad = torch.randn(5, 3, dtype=torch.complex64).conj().imag
+                    assert grad.is_neg()
+                param.grad = grad
+                total = expected[index]
+                expected[index] = grad.float() if total is None else total + grad.float()
+        for param, total in zip(params, expected, strict=True):
+            assert (param.grad is None) == (total is None)
+            assert total is None or torch.equal(param.grad, total)
+            assert total is None or param.grad.dtype == torch.float32
+    assert accum.ready
+
+
+def test_a_gradient_that_is_refused_leaves_all_sums_as_they_are() -> None:
+    params = [torch.nn.Parameter(torch.zeros(4, 3, dtype=torch.bfloat16)) for _ in range(3)]
+    accum = faststep.accumulate(faststep.optim.SGD(params), 2, dtype=torch.float32)
+    with accum:
+        for param in params:
+            param.grad = torch.ones_like(param)
+    sums = [param.grad for param in params]
+    block = contextlib.ExitStack()
+    block.enter_context(accum)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    params[1].grad = torch.ones_like(params[1]).to_sparse()
+    with pytest.raises(TypeError, match="parameter 1 of group 0"):
+        block.close()
+    assert all(torch.equal(total, torch.ones(4, 3)) for total in sums)
+
+
 def test_gradients_with_a_graph_are_refused() -> None:
     param = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
     accum = faststep.accumulate(faststep.optim.SGD([param]), 2, dtype=torch.float32)

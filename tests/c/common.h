@@ -242,4 +242,13 @@ static inline size_t supported_levels(const fst_cpu_kernels *levels[MAX_LEVELS])
     return count;
 }
 
+/* The sanitizers' malloc must fail as others do, where a test asks for too much. */
+#define MALLOC_OF(sanitizer)                                                                  \
+    __attribute__((visibility("default"))) const char *__##sanitizer##_default_options(void); \
+    const char *__##sanitizer##_default_options(void)                                         \
+    {                                                                                         \
+        return "allocator_may_return_null=1";                                                 \
+    }
+#define MALLOC_MAY_FAIL MALLOC_OF(asan) MALLOC_OF(tsan)
+
 #endif

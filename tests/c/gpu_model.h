@@ -23,6 +23,7 @@ typedef struct {
     int shared;    /* the last tensor is the first one once more: two rounds */
     int strided;
     int tag;
+    uint64_t bound, moved; /* as in the rules */
 } model;
 
 static inline int64_t model_count(const model *m, size_t tensor)
@@ -106,7 +107,12 @@ static inline fst_code model_set(model *m, void *stream, fst_status *status)
         return status->code;
     model_plan(m, status);
     const fst_work work = fst_plan_work(&m->plan);
-    const fst_gpu_rules rules = {m->spans, m->groups, m->tensors + COUNTING, 2};
+    const fst_gpu_rules rules = {.spans = m->spans,
+                                 .groups = m->groups,
+                                 .span_count = m->tensors + COUNTING,
+                                 .group_count = 2,
+                                 .bound = m->bound,
+                                 .moved = m->moved};
     expect(m, &work);
     return fst_gpu_tables_set(m->tables, &work, &rules, stream, status);
 }

@@ -34,17 +34,17 @@ static void compare(fst_dtype to, fst_dtype from, arrangement how_to, arrangemen
     array_fill(sum, random_value);
     array_fill(term, random_value);
     for (size_t f = 0; f < 3; f++)
-        for (int start = 0; start < 2; start++) {
+        for (int how = FST_SUM_ADD; how <= FST_SUM_STREAM; how++) {
             array *want = array_clone(sum);
-            expect(want, term, begin, count, factors[f], start);
+            expect(want, term, begin, count, factors[f], how != FST_SUM_ADD);
             for (size_t i = 0; i < level_count; i++) {
                 array *got = array_clone(sum);
                 const fst_operand ops[2] = {got->op, term->op};
-                levels[i]->accumulate(ops, begin, count, factors[f], start);
+                levels[i]->accumulate(ops, begin, count, factors[f], (fst_sum_kind)how);
                 if (!CHECK(same_memory(got, want)))
-                    fprintf(stderr, "%s: %s to %s, layouts %d, %d, %zu elements, start %d\n",
+                    fprintf(stderr, "%s: %s to %s, layouts %d, %d, %zu elements, kind %d\n",
                             levels[i]->name, dtype_names[from], dtype_names[to], how_from, how_to,
-                            count, start);
+                            count, how);
                 array_free(got);
             }
             array_free(want);

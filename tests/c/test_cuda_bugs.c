@@ -86,6 +86,16 @@ static void steps_too_far_are_found(const char *program)
 #endif
 }
 
+/* UndefinedBehaviorSanitizer ends the program. */
+static void words_out_of_line_are_found(const char *program)
+{
+    CHECK_INT(status_of_child(program, "bug_misaligned_word", "0"), 0);
+#if defined(SANITIZE_UNDEFINED)
+    CHECK_INT(status_of_child(program, "bug_misaligned_word", "1"), 1);
+#endif
+    CHECK_INT(status_of_child(program, "bug_misaligned_word", "2"), 0);
+}
+
 int main(int count, char **arguments)
 {
     numbers = malloc(NUMBERS * sizeof *numbers);
@@ -104,6 +114,7 @@ int main(int count, char **arguments)
     right_kernels_pass();
     impossible_launches_are_refused();
     steps_too_far_are_found(arguments[0]);
+    words_out_of_line_are_found(arguments[0]);
     free(numbers);
     return check_report();
 }

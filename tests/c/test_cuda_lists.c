@@ -200,7 +200,7 @@ static void accumulate(size_t count, double factor, int begin)
             array *want = array_clone(starts[i]);
             const fst_operand op[2] = {want->op, terms[i]->op};
             const size_t size = (size_t)plan.spans[i].count;
-            levels[level]->accumulate(op, 0, size, factor, begin);
+            levels[level]->accumulate(op, 0, size, factor, begin ? FST_SUM_START : FST_SUM_ADD);
             CHECK(same_memory(got[i], want));
             array_free(want);
         }

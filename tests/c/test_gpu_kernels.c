@@ -74,7 +74,10 @@ static void gpu_step(model *m, fst_gpu_tables *tables, const options *o, numbers
     const fst_work work = fst_plan_work(&plan);
     device_make(&d, &work, 1);
     device_add_spans(&d, m, n->lr);
-    const fst_gpu_rules rules = {d.spans, d.groups, work.span_count + 1, (size_t)m->group_count};
+    const fst_gpu_rules rules = {.spans = d.spans,
+                                 .groups = d.groups,
+                                 .span_count = work.span_count + 1,
+                                 .group_count = (size_t)m->group_count};
     scalar_set(&n->scale, o->scale_is_double, o->scale);
     scalar_set(&n->found_inf, o->found_is_double, o->found_inf);
     fst_begin_launch begin = {.max_norm = o->max_norm,

@@ -211,6 +211,41 @@ static void rounds_follow_strides_and_types(void)
     fst_plan_free(&plan);
 }
 
+/* What was sealed is kept until something is begun, or other operands are written. */
+static void sealing_again(void)
+{
+    static float data[90];
+    fst_plan plan;
+    fst_plan_init(&plan, 2);
+    fst_plan_begin(&plan);
+    for (size_t i = 0; i < 2; i++) {
+        fst_operand *op = fst_plan_add(&plan, 10, 0, &status);
+        op[0] = (fst_operand){data + 30 * i, NULL, FST_F32};
+        op[1] = (fst_operand){data + 60, NULL, FST_F32}; /* the same for both */
+    }
+    seal(&plan);
+    CHECK_INT((int64_t)plan.round_count, 1);
+    plan.operands[3].data = data + 80;
+    seal(&plan);
+    CHECK_INT((int64_t)plan.round_count, 1);
+    CHECK_INT(fst_plan_seal(&plan, 0, 2, &status), FST_OK);
+    CHECK_INT((int64_t)plan.round_count, 1);
+    seal(&plan);
+    fst_plan_begin(&plan);
+    for (size_t i = 0; i < 2; i++) {
+        fst_operand *op = fst_plan_add(&plan, 10, 0, &status);
+        op[0] = (fst_operand){data + 5 * i, NULL, FST_F32};
+        op[1] = (fst_operand){data + 60, NULL, FST_F32};
+    }
+    seal(&plan);
+    CHECK_INT((int64_t)plan.round_count, 2);
+    CHECK_INT(fst_plan_seal(&plan, 1, 1, &status), FST_OK); /* both write the other one */
+    CHECK_INT((int64_t)plan.round_count, 2);
+    CHECK_INT(fst_plan_seal(&plan, 0, 0, &status), FST_OK);
+    CHECK_INT((int64_t)plan.round_count, 1);
+    fst_plan_free(&plan);
+}
+
 /* A shard: spans that begin and end anywhere in flat buffers of several types, one per operand. All
  * passes; what lies outside of the slice stays as it is. */
 static void slices_of_flat_buffers(void)
@@ -286,5 +321,6 @@ int main(void)
         slices_of_flat_buffers();
     }
     rounds_follow_strides_and_types();
+    sealing_again();
     return check_report();
 }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +34,26 @@ def test_info_as_a_program() -> None:
     else:
         assert cuda.startswith("none: this build holds CPU kernels only")
     assert re.search(rf"^instruction set +{_C.cpu_info()['isa']}\b", output, re.MULTILINE)
+
+
+def test_info_of_a_build_without_kernels(tmp_path: Path) -> None:
+    """As FASTSTEP_CUDA=0 makes it, or a machine without nvcc."""
+    package = Path(_C.__file__).parent
+    without = shutil.ignore_patterns("kernels.fatbin", "__pycache__")
+    shutil.copytree(package, tmp_path / "faststep", ignore=without)
+    done = subprocess.run(
+        [sys.executable, "-m", "faststep", "info"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    lines = dict(line.split("  ", 1) for line in done.stdout.splitlines())
+    assert str(tmp_path) in lines["faststep"]
+    assert lines["CUDA in faststep"].strip() == (
+        "none: this build holds CPU kernels only, as it was made without nvcc"
+    )
 
 
 def test_info_as_json_names_what_was_not_usable(capsys: pytest.CaptureFixture[str]) -> None:

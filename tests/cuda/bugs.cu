@@ -57,6 +57,14 @@ FST_KERNEL(bug_beyond_shared, bug_launch)
     shared->values[threadIdx.x + launch.right] = 1.0;
 }
 
+/* Reads a word of 16 bytes where none begins: on a device that is a fault, on a CPU often right. */
+FST_KERNEL(bug_misaligned_word, bug_launch)
+{
+    const fst_words *words = (const fst_words *)(launch.numbers + launch.right);
+    if (threadIdx.x == 0)
+        *launch.ticket = words->word[0];
+}
+
 /* Adds without an atomic operation. */
 FST_KERNEL(bug_adds_at_once, bug_launch)
 {

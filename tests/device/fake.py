@@ -24,17 +24,25 @@ from faststep import _C
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = "build/c/tests/cuda/simt/libcuda.so.1"
+DRIVER = "build/c/tests/cuda/libcuda.so.1"  # without kernels, and without claims
+OLD_DRIVER = "build/c/tests/cuda/old/libcuda.so.1"
+EMPTY_FATBIN = struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 0)
 API = "__dlpack_c_exchange_api__"
 FACTORIES = ("empty", "full", "ones", "tensor", "zeros")
+
+
+def build(library: str) -> None:
+    """One of the libraries that stand in for the driver."""
+    command = ["make", "-s", "-f", "tests/c/Makefile", library]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        pytest.fail(f"{' '.join(command)}:\n{done.stdout}{done.stderr}", pytrace=False)
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """The fake driver, with the simulator and the real kernels."""
-    command = ["make", "-s", "-f", "tests/c/Makefile", LIBRARY]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        pytest.fail(f"{' '.join(command)}:\n{done.stdout}{done.stderr}", pytrace=False)
+    build(LIBRARY)
     loaded = ctypes.CDLL(str(ROOT / LIBRARY))
     loaded.fake_cuda_stream.restype = ctypes.c_void_p
     loaded.fake_cuda_end_capture.restype = ctypes.c_void_p
@@ -44,7 +52,7 @@ def library() -> ctypes.CDLL:
     loaded.claim_api.restype = ctypes.c_void_p
     loaded.fake_cuda_machine(2, 90, 13000)
     fatbin = ROOT / LIBRARY.replace("libcuda.so.1", "kernels.fatbin")
-    fatbin.write_bytes(struct.pack("<IHHQ", 0xBA55ED50, 1, 16, 0))  # the kernels are elsewhere
+    fatbin.write_bytes(EMPTY_FATBIN)  # the kernels are elsewhere
     _C.use_kernels_of(str(fatbin))
     return loaded
 
@@ -62,10 +70,34 @@ def _capsule(pointer: int) -> object:
     return new(pointer, b"dlpack_exchange_api", None)
 
 
+waiting_is_an_error = False  # as after torch.cuda.set_sync_debug_mode("error")
+
+
+def _note_wait(name: str) -> None:
+    if waiting_is_an_error:
+        raise RuntimeError(f"called a synchronizing CUDA operation: {name}")
+
+
+def _waits(name: str) -> Any:
+    """A method of torch's that has to wait for what it reads."""
+
+    def method(tensor: torch.Tensor, *args: Any) -> Any:
+        _note_wait(name)
+        return getattr(torch.Tensor, name)(tensor, *args)
+
+    return method
+
+
 class OnCuda(torch.Tensor):
     """A CPU tensor that says it lies on a CUDA device; see `claim`."""
 
     ordinal = 0
+    item = _waits("item")
+    tolist = _waits("tolist")
+    nonzero = _waits("nonzero")
+    __bool__ = _waits("__bool__")
+    __float__ = _waits("__float__")
+    __int__ = _waits("__int__")
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -87,6 +119,7 @@ class OnCuda(torch.Tensor):
         return allocated(like.shape, like.dtype, self.ordinal)
 
     def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        _note_wait("cpu")
         return plain(self).clone()
 
 
@@ -142,7 +175,8 @@ def _to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             rest.append(arg)
     target = tensor.device if device is None else torch.device(device)
     moved = target.type != tensor.device.type or (target.index or 0) != (tensor.device.index or 0)
-    kwargs.pop("non_blocking", None)
+    if not kwargs.pop("non_blocking", False) and tensor.is_cuda and target.type == "cpu":
+        _note_wait("to")
     copy = kwargs.pop("copy", False) or moved
     result = torch.Tensor.to(plain(tensor), *rest, copy=copy, **kwargs)
     if result is tensor or (not copy and result.data_ptr() == tensor.data_ptr()):

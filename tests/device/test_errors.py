@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 import torch
 
 import faststep
+from faststep import _C
 
 from . import fake
 from .common import Pair, values
@@ -26,11 +29,15 @@ optimizer = faststep.optim.AdamW([p])
 """
 
 
-def run_python(code: str) -> str:
+def run_python(code: str, **environment: str) -> str:
     """What a fresh interpreter prints."""
     script = textwrap.dedent(code)
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=fake.ROOT / "tests", capture_output=True, text=True
+        [sys.executable, "-c", script],
+        cwd=fake.ROOT / "tests",
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -120,12 +127,50 @@ def test_every_error_of_the_driver(machine: fake.Machine) -> None:
             failures += 1
             assert name.removesuffix("_v2") in error
             assert "as the test wished" in error  # the driver's own words
+            assert "1 parameters there, of which the first is parameter 0 in group 0" in error
+            assert "shape (40,), torch.float32, cuda:0" in error
             if (name, nth) == ("cuLaunchKernel", 2) or b.state[pair.cuda[0]]["step"] == 1:
                 continue  # the step was decided, and may have counted
             a.step()
             b.step()
             pair.assert_same(a, b)
     assert failures >= 8
+
+
+def test_errors_of_a_step_name_a_parameter(machine: fake.Machine) -> None:
+    """A launch is for all parameters of a device: the first with a gradient stands for them."""
+    pair = Pair([torch.ones(n) for n in (1, 2, 3, 4)], [0, 1, 1, 1])
+    names = [("a", pair.cuda[0]), ("b", pair.cuda[1])], [("c", pair.cuda[2]), ("d", pair.cuda[3])]
+    optimizer = faststep.optim.SGD([{"params": group} for group in names], lr=0.1)
+    for first in (True, False):
+        pair.set_grads([torch.ones(1), None, None if first else torch.ones(3), torch.ones(4)])
+        machine.fail("cuLaunchKernel", 4, 719)  # the update on the second device
+        with pytest.raises(RuntimeError, match="cuLaunchKernel of fst_update on CUDA dev") as info:
+            optimizer.step()
+        who = "1 in group 1 ('d', shape (4,)" if first else "0 in group 1 ('c', shape (3,)"
+        assert f"{2 - first} parameters there, of which the first is parameter {who}" in str(
+            info.value
+        )
+        optimizer.step()
+
+
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuStreamGetCaptureInfo"])
+def test_errors_of_a_list_name_a_tensor(machine: fake.Machine, call: str) -> None:
+    pair = Pair([torch.ones(2, 3), torch.ones(5)])
+    pair.set_grads([torch.ones(2, 3), torch.ones(5)])
+    faststep.clip_grad_norm_(pair.cuda, 0.5)
+    grads = [p.grad for p in pair.cuda]
+    sums = [fake.claim(torch.zeros(2, 3)), fake.claim(torch.zeros(5))]
+    for use in (
+        lambda: faststep.clip_grad_norm_(pair.cuda, 0.5),
+        lambda: faststep.clip_grad_value_(pair.cuda, 0.5),
+        lambda: _C.device_accumulate(sums, grads, 1.0, False),
+    ):
+        machine.fail(call, 1, 719)
+        with pytest.raises(RuntimeError, match=call) as info:
+            use()
+        assert "for 2 tensors, of which the first has the shape (2, 3)" in str(info.value)
+        use()
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -228,6 +273,131 @@ print(loaded.fake_cuda_calls(None))
 """
     )
     assert out.strip() == "0"
+
+
+def test_libcuda_is_opened_by_the_first_use_only() -> None:
+    """A driver lies where it would be found: import and CPU use leave it there."""
+    fake.build(fake.DRIVER)
+    out = run_python(
+        """
+import torch, faststep
+from faststep import _C
+
+def opened():
+    return "libcuda" in open("/proc/self/maps").read()
+
+p = torch.nn.Parameter(torch.ones(3))
+p.grad = torch.ones(3)
+optimizer, scaler = faststep.optim.AdamW([p]), faststep.amp.GradScaler("cpu")
+scaler.scale(p.sum()).backward()
+scaler.unscale_(optimizer)
+faststep.clip_grad_norm_([p], 1.0)
+scaler.step(optimizer)
+scaler.update()
+print(opened())
+_C.use_kernels_of("/dev/null")
+try:
+    _C.device_info(0)
+except RuntimeError:
+    print(opened())
+""",
+        LD_LIBRARY_PATH=str((fake.ROOT / fake.DRIVER).parent),
+    )
+    assert out.splitlines() == ["False", "True"]
+
+
+def has_driver() -> bool:
+    """Asked in a process of its own: in this one the fake driver may be loaded."""
+    out = run_python(
+        """
+import ctypes
+try:
+    print(bool(ctypes.CDLL("libcuda.so.1")))
+except OSError:
+    print(False)
+"""
+    )
+    return out == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("library", "machine", "text"),
+    [
+        ("", None, "no NVIDIA driver: libcuda.so.1"),
+        (fake.OLD_DRIVER, (1, 90, 10020), "for CUDA 10.2) is too old: it has no cuStreamGetCa"),
+        (fake.DRIVER, (0, 90, 13000), "cuInit: CUDA_ERROR_NO_DEVICE"),
+        (fake.DRIVER, (1, 70, 13000), "newer device than Fake GPU 0 (compute capability 7.0)"),
+        (fake.DRIVER, (1, 90, 12040), "a newer driver than one for CUDA 12.4"),
+    ],
+    ids=["no driver", "old driver", "no device", "old device", "driver older than the kernels"],
+)
+def test_machines_that_cannot_be_used(
+    tmp_path: Path, library: str, machine: tuple[int, int, int] | None, text: str
+) -> None:
+    """Each use says why, and the CPU is as ever before and after."""
+    if not library and has_driver():
+        pytest.skip("this machine has a driver")
+    if library:
+        fake.build(library)
+    fatbin = tmp_path / "kernels.fatbin"
+    fatbin.write_bytes(fake.EMPTY_FATBIN)
+    out = run_python(
+        f"""
+import ctypes, torch, faststep
+from faststep import _C
+
+p = torch.nn.Parameter(torch.ones(3))
+p.grad = torch.ones(3)
+optimizer = faststep.optim.AdamW([p], max_grad_norm=1.0)
+
+def cpu():
+    before = p.detach().clone()
+    optimizer.step()
+    faststep.clip_grad_norm_([p], 1.0)
+    assert not torch.equal(before, p.detach())
+
+cpu()
+_C.use_kernels_of({str(fatbin)!r})
+if {machine}:
+    ctypes.CDLL("libcuda.so.1").fake_cuda_machine(*{machine})
+for _ in range(2):
+    try:
+        _C.device_info(0)
+    except RuntimeError as error:
+        print(error)
+    cpu()
+""",
+        LD_LIBRARY_PATH=str((fake.ROOT / library).parent),
+    )
+    lines = out.splitlines()
+    assert len(lines) == 2
+    assert all(text in line for line in lines)
+
+
+def test_a_first_step_on_a_device_that_is_too_old() -> None:
+    out = run_python(
+        SETUP
+        + """
+machine.library.fake_cuda_machine(1, 70, 13000)
+for _ in range(2):
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        print(error)
+    assert not any(fake.plain(value).any() for value in optimizer.state[p].values())
+q = torch.nn.Parameter(torch.ones(3))
+q.grad = torch.ones(3)
+faststep.optim.AdamW([q]).step()
+assert q.detach().tolist() != [1.0, 1.0, 1.0]
+machine.library.fake_cuda_machine(1, 90, 13000)
+optimizer.step()
+assert torch.equal(fake.plain(p), q)
+"""
+    )
+    for line in out.splitlines():
+        assert line.startswith("AdamW: cuModuleLoadData on CUDA device 0: CUDA_ERROR_NO_BINARY")
+        assert line.endswith("is parameter 0 in group 0 (shape (3,), torch.float32, cuda:0)")
+    assert len(out.splitlines()) == 2
 
 
 def test_no_memory_for_new_states(machine: fake.Machine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,9 @@ All of a process claim to lie on the device here, as a type is looked at once.
 
 from __future__ import annotations
 
+from optim.declarations import ALL
+from optim.test_mutation import CHANGES as CHANGES_OF_SCRIPTS
+
 from .test_errors import run_python
 
 TRAIN = """
@@ -50,6 +53,90 @@ assert lib.fake_cuda_complaint() is None
         + DIGEST
     )
     assert on_device == on_host
+
+
+CHANGES = """
+import ctypes, hashlib, warnings
+import torch, faststep
+from device import fake
+from optim.common import parameters, train
+from optim.declarations import ALL
+from optim.test_mutation import CHANGES, SHAPES
+
+def steps(optimizer, params, seed):
+    \"\"\"Like the step before, but for the gradients: some moved, some have gone.\"\"\"
+    kept = None
+    optimizer.step()
+    for step in range(2):
+        train(optimizer, params, steps=1, seed=seed + step)
+        optimizer.step()
+        params[0].grad, kept = torch.full_like(params[0], step + 0.5), params[0].grad
+        optimizer.step()
+        optimizer.max_grad_norm, optimizer.keep_grads = 0.5, step == 1  # writes gradients once
+        optimizer.step()
+        optimizer.max_grad_norm = None
+        params[2].grad, kept = None, params[2].grad
+        optimizer.step()
+        params[2].grad = kept
+        optimizer.step()
+        optimizer.step()
+
+def main():
+    for declaration in ALL:
+        for change in CHANGES:
+            params = parameters(*SHAPES)
+            optimizer = declaration.ours(params, **declaration.kwargs)
+            steps(optimizer, params, 0)
+            change(optimizer, params)
+            steps(optimizer, params, 7)
+            yield declaration.name, change.__name__, optimizer, params
+"""
+TABLE = """
+def digest(optimizer, params):
+    lib.fake_cuda_synchronize()
+    tensors = [p.detach() for p in params]
+    tensors += [v for p in params for v in optimizer.state.get(p, {}).values() if v is not None]
+    return hashlib.sha256(b"".join(bytes(t.contiguous().numpy()) for t in tensors)).hexdigest()
+
+for name, change, *model in main():
+    print(name, change, digest(*model))
+assert lib.fake_cuda_complaint() is None
+print("launches", lib.fake_cuda_calls(b"cuLaunchKernel") > 0)
+"""
+
+
+def test_changes_between_steps_that_are_alike() -> None:
+    """What scripts do to tensors, among steps of which nothing but the gradients' memory differs:
+    the same bits as on the host.
+    """
+    on_host = run_python(CHANGES + "lib = fake.library()" + TABLE).splitlines()
+    on_device = run_python(CHANGES + CLAIM + TABLE).splitlines()
+    assert on_host.pop() == "launches False"
+    assert on_device.pop() == "launches True"
+    assert on_device == on_host
+    assert len(on_host) == len(ALL) * len(CHANGES_OF_SCRIPTS)
+    assert len(set(on_host)) == len(on_host)
+
+
+def test_steps_that_are_alike_upload_only_addresses() -> None:
+    out = run_python(
+        TRAIN
+        + CLAIM
+        + """
+from faststep import _C
+optimizer, params = train()
+optimizer.step()
+optimizer.step()
+counts = [_C.device_counts()]
+optimizer.step()
+counts.append(_C.device_counts())
+params[1].grad = torch.ones_like(params[1])
+optimizer.step()
+counts.append(_C.device_counts())
+print([tuple(b - a for a, b in zip(*pair)) for pair in zip(counts, counts[1:])])
+"""
+    )
+    assert out.strip() == "[(2, 0, 0), (2, 1, 8)]"
 
 
 def test_large_states_that_are_replaced_are_free() -> None:

@@ -15,7 +15,7 @@ def test_gpu_tests_pass_on_the_fake_machine() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"],
         cwd=fake.ROOT,
-        env={**os.environ, "FASTSTEP_FAKE_GPU": "1", "FASTSTEP_EVERY": "5"},
+        env={**os.environ, "FASTSTEP_FAKE_GPU": "1", "FASTSTEP_EVERY": "1"},
         capture_output=True,
         text=True,
         check=False,

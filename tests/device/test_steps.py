@@ -9,6 +9,7 @@ import torch
 
 import faststep
 from faststep import _C
+from nvcc import KERNELS
 from optim.common import DTYPES, dtype_name
 from optim.declarations import ADAMW, ALL, LION, SGD, Declaration
 
@@ -160,6 +161,25 @@ def test_launches_do_not_depend_on_the_number_of_tensors(machine: fake.Machine) 
         assert _C.device_counts()[1] == uploads + 1, "the gradients had moved"
 
 
+def test_kernels_are_found_once_per_device(machine: fake.Machine) -> None:
+    def use_all() -> None:
+        pair = Pair([torch.ones(3)] * 2, [0, 1])
+        pair.set_grads([torch.ones(3)] * 2)
+        faststep.optim.AdamW(pair.cuda, max_grad_norm=1.0).step()
+        for p in pair.cuda:
+            faststep.clip_grad_norm_([p], 0.5)
+
+    names = [
+        *("cuInit", "cuDevicePrimaryCtxRetain", "cuModuleLoadData", "cuModuleGetFunction"),
+        *("cuOccupancyMaxActiveBlocksPerMultiprocessor", "cuDeviceGetAttribute"),
+    ]
+    use_all()
+    before = [machine.calls(name) for name in names]
+    assert before[:4] == [1, 2, 2, 2 * len(KERNELS)]
+    use_all()
+    assert [machine.calls(name) for name in names] == before
+
+
 def test_no_gradients_no_launches(machine: fake.Machine) -> None:
     pair = Pair([torch.ones(2)])
     optimizer = faststep.optim.AdamW(pair.cuda, max_grad_norm=1.0)
@@ -179,6 +199,25 @@ def test_learning_rate_on_the_device(declaration: Declaration) -> None:
         for optimizer in (a, b):
             fake.plain(optimizer.param_groups[0]["lr"]).fill_(0.25 / (step + 1))
         pair.set_grads([values((50,), step, torch.float32)])
+        a.step()
+        b.step()
+        pair.assert_same(a, b)
+
+
+def test_learning_rate_of_several_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each device reads a copy of its own: nothing waits to read it on the host."""
+
+    def item(tensor: torch.Tensor) -> float:
+        raise AssertionError("waits for the device")
+
+    pair = Pair([values((50,), i, torch.float32) for i in range(3)], [0, 1, 0])
+    a = faststep.optim.AdamW(pair.cpu, lr=torch.tensor(0.25))
+    b = faststep.optim.AdamW(pair.cuda, lr=fake.claim(torch.tensor(0.25), 1))
+    monkeypatch.setattr(fake.OnCuda, "item", item, raising=False)
+    for step in range(3):
+        for optimizer in (a, b):
+            fake.plain(optimizer.param_groups[0]["lr"]).fill_(0.25 / (step + 1))
+        pair.set_grads(values((50,), 10 * step + i, torch.float32) for i in range(3))
         a.step()
         b.step()
         pair.assert_same(a, b)

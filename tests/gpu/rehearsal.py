@@ -82,6 +82,9 @@ def running(patch: pytest.MonkeyPatch) -> Iterator[None]:
                 capturing.pop()
                 graph.handle = machine.captured(stream.handle)
 
+    def set_sync_debug_mode(mode: str) -> None:
+        fake.waiting_is_an_error = mode == "error"
+
     patch.setattr(torch.cuda, "is_available", lambda: True)
     patch.setattr(torch.cuda, "is_initialized", lambda: True)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
@@ -89,7 +92,8 @@ def running(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     patch.setattr(torch.cuda, "mem_get_info", lambda device=None: (0, 0))
     patch.setattr(torch.cuda, "synchronize", lambda device=None: machine.synchronize())
-    patch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    patch.setattr(torch.cuda, "set_sync_debug_mode", set_sync_debug_mode)
+    patch.setattr(fake, "waiting_is_an_error", False)
     patch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
     patch.setattr(torch.cuda, "Stream", lambda: Stream(machine))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import methodcaller
 from typing import Any
 
 import pytest
@@ -52,6 +54,15 @@ class Gradients:
             for p, g in zip(params, grads, strict=True):
                 p.grad = None
                 p.grad = scaler.scale(g)
+
+
+@pytest.mark.parametrize("wait", [float, bool, methodcaller("item"), methodcaller("cpu")])
+def test_waiting_is_noticed(wait: Callable[[torch.Tensor], object]) -> None:
+    """What the tests below rest on."""
+    number = place(torch.ones(()), CUDA)
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"), no_synchronization():
+        wait(number)
+    wait(number)
 
 
 def chain(optimizer: Any, scaler: Any, params: list[Any], way: str) -> torch.Tensor | None:

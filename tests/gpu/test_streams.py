@@ -8,7 +8,15 @@ import torch
 import faststep
 from optim.declarations import ALL, Declaration
 
-from .common import CUDA, REHEARSAL, Twins, needs_two_devices, place, values
+from .common import (
+    CUDA,
+    REHEARSAL,
+    Twins,
+    needs_two_devices,
+    no_synchronization,
+    place,
+    values,
+)
 
 LATE = 20_000_000  # clock cycles: some 10 ms
 
@@ -135,6 +143,22 @@ def test_several_devices_in_one_optimizer() -> None:
         a.step()
         b.step()
         twins.assert_same(a, b)
+
+
+def test_learning_rate_that_several_devices_read() -> None:
+    needs_two_devices()
+    twins = Twins([values((5000,), i) for i in range(3)], ["cuda:0", "cuda:1", "cuda:0"])
+    a = faststep.optim.AdamW(twins.cpu, lr=torch.tensor(0.25))
+    b = faststep.optim.AdamW(twins.cuda, lr=place(torch.tensor(0.25), CUDA))
+    for step in range(4):
+        twins.draw_grads(step)
+        a.step()
+        if step == 0:
+            b.step()  # makes the states
+            continue
+        with no_synchronization():
+            b.step()
+    twins.assert_same(a, b)
 
 
 @pytest.mark.skipif(REHEARSAL, reason="a claim goes with the Python object, which stays")

@@ -12,6 +12,7 @@ import functools
 import gc
 import os
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -222,6 +223,36 @@ def plan() -> Iterator[Case]:
         ([[p]], [spec], state, None, {-1: None}, *options[1:]),
     ):
         yield failing(kept.step, *arguments), [p, p.grad, state, spec]
+
+
+def release_hook() -> Iterator[Case]:
+    """Steps like the one before, what is left to Python, and what cannot be made."""
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = faststep.optim.SGD([p], lr=0.0)
+    grad, seen = torch.ones(3), weakref.ref(optimizer)
+    spec = (_C.rules()["sgd"][0], (), False, (0.0,) * 5, False, None)
+    rules = {0: spec}
+    options = ({-1: (None, None, None)}, False, float("nan"), False, 0)
+
+    def otherwise(param: torch.Tensor) -> None:
+        if param.grad is not None:
+            hook.plan.step([[param]], [spec], optimizer.state, None, *options)
+
+    def call() -> None:
+        hook.updated, p.grad = False, grad
+        hook(p)
+        assert hook.updated
+        hook(p)  # once more, without a gradient
+
+    hook = _C.ReleaseHook(otherwise, seen, rules)
+    hook.group, hook.plain = 0, True
+    p.grad = grad
+    for _ in range(3):
+        hook(p)
+    yield call, [p, grad, spec, rules, seen, otherwise]
+    yield lambda: _C.ReleaseHook(otherwise, seen, rules), [seen, rules, otherwise]
+    yield failing(_C.ReleaseHook, otherwise, seen, []), [seen, otherwise]
+    yield failing(hook), []
 
 
 def squares() -> Iterator[Case]:
@@ -479,6 +510,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Arena": arena,
     "Gather": gather,
     "Plan": plan,
+    "ReleaseHook": release_hook,
     "Slots": slots,
     "Squares": squares,
     "TensorError": tensor_error,

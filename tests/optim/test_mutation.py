@@ -100,6 +100,14 @@ def reorder_states(optimizer: Optimizer, params: list[Parameter]) -> None:
         optimizer.state[p] = {"first": torch.zeros(()), **dict(reversed(values.items()))}
 
 
+def exchange_states(optimizer: Optimizer, params: list[Parameter]) -> None:
+    """The same tensors at each other's places."""
+    for values in optimizer.state.values():
+        names = [name for name, value in values.items() if value.dim()]
+        exchanged = [values[name].abs_() for name in reversed(names)]
+        values.update(zip(names, exchanged, strict=True))
+
+
 def halve_steps(optimizer: Optimizer, params: list[Parameter]) -> None:
     for values in optimizer.state.values():
         if "step" in values:
@@ -165,6 +173,7 @@ CHANGES: tuple[Change, ...] = (
     share_memory_of_states,
     rename_keys_of_states,
     reorder_states,
+    exchange_states,
     halve_steps,
     clear_state,
     clear_state_of_one,

@@ -35,10 +35,11 @@ new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p,
 torch.Tensor.__dlpack_c_exchange_api__ = new(ctypes.addressof(copy), name, None)
 import faststep
 params = [torch.nn.Parameter(torch.ones(5)) for _ in range(10)]
-optimizer = faststep.optim.AdamW(params)
+scalar = torch.nn.Parameter(torch.ones(()))
+optimizer = faststep.optim.AdamW([*params, scalar])
 for step in range(6):
-    for p in params:
-        p.grad = torch.ones(5)
+    for p in [*params, scalar]:
+        p.grad = torch.ones_like(p)
     before = len(calls)
     optimizer.step()
     print(len(calls) - before)
@@ -136,6 +137,36 @@ def kinds_of_gradients(p: Parameter) -> Iterator[Tensor | None]:
     yield from (drawn[11].requires_grad_(), drawn[11].detach().clone())
 
 
+def test_bits_of_negated_views() -> None:
+    """Of a 0-d tensor neither shape nor strides tell whether it is a part of a complex number."""
+    assert faststep._layout is not None
+    assert faststep._layout.negated.bit_count() == 1
+    assert faststep._layout.negated & ~faststep._layout.next_mask == 0, "compared in every step"
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_negated_numbers(known: bool) -> None:
+    """A parameter without dimensions refuses a negated gradient in any step, and goes on."""
+    assert faststep._layout is not None
+    if not known:
+        _C.use_records(*faststep._layout._replace(negated=0))
+    try:
+        expected, param = Parameter(torch.tensor(0.5)), Parameter(torch.tensor(0.5))
+        optimizers = [faststep.optim.AdamW([p]) for p in (expected, param)]
+        for step in range(8):
+            number = torch.complex(torch.tensor(1.0), torch.tensor(step - 2.5)).conj().imag
+            if step % 3 == 2:
+                param.grad = number
+                with pytest.raises(RuntimeError, match=r"gradient of parameter 0 .* negated view"):
+                    optimizers[1].step()
+            expected.grad, param.grad = number.resolve_neg(), number.resolve_neg()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same_bits([param], [expected])
+    finally:
+        _C.use_records(*faststep._layout)
+
+
 @pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
 def test_gradients_of_every_kind_in_turn(declaration: Declaration) -> None:
     """With and without records, the same bits."""
@@ -171,6 +202,26 @@ def test_a_gradient_that_cannot_be_used_is_noticed_late() -> None:
     params[0].grad = torch.ones(3, 4)
     optimizer.step()
     assert not torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("size", [12, 5000], ids=["pinned", "not pinned"])
+def test_an_object_with_the_record_of_another_is_noticed(size: int) -> None:
+    """swap_tensors() gives an object another record, and refuses where C++ holds the one it has."""
+    params, twins = parameters((size,)), parameters((size,))
+    optimizers = [faststep.optim.AdamW(ps) for ps in (params, twins)]
+    for step in range(6):
+        for (p,), optimizer in zip((params, twins), optimizers, strict=True):
+            p.grad = torch.full_like(p, 1.0 + step)
+            optimizer.step()
+        if step == 3:
+            moment = optimizers[0].state[params[0]]["exp_avg"]
+            try:
+                torch.utils.swap_tensors(moment, torch.full_like(moment, 2.0))
+            except RuntimeError:
+                assert size == 12
+                moment.fill_(2.0)
+            optimizers[1].state[twins[0]]["exp_avg"] = torch.full((size,), 2.0)
+    assert_same_bits(params, twins)
 
 
 @pytest.mark.usefixtures("ask_every_time")
@@ -219,6 +270,39 @@ def test_python_that_ran_elsewhere_does_not_change_how_a_traced_step_runs() -> N
     assert _C.fusable([torch.ones(3).as_subclass(Unknown)])
     for _ in range(3):
         assert written() is kept
+
+
+def test_a_step_after_one_that_failed_at_once_is_a_step() -> None:
+    """What the failed one dropped must not pass for what was bound before it."""
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    spec = (_C.rules()["sgd"][0], (), False, (0.5, 0.0, 0.0, 0.0, 0.0), False, None)
+    plan = _C.Plan()
+
+    def step(params: object) -> list[float]:
+        arguments = ([spec], {}, None, {-1: (None, None, None)}, False, float("nan"), False, 0)
+        plan.step([params], *arguments)
+        return param.tolist()
+
+    seen = [step([param]) for _ in range(3)]
+    with pytest.raises(SystemError):
+        step((param,))
+    seen.append(step([param]))
+    assert seen == [[0.5] * 3, [0.0] * 3, [-0.5] * 3, [-1.0] * 3]
+
+
+@pytest.mark.parametrize("container", [tuple, list, dict.fromkeys])
+def test_parameters_in_another_container(container: Callable[[list[Parameter]], object]) -> None:
+    params, twins = parameters((3, 4), (5,)), parameters((3, 4), (5,))
+    optimizers = [faststep.optim.AdamW(ps) for ps in (params, twins)]
+    for i in range(6):
+        for ps, optimizer in zip((params, twins), optimizers, strict=True):
+            for p in ps:
+                p.grad = torch.full_like(p, 1.0 + i)
+            optimizer.step()
+        listed = list(optimizers[0].param_groups[0]["params"])
+        optimizers[0].param_groups[0]["params"] = listed if i % 2 else container(listed)
+    assert_same_bits(params, twins)
 
 
 def test_an_optimizer_that_goes_takes_its_traces_along() -> None:

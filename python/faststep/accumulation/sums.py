@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,12 +82,18 @@ class Sums:
 
     def _add(self, mine: _Sum, param: Tensor) -> None:
         """Add `.grad` to the buffer and put the buffer in its place."""
+        if (addition := self._addition(mine, param)) is not None:
+            add_to(*addition)
+            self._show(mine, param)
+
+    def _addition(self, mine: _Sum, param: Tensor) -> _Addition | None:
+        """What `.grad` is to be added to; None if there is nothing to add."""
         grad = param.grad
         if grad is None:
-            return
+            return None
         if grad is mine.buffer:
             mine.generation = self._generation
-            return
+            return None
         if grad.requires_grad:
             raise RuntimeError(
                 f"accumulate(dtype=torch.float32): the gradient of {mine.name} has a graph of its "
@@ -107,17 +113,24 @@ class Sums:
             mine.buffer = torch.empty_like(
                 grad, dtype=torch.float32, memory_format=torch.preserve_format
             )
-        add_to(mine.buffer, grad, 1.0, start)
+        return _Addition(mine.buffer, grad, 1.0, start)
+
+    def _show(self, mine: _Sum, param: Tensor) -> None:
+        """The buffer holds the sum: free the gradient."""
         mine.generation = self._generation
         param.grad = mine.buffer
 
     def collect(self) -> None:
         """After a micro-step: take in what came without a hook, show the sums that got no term."""
+        found = []
         for mine, param in self._pairs():
             if param.grad is None and mine.generation == self._generation:
                 param.grad = mine.buffer
-            elif param.grad is not mine.buffer:
-                self._add(mine, param)
+            elif (addition := self._addition(mine, param)) is not None:
+                found.append((mine, param, addition))
+        add_all([addition for _, _, addition in found])
+        for mine, param, _ in found:
+            self._show(mine, param)
 
     def release_grads(self) -> None:
         """Take the buffers out of `.grad` for the next micro-step of the window."""
@@ -199,16 +212,46 @@ def _fits(buffer: Tensor, grad: Tensor) -> bool:
     return buffer.shape == grad.shape and buffer.device == grad.device
 
 
+class _Addition(NamedTuple):
+    """total += factor * term, or = with `start`; any two dtypes."""
+
+    total: Tensor
+    term: Tensor
+    factor: float
+    start: bool
+
+
 def add_to(total: Tensor, term: Tensor, factor: float, start: bool) -> None:
-    """total += factor * term, or = with `start`; one kernel, any two dtypes."""
-    on_device = total.is_cuda and has_kernels_for(total)
+    """One addition, in one kernel."""
+    _add_alike([_Addition(total, term, factor, start)])
+
+
+def add_all(additions: Iterable[_Addition]) -> None:
+    """Many additions: one kernel for those alike."""
+    alike: dict[tuple[Any, ...], list[_Addition]] = {}
+    for one in additions:
+        alike.setdefault((one.total.device, one.factor, one.start), []).append(one)
+    for these in alike.values():
+        _add_alike(these)
+
+
+def _add_alike(additions: list[_Addition]) -> None:
+    """One kernel for additions of one device, factor and `start`."""
+    totals, terms = [one.total for one in additions], [one.term for one in additions]
+    on_device = totals[0].is_cuda and has_kernels_for(totals[0])
+    add = _C.device_accumulate if on_device else _C.accumulate
     try:
-        (_C.device_accumulate if on_device else _C.accumulate)([total], [term], factor, start)
+        add(totals, terms, additions[0].factor, additions[0].start)
     except TypeError:  # on a device without our kernels, or a layout that they do not know
-        with torch.no_grad():
+        _add_by_torch(additions)
+    else:
+        increment_version(totals)
+
+
+def _add_by_torch(additions: Iterable[_Addition]) -> None:
+    with torch.no_grad():
+        for total, term, factor, start in additions:
             if start:
                 total.copy_(term).mul_(factor)
             else:
                 total.add_(term, alpha=factor)
-    else:
-        increment_version([total])

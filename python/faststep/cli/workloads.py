@@ -207,8 +207,11 @@ class Arena:
             parameter.grad = gradient.clone()
 
     def refill(self) -> None:
-        """Give every parameter its gradient back; belongs before each round, untimed."""
-        for parameter, gradient in zip(self.parameters, self._source, strict=True):
+        """Give every parameter its gradient back, the last one's first, as backward does.
+
+        Belongs before each round, untimed.
+        """
+        for parameter, gradient in zip(self.parameters[::-1], self._source[::-1], strict=True):
             if parameter.grad is None or self.work.fresh_gradients:
                 parameter.grad = gradient.clone()
             else:

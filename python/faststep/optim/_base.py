@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
+from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -21,9 +22,9 @@ from ._devices import (
     devices_of,
     new_scalar,
     on_device,
-    ordinal_of,
 )
 from ._norm import BackwardNorm
+from ._zeros import Zeros
 
 __all__ = ["FusedOptimizer", "Rule", "number"]
 
@@ -38,7 +39,7 @@ class Rule(NamedTuple):
     has_step: bool
     hyper: tuple[float, ...]  # in the order of the rule's row in csrc/rules/rules.def, lr first
     maximize: bool
-    lr: Tensor | None = None  # in CUDA memory: read there instead of from `hyper`
+    lr: dict[int, Tensor] | None = None  # per CUDA device: read there instead of from `hyper`
 
 
 class Phase(IntEnum):
@@ -51,7 +52,14 @@ class Phase(IntEnum):
 
 def number(value: float | Tensor) -> float:
     """A hyper-parameter that may be a one-element tensor."""
+    if type(value) is float:  # isinstance() with Tensor takes as long as all the rest
+        return value
     return float(value.item() if isinstance(value, Tensor) else value)
+
+
+def _listed(params: Iterable[Tensor]) -> list[Tensor]:
+    """A group's parameters, which scripts may have replaced by those in another container."""
+    return params if type(params) is list else list(params)
 
 
 def _wanted(norm_in_backward: bool | DistributedDataParallel) -> bool | DistributedDataParallel:
@@ -119,6 +127,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Create the missing entries of `self.state[param]`."""
         raise NotImplementedError
 
+    @cached_property
+    def _zeros(self) -> Zeros:
+        """Makes new states; a copy of an optimizer has its own."""
+        return Zeros()
+
     def _drop_new_state(self, param: Tensor) -> None:
         """Undo `_new_state` if the step did not happen, where zeros differ from no state."""
 
@@ -129,11 +142,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether a new state of zeros and no state give different next steps."""
         return False
 
-    def _lr_of(self, group: dict[str, Any]) -> tuple[float, Tensor | None]:
-        """The learning rate, as a number or as a tensor that the device reads for itself."""
+    def _lr_of(self, group: dict[str, Any]) -> tuple[float, dict[int, Tensor] | None]:
+        """The learning rate, as a number or as a tensor that each device reads for itself."""
         lr = group["lr"]
-        if isinstance(lr, Tensor) and lr.is_cuda and self._devices == (ordinal_of(lr),):
-            return math.nan, lr
+        if isinstance(lr, Tensor) and lr.is_cuda and self._devices and HOST not in self._devices:
+            return math.nan, {device: on_device(lr, device) for device in self._devices}
         return number(lr), None
 
     @property
@@ -249,7 +262,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             _NO_CLIPPING if max_norm is None else max_norm,
             grad_scale is not None if max_norm is None else self.keep_grads,
         )
-        params = [group["params"] for group in groups]
+        params = [_listed(group["params"]) for group in groups]
         in_backward = self._measured_in_backward()
         squares = None
         if in_backward is not None:
@@ -382,6 +395,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             f"{whose}parameter {index} in group {group} "
             f"({name}shape {tuple(param.shape)}, {param.dtype}, {param.device})"
         )
+        if kind == "driver":
+            return RuntimeError(f"{type(self).__name__}: {detail}, of which the first is {where}")
         error = TypeError if kind == "type" else RuntimeError
         return error(f"{type(self).__name__}: {where} {detail}; nothing was updated")
 

@@ -43,16 +43,13 @@ class _AdamStep(FusedOptimizer):
         state = self.state[param]
         if "step" not in state:
             on_device = group["capturable"] or group["fused"] or param.is_cuda
-            state["step"] = torch.zeros(
-                (),
-                dtype=step_dtype(group["fused"]),
-                device=param.device if on_device else "cpu",
-            )
+            device = param.device if on_device else "cpu"
+            state["step"] = self._zeros.scalar(step_dtype(group["fused"]), device)
         elif param.is_cuda and isinstance(state["step"], Tensor):  # where torch keeps it
             state["step"] = state["step"].to(param.device)
         for key in self._amsgrad_keys[1:] if group["amsgrad"] else self._keys[1:]:
             if key not in state:
-                state[key] = torch.zeros_like(param, memory_format=torch.preserve_format)
+                state[key] = self._zeros.like(param)
 
     def _check_capture(self) -> None:
         if is_capturing() and not all(group["capturable"] for group in self.param_groups):

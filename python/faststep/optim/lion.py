@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
@@ -80,4 +79,4 @@ class Lion(FusedOptimizer):
         )
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
-        self.state[param]["exp_avg"] = torch.zeros_like(param, memory_format=torch.preserve_format)
+        self.state[param]["exp_avg"] = self._zeros.like(param)

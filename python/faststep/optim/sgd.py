@@ -90,9 +90,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
         )
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
-        self.state[param]["momentum_buffer"] = torch.zeros_like(
-            param, memory_format=torch.preserve_format
-        )
+        self.state[param]["momentum_buffer"] = self._zeros.like(param)
 
     def _drop_new_state(self, param: Tensor) -> None:
         self.state[param].pop("momentum_buffer", None)  # not there if memory ran out before

@@ -1,0 +1,73 @@
+"""Makes states of zeros; small ones side by side."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+__all__ = ["Zeros"]
+
+# pickle and copy.deepcopy() of one tensor take its whole block along, so blocks are small.
+BLOCK = 4096  # bytes
+SHARED_BY = 16  # tensors of a size at most
+SMALL = BLOCK // 2  # bytes; larger ones have memory of their own
+ALIGNMENT = 64  # bytes: torch's own
+
+
+class Zeros:
+    """Makes the states of an optimizer.
+
+    A step over thousands of small tensors waits for memory. States of at most 2 KiB in CPU memory
+    lie one after another in blocks of up to 4 KiB, and what torch keeps per storage and per version
+    counter is there once per block. Blocks grow with what is asked for, so that an optimizer of one
+    parameter has no more memory than it needs.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[tuple[torch.dtype, int, bool], tuple[Tensor, int]] = {}
+        self._taking = threading.Lock()  # no two threads take the same place
+
+    def like(self, param: Tensor) -> Tensor:
+        """Zeros of a parameter's shape, strides, dtype and device."""
+        if (
+            type(param) not in (Tensor, Parameter)
+            or param.device.type != "cpu"
+            or param.layout != torch.strided
+            or not 0 < param.nbytes <= SMALL
+        ):
+            return torch.zeros_like(param, memory_format=torch.preserve_format)
+        strides = param.stride()
+        if not param.is_contiguous():
+            strides = torch.empty_like(param, device="meta").stride()
+        return self._take(param.dtype, ALIGNMENT // param.itemsize, param.size(), strides)
+
+    def scalar(self, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        """A 0-d zero."""
+        if torch.device(device).type != "cpu":
+            return torch.zeros((), dtype=dtype, device=device)
+        return self._take(dtype, 1, torch.Size(), ())
+
+    def _take(
+        self, dtype: torch.dtype, align: int, size: torch.Size, strides: tuple[int, ...]
+    ) -> Tensor:
+        count = -(-size.numel() // align) * align
+        with self._taking:
+            block, begin = self._place(dtype, align, count)
+        # detached: autograd treats a view that was made without it unlike other tensors
+        return block.as_strided(size, strides, begin).detach()
+
+    def _place(self, dtype: torch.dtype, align: int, count: int) -> tuple[Tensor, int]:
+        """The block, and where in it `count` elements are free, which they are no longer."""
+        key = (dtype, align, torch.is_inference_mode_enabled())
+        block, used = self._blocks.get(key, (None, 0))
+        if block is None or used + count > block.numel():
+            grown = 0 if block is None else 2 * block.numel()
+            most = min(SHARED_BY * count, BLOCK // dtype.itemsize)
+            block, used = torch.zeros(max(count, min(grown, most)), dtype=dtype, device="cpu"), 0
+            if type(block) is not Tensor:  # made by a mode, such as FakeTensorMode, that will end
+                return block, 0
+        self._blocks[key] = block, used + count
+        return block, used

@@ -1,0 +1,207 @@
+"""Steps in backward that are like the one before, which never run Python code.
+
+Each test first makes some of them, and then changes one thing: the next step must be what it would
+have been without them.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import faststep
+from faststep import _C
+from faststep._releasing import Release
+
+from .common import assert_equal, batches, loss_of, make_model, values
+from .test_release import MAKE, states
+
+DATA = batches([4] * 8)
+WARM = 4  # the first makes the states, the second has them bound, the third knows no "first" step
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Counts the gradients that are left to Python."""
+    count, real = [0], Release.hooked
+
+    def hooked(self: Release, param: Tensor) -> None:
+        count[0] += 1
+        real(self, param)
+
+    monkeypatch.setattr(Release, "hooked", hooked)
+    return count
+
+
+def warm(make: Any, **options: Any) -> tuple[nn.Module, Any, Release]:
+    model = make_model()
+    groups = [{"params": model[:2].parameters()}, {"params": model[2:].parameters()}]
+    optimizer = make(groups)
+    release = faststep.release_gradients(model, optimizer, **options)
+    for batch in DATA[:WARM]:
+        loss_of(model, batch).backward()
+        optimizer.step()
+    return model, optimizer, release
+
+
+@pytest.mark.parametrize("make", MAKE.values(), ids=MAKE)
+def test_python_sees_one_gradient_per_group(make: Any, calls: list[int]) -> None:
+    model, optimizer, release = warm(make)
+    versions = [p._version for p in model.parameters()]
+    calls[0] = 0
+    loss_of(model, DATA[WARM]).backward()
+    assert calls[0] == 2
+    assert all(p.grad is None for p in model.parameters())
+    assert all(p._version > v for p, v in zip(model.parameters(), versions, strict=True))
+    optimizer.step()
+    release.remove()
+
+
+def test_without_records_python_sees_all(calls: list[int]) -> None:
+    _C.use_records()
+    try:
+        model, _, release = warm(MAKE["AdamW"])
+        calls[0] = 0
+        loss_of(model, DATA[WARM]).backward()
+    finally:
+        _C.use_records(*faststep._layout)
+    assert calls[0] == 6
+    release.remove()
+
+
+def _lr(model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[1]["lr"] = 0.5
+
+
+def _group(model: nn.Module, optimizer: Any) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop())
+    second["lr"] = 0.5
+
+
+def _left_out(model: nn.Module, optimizer: Any) -> None:
+    optimizer.state.pop(optimizer.param_groups[1]["params"].pop(0))
+
+
+def _state(model: nn.Module, optimizer: Any) -> None:
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def _moment(model: nn.Module, optimizer: Any) -> None:
+    entry = optimizer.state[model[4].weight]
+    entry["exp_avg"] = torch.ones_like(entry["exp_avg"])
+
+
+def _amsgrad(model: nn.Module, optimizer: Any) -> None:
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def _data(model: nn.Module, optimizer: Any) -> None:
+    model[4].weight.data = model[4].weight.data.clone().t().contiguous().t()
+
+
+@pytest.mark.parametrize("change", [_lr, _group, _left_out, _state, _moment, _amsgrad, _data])
+def test_what_changes_between_steps_is_seen(change: Callable[..., None]) -> None:
+    results = []
+    for released in (True, False):
+        model, optimizer, release = warm(MAKE["AdamW"])
+        if not released:
+            release.remove()
+        change(model, optimizer)
+        for batch in DATA[WARM:]:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(values(model) + states(optimizer))
+        release.remove()
+    assert_equal(*results)
+
+
+def test_what_is_refused_is_refused_in_the_middle_of_a_step() -> None:
+    """After the first gradient of each group, which has made the rules."""
+    for name, value, text in (
+        ("max_grad_norm", 1.0, "needs all gradients before the first update"),
+        ("norm_in_backward", True, "norm_in_backward = False"),
+    ):
+        model, optimizer, release = warm(MAKE["SGD"])
+        change = functools.partial(setattr, optimizer, name, value)
+        handle = model[4].weight.register_hook(lambda _, change=change: change())
+        with pytest.raises(ValueError, match=text):
+            loss_of(model, DATA[0]).backward()
+        handle.remove()
+        release.remove()
+    model, optimizer, release = warm(MAKE["SGD"])
+    loss_of(model, DATA[0]).backward()
+    before = values(model)
+    with pytest.raises(RuntimeError, match="a second gradient of parameter 3 of group 1"):
+        loss_of(model, DATA[0]).backward()
+    assert_equal(values(model), before)
+    release.remove()
+
+
+def test_a_gradient_that_was_taken_away_or_replaced(calls: list[int]) -> None:
+    """By a hook of the user's that runs before."""
+    model, optimizer = make_model(), None
+    weight = model[0].weight
+
+    def hook(param: Tensor) -> None:
+        param.grad = hook.value  # type: ignore[attr-defined]
+
+    weight.register_post_accumulate_grad_hook(hook)
+    hook.value = None  # type: ignore[attr-defined]
+    optimizer = MAKE["SGD"](model.parameters())
+    release = faststep.release_gradients(model, optimizer)
+    before = weight.detach().clone()
+    for batch in DATA[:WARM]:
+        loss_of(model, batch).backward()
+        optimizer.step()
+    assert torch.equal(weight, before)
+    hook.value = torch.ones_like(weight).to_sparse()  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+        loss_of(model, DATA[0]).backward()
+    release.remove()
+
+
+def test_nothing_is_held(calls: list[int]) -> None:
+    """In the middle of a step, without remove(): reference counts alone free everything."""
+    gc.collect()
+    gc.disable()
+    try:
+        model, optimizer, release = warm(MAKE["AdamW"])
+        loss_of(model, DATA[0]).backward()
+        dead = [weakref.ref(x) for x in (optimizer, release, model, *model.parameters())]
+        hooks = [weakref.ref(place.handle) for place in release._places.values()]
+        del model, optimizer, release
+        # torch's optimizers are in a cycle of their own (zero_grad is wrapped around itself)
+        gc.collect()
+    finally:
+        gc.enable()
+    assert not [ref() for ref in (*dead, *hooks) if ref() is not None]
+
+
+def test_misuse() -> None:
+    release = faststep.optim.SGD([torch.ones(2, requires_grad=True)])
+    optimizer = weakref.ref(release)
+    for arguments in ((), (print,), (print, 5, {}), (5, optimizer, {}), (print, optimizer, [])):
+        with pytest.raises(TypeError):
+            _C.ReleaseHook(*arguments)
+    with pytest.raises(TypeError, match="no keyword arguments"):
+        _C.ReleaseHook(print, optimizer, {}, plain=True)
+    seen: list[Any] = []
+    hook = _C.ReleaseHook(seen.append, optimizer, {})
+    hook.plain, hook.group = True, 0
+    hook(5)
+    assert seen == [5]
+    with pytest.raises(TypeError):
+        hook()
+    with pytest.raises(TypeError, match="no keyword arguments"):
+        hook(5, param=5)
+    with pytest.raises(AttributeError):
+        hook.plan = None
