@@ -62,7 +62,7 @@ def _introduction() -> str:
         "fp32 on the CPU. Contenders share parameters and gradients and take turns in blocks of "
         f"one to six rounds, or as many, up to {MOST_ROUNDS}, as take {BLOCK_SECONDS:g} s; medians "
         "over all blocks. The gradients are restored before every "
-        "round, untimed. Their "
+        "round, untimed, from the last to the first, as backward makes them. Their "
         f"global norm is 4 and the limit {MAX_NORM:g}, so clipping acts, unless a row says "
         "otherwise. GB/s is the least traffic of the work over the median; copy_ counts 8 bytes "
         "per fp32 element. torch default is the for-loop: on a CPU torch chooses foreach only "
