@@ -199,7 +199,7 @@ def test_clocks_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
     calls.clear()
     host, whole = timer.host_and_whole(round_)
-    assert 0.01 <= host <= whole < 1.0
+    assert 0.01 <= host <= whole
     assert calls == ["synchronize", "round", "synchronize"]
-    assert 0.01 <= timer.device_seconds(round_, 1e-4) < 1.0
+    assert 0.01 <= timer.device_seconds(round_, 1e-4) < 10  # not milliseconds
     assert timer.launches(round_) is None
