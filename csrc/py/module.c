@@ -152,6 +152,23 @@ static PyObject *use_records(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
+/* use_callbacks(address) */
+static PyObject *use_callbacks(PyObject *module, PyObject *address)
+{
+    const unsigned long long function = PyLong_AsUnsignedLongLong(address);
+    if (function == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    fst_module_state(module)->has_callbacks = (_Bool (*)(void))(uintptr_t)function;
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *is_recorded(PyObject *module, PyObject *unused)
+{
+    const fst_module *state = fst_module_state(module);
+    (void)unused;
+    return PyBool_FromLong(!state->has_callbacks || state->has_callbacks());
+}
+
 static PyObject *has_kernels(PyObject *module, PyObject *unused)
 {
     (void)unused;
@@ -201,6 +218,7 @@ static PyMethodDef methods[] = {
     {"device_unscale", fst_py_device_unscale, METH_VARARGS, NULL},
     {"fusable", fst_py_fusable, METH_VARARGS, NULL},
     {"has_kernels", has_kernels, METH_NOARGS, NULL},
+    {"is_recorded", is_recorded, METH_NOARGS, NULL},
     {"keep_freed_memory", fst_py_keep_freed_memory, METH_NOARGS, NULL},
     {"keep_locked_memory", fst_py_keep_locked_memory, METH_O, NULL},
     {"measure", fst_py_measure, METH_VARARGS, NULL},
@@ -214,6 +232,7 @@ static PyMethodDef methods[] = {
     {"transform_images", fst_py_transform_images, METH_VARARGS, NULL},
     {"split_channels", fst_py_split_channels, METH_VARARGS, NULL},
     {"update_scale", fst_py_update_scale, METH_VARARGS, NULL},
+    {"use_callbacks", use_callbacks, METH_O, NULL},
     {"use_kernels_of", use_kernels_of, METH_O, NULL},
     {"use_records", use_records, METH_VARARGS, NULL},
     {"use_threads_of", use_threads_of, METH_O, NULL},

@@ -17,7 +17,8 @@ typedef struct {
     PyTypeObject *plan_type;
     fst_record_layout records;
     fst_forms forms;
-    int has_kernels; /* whether use_kernels_of() said where those for CUDA are */
+    _Bool (*has_callbacks)(void); /* libtorch's; NULL: not known */
+    int has_kernels;              /* whether use_kernels_of() said where those for CUDA are */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
     PyTypeObject *slots_type, *gather_type, *arena_type, *squares_type, *release_hook_type;
 } fst_module;

@@ -187,6 +187,9 @@ def fusable(tensors: Sequence[Tensor], device: int = ..., /) -> bool:
 def has_kernels() -> bool:
     """Whether `use_kernels_of` was called: CUDA tensors can be worked on, given a driver."""
 
+def is_recorded() -> bool:
+    """Whether somebody, a profiler as a rule, listens to what torch runs; True if not known."""
+
 def measure(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
     """(sum of squares of all elements times inv_scale, whether one is infinite or NaN)."""
 
@@ -267,6 +270,9 @@ def update_scale(
 
     All lie in CPU memory or on one CUDA device; there it is one launch.
     """
+
+def use_callbacks(address: int, /) -> None:
+    """Where libtorch's function is that `is_recorded` asks: bool at::hasCallbacks(); 0: nowhere."""
 
 def use_kernels_of(path: str, /) -> None:
     """CUDA devices load their kernels from this fatbin when they are first used."""

@@ -24,6 +24,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
+from torch.optim import optimizer as _step_hooks
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import (
     collate,
@@ -53,6 +54,7 @@ __all__ = [
     "ResumeIteration",
     "SingleProcessDataLoaderIter",
     "address_of_bump_version",
+    "address_of_has_callbacks",
     "after_backward",
     "collate_stacking_by",
     "collate_tensors",
@@ -63,10 +65,10 @@ __all__ = [
     "disable_dynamo",
     "dtypes_of",
     "get_grad_dtype",
+    "has_global_step_hooks",
     "increment_version",
     "is_capturing",
     "is_compiling",
-    "is_profiling",
     "lazy_clone",
     "let_fetch",
     "libtorch_cpu_path",
@@ -105,18 +107,15 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
+def has_global_step_hooks() -> bool:
+    """True if a hook on the steps of all optimizers is set."""
+    return bool(_step_hooks._global_optimizer_pre_hooks or _step_hooks._global_optimizer_post_hooks)
+
+
 def is_capturing() -> bool:
     """True while torch's current CUDA stream is captured into a graph."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized and torch.cuda.is_current_stream_capturing())
-
-
-_profiler_enabled = getattr(getattr(torch._C, "_autograd", None), "_profiler_enabled", None)
-
-
-def is_profiling() -> bool:
-    """True while torch records what runs; also where this torch does not tell."""
-    return _profiler_enabled is None or bool(_profiler_enabled())
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
@@ -191,9 +190,20 @@ def address_of_bump_version() -> int:
     `void torch::autograd::impl::bump_version(const at::Tensor&)`: what it takes is the address of a
     pointer to a tensor's record.
     """
+    return _address_in_libtorch("_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE")
+
+
+def address_of_has_callbacks() -> int:
+    """Where libtorch's function is that tells whether anybody listens to what runs; or 0.
+
+    `bool at::hasCallbacks()`, which every operator asks.
+    """
+    return _address_in_libtorch("_ZN2at12hasCallbacksEv")
+
+
+def _address_in_libtorch(symbol: str) -> int:
     try:
-        library = ctypes.CDLL(libtorch_cpu_path())
-        function = library["_ZN5torch8autograd4impl12bump_versionERKN2at6TensorE"]
+        function = ctypes.CDLL(libtorch_cpu_path())[symbol]
     except (OSError, AttributeError):
         return 0
     return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -319,6 +319,13 @@ def records() -> Iterator[Case]:
     yield failing(_C.use_records, 1), []
 
 
+def callbacks() -> Iterator[Case]:
+    """What was in use stays."""
+    address = faststep._torch.address_of_has_callbacks()
+    yield lambda: _C.use_callbacks(address), [address]
+    yield failing(_C.use_callbacks, -1), []
+
+
 def device_info() -> Iterator[Case]:
     yield failing(_C.device_info, 10**6), []
     yield failing(_C.device_info, "0"), []
@@ -524,6 +531,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "device_info": device_info,
     "fusable": fusable,
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
+    "is_recorded": lambda: iter([(_C.is_recorded, [])]),
     "keep_freed_memory": lambda: iter([(_C.keep_freed_memory, [])]),
     "keep_locked_memory": lambda: iter([(functools.partial(_C.keep_locked_memory, False), [])]),
     "measure": lambda: on_tensors(_C.measure, 0.5),
@@ -537,6 +545,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "split_channels": split_channels,
     "transform_images": transform_images,
     "update_scale": update_scale,
+    "use_callbacks": callbacks,
     "use_kernels_of": kernels,
     "use_records": records,
     "use_threads_of": lambda: iter(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from faststep import _C
+from faststep._torch import address_of_has_callbacks
 
 from .common import assert_same_bits, parameters, set_gradients, train
 from .declarations import ALL, TORCHS, Declaration
@@ -170,6 +174,52 @@ def test_profiler_sees_the_step(declaration: Declaration) -> None:
     names = {event.key for event in profile.key_averages()}
     assert f"Optimizer.step#{declaration.name}.step" in names
     assert f"Optimizer.zero_grad#{declaration.name}.zero_grad" in names
+
+
+def test_observers_see_the_step(tmp_path: Path) -> None:
+    """Those that are no profilers too: what nobody listens to is left out."""
+    optimizer = make(ALL[0])
+    optimizer.step()
+    assert not _C.is_recorded()
+    observer = torch.profiler.ExecutionTraceObserver()
+    observer.register_callback(str(tmp_path / "trace.json"))
+    observer.start()
+    assert _C.is_recorded()
+    optimizer.step()
+    observer.stop()
+    observer.unregister_callback()
+    assert not _C.is_recorded()
+    name = f"Optimizer.step#{ALL[0].name}.step"
+    assert (tmp_path / "trace.json").read_text().count(f'"{name}"') == 1
+
+
+@pytest.mark.parametrize("watcher", ["nobody", "hook", "global hook", "libtorch does not tell"])
+def test_what_torch_does_around_a_step_is_left_out(
+    watcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it would show nobody anything, and only there."""
+    optimizer, begun, kept = make(ALL[0]), [], []
+    original = torch.autograd.profiler.record_function
+
+    def begin(name: str) -> Any:
+        begun.append(name)
+        return original(name)
+
+    monkeypatch.setattr(torch.autograd.profiler, "record_function", begin)
+    if watcher == "hook":
+        optimizer.register_step_post_hook(lambda *args: kept.append(args))
+    elif watcher == "global hook":
+        handle = register_optimizer_step_pre_hook(lambda *args: kept.append(args))
+    elif watcher == "libtorch does not tell":
+        _C.use_callbacks(0)
+    try:
+        optimizer.step()
+    finally:
+        _C.use_callbacks(address_of_has_callbacks())
+        if watcher == "global hook":
+            handle.remove()
+    assert len(begun) == (watcher != "nobody")
+    assert kept == ([(optimizer, (optimizer,), {})] if "hook" in watcher else [])
 
 
 @over_all

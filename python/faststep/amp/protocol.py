@@ -23,7 +23,11 @@ __all__ = ["any_found", "has_grads", "lent_attributes", "takes_found_inf"]
 
 def has_grads(optimizer: Optimizer) -> bool:
     """True if any parameter has a gradient."""
-    return any(p.grad is not None for g in optimizer.param_groups for p in g["params"])
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return True
+    return False
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:
@@ -65,6 +69,7 @@ def lent_attributes(optimizer: Optimizer, values: dict[str, Any]) -> Iterator[No
 
 
 def _remove(optimizer: Optimizer, names: Iterable[str]) -> None:
+    present = vars(optimizer)
     for name in names:
-        with contextlib.suppress(AttributeError):  # the step may have removed it itself
+        if name in present:  # the step may have removed it itself
             delattr(optimizer, name)

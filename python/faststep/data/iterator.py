@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from faststep import _C
-from faststep._torch import BaseDataLoaderIter, dataset_fetcher, is_profiling, pin_memory
+from faststep._torch import BaseDataLoaderIter, dataset_fetcher, pin_memory
 
 from .order import Order
 from .orders import order_of
@@ -194,7 +194,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         return items, start, count, outputs
 
     def _next(self) -> Any:
-        if is_profiling():
+        if _C.is_recorded():
             return super()._next()  # under the name that torch's iterator has in profiles
         data = self._next_data()
         self._num_yielded += 1

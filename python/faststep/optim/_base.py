@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from enum import IntEnum
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,7 +13,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
-from .._torch import disable_dynamo, increment_version, is_capturing, uncompiled
+from .._torch import (
+    disable_dynamo,
+    has_global_step_hooks,
+    increment_version,
+    is_capturing,
+    is_compiling,
+    uncompiled,
+)
 from ._devices import (
     HOST,
     HOST_ONLY,
@@ -127,7 +134,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Create the missing entries of `self.state[param]`."""
         raise NotImplementedError
 
-    @cached_property
+    @functools.cached_property
     def _zeros(self) -> Zeros:
         """Makes new states; a copy of an optimizer has its own."""
         return Zeros()
@@ -240,10 +247,34 @@ class FusedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._fused_step()
+        if is_compiling():
+            self._step_uncompiled()
+        else:
+            self._fused_step()
         return loss
 
+    @staticmethod
+    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
+        """What torch puts around `step`: hooks, and a record for profilers.
+
+        The record costs more than the step of a small model. So it is left out where nobody
+        listens, and no hook is set.
+        """
+        whole = torch.optim.Optimizer.profile_hook_step(func)
+
+        @functools.wraps(func)
+        def wrapper(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
+            if hooked or has_global_step_hooks() or is_compiling() or _C.is_recorded():
+                return whole(self, *args, **kwargs)
+            return func(self, *args, **kwargs)
+
+        return wrapper
+
     @disable_dynamo
+    def _step_uncompiled(self) -> None:
+        self._fused_step()
+
     def _fused_step(self) -> None:
         groups = self.param_groups
         max_norm = self.max_grad_norm if self._step_max_norm is None else self._step_max_norm
