@@ -309,5 +309,5 @@ LOADER_WORKS = (
         LIBRARIES,
     ),
     LoaderWork("Python samples of 1 MB", 32, lambda _: Megabytes(), 16, 1.4, others=LIBRARIES),
-    LoaderWork("Python samples of 1.7 ms", 32, lambda _: PythonBound(), 4, 1.0, others=LIBRARIES),
+    LoaderWork("Python samples of 1.7 ms", 32, lambda _: PythonBound(), 24, 1.0, others=LIBRARIES),
 )

@@ -19,7 +19,7 @@ from works import SMOKE
 
 BLOCKS = 1 if SMOKE else 5
 SETTLE = 8  # batches until a loader runs evenly
-ENOUGH_SECONDS = 0.6  # of a block
+ENOUGH_SECONDS = 1.0  # of a block
 
 
 def bytes_of(batch: Any) -> int:
