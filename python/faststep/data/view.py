@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from .indices import Indices
-from .orders import epoch_of, other_epoch
+from .order import other_epoch
+from .orders import epoch_of
 from .stateful import is_stateful, load_map
 from .stream import Source
 from .workers.stated import Init, Stating
