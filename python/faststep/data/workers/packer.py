@@ -122,7 +122,7 @@ class _Stack:
 
     def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         first = batch[0]
-        if why_not_plain(first) is not None:
+        if why_not_plain(first) is not None or set(map(type, batch)) != {torch.Tensor}:
             return collate_tensors(batch)
         whole = None if self._lender is None else self._lender.whole(batch)
         if whole is not None:
