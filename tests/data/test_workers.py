@@ -96,8 +96,8 @@ def assert_same(dataset: Any, epochs: int = 2, **options: Any) -> DataLoader[Any
 
 
 def arena_of(loader: DataLoader[Any]) -> Any:
-    assert loader._workers is not None
-    return loader._workers._pool._latest
+    assert loader._faststep.workers is not None
+    return loader._faststep.workers._pool._latest
 
 
 def counts(loader: DataLoader[Any]) -> dict[str, int]:

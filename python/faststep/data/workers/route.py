@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..stats import Layer
 from .arena import ArenaPool
 from .processes import ProcessIterator
 from .threads import ThreadIterator
@@ -14,7 +15,9 @@ __all__ = ["Workers", "is_of_parent"]
 
 def is_of_parent(iterator: Any) -> bool:
     """Whether the workers of an iterator stayed with the process that was forked."""
-    batches = getattr(iterator, "_batches", iterator)
+    batches = iterator
+    while isinstance(batches, Layer):
+        batches = batches._batches
     ours = isinstance(batches, (ProcessIterator, ThreadIterator))
     return ours and batches._process != os.getpid()
 
