@@ -159,17 +159,18 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             "queued": batches that are loaded, or being loaded, for later.
             "page_faults": minor faults of this process since the epoch began, by whatever caused
                 them; None where the system does not tell.
-            "slots": memory for batches on the array path, and of image folders without worker
-                processes: how many pieces were "made" since the loader was, and how many are
-                "free" and "held" now.
+            "slots": pieces of memory for batches on the array path, with worker processes, and of
+                image folders: how many were "made" since the loader was, and how many are "free",
+                and "held" by tensors, now; those of worker processes may also be "taken" by one.
         """
         own = self._faststep
         if own.meter is None:
             return None
         stats = own.meter.stats()
+        slots = None if own.workers is None else own.workers.slots()
         if own.slots is not None:
-            stats["slots"] = dict(zip(("made", "free", "held"), own.slots.counts(), strict=True))
-        return stats
+            slots = dict(zip(("made", "free", "held"), own.slots.counts(), strict=True))
+        return stats if slots is None else stats | {"slots": slots}
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was delivered, under torchdata's names.

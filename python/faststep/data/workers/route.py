@@ -49,6 +49,11 @@ class Workers:
             return "threads"
         return "workers" if self.reason is None else "torch"
 
+    def slots(self) -> dict[str, int] | None:
+        """How many blocks of memory there are for the newest iterator; None if it has none."""
+        counts = self._pool.counts()
+        return counts and {key: counts[key] for key in ("made", "free", "taken", "held")}
+
     def explain(self) -> str:
         if self._method == "thread":
             return "threads fetch and collate the samples"
