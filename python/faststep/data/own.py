@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -77,8 +77,12 @@ class Path:
     def __init__(self, find: Callable[[Any], str]) -> None:
         self._find = find
 
-    def __get__(self, loader: Any, owner: type) -> str:
-        return self._find(loader)
+    @overload
+    def __get__(self, loader: None, owner: type) -> Path: ...
+    @overload
+    def __get__(self, loader: object, owner: type) -> str: ...
+    def __get__(self, loader: Any, owner: type) -> Path | str:
+        return self if loader is None else self._find(loader)
 
 
 def checked(
