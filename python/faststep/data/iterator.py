@@ -126,6 +126,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 self._request()
         else:
             while not self._ended and self._requested < count:
+                self._ended = True  # if it raises: a generator of torch's would be done for, too
                 order.request(self._requested)
                 self._ended = self._requested >= order.batches
                 self._requested += 1
