@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import dataclasses
 import operator
+import pickle
 import random
 import sys
 import threading
@@ -337,6 +338,29 @@ def let_fetch(kind: type) -> None:
         return fetch(self, indices)
 
     _MapDatasetFetcher.fetch = fetch_or_let  # type: ignore[method-assign]
+
+
+def let_errors_travel() -> None:
+    """In a worker process: sends an exception of a class that cannot be pickled as one of its base.
+
+    For the rest of this process. Torch's queue would print that it cannot send it, and drop it: the
+    main process then waits without end, or takes the end of an iterable dataset for its last batch.
+    """
+    vars(_worker)["ExceptionWrapper"] = _wrapped
+
+
+def _wrapped(exc_info: Any = None, where: str = "in background") -> Any:
+    wrapper: Any = ExceptionWrapper(exc_info, where)  # type: ignore[no-untyped-call]
+    wrapper.exc_type = next(filter(_can_be_pickled, wrapper.exc_type.__mro__))
+    return wrapper
+
+
+def _can_be_pickled(kind: type) -> bool:
+    try:
+        pickle.dumps(kind)
+    except Exception:
+        return False
+    return True
 
 
 def dataset_fetcher(dataset: Any, collate_fn: Any) -> Any:

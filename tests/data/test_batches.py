@@ -263,6 +263,18 @@ def test_an_error_of_the_sampler_comes_in_its_place(workers: int) -> None:
     assert [kind for kind, *_ in got].count(KeyError) == 2
 
 
+@pytest.mark.parametrize("path", ["arrays", "torch"])
+def test_an_epoch_ends_with_an_error_of_a_sampler_of_torchs(path: str) -> None:
+    """Who goes on after errors is not given the same one for ever."""
+    options = {"collate_fn": list} if path == "torch" else {}
+
+    def make() -> tuple[Any, dict[str, Any]]:
+        return table(), {"sampler": WeightedRandomSampler([0.0] * 50, 50), **options}
+
+    got = assert_same(make, epochs=1, stop=3, path=path)
+    assert [kind for kind, *_ in got] == [RuntimeError]
+
+
 def test_arguments_and_attributes_are_torchs() -> None:
     loader = DataLoader(table(), 4, shuffle=True)
     assert isinstance(loader, torch.utils.data.DataLoader)

@@ -51,8 +51,8 @@ def _no_thread_stays() -> Iterator[None]:
 
 
 def counts(of: DataLoader[Any]) -> tuple[int, int, int]:
-    assert of._slots is not None
-    return of._slots.counts()
+    assert of._faststep.slots is not None
+    return of._faststep.slots.counts()
 
 
 def test_batches_may_be_kept() -> None:

@@ -221,7 +221,7 @@ def test_errors_count_as_delivered() -> None:
     loader = DataLoader(table(), BATCH, sampler=Bad(), device="cpu")
     iterator = iter(loader)
     next(iterator)
-    progress = loader._progress
+    progress = loader._faststep.progress
     assert progress is not None
     assert progress.delivered == 1
     with pytest.raises(IndexError):
@@ -263,12 +263,12 @@ def test_batches_may_be_kept_and_their_memory_is_used_again() -> None:
         assert all_of(loader) == want
     assert all_of(kept) == want
     del kept
-    assert loader._slots is not None
+    assert loader._faststep.slots is not None
     places = {batch[0].data_ptr() for batch in loader}
-    made = loader._slots.counts()[0]
+    made = loader._faststep.slots.counts()[0]
     places |= {batch[0].data_ptr() for _ in range(4) for batch in loader}
     assert len(places) <= 4 + 3 + 3
-    made_later, free, held = loader._slots.counts()
+    made_later, free, held = loader._faststep.slots.counts()
     assert made_later == made  # no memory comes from the system any more
     assert (free > 0, held) == (True, 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,7 +40,8 @@ ORDERS: dict[str, Any] = {
     "own generator": lambda d: {"sampler": RandomSampler(d, generator=generator())},
     "few": lambda d: {"sampler": RandomSampler(d, num_samples=31, generator=generator())},
     "replacement": lambda d: {"sampler": RandomSampler(d, replacement=True, num_samples=60)},
-    "distributed": lambda d: {"sampler": DistributedSampler(d, 2, 1, seed=3)},
+    "distributed": lambda d: {"sampler": DistributedSampler(d, 3, 1, seed=3)},
+    "short": lambda d: {"sampler": DistributedSampler(range(45), 2, 1, drop_last=True)},
     "keyed": lambda d: {"sampler": KeyedSampler(d, seed=4)},
     "keyed, shared": lambda d: {"sampler": KeyedSampler(d, num_replicas=3, rank=2)},
 }
@@ -166,28 +168,33 @@ def test_another_batch_size() -> None:
     assert sorted(torch.cat(had + rest).tolist()) == list(range(ROWS))
 
 
-@pytest.mark.parametrize("ranks", [(1, 3), (3, 1), (2, 4), (4, 2)])
-def test_another_number_of_ranks(ranks: tuple[int, int]) -> None:
-    """With a KeyedSampler all ranks together go on where all ranks together were."""
-    before, after = ranks
+def on_all_ranks(
+    ranks: int, shared: Any, rows: int, state: Any, batches: int | None = None
+) -> tuple[list[int], Any]:
+    """What all ranks deliver, and the state of the last one after so many batches of each."""
     seen: list[int] = []
-    data = TensorDataset(torch.arange(120))
-    state: Any = None
-    for rank in range(before):
-        sampler = KeyedSampler(data, num_replicas=before, rank=rank)
-        loader = DataLoader(data, 4, sampler=sampler)
-        iterator = iter(loader)
-        for _ in range(3):
-            seen += next(iterator)[0].tolist()
-        state = loader.state_dict()
-    assert len(set(seen)) == 12 * before
-    for rank in range(after):
-        sampler = KeyedSampler(data, num_replicas=after, rank=rank)
-        loader = DataLoader(data, 4, sampler=sampler)
-        loader.load_state_dict(state)
-        for (batch,) in loader:
+    data = TensorDataset(torch.arange(rows))
+    for rank in range(ranks):
+        loader = DataLoader(data, 4, sampler=shared(data, num_replicas=ranks, rank=rank))
+        if state is not None:
+            loader.load_state_dict(state)
+        for (batch,) in itertools.islice(loader, batches):
             seen += batch.tolist()
-    assert sorted(seen) == list(range(120))
+    return seen, saved(loader.state_dict())
+
+
+@pytest.mark.parametrize("ranks", [(1, 3, 2), (3, 1, 5), (2, 4, 1), (4, 2, 3)])
+@pytest.mark.parametrize("shared", [KeyedSampler, DistributedSampler])
+def test_another_number_of_ranks(shared: Any, ranks: tuple[int, int, int]) -> None:
+    """All ranks together go on where all ranks together were."""
+    first, state = on_all_ranks(ranks[0], shared, 121, None, batches=3)
+    assert len(set(first)) == 12 * ranks[0]
+    second, state = on_all_ranks(ranks[1], shared, 121, state, batches=2)
+    assert len(set(first + second)) == 12 * ranks[0] + 8 * ranks[1]
+    rest, _ = on_all_ranks(ranks[2], shared, 121, state)
+    assert set(first + second + rest) == set(range(121))
+    more = len(first + second + rest) - 121  # so that all have the same number
+    assert more == -(121 - len(first + second)) % ranks[2]
 
 
 def test_states_are_small() -> None:

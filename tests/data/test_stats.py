@@ -52,7 +52,11 @@ def test_every_path_counts(make: Any, method: str, options: dict[str, Any]) -> N
         assert stats["stages"] == {"load": pytest.approx(wait["total"])}
         assert stats["queued"] == 0
         assert stats["page_faults"] >= 0
-        assert ("slots" in stats) is (loader.path == "arrays")
+        assert ("slots" in stats) is (loader.path in ("arrays", "workers"))
+        if "slots" in stats:
+            assert stats["slots"]["held"] == len(batch if isinstance(batch, list) else [batch])
+            del batch
+            assert stats_of(loader)["slots"]["held"] == 0
 
 
 def test_waits_are_the_consumers() -> None:

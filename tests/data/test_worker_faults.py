@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from faststep import _C
 from faststep.data import DataLoader
@@ -67,6 +67,45 @@ def test_an_exception_in_collate_or_at_the_start() -> None:
     for options in ({"collate_fn": fail}, {"worker_init_fn": fail}):
         with pytest.raises(OSError, match="it failed"):
             next(iter(DataLoader(Wide(), 2, num_workers=1, **options)))
+
+
+class Local:
+    """Its errors are of a class that no other process can find."""
+
+    Error = type("Error", (LookupError,), {"__module__": __name__})
+
+    def __iter__(self) -> Iterator[int]:
+        yield 1
+        raise self.Error("a stream")
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == 1:
+            raise self.Error("a sample")
+        return index
+
+    def begin(self, worker: int) -> None:
+        raise self.Error("a start")
+
+
+class LocalStream(Local, IterableDataset[int]):
+    pass
+
+
+def test_an_exception_of_a_class_that_cannot_be_pickled() -> None:
+    """Torch's loader loses it: it waits for ever, or the stream ends without an error."""
+    for dataset, options, place, error in (
+        (Local(), {}, 1, "Error: a sample"),
+        (LocalStream(), {}, 1, "Error: a stream"),
+        (Local(), {"worker_init_fn": Local().begin}, 0, "Error: a start"),
+    ):
+        iterator = iter(DataLoader(dataset, 1, num_workers=1, timeout=20, **options))
+        for _ in range(place):
+            next(iterator)
+        with pytest.raises(LookupError, match=f"(?s)Caught LookupError in DataLoader.*{error}"):
+            next(iterator)
 
 
 def unpicklable(samples: Any) -> Any:

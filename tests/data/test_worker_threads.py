@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import sys
 import threading
 import time
 import weakref
@@ -164,6 +165,25 @@ def test_exceptions_are_wrapped_and_come_in_their_place() -> None:
         with pytest.raises(StopIteration):
             next(iterator)
     del iterator
+
+
+class Exiting(Wide):
+    def __getitem__(self, index: int) -> Any:
+        if index == 5:
+            sys.exit("a sample")
+        return index
+
+
+def test_what_would_end_a_thread_comes_in_its_place() -> None:
+    """Nothing but torch's look at its workers, each 5 s, would find a thread that is gone."""
+    iterator = iter(threaded(Exiting(), 2))
+    next(iterator), next(iterator)
+    with pytest.raises(SystemExit, match="Caught SystemExit in DataLoader worker thread 0"):
+        next(iterator)
+    assert next(iterator).tolist() == [6, 7]
+    del iterator
+    with pytest.raises(SystemExit):
+        next(iter(threaded(Wide(8), 2, worker_init_fn=sys.exit)))
 
 
 class Slow(Wide):

@@ -37,6 +37,10 @@ def _no_iterator_stays() -> Iterator[None]:
     gc.collect()
 
 
+class Tagged(torch.Tensor):
+    pass
+
+
 class Custom:
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -92,8 +96,8 @@ def assert_same(dataset: Any, epochs: int = 2, **options: Any) -> DataLoader[Any
 
 
 def arena_of(loader: DataLoader[Any]) -> Any:
-    assert loader._workers is not None
-    return loader._workers._pool._latest
+    assert loader._faststep.workers is not None
+    return loader._faststep.workers._pool._latest
 
 
 def counts(loader: DataLoader[Any]) -> dict[str, int]:
@@ -121,13 +125,14 @@ def nested(samples: list[Any]) -> Any:
         "sparse": torch.eye(3).to_sparse(),
         "two over one": [batch["array"].numpy(), batch["array"][:1], batch["array"][:1]],
         "readonly": numpy.frombuffer(bytes(50_000), dtype=numpy.int8),
+        "swapped": numpy.arange(9000, dtype=">i4"),
     }
 
 
 def opened(batch: Any) -> Any:
     """With what `plain` does not look into made plain."""
     parts = batch["object"].value
-    arrays = [batch.pop("readonly"), parts[1]]
+    arrays = [batch.pop("readonly"), batch.pop("swapped"), parts[1]]
     batch["two over one"][0] = batch["two over one"][0].tolist()
     flags = [(a.dtype, a.flags.writeable, a.tolist()) for a in arrays]
     batch["sparse"] = batch["sparse"].to_dense()
@@ -184,6 +189,13 @@ def test_any_collate_function() -> None:
     assert "torch transported" in loader.explain()
 
 
+def test_a_subclass_among_plain_tensors() -> None:
+    for size in (3, 50_000):
+        tagged = torch.ones(size).as_subclass(Tagged)
+        assert_same([torch.zeros(size), tagged], batch_size=2)
+        assert_same([tagged, torch.zeros(size)], batch_size=2)
+
+
 def test_collate_functions_that_users_register(monkeypatch: pytest.MonkeyPatch) -> None:
     def custom(batch: Any, *, collate_fn_map: Any) -> Any:
         return torch.stack([item.value for item in batch]) * 2
@@ -204,6 +216,7 @@ def test_collate_functions_that_users_register(monkeypatch: pytest.MonkeyPatch) 
     [
         [torch.ones(3), torch.ones(4)],
         [torch.ones(3, dtype=torch.int64), torch.ones(3)],
+        [torch.ones(3), 2.0],
         [torch.ones(3, requires_grad=True)] * 2,
         [torch.eye(3).to_sparse()] * 2,
         [object(), object()],

@@ -33,8 +33,8 @@ def loader_of(**options: Any) -> DataLoader[Any]:
 
 
 def arena_of(loader: DataLoader[Any]) -> arenas.Arena:
-    assert loader._workers is not None
-    latest = loader._workers._pool._latest
+    assert loader._faststep.workers is not None
+    latest = loader._faststep.workers._pool._latest
     assert latest is not None
     return latest
 

@@ -55,8 +55,8 @@ def assert_found(found: list[Any], start: int = 0) -> None:
 
 
 def stream_of(loader: DataLoader[Any]) -> late.Stream:
-    assert loader._device is not None
-    stream: late.Stream = copies.copier_of(loader._device).streams.copies
+    assert loader._faststep.device is not None
+    stream: late.Stream = copies.copier_of(loader._faststep.device).streams.copies
     return stream
 
 
@@ -368,8 +368,8 @@ def test_pinned_batches_are_gathered_in_place(device: late.Late) -> None:
     assert device.machine.calls("cuMemHostAlloc") - allocations == 2 * STEPS
     assert all(tensor.is_pinned() for batch in batches for tensor in batch)
     assert_found(batches)
-    assert loader._slots is not None
-    assert loader._slots.counts() == (0, 0, 0)
+    assert loader._faststep.slots is not None
+    assert loader._faststep.slots.counts() == (0, 0, 0)
     pinned = device.living().pinned
     kept = batches[0][1]
     del batches

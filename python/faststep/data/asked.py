@@ -10,7 +10,8 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from .draws import generator_of, noting, repeating
-from .orders import epoch_of, other_epoch, parts_of
+from .order import other_epoch
+from .orders import epoch_of, parts_of
 from .stateful import Pace, begin, is_stateful, items_of, opened, snapshot, states_of
 
 __all__ = ["AskedOrder", "asked_by", "length_of", "state_between_epochs"]

@@ -16,6 +16,9 @@ CONVERSIONS = {
     ("uint16", torch.int64): 2,
     ("uint32", torch.int64): 3,
 }
+# what DLPack takes and gives back as it was: no bits, no quantized numbers, not several in a byte
+KINDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+KINDS |= {"bfloat16", "float16", "float32", "float64", "complex32", "complex64", "complex128"}
 POSITIONS, DOCUMENTS = 3, 6  # added to a number above: places in documents, and their numbers
 
 
@@ -128,6 +131,8 @@ def _of_tensor(tensor: torch.Tensor, name: str) -> Column:
         why = "is not a dense tensor"
     elif tensor.device.type != "cpu":
         why = f"is on {tensor.device}"
+    elif (kind := str(tensor.dtype).removeprefix("torch.")) not in KINDS and kind[:6] != "float8":
+        why = f"is of the type {kind}"
     elif tensor.requires_grad:
         why = "requires a gradient"
     elif tensor.is_conj() or tensor.is_neg():

@@ -96,6 +96,7 @@ class _KnownIndices(Iterator[Any]):
     def __next__(self) -> Any:
         number = self.position
         if not self._ended:
+            self._ended = True  # if it raises: a generator of torch's would be done for, too
             self._order.request(number)  # the last time for nothing, as torch's
             self._ended = number >= self._order.batches
         if self._ended:

@@ -80,8 +80,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             self._window = max(1, loader.prefetch_factor * self._num_workers)
             self._asked_ahead += self._window
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
-        device = loader._device
-        self._held = 0 if device is None else loader._prefetch_to_device
+        device = loader._faststep.device
+        self._held = 0 if device is None else loader._faststep.prefetch_to_device
         self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
         self._lock = threading.Lock()
         self._process = os.getpid()
@@ -126,6 +126,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 self._request()
         else:
             while not self._ended and self._requested < count:
+                self._ended = True  # if it raises: a generator of torch's would be done for, too
                 order.request(self._requested)
                 self._ended = self._requested >= order.batches
                 self._requested += 1

@@ -221,9 +221,10 @@ def lending_collate(loader: Any) -> LendingCollate | None:
         dataset = dataset.dataset
     if not getattr(dataset, "fills_rows", False) or not collates_as_default(loader.collate_fn, ()):
         return None
-    if loader._slots is None:
-        loader._slots = _C.Slots()
-    slots: _C.Slots = loader._slots
+    own = loader._faststep
+    if own.slots is None:
+        own.slots = _C.Slots()
+    slots: _C.Slots = own.slots
     slots.keep(3 + loader.num_workers * (loader.prefetch_factor or 0))
     form = torch.empty(0, dtype=torch.uint8, device="cpu")
     return LendingCollate(lambda size: slots.empty(form, size))

@@ -17,11 +17,11 @@ from .columns import NotArrays
 from .copies import copier_of
 from .iterator import ArrayIterator
 from .orders import order_of
+from .own import OPTIONS, Own, Path, checked
 from .placed import MultiIterator, SingleIterator
 from .plan import Plan
 from .prefetch import DeviceIterator
-from .progress import Progress
-from .stats import Meter
+from .stats import Meter, Metered
 from .transformed import Transformed
 from .view import keeps_seed
 from .workers.route import Workers, is_of_parent
@@ -74,15 +74,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             with a `multiprocessing_context`.
     """
 
-    _slots: _C.Slots | None = None
-    _workers: Workers | None = None
-    _epoch = 0  # of the iterator, where persistent workers share one
-    _progress: Progress | None = None
-    _meter: Meter | None = None
-    _resume: dict[str, Any] | None = None
-    _device: torch.device | None = None
-    _prefetch_to_device = 0
-    snapshot_every_n_steps: int | None = None
+    _faststep: Own
+    path = Path(lambda loader: _path_of(loader))
 
     def __init__(
         self,
@@ -95,50 +88,30 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         snapshot_every_n_steps: int | None = None,
         **options: Any,
     ) -> None:
-        if transforms is not None and not callable(transforms):
-            raise TypeError(f"transforms must be a function of a batch, not {transforms!r}")
+        own = checked(device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps)
         super().__init__(dataset, *arguments, **options)
-        self.transforms = transforms
-        if worker_method not in ("process", "thread"):
-            raise ValueError(f"worker_method must be 'process' or 'thread', not {worker_method!r}")
         if worker_method == "thread" and self.multiprocessing_context is not None:
             raise ValueError("worker_method='thread' starts no process: no multiprocessing_context")
-        self.worker_method = worker_method
-        every = snapshot_every_n_steps
-        if every is not None and (type(every) is not int or every < 1):
-            raise ValueError(
-                f"snapshot_every_n_steps must be an int from 1 on or None, not {every!r}"
-            )
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self._device = None if device is None else torch.device(device)
-        self._prefetch_to_device = prefetch_to_device
-        if self._device is not None and self._device.type not in ("cpu", "cuda"):
-            raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")
-        if type(prefetch_to_device) is not int or prefetch_to_device < 0:
-            raise ValueError(
-                f"prefetch_to_device must be an int from 0 on, not {prefetch_to_device!r}"
-            )
+        for name in OPTIONS:  # to be looked at; a subclass may have something else of that name
+            if name not in vars(self) and not hasattr(type(self), name):
+                setattr(self, name, getattr(own, name))
+        self._faststep = own
 
-    @property
-    def path(self) -> str:
-        """How the batches come.
-
-        "arrays" if threads gather them, "workers" if processes fetch them into shared memory,
-        "threads" if Python threads do so, "torch" if torch's own iterator loads them.
-        """
-        if not isinstance(self._plan(), str):
-            return "arrays"
-        return self._route().path if self.num_workers else "torch"
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = vars(self).get("_faststep")
+        if own is not None and name in OPTIONS and getattr(own, name) != OPTIONS[name]:
+            raise ValueError(f"{name} of a DataLoader cannot be changed: make another one")
+        super().__setattr__(name, value)
 
     def explain(self) -> str:
         """A sentence or two: which way the data takes, and why not a faster one."""
-        plan = self._plan()
+        plan = _plan_of(self)
+        more = states.explain(self) + self._faststep.explain_device()
         if isinstance(plan, str):
-            more = states.explain(self) + self._explain_device()
             if self.num_workers:
-                if self.pin_memory and self._device is None:
+                if self.pin_memory and self._faststep.device is None:
                     more += PINNED_BY_TORCH
-                return f"{self._route().explain()}; not gathered from arrays, as {plan}{more}"
+                return f"{_workers_of(self).explain()}; not gathered from arrays, as {plan}{more}"
             return f"torch's own iterator loads the batches: {plan}{more}"
         order = order_of(self.batch_sampler)
         fields = ", ".join(
@@ -146,74 +119,31 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             for name, form in zip(plan.names, plan.forms, strict=True)
         )
         asked = "known ahead" if order else "asked of the sampler batch by batch, as torch does"
-        more = states.explain(self) + self._explain_device()
         return f"threads gather the batches from {fields}; their order is {asked}{more}"
 
-    def _explain_device(self) -> str:
-        if self._device is None:
-            return ""
-        return f"; up to {self._prefetch_to_device} more are on {self._device}, or on their way"
-
-    def _plan(self) -> Plan | str:
-        """The arrays to gather from, or why there are none."""
-        if isinstance(self.dataset, IterableDataset):
-            return "the dataset is iterable"
-        if self.batch_sampler is None:
-            return "batch_size is None"
-        if self.num_workers and self.worker_init_fn is not None:
-            return "worker_init_fn has to run in worker processes"
-        try:
-            plan = Plan(self.dataset)
-        except NotArrays as reason:
-            return str(reason)
-        if not collates_as_default(self.collate_fn, plan.structure.container_types()):
-            return "collate_fn is not torch's default, or types were added to what that knows"
-        return plan
-
-    def _route(self) -> Workers:
-        if self._workers is None:
-            self._workers = Workers(self.worker_method)
-        return self._workers
-
     def _get_iterator(self) -> Any:
-        if self._device is None:
-            return self._host_iterator()
-        copier = copier_of(self._device)  # before anything is drawn
-        return DeviceIterator(self._host_iterator(), copier, self._prefetch_to_device)
-
-    def _host_iterator(self) -> Any:
-        plan = self._plan()
-        state = self._resume
-        self._epoch = 0
-        iterator = self._iterator_from(plan, state)
-        self._resume = None
-        if state is not None and keeps_seed(self, state):
-            self._epoch = state.get("_transforms_epoch", 0) + state["_iterator_finished"]
+        own = self._faststep
+        copier = None if own.device is None else copier_of(own.device)  # before anything is drawn
+        iterator = _host_iterator(self)
+        if copier is not None:
+            iterator = DeviceIterator(iterator, copier, own.prefetch_to_device)
+        if own.transforms is not None:
+            iterator = Transformed(iterator, own.transforms, own)
         return iterator
 
-    def _iterator_from(self, plan: Plan | str, state: dict[str, Any] | None) -> Any:
-        if not isinstance(plan, str):
-            if self._slots is None:
-                self._slots = _C.Slots()
-            return ArrayIterator(self, plan, self._slots, state)
-        if not self.num_workers:
-            return SingleIterator(self, state)
-        iterator = self._route().iterator(self, state)
-        return MultiIterator(self, state) if iterator is None else iterator
-
     def __iter__(self) -> Any:
+        own = self._faststep
         if is_of_parent(self._iterator):
             self._iterator = None  # a persistent one, which a forked child cannot take over
-        again = self._iterator is not None
         iterator: Any = super().__iter__()
-        self._progress = iterator.progress  # the epoch's, if the iterator is a persistent one
-        self._epoch += again
-        if self.transforms is not None:
-            iterator = Transformed(iterator, self.transforms, self._epoch)
-        self._meter = Meter(iterator)
-        layer = iterator
+        if not isinstance(iterator, Metered):  # of a subclass, which has its own _get_iterator
+            own.progress, own.meter, own.stranger = None, None, type(iterator).__name__
+            return iterator
+        layer: Any = iterator
+        own.progress, own.stranger = layer.progress, None  # of this epoch
+        own.meter = Meter(iterator)
         while hasattr(layer, "meter"):
-            layer.meter = self._meter
+            layer.meter = own.meter
             layer = getattr(layer, "_batches", None)
         return iterator
 
@@ -229,16 +159,18 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             "queued": batches that are loaded, or being loaded, for later.
             "page_faults": minor faults of this process since the epoch began, by whatever caused
                 them; None where the system does not tell.
-            "slots": memory for batches on the array path, and of image folders without worker
-                processes: how many pieces were "made" since the loader was, and how many are
-                "free" and "held" now.
+            "slots": pieces of memory for batches on the array path, with worker processes, and of
+                image folders: how many were "made" since the loader was, and how many are "free",
+                and "held" by tensors, now; those of worker processes may also be "taken" by one.
         """
-        if self._meter is None:
+        own = self._faststep
+        if own.meter is None:
             return None
-        stats = self._meter.stats()
-        if self._slots is not None:
-            stats["slots"] = dict(zip(("made", "free", "held"), self._slots.counts(), strict=True))
-        return stats
+        stats = own.meter.stats()
+        slots = None if own.workers is None else own.workers.slots()
+        if own.slots is not None:
+            slots = dict(zip(("made", "free", "held"), own.slots.counts(), strict=True))
+        return stats if slots is None else stats | {"slots": slots}
 
     def state_dict(self) -> dict[str, Any]:
         """The place after the last batch that was delivered, under torchdata's names.
@@ -248,15 +180,22 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         methods state_dict and load_state_dict.
 
         Raises:
-            NotImplementedError: the dataset is an IterDataPipe.
+            NotImplementedError: the dataset is an IterDataPipe, or a subclass of the loader has
+                made an iterator of its own.
         """
-        if self._resume is not None:
-            return copy.deepcopy(self._resume)
-        if self._progress is None:
+        own = self._faststep
+        if own.resume is not None:
+            return copy.deepcopy(own.resume)
+        if own.stranger is not None:
+            raise NotImplementedError(
+                f"the place of a {own.stranger} cannot be kept: {type(self).__name__} has made an "
+                "iterator of its own"
+            )
+        if own.progress is None:
             return states.new_state(self)
         states.refuse_pipes(self.dataset)
-        state = self._progress.state_dict()
-        return state if self.transforms is None else state | {"_transforms_epoch": self._epoch}
+        state = own.progress.state_dict()
+        return state if own.transforms is None else state | {"_transforms_epoch": own.epoch}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration go on after the last batch that was delivered before `state_dict`.
@@ -272,11 +211,64 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         states.check(self, state_dict)
         state = copy.deepcopy(state_dict)
         states.restore_parts(self, state)
-        self._progress = None
+        own = self._faststep
+        own.progress = own.stranger = None
         self._iterator = None  # a persistent one is in the middle of something else
-        self._resume = state
+        own.resume = state
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle and copy: without what belongs to this process."""
-        own = ("_slots", "_workers", "_progress", "_meter", "_iterator")
-        return {**{k: v for k, v in vars(self).items() if k not in own}, "_iterator": None}
+        return {**vars(self), "_faststep": copy.copy(self._faststep), "_iterator": None}
+
+
+def _plan_of(loader: DataLoader[Any]) -> Plan | str:
+    """The arrays to gather from, or why there are none."""
+    if isinstance(loader.dataset, IterableDataset):
+        return "the dataset is iterable"
+    if loader.batch_sampler is None:
+        return "batch_size is None"
+    if loader.num_workers and loader.worker_init_fn is not None:
+        return "worker_init_fn has to run in worker processes"
+    try:
+        plan = Plan(loader.dataset)
+    except NotArrays as reason:
+        return str(reason)
+    if not collates_as_default(loader.collate_fn, plan.structure.container_types()):
+        return "collate_fn is not torch's default, or types were added to what that knows"
+    return plan
+
+
+def _workers_of(loader: DataLoader[Any]) -> Workers:
+    own = loader._faststep
+    if own.workers is None:
+        own.workers = Workers(own.worker_method)
+    return own.workers
+
+
+def _path_of(loader: DataLoader[Any]) -> str:
+    if not isinstance(_plan_of(loader), str):
+        return "arrays"
+    return _workers_of(loader).path if loader.num_workers else "torch"
+
+
+def _host_iterator(loader: DataLoader[Any]) -> Any:
+    own, plan = loader._faststep, _plan_of(loader)
+    state = own.resume
+    own.epoch = 0
+    iterator = _iterator_from(loader, plan, state)
+    own.resume = None
+    if state is not None and keeps_seed(loader, state):
+        own.epoch = state.get("_transforms_epoch", 0) + state["_iterator_finished"]
+    return iterator
+
+
+def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: dict[str, Any] | None) -> Any:
+    own = loader._faststep
+    if not isinstance(plan, str):
+        if own.slots is None:
+            own.slots = _C.Slots()
+        return ArrayIterator(loader, plan, own.slots, state)
+    if not loader.num_workers:
+        return SingleIterator(loader, state)
+    iterator = _workers_of(loader).iterator(loader, state)
+    return MultiIterator(loader, state) if iterator is None else iterator

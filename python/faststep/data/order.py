@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Block", "ListOrder", "Order", "SequentialOrder"]
+__all__ = ["Block", "ListOrder", "Order", "SequentialOrder", "other_epoch"]
 
 BLOCK = 1 << 14  # indices computed at a time, where they are
 
@@ -122,3 +122,10 @@ class SequentialOrder(Order):
 
     def _compute(self, start: int, stop: int) -> torch.Tensor:
         return torch.arange(self.skipped + start, self.skipped + stop, device="cpu")
+
+
+def other_epoch(saved: int, now: int | None, what: str = "sampler") -> ValueError:
+    return ValueError(
+        f"the loaded state is in the middle of epoch {saved}, but the {what} was set to epoch "
+        f"{now} since; call set_epoch({saved}), or do not load the state"
+    )

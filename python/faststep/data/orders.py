@@ -23,8 +23,9 @@ from torch.utils.data.distributed import DistributedSampler
 from .draws import generator_of
 from .keyed import KeyedSampler
 from .order import ListOrder, Order, SequentialOrder
+from .ranked import DistributedOrder, KeyedOrder
 
-__all__ = ["epoch_of", "order_of", "other_epoch", "parts_of", "restore"]
+__all__ = ["epoch_of", "order_of", "parts_of", "restore"]
 
 
 class OnceDrawnOrder(ListOrder):
@@ -70,77 +71,6 @@ class OnceDrawnOrder(ListOrder):
 
     def finished_state(self) -> dict[str, Any]:
         return _between_epochs(self)
-
-
-class KeyedOrder(SequentialOrder):
-    """Of a KeyedSampler: a state fits any number of ranks, as it counts what all of them had."""
-
-    sampler: KeyedSampler
-    position = 0
-
-    def _load(self, state: dict[str, Any]) -> None:
-        self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
-        self._must_equal(state, "seed", self.sampler.seed, "the seed")
-        self.position = state["position"]
-        self.state["epoch"] = state["epoch"]
-
-    def _count(self) -> int:
-        return self.sampler.count_from(self.position)
-
-    def _draw(self) -> None:
-        super()._draw()
-        self.epoch = self.state.get("epoch", self.sampler.epoch)
-        if self.sampler.epoch != self.epoch:
-            raise other_epoch(self.epoch, self.sampler.epoch)
-        self.sampler.epoch += 1
-        self.state.update(epoch=self.epoch)
-
-    def _compute(self, start: int, stop: int) -> torch.Tensor:
-        return self.sampler.indices(self.epoch, self.position, start, stop)
-
-    def state_after(self, batches: int) -> dict[str, Any]:
-        samples = self.samples_in(batches)
-        return {
-            **self.finished_state(),
-            "epoch": self.state.get("epoch", self.sampler.epoch),
-            "position": min(
-                len(self.sampler.data_source),
-                self.position + (samples - self.skipped) * self.sampler.num_replicas,
-            ),
-            "samples_yielded": samples,
-        }
-
-    def finished_state(self) -> dict[str, Any]:
-        return {
-            **self.state,
-            "length": len(self.sampler.data_source),
-            "seed": self.sampler.seed,
-            "epoch": self.sampler.epoch,
-        }
-
-
-class DistributedOrder(ListOrder):
-    KEYS = ("num_replicas", "seed", "shuffle", "drop_last", "total_size")
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.state.update({key: getattr(self.sampler, key) for key in self.KEYS})
-
-    def _load(self, state: dict[str, Any]) -> None:
-        for key in self.KEYS:
-            self._must_equal(
-                state, key, getattr(self.sampler, key), f"a DistributedSampler's {key}"
-            )
-        self.state["epoch"] = state["epoch"]
-
-    def _draw(self) -> None:
-        epoch = self.state.setdefault("epoch", self.sampler.epoch)
-        if self.sampler.epoch != epoch:
-            raise other_epoch(epoch, self.sampler.epoch)
-        super()._draw()
-
-    def state_after(self, batches: int) -> dict[str, Any]:
-        return {"epoch": self.sampler.epoch, **super().state_after(batches)}
 
 
 class RandomOrder(ListOrder):
@@ -221,13 +151,6 @@ def _with_epoch(sampler: Any) -> Any:
 def epoch_of(sampler: Any) -> int | None:
     """The epoch that a sampler was set to; None if it has none."""
     return getattr(_with_epoch(sampler), "epoch", None)
-
-
-def other_epoch(saved: int, now: int | None, what: str = "sampler") -> ValueError:
-    return ValueError(
-        f"the loaded state is in the middle of epoch {saved}, but the {what} was set to epoch "
-        f"{now} since; call set_epoch({saved}), or do not load the state"
-    )
 
 
 def restore(sampler: Any, state: dict[str, Any], finished: bool) -> None:

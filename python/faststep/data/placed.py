@@ -171,7 +171,8 @@ class PlacedWorkers(Placed):
 
     def __init__(self, view: LoaderView) -> None:
         self._asks_workers = view.asks_workers or isinstance(view.dataset, Source)
-        self._lag = 0 if view._device is None else view._prefetch_to_device + 1
+        own = view._faststep
+        self._lag = 0 if own.device is None else own.prefetch_to_device + 1
         self._turns = 0  # of workers that had theirs
         if view.resumes:
             last = view.state.get("_last_worker", -1)

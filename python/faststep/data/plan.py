@@ -97,6 +97,8 @@ class Plan:
             column_of(tensor, f"{name}.{n}")
             for n, tensor in zip(names, dataset.tensors, strict=True)
         )
+        if not columns:
+            raise NotArrays(f"{name}.tensors is empty")
         if len({column.length for column in columns}) > 1:
             raise NotArrays(f"{name}.tensors have changed their lengths")
         structure = Structure(tuple, (), (LEAF,) * len(columns))

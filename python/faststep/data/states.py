@@ -148,7 +148,7 @@ def _check_workers(loader: Any, state: dict[str, Any]) -> None:
             raise ValueError(f"this state has one of the dataset; a {name} has no load_state_dict")
         if (
             loader.num_workers
-            and loader.worker_method == "thread"
+            and loader._faststep.worker_method == "thread"
             and not is_stream(loader.dataset)
         ):
             raise ValueError(
@@ -196,6 +196,6 @@ def _explain_sampler(sampler: Any) -> str:
 def _explain_map(loader: Any) -> str:
     if not is_stateful(loader.dataset):
         return ""
-    if loader.num_workers and loader.worker_method == "thread":
+    if loader.num_workers and loader._faststep.worker_method == "thread":
         return ", and not the dataset's own, which threads share"
     return ", and the dataset's own, of each worker"

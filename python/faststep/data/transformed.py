@@ -9,6 +9,8 @@ import torch
 
 from faststep._torch import pin_memory
 
+from .own import Own
+from .progress import Progress
 from .stats import Layer
 from .transforms import Compose
 
@@ -39,19 +41,30 @@ class Transformed(Layer):
     Args:
         iterator: an ArrayIterator, one of placed.py, or a DeviceIterator over one of them.
         transforms: a Compose or any other function of a batch.
-        epoch: counts the epochs of one iterator, for with persistent workers torch draws one base
-            seed for all.
+        own: of the loader; its epoch counts those of one iterator, for with persistent workers
+            torch draws one base seed for all.
     """
 
     stage = "transforms"
 
-    def __init__(self, iterator: Any, transforms: Callable[[Any], Any], epoch: int) -> None:
+    def __init__(self, iterator: Any, transforms: Callable[[Any], Any], own: Own) -> None:
         self._batches = iterator
         self._transforms = transforms
-        self._epoch = epoch
+        self._own = own
+        self._epoch = own.epoch
         self._base_seed = int(getattr(iterator, "_batches", iterator)._base_seed)
-        self._progress = iterator.progress
         self._generator = torch.Generator()
+
+    @property
+    def progress(self) -> Progress:
+        progress: Progress = self._batches.progress
+        return progress
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Starts the next epoch; a DataLoader with persistent workers calls it."""
+        self._batches._reset(loader, first_iter)
+        self._epoch += 1
+        self._own.epoch = self._epoch
 
     def _next(self) -> Any:
         batch = next(self._batches)
@@ -64,5 +77,5 @@ class Transformed(Layer):
         return batch
 
     def _seeded(self) -> torch.Generator:
-        number = self._progress.count - 1
+        number = self.progress.count - 1
         return self._generator.manual_seed(seed_of(self._base_seed, self._epoch, number))

@@ -9,7 +9,8 @@ import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from .indices import Indices
-from .orders import epoch_of, other_epoch
+from .order import other_epoch
+from .orders import epoch_of
 from .stateful import is_stateful, load_map
 from .stream import Source
 from .workers.stated import Init, Stating
@@ -59,7 +60,7 @@ class LoaderView:
         self.records: list[dict[str, Any]] | None = self.state.get("_workers")
         # pickled: torch would give each tensor in it a file on its way to a worker
         packed = None if self.records is None else [*map(pickle.dumps, self.records)]
-        every = loader.snapshot_every_n_steps
+        every = loader._faststep.snapshot_every_n_steps
         if is_stream(loader.dataset):
             saved, epoch = self.state.get("_dataset_epoch"), epoch_of(loader.dataset)
             if saved not in (None, epoch):
@@ -81,8 +82,8 @@ class LoaderView:
 
     def _indices(self, ahead: int, every: int | None) -> Indices:
         loader = self._loader
-        if loader._device is not None:
-            ahead += loader._prefetch_to_device + 1
+        if loader._faststep.device is not None:
+            ahead += loader._faststep.prefetch_to_device + 1
         if loader.num_workers:
             ahead += loader.prefetch_factor * loader.num_workers + 1
         indices = Indices(loader._index_sampler, ahead, every)

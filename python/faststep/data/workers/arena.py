@@ -210,6 +210,10 @@ class ArenaPool:
         arena.unpin_what_no_child_sees()
         self._idle = arena
 
+    def counts(self) -> dict[str, int] | None:
+        """Those of the memory that was lent last."""
+        return None if self._latest is None else self._latest.memory.counts()
+
     def explain(self) -> str:
         text = "processes fetch the samples; batches come through shared memory that is used again"
         if self._latest is None:

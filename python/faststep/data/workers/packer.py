@@ -12,6 +12,7 @@ from faststep import _C
 from faststep._torch import (
     collate_tensors,
     collates_as_default,
+    let_errors_travel,
     let_fetch,
     stacking_tensors_by,
 )
@@ -35,6 +36,7 @@ class Start:
         gc.freeze()  # walking over what was inherited would copy its memory, or end its iterators
         _C.keep_freed_memory()
         let_fetch(Packer)
+        let_errors_travel()
         self._packer.begin()
         if self._init_fn is not None:
             self._init_fn(worker)
@@ -122,7 +124,7 @@ class _Stack:
 
     def __call__(self, batch: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
         first = batch[0]
-        if why_not_plain(first) is not None:
+        if why_not_plain(first) is not None or set(map(type, batch)) != {torch.Tensor}:
             return collate_tensors(batch)
         whole = None if self._lender is None else self._lender.whole(batch)
         if whole is not None:

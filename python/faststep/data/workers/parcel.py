@@ -201,6 +201,7 @@ def _is_large_array(obj: Any) -> bool:
         and type(obj) is numpy.ndarray
         and obj.nbytes >= SMALL
         and not obj.dtype.hasobject
+        and obj.dtype.isnative  # a pickle makes it so, and torch takes no other
         and (obj.flags.c_contiguous or obj.flags.f_contiguous)
     )
 

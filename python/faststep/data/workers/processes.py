@@ -33,7 +33,7 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         self._pool = pool
         self._process = os.getpid()
         self._arena: Arena | None = pool.lend()
-        device = loader._device
+        device = loader._faststep.device
         self._locks = False  # then batches need not be copied to be page-locked
         if device is not None and device.type == "cuda":
             self._locks = self._arena.prepare_locks(copier_of(device).streams.device.index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..stats import Layer
 from .arena import ArenaPool
 from .processes import ProcessIterator
 from .threads import ThreadIterator
@@ -14,7 +15,9 @@ __all__ = ["Workers", "is_of_parent"]
 
 def is_of_parent(iterator: Any) -> bool:
     """Whether the workers of an iterator stayed with the process that was forked."""
-    batches = getattr(iterator, "_batches", iterator)
+    batches = iterator
+    while isinstance(batches, Layer):
+        batches = batches._batches
     ours = isinstance(batches, (ProcessIterator, ThreadIterator))
     return ours and batches._process != os.getpid()
 
@@ -45,6 +48,11 @@ class Workers:
         if self._method == "thread":
             return "threads"
         return "workers" if self.reason is None else "torch"
+
+    def slots(self) -> dict[str, int] | None:
+        """How many blocks of memory there are for the newest iterator; None if it has none."""
+        counts = self._pool.counts()
+        return counts and {key: counts[key] for key in ("made", "free", "taken", "held")}
 
     def explain(self) -> str:
         if self._method == "thread":

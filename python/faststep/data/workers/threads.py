@@ -75,7 +75,7 @@ class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIt
             )
         try:
             return super()._next_data()
-        except Exception as error:
+        except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # they are in a cycle with this iterator
             raise
 
@@ -197,7 +197,7 @@ class _Loop:
             if self._arguments["init_fn"] is not None:
                 self._arguments["init_fn"](self._worker)
             self._fetcher = self._new_fetcher()
-        except Exception:
+        except BaseException:  # it would end this thread, and nobody would know
             self._failure = self._wrapped()
 
     def _new_fetcher(self) -> Any:
@@ -216,7 +216,7 @@ class _Loop:
             with lending_by(self._lender):
                 batch = self._fetcher.fetch(indices)
             return batch if self._stating is None else self._stating.stated(batch)
-        except Exception as error:
+        except BaseException as error:  # as above
             iterable = isinstance(self._dataset, (Source, IterableDataset))
             if isinstance(error, StopIteration) and iterable:
                 return IterableEnded(self._worker)
