@@ -96,6 +96,14 @@ def test_last_grad_norm(declaration: Declaration, dtype: torch.dtype) -> None:
     assert norm.item() != optimizer.last_grad_norm.item(), "an earlier norm is not overwritten"
 
 
+def test_norm_ignores_the_default_device() -> None:
+    optimizer, params = make(ALL[0], max_grad_norm=1.0)
+    set_gradients(params, 0)
+    optimizer.step()
+    with torch.device("meta"):
+        assert optimizer.last_grad_norm.device == torch.device("cpu")
+
+
 @over_all
 def test_norm_of_large_gradients(declaration: Declaration) -> None:
     """|g| of 1e19 to 1e30 overflows an fp32 sum of squares; the clipped step stays finite."""
