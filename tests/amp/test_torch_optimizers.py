@@ -48,6 +48,17 @@ def test_training_is_bit_for_bit_that_of_torchs_scaler(
     assert_same_tensors(ours, theirs)
 
 
+@OF_EACH_KIND
+def test_gradients_that_came_after_unscale_are_an_error(make: Make) -> None:
+    param = make_param(1.0)
+    scaler, optimizer = make_scaler(), make([param])
+    scaler.unscale_(optimizer)
+    param.grad = torch.tensor([8.0])
+    with pytest.raises(AssertionError, match=r"No inf checks were recorded for this optimizer\."):
+        scaler.step(optimizer)
+    assert param.item() == 1.0
+
+
 def test_fp16_gradients_go_through_fused_optimizers() -> None:
     make = OPTIMIZERS["AdamW fused"]
     ours = Training(GradScaler, make, torch.float16).run(plain_step)

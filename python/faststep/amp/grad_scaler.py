@@ -206,6 +206,8 @@ class GradScaler(torch.amp.GradScaler):
         scale = cast(Tensor, self._get_scale_async())
         before: Tensor | None = getattr(optimizer, "grad_scale", None)
         ready = state["stage"] is OptState.READY
+        if not ready and not state["found_inf_per_device"] and has_grads(optimizer):
+            raise AssertionError("No inf checks were recorded for this optimizer.")
         lent["grad_scale"] = before
         if ready and before is None and fused:
             lent["grad_scale"] = scale  # which torch multiplies by 1: one launch more on a device

@@ -75,6 +75,12 @@ def _wanted(norm_in_backward: bool | DistributedDataParallel) -> bool | Distribu
     return bool(norm_in_backward)
 
 
+def _refuse_unchecked(groups: list[dict[str, Any]]) -> None:
+    """Raise torch's error for gradients that came after the scaler looked for some."""
+    if any(p.grad is not None for group in groups for p in group["params"]):
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Mixin in front of a torch optimizer: steps all parameters of all groups in one C call.
 
@@ -249,8 +255,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_norm = self.max_grad_norm if self._step_max_norm is None else self._step_max_norm
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
-        if not isinstance(found_inf, Tensor):
-            found_inf = None  # torch's scaler passes the number 0 where no parameter has a gradient
+        if found_inf is not None and not isinstance(found_inf, Tensor):
+            _refuse_unchecked(groups)  # torch's scaler passes the number 0 where it saw no gradient
+            found_inf = None
         if self._plan is None:
             self._plan = _C.Plan()
             self._devices = devices_of(p for group in groups for p in group["params"])
