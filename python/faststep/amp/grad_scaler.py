@@ -189,8 +189,11 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: second step since `update`, keyword `closure` with a scaler that is
                 enabled, or a closure together with `max_norm` for an optimizer not of faststep.
             AssertionError: `scale` was never called, or no gradient was checked.
-            ValueError: float16 gradients, where they must be unscaled before the step.
+            ValueError: float16 gradients, where they must be unscaled before the step; a `max_norm`
+                that is negative or NaN.
         """
+        if max_norm is not None and not max_norm >= 0.0:
+            raise ValueError(f"Invalid max_norm value: {max_norm}")
         fused = isinstance(optimizer, FusedOptimizer)
         lent: dict[str, Any] = {}
         if max_norm is not None and fused:

@@ -253,6 +253,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _fused_step(self) -> None:
         groups = self.param_groups
         max_norm = self.max_grad_norm if self._step_max_norm is None else self._step_max_norm
+        if max_norm is not None and not max_norm >= 0.0:
+            raise ValueError(f"Invalid max_grad_norm value: {max_norm}")
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
         if found_inf is not None and not isinstance(found_inf, Tensor):
