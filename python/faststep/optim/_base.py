@@ -384,19 +384,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
         if group.get("differentiable"):
-            name = type(self).__name__
-            raise RuntimeError(
-                f"faststep.optim.{name} does not support differentiable=True; "
-                f"use torch.optim.{name}"
-            )
+            raise RuntimeError(self._unsupported("differentiable=True"))
         return self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
         """The error for a tensor that cannot be used: torch's own where it has one."""
         param: Tensor = self.param_groups[group]["params"][index]
-        sparse = param.grad is not None and param.grad.is_sparse
-        if role == "gradient" and sparse:
-            return RuntimeError(self._sparse_error())
         names = self.param_groups[group].get("param_names")
         name = f"'{names[index]}', " if names else ""
         whose = "" if role == "parameter" else f"{role} of "
@@ -404,14 +397,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             f"{whose}parameter {index} in group {group} "
             f"({name}shape {tuple(param.shape)}, {param.dtype}, {param.device})"
         )
+        if role == "gradient" and param.grad is not None and param.grad.is_sparse:
+            return RuntimeError(self._sparse_error(where))
         if kind == "driver":
             return RuntimeError(f"{type(self).__name__}: {detail}, of which the first is {where}")
         error = TypeError if kind == "type" else RuntimeError
         return error(f"{type(self).__name__}: {where} {detail}; nothing was updated")
 
-    def _sparse_error(self) -> str:
-        name = type(self).__name__
-        return f"faststep.optim.{name} does not support sparse gradients; use torch.optim.{name}"
+    def _sparse_error(self, where: str) -> str:
+        unsupported = self._unsupported("sparse gradients")
+        return f"{type(self).__name__}: {where} is sparse; {unsupported}; nothing was updated"
+
+    def _unsupported(self, what: str) -> str:
+        """That torch's class can do something which ours cannot, if there is one."""
+        ours, torchs = (
+            [cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(package)]
+            for package in ("faststep.optim.", "torch.optim.")
+        )
+        other = f"; use torch.optim.{torchs[0]}" if torchs[0] != "Optimizer" else ""
+        return f"faststep.optim.{ours[0]} does not support {what}{other}"
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the `step` counters where torch keeps them.
