@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -215,3 +216,11 @@ def test_a_parameter_that_needs_gradients_is_read(
 ) -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 5))
     assert read(parameter)[-5:] == [parameter.data_ptr(), 3, 5, 5, 1]
+
+
+def test_a_torch_without_the_interface_is_an_import_error() -> None:
+    script = "import torch; del torch.Tensor.__dlpack_c_exchange_api__; import faststep"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("ImportError: faststep reads tensors by DLPack's C exchange API")
+    assert torch.__version__ in last

@@ -12,14 +12,15 @@ void fst_record_init(fst_record_layout *layout)
     layout->known = 1;
 }
 
-/* Whether the view, torch's answer, is of the tensor with this record, and its shape inside it. */
+/* Whether the view, torch's answer, is of the tensor with this record, and its shape inside it.
+ * Only a tensor without elements may have no memory. */
 static int is_described(const fst_record_layout *layout, const void *impl, const fst_view *view)
 {
     if (view->ndim > FST_RECORD_DIMS ||
         (view->ndim > 0 && (const char *)view->shape != (const char *)impl + 8 * layout->at.sizes))
         return 0;
     const void *storage = fst_word_pointer(impl, layout->at.storage_in_impl);
-    return storage && fst_word(storage, layout->at.data_in_storage);
+    return storage && (fst_word(storage, layout->at.data_in_storage) || fst_view_count(view) == 0);
 }
 
 int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,

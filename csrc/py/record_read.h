@@ -73,10 +73,11 @@ static inline int fst_same_owner(uint64_t before, uint64_t now, uint64_t data_be
     return now == before || (before == data_before && now == data_now);
 }
 
-/* Whether the tensor is in memory that is owned in the same way. */
+/* Whether the tensor is in memory that is owned in the same way; none is only like none. */
 static inline int fst_same_owners(const uint64_t *before, const uint64_t *now)
 {
-    return now[0] && fst_same_owner(before[1], now[1], before[0], now[0]) &&
+    return (now[0] == 0) == (before[0] == 0) &&
+           fst_same_owner(before[1], now[1], before[0], now[0]) &&
            fst_same_owner(before[2], now[2], before[0], now[0]);
 }
 

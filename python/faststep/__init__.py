@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 from . import _C, _records
-from ._torch import address_of_has_callbacks, libtorch_cpu_path
+from ._torch import address_of_has_callbacks, libtorch_cpu_path, need_exchange_api
 
+need_exchange_api()
 _C.use_threads_of(libtorch_cpu_path())
 _C.use_callbacks(address_of_has_callbacks())
 _layout = None if os.environ.get("FASTSTEP_RECORDS") == "0" else _records.find()

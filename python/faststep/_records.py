@@ -266,7 +266,11 @@ def find() -> Layout | None:
         return None
     others = []
     for _ in range(_ATTEMPTS):
-        with contextlib.suppress(ValueError, AttributeError), torch.inference_mode(False):
+        with (
+            contextlib.suppress(ValueError, AttributeError),
+            torch.inference_mode(False),
+            torch.device("cpu"),  # scripts may have set another default
+        ):
             layout = _search()
             if not _notices_changes(layout):
                 return None

@@ -73,6 +73,7 @@ __all__ = [
     "lazy_clone",
     "let_fetch",
     "libtorch_cpu_path",
+    "need_exchange_api",
     "neg_view",
     "new_worker_info",
     "pin_memory",
@@ -223,6 +224,15 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, to be read with the other sign."""
     return torch._neg_view(tensor)
+
+
+def need_exchange_api() -> None:
+    """Raise ImportError where the C side could not read this torch's tensors."""
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        raise ImportError(
+            "faststep reads tensors by DLPack's C exchange API, which torch has from 2.10 on; "
+            f"this is torch {torch.__version__}: pip install 'torch>=2.10'"
+        )
 
 
 def libtorch_cpu_path() -> str:

@@ -98,6 +98,11 @@ def _clip(
     return _checked(norm, dtypes, norm_type, error_if_nonfinite)
 
 
+def _is_wide(norm: Tensor) -> bool:
+    """Whether the coefficient made of a norm in CPU memory is not rounded to 16 bits by torch."""
+    return _C.fusable([norm]) and norm.dtype in (torch.float32, torch.float64)
+
+
 def _for_device(tensor: object) -> bool:
     """Whether a list with this tensor is for our kernels for CUDA."""
     return isinstance(tensor, Tensor) and tensor.is_cuda and has_kernels_for(tensor)
@@ -250,7 +255,7 @@ def clip_grads_with_norm_(
     divide_grads_of(parameters)
     grads = _C.collect_grads(parameters)
     on_device = _for_device(total_norm)
-    if not (on_device or _C.fusable([total_norm])) or total_norm.dim() != 0:
+    if not (on_device or _is_wide(total_norm)) or total_norm.dim() != 0:
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     try:
         if on_device and grads:

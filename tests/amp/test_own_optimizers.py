@@ -194,6 +194,20 @@ def test_without_gradients_update_complains_as_with_torchs_fused(ours: Make, the
             scaler.step(optimizer)
 
 
+@SCALERS
+@OF_EACH_KIND
+def test_gradients_that_came_after_unscale_are_an_error(make: Make, cls: type[Any]) -> None:
+    """unscale_ before backward: the gradients still have the scale, and nobody looked at them."""
+    param = make_param(1.0)
+    scaler, optimizer = make_scaler(cls), make([param])
+    scaler.unscale_(optimizer)
+    param.grad = torch.tensor([8.0])
+    with pytest.raises(AssertionError, match=r"No inf checks were recorded for this optimizer\."):
+        scaler.step(optimizer)
+    assert param.item() == 1.0
+    assert not optimizer.state
+
+
 @OF_EACH_KIND
 @pytest.mark.parametrize("bad", [False, True])
 def test_gradients_of_a_closure_are_checked(make: Make, bad: bool) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_ as torch_clip_grad_norm_
 
+import faststep.optim
 from compare import assert_same_tensors, outcome
 from faststep.amp import GradScaler
 from faststep.clip import clip_grad_norm_
@@ -46,6 +47,31 @@ def test_training_is_bit_for_bit_that_of_torchs_scaler(
     ours = Training(GradScaler, make, dtype).run(body)
     theirs = Training(TORCHS, make, dtype).run(body)
     assert_same_tensors(ours, theirs)
+
+
+@pytest.mark.parametrize("max_norm", [-1.0, math.nan])
+@pytest.mark.parametrize("cls", [torch.optim.SGD, faststep.optim.SGD])
+def test_max_norm_out_of_range(cls: type[torch.optim.Optimizer], max_norm: float) -> None:
+    """The step can be repeated with another limit: nothing has happened."""
+    param = make_param(1.0, grad=[8.0])
+    scaler, optimizer = make_scaler(), cls([param], lr=0.5)
+    with pytest.raises(ValueError, match="Invalid max_norm value"):
+        scaler.step(optimizer, max_norm=max_norm)
+    assert (param.item(), param.grad.item()) == (1.0, 8.0)
+    scaler.step(optimizer, max_norm=1.0)
+    scaler.update()
+    assert param.item() == pytest.approx(0.5)
+
+
+@OF_EACH_KIND
+def test_gradients_that_came_after_unscale_are_an_error(make: Make) -> None:
+    param = make_param(1.0)
+    scaler, optimizer = make_scaler(), make([param])
+    scaler.unscale_(optimizer)
+    param.grad = torch.tensor([8.0])
+    with pytest.raises(AssertionError, match=r"No inf checks were recorded for this optimizer\."):
+        scaler.step(optimizer)
+    assert param.item() == 1.0
 
 
 def test_fp16_gradients_go_through_fused_optimizers() -> None:

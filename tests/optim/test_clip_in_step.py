@@ -96,6 +96,28 @@ def test_last_grad_norm(declaration: Declaration, dtype: torch.dtype) -> None:
     assert norm.item() != optimizer.last_grad_norm.item(), "an earlier norm is not overwritten"
 
 
+@pytest.mark.parametrize("value", [-1.0, math.nan])
+@over_all
+def test_a_limit_out_of_range_that_was_set_later(declaration: Declaration, value: float) -> None:
+    """NaN must not mean that nothing is clipped, nor a negative limit that gradients turn round."""
+    optimizer, params = make(declaration, max_grad_norm=1.0)
+    set_gradients(params, 0)
+    optimizer.step()
+    optimizer.max_grad_norm = value
+    before = Snapshot(optimizer)
+    with pytest.raises(ValueError, match="Invalid max_grad_norm value"):
+        optimizer.step()
+    before.assert_unchanged()
+
+
+def test_norm_ignores_the_default_device() -> None:
+    optimizer, params = make(ALL[0], max_grad_norm=1.0)
+    set_gradients(params, 0)
+    optimizer.step()
+    with torch.device("meta"):
+        assert optimizer.last_grad_norm.device == torch.device("cpu")
+
+
 @over_all
 def test_norm_of_large_gradients(declaration: Declaration) -> None:
     """|g| of 1e19 to 1e30 overflows an fp32 sum of squares; the clipped step stays finite."""

@@ -134,6 +134,11 @@ def test_lion_betas(betas: tuple[float, float]) -> None:
         LION.ours(tensors(), betas=betas)
 
 
+def test_lion_with_one_beta() -> None:
+    with pytest.raises(IndexError):  # as torch.optim.Adam
+        LION.ours(tensors(), betas=(0.9,))
+
+
 @pytest.mark.parametrize("value", [-1.0, float("nan")])
 @pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
 def test_max_grad_norm_out_of_range(declaration: Declaration, value: float) -> None:

@@ -115,9 +115,24 @@ def test_sparse_gradient(declaration: Declaration) -> None:
     with pytest.raises(RuntimeError, match=r"sparse gradients") as caught:
         optimizer.step()
     before.assert_unchanged()
-    if hasattr(torch.optim, declaration.name) and declaration is not SGD:
-        torchs = declaration.torchs([sparse])
-        assert outcome(torchs.step)[:2] == (RuntimeError, str(caught.value))
+    text = str(caught.value)
+    if declaration.torchs in (None, torch.optim.SGD):  # torch's SGD takes them
+        assert "gradient of parameter 1 in group 0 (shape (4, 3)" in text
+        assert ("use torch.optim.SGD" in text) == (declaration is SGD)
+        assert "torch.optim.Lion" not in text, "there is none"
+    else:
+        assert outcome(declaration.torchs([sparse]).step)[:2] == (RuntimeError, text)
+
+
+class OfAUser(SGD.ours):
+    """As scripts derive from torch's."""
+
+
+def test_errors_of_a_users_class_name_the_one_that_it_is_derived_from() -> None:
+    optimizer = OfAUser(parameters((3,)), differentiable=True)
+    set_gradients(optimizer.param_groups[0]["params"], 0)
+    with pytest.raises(RuntimeError, match=r"^faststep\.optim\.SGD .*; use torch\.optim\.SGD$"):
+        optimizer.step()
 
 
 def complex_parameter() -> tuple[Tensor, Tensor]:

@@ -35,10 +35,10 @@ new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p,
 torch.Tensor.__dlpack_c_exchange_api__ = new(ctypes.addressof(copy), name, None)
 import faststep
 params = [torch.nn.Parameter(torch.ones(5)) for _ in range(10)]
-scalar = torch.nn.Parameter(torch.ones(()))
-optimizer = faststep.optim.AdamW([*params, scalar])
+others = [torch.nn.Parameter(torch.ones(shape)) for shape in ((), (0,), (0, 3))]
+optimizer = faststep.optim.AdamW([*params, *others])
 for step in range(6):
-    for p in [*params, scalar]:
+    for p in [*params, *others]:
         p.grad = torch.ones_like(p)
     before = len(calls)
     optimizer.step()
@@ -103,6 +103,14 @@ def test_a_change_that_is_not_seen_turns_records_off(
         swapped = tuple(nothing if c is change else c for c in getattr(_records, name))
         monkeypatch.setattr(_records, name, swapped)
     assert _records.find() is None
+
+
+def test_records_are_found_whatever_the_defaults_are() -> None:
+    """A script may set torch's default device and dtype before it imports faststep."""
+    expected = _records.find()
+    torch.set_default_dtype(torch.float64)
+    with torch.device("meta"):
+        assert _records.find() == expected
 
 
 def test_records_that_lie_elsewhere_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,6 +191,26 @@ def test_gradients_of_every_kind_in_turn(declaration: Declaration) -> None:
             _C.use_records(*faststep._layout)
         results.append([*params, *(v for v in optimizer.state[params[0]].values())])
     assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_a_tensor_without_memory_gets_some(declaration: Declaration) -> None:
+    """Parameters without elements are recognized too, until they have elements."""
+    params = parameters((0, 3), (5,))
+    optimizer = declaration.ours(params, **declaration.kwargs)
+    for _ in range(4):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    grown, fresh = params[0], Parameter(torch.ones(2, 3))
+    grown.data, grown.grad = torch.ones(2, 3), None
+    grown.grad = fresh.grad = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match=r"of parameter 0 .* parameter's shape"):
+        optimizer.step()
+    optimizer.state[grown].clear()
+    optimizer.step()
+    declaration.ours([fresh], **declaration.kwargs).step()
+    assert_same_bits([grown], [fresh])
 
 
 def test_a_gradient_that_cannot_be_used_is_noticed_late() -> None:

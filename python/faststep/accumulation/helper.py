@@ -202,7 +202,7 @@ class Accumulation:
         if not coefficient >= 1.0:
             for optimizer in self._window.optimizers:
                 division.defer(optimizer, divisor / coefficient if coefficient else math.inf)
-        return torch.tensor(norm)
+        return torch.tensor(norm, device="cpu")
 
     # ---- state
 

@@ -189,8 +189,11 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: second step since `update`, keyword `closure` with a scaler that is
                 enabled, or a closure together with `max_norm` for an optimizer not of faststep.
             AssertionError: `scale` was never called, or no gradient was checked.
-            ValueError: float16 gradients, where they must be unscaled before the step.
+            ValueError: float16 gradients, where they must be unscaled before the step; a `max_norm`
+                that is negative or NaN.
         """
+        if max_norm is not None and not max_norm >= 0.0:
+            raise ValueError(f"Invalid max_norm value: {max_norm}")
         fused = isinstance(optimizer, FusedOptimizer)
         lent: dict[str, Any] = {}
         if max_norm is not None and fused:
@@ -206,6 +209,8 @@ class GradScaler(torch.amp.GradScaler):
         scale = cast(Tensor, self._get_scale_async())
         before: Tensor | None = getattr(optimizer, "grad_scale", None)
         ready = state["stage"] is OptState.READY
+        if not ready and not state["found_inf_per_device"] and has_grads(optimizer):
+            raise AssertionError("No inf checks were recorded for this optimizer.")
         lent["grad_scale"] = before
         if ready and before is None and fused:
             lent["grad_scale"] = scale  # which torch multiplies by 1: one launch more on a device

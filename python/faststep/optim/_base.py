@@ -82,6 +82,12 @@ def _wanted(norm_in_backward: bool | DistributedDataParallel) -> bool | Distribu
     return bool(norm_in_backward)
 
 
+def _refuse_unchecked(groups: list[dict[str, Any]]) -> None:
+    """Raise torch's error for gradients that came after the scaler looked for some."""
+    if any(p.grad is not None for group in groups for p in group["params"]):
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Mixin in front of a torch optimizer: steps all parameters of all groups in one C call.
 
@@ -166,9 +172,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if isinstance(self._last_norm, Tensor):
             return self._last_norm.to(torch.float32, copy=True)
-        return (
-            None if self._last_norm is None else torch.tensor(self._last_norm, dtype=torch.float32)
-        )
+        if self._last_norm is None:
+            return None
+        return torch.tensor(self._last_norm, dtype=torch.float32, device="cpu")
 
     @property
     def step_was_skipped(self) -> bool:
@@ -278,10 +284,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _fused_step(self) -> None:
         groups = self.param_groups
         max_norm = self.max_grad_norm if self._step_max_norm is None else self._step_max_norm
+        if max_norm is not None and not max_norm >= 0.0:
+            raise ValueError(f"Invalid max_grad_norm value: {max_norm}")
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
-        if not isinstance(found_inf, Tensor):
-            found_inf = None  # torch's scaler passes the number 0 where no parameter has a gradient
+        if found_inf is not None and not isinstance(found_inf, Tensor):
+            _refuse_unchecked(groups)  # torch's scaler passes the number 0 where it saw no gradient
+            found_inf = None
         if self._plan is None:
             self._plan = _C.Plan()
             self._devices = devices_of(p for group in groups for p in group["params"])
@@ -406,19 +415,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
         if group.get("differentiable"):
-            name = type(self).__name__
-            raise RuntimeError(
-                f"faststep.optim.{name} does not support differentiable=True; "
-                f"use torch.optim.{name}"
-            )
+            raise RuntimeError(self._unsupported("differentiable=True"))
         return self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
         """The error for a tensor that cannot be used: torch's own where it has one."""
         param: Tensor = self.param_groups[group]["params"][index]
-        sparse = param.grad is not None and param.grad.is_sparse
-        if role == "gradient" and sparse:
-            return RuntimeError(self._sparse_error())
         names = self.param_groups[group].get("param_names")
         name = f"'{names[index]}', " if names else ""
         whose = "" if role == "parameter" else f"{role} of "
@@ -426,14 +428,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             f"{whose}parameter {index} in group {group} "
             f"({name}shape {tuple(param.shape)}, {param.dtype}, {param.device})"
         )
+        if role == "gradient" and param.grad is not None and param.grad.is_sparse:
+            return RuntimeError(self._sparse_error(where))
         if kind == "driver":
             return RuntimeError(f"{type(self).__name__}: {detail}, of which the first is {where}")
         error = TypeError if kind == "type" else RuntimeError
         return error(f"{type(self).__name__}: {where} {detail}; nothing was updated")
 
-    def _sparse_error(self) -> str:
-        name = type(self).__name__
-        return f"faststep.optim.{name} does not support sparse gradients; use torch.optim.{name}"
+    def _sparse_error(self, where: str) -> str:
+        unsupported = self._unsupported("sparse gradients")
+        return f"{type(self).__name__}: {where} is sparse; {unsupported}; nothing was updated"
+
+    def _unsupported(self, what: str) -> str:
+        """That torch's class can do something which ours cannot, if there is one."""
+        ours, torchs = (
+            [cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(package)]
+            for package in ("faststep.optim.", "torch.optim.")
+        )
+        other = f"; use torch.optim.{torchs[0]}" if torchs[0] != "Optimizer" else ""
+        return f"faststep.optim.{ours[0]} does not support {what}{other}"
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the `step` counters where torch keeps them.

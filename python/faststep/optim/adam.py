@@ -58,7 +58,7 @@ class _AdamStep(FusedOptimizer):
                 f"{type(self).__name__} but param_groups' capturable is False."
             )
 
-    def _sparse_error(self) -> str:
+    def _sparse_error(self, where: str) -> str:
         return "Adam does not support sparse gradients, please consider SparseAdam instead"
 
 
