@@ -118,7 +118,7 @@ def test_an_exception_inside_the_block() -> None:
 
     with pytest.raises(KeyError):
         half_a_micro_step()
-    for call in (accum.__enter__, accum.flush):
+    for call in (accum.__enter__, accum.flush, accum.state_dict):
         with pytest.raises(RuntimeError, match=r"half added: call accum\.reset"):
             call()
     accum.reset()

@@ -211,9 +211,16 @@ class Accumulation:
 
         The gradients are not copied: save or copy before the next micro-step. With several ranks
         each has a state of its own.
+
+        Raises:
+            RuntimeError: inside a micro-step; after one that raised, until `reset`; or between
+                `scaler.unscale_` and `scaler.step` of an installed loop.
         """
         if self._inside:
             raise RuntimeError("state_dict() inside `with accum:`: a micro-step is under way")
+        self._window.check_whole()
+        if self._installed is not None:
+            self._installed.check_visible()
         return saved.state_of(self._window)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -202,6 +202,14 @@ class Installed:
         self._window.close()
         self.restart()
 
+    def check_visible(self) -> None:
+        """Raise while gradients are hidden from clipping."""
+        if self._hidden:
+            raise RuntimeError(
+                "state_dict() between scaler.unscale_() and scaler.step(), where the gradients of "
+                "an open window are hidden: save before the one or after the other"
+            )
+
     def check_flush(self) -> None:
         """Close a window that was complete before."""
         window = self._window
