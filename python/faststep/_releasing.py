@@ -70,12 +70,15 @@ class Release:
                 release.hooked(param)
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if owner() is not None and getattr(optimizer, "grad_scale", None) is not None:
+            if (release := owner()) is None:
+                return
+            if getattr(optimizer, "grad_scale", None) is not None:
                 raise RuntimeError(
                     "release_gradients() cannot skip a step for an overflow or unscale before it: "
                     "parameters were updated in backward already. Train in bfloat16 without a "
                     "GradScaler, or remove() the release"
                 )
+            release._check_rules()
 
         def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (release := owner()) is not None:
@@ -198,6 +201,20 @@ class Release:
                     self._scale = torch.tensor(divisor, dtype=torch.float64)
                 return _NO_CLIPPING
         return limit
+
+    def _check_rules(self) -> None:
+        """Raise if the script has set numbers for a step whose updates are over."""
+        optimizer = self._optimizer()
+        if optimizer is None or self._moments is not None:  # the moments are applied by the step
+            return
+        for number, group in enumerate(optimizer.param_groups):
+            rule = self._rules.get(number)
+            if rule is not None and rule != optimizer._checked_rule_of(group):
+                raise RuntimeError(
+                    f"the learning rate or another number of group {number} was changed between "
+                    "backward and optimizer.step(): with release_gradients() backward has updated "
+                    "the parameters already, with the number of before. Change it before backward"
+                )
 
     def _finish_step(self) -> None:
         """What is per step: after optimizer.step each parameter may be updated again."""

@@ -177,6 +177,25 @@ def test_norms_in_backward_are_refused_later_too() -> None:
     release.remove()
 
 
+@pytest.mark.parametrize("number", ["lr", "momentum", "weight_decay"])
+def test_numbers_that_change_after_backward_are_refused(number: str) -> None:
+    """Many loops set the learning rate just before the step, where it would come too late."""
+    model = make_model()
+    optimizer = MAKE["momentum"]([{"params": p} for p in model.parameters()])
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    was = optimizer.param_groups[3][number]
+    optimizer.param_groups[3][number] = 0.05
+    with pytest.raises(RuntimeError, match="number of group 3 was changed between backward"):
+        optimizer.step()
+    optimizer.param_groups[3][number] = was
+    optimizer.step()
+    optimizer.param_groups[3][number] = 0.05
+    loss_of(model, DATA[1]).backward()
+    optimizer.step()
+    release.remove()
+
+
 def test_a_second_gradient_is_refused() -> None:
     model = make_model()
     optimizer = MAKE["SGD"](model.parameters())
