@@ -8,6 +8,7 @@ before that (unscaling, clipping) asks here.
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Iterable
@@ -67,9 +68,12 @@ def _dense(grads: Iterable[Tensor]) -> list[Tensor]:
 
 
 def takes_gradscale(optimizer: Optimizer) -> bool:
-    """Whether the step divides by `grad_scale`: that of faststep's and of torch's fused classes."""
+    """Whether the step divides by `grad_scale`: that of faststep's and of torch's fused classes.
+
+    A subclass with a step of its own may read `.grad` there, which must not be the sum.
+    """
     if isinstance(optimizer, FusedOptimizer):
-        return True
+        return inspect.unwrap(type(optimizer).step) is FusedOptimizer.step
     official = type(optimizer).__module__.startswith("torch.optim.")
     return official and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

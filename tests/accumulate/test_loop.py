@@ -145,6 +145,27 @@ def test_the_division_is_no_pass(make: Make) -> None:
     assert not torch.equal(values(model)[0], values(reference)[0])
 
 
+class _OwnStep(faststep.optim.SGD):
+    """Adds a penalty to the gradients before the step."""
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.grad.add_(param.detach(), alpha=0.5)
+        return super().step(closure)
+
+
+def test_a_step_that_reads_gradients_finds_the_mean() -> None:
+    """A subclass of a script, which knows nothing of sums."""
+
+    def make(params):
+        return _OwnStep(params, lr=0.1, momentum=0.9)
+
+    windows = [batches([4] * 3, seed) for seed in range(2)]
+    mine, theirs = train(make_model(), make, windows), train_joined(make_model(), make, windows)
+    for one, other in zip(mine, theirs, strict=True):
+        assert_close(one, other, 1e-5)
+
+
 def test_fp64_divides_in_fp64() -> None:
     """Three micro-steps: 1/3 rounded to fp32 would be off by 3e-8."""
     window = batches([4] * 3, dtype=torch.float64)
