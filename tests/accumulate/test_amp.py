@@ -153,6 +153,26 @@ def test_torchs_clipping_of_a_sum_is_refused(make: Make) -> None:
     assert_close(values(model), before, 0.0)
 
 
+@pytest.mark.parametrize("make", [OPTIMIZERS["faststep AdamW"], OPTIMIZERS["torch fused AdamW"]])
+def test_clipping_of_a_sum_in_a_hook_before_the_step_is_refused(make: Make) -> None:
+    """Also where the hook was registered after accumulate()."""
+    model = make_model()
+    optimizer = make(model.parameters())
+    accum = faststep.accumulate(optimizer, 3)
+
+    def clip(*_: object) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    for batch in WINDOWS[0]:
+        with accum:
+            accum.backward(loss_of(model, batch))
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"clipping.*a sum that step\(\) divides by 3"):
+        optimizer.step()
+    assert_close(values(model), before, 0.0)
+
+
 def test_torchs_unscale_alone() -> None:
     """The division is still left to the step; clipping after it is refused."""
     make = OPTIMIZERS["faststep AdamW"]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import _division as division
+from .._reduced import reducing_model
 from ..optim._base import FusedOptimizer
 from ..optim._norm import BackwardNorm
-from .owners import is_released, own, owner_of
+from .owners import StepHooks, is_released, owner_of
 from .ranks import Ranks
 from .sums import Sums
 
@@ -44,6 +45,7 @@ class Window:
                     f"gradients of this {type(optimizer).__name__} are accumulated already; call "
                     "remove() on what accumulate() returned before"
                 )
+        _check_disjoint(optimizers)
         self.steps = steps
         self.normalize = normalize
         self.ready = False
@@ -63,8 +65,8 @@ class Window:
         self._last: list[tuple[Tensor, int, int]] = []  # some gradients as they were, see mark()
         if self.sums is not None:
             self._attach_sums(self.sums)
-        handles = [handle for optimizer in optimizers for handle in own(self, optimizer)]
-        self.undo = weakref.finalize(self, _undo, handles, self.sums)
+        self._hooks = [StepHooks(self, optimizer) for optimizer in optimizers]
+        self.undo = weakref.finalize(self, _undo, self._hooks, self.sums)
         self.undo.atexit = False
 
     def named_params(self) -> list[tuple[str, Tensor]]:
@@ -173,7 +175,8 @@ class Window:
             self.drop_grads()
             return
         self.ready = True
-        for optimizer in self.optimizers:
+        for optimizer, hooks in zip(self.optimizers, self._hooks, strict=True):
+            hooks.come_last(optimizer)
             if self.sums and not isinstance(optimizer, FusedOptimizer):
                 params = division.params_of(optimizer)
                 rest = [p.grad for p in params if p.grad is not None and p not in self.sums]
@@ -332,8 +335,22 @@ class Window:
         self.mark()
 
 
-def _undo(handles: list[Any], sums: Sums | None) -> None:
-    for handle in handles:
-        handle.remove()
+def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
+    """Raise if two of the optimizers have a parameter in common."""
+    seen: set[int] = set()
+    for number, optimizer in enumerate(optimizers):
+        params = division.params_of(optimizer)
+        for index, param in enumerate(params):
+            if id(param) in seen:
+                raise ValueError(
+                    f"parameter {index} of optimizer {number} ({type(optimizer).__name__}) is in "
+                    "another optimizer too: its gradient would be divided by both"
+                )
+        seen.update(map(id, params))
+
+
+def _undo(hooks: list[StepHooks], sums: Sums | None) -> None:
+    for of_step in hooks:
+        of_step.remove()
     if sums is not None:
         sums.remove()
