@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from . import _C
 from ._moments import Moments
-from ._reduced import Pairs, Reduced
+from ._reduced import Pairs, Reduced, reducing_model
 from ._tied import give_rows, tied_embeddings
 from ._torch import disable_dynamo, increment_version
 from .accumulation.owners import set_released
@@ -59,6 +59,7 @@ class Release:
         self._ids: list[list[int]] = []  # of the parameters, group by group
         self._scale: Tensor | None = None  # what this step's gradients are divided by
         self._norm: float | None = None  # of all gradients of the last step
+        self._model_checked = reduced is not None
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
         self._optimizer = weakref.ref(optimizer)
         check_clipping(optimizer, clip)
@@ -167,6 +168,7 @@ class Release:
                 "release_gradients() it was updated with the first one. Gradients cannot be "
                 "accumulated; remove() the release for that"
             )
+        self._check_model(optimizer)
         check_clipping(optimizer, self._clip)
         rule = self._rule_of(optimizer, place)
         try:
@@ -177,6 +179,18 @@ class Release:
         place.hook.updated = True
         if self._reduced is None or param not in self._reduced:
             param.grad = None
+
+    def _check_model(self, optimizer: FusedOptimizer) -> None:
+        """Raise if gradients that are not reduced yet would be used; looks only once."""
+        if self._model_checked:
+            return
+        if reducing_model(p for group in optimizer.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "a DistributedDataParallel model reduces these gradients after their hooks, and "
+                "release_gradients() was not given it, so that each rank would use its own: pass "
+                "the DistributedDataParallel itself, after it was made, not the module inside"
+            )
+        self._model_checked = True
 
     def _rule_of(self, optimizer: FusedOptimizer, place: _Place) -> Rule:
         rule = self._rules.get(place.hook.group)

@@ -117,6 +117,7 @@ class Installed:
                 "a new accumulation window has begun, but optimizer.zero_grad() was not called "
                 "after the step of the last one"
             )
+        window.check_model()
         self._check_unchanged()
         if window.ready:
             window.close()

@@ -57,6 +57,7 @@ class Window:
         self.counted = False  # in this micro-step
         self.broken = False
         self.model = model
+        self._model_checked = False
         self.ranks = Ranks(model)
         self.optimizers = list(optimizers)
         self.sums = None if dtype is None else Sums()
@@ -87,8 +88,22 @@ class Window:
 
     # ---- micro-steps
 
+    def check_model(self) -> None:
+        """Raise if a model communicates that accumulation does not silence; looks only once."""
+        if self._model_checked or self.ranks.knows_model:
+            return
+        if reducing_model(param for _, param in self.named_params()) is not None:
+            raise TypeError(
+                "a DistributedDataParallel model reduces these gradients in every backward, and "
+                "accumulate() was not given it: pass model= the DistributedDataParallel itself, "
+                "not the module inside"
+            )
+        self._model_checked = True
+
     def begin_micro_step(self) -> None:
         """Before a forward pass."""
+        if self.model is not None or self.sums is not None:
+            self.check_model()
         if self.ready or self.micro_step == 0:
             self.begin_window()
         else:
