@@ -168,6 +168,38 @@ def test_unused_parameters(ranks: Ranks) -> None:
             assert per_dtype == {"always": [1.5, 1.5], "once": [0.25, 0.25], "never": None}
 
 
+def _left_over(rank: int, world: int) -> list[torch.Tensor]:
+    """Rank 1 has no micro-step in the short window, and has not cleared the gradients before it."""
+    found = []
+    for dtype in (None, torch.float32):
+        low = torch.float32 if dtype is None else torch.bfloat16
+        net = make_model(low)
+        model = DistributedDataParallel(net)
+        optimizer = faststep.optim.SGD(net.parameters(), lr=0.0)
+        accum = faststep.accumulate(optimizer, 2, model=model, dtype=dtype)
+        *window, last = batches([4, 4, 4], rank, low)
+        for batch in window:
+            with accum:
+                accum.backward(loss_of(model, batch))
+        optimizer.step()
+        if rank == 0:
+            optimizer.zero_grad()
+            with accum:
+                accum.backward(loss_of(model, last))
+        assert accum.flush()
+        accum.normalize_()
+        net = make_model(low)
+        loss_of(net, batches([4, 4, 4], 0, low)[2]).backward()
+        found.append((grads(model.module), grads(net)))
+    return found
+
+
+def test_gradients_that_were_left_are_no_part_of_a_window(ranks: Ranks) -> None:
+    for found in ranks("left_over"):
+        for mine, expected in found:
+            assert_close(mine, expected, 1e-6)
+
+
 def _overflow(rank: int, world: int) -> Any:
     """An overflow on rank 1 alone drops the window on both."""
     net = make_model()
@@ -350,6 +382,7 @@ JOBS = [
             _errors,
             _compiled,
             _unused_in_the_last,
+            _left_over,
         )
     ),
 ]

@@ -215,10 +215,13 @@ class Window:
     def _add_up_over_ranks(self) -> float | None:
         """What no model has reduced; the divisor, or None if no rank did anything."""
         params = [param for _, param in self.named_params() if param.requires_grad]
-        has = [float(param.grad is not None) for param in params]
+        mine = self.micro_step > 0  # else what is in .grad is of the window before
+        has = [float(mine and param.grad is not None) for param in params]
         micro_steps, count, *has = self.ranks.total([float(self.micro_step), self.count, *has])
         if micro_steps == 0.0:
             return None
+        if not mine:
+            self.drop_grads()
         used = [param for param, somewhere in zip(params, has, strict=True) if somewhere]
         for name, param in self.named_params():
             if param.grad is not None and param.grad.layout is not torch.strided:
