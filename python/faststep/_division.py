@@ -8,7 +8,6 @@ before that (unscaling, clipping) asks here.
 
 from __future__ import annotations
 
-import inspect
 import math
 import weakref
 from collections.abc import Iterable
@@ -73,7 +72,7 @@ def takes_gradscale(optimizer: Optimizer) -> bool:
     A subclass with a step of its own may read `.grad` there, which must not be the sum.
     """
     if isinstance(optimizer, FusedOptimizer):
-        return inspect.unwrap(type(optimizer).step) is FusedOptimizer.step
+        return not optimizer._has_own_step()
     official = type(optimizer).__module__.startswith("torch.optim.")
     return official and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 

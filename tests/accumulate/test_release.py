@@ -223,6 +223,13 @@ def test_what_is_refused() -> None:
     optimizer = MAKE["SGD"](model.parameters())
     with pytest.raises(TypeError, match=r"not torch\.optim\.sgd\.SGD"):
         faststep.release_gradients(model, torch.optim.SGD(model.parameters()))
+
+    class OwnStep(faststep.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match=r"pass by OwnStep\.step\(\)"):
+        faststep.release_gradients(model, OwnStep(model.parameters()))
     with pytest.raises(TypeError, match="model must be"):
         faststep.release_gradients(5, optimizer)
     with pytest.raises(ValueError, match="not 'norm'"):

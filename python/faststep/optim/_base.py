@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -242,6 +243,11 @@ class FusedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self._fused_step()
         return loss
+
+    @classmethod
+    def _has_own_step(cls) -> bool:
+        """Whether this is a script's subclass, whose step may do something with the gradients."""
+        return inspect.unwrap(cls.step) is not FusedOptimizer.step
 
     @disable_dynamo
     def _fused_step(self) -> None:
