@@ -35,7 +35,7 @@ from torch.nn.utils import clip_grads_with_norm_ as _torch_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as _torch_get_total_norm
 
 from . import _C
-from ._division import divide_grads_of
+from ._division import divide_grads_of, divide_these
 from ._torch import increment_version, is_compiling
 from .optim._devices import has_kernels_for
 
@@ -192,7 +192,8 @@ def get_total_norm(
     """The norm of `tensors`, taken over the norms of the single tensors.
 
     For p > 0 that is the norm of all elements in one vector. For p = 0 it is, as in torch, the
-    number of tensors that have a non-zero element.
+    number of tensors that have a non-zero element. Gradients that :func:`faststep.accumulate` has
+    summed up are divided first.
 
     Args:
         tensors: tensors of any shape, or one tensor.
@@ -215,6 +216,7 @@ def get_total_norm(
     tensors = _as_sequence(tensors)
     if not tensors:
         return torch.tensor(0.0)
+    divide_these(tensors)
     try:
         if _for_device(tensors[0]):
             return _norm_on_device(tensors, norm_type, error_if_nonfinite)
