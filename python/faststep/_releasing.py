@@ -212,7 +212,7 @@ class Release:
                     self._scale = None
                 elif self._scale is None:
                     divisor = 1.0 / coefficient if coefficient else math.inf
-                    self._scale = torch.tensor(divisor, dtype=torch.float64)
+                    self._scale = torch.tensor(divisor, dtype=torch.float64, device="cpu")
                 return _NO_CLIPPING
         return limit
 

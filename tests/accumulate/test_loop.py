@@ -175,6 +175,28 @@ def test_fp64_divides_in_fp64() -> None:
     assert_close(ours[0], theirs[0], 1e-7)  # the loss itself is computed in fp32
 
 
+@pytest.mark.filterwarnings("ignore:.*the scale of the gradients changed again")
+def test_the_default_device_does_not_matter() -> None:
+    """What a step reads on the host is made there."""
+    found = []
+    for device in ("cpu", "meta"):
+        model = make_model()
+        clips = {"max_grad_norm": 0.1, "norm_in_backward": True}
+        optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, **clips)
+        accum = faststep.accumulate(optimizer, 2)
+        data = batches([4] * 4)
+        with torch.device(device):
+            for batch in data:
+                with accum:
+                    accum.backward(loss_of(model, batch))
+                if accum.ready:
+                    norm = accum.clip_grad_norm_(0.2)
+                    finish(optimizer)
+        assert accum.discarded == 0
+        found.append([*values(model), norm, optimizer.last_grad_norm])
+    assert_equal(*found)
+
+
 def test_sum_divides_nothing() -> None:
     model, reference = make_model(), make_model()
     optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
@@ -296,6 +318,36 @@ def test_activation_checkpointing(reentrant: bool, dtype: torch.dtype | None) ->
     plain = train(make_model(low), make, windows, dtype=dtype)
     for a, b in zip(ours, plain, strict=True):
         assert_equal(a, b)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_compiled_loop(installed: bool) -> None:
+    """A script that compiles the whole micro-step: windows stay out of the compiler's way."""
+    found = []
+    for compiles in (False, True):
+        model = make_model()
+        optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        accum = faststep.accumulate(optimizer, 2, model=model)
+        if installed:
+            accum.install()
+
+        def micro_step(x, y, model=model, optimizer=optimizer, accum=accum) -> None:
+            if installed:
+                loss_of(model, (x, y)).backward()
+                finish(optimizer)
+                return
+            with accum:
+                accum.backward(loss_of(model, (x, y)))
+            if accum.ready:
+                finish(optimizer)
+
+        call = torch.compile(micro_step, backend="eager") if compiles else micro_step
+        for batch in batches([4] * 6):
+            call(*batch)
+        assert accum.windows == 3
+        found.append(values(model))
+        accum.remove()
+    assert_close(*found, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _division as division
+from .._torch import disable_dynamo
 from .window import Window
 
 __all__ = ["Installed"]
@@ -61,6 +62,7 @@ class Installed:
     def _replace(self, owner: Any, name: str, act: _Method) -> None:
         inner = getattr(owner, name)
 
+        @disable_dynamo
         @functools.wraps(inner)
         def method(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._active or self._passing:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from .._torch import disable_dynamo
+
 if TYPE_CHECKING:
     from .window import Window
 
@@ -48,11 +50,13 @@ class StepHooks:
         owner = weakref.ref(window)
         _owners[optimizer] = owner
 
+        @disable_dynamo
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (window := owner()) is not None:
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
                 window.before_step(optimizer, closure is not None)
 
+        @disable_dynamo
         def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (window := owner()) is not None:
                 window.after_step(optimizer)

@@ -347,7 +347,7 @@ class Window:
         self._stepped.add(id(optimizer))
         found = vars(optimizer).get("found_inf")
         if isinstance(optimizer, FusedOptimizer):
-            self._overflows.append(torch.tensor(optimizer.step_was_skipped))
+            self._overflows.append(torch.tensor(optimizer.step_was_skipped, device="cpu"))
         elif isinstance(found, Tensor):
             self._overflows.append(found.detach() != 0)
         self.mark()

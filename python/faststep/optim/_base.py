@@ -160,9 +160,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if isinstance(self._last_norm, Tensor):
             return self._last_norm.to(torch.float32, copy=True)
-        return (
-            None if self._last_norm is None else torch.tensor(self._last_norm, dtype=torch.float32)
-        )
+        if self._last_norm is None:
+            return None
+        return torch.tensor(self._last_norm, dtype=torch.float32, device="cpu")
 
     @property
     def step_was_skipped(self) -> bool:

@@ -125,7 +125,7 @@ class BackwardNorm:
         self._divisor = divisor
         # As the step will have it: of a float32 scale alone the inverse is rounded.
         dtype = torch.float32 if divisor == 1.0 else torch.float64
-        self._squares.expect(torch.tensor(self._loss_scale * divisor, dtype=dtype))
+        self._squares.expect(torch.tensor(self._loss_scale * divisor, dtype=dtype, device="cpu"))
 
     def for_step(
         self,
