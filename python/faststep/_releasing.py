@@ -59,7 +59,7 @@ class Release:
         self._ids: list[list[int]] = []  # of the parameters, group by group
         self._scale: Tensor | None = None  # what this step's gradients are divided by
         self._norm: float | None = None  # of all gradients of the last step
-        self._model_checked = reduced is not None
+        self._model_checked = False
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
         self._optimizer = weakref.ref(optimizer)
         check_clipping(optimizer, clip)
@@ -133,6 +133,7 @@ class Release:
         if place.tied and param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.to_dense()  # of the uses, only the embedding was one
         if self._reduced is None or param not in self._reduced:
+            self._check_model()
             self._update(place, param)
 
     def reduced(self, param: Tensor, values: Tensor) -> None:
@@ -168,7 +169,6 @@ class Release:
                 "release_gradients() it was updated with the first one. Gradients cannot be "
                 "accumulated; remove() the release for that"
             )
-        self._check_model(optimizer)
         check_clipping(optimizer, self._clip)
         rule = self._rule_of(optimizer, place)
         try:
@@ -180,11 +180,13 @@ class Release:
         if self._reduced is None or param not in self._reduced:
             param.grad = None
 
-    def _check_model(self, optimizer: FusedOptimizer) -> None:
+    def _check_model(self) -> None:
         """Raise if gradients that are not reduced yet would be used; looks only once."""
         if self._model_checked:
             return
-        if reducing_model(p for group in optimizer.param_groups for p in group["params"]):
+        params = [param for place in self._places.values() if (param := place.param()) is not None]
+        known = () if self._reduced is None else self._reduced
+        if reducing_model(param for param in params if param not in known):
             raise RuntimeError(
                 "a DistributedDataParallel model reduces these gradients after their hooks, and "
                 "release_gradients() was not given it, so that each rank would use its own: pass "

@@ -193,6 +193,17 @@ def _inside(rank: int, world: int) -> list[str]:
         assert_equal(values(net), before)
         found.append(str(error.value))
         release.remove()
+    nets = [make_model(), make_model()]
+    first, second = map(DistributedDataParallel, nets)
+    optimizer = faststep.optim.SGD([p for one in nets for p in one.parameters()], lr=0.1)
+    release = faststep.release_gradients(first, optimizer)
+    before = values(nets[1])
+    loss_of(first, batches([4], rank)[0]).backward()
+    with pytest.raises(RuntimeError, match="pass the DistributedDataParallel itself") as error:
+        loss_of(second, batches([4], rank)[0]).backward()
+    assert_equal(values(nets[1]), before)
+    found.append(str(error.value))
+    release.remove()
     alone = make_model()  # one that no model wraps may be another on each rank
     optimizer = faststep.optim.SGD(alone.parameters(), lr=0.1)
     release = faststep.release_gradients(alone, optimizer)
@@ -250,7 +261,7 @@ def test_gradients_of_other_optimizers_stay(answers: list[dict[str, Any]]) -> No
 
 def test_the_module_inside_is_refused(ranks: Callable[[str], list[Any]]) -> None:
     for found in ranks("release, inside"):
-        assert len(found) == 2
+        assert len(found) == 3
 
 
 def test_what_is_refused(answers: list[dict[str, Any]]) -> None:
