@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import _C
+from ._division import params_of
 from ._moments import Moments
 from ._reduced import Pairs, Reduced, reducing_model
+from ._released import refuse_clipping, set_released
 from ._tied import give_rows, tied_embeddings
 from ._torch import disable_dynamo, increment_version
-from .accumulation.owners import set_released
 from .optim._base import FusedOptimizer, Phase, Rule
 from .optim._devices import HOST, Scalars, on_device, ordinal_of
 
@@ -79,7 +80,7 @@ class Release:
                     "parameters were updated in backward already. Train in bfloat16 without a "
                     "GradScaler, or remove() the release"
                 )
-            release._check_rules()
+            release._check_step()
 
         def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (release := owner()) is not None:
@@ -218,10 +219,14 @@ class Release:
                 return _NO_CLIPPING
         return limit
 
-    def _check_rules(self) -> None:
-        """Raise if the script has set numbers for a step whose updates are over."""
+    def _check_step(self) -> None:
+        """Raise if the script wants something of a step whose updates are over."""
         optimizer = self._optimizer()
-        if optimizer is None or self._moments is not None:  # the moments are applied by the step
+        if optimizer is None:
+            return
+        if optimizer._step_max_norm is not None:
+            refuse_clipping(params_of(optimizer))
+        if self._moments is not None:  # they are applied by the step
             return
         for number, group in enumerate(optimizer.param_groups):
             rule = self._rules.get(number)

@@ -7,9 +7,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._moments import Moments
 from ._reduced import Reduced
+from ._released import is_released, set_released
 from ._releasing import Clip, Release, check_clipping
 from ._torch import uncompiled
-from .accumulation.owners import is_released, owner_of, set_released
+from .accumulation.owners import owner_of
 from .optim._base import FusedOptimizer
 
 __all__ = ["Release", "release_gradients"]

@@ -162,6 +162,29 @@ def test_clipping_without_a_choice_is_refused() -> None:
     release.remove()
 
 
+def test_clipping_that_comes_too_late_is_refused() -> None:
+    """Between backward and step, where torch's function finds nothing and returns 0."""
+    model = make_model()
+    optimizer = MAKE["SGD"](model.parameters())
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    params = list(model.parameters())
+    disabled = faststep.amp.GradScaler("cpu", enabled=False)
+    for clip in (
+        lambda: faststep.clip_grad_norm_(params, 1.0),
+        lambda: faststep.clip_grad_norm_(params[:1], 1.0),
+        lambda: faststep.clip_grad_value_(params, 1.0),
+        lambda: faststep.clip_grads_with_norm_(params, 1.0, torch.tensor(2.0)),
+        lambda: disabled.step(optimizer, max_norm=1.0),
+    ):
+        with pytest.raises(RuntimeError, match=r'cannot be clipped: .*clip="lagged"'):
+            clip()
+    optimizer.step()
+    faststep.clip_grad_norm_(make_model().parameters(), 1.0)
+    release.remove()
+    faststep.clip_grad_norm_(params, 1.0)
+
+
 def test_norms_in_backward_are_refused_later_too() -> None:
     model = make_model()
     optimizer = MAKE["SGD"](model.parameters(), max_grad_norm=1.0)

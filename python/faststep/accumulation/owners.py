@@ -12,24 +12,9 @@ from .._torch import disable_dynamo
 if TYPE_CHECKING:
     from .window import Window
 
-__all__ = ["StepHooks", "is_released", "owner_of", "release", "set_released"]
+__all__ = ["StepHooks", "owner_of", "release"]
 
 _owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Window]] = weakref.WeakKeyDictionary()
-
-_released: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
-def is_released(optimizer: Optimizer) -> bool:
-    """Whether `release_gradients` acts on this optimizer."""
-    known = _released.get(optimizer)
-    return known is not None and known() is not None
-
-
-def set_released(optimizer: Optimizer, by: Any) -> None:
-    """Note by whom; None if no longer."""
-    _released.pop(optimizer, None)
-    if by is not None:
-        _released[optimizer] = weakref.ref(by)
 
 
 def owner_of(optimizer: Optimizer) -> Window | None:

@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 
 from .. import _division as division
 from .._reduced import reducing_model
+from .._released import is_released
 from ..optim._base import FusedOptimizer
 from ..optim._norm import BackwardNorm
-from .owners import StepHooks, is_released, owner_of
+from .owners import StepHooks, owner_of
 from .ranks import Ranks
 from .sums import Sums
 
