@@ -235,7 +235,8 @@ class Accumulation:
         """Go on inside the window that `state_dict` describes, with the same bits.
 
         Raises:
-            ValueError: it is of another `steps` or `normalize`, or of other parameters.
+            ValueError: it lacks something, or is of another `steps` or `normalize`, of other
+                parameters or another number of optimizers. Nothing has changed then.
         """
         self._check_usable()
         saved.restore(self._window, state_dict)
