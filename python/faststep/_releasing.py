@@ -230,7 +230,8 @@ class Release:
             return
         for number, group in enumerate(optimizer.param_groups):
             rule = self._rules.get(number)
-            if rule is not None and rule != optimizer._checked_rule_of(group):
+            # But for a learning rate on a device, which nothing may wait for.
+            if rule is not None and rule[:-1] != optimizer._checked_rule_of(group)[:-1]:
                 raise RuntimeError(
                     f"the learning rate or another number of group {number} was changed between "
                     "backward and optimizer.step(): with release_gradients() backward has updated "
