@@ -25,6 +25,7 @@ __all__ = [
     "defer",
     "divide",
     "divide_grads_of",
+    "divide_these",
     "divisor_of",
     "params_of",
     "scale",
@@ -44,7 +45,7 @@ class _Division:
         # torch's fused kernels read a float32; ours take the divisor of fp64 parameters unrounded.
         dtype = torch.float64 if fused else torch.float32
         grads = grads_of(optimizer)
-        device = grads[0].device if grads else None
+        device = grads[0].device if grads else "cpu"
         self.scale = torch.tensor(divisor, dtype=dtype, device=device)
         self.versions = [(grad.data_ptr(), grad._version) for grad in _dense(grads)]
 
@@ -67,9 +68,12 @@ def _dense(grads: Iterable[Tensor]) -> list[Tensor]:
 
 
 def takes_gradscale(optimizer: Optimizer) -> bool:
-    """Whether the step divides by `grad_scale`: that of faststep's and of torch's fused classes."""
+    """Whether the step divides by `grad_scale`: that of faststep's and of torch's fused classes.
+
+    A subclass with a step of its own may read `.grad` there, which must not be the sum.
+    """
     if isinstance(optimizer, FusedOptimizer):
-        return True
+        return not optimizer._has_own_step()
     official = type(optimizer).__module__.startswith("torch.optim.")
     return official and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
@@ -144,6 +148,16 @@ def divide_grads_of(parameters: Iterable[Tensor]) -> None:
     wanted = set(map(id, parameters))
     for optimizer in list(_waiting):
         if any(id(param) in wanted for param in params_of(optimizer)):
+            divide(optimizer)
+
+
+def divide_these(tensors: Iterable[Tensor]) -> None:
+    """`divide` for each optimizer that has a gradient among these tensors."""
+    if not _waiting:
+        return
+    wanted = set(map(id, tensors))
+    for optimizer in list(_waiting):
+        if any(id(grad) in wanted for grad in grads_of(optimizer)):
             divide(optimizer)
 
 

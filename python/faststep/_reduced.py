@@ -8,9 +8,10 @@ one after the other.
 
 from __future__ import annotations
 
+import gc
 import weakref
-from collections.abc import Iterator
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,33 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._torch import after_backward
 
-__all__ = ["Pairs", "Reduced", "User"]
+__all__ = ["Pairs", "Reduced", "User", "reducing_model"]
 
 Pairs = list[tuple[Tensor, Tensor]]  # a parameter, and the part of the bucket that is its gradient
+
+
+def reducing_model(params: Iterable[Tensor]) -> DistributedDataParallel | None:
+    """A DistributedDataParallel that reduces the gradient of one of these, if there is one.
+
+    Looked for among all objects, which takes some time: a module does not know what wraps it.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    wanted = set(map(id, params))
+    # by their type, as some proxies act when they are asked for their class
+    models = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    for model in cast("list[DistributedDataParallel]", models):
+        complete = hasattr(model, "reducer")
+        if complete and any(id(param) in wanted for param in _reduced_params(model)):
+            return model
+    return None
+
+
+def _reduced_params(model: DistributedDataParallel) -> Iterator[Tensor]:
+    ignored = model.parameters_to_ignore
+    for name, param in model.module.named_parameters():
+        if name not in ignored and param.requires_grad:
+            yield param
 
 
 class User(Protocol):
@@ -45,12 +70,7 @@ class Reduced:
         self._group = model.process_group
         self._factor = 1.0 / dist.get_world_size(self._group)
         self._users: list[weakref.ref[User]] = []
-        ignored = model.parameters_to_ignore
-        self._params = {
-            id(param): weakref.ref(param)
-            for name, param in model.module.named_parameters()
-            if name not in ignored and param.requires_grad
-        }
+        self._params = {id(param): weakref.ref(param) for param in _reduced_params(model)}
         model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     @staticmethod

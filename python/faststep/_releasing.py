@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from . import _C
+from ._division import params_of
 from ._moments import Moments
-from ._reduced import Pairs, Reduced
+from ._reduced import Pairs, Reduced, reducing_model
+from ._released import refuse_clipping, set_released
 from ._tied import give_rows, tied_embeddings
 from ._torch import disable_dynamo, increment_version
-from .accumulation.owners import set_released
 from .optim._base import FusedOptimizer, Phase, Rule
 from .optim._devices import HOST, Scalars, on_device, ordinal_of
 
@@ -59,6 +60,7 @@ class Release:
         self._ids: list[list[int]] = []  # of the parameters, group by group
         self._scale: Tensor | None = None  # what this step's gradients are divided by
         self._norm: float | None = None  # of all gradients of the last step
+        self._model_checked = False
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
         self._optimizer = weakref.ref(optimizer)
         check_clipping(optimizer, clip)
@@ -70,12 +72,15 @@ class Release:
                 release.hooked(param)
 
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if owner() is not None and getattr(optimizer, "grad_scale", None) is not None:
+            if (release := owner()) is None:
+                return
+            if getattr(optimizer, "grad_scale", None) is not None:
                 raise RuntimeError(
                     "release_gradients() cannot skip a step for an overflow or unscale before it: "
                     "parameters were updated in backward already. Train in bfloat16 without a "
                     "GradScaler, or remove() the release"
                 )
+            release._check_step()
 
         def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if (release := owner()) is not None:
@@ -129,6 +134,7 @@ class Release:
         if place.tied and param.grad is not None and param.grad.is_sparse:
             param.grad = param.grad.to_dense()  # of the uses, only the embedding was one
         if self._reduced is None or param not in self._reduced:
+            self._check_model()
             self._update(place, param)
 
     def reduced(self, param: Tensor, values: Tensor) -> None:
@@ -175,6 +181,20 @@ class Release:
         if self._reduced is None or param not in self._reduced:
             param.grad = None
 
+    def _check_model(self) -> None:
+        """Raise if gradients that are not reduced yet would be used; looks only once."""
+        if self._model_checked:
+            return
+        params = [param for place in self._places.values() if (param := place.param()) is not None]
+        known = () if self._reduced is None else self._reduced
+        if reducing_model(param for param in params if param not in known):
+            raise RuntimeError(
+                "a DistributedDataParallel model reduces these gradients after their hooks, and "
+                "release_gradients() was not given it, so that each rank would use its own: pass "
+                "the DistributedDataParallel itself, after it was made, not the module inside"
+            )
+        self._model_checked = True
+
     def _rule_of(self, optimizer: FusedOptimizer, place: _Place) -> Rule:
         rule = self._rules.get(place.hook.group)
         if rule is None:
@@ -198,6 +218,25 @@ class Release:
                     self._scale = torch.tensor(divisor, dtype=torch.float64, device="cpu")
                 return _NO_CLIPPING
         return limit
+
+    def _check_step(self) -> None:
+        """Raise if the script wants something of a step whose updates are over."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        if optimizer._step_max_norm is not None:
+            refuse_clipping(params_of(optimizer))
+        if self._moments is not None:  # they are applied by the step
+            return
+        for number, group in enumerate(optimizer.param_groups):
+            rule = self._rules.get(number)
+            # But for a learning rate on a device, which nothing may wait for.
+            if rule is not None and rule[:-1] != optimizer._checked_rule_of(group)[:-1]:
+                raise RuntimeError(
+                    f"the learning rate or another number of group {number} was changed between "
+                    "backward and optimizer.step(): with release_gradients() backward has updated "
+                    "the parameters already, with the number of before. Change it before backward"
+                )
 
     def _finish_step(self) -> None:
         """What is per step: after optimizer.step each parameter may be updated again."""

@@ -15,7 +15,8 @@ wrapper classes, integer, CUDA where this build has no kernels), those on severa
 inside torch.compile, go to torch's function of the same name; a list with one such gradient goes
 there as a whole.
 
-Accumulated gradients that wait for their division (faststep.accumulate) are divided first.
+Accumulated gradients that wait for their division (faststep.accumulate) are divided first. Those
+that were used in backward (faststep.release_gradients) are an error: nothing is left to clip.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ from torch.nn.utils import clip_grads_with_norm_ as _torch_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as _torch_get_total_norm
 
 from . import _C
-from ._division import divide_grads_of
+from ._division import divide_grads_of, divide_these
+from ._released import refuse_clipping
 from ._torch import increment_version, is_compiling
 from .optim._devices import has_kernels_for
 
@@ -177,6 +179,7 @@ def clip_grad_norm_(
             "`parameters` is an empty generator, no gradient clipping will occur.",
             stacklevel=2,
         )
+    refuse_clipping(parameters)
     divide_grads_of(parameters)
     norm = _clip(parameters, max_norm, norm_type, error_if_nonfinite)
     if norm is not None:
@@ -197,7 +200,8 @@ def get_total_norm(
     """The norm of `tensors`, taken over the norms of the single tensors.
 
     For p > 0 that is the norm of all elements in one vector. For p = 0 it is, as in torch, the
-    number of tensors that have a non-zero element.
+    number of tensors that have a non-zero element. Gradients that :func:`faststep.accumulate` has
+    summed up are divided first.
 
     Args:
         tensors: tensors of any shape, or one tensor.
@@ -220,6 +224,7 @@ def get_total_norm(
     tensors = _as_sequence(tensors)
     if not tensors:
         return torch.tensor(0.0)
+    divide_these(tensors)
     try:
         if _for_device(tensors[0]):
             return _norm_on_device(tensors, norm_type, error_if_nonfinite)
@@ -252,6 +257,7 @@ def clip_grads_with_norm_(
     if is_compiling():
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     parameters = _as_sequence(parameters)
+    refuse_clipping(parameters)
     divide_grads_of(parameters)
     grads = _C.collect_grads(parameters)
     on_device = _for_device(total_norm)
@@ -290,6 +296,7 @@ def clip_grad_value_(
         return _torch_clip_grad_value_(parameters, clip_value, foreach)
     parameters = _as_sequence(parameters)
     limit = float(clip_value)
+    refuse_clipping(parameters)
     divide_grads_of(parameters)
     grads = _C.collect_grads(parameters)
     if not grads or not limit >= 0.0:

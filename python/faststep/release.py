@@ -7,9 +7,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ._moments import Moments
 from ._reduced import Reduced
+from ._released import is_released, set_released
 from ._releasing import Clip, Release, check_clipping
 from ._torch import uncompiled
-from .accumulation.owners import is_released, owner_of, set_released
+from .accumulation.owners import owner_of
 from .optim._base import FusedOptimizer
 
 __all__ = ["Release", "release_gradients"]
@@ -61,14 +62,16 @@ def release_gradients(
         A :class:`Release`; keep it. `remove()` undoes the release, as does dropping it.
 
     Raises:
-        TypeError: an optimizer not of faststep, or one whose states gradients cannot be added to; a
-            DistributedDataParallel model with a communication hook of its own, with
-            `find_unused_parameters` or with `static_graph`.
+        TypeError: an optimizer not of faststep, a subclass with a step of its own, or one whose
+            states gradients cannot be added to; a DistributedDataParallel model with a
+            communication hook of its own, with `find_unused_parameters` or with `static_graph`.
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
             parameter is on CUDA; or `norm_in_backward` is set; or a group has amsgrad or coupled
             weight decay although gradients go into the states.
         RuntimeError: the optimizer accumulates, or is released already. During training: a
-            second gradient before `optimizer.step()`, or a GradScaler.
+            second gradient before `optimizer.step()`; a learning rate (or another number of a
+            group) that changes between backward and step; a GradScaler; or gradients that a
+            DistributedDataParallel reduces, which is not `model`.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
     (LOMO), arXiv:2306.09782; torch's tutorial on optimizer steps in backward. Accumulation in the
@@ -79,6 +82,11 @@ def release_gradients(
         raise TypeError(
             f"release_gradients() takes optimizers of faststep.optim, not "
             f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        )
+    if optimizer._has_own_step():
+        raise TypeError(
+            f"release_gradients() would pass by {type(optimizer).__name__}.step(), which finds no "
+            "gradients: it takes optimizers with the step of faststep.optim"
         )
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")

@@ -137,6 +137,27 @@ def test_clip_without_a_scaler(make: Make, way: str) -> None:
         assert_close(values(model), after, 1e-5)
 
 
+@over_optimizers
+def test_a_norm_that_is_measured_first(make: Make) -> None:
+    """get_total_norm takes gradients, not parameters, and must not give the norm of the sum."""
+    model, reference = make_model(), make_model()
+    optimizer, plain = make(model.parameters()), make(reference.parameters())
+    accum = faststep.accumulate(optimizer, 3)
+    for batch in WINDOWS[0]:
+        with accum:
+            accum.backward(loss_of(model, batch))
+        (loss_of(reference, batch) / 3).backward()
+    norms = []
+    for one in (model, reference):
+        params = list(one.parameters())
+        norms.append(faststep.get_total_norm([p.grad for p in params]))
+        faststep.clip_grads_with_norm_(params, 0.1, norms[-1])
+    optimizer.step()
+    plain.step()
+    assert_close(norms[:1], norms[1:], 1e-6)
+    assert_close(values(model), values(reference), 1e-6)
+
+
 @pytest.mark.parametrize("make", [OPTIMIZERS["faststep AdamW"], OPTIMIZERS["torch fused AdamW"]])
 def test_torchs_clipping_of_a_sum_is_refused(make: Make) -> None:
     """It would clip the sum over the window, not its mean: step() says so and changes nothing."""
@@ -149,6 +170,26 @@ def test_torchs_clipping_of_a_sum_is_refused(make: Make) -> None:
     before = values(model)
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     with pytest.raises(RuntimeError, match=r"clipping.*a sum that step\(\) divides by 3.*max_grad"):
+        optimizer.step()
+    assert_close(values(model), before, 0.0)
+
+
+@pytest.mark.parametrize("make", [OPTIMIZERS["faststep AdamW"], OPTIMIZERS["torch fused AdamW"]])
+def test_clipping_of_a_sum_in_a_hook_before_the_step_is_refused(make: Make) -> None:
+    """Also where the hook was registered after accumulate()."""
+    model = make_model()
+    optimizer = make(model.parameters())
+    accum = faststep.accumulate(optimizer, 3)
+
+    def clip(*_: object) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    optimizer.register_step_pre_hook(clip)
+    for batch in WINDOWS[0]:
+        with accum:
+            accum.backward(loss_of(model, batch))
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"clipping.*a sum that step\(\) divides by 3"):
         optimizer.step()
     assert_close(values(model), before, 0.0)
 

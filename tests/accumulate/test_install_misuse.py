@@ -44,6 +44,20 @@ def test_a_scaler_that_was_not_passed_is_refused() -> None:
             scaler.step(optimizer)
 
 
+def test_a_state_without_the_hidden_gradients_is_refused() -> None:
+    """After unscale_ clipping finds no gradients inside a window; a state would not either."""
+    model = make_model()
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
+    scaler = faststep.amp.GradScaler("cpu", init_scale=4.0)
+    accum = faststep.accumulate(optimizer, 3).install(scaler=scaler)
+    scaler.scale(loss_of(model, DATA[0])).backward()
+    scaler.unscale_(optimizer)
+    with pytest.raises(RuntimeError, match=r"between scaler\.unscale_\(\) and scaler\.step\(\)"):
+        accum.state_dict()
+    scaler.step(optimizer)
+    assert all(grad is not None for grad in accum.state_dict()["gradients"])
+
+
 def test_a_missing_zero_grad_is_noticed() -> None:
     model = make_model()
     optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)

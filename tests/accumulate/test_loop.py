@@ -145,6 +145,27 @@ def test_the_division_is_no_pass(make: Make) -> None:
     assert not torch.equal(values(model)[0], values(reference)[0])
 
 
+class _OwnStep(faststep.optim.SGD):
+    """Adds a penalty to the gradients before the step."""
+
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            param.grad.add_(param.detach(), alpha=0.5)
+        return super().step(closure)
+
+
+def test_a_step_that_reads_gradients_finds_the_mean() -> None:
+    """A subclass of a script, which knows nothing of sums."""
+
+    def make(params):
+        return _OwnStep(params, lr=0.1, momentum=0.9)
+
+    windows = [batches([4] * 3, seed) for seed in range(2)]
+    mine, theirs = train(make_model(), make, windows), train_joined(make_model(), make, windows)
+    for one, other in zip(mine, theirs, strict=True):
+        assert_close(one, other, 1e-5)
+
+
 def test_fp64_divides_in_fp64() -> None:
     """Three micro-steps: 1/3 rounded to fp32 would be off by 3e-8."""
     window = batches([4] * 3, dtype=torch.float64)
@@ -152,6 +173,28 @@ def test_fp64_divides_in_fp64() -> None:
     ours = train(make_model(torch.float64), make, [window])
     theirs = train_joined(make_model(torch.float64), make, [window])
     assert_close(ours[0], theirs[0], 1e-7)  # the loss itself is computed in fp32
+
+
+@pytest.mark.filterwarnings("ignore:.*the scale of the gradients changed again")
+def test_the_default_device_does_not_matter() -> None:
+    """What a step reads on the host is made there."""
+    found = []
+    for device in ("cpu", "meta"):
+        model = make_model()
+        clips = {"max_grad_norm": 0.1, "norm_in_backward": True}
+        optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, **clips)
+        accum = faststep.accumulate(optimizer, 2)
+        data = batches([4] * 4)
+        with torch.device(device):
+            for batch in data:
+                with accum:
+                    accum.backward(loss_of(model, batch))
+                if accum.ready:
+                    norm = accum.clip_grad_norm_(0.2)
+                    finish(optimizer)
+        assert accum.discarded == 0
+        found.append([*values(model), norm, optimizer.last_grad_norm])
+    assert_equal(*found)
 
 
 def test_sum_divides_nothing() -> None:
@@ -275,6 +318,36 @@ def test_activation_checkpointing(reentrant: bool, dtype: torch.dtype | None) ->
     plain = train(make_model(low), make, windows, dtype=dtype)
     for a, b in zip(ours, plain, strict=True):
         assert_equal(a, b)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_compiled_loop(installed: bool) -> None:
+    """A script that compiles the whole micro-step: windows stay out of the compiler's way."""
+    found = []
+    for compiles in (False, True):
+        model = make_model()
+        optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        accum = faststep.accumulate(optimizer, 2, model=model)
+        if installed:
+            accum.install()
+
+        def micro_step(x, y, model=model, optimizer=optimizer, accum=accum) -> None:
+            if installed:
+                loss_of(model, (x, y)).backward()
+                finish(optimizer)
+                return
+            with accum:
+                accum.backward(loss_of(model, (x, y)))
+            if accum.ready:
+                finish(optimizer)
+
+        call = torch.compile(micro_step, backend="eager") if compiles else micro_step
+        for batch in batches([4] * 6):
+            call(*batch)
+        assert accum.windows == 3
+        found.append(values(model))
+        accum.remove()
+    assert_close(*found, 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])

@@ -60,6 +60,23 @@ def test_sharded_models_are_refused() -> None:
         faststep.accumulate(faststep.optim.SGD(model.parameters()), 2, model=model)
 
 
+def test_models_with_a_sharded_or_wrapped_part_are_refused() -> None:
+    class Sharded(nn.Linear):
+        def set_requires_gradient_sync(self) -> None: ...
+
+    model = nn.Sequential(nn.Linear(2, 2), Sharded(2, 2))
+    with pytest.raises(TypeError, match=r"Sharded models \(its submodule '1'\)"):
+        faststep.accumulate(faststep.optim.SGD(model.parameters()), 2, model=model)
+
+
+def test_a_parameter_of_two_optimizers_is_refused() -> None:
+    params = list(make_model().parameters())
+    optimizers = [torch.optim.SGD(params), torch.optim.Adagrad(params[2:3])]
+    with pytest.raises(ValueError, match=r"parameter 0 of optimizer 1 \(Adagrad\)"):
+        faststep.accumulate(optimizers, 2)
+    faststep.accumulate(optimizers[0], 2)
+
+
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_step_inside_a_window(make) -> None:
     model = make_model()
@@ -118,7 +135,7 @@ def test_an_exception_inside_the_block() -> None:
 
     with pytest.raises(KeyError):
         half_a_micro_step()
-    for call in (accum.__enter__, accum.flush):
+    for call in (accum.__enter__, accum.flush, accum.state_dict):
         with pytest.raises(RuntimeError, match=r"half added: call accum\.reset"):
             call()
     accum.reset()

@@ -168,6 +168,38 @@ def test_unused_parameters(ranks: Ranks) -> None:
             assert per_dtype == {"always": [1.5, 1.5], "once": [0.25, 0.25], "never": None}
 
 
+def _left_over(rank: int, world: int) -> list[torch.Tensor]:
+    """Rank 1 has no micro-step in the short window, and has not cleared the gradients before it."""
+    found = []
+    for dtype in (None, torch.float32):
+        low = torch.float32 if dtype is None else torch.bfloat16
+        net = make_model(low)
+        model = DistributedDataParallel(net)
+        optimizer = faststep.optim.SGD(net.parameters(), lr=0.0)
+        accum = faststep.accumulate(optimizer, 2, model=model, dtype=dtype)
+        *window, last = batches([4, 4, 4], rank, low)
+        for batch in window:
+            with accum:
+                accum.backward(loss_of(model, batch))
+        optimizer.step()
+        if rank == 0:
+            optimizer.zero_grad()
+            with accum:
+                accum.backward(loss_of(model, last))
+        assert accum.flush()
+        accum.normalize_()
+        net = make_model(low)
+        loss_of(net, batches([4, 4, 4], 0, low)[2]).backward()
+        found.append((grads(model.module), grads(net)))
+    return found
+
+
+def test_gradients_that_were_left_are_no_part_of_a_window(ranks: Ranks) -> None:
+    for found in ranks("left_over"):
+        for mine, expected in found:
+            assert_close(mine, expected, 1e-6)
+
+
 def _overflow(rank: int, world: int) -> Any:
     """An overflow on rank 1 alone drops the window on both."""
     net = make_model()
@@ -294,11 +326,46 @@ def _errors(rank: int, world: int) -> str:
         faststep.accumulate(optimizer, 2, model=model)
     with pytest.raises(TypeError, match="does not support DistributedDataParallel"):
         faststep.release_gradients(model, optimizer)
+    net = make_model()
+    inside = faststep.optim.SGD(net.parameters(), lr=0.1)
+    model = DistributedDataParallel(net)
+    with pytest.raises(TypeError, match=r"DistributedDataParallel models \(its submodule '0'\)"):
+        faststep.accumulate(inside, 2, model=nn.Sequential(model))
+    for wrong in ({"model": net}, {"dtype": torch.float32}):
+        accum = faststep.accumulate(inside, 2, **wrong)
+        with (
+            pytest.raises(TypeError, match="pass model= the DistributedDataParallel itself"),
+            accum,
+        ):
+            pass
+        accum.remove()
+    for wrong in ({"model": net}, {}):
+        accum = faststep.accumulate(inside, 2, **wrong).install()
+        loss_of(model, batches([4], rank)[0]).backward()
+        with pytest.raises(TypeError, match="pass model= the DistributedDataParallel itself"):
+            inside.step()
+        accum.remove()
+    return "raised"
+
+
+def _unused_in_the_last(rank: int, world: int) -> str:
+    """Gradients of the first micro-step alone, which the model does not look for in the last."""
+    net = SomeUnused(torch.float32)
+    net.never.requires_grad_(False)
+    model = DistributedDataParallel(net)
+    optimizer = faststep.optim.SGD([net.always, net.once], lr=1.0)
+    accum = faststep.accumulate(optimizer, 2, model=model)
+    with accum:
+        accum.backward(model(rank + 1.0, True))
+    with pytest.raises(RuntimeError, match="find_unused_parameters=True"), accum:
+        accum.backward(model(rank + 1.0, False))
+    assert not accum.ready
     return "raised"
 
 
 def test_errors(ranks: Ranks) -> None:
     assert ranks("errors") == ["raised", "raised"]
+    assert ranks("unused_in_the_last") == ["raised", "raised"]
 
 
 JOBS = [
@@ -307,6 +374,15 @@ JOBS = [
     Job("mean on 4", 4, _windows, (CASES["mean"],)),
     *(
         Job(work.__name__.lstrip("_"), 2, work)
-        for work in (_unused, _overflow, _installed, _state, _errors, _compiled)
+        for work in (
+            _unused,
+            _overflow,
+            _installed,
+            _state,
+            _errors,
+            _compiled,
+            _unused_in_the_last,
+            _left_over,
+        )
     ),
 ]

@@ -162,6 +162,29 @@ def test_clipping_without_a_choice_is_refused() -> None:
     release.remove()
 
 
+def test_clipping_that_comes_too_late_is_refused() -> None:
+    """Between backward and step, where torch's function finds nothing and returns 0."""
+    model = make_model()
+    optimizer = MAKE["SGD"](model.parameters())
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    params = list(model.parameters())
+    disabled = faststep.amp.GradScaler("cpu", enabled=False)
+    for clip in (
+        lambda: faststep.clip_grad_norm_(params, 1.0),
+        lambda: faststep.clip_grad_norm_(params[:1], 1.0),
+        lambda: faststep.clip_grad_value_(params, 1.0),
+        lambda: faststep.clip_grads_with_norm_(params, 1.0, torch.tensor(2.0)),
+        lambda: disabled.step(optimizer, max_norm=1.0),
+    ):
+        with pytest.raises(RuntimeError, match=r'cannot be clipped: .*clip="lagged"'):
+            clip()
+    optimizer.step()
+    faststep.clip_grad_norm_(make_model().parameters(), 1.0)
+    release.remove()
+    faststep.clip_grad_norm_(params, 1.0)
+
+
 def test_norms_in_backward_are_refused_later_too() -> None:
     model = make_model()
     optimizer = MAKE["SGD"](model.parameters(), max_grad_norm=1.0)
@@ -174,6 +197,25 @@ def test_norms_in_backward_are_refused_later_too() -> None:
     optimizer.norm_in_backward = False
     model.zero_grad()
     loss_of(model, DATA[0]).backward()
+    release.remove()
+
+
+@pytest.mark.parametrize("number", ["lr", "momentum", "weight_decay"])
+def test_numbers_that_change_after_backward_are_refused(number: str) -> None:
+    """Many loops set the learning rate just before the step, where it would come too late."""
+    model = make_model()
+    optimizer = MAKE["momentum"]([{"params": p} for p in model.parameters()])
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    was = optimizer.param_groups[3][number]
+    optimizer.param_groups[3][number] = 0.05
+    with pytest.raises(RuntimeError, match="number of group 3 was changed between backward"):
+        optimizer.step()
+    optimizer.param_groups[3][number] = was
+    optimizer.step()
+    optimizer.param_groups[3][number] = 0.05
+    loss_of(model, DATA[1]).backward()
+    optimizer.step()
     release.remove()
 
 
@@ -204,6 +246,13 @@ def test_what_is_refused() -> None:
     optimizer = MAKE["SGD"](model.parameters())
     with pytest.raises(TypeError, match=r"not torch\.optim\.sgd\.SGD"):
         faststep.release_gradients(model, torch.optim.SGD(model.parameters()))
+
+    class OwnStep(faststep.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            raise NotImplementedError
+
+    with pytest.raises(TypeError, match=r"pass by OwnStep\.step\(\)"):
+        faststep.release_gradients(model, OwnStep(model.parameters()))
     with pytest.raises(TypeError, match="model must be"):
         faststep.release_gradients(5, optimizer)
     with pytest.raises(ValueError, match="not 'norm'"):

@@ -177,7 +177,44 @@ def _layouts(rank: int, world: int) -> list[list[Tensor]]:
     return found
 
 
+def _inside(rank: int, world: int) -> list[str]:
+    """A release of the module that the model wraps, from before and after it does."""
+    found = []
+    for late in (False, True):
+        net = make_model()
+        optimizer = faststep.optim.SGD(net.parameters(), lr=0.1)
+        release = None if late else faststep.release_gradients(net, optimizer)
+        model = DistributedDataParallel(net)
+        if late:
+            release = faststep.release_gradients(net, optimizer)
+        before = values(net)
+        with pytest.raises(RuntimeError, match="pass the DistributedDataParallel itself") as error:
+            loss_of(model, batches([4], rank)[0]).backward()
+        assert_equal(values(net), before)
+        found.append(str(error.value))
+        release.remove()
+    nets = [make_model(), make_model()]
+    first, second = map(DistributedDataParallel, nets)
+    optimizer = faststep.optim.SGD([p for one in nets for p in one.parameters()], lr=0.1)
+    release = faststep.release_gradients(first, optimizer)
+    before = values(nets[1])
+    loss_of(first, batches([4], rank)[0]).backward()
+    with pytest.raises(RuntimeError, match="pass the DistributedDataParallel itself") as error:
+        loss_of(second, batches([4], rank)[0]).backward()
+    assert_equal(values(nets[1]), before)
+    found.append(str(error.value))
+    release.remove()
+    alone = make_model()  # one that no model wraps may be another on each rank
+    optimizer = faststep.optim.SGD(alone.parameters(), lr=0.1)
+    release = faststep.release_gradients(alone, optimizer)
+    loss_of(alone, batches([4], rank)[0]).backward()
+    assert all(p.grad is None for p in alone.parameters())
+    release.remove()
+    return found
+
+
 JOBS = [
+    Job("release, inside", 2, _inside),
     Job("release", 3, _all),
     Job("release, in backward", 2, _in_backward),
     Job("release, layouts", 3, _layouts),
@@ -220,6 +257,11 @@ def test_ranks_stay_alike(answers: list[dict[str, Any]], case: str) -> None:
 def test_gradients_of_other_optimizers_stay(answers: list[dict[str, Any]]) -> None:
     for answer in answers:
         assert answer["freed"] == [True, True, False, False, False, False]
+
+
+def test_the_module_inside_is_refused(ranks: Callable[[str], list[Any]]) -> None:
+    for found in ranks("release, inside"):
+        assert len(found) == 3
 
 
 def test_what_is_refused(answers: list[dict[str, Any]]) -> None:

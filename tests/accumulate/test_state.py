@@ -117,6 +117,27 @@ def test_what_does_not_fit() -> None:
         fewer.load_state_dict(state)
 
 
+def test_a_state_that_is_refused_changes_nothing() -> None:
+    """One that lacks something, or is of other optimizers of the same parameters."""
+    model = make_model()
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
+    accum = faststep.accumulate(optimizer, 2)
+    for batch in batches([4] * 2):
+        with accum:
+            accum.backward(loss_of(model, batch))
+    state = accum.state_dict()
+    model = make_model()
+    halves = [faststep.optim.SGD(part.parameters(), lr=0.1) for part in (model[:2], model[2:])]
+    accum = faststep.accumulate(halves, 2)
+    with pytest.raises(ValueError, match="of 1 optimizers, this accumulation of 2"):
+        accum.load_state_dict(state)
+    del state["windows"]
+    with pytest.raises(ValueError, match="it has no 'windows'"):
+        accum.load_state_dict(state)
+    assert not accum.ready
+    assert all(p.grad is None for p in model.parameters())
+
+
 @pytest.mark.parametrize(
     ("gradient", "text"),
     [

@@ -58,8 +58,9 @@ def accumulate(
         An :class:`Accumulation`; keep it.
 
     Raises:
-        TypeError: an argument of the wrong type, or a model that is sharded.
-        ValueError: `steps`, `normalize` or `dtype` out of range.
+        TypeError: an argument of the wrong type, or a model that is sharded; in the first
+            micro-step, a `model` that is inside of a DistributedDataParallel.
+        ValueError: `steps`, `normalize` or `dtype` out of range, or a parameter of two optimizers.
         RuntimeError: the optimizer accumulates already; or torch is too old for `dtype`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _C
 from .. import _division as division
+from .._torch import disable_dynamo
 from ..clip import clip_grad_norm_
 from . import saved
 from .installed import Installed
@@ -66,6 +67,7 @@ class Accumulation:
 
     # ---- the loop
 
+    @disable_dynamo
     def __enter__(self) -> Accumulation:
         self._check_usable()
         if self._installed is not None:
@@ -74,6 +76,7 @@ class Accumulation:
         self._inside = True
         return self
 
+    @disable_dynamo
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -97,6 +100,7 @@ class Accumulation:
             raise RuntimeError("accum.backward() belongs inside `with accum:`")
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
+    @disable_dynamo
     def add_count(self, count: float | Tensor) -> None:
         """Add to the number of tokens that this window's loss was summed over, on this rank.
 
@@ -117,6 +121,7 @@ class Accumulation:
         window.counted = True
         window.expect_division()
 
+    @disable_dynamo
     def flush(self) -> bool:
         """Complete a window that has fewer micro-steps, as at the end of the data.
 
@@ -144,6 +149,7 @@ class Accumulation:
             self._installed.take_steps()
         return ready
 
+    @disable_dynamo
     def reset(self) -> None:
         """Drop the open window and its gradients, as after an exception inside a block."""
         window = self._window
@@ -156,6 +162,7 @@ class Accumulation:
 
     # ---- gradients between the window's end and the step
 
+    @disable_dynamo
     def normalize_(self) -> None:
         """Divide the gradients in place now, in a pass of its own, instead of inside the step.
 
@@ -166,6 +173,7 @@ class Accumulation:
         for optimizer in self._window.optimizers:
             division.divide(optimizer)
 
+    @disable_dynamo
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
@@ -211,16 +219,24 @@ class Accumulation:
 
         The gradients are not copied: save or copy before the next micro-step. With several ranks
         each has a state of its own.
+
+        Raises:
+            RuntimeError: inside a micro-step; after one that raised, until `reset`; or between
+                `scaler.unscale_` and `scaler.step` of an installed loop.
         """
         if self._inside:
             raise RuntimeError("state_dict() inside `with accum:`: a micro-step is under way")
+        self._window.check_whole()
+        if self._installed is not None:
+            self._installed.check_visible()
         return saved.state_of(self._window)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on inside the window that `state_dict` describes, with the same bits.
 
         Raises:
-            ValueError: it is of another `steps` or `normalize`, or of other parameters.
+            ValueError: it lacks something, or is of another `steps` or `normalize`, of other
+                parameters or another number of optimizers. Nothing has changed then.
         """
         self._check_usable()
         saved.restore(self._window, state_dict)

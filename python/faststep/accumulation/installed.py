@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _division as division
+from .._torch import disable_dynamo
 from .window import Window
 
 __all__ = ["Installed"]
@@ -61,6 +62,7 @@ class Installed:
     def _replace(self, owner: Any, name: str, act: _Method) -> None:
         inner = getattr(owner, name)
 
+        @disable_dynamo
         @functools.wraps(inner)
         def method(self_: Any, *args: Any, **kwargs: Any) -> Any:
             if not self._active or self._passing:
@@ -117,6 +119,7 @@ class Installed:
                 "a new accumulation window has begun, but optimizer.zero_grad() was not called "
                 "after the step of the last one"
             )
+        window.check_model()
         self._check_unchanged()
         if window.ready:
             window.close()
@@ -201,6 +204,14 @@ class Installed:
         self._pass(self._take_steps)
         self._window.close()
         self.restart()
+
+    def check_visible(self) -> None:
+        """Raise while gradients are hidden from clipping."""
+        if self._hidden:
+            raise RuntimeError(
+                "state_dict() between scaler.unscale_() and scaler.step(), where the gradients of "
+                "an open window are hidden: save before the one or after the other"
+            )
 
     def check_flush(self) -> None:
         """Close a window that was complete before."""

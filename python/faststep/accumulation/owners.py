@@ -7,27 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
+from .._torch import disable_dynamo
+
 if TYPE_CHECKING:
     from .window import Window
 
-__all__ = ["is_released", "own", "owner_of", "release", "set_released"]
+__all__ = ["StepHooks", "owner_of", "release"]
 
 _owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Window]] = weakref.WeakKeyDictionary()
-
-_released: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
-
-
-def is_released(optimizer: Optimizer) -> bool:
-    """Whether `release_gradients` acts on this optimizer."""
-    known = _released.get(optimizer)
-    return known is not None and known() is not None
-
-
-def set_released(optimizer: Optimizer, by: Any) -> None:
-    """Note by whom; None if no longer."""
-    _released.pop(optimizer, None)
-    if by is not None:
-        _released[optimizer] = weakref.ref(by)
 
 
 def owner_of(optimizer: Optimizer) -> Window | None:
@@ -41,18 +28,34 @@ def release(optimizer: Optimizer) -> None:
     _owners.pop(optimizer, None)
 
 
-def own(window: Window, optimizer: Optimizer) -> list[Any]:
-    """Register step hooks, which do not keep the window alive; their handles."""
-    owner = weakref.ref(window)
-    _owners[optimizer] = owner
+class StepHooks:
+    """The hooks around an optimizer's step, which keep neither it nor the window alive."""
 
-    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (window := owner()) is not None:
-            closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-            window.before_step(optimizer, closure is not None)
+    def __init__(self, window: Window, optimizer: Optimizer) -> None:
+        owner = weakref.ref(window)
+        _owners[optimizer] = owner
 
-    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if (window := owner()) is not None:
-            window.after_step(optimizer)
+        @disable_dynamo
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (window := owner()) is not None:
+                closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+                window.before_step(optimizer, closure is not None)
 
-    return [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+        @disable_dynamo
+        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (window := owner()) is not None:
+                window.after_step(optimizer)
+
+        self._check = before
+        self._before = optimizer.register_step_pre_hook(before)
+        self._after = optimizer.register_step_post_hook(after)
+
+    def come_last(self, optimizer: Optimizer) -> None:
+        """Check gradients after the script's own hooks before the step: those may change them."""
+        self._before.remove()
+        self._before = optimizer.register_step_pre_hook(self._check)
+
+    def remove(self) -> None:
+        """Take both away."""
+        self._before.remove()
+        self._after.remove()

@@ -43,11 +43,19 @@ class Ranks:
                     "torch's fails when its first backward is inside no_sync()"
                 )
             self._model = inner
-        elif hasattr(inner, "no_sync") or hasattr(inner, "set_requires_gradient_sync"):
-            raise TypeError(
-                f"accumulate() does not support {type(inner).__name__} models; it knows plain "
-                "modules and DistributedDataParallel"
-            )
+            return
+        for name, part in inner.named_modules():
+            if hasattr(part, "no_sync") or hasattr(part, "set_requires_gradient_sync"):
+                inside = f" (its submodule {name!r})" if name else ""
+                raise TypeError(
+                    f"accumulate() does not support {type(part).__name__} models{inside}; model= "
+                    "must be a plain module or a DistributedDataParallel itself"
+                )
+
+    @property
+    def knows_model(self) -> bool:
+        """Whether there is a DistributedDataParallel model."""
+        return self._model is not None
 
     @property
     def world(self) -> int:

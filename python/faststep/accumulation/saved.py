@@ -11,6 +11,11 @@ from .window import Window
 
 __all__ = ["restore", "state_of"]
 
+_NAMES = (
+    *("steps", "normalize", "micro_step", "count", "ready", "divisors"),
+    *("windows", "empty", "discarded", "gradients"),
+)
+
 
 def state_of(window: Window) -> dict[str, Any]:
     """Numbers, strings and tensors only; gradients as they are, not copied."""
@@ -35,6 +40,8 @@ def state_of(window: Window) -> dict[str, Any]:
 
 def restore(window: Window, state: dict[str, Any]) -> None:
     """Check everything, then change the window and its parameters' gradients."""
+    if missing := [name for name in _NAMES if name not in state]:
+        raise ValueError(f"this is no state of an accumulation: it has no {missing[0]!r}")
     for name in ("steps", "normalize"):
         if state[name] != getattr(window, name):
             raise ValueError(
@@ -44,6 +51,12 @@ def restore(window: Window, state: dict[str, Any]) -> None:
     params, grads = window.named_params(), state["gradients"]
     if len(params) != len(grads):
         raise ValueError(f"the state has {len(grads)} gradients, for {len(params)} parameters")
+    divisors = state["divisors"]
+    if divisors is not None and len(divisors) != len(window.optimizers):
+        raise ValueError(
+            f"the state is of {len(divisors)} optimizers, this accumulation of "
+            f"{len(window.optimizers)}"
+        )
     for (name, param), grad in zip(params, grads, strict=True):
         if grad is not None:
             _check(window, name, param, grad)
@@ -65,7 +78,7 @@ def restore(window: Window, state: dict[str, Any]) -> None:
     if window.ready:
         if window.sums is not None:
             window.sums.end_window()
-        for optimizer, divisor in zip(window.optimizers, state["divisors"], strict=True):
+        for optimizer, divisor in zip(window.optimizers, divisors, strict=True):
             if divisor is not None:
                 division.defer(optimizer, divisor)
     window.mark()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import _division as division
+from .._reduced import reducing_model
+from .._released import is_released
 from ..optim._base import FusedOptimizer
 from ..optim._norm import BackwardNorm
-from .owners import is_released, own, owner_of
+from .owners import StepHooks, owner_of
 from .ranks import Ranks
 from .sums import Sums
 
@@ -44,6 +46,7 @@ class Window:
                     f"gradients of this {type(optimizer).__name__} are accumulated already; call "
                     "remove() on what accumulate() returned before"
                 )
+        _check_disjoint(optimizers)
         self.steps = steps
         self.normalize = normalize
         self.ready = False
@@ -55,6 +58,7 @@ class Window:
         self.counted = False  # in this micro-step
         self.broken = False
         self.model = model
+        self._model_checked = False
         self.ranks = Ranks(model)
         self.optimizers = list(optimizers)
         self.sums = None if dtype is None else Sums()
@@ -63,8 +67,8 @@ class Window:
         self._last: list[tuple[Tensor, int, int]] = []  # some gradients as they were, see mark()
         if self.sums is not None:
             self._attach_sums(self.sums)
-        handles = [handle for optimizer in optimizers for handle in own(self, optimizer)]
-        self.undo = weakref.finalize(self, _undo, handles, self.sums)
+        self._hooks = [StepHooks(self, optimizer) for optimizer in optimizers]
+        self.undo = weakref.finalize(self, _undo, self._hooks, self.sums)
         self.undo.atexit = False
 
     def named_params(self) -> list[tuple[str, Tensor]]:
@@ -85,8 +89,22 @@ class Window:
 
     # ---- micro-steps
 
+    def check_model(self) -> None:
+        """Raise if a model communicates that accumulation does not silence; looks only once."""
+        if self._model_checked or self.ranks.knows_model:
+            return
+        if reducing_model(param for _, param in self.named_params()) is not None:
+            raise TypeError(
+                "a DistributedDataParallel model reduces these gradients in every backward, and "
+                "accumulate() was not given it: pass model= the DistributedDataParallel itself, "
+                "not the module inside"
+            )
+        self._model_checked = True
+
     def begin_micro_step(self) -> None:
         """Before a forward pass."""
+        if self.model is not None or self.sums is not None:
+            self.check_model()
         if self.ready or self.micro_step == 0:
             self.begin_window()
         else:
@@ -173,7 +191,8 @@ class Window:
             self.drop_grads()
             return
         self.ready = True
-        for optimizer in self.optimizers:
+        for optimizer, hooks in zip(self.optimizers, self._hooks, strict=True):
+            hooks.come_last(optimizer)
             if self.sums and not isinstance(optimizer, FusedOptimizer):
                 params = division.params_of(optimizer)
                 rest = [p.grad for p in params if p.grad is not None and p not in self.sums]
@@ -197,10 +216,13 @@ class Window:
     def _add_up_over_ranks(self) -> float | None:
         """What no model has reduced; the divisor, or None if no rank did anything."""
         params = [param for _, param in self.named_params() if param.requires_grad]
-        has = [float(param.grad is not None) for param in params]
+        mine = self.micro_step > 0  # else what is in .grad is of the window before
+        has = [float(mine and param.grad is not None) for param in params]
         micro_steps, count, *has = self.ranks.total([float(self.micro_step), self.count, *has])
         if micro_steps == 0.0:
             return None
+        if not mine:
+            self.drop_grads()
         used = [param for param, somewhere in zip(params, has, strict=True) if somewhere]
         for name, param in self.named_params():
             if param.grad is not None and param.grad.layout is not torch.strided:
@@ -332,8 +354,22 @@ class Window:
         self.mark()
 
 
-def _undo(handles: list[Any], sums: Sums | None) -> None:
-    for handle in handles:
-        handle.remove()
+def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
+    """Raise if two of the optimizers have a parameter in common."""
+    seen: set[int] = set()
+    for number, optimizer in enumerate(optimizers):
+        params = division.params_of(optimizer)
+        for index, param in enumerate(params):
+            if id(param) in seen:
+                raise ValueError(
+                    f"parameter {index} of optimizer {number} ({type(optimizer).__name__}) is in "
+                    "another optimizer too: its gradient would be divided by both"
+                )
+        seen.update(map(id, params))
+
+
+def _undo(hooks: list[StepHooks], sums: Sums | None) -> None:
+    for of_step in hooks:
+        of_step.remove()
     if sums is not None:
         sums.remove()

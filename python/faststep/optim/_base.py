@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -276,6 +277,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             return func(self, *args, **kwargs)
 
         return wrapper
+
+    @classmethod
+    def _has_own_step(cls) -> bool:
+        """Whether this is a script's subclass, whose step may do something with the gradients."""
+        return inspect.unwrap(cls.step) is not FusedOptimizer.step
 
     @disable_dynamo
     def _step_uncompiled(self) -> None:
