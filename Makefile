@@ -6,7 +6,8 @@ BIN := $(abspath $(VENV))/bin
 C_FILES = $(wildcard csrc/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch] tests/cuda/*.[ch] tests/cuda/*.cu)
 C_TESTS := $(MAKE) -f tests/c/Makefile
 # What runs the loops: these tests are repeated for each instruction set, and under the sanitizers.
-LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py
+LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py \
+    tests/data/test_converted.py
 # What goes from Python to the kernels, on a machine that claims to have CUDA devices.
 DEVICE_TESTS := $(addprefix tests/device/test_,amp.py graphs.py lists.py state_dict.py steps.py)
 # Of the loader, what starts no process: a lock of AddressSanitizer may be held while its owner forks.

@@ -1,14 +1,50 @@
-/* widen.h - rows of unsigned integers, as those of files of tokens, become wider ones. */
+/* widen.h - rows of integers, as those of files of tokens, become wider ones, and rows of numbers
+ * the floats that a model takes. */
 #ifndef FST_BASE_WIDEN_H
 #define FST_BASE_WIDEN_H
 
-#include <stddef.h>
+#include "base/dtype.h"
 
 /* Both ends may lie at any address. */
 typedef void (*fst_widen)(char *restrict to, const char *restrict from, size_t items);
 
+/* Numbers that become floats; bool is a byte. */
+typedef enum {
+    FST_OF_U8,
+    FST_OF_I8,
+    FST_OF_I16,
+    FST_OF_I32,
+    FST_OF_F16,
+    FST_OF_BF16,
+    FST_OF_F32,
+    FST_OF_F64,
+    FST_NUMBER_COUNT,
+} fst_number;
+
+static inline size_t fst_number_size(fst_number number)
+{
+    static const size_t sizes[FST_NUMBER_COUNT] = {1, 1, 2, 4, 2, 2, 4, 8};
+    return sizes[number];
+}
+
+/* How: each number is rounded to fp32, becomes (number * scale - mean) / std there, each operation
+ * rounded, and is rounded to `to`. */
+typedef struct {
+    fst_number from;
+    fst_dtype to; /* not fp64 */
+    float scale;
+    float *mean, *std; /* NULL: the numbers stay as they are */
+    size_t run;        /* items of a row that share a mean and a std */
+} fst_float_form;
+
+/* Items [first, first + count) of a row. Both ends may lie at any address but for fp32 in `to`. */
+typedef void (*fst_to_floats)(const fst_float_form *form, char *restrict to,
+                              const char *restrict from, size_t first, size_t count);
+
 typedef struct {
     fst_widen u16_to_i32, u16_to_i64, u32_to_i64;
+    fst_widen u8_to_i64, i8_to_i64, i16_to_i64, i32_to_i64;
+    fst_to_floats to_floats;
 } fst_widen_loops;
 
 #endif

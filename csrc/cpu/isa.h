@@ -14,6 +14,8 @@
 void FST_OF_ISA(fst_image_rows)(const fst_image_batch *batch, int64_t begin, int64_t end,
                                 void *scratch);
 void FST_OF_ISA(fst_image_split)(size_t count, uint8_t *planes, const uint8_t *pixels);
+void FST_OF_ISA(fst_floats)(const fst_float_form *form, char *restrict to,
+                            const char *restrict from, size_t first, size_t count);
 extern const fst_widen_loops FST_OF_ISA(fst_widen_loops);
 
 #endif

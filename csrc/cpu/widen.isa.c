@@ -17,9 +17,18 @@
 WIDEN(fst_loop_u16_to_i32, uint16_t, int32_t)
 WIDEN(fst_loop_u16_to_i64, uint16_t, int64_t)
 WIDEN(fst_loop_u32_to_i64, uint32_t, int64_t)
+WIDEN(fst_loop_u8_to_i64, uint8_t, int64_t)
+WIDEN(fst_loop_i8_to_i64, int8_t, int64_t)
+WIDEN(fst_loop_i16_to_i64, int16_t, int64_t)
+WIDEN(fst_loop_i32_to_i64, int32_t, int64_t)
 
 const fst_widen_loops FST_OF_ISA(fst_widen_loops) = {
     .u16_to_i32 = fst_loop_u16_to_i32,
     .u16_to_i64 = fst_loop_u16_to_i64,
     .u32_to_i64 = fst_loop_u32_to_i64,
+    .u8_to_i64 = fst_loop_u8_to_i64,
+    .i8_to_i64 = fst_loop_i8_to_i64,
+    .i16_to_i64 = fst_loop_i16_to_i64,
+    .i32_to_i64 = fst_loop_i32_to_i64,
+    .to_floats = FST_OF_ISA(fst_floats),
 };

@@ -6,6 +6,7 @@
 
 /* Rows whose beginning is asked for before they are copied; and of how much of the next one. */
 enum { AHEAD = 8, NEXT_BYTES = 4096 };
+enum { BLOCK = 512 }; /* floats that are made in the first-level cache, to be streamed from there */
 
 static const fst_widen_loops *widen;
 
@@ -27,11 +28,22 @@ static const struct {
     [FST_U16_TO_I32_DOCUMENTS] = {2, 4},
     [FST_U16_TO_I64_DOCUMENTS] = {2, 8},
     [FST_U32_TO_I64_DOCUMENTS] = {4, 8},
+    [FST_U8_TO_I64] = {1, 8},
+    [FST_I8_TO_I64] = {1, 8},
+    [FST_I16_TO_I64] = {2, 8},
+    [FST_I32_TO_I64] = {4, 8},
 };
+
+static size_t source_bytes(const fst_field *field)
+{
+    return field->items * (field->conversion == FST_TO_FLOATS ? fst_number_size(field->floats.from)
+                                                              : sizes[field->conversion].from);
+}
 
 size_t fst_field_row_bytes(const fst_field *field)
 {
-    return field->items * sizes[field->conversion].to;
+    return field->items * (field->conversion == FST_TO_FLOATS ? fst_dtype_size(field->floats.to)
+                                                              : sizes[field->conversion].to);
 }
 
 size_t fst_table_row_bytes(const fst_table *table)
@@ -129,10 +141,44 @@ static void copy_row(const fst_field *field, char *output, const char *row)
     case FST_U32_TO_I64:
         widen->u32_to_i64(output, row, field->items);
         break;
+    case FST_U8_TO_I64:
+        widen->u8_to_i64(output, row, field->items);
+        break;
+    case FST_I8_TO_I64:
+        widen->i8_to_i64(output, row, field->items);
+        break;
+    case FST_I16_TO_I64:
+        widen->i16_to_i64(output, row, field->items);
+        break;
+    case FST_I32_TO_I64:
+        widen->i32_to_i64(output, row, field->items);
+        break;
+    case FST_TO_FLOATS:
+        widen->to_floats(&field->floats, output, row, 0, field->items);
+        break;
     case FST_AS_IS:
     case FST_CONVERSION_COUNT:
     default:
         memcpy(output, row, field->items);
+    }
+}
+
+static void stream_row(const fst_field *field, char *output, const char *row, size_t size)
+{
+    if (field->conversion == FST_AS_IS) {
+        fst_stream_copy(output, row, size);
+        return;
+    }
+    if (field->conversion != FST_TO_FLOATS) {
+        copy_row(field, output, row);
+        return;
+    }
+    char block[BLOCK * sizeof(float)] __attribute__((aligned(64)));
+    const size_t from = fst_number_size(field->floats.from), to = fst_dtype_size(field->floats.to);
+    for (size_t first = 0; first < field->items; first += BLOCK) {
+        const size_t left = field->items - first, count = left < BLOCK ? left : BLOCK;
+        widen->to_floats(&field->floats, block, row + first * from, first, count);
+        fst_stream_copy(output + first * to, block, count * to);
     }
 }
 
@@ -154,15 +200,15 @@ void fst_table_copy(const fst_table *table, const fst_place *places, size_t begi
     for (size_t f = 0; f < table->field_count; f++) {
         const fst_field *field = &table->fields[f];
         const size_t size = fst_field_row_bytes(field);
-        const size_t from = field->items * sizes[field->conversion].from;
+        const size_t from = source_bytes(field);
         for (size_t i = begin; size && i < end; i++) {
             if (i + AHEAD < end)
                 __builtin_prefetch(row_at(&places[i + AHEAD], f));
             if (i + 1 < end)
                 fetch(row_at(&places[i + 1], f), from < NEXT_BYTES ? from : NEXT_BYTES);
             const char *row = row_at(&places[i], f);
-            if (stream && field->conversion == FST_AS_IS)
-                fst_stream_copy(outputs[f] + i * size, row, size);
+            if (stream)
+                stream_row(field, outputs[f] + i * size, row, size);
             else
                 copy_row(field, outputs[f] + i * size, row);
         }

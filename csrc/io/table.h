@@ -23,6 +23,11 @@ typedef enum {
     FST_U16_TO_I32_DOCUMENTS,
     FST_U16_TO_I64_DOCUMENTS,
     FST_U32_TO_I64_DOCUMENTS,
+    FST_U8_TO_I64,
+    FST_I8_TO_I64,
+    FST_I16_TO_I64,
+    FST_I32_TO_I64,
+    FST_TO_FLOATS, /* as `floats` says */
     FST_CONVERSION_COUNT,
 } fst_conversion;
 
@@ -31,6 +36,7 @@ typedef struct {
     fst_conversion conversion;
     uint32_t boundary; /* the token between documents */
     int begins;        /* it is the first of a document, not the last */
+    fst_float_form floats;
 } fst_field;
 
 typedef struct {

@@ -71,21 +71,68 @@ Py_ssize_t fst_sequence_size(PyObject *sequence)
                                      : -1;
 }
 
-/* Reads (prototype, conversion[, boundary, begins]): an empty tensor of the output's type and row
- * shape, and for conversions that need it the token between documents. */
+static int read_floats_dtype(fst_dl_dtype type, fst_dtype *dtype)
+{
+    *dtype = type.code == FST_DL_BFLOAT ? FST_BF16 : type.bits == 32 ? FST_F32 : FST_F16;
+    return type.lanes == 1 &&
+           ((type.code == FST_DL_FLOAT && (type.bits == 16 || type.bits == 32)) ||
+            (type.code == FST_DL_BFLOAT && type.bits == 16));
+}
+
+/* Reads (number, scale, means, stds): of what type the rows' numbers are, and two tuples of
+ * nothing, one float, or one for each element of a row's first dimension. */
+static int parse_floats(fst_field *field, const fst_field_form *form, PyObject *spec)
+{
+    fst_float_form *floats = &field->floats;
+    PyObject *means, *stds;
+    int from;
+    if (!PyArg_ParseTuple(spec, "ifO!O!", &from, &floats->scale, &PyTuple_Type, &means,
+                          &PyTuple_Type, &stds))
+        return -1;
+    const Py_ssize_t count = PyTuple_Size(means);
+    const int fits = count <= 1 || (form->row_dims && count == form->row_shape[0]);
+    if (from < 0 || from >= FST_NUMBER_COUNT || !read_floats_dtype(form->dtype, &floats->to) ||
+        !fits || PyTuple_Size(stds) != count) {
+        PyErr_SetString(PyExc_ValueError, "no such field of floats");
+        return -1;
+    }
+    floats->from = (fst_number)from;
+    if (!count)
+        return 0;
+    floats->mean = PyMem_Calloc((size_t)count * 2, sizeof *floats->mean);
+    if (!floats->mean) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    floats->std = floats->mean + count;
+    floats->run = field->items / (size_t)count;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        floats->mean[i] = (float)PyFloat_AsDouble(PyTuple_GetItem(means, i));
+        floats->std[i] = (float)PyFloat_AsDouble(PyTuple_GetItem(stds, i));
+        if (PyErr_Occurred())
+            return -1;
+    }
+    return 0;
+}
+
+/* Reads (prototype, conversion[, boundary, begins, floats]): an empty tensor of the output's type
+ * and row shape, for conversions that need it the token between documents, and for one to floats
+ * what parse_floats reads. */
 static int parse_field(const fst_module *state, fst_gather_object *self, size_t f, PyObject *spec)
 {
     fst_field *field = &self->table.fields[f];
     fst_field_form *form = &self->forms[f];
     fst_dl_tensor tensor;
-    PyObject *prototype;
+    PyObject *prototype, *floats = NULL;
     unsigned boundary = 0;
     int conversion, begins = 0;
-    if (!PyArg_ParseTuple(spec, "Oi|Ip", &prototype, &conversion, &boundary, &begins) ||
+    if (!PyArg_ParseTuple(spec, "Oi|IpO!", &prototype, &conversion, &boundary, &begins,
+                          &PyTuple_Type, &floats) ||
         read_tensor(state, self->api, prototype, &tensor))
         return -1;
     if (tensor.ndim < 1 || tensor.ndim > FST_MAX_ROW_DIMS + 1 || tensor.dtype.bits % 8 ||
-        conversion < 0 || conversion >= FST_CONVERSION_COUNT) {
+        conversion < 0 || conversion >= FST_CONVERSION_COUNT ||
+        (conversion == FST_TO_FLOATS) != (floats != NULL)) {
         PyErr_SetString(PyExc_ValueError, "no such field");
         return -1;
     }
@@ -99,7 +146,7 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
         form->row_shape[d] = tensor.shape[d + 1];
         field->items *= (size_t)tensor.shape[d + 1];
     }
-    return 0;
+    return floats ? parse_floats(field, form, floats) : 0;
 }
 
 /* Whether a tensor is packed, and a batch of `rows` with this form fits exactly. */
@@ -266,6 +313,8 @@ void fst_gather_forget(fst_gather_object *self)
         PyMem_Free(self->table.nodes[n].children);
         PyMem_Free(self->table.nodes[n].ends);
     }
+    for (size_t f = 0; f < self->table.field_count; f++)
+        PyMem_Free(self->table.fields[f].floats.mean);
     PyMem_Free(self->table.fields);
     PyMem_Free(self->table.nodes);
     PyMem_Free(self->forms);

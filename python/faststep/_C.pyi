@@ -372,7 +372,9 @@ class Gather:
         slots: the memory of the batches.
         fields: (empty tensor of a batch's type and row shape, number of the conversion), and for
             conversions to positions and documents the token between documents and whether it is
-            the first of one, not the last.
+            the first of one, not the last. For one to floats a tuple follows: the type's number in
+            csrc/base/widen.h, the scale, and as tuples no means and stds, one of each, or one for
+            each element of a row's first dimension.
         nodes: the tree of csrc/io/table.h, the root last: (0, length, ((address, stride), ...)),
             (1, child, length, address of int64 indices or 0, start, step) or (2, children).
         threads: at most so many.
@@ -383,7 +385,7 @@ class Gather:
     def __new__(
         cls,
         slots: Slots,
-        fields: tuple[tuple[Tensor, int] | tuple[Tensor, int, int, bool], ...],
+        fields: tuple[tuple[Any, ...], ...],
         nodes: tuple[tuple[Any, ...], ...],
         threads: int,
         eager: bool,

@@ -255,9 +255,12 @@ static void documents_are_found(void)
 {
     enum { ITEMS = 40 };
     static const uint32_t tokens[] = {0, 1, 0xFFFF, 0x10000, UINT32_MAX};
-    for (int conversion = FST_U16_TO_I32_POSITIONS; conversion < FST_CONVERSION_COUNT; conversion++)
+    for (int conversion = FST_U16_TO_I32_POSITIONS; conversion < FST_U8_TO_I64; conversion++)
         for (size_t pick = 0; pick < 10; pick++) {
-            const fst_field field = {ITEMS, (fst_conversion)conversion, tokens[pick / 2], pick % 2};
+            const fst_field field = {.items = ITEMS,
+                                     .conversion = (fst_conversion)conversion,
+                                     .boundary = tokens[pick / 2],
+                                     .begins = pick % 2};
             const size_t width = (conversion - FST_U16_TO_I32_POSITIONS) % 3 == 2 ? 4 : 2;
             const size_t size = fst_field_row_bytes(&field) / ITEMS;
             unsigned char bytes[4 * ITEMS + 1];

@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate, get_work
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 import faststep.data
-from faststep.data import DataLoader
+from faststep.data import ArrayDataset, DataLoader, converted
 
 from .both import plain, without_sanitizer
 
@@ -372,3 +372,12 @@ def test_nothing_has_a_name() -> None:
     for names, _ in seen:
         assert not any("torch_" in name and f"_{os.getpid()}_" in name for name in map(str, names))
     assert len({tuple(numbers.tolist()) for _, numbers in seen}) == 1
+
+
+def test_what_is_converted_is_the_same_in_a_worker() -> None:
+    numbers = torch.arange(24, dtype=torch.uint8).view(4, 2, 3)
+    dataset = ArrayDataset(converted(numbers, torch.float16, scale=0.1, mean=(1, 2), std=3))
+    gathered = DataLoader(dataset, 4)
+    processes = DataLoader(dataset, 4, num_workers=1, collate_fn=torch.stack)
+    assert (gathered.path, processes.path) == ("arrays", "workers")
+    assert plain(next(iter(processes))) == plain(next(iter(gathered)))

@@ -363,6 +363,13 @@ def gather() -> Iterator[Case]:
         if close:
             gather.close()
 
+    normal = (0, 0.5, (1.0, 2.0, 3.0, 4.0), (5.0,) * 4)
+    floats = ((prototype(4), 14, 0, False, normal), (prototype(), 14, 0, False, (6, 1.0, (), ())))
+
+    def run_floats() -> None:
+        assert _C.Gather(slots, floats, (rows,), 0, False, owner).submit([1])
+
+    yield run_floats, [slots, owner, floats, normal]
     for take, close in ((0, True), (2, False), (5, True)):
         call = functools.partial(run, take, close)
         yield call, [slots, owner, data, chosen, *fields, nodes, outputs, *outputs]
@@ -389,6 +396,18 @@ def gather() -> Iterator[Case]:
         (slots, (), nodes, 1, False, owner),
         (slots, ((data.int, 0),), nodes, 1, False, owner),
         (slots, ((prototype(4), 9),), nodes, 1, False, owner),
+        (slots, ((prototype(4), 14),), nodes, 1, False, owner),
+        *(
+            (slots, ((prototype(4, dtype=dtype), 14, 0, False, spec),), nodes, 1, False, owner)
+            for dtype, spec in (
+                (torch.float32, (9, *normal[1:])),
+                (torch.int32, normal),
+                (torch.float32, (0, 0.5, (1.0, 2.0), (3.0, 4.0))),
+                (torch.float32, (0, 0.5, normal[2], (1.0,))),
+                (torch.float32, (0, 0.5, normal[2], ("1", 2.0, 3.0, 4.0))),
+                (torch.float32, (0, 0.5, 1.0, 2.0)),
+            )
+        ),
         (slots, fields, (), 1, False, owner),
         (slots, fields, (rows, (0, 9, ((1, 1),))), 1, False, owner),
         (slots, fields, ((1, 0, 3, 0, 0, 1),), 1, False, owner),

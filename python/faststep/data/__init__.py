@@ -2,6 +2,7 @@
 
 from . import transforms
 from .arrays import ArrayDataset
+from .converted import converted
 from .formats import FormatError, convert, open
 from .keyed import KeyedSampler
 from .loader import DataLoader
@@ -16,6 +17,7 @@ __all__ = [
     "TokenDataset",
     "TokenWindow",
     "convert",
+    "converted",
     "cu_seqlens",
     "freeze",
     "open",

@@ -7,7 +7,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["AS_IS", "CONVERSIONS", "Column", "NotArrays", "check_array", "column_of"]
+__all__ = [
+    "AS_IS",
+    "CONVERSIONS",
+    "NUMBERS",
+    "TO_FLOATS",
+    "WIDENED",
+    "Column",
+    "NotArrays",
+    "check_array",
+    "column_of",
+]
 
 AS_IS = 0
 # (type in the array, type in the batch) -> the number of the conversion in csrc/io/table.h
@@ -16,6 +26,16 @@ CONVERSIONS = {
     ("uint16", torch.int64): 2,
     ("uint32", torch.int64): 3,
 }
+WIDENED = {
+    ("uint8", torch.int64): 10,
+    ("int8", torch.int64): 11,
+    ("int16", torch.int64): 12,
+    ("int32", torch.int64): 13,
+}
+TO_FLOATS = 14
+# the types of which floats are made, and their numbers in csrc/base/widen.h
+NUMBERS = {"bool": 0, "uint8": 0, "int8": 1, "int16": 2, "int32": 3}
+NUMBERS |= {"float16": 4, "bfloat16": 5, "float32": 6, "float64": 7}
 # what DLPack takes and gives back as it was: no bits, no quantized numbers, not several in a byte
 KINDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
 KINDS |= {"bfloat16", "float16", "float32", "float64", "complex32", "complex64", "complex128"}
@@ -36,14 +56,18 @@ class Column:
         length: rows.
         owner: the array.
         mapped: the memory is a file's, and may have to be read first.
-        conversion: a value of CONVERSIONS, with POSITIONS or DOCUMENTS added, or AS_IS.
-        boundary: for these two, the token between documents, and whether it is the first of one.
+        conversion: a value of CONVERSIONS, with POSITIONS or DOCUMENTS added, or of WIDENED, or
+            TO_FLOATS or AS_IS.
+        boundary: for POSITIONS and DOCUMENTS, the token between documents, and whether it is the
+            first of one.
+        floats: for TO_FLOATS, a value of NUMBERS, the scale, means and stds.
     """
 
     __slots__ = (
         "address",
         "boundary",
         "conversion",
+        "floats",
         "length",
         "mapped",
         "owner",
@@ -70,6 +94,13 @@ class Column:
         self.mapped = mapped
         self.conversion = conversion
         self.boundary = boundary
+        self.floats: tuple[int, float, tuple[float, ...], tuple[float, ...]] | None = None
+
+    @property
+    def spec(self) -> tuple[Any, ...]:
+        """What Gather takes for a field."""
+        spec = (self.prototype, self.conversion, *self.boundary)
+        return spec if self.floats is None else (*spec, self.floats)
 
     def has_form_of(self, other: Column) -> bool:
         return (
@@ -77,6 +108,7 @@ class Column:
             and self.prototype.shape == other.prototype.shape
             and self.conversion == other.conversion
             and self.boundary == other.boundary
+            and self.floats == other.floats
         )
 
 

@@ -15,6 +15,7 @@ from faststep import _C
 
 from .arrays import ArrayDataset
 from .columns import Column, NotArrays, column_of
+from .converted import column_of_leaf
 from .structure import LEAF, Structure
 from .tokens import TokenDataset
 
@@ -61,7 +62,7 @@ class Plan:
         """
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         threads = min(cores if self.mapped else max(1, cores - 1), workers or MOST_THREADS)
-        fields = tuple((form.prototype, form.conversion, *form.boundary) for form in self.forms)
+        fields = tuple(form.spec for form in self.forms)
         nodes = tuple(self._nodes)
         return _C.Gather(slots, fields, nodes, threads, self.mapped, tuple(self._owners))
 
@@ -70,7 +71,7 @@ class Plan:
         if _is(dataset, TensorDataset):
             return self._add_tensors(dataset, name)
         if _is(dataset, ArrayDataset):
-            columns = tuple(column_of(array, f"{name}.{n}") for n, array in dataset.leaves)
+            columns = tuple(column_of_leaf(array, f"{name}.{n}") for n, array in dataset.leaves)
             return self._add_rows(columns, dataset.structure, [n for n, _ in dataset.leaves], name)
         if _is(dataset, TokenDataset):
             window, names = dataset.structure()

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
 from ..arrays import ArrayDataset
+from ..converted import Converted
 from ..structure import Structure, flatten
 from .columns_out import FieldWriter
 from .common import FormatError, PathLike, naming
@@ -198,6 +199,8 @@ def _array_parts(dataset: Dataset[Any]) -> list[ArrayDataset] | None:
     parts: list[Any] = [*dataset.datasets] if type(dataset) is ConcatDataset else [dataset]
     if any(type(part) not in (ArrayDataset, MappedArrays) for part in parts):
         return None  # what else there is, a subclass too, may make other samples of its arrays
+    if any(isinstance(array, Converted) for part in parts for _, array in part.leaves):
+        return None
     forms = [(part.structure, _forms(part)) for part in parts]
     return parts if all(form == forms[0] for form in forms) else None
 
