@@ -220,6 +220,26 @@ def test_training_goes_on_without_blocks() -> None:
     assert_equal(values(model), values(other))
 
 
+def test_later_gradients_in_the_memory_of_those_of_a_window() -> None:
+    """They are not taken for the sum, even if they were written as often."""
+    model = make_model()
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=100.0)
+    loop = model, optimizer, faststep.accumulate(optimizer, 2)
+    for index in range(2):
+        micro_step(loop, index)
+    optimizer.step()
+    wanted = []
+    for param in model.parameters():
+        later = torch.from_numpy(param.grad.numpy())
+        while later._version < param.grad._version:
+            torch.autograd.graph.increment_version(later)
+        param.grad = later
+        wanted.append(param.detach() - 0.1 * later)
+    optimizer.step()
+    for param, value in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(param.detach(), value)
+
+
 @pytest.mark.parametrize("dtype", [None, torch.float32])
 def test_a_dropped_accumulation_leaves_nothing(dtype: torch.dtype | None) -> None:
     """Without remove(): when it dies its hooks go too, and it keeps no optimizer alive."""
