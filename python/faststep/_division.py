@@ -149,8 +149,8 @@ def check(optimizer: Optimizer) -> None:
             "gradients were changed (by clipping?) between the end of the accumulation window and "
             f"step(), where they are still a sum that step() divides by {division.divisor:g}. "
             "Clip with max_grad_norm= of the optimizer, with the clip_grad_norm_() of the object "
-            "that accumulate() returned or of faststep; or call its normalize_() before you "
-            "change gradients"
+            "that accumulate() returned or, outside torch.compile, of faststep; or call "
+            "normalize_() of that object before you change gradients"
         )
 
 

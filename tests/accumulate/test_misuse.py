@@ -102,6 +102,22 @@ def test_clipping_and_clearing_between_micro_steps() -> None:
             micro_step(loop)
 
 
+def test_clipping_the_sum_inside_a_compiled_function() -> None:
+    """torch's function is what is compiled, so faststep's own is no way out there."""
+    loop = start()
+    model, optimizer, _ = loop
+    clip = torch.compile(
+        lambda params: faststep.clip_grad_norm_(params, 0.1), backend="eager", fullgraph=True
+    )
+    for index in range(2):
+        micro_step(loop, index)
+    clip(list(model.parameters()))
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"or, outside torch\.compile, of faststep"):
+        optimizer.step()
+    assert_equal(values(model), before)
+
+
 def test_a_missing_zero_grad() -> None:
     loop = start()
     for index in range(2):
