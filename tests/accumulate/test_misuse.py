@@ -139,6 +139,25 @@ def test_a_closure(make) -> None:
     optimizer.step()
 
 
+def test_a_closure_after_the_step_of_a_window() -> None:
+    """It computes gradients of its own, which are no sum to divide."""
+    model = make_model()
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=100.0)
+    loop = model, optimizer, faststep.accumulate(optimizer, 2)
+    for index in range(2):
+        micro_step(loop, index)
+    optimizer.step()
+    before = values(model)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        loss_of(model, DATA[2]).backward()
+
+    optimizer.step(closure)
+    for param, value in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.detach(), value - 0.1 * param.grad)
+
+
 def test_an_exception_inside_the_block() -> None:
     loop = start(3)
     model, optimizer, accum = loop

@@ -338,7 +338,8 @@ class Window:
                 "a closure computes new gradients, which are no sum over a window: call step() "
                 "without one"
             )
-        division.repeat(optimizer, self._stepped.get(id(optimizer)))
+        if not closure:
+            division.repeat(optimizer, self._stepped.get(id(optimizer)))
         division.check(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
