@@ -129,12 +129,22 @@ def repeat(optimizer: Optimizer, made: Division | None) -> None:
 
     faststep's steps that clip do; others write the quotient. Addresses alone do not tell: gradients
     of a later backward pass may lie where those of the window lay.
+
+    Raises:
+        RuntimeError: a GradScaler makes the step.
     """
     if made is None or made.first is None or not isinstance(optimizer, FusedOptimizer):
         return
     grads = _dense(grads_of(optimizer))
-    if grads and grads[0] is made.first() and _versions_of(grads) == made.versions:
-        defer(optimizer, made.divisor)
+    if not grads or grads[0] is not made.first() or _versions_of(grads) != made.versions:
+        return
+    if getattr(optimizer, _ATTRIBUTE, None) is not None:
+        raise RuntimeError(
+            f"another step of {type(optimizer).__name__} under a GradScaler finds the sum of the "
+            "last accumulation window, still scaled as it was then: call optimizer.zero_grad() "
+            "after the step"
+        )
+    defer(optimizer, made.divisor)
 
 
 def check(optimizer: Optimizer) -> None:
