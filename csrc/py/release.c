@@ -134,6 +134,7 @@ static int hook_traverse(PyObject *object, visitproc visit, void *arg)
     return 0;
 }
 
+/* What a call needs stays: others break the cycles that it is in. */
 static int hook_clear(PyObject *object)
 {
     release_hook *self = (release_hook *)object;

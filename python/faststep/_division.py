@@ -21,6 +21,7 @@ from ._torch import increment_version
 from .optim._base import FusedOptimizer
 
 __all__ = [
+    "Division",
     "check",
     "defer",
     "divide",
@@ -28,6 +29,7 @@ __all__ = [
     "divide_these",
     "divisor_of",
     "params_of",
+    "repeat",
     "scale",
     "settle",
     "unscaled",
@@ -36,7 +38,7 @@ __all__ = [
 _ATTRIBUTE = "grad_scale"
 
 
-class _Division:
+class Division:
     """One optimizer's division: the number, the tensor lent to it, the gradients as they were."""
 
     def __init__(self, optimizer: Optimizer, divisor: float) -> None:
@@ -47,10 +49,12 @@ class _Division:
         grads = grads_of(optimizer)
         device = grads[0].device if grads else "cpu"
         self.scale = torch.tensor(divisor, dtype=dtype, device=device)
-        self.versions = [(grad.data_ptr(), grad._version) for grad in _dense(grads)]
+        dense = _dense(grads)
+        self.versions = _versions_of(dense)
+        self.first = weakref.ref(dense[0]) if dense else None
 
 
-_waiting: weakref.WeakKeyDictionary[Optimizer, _Division] = weakref.WeakKeyDictionary()
+_waiting: weakref.WeakKeyDictionary[Optimizer, Division] = weakref.WeakKeyDictionary()
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
@@ -65,6 +69,10 @@ def grads_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _dense(grads: Iterable[Tensor]) -> list[Tensor]:
     return [grad for grad in grads if grad.layout is torch.strided]
+
+
+def _versions_of(grads: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return [(grad.data_ptr(), grad._version) for grad in grads]
 
 
 def takes_gradscale(optimizer: Optimizer) -> bool:
@@ -95,7 +103,7 @@ def defer(optimizer: Optimizer, divisor: float) -> None:
             f"{type(optimizer).__name__}.grad_scale is set already: it cannot carry the division "
             "of accumulated gradients as well"
         )
-    division = _Division(optimizer, divisor)
+    division = Division(optimizer, divisor)
     _waiting[optimizer] = division
     setattr(optimizer, _ATTRIBUTE, division.scale)
 
@@ -106,13 +114,37 @@ def divisor_of(optimizer: Optimizer) -> float | None:
     return None if division is None else division.divisor
 
 
-def settle(optimizer: Optimizer) -> None:
-    """The division has been made, or is not wanted any more."""
+def settle(optimizer: Optimizer) -> Division | None:
+    """The division, if one waited, has been made or is not wanted any more; returns it."""
     division = _waiting.pop(optimizer, None)
     # While a scaler steps the attribute is the scaler's to remove.
     lent = vars(optimizer).get(_ATTRIBUTE)
     if division is not None and lent is division.scale and "found_inf" not in vars(optimizer):
         delattr(optimizer, _ATTRIBUTE)
+    return division
+
+
+def repeat(optimizer: Optimizer, made: Division | None) -> None:
+    """Let another step of the same gradients divide too, if the last one has left them a sum.
+
+    faststep's steps that clip do; others write the quotient. Addresses alone do not tell: gradients
+    of a later backward pass may lie where those of the window lay.
+
+    Raises:
+        RuntimeError: a GradScaler makes the step.
+    """
+    if made is None or made.first is None or not isinstance(optimizer, FusedOptimizer):
+        return
+    grads = _dense(grads_of(optimizer))
+    if not grads or grads[0] is not made.first() or _versions_of(grads) != made.versions:
+        return
+    if getattr(optimizer, _ATTRIBUTE, None) is not None:
+        raise RuntimeError(
+            f"another step of {type(optimizer).__name__} under a GradScaler finds the sum of the "
+            "last accumulation window, still scaled as it was then: call optimizer.zero_grad() "
+            "after the step"
+        )
+    defer(optimizer, made.divisor)
 
 
 def check(optimizer: Optimizer) -> None:
@@ -122,14 +154,13 @@ def check(optimizer: Optimizer) -> None:
         return
     if getattr(optimizer, _ATTRIBUTE, None) is None:  # an older torch's scaler drops it
         setattr(optimizer, _ATTRIBUTE, division.scale)
-    now = [(grad.data_ptr(), grad._version) for grad in _dense(grads_of(optimizer))]
-    if now != division.versions:
+    if _versions_of(_dense(grads_of(optimizer))) != division.versions:
         raise RuntimeError(
             "gradients were changed (by clipping?) between the end of the accumulation window and "
             f"step(), where they are still a sum that step() divides by {division.divisor:g}. "
             "Clip with max_grad_norm= of the optimizer, with the clip_grad_norm_() of the object "
-            "that accumulate() returned or of faststep; or call its normalize_() before you "
-            "change gradients"
+            "that accumulate() returned or, outside torch.compile, of faststep; or call "
+            "normalize_() of that object before you change gradients"
         )
 
 

@@ -17,6 +17,7 @@ there as a whole.
 
 Accumulated gradients that wait for their division (faststep.accumulate) are divided first. Those
 that were used in backward (faststep.release_gradients) are an error: nothing is left to clip.
+Neither is known inside torch.compile.
 """
 
 from __future__ import annotations

@@ -10,7 +10,17 @@ from torch import Tensor, nn
 
 import faststep
 
-from .common import OPTIMIZERS, Make, assert_close, batches, grads, loss_of, make_model, values
+from .common import (
+    OPTIMIZERS,
+    Make,
+    assert_close,
+    assert_equal,
+    batches,
+    grads,
+    loss_of,
+    make_model,
+    values,
+)
 
 over_optimizers = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 over_scalers = pytest.mark.parametrize(
@@ -252,3 +262,21 @@ def test_fp16_with_sums_can_be_unscaled() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert not optimizer.step_was_skipped
+
+
+@over_scalers
+def test_another_step_of_the_same_window(scaler_class) -> None:
+    """What is in `.grad` is still scaled, by a scale that may have changed since."""
+    model = make_model()
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=100.0)
+    scaler = scaler_class("cpu", init_scale=1024.0)
+    accum = faststep.accumulate(optimizer, 3)
+    for batch in WINDOWS[0]:
+        with accum:
+            scaler.scale(loss_of(model, batch)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"call optimizer\.zero_grad\(\) after the step"):
+        scaler.step(optimizer)
+    assert_equal(values(model), before)

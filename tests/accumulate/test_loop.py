@@ -166,6 +166,25 @@ def test_a_step_that_reads_gradients_finds_the_mean() -> None:
         assert_close(one, other, 1e-5)
 
 
+@pytest.mark.parametrize("clips", [{}, {"max_grad_norm": 100.0}, {"max_grad_norm": 0.1}])
+def test_another_step_of_the_same_window(clips: dict[str, float]) -> None:
+    """The mean again, also where the first step has left the sum in `.grad`."""
+    model, reference = make_model(), make_model()
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, **clips)
+    theirs = torch.optim.SGD(reference.parameters(), lr=0.1)
+    accum = faststep.accumulate(optimizer, 4)
+    for batch in batches([4] * 4):
+        with accum:
+            accum.backward(loss_of(model, batch))
+        (loss_of(reference, batch) / 4).backward()
+    if clips:
+        nn.utils.clip_grad_norm_(reference.parameters(), clips["max_grad_norm"])
+    for _ in range(3):
+        optimizer.step()
+        theirs.step()
+        assert_close(values(model), values(reference), 1e-6)
+
+
 def test_fp64_divides_in_fp64() -> None:
     """Three micro-steps: 1/3 rounded to fp32 would be off by 3e-8."""
     window = batches([4] * 3, dtype=torch.float64)

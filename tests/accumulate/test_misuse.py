@@ -102,6 +102,22 @@ def test_clipping_and_clearing_between_micro_steps() -> None:
             micro_step(loop)
 
 
+def test_clipping_the_sum_inside_a_compiled_function() -> None:
+    """torch's function is what is compiled, so faststep's own is no way out there."""
+    loop = start()
+    model, optimizer, _ = loop
+    clip = torch.compile(
+        lambda params: faststep.clip_grad_norm_(params, 0.1), backend="eager", fullgraph=True
+    )
+    for index in range(2):
+        micro_step(loop, index)
+    clip(list(model.parameters()))
+    before = values(model)
+    with pytest.raises(RuntimeError, match=r"or, outside torch\.compile, of faststep"):
+        optimizer.step()
+    assert_equal(values(model), before)
+
+
 def test_a_missing_zero_grad() -> None:
     loop = start()
     for index in range(2):
@@ -121,6 +137,25 @@ def test_a_closure(make) -> None:
     with pytest.raises(RuntimeError, match="a closure computes new gradients"):
         optimizer.step(lambda: None)
     optimizer.step()
+
+
+def test_a_closure_after_the_step_of_a_window() -> None:
+    """It computes gradients of its own, which are no sum to divide."""
+    model = make_model()
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=100.0)
+    loop = model, optimizer, faststep.accumulate(optimizer, 2)
+    for index in range(2):
+        micro_step(loop, index)
+    optimizer.step()
+    before = values(model)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        loss_of(model, DATA[2]).backward()
+
+    optimizer.step(closure)
+    for param, value in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(param.detach(), value - 0.1 * param.grad)
 
 
 def test_an_exception_inside_the_block() -> None:
@@ -218,6 +253,26 @@ def test_training_goes_on_without_blocks() -> None:
         loss_of(m, DATA[2]).backward()
         o.step()
     assert_equal(values(model), values(other))
+
+
+def test_later_gradients_in_the_memory_of_those_of_a_window() -> None:
+    """They are not taken for the sum, even if they were written as often."""
+    model = make_model()
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=100.0)
+    loop = model, optimizer, faststep.accumulate(optimizer, 2)
+    for index in range(2):
+        micro_step(loop, index)
+    optimizer.step()
+    wanted = []
+    for param in model.parameters():
+        later = torch.from_numpy(param.grad.numpy())
+        while later._version < param.grad._version:
+            torch.autograd.graph.increment_version(later)
+        param.grad = later
+        wanted.append(param.detach() - 0.1 * later)
+    optimizer.step()
+    for param, value in zip(model.parameters(), wanted, strict=True):
+        torch.testing.assert_close(param.detach(), value)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -260,34 +261,39 @@ def test_installed(ranks: Ranks) -> None:
     assert_close(first[1], values(net), 1e-5)
 
 
-def _state(rank: int, world: int) -> Any:
-    """Interrupted in the middle of a window, each rank with its own sums."""
-    results = []
-    for interrupted in (False, True):
-        net = make_model(torch.bfloat16)
+def _state(rank: int, world: int, installed: bool = False) -> Any:
+    """Interrupted before the end of a window, each rank with its own sums."""
+    low, sums = (torch.float32, None) if installed else (torch.bfloat16, torch.float32)
+
+    def start(seed: int) -> Any:
+        net = make_model(low, seed)
         model = DistributedDataParallel(net)
         optimizer = faststep.optim.AdamW(net.parameters())
-        accum = faststep.accumulate(optimizer, 3, model=model, dtype=torch.float32)
-        for index, batch in enumerate(batches([4] * 3, rank, torch.bfloat16)):
+        accum = faststep.accumulate(optimizer, 3, model=model, dtype=sums)
+        return net, model, optimizer, accum.install() if installed else accum
+
+    results = []
+    for interrupted in (False, True):
+        net, model, optimizer, accum = start(0)
+        for index, batch in enumerate(batches([4] * 3, rank, low)):
             if interrupted and index == 2:
                 saved = pickle.dumps((net.state_dict(), accum.state_dict()))
                 accum.remove()
-                net = make_model(torch.bfloat16, seed=9)
-                model = DistributedDataParallel(net)
-                optimizer = faststep.optim.AdamW(net.parameters())
-                accum = faststep.accumulate(optimizer, 3, model=model, dtype=torch.float32)
+                net, model, optimizer, accum = start(9)
                 weights, state = pickle.loads(saved)
                 net.load_state_dict(weights)
                 accum.load_state_dict(state)
-            with accum:
+            with contextlib.nullcontext() if installed else accum:
                 accum.backward(loss_of(model, batch))
-        optimizer.step()
+            if installed or accum.ready:
+                optimizer.step()
         results.append(values(net))
     return results
 
 
-def test_resuming_inside_a_window(ranks: Ranks) -> None:
-    for plain, resumed in ranks("state"):
+@pytest.mark.parametrize("name", ["state", "installed state"])
+def test_resuming_inside_a_window(name: str, ranks: Ranks) -> None:
+    for plain, resumed in ranks(name):
         assert_equal(plain, resumed)
 
 
@@ -372,6 +378,7 @@ JOBS = [
     *(Job(f"{name} on 2", 2, _windows, (case,)) for name, case in CASES.items()),
     Job("tokens on 3", 3, _windows, (CASES["tokens"],)),
     Job("mean on 4", 4, _windows, (CASES["mean"],)),
+    Job("installed state", 2, _state, (True,)),
     *(
         Job(work.__name__.lstrip("_"), 2, work)
         for work in (

@@ -240,6 +240,8 @@ class Accumulation:
         """
         self._check_usable()
         saved.restore(self._window, state_dict)
+        if self._installed is not None:
+            self._installed.restart()
 
     # ---- hooks in place of a changed loop
 

@@ -228,7 +228,7 @@ class Installed:
             window.close()
 
     def restart(self) -> None:
-        """Expect the first micro-step of a window."""
+        """Expect a micro-step; the last one of a window communicates."""
         self._ended = False
         for some in (self._stepped, self._uncleared, self._hidden, self._backwards):
             some.clear()

@@ -62,7 +62,7 @@ class Window:
         self.ranks = Ranks(model)
         self.optimizers = list(optimizers)
         self.sums = None if dtype is None else Sums()
-        self._stepped: set[int] = set()
+        self._stepped: dict[int, division.Division | None] = {}  # and what the step has made
         self._overflows: list[Tensor] = []
         self._last: list[tuple[Tensor, int, int]] = []  # some gradients as they were, see mark()
         if self.sums is not None:
@@ -338,14 +338,15 @@ class Window:
                 "a closure computes new gradients, which are no sum over a window: call step() "
                 "without one"
             )
+        if not closure:
+            division.repeat(optimizer, self._stepped.get(id(optimizer)))
         division.check(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
         """The division is made; remember whether the step was skipped."""
         if not self.ready:
             return
-        division.settle(optimizer)
-        self._stepped.add(id(optimizer))
+        self._stepped[id(optimizer)] = division.settle(optimizer)
         found = vars(optimizer).get("found_inf")
         if isinstance(optimizer, FusedOptimizer):
             self._overflows.append(torch.tensor(optimizer.step_was_skipped, device="cpu"))
