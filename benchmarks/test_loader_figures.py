@@ -26,7 +26,7 @@ from loader_works import LOADER_WORKS, LoaderWork, Megabytes, images
 from ring import Ring
 from works import SMOKE
 
-ROUNDS = 3 if SMOKE else 9
+ROUNDS = 3 if SMOKE else 12
 
 
 def first_batches(work: LoaderWork, folder: Path) -> tuple[dict[str, list[float]], int]:
