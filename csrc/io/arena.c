@@ -167,7 +167,6 @@ fst_code fst_arena_hold(fst_arena *arena, size_t block, size_t size, fst_status 
                         block);
     count_down(&arena->header->taken_bytes, arena->header->blocks[block].capacity);
     atomic_store(&arena->uses[block], 1);
-    fst_arena_see(arena, block);
     return FST_OK;
 }
 

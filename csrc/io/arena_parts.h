@@ -104,7 +104,9 @@ void fst_arena_unlock(fst_arena *arena);
 /* Gives the memory of a block back, not its place in the file; 0, or an error. */
 int fst_arena_punch(const fst_arena *arena, const block_entry *entry);
 
-/* Maps a block's pages into this process with one call, not one fault per page. */
+/* Maps a block's pages into a worker, which will fill it, with one call, not one fault per page.
+ * Who holds a batch has them mapped as it looks at them, sixteen at a time: to map 32 MB before a
+ * batch is delivered takes 15 ms. */
 void fst_arena_see(fst_arena *arena, size_t block);
 
 fst_code fst_arena_no_memory(fst_status *status, const char *what, int error);
