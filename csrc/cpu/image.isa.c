@@ -1,5 +1,6 @@
 /* Rows of images, compiled once per instruction set as kernels.isa.c is. */
 #include "base/dtype.h"
+#include "base/stream.h"
 #include "cpu/image.h"
 #include "cpu/image_scratch.h"
 #include "cpu/isa.h"
@@ -13,7 +14,19 @@ typedef struct {
     const fst_image_sample *samples;
     fst_image_scratch scratch;
     view own, other;
+    int streams; /* past the caches: the output is larger than they are */
 } worker;
+
+enum { STREAM_BYTES = 1 << 23 };
+
+/* Whether whole rows of the output lie in memory, and so much of it that its first ones would leave
+ * the caches before its last ones are made. */
+static int is_streamed(const fst_image_batch *b)
+{
+    const size_t elements = (size_t)b->count * (size_t)b->channels * (size_t)b->height;
+    return b->out_stride[FST_IMAGE_COLUMN] == 1 &&
+           elements * (size_t)b->width * fst_dtype_size(b->out_dtype) >= STREAM_BYTES;
+}
 
 static const void *source_at(const fst_image_batch *b, int32_t index, int32_t channel, int32_t row,
                              int32_t column)
@@ -187,15 +200,17 @@ static void write_row(const worker *w, int32_t y)
     float *out = (float *)(uintptr_t)b->out + place;
     uint16_t *half = (uint16_t *)(uintptr_t)b->out + place;
     for (int32_t c = 0; c < b->channels; c++) {
-        float *row = w->scratch.rows + (size_t)c * n;
-        if (wide && planar)
-            row = out + c * stride[FST_IMAGE_CHANNEL];
+        const int64_t at = c * stride[FST_IMAGE_CHANNEL];
+        const int direct = planar && !w->streams;
+        float *row = wide && direct ? out + at : w->scratch.rows + (size_t)c * n;
+        uint16_t *rounded = direct ? half + at : w->scratch.halves + (size_t)c * n;
         mixed_row(w, c, y, row);
         if (!wide)
-            round_row(b,
-                      planar ? half + c * stride[FST_IMAGE_CHANNEL]
-                             : w->scratch.halves + (size_t)c * n,
-                      row, n);
+            round_row(b, rounded, row, n);
+        if (w->streams && wide)
+            fst_stream_copy((char *)(out + at), (const char *)row, n * sizeof *row);
+        else if (w->streams)
+            fst_stream_copy((char *)(half + at), (const char *)rounded, n * sizeof *rounded);
     }
     if (planar)
         return;
@@ -212,6 +227,7 @@ void FST_OF_ISA(fst_image_rows)(const fst_image_batch *batch, int64_t begin, int
 {
     const fst_image_sample *samples = (const fst_image_sample *)(uintptr_t)batch->samples;
     worker w = {.batch = batch, .scratch = fst_image_scratch_of(batch, scratch)};
+    w.streams = is_streamed(batch);
     w.own.columns = w.scratch.columns[0];
     w.other.columns = w.scratch.columns[1];
     for (int64_t i = begin; i < end; i++) {
@@ -224,6 +240,8 @@ void FST_OF_ISA(fst_image_rows)(const fst_image_batch *batch, int64_t begin, int
         }
         write_row(&w, (int32_t)(i % batch->height));
     }
+    if (w.streams)
+        fst_stream_end();
 }
 
 void FST_OF_ISA(fst_image_split)(size_t count, uint8_t *planes, const uint8_t *pixels)

@@ -105,6 +105,19 @@ def test_antialias_is_torchvisions(size: tuple[int, int]) -> None:
     assert bool((plain - got).abs().max() > 1.0) == is_smaller
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_large_batches(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
+    """They are written past the caches, from lines that begin anywhere."""
+    compose = T.Compose([T.CenterCrop((99, 171)), NORMALIZE, T.ToFloat(dtype, memory_format)])
+    x = images(2, 3, 120, 180).repeat(84, 1, 1, 1)
+    x[:, 0, 60] = torch.arange(len(x), dtype=torch.uint8)[:, None]
+    whole = compose(x)
+    assert whole.nbytes > 1 << 23
+    for begin in range(0, len(x), 21):
+        assert torch.equal(whole[begin : begin + 21], compose(x[begin : begin + 21]))
+
+
 def test_what_is_not_covered_does_not_matter() -> None:
     x = torch.ones(1, 1, 4, 9)
     x[..., 8] = float("nan")
