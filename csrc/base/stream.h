@@ -7,6 +7,9 @@
 #include <stdint.h>
 #include <string.h>
 
+/* From this many bytes on no cache would hold a batch until it is read. */
+enum { FST_STREAM_BYTES = 1 << 23 };
+
 #ifdef __SSE2__
 #include <emmintrin.h>
 

@@ -17,15 +17,13 @@ typedef struct {
     int streams; /* past the caches: the output is larger than they are */
 } worker;
 
-enum { STREAM_BYTES = 1 << 23 };
-
 /* Whether whole rows of the output lie in memory, and so much of it that its first ones would leave
  * the caches before its last ones are made. */
 static int is_streamed(const fst_image_batch *b)
 {
     const size_t elements = (size_t)b->count * (size_t)b->channels * (size_t)b->height;
     return b->out_stride[FST_IMAGE_COLUMN] == 1 &&
-           elements * (size_t)b->width * fst_dtype_size(b->out_dtype) >= STREAM_BYTES;
+           elements * (size_t)b->width * fst_dtype_size(b->out_dtype) >= FST_STREAM_BYTES;
 }
 
 static const void *source_at(const fst_image_batch *b, int32_t index, int32_t channel, int32_t row,

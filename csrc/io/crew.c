@@ -6,12 +6,13 @@
 #include <stdlib.h>
 #include <time.h>
 
+#include "base/stream.h"
+
 enum {
-    PIECE_BYTES = 1 << 17,  /* of a batch that is filled without looking up */
-    WAKE_BYTES = 1 << 18,   /* waking a thread costs as much as copying so many bytes */
-    STREAM_BYTES = 1 << 23, /* of a batch that no cache would hold until it is read */
-    SLOW_NS = 50000,        /* on top of 1 ns per byte: rows that took longer were waited for */
-    SLOW_BATCHES = 64,      /* that the threads fill after one that was waited for */
+    PIECE_BYTES = 1 << 17, /* of a batch that is filled without looking up */
+    WAKE_BYTES = 1 << 18,  /* waking a thread costs as much as copying so many bytes */
+    SLOW_NS = 50000,       /* on top of 1 ns per byte: rows that took longer were waited for */
+    SLOW_BATCHES = 64,     /* that the threads fill after one that was waited for */
 };
 
 typedef struct batch {
@@ -135,7 +136,7 @@ static void fill_piece(fst_crew *crew, batch *b)
     pthread_mutex_unlock(&crew->lock);
     const int64_t start = crew->may_wait ? now_ns() : 0;
     fst_table_copy(crew->table, b->places, begin, end, b->outputs,
-                   b->rows * crew->row_bytes >= STREAM_BYTES);
+                   b->rows * crew->row_bytes >= FST_STREAM_BYTES);
     const int64_t spent = crew->may_wait ? now_ns() - start : 0;
     pthread_mutex_lock(&crew->lock);
     if (spent > SLOW_NS + (int64_t)((end - begin) * crew->row_bytes))

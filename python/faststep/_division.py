@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ __all__ = [
     "repeat",
     "scale",
     "settle",
+    "those_with",
     "unscaled",
 ]
 
@@ -172,24 +173,28 @@ def divide(optimizer: Optimizer) -> None:
         settle(optimizer)
 
 
+def those_with(
+    tensors: Iterable[Tensor],
+    optimizers: Collection[Optimizer],
+    tensors_of: Callable[[Optimizer], list[Tensor]],
+) -> list[Optimizer]:
+    """The optimizers that have one of these tensors; nothing is looked at where there are none."""
+    if not optimizers:
+        return []
+    wanted = set(map(id, tensors))
+    return [one for one in list(optimizers) if any(id(t) in wanted for t in tensors_of(one))]
+
+
 def divide_grads_of(parameters: Iterable[Tensor]) -> None:
     """`divide` for each optimizer that has one of these parameters."""
-    if not _waiting:
-        return
-    wanted = set(map(id, parameters))
-    for optimizer in list(_waiting):
-        if any(id(param) in wanted for param in params_of(optimizer)):
-            divide(optimizer)
+    for optimizer in those_with(parameters, _waiting, params_of):
+        divide(optimizer)
 
 
 def divide_these(tensors: Iterable[Tensor]) -> None:
     """`divide` for each optimizer that has a gradient among these tensors."""
-    if not _waiting:
-        return
-    wanted = set(map(id, tensors))
-    for optimizer in list(_waiting):
-        if any(id(grad) in wanted for grad in grads_of(optimizer)):
-            divide(optimizer)
+    for optimizer in those_with(tensors, _waiting, grads_of):
+        divide(optimizer)
 
 
 def unscaled(optimizer: Optimizer, inv_scale: Tensor) -> Tensor:

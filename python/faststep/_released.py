@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ._division import params_of
+from ._division import params_of, those_with
 
 __all__ = ["is_released", "refuse_clipping", "set_released"]
 
@@ -31,13 +31,9 @@ def set_released(optimizer: Optimizer, by: Any) -> None:
 
 def refuse_clipping(parameters: Iterable[Tensor]) -> None:
     """Raise if one of these has been updated already when its gradient is to be clipped."""
-    if not _released:
-        return
-    wanted = set(map(id, parameters))
-    for optimizer in filter(is_released, list(_released)):
-        if any(id(param) in wanted for param in params_of(optimizer)):
-            raise RuntimeError(
-                "these gradients cannot be clipped: release_gradients() has used and freed them in "
-                "backward. Set max_grad_norm of the optimizer, and release with "
-                'clip="per_parameter" or clip="lagged"; or remove() the release'
-            )
+    if any(map(is_released, those_with(parameters, _released, params_of))):
+        raise RuntimeError(
+            "these gradients cannot be clipped: release_gradients() has used and freed them in "
+            "backward. Set max_grad_norm of the optimizer, and release with "
+            'clip="per_parameter" or clip="lagged"; or remove() the release'
+        )

@@ -139,14 +139,20 @@ def test_a_closure(make) -> None:
     optimizer.step()
 
 
-def test_a_closure_after_the_step_of_a_window() -> None:
-    """It computes gradients of its own, which are no sum to divide."""
+def stepped_window() -> Loop:
+    """The gradients of its window are still there."""
     model = make_model()
     optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=100.0)
     loop = model, optimizer, faststep.accumulate(optimizer, 2)
     for index in range(2):
         micro_step(loop, index)
     optimizer.step()
+    return loop
+
+
+def test_a_closure_after_the_step_of_a_window() -> None:
+    """It computes gradients of its own, which are no sum to divide."""
+    model, optimizer, _kept = stepped_window()
     before = values(model)
 
     def closure() -> None:
@@ -257,12 +263,7 @@ def test_training_goes_on_without_blocks() -> None:
 
 def test_later_gradients_in_the_memory_of_those_of_a_window() -> None:
     """They are not taken for the sum, even if they were written as often."""
-    model = make_model()
-    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1, max_grad_norm=100.0)
-    loop = model, optimizer, faststep.accumulate(optimizer, 2)
-    for index in range(2):
-        micro_step(loop, index)
-    optimizer.step()
+    model, optimizer, _kept = stepped_window()
     wanted = []
     for param in model.parameters():
         later = torch.from_numpy(param.grad.numpy())
