@@ -1,6 +1,9 @@
 #include "core/passes.h"
 
+#include <string.h>
+
 #include "cpu/run.h"
+#include "rules/loss_scale.h"
 
 static const fst_cpu_kernels *kernels;
 
@@ -91,6 +94,30 @@ fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm
     else
         *norm = sum;
     return FST_OK;
+}
+
+/* Coefficients below this could make numbers of use subnormal, which a second pass that corrects
+ * them would not restore. */
+#define LEAST_COEFFICIENT 0x1p-24
+
+fst_code fst_clip_expected(fst_plan *plan, unsigned operand, const double *expected,
+                           double max_norm, double *norm, int *done, fst_status *status)
+{
+    const fst_work work = fst_plan_work(plan);
+    const size_t size = work.chunk_count * sizeof *expected;
+    const double square_sum = kernels->combine(expected, work.chunk_count, FST_NORM_SQUARES);
+    const double factor = fst_clip_coefficient(sqrt(square_sum), max_norm);
+    *done = factor >= LEAST_COEFFICIENT && factor < 1.0;
+    if (!*done)
+        return FST_OK;
+    if (fst_cpu_scale_expected(&work, kernels, operand, expected, factor, plan->partial, status))
+        return status->code;
+    *norm = sqrt(kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES));
+    if (!memcmp(plan->partial, expected, size))
+        return FST_OK;
+    const double right = fst_clip_coefficient(*norm, max_norm);
+    return fst_cpu_scale_rest(&work, kernels, operand, expected, plan->partial, right / factor,
+                              right, status);
 }
 
 fst_code fst_scale(fst_plan *plan, unsigned operand, double factor, fst_status *status)

@@ -33,6 +33,14 @@ fst_norm_kind fst_norm_kind_of(double p);
 fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm,
                         fst_status *status);
 
+/* Clips to `max_norm` by the 2-norm in one pass, where each chunk's sum of squares is expected
+ * already: each chunk is measured again, and scaled while it is in the cache if its sum is as
+ * expected. If one is not, *norm is still the norm of what was there, and a second pass makes
+ * up the difference: chunks that were as expected are then rounded twice. Leaves everything as it
+ * is, with *done = 0, where the expected norm does not clip, or clips to next to nothing. */
+fst_code fst_clip_expected(fst_plan *plan, unsigned operand, const double *expected,
+                           double max_norm, double *norm, int *done, fst_status *status);
+
 fst_code fst_scale(fst_plan *plan, unsigned operand, double factor, fst_status *status);
 fst_code fst_clamp(fst_plan *plan, unsigned operand, double limit, fst_status *status);
 

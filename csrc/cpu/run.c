@@ -38,8 +38,9 @@ struct fst_job {
     int backwards;
     unsigned operand, operand_count; /* what the pass touches */
     fst_norm_kind norm;
-    double power, factor;
+    double power, factor, again;
     double *partial;
+    const double *expected;
     int *nonfinite;
     const fst_update_args *args;
     int write_grad, start;
@@ -237,6 +238,47 @@ fst_code fst_cpu_scale(const fst_work *work, const fst_cpu_kernels *kernels, uns
 {
     fst_job job = {.work = work, .kernels = kernels, .chunk = scale_chunk, .operand = operand};
     job.factor = factor;
+    job.backwards = turn();
+    return run(&job, status);
+}
+
+static void scale_expected_chunk(const fst_job *job, size_t index)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    job->partial[index] = job->kernels->reduce(operands_of(job, index), chunk->begin, chunk->count,
+                                               FST_NORM_SQUARES, 2.0, 1.0);
+    if (job->partial[index] == job->expected[index])
+        scale_chunk(job, index);
+}
+
+fst_code fst_cpu_scale_expected(const fst_work *work, const fst_cpu_kernels *kernels,
+                                unsigned operand, const double *expected, double factor,
+                                double *partial, fst_status *status)
+{
+    fst_job job = {.work = work, .kernels = kernels, .operand = operand, .factor = factor};
+    job.chunk = scale_expected_chunk;
+    job.expected = expected;
+    job.partial = partial;
+    job.backwards = turn();
+    return run(&job, status);
+}
+
+static void scale_rest_chunk(const fst_job *job, size_t index)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    const double factor = job->partial[index] == job->expected[index] ? job->again : job->factor;
+    job->kernels->scale(operands_of(job, index), chunk->begin, chunk->count, factor);
+}
+
+fst_code fst_cpu_scale_rest(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
+                            const double *expected, double *partial, double again, double factor,
+                            fst_status *status)
+{
+    fst_job job = {.work = work, .kernels = kernels, .operand = operand, .factor = factor};
+    job.chunk = scale_rest_chunk;
+    job.expected = expected;
+    job.partial = partial;
+    job.again = again;
     job.backwards = turn();
     return run(&job, status);
 }

@@ -18,6 +18,17 @@ fst_code fst_cpu_unscale(const fst_work *work, const fst_cpu_kernels *kernels, u
 fst_code fst_cpu_scale(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                        double factor, fst_status *status);
 
+/* partial[c] = sum of squares of the operand over chunk c; where that is expected[c] the chunk is
+ * then multiplied by `factor`. */
+fst_code fst_cpu_scale_expected(const fst_work *work, const fst_cpu_kernels *kernels,
+                                unsigned operand, const double *expected, double factor,
+                                double *partial, fst_status *status);
+
+/* The operand times `again` in chunks with partial[c] = expected[c], `factor` in others. */
+fst_code fst_cpu_scale_rest(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
+                            const double *expected, double *partial, double again, double factor,
+                            fst_status *status);
+
 fst_code fst_cpu_clamp(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                        double limit, fst_status *status);
 

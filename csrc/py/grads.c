@@ -5,6 +5,7 @@
 #include "py/lists.h"
 #include "py/plan.h"
 #include "py/record_read.h"
+#include "py/unscaled.h"
 #include "rules/loss_scale.h"
 
 /* Gradients of a call. */
@@ -180,7 +181,7 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args)
             acquire(released);
             if (status.code)
                 fst_raise(&status);
-            else
+            else if (measure_only || !fst_unscaled_keep(&state->unscaled, &g.list.plan, g.asked))
                 result = Py_BuildValue("iNN", g.found, PyBool_FromLong(out.nonfinite),
                                        measure_only ? PyList_New(0) : moved(state, &g));
         }
@@ -189,32 +190,54 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args)
     return result;
 }
 
+/* What clip_grads was asked for, and what it has found and done. */
+typedef struct {
+    double p, max_norm;
+    int only_finite;
+    double norm;
+    int written;
+} clipping;
+
+static fst_code clip(fst_plan *plan, const double *expected, clipping *c, fst_status *status)
+{
+    const int may_expect = expected && c->p == 2.0 && !c->only_finite;
+    if (may_expect &&
+        fst_clip_expected(plan, 0, expected, c->max_norm, &c->norm, &c->written, status))
+        return status->code;
+    if (c->written)
+        return FST_OK;
+    if (fst_total_norm(plan, 0, c->p, &c->norm, status))
+        return status->code;
+    if (c->only_finite && !isfinite(c->norm))
+        return FST_OK;
+    const double factor = fst_clip_coefficient(c->norm, c->max_norm);
+    c->written = !(factor >= 1.0);
+    return c->written ? fst_scale(plan, 0, factor, status) : FST_OK;
+}
+
 /* clip_grads(params, p, max_norm, only_finite): see _C.pyi. */
 PyObject *fst_py_clip_grads(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
     PyObject *params, *result = NULL;
-    double p, max_norm, norm = 0.0, factor = 1.0;
-    int only_finite;
+    double *expected = NULL;
+    clipping c = {.written = 0};
     grads g;
     fst_status status = {0};
-    if (!PyArg_ParseTuple(args, "Oddp", &params, &p, &max_norm, &only_finite))
+    if (!PyArg_ParseTuple(args, "Oddp", &params, &c.p, &c.max_norm, &c.only_finite))
         return NULL;
-    if (!bind(state, &g, params, 1)) {
+    if (!bind(state, &g, params, 1) &&
+        !fst_unscaled_take(&state->unscaled, &g.list.plan, g.asked, &expected)) {
         PyThreadState *released = release(&g);
-        fst_total_norm(&g.list.plan, 0, p, &norm, &status);
-        if (!status.code && (isfinite(norm) || !only_finite))
-            factor = fst_clip_coefficient(norm, max_norm);
-        const int clips = !(factor >= 1.0);
-        if (!status.code && clips)
-            fst_scale(&g.list.plan, 0, factor, &status);
+        clip(&g.list.plan, expected, &c, &status);
         acquire(released);
         if (status.code)
             fst_raise(&status);
         else
-            result = Py_BuildValue("diIN", norm, g.found, g.list.dtypes,
-                                   clips ? moved(state, &g) : PyList_New(0));
+            result = Py_BuildValue("diIN", c.norm, g.found, g.list.dtypes,
+                                   c.written ? moved(state, &g) : PyList_New(0));
     }
+    PyMem_Free(expected);
     grads_free(&g);
     return result;
 }

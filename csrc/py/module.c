@@ -9,6 +9,7 @@
 #include "cpu/parallel.h"
 #include "gpu/context.h"
 #include "io/table.h"
+#include "py/unscaled.h"
 
 fst_module *fst_module_state(PyObject *module)
 {
@@ -332,6 +333,8 @@ static void module_free(void *module)
 {
     fst_module *state = fst_module_state(module);
     module_clear(module);
+    if (state)
+        fst_unscaled_forget(&state->unscaled);
     for (int i = 0; state && i < FST_GPU_DEVICES; i++)
         if (state->list_tables[i])
             fst_gpu_tables_free(state->list_tables[i]);

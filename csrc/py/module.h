@@ -11,12 +11,20 @@ typedef struct {
     PyObject *grad, *state, *max_grad_norm, *norm_in_backward;
 } fst_names;
 
+/* What the last unscale_ measured (unscaled.c). */
+typedef struct fst_unscaled {
+    struct fst_unscaled_grad *grads; /* by address */
+    double *partial;
+    size_t count;
+} fst_unscaled;
+
 typedef struct {
     fst_tensors tensors;
     fst_names names;
     PyTypeObject *plan_type;
     fst_record_layout records;
     fst_forms forms;
+    fst_unscaled unscaled;
     _Bool (*has_callbacks)(void); /* libtorch's; NULL: not known */
     int has_kernels;              /* whether use_kernels_of() said where those for CUDA are */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */

@@ -419,7 +419,8 @@ def clip_grads(
 ) -> tuple[float, bool, int, list[Tensor]]:
     """Multiply all gradients by min(1, max_norm / (norm + 1e-6)), NaN included.
 
-    Nothing is multiplied by 1, or where `only_finite` is set and the norm is not finite.
+    Nothing is multiplied by 1, or where `only_finite` is set and the norm is not finite. Large
+    gradients that `unscale_grads` has just written take one pass.
 
     Returns (norm, whether there is a gradient, dtypes as `norm` has them, the gradients that were
     written and whose version counters have yet to be moved).

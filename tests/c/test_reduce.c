@@ -2,6 +2,7 @@
  * and the passes built on them over lists of many tensors. */
 #include "core/passes.h"
 #include "reference.h"
+#include "rules/loss_scale.h"
 
 static const fst_cpu_kernels *levels[MAX_LEVELS];
 static size_t level_count;
@@ -228,6 +229,60 @@ static void empty_lists(void)
     fst_plan_free(&l.plan);
 }
 
+/* One pass has the bits of measuring, then scaling; of the sums expected, every `wrong`-th chunk's
+ * is not what is there (0: none). */
+static void clips_as_expected(size_t count, size_t wrong, double max_norm)
+{
+    list l;
+    list_make(&l, count, random_unit);
+    for (size_t i = 0; i < level_count; i++) {
+        fst_status status = {0};
+        double norm = -1.0, want = -1.0;
+        int done = -1;
+        array **before = must_copy(l.tensors, count * sizeof *before);
+        fst_passes_use(levels[i]);
+        CHECK_INT(fst_total_norm(&l.plan, 0, 2.0, &want, &status), FST_OK);
+        const size_t chunks = l.plan.chunk_count;
+        double *sums = must_copy(l.plan.partial, chunks * sizeof *sums);
+        double *expected = must_copy(sums, chunks * sizeof *sums);
+        for (size_t c = 0; wrong && c < chunks; c += wrong)
+            expected[c] = sums[c] * 1.5 + 1.0;
+        const double first = fst_clip_coefficient(
+            sqrt(levels[i]->combine(expected, chunks, FST_NORM_SQUARES)), max_norm);
+        const double right = fst_clip_coefficient(want, max_norm);
+        const int clips = first < 1.0 && first >= 0x1p-24;
+        for (size_t k = 0; k < count; k++)
+            l.tensors[k] = array_clone(before[k]);
+        list_seal(&l, 1);
+        CHECK_INT(fst_clip_expected(&l.plan, 0, expected, max_norm, &norm, &done, &status), FST_OK);
+        CHECK_INT(done, clips);
+        CHECK(!clips || same_double(norm, want));
+        for (size_t k = 0; k < count; k++) {
+            array *scaled = array_clone(before[k]);
+            for (size_t c = 0; clips && c < chunks; c++) {
+                const fst_chunk *chunk = &l.plan.chunks[c];
+                if (l.plan.operands[chunk->span].data != l.tensors[k]->op.data)
+                    continue;
+                const int same = sums[c] == expected[c];
+                if (same)
+                    levels[i]->scale(&scaled->op, chunk->begin, chunk->count, first);
+                if (!same || wrong)
+                    levels[i]->scale(&scaled->op, chunk->begin, chunk->count,
+                                     same ? right / first : right);
+            }
+            CHECK(same_memory(l.tensors[k], scaled));
+            array_free(scaled);
+            array_free(l.tensors[k]);
+        }
+        memcpy(l.tensors, before, count * sizeof *before);
+        list_seal(&l, 0);
+        free(before);
+        free(expected);
+        free(sums);
+    }
+    list_free(&l);
+}
+
 int main(void)
 {
     static const size_t sizes[] = {255, 256, 257, 511, 512, 513, 1023, 1025, 4096, 16383, 16384};
@@ -248,5 +303,9 @@ int main(void)
     norms_of_lists(300);
     passes_over_lists(100, 1.0 / 65536.0);
     passes_over_lists(100, 1.0);
+    for (size_t wrong = 0; wrong < 4; wrong++)
+        clips_as_expected(100, wrong, 0.5);
+    clips_as_expected(100, 0, 1e9);
+    clips_as_expected(100, 0, 1e-9);
     return check_report();
 }

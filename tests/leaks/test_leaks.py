@@ -174,6 +174,21 @@ def on_grads(function: Callable[..., Any], *extra: Any) -> Iterator[Case]:
     yield failing(function), []
 
 
+def clip_grads() -> Iterator[Case]:
+    yield from on_grads(_C.clip_grads, 2.0, 1.0, False)
+    param = torch.nn.Parameter(torch.zeros(1 << 20))
+    param.grad = torch.ones(1 << 20)
+
+    def after_unscaling(times: int) -> None:
+        for _ in range(times):
+            _, _, written = _C.unscale_grads([param], 1024.0, False)
+            torch.autograd.graph.increment_version(written)
+        _C.clip_grads([param], 2.0, 1.0, False)
+
+    yield lambda: after_unscaling(1), [param, param.grad]
+    yield lambda: after_unscaling(2), [param, param.grad]
+
+
 def accumulate() -> Iterator[Case]:
     sums = [torch.zeros_like(t) for t in tensors()]
     terms = [t.to(torch.bfloat16) for t in tensors()]
@@ -554,7 +569,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "keep_freed_memory": lambda: iter([(_C.keep_freed_memory, [])]),
     "keep_locked_memory": lambda: iter([(functools.partial(_C.keep_locked_memory, False), [])]),
     "measure": lambda: on_tensors(_C.measure, 0.5),
-    "clip_grads": lambda: on_grads(_C.clip_grads, 2.0, 1.0, False),
+    "clip_grads": clip_grads,
     "unscale_grads": lambda: on_grads(_C.unscale_grads, 1.0, False),
     "norm": norms,
     "permute": permute,
