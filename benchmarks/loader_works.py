@@ -41,6 +41,7 @@ class LoaderWork:
         options: of faststep's loader only.
         others: contenders besides faststep's and torch's loaders: name -> stream of batches of the
             plain dataset; they raise UnavailableError where what they need is missing.
+        in_slices: measure faststep and torch at their best again, in slices of time (slices.py).
     """
 
     label: str
@@ -51,6 +52,7 @@ class LoaderWork:
     plain: Callable[[Any], Dataset[Any]] = lambda dataset: dataset
     options: tuple[tuple[str, Any], ...] = ()
     others: tuple[tuple[str, Callable[[LoaderWork, Any], Stream]], ...] = ()
+    in_slices: bool = False
 
     def streams(self, dataset: Any) -> dict[str, Callable[[], Stream]]:
         """Everyone who takes part, by name, ours first."""
@@ -309,5 +311,13 @@ LOADER_WORKS = (
         LIBRARIES,
     ),
     LoaderWork("Python samples of 1 MB", 32, lambda _: Megabytes(), 16, 1.4, others=LIBRARIES),
-    LoaderWork("Python samples of 1.7 ms", 32, lambda _: PythonBound(), 24, 1.0, others=LIBRARIES),
+    LoaderWork(
+        "Python samples of 1.7 ms",
+        32,
+        lambda _: PythonBound(),
+        24,
+        1.0,
+        others=LIBRARIES,
+        in_slices=True,
+    ),
 )

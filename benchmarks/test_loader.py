@@ -15,11 +15,14 @@ from faststep.cli.timing import Outcome
 from faststep.cli.workloads import Work
 from loader_works import BEST, LOADER_WORKS, LoaderWork, Stream
 from ring import Ring
+from slices import seconds_in_slices
 from works import SMOKE
 
 BLOCKS = 1 if SMOKE else 5
 SETTLE = 8  # batches until a loader runs evenly
 ENOUGH_SECONDS = 1.0  # of a block
+RUNS_IN_SLICES = 4
+SLICED_SECONDS = 0.5 if SMOKE else 8.0
 
 
 def bytes_of(batch: Any) -> int:
@@ -41,10 +44,21 @@ def block(stream: Stream, batches: int) -> float:
     return (time.perf_counter() - start) / done
 
 
-def best_of(outcome: Outcome, who: str) -> list[float]:
-    """The times of the best number of workers."""
+def best_of(outcome: Outcome, who: str) -> str:
+    """The name with the best number of workers."""
     names = [name for name in outcome.seconds if name.split(",")[0] == who]
-    return outcome.seconds[min(names, key=outcome.median)]
+    return min(names, key=outcome.median)
+
+
+def in_slices(work: LoaderWork, names: list[str], folder: Path) -> list[list[float]]:
+    """The times of each, in several runs; who comes first changes from run to run."""
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for run in range(1 if SMOKE else RUNS_IN_SLICES):
+        (place := folder / f"run {run}").mkdir()
+        order = names[::-1] if run % 2 else names
+        for name, seconds in seconds_in_slices(work.label, order, place, SLICED_SECONDS).items():
+            times[name].append(seconds)
+    return [times[name] for name in names]
 
 
 @pytest.mark.parametrize("work", LOADER_WORKS, ids=lambda work: work.label.replace(" ", "_"))
@@ -68,7 +82,11 @@ def test_loader(ring: Ring, work: LoaderWork, tmp_path: Path) -> None:
             outcome.seconds.setdefault(name, []).append(seconds)
             stream.close()  # ends workers and threads: nobody runs beside the next one
             gc.collect()
-    best = {OURS: best_of(outcome, OURS), BEST: best_of(outcome, "torch")}
+    names = [best_of(outcome, OURS), best_of(outcome, "torch")]
+    times = [outcome.seconds[name] for name in names]
+    if work.in_slices:
+        times = in_slices(work, names, tmp_path)
+    best = dict(zip((OURS, BEST), times, strict=True))
     outcome.seconds = {**best, **{k: v for k, v in outcome.seconds.items() if k != OURS}}
     outcome.order = (*outcome.seconds, *outcome.absent)
     ring.note(outcome)
