@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -260,6 +264,39 @@ def test_one_micro_step_is_plain_training() -> None:
     ours = train(make_model(), make, windows)
     for a, b in zip(ours, train_joined(make_model(), make, windows), strict=True):
         assert_equal(a, b)
+
+
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "one that clips"])
+def test_clipping_between_the_steps_of_a_window_is_torchs(name: str) -> None:
+    """The first has stepped: what it leaves in `.grad` is clipped once more, as in torch."""
+
+    def make(params: Iterable[Any]) -> torch.optim.Optimizer:
+        if name in OPTIMIZERS:
+            return OPTIMIZERS[name](params)
+        return faststep.optim.SGD(params, lr=0.1, max_grad_norm=1e9)  # leaves the sum
+
+    def run(accumulated: bool) -> tuple[list[Tensor], list[Tensor]]:
+        model = make_model()
+        first, second = make(model[:3].parameters()), make(model[3:].parameters())
+        accum = faststep.accumulate([first, second], 4) if accumulated else None
+        for batch in batches([4, 4, 4, 4]):
+            with accum or contextlib.nullcontext():
+                (loss_of(model, batch) / (1 if accum else 4)).backward()
+
+        def clip(limit: float) -> Tensor:
+            if accum:
+                return accum.clip_grad_norm_(limit)
+            return nn.utils.clip_grad_norm_(model.parameters(), limit)
+
+        norms = [clip(0.1)]
+        first.step()
+        norms.append(clip(0.05))
+        second.step()
+        return norms, values(model)
+
+    (norms, params), (want_norms, want_params) = run(True), run(False)
+    torch.testing.assert_close(norms, want_norms, rtol=1e-6, atol=0)
+    torch.testing.assert_close(params, want_params, rtol=1e-6, atol=1e-7)
 
 
 def test_several_optimizers_on_one_model() -> None:

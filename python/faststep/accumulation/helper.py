@@ -193,6 +193,7 @@ class Accumulation:
         """
         if not self.ready:
             raise RuntimeError("clip_grad_norm_() needs a complete window (accum.ready)")
+        self._window.repeat_divisions()
         divisors = {division.divisor_of(optimizer) for optimizer in self._window.optimizers}
         params = [p for optimizer in self._window.optimizers for p in division.params_of(optimizer)]
         grads = _C.collect_grads(params)

@@ -342,6 +342,11 @@ class Window:
             division.repeat(optimizer, self._stepped.get(id(optimizer)))
         division.check(optimizer)
 
+    def repeat_divisions(self) -> None:
+        """Let sums that a step has left in `.grad` be divided again, by whoever reads them next."""
+        for optimizer in self.optimizers:
+            division.repeat(optimizer, self._stepped.get(id(optimizer)))
+
     def after_step(self, optimizer: Optimizer) -> None:
         """The division is made; remember whether the step was skipped."""
         if not self.ready:
