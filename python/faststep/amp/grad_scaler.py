@@ -17,8 +17,9 @@ from .. import _division as division
 from .._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
 from ..clip import clip_grad_norm_
 from ..optim._base import FusedOptimizer
+from ..optim._checks import check_limit, has_grads, refuse_unchecked
 from ..optim._devices import has_kernels_for, ordinal_of
-from .protocol import any_found, has_grads, lent_attributes, takes_found_inf
+from .protocol import any_found, lent_attributes, takes_found_inf
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
 
 __all__ = ["GradScaler"]
@@ -192,8 +193,7 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: float16 gradients, where they must be unscaled before the step; a `max_norm`
                 that is negative or NaN.
         """
-        if max_norm is not None and not max_norm >= 0.0:
-            raise ValueError(f"Invalid max_norm value: {max_norm}")
+        check_limit("max_norm", max_norm)
         fused = isinstance(optimizer, FusedOptimizer)
         lent: dict[str, Any] = {}
         if max_norm is not None and fused:
@@ -209,8 +209,8 @@ class GradScaler(torch.amp.GradScaler):
         scale = cast(Tensor, self._get_scale_async())
         before: Tensor | None = getattr(optimizer, "grad_scale", None)
         ready = state["stage"] is OptState.READY
-        if not ready and not state["found_inf_per_device"] and has_grads(optimizer):
-            raise AssertionError("No inf checks were recorded for this optimizer.")
+        if not ready and not state["found_inf_per_device"]:
+            refuse_unchecked(optimizer)
         lent["grad_scale"] = before
         if ready and before is None and fused:
             lent["grad_scale"] = scale  # which torch multiplies by 1: one launch more on a device

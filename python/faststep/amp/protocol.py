@@ -18,16 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["any_found", "has_grads", "lent_attributes", "takes_found_inf"]
-
-
-def has_grads(optimizer: Optimizer) -> bool:
-    """True if any parameter has a gradient."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.grad is not None:
-                return True
-    return False
+__all__ = ["any_found", "lent_attributes", "takes_found_inf"]
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

@@ -22,6 +22,7 @@ from .._torch import (
     is_compiling,
     uncompiled,
 )
+from ._checks import check_limit, refuse_unchecked
 from ._devices import (
     HOST,
     HOST_ONLY,
@@ -83,12 +84,6 @@ def _wanted(norm_in_backward: bool | DistributedDataParallel) -> bool | Distribu
     return bool(norm_in_backward)
 
 
-def _refuse_unchecked(groups: list[dict[str, Any]]) -> None:
-    """Raise torch's error for gradients that came after the scaler looked for some."""
-    if any(p.grad is not None for group in groups for p in group["params"]):
-        raise AssertionError("No inf checks were recorded for this optimizer.")
-
-
 class FusedOptimizer(torch.optim.Optimizer):
     """Mixin in front of a torch optimizer: steps all parameters of all groups in one C call.
 
@@ -127,8 +122,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         keep_grads: bool,
         norm_in_backward: bool | DistributedDataParallel,
     ) -> None:
-        if max_grad_norm is not None and not max_grad_norm >= 0.0:
-            raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+        check_limit("max_grad_norm", max_grad_norm)
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.keep_grads = bool(keep_grads)
         self._norm_in_backward = _wanted(norm_in_backward)
@@ -290,12 +284,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _fused_step(self) -> None:
         groups = self.param_groups
         max_norm = self.max_grad_norm if self._step_max_norm is None else self._step_max_norm
-        if max_norm is not None and not max_norm >= 0.0:
-            raise ValueError(f"Invalid max_grad_norm value: {max_norm}")
+        check_limit("max_grad_norm", max_norm)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
         if found_inf is not None and not isinstance(found_inf, Tensor):
-            _refuse_unchecked(groups)  # torch's scaler passes the number 0 where it saw no gradient
+            refuse_unchecked(self)  # torch's scaler passes the number 0 where it saw no gradient
             found_inf = None
         if self._plan is None:
             self._plan = _C.Plan()
