@@ -236,6 +236,13 @@ class Sums:
         live = mine is not None and mine.generation == self._generation and param.grad is None
         return mine.buffer if mine is not None and live else None
 
+    def clear(self, params: Iterable[Tensor]) -> None:
+        """The gradients of these parameters are cleared: what has come of them is in no sum."""
+        for param in params:
+            mine = self._of(param)
+            if mine is not None:
+                mine.generation, mine.held = 0, None
+
     def forget(self) -> None:
         """Drop the sums of the open window."""
         self._generation += 1
