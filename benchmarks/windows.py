@@ -27,6 +27,7 @@ from faststep.cli.workloads import MAX_NORM, SHAPES, Shapes
 STEPS = 8
 BY_HAND = "torch, by hand"
 IN_BACKWARD = "faststep, norm in backward"
+IN_PAIRS = "faststep, in pairs"
 RECIPE = "torch, an optimizer per parameter"
 
 Round = Callable[[], float]
@@ -50,9 +51,9 @@ def give(params: Sequence[Parameter], grads: Sequence[Tensor]) -> None:
         param.grad = grad
 
 
-def sums_of_ours(params: list[Parameter], grads: list[Tensor]) -> Round:
+def sums_of_ours(params: list[Parameter], grads: list[Tensor], in_pairs: bool = False) -> Round:
     optimizer = faststep.optim.AdamW(params, lr=1e-4, max_grad_norm=MAX_NORM)
-    accum = faststep.accumulate(optimizer, STEPS, dtype=torch.float32)
+    accum = faststep.accumulate(optimizer, STEPS, dtype=torch.float32, in_pairs=in_pairs)
 
     def window() -> None:
         for _ in range(STEPS):
@@ -62,6 +63,10 @@ def sums_of_ours(params: list[Parameter], grads: list[Tensor]) -> Round:
         optimizer.zero_grad()
 
     return lambda: clocked(window)
+
+
+def sums_in_pairs(params: list[Parameter], grads: list[Tensor]) -> Round:
+    return sums_of_ours(params, grads, in_pairs=True)
 
 
 def sums_by_hand(params: list[Parameter], grads: list[Tensor]) -> Round:
@@ -207,7 +212,7 @@ def measured(kind: str, shapes: Shapes, rounds: int) -> Times:
     """The contenders one after another in each round, each on parameters of its own."""
     dtype = torch.bfloat16 if kind == "sums" else torch.float32
     makers: dict[str, dict[str, Callable[[list[Parameter], list[Tensor]], Round]]] = {
-        "sums": {OURS: sums_of_ours, BY_HAND: sums_by_hand},
+        "sums": {OURS: sums_of_ours, IN_PAIRS: sums_in_pairs, BY_HAND: sums_by_hand},
         "mean": {OURS: mean_of_ours, IN_BACKWARD: mean_in_backward, BY_HAND: mean_by_hand},
         "release": {OURS: release_of_ours, RECIPE: release_by_recipe, "": alone},
     }

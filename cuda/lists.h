@@ -119,10 +119,11 @@ FST_KERNEL(fst_accumulate, fst_accumulate_launch)
     for (uint32_t i = blockIdx.x; i < tables->chunk_count; i += gridDim.x) {
         const fst_device_chunk chunk = chunks[i];
         const fst_device_operand *op = fst_operands_of(tables, chunk.span);
-        if (op[0].dtype == FST_F64 || op[1].dtype == FST_F64)
-            accumulate_f64(tables, op, &chunk, launch.factor, launch.start);
+        const int two = launch.terms > 1;
+        if (op[0].dtype == FST_F64 || op[1].dtype == FST_F64 || (two && op[2].dtype == FST_F64))
+            accumulate_f64(tables, op, two, &chunk, launch.factor, launch.start);
         else
-            accumulate_f32(tables, op, &chunk, (float)launch.factor, launch.start);
+            accumulate_f32(tables, op, two, &chunk, (float)launch.factor, launch.start);
     }
 }
 

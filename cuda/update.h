@@ -125,31 +125,45 @@ FST_DEVICE void FST_T(update)(const fst_update_launch *launch, const fst_device_
         FST_T(update_one)(&share, i, op, &step, launch->write_grad);
 }
 
-/* Operand 0 += factor * operand 1, or = with `start`. The product is rounded before it is added. */
+/* Operand 0 += factor * operand 1, and then += factor * operand 2 if there are two terms; with
+ * `start` what was there is not read. Each product is rounded before it is added. */
+FST_DEVICE REAL FST_T(summed)(REAL sum, REAL term, REAL more, int two, REAL factor, int start)
+{
+    const REAL first = start ? term * factor : sum + term * factor;
+    return two ? first + more * factor : first;
+}
+
 FST_DEVICE void FST_T(accumulate)(const fst_device_tables *tables, const fst_device_operand *op,
-                                  const fst_device_chunk *chunk, REAL factor, int start)
+                                  int two, const fst_device_chunk *chunk, REAL factor, int start)
 {
     fst_share share = fst_share_of(tables, chunk, threadIdx.x, FST_DEVICE_BLOCK);
     FST_T(share_with)(&share, &op[0]);
     FST_T(share_with)(&share, &op[1]);
+    if (two)
+        FST_T(share_with)(&share, &op[2]);
     fst_share_close(&share);
     for (uint32_t base = 0; base < share.whole; base += FST_DEVICE_BLOCK * HELD) {
-        fst_words words[2][2];
-        REAL sum[HELD], term[HELD];
+        fst_words words[3][2];
+        REAL sum[HELD], term[HELD], more[HELD];
         FST_T(fetch)(&share, base, &op[1], words[1]);
-        words[0][0] = words[0][1] = fst_words_zero();
+        words[0][0] = words[0][1] = words[2][0] = words[2][1] = fst_words_zero();
+        if (two)
+            FST_T(fetch)(&share, base, &op[2], words[2]);
         if (!start)
             FST_T(fetch)(&share, base, &op[0], words[0]);
         FST_T(widen)(words[0], op[0].dtype, sum);
         FST_T(widen)(words[1], op[1].dtype, term);
+        FST_T(widen)(words[2], op[two ? 2 : 1].dtype, more);
         FST_UNROLL
         for (unsigned q = 0; q < HELD; q++)
-            sum[q] = start ? term[q] * factor : sum[q] + term[q] * factor;
+            sum[q] = FST_T(summed)(sum[q], term[q], more[q], two, factor, start);
         FST_T(store)(&share, base, &op[0], sum);
     }
     for (uint32_t i = share.whole + threadIdx.x; i < share.count; i += FST_DEVICE_BLOCK) {
-        const REAL product = FST_T(get)(&share, &op[1], i) * factor;
-        FST_T(set)(&share, &op[0], i, start ? product : FST_T(get)(&share, &op[0], i) + product);
+        const REAL sum = start ? (REAL)0 : FST_T(get)(&share, &op[0], i);
+        const REAL more = two ? FST_T(get)(&share, &op[2], i) : (REAL)0;
+        FST_T(set)(&share, &op[0], i,
+                   FST_T(summed)(sum, FST_T(get)(&share, &op[1], i), more, two, factor, start));
     }
 }
 

@@ -149,13 +149,13 @@ typedef struct {
     int32_t reserved;
 } fst_clamp_launch;
 
-/* fst_accumulate: on spans of two operands, the first += factor * the second, or = where `start` is
- * set; in double if either is fp64. */
+/* fst_accumulate: on spans of one or two terms, operand 0 += factor * each of the terms that follow
+ * it, one after the other; with `start` what was there is not read. In double if any is fp64. */
 typedef struct {
     fst_device_tables tables;
     double factor;
     int32_t start;
-    int32_t reserved;
+    uint32_t terms; /* 1 or 2; spans have one operand more */
 } fst_accumulate_launch;
 
 /* fst_loss_scale: the loss scale's update, see rules/loss_scale.h. One block. */

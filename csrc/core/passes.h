@@ -44,7 +44,8 @@ fst_code fst_clip_expected(fst_plan *plan, unsigned operand, const double *expec
 fst_code fst_scale(fst_plan *plan, unsigned operand, double factor, fst_status *status);
 fst_code fst_clamp(fst_plan *plan, unsigned operand, double limit, fst_status *status);
 
-/* On spans of two operands: the first += factor * the second, or = where `start` is set. */
+/* On spans of two or three operands: the first += factor * each of the others, one after the other;
+ * with `start` what was there is not read. */
 fst_code fst_accumulate(fst_plan *plan, double factor, int start, fst_status *status);
 
 /* One optimizer step on spans with FST_OP_COUNT operands; see cpu/kernels.h. */

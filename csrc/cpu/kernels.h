@@ -8,10 +8,10 @@
 #include "rules/rules.h"
 #include "rules/tree.h"
 
-/* What is done with a sum and a term. */
+/* What is done with a sum and its terms. */
 typedef enum {
     FST_SUM_ADD,
-    FST_SUM_START,  /* sum = factor * term: what was there is not read */
+    FST_SUM_START,  /* from nothing: what was there is not read */
     FST_SUM_STREAM, /* the same, past the caches: for a sum that they would not hold until it is
                      * read, and that need not be fetched to be overwritten */
 } fst_sum_kind;
@@ -38,9 +38,10 @@ typedef struct {
     void (*scale)(const fst_operand *op, int64_t begin, size_t count, double factor);
     /* x = min(max(x, -limit), limit); NaN stays. */
     void (*clamp)(const fst_operand *op, int64_t begin, size_t count, double limit);
-    /* op[0] += factor * op[1], in double if either is fp64, else in float; or as `how` says. */
-    void (*accumulate)(const fst_operand *op, int64_t begin, size_t count, double factor,
-                       fst_sum_kind how);
+    /* op[0] += factor * op[k] for each of the terms, op[1] and if there are two op[2], in this
+     * order; in double if any operand is fp64, else in float; or as `how` says. */
+    void (*accumulate)(const fst_operand *op, unsigned terms, int64_t begin, size_t count,
+                       double factor, fst_sum_kind how);
     /* Rows [begin, end) of the output of a batch of images, counted over all samples; `scratch` has
      * fst_cpu_image_scratch() bytes. */
     void (*image)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);

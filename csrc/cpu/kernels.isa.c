@@ -90,11 +90,13 @@ static void clamp(const fst_operand *op, int64_t begin, size_t count, double lim
     (op->dtype == FST_F64 ? clamp_f64 : clamp_f32)(op, begin, count, limit);
 }
 
-static void accumulate(const fst_operand *op, int64_t begin, size_t count, double factor,
-                       fst_sum_kind how)
+static void accumulate(const fst_operand *op, unsigned terms, int64_t begin, size_t count,
+                       double factor, fst_sum_kind how)
 {
-    const int wide = op[0].dtype == FST_F64 || op[1].dtype == FST_F64;
-    (wide ? accumulate_f64 : accumulate_f32)(op, begin, count, factor, how);
+    int wide = 0;
+    for (unsigned k = 0; k <= terms; k++)
+        wide |= op[k].dtype == FST_F64;
+    (wide ? accumulate_f64 : accumulate_f32)(op, terms, begin, count, factor, how);
 }
 
 #define NAME_OF(isa) #isa

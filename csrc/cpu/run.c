@@ -302,7 +302,8 @@ static void accumulate_chunk(const fst_job *job, size_t index)
     const fst_chunk *chunk = &job->work->chunks[index];
     const int large = job->work->spans[chunk->span].count >= STREAM_FROM;
     const fst_sum_kind how = !job->start ? FST_SUM_ADD : large ? FST_SUM_STREAM : FST_SUM_START;
-    job->kernels->accumulate(operands_of(job, index), chunk->begin, chunk->count, job->factor, how);
+    job->kernels->accumulate(operands_of(job, index), job->work->width - 1, chunk->begin,
+                             chunk->count, job->factor, how);
 }
 
 fst_code fst_cpu_accumulate(const fst_work *work, const fst_cpu_kernels *kernels, double factor,

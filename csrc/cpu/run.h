@@ -32,7 +32,8 @@ fst_code fst_cpu_scale_rest(const fst_work *work, const fst_cpu_kernels *kernels
 fst_code fst_cpu_clamp(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                        double limit, fst_status *status);
 
-/* Operand 0 of every span += factor * operand 1, or = where `start` is set. */
+/* Operand 0 of every span += factor * each of its one or two others, one after the other; with
+ * `start` what was there is not read. */
 fst_code fst_cpu_accumulate(const fst_work *work, const fst_cpu_kernels *kernels, double factor,
                             int start, fst_status *status);
 

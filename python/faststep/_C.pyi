@@ -118,12 +118,18 @@ class Squares:
         """
 
 def accumulate(
-    sums: Sequence[Tensor], terms: Sequence[Tensor], factor: float, start: bool = ..., /
+    sums: Sequence[Tensor],
+    terms: Sequence[Tensor],
+    factor: float,
+    start: bool = ...,
+    more: Sequence[Tensor] | None = ...,
+    /,
 ) -> None:
     """Add factor times each term to its sum, of any two dtypes, in one pass and in place.
 
-    The arithmetic is fp32, or fp64 where one of the two is float64. With `start` the sums are
-    overwritten, and need not have been initialized.
+    With `more`, each sum's second term is added after the first, in the same pass. The arithmetic
+    is fp32, or fp64 where one of them is float64; what it gives is rounded to the sum's dtype once.
+    With `start` the sums are overwritten, and need not have been initialized.
 
     Raises:
         TypeError: a tensor cannot be used, or shapes differ; nothing was changed.
@@ -143,7 +149,12 @@ def crc32c(data: bytes, /) -> int:
     """CRC-32C (Castagnoli) of the data."""
 
 def device_accumulate(
-    sums: Sequence[Tensor], terms: Sequence[Tensor], factor: float, start: bool = ..., /
+    sums: Sequence[Tensor],
+    terms: Sequence[Tensor],
+    factor: float,
+    start: bool = ...,
+    more: Sequence[Tensor] | None = ...,
+    /,
 ) -> None:
     """`accumulate` of tensors on one CUDA device, as one launch."""
 

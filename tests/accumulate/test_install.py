@@ -152,6 +152,30 @@ def test_fp32_sums(dtype: torch.dtype) -> None:
     assert_equal(*found)
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("in_pairs", [None, False, True])
+def test_what_is_cleared_before_a_window_is_no_part_of_it(
+    in_pairs: bool | None, set_to_none: bool
+) -> None:
+    """As after a pass to warm up; with and without fp32 sums, before the first and the second."""
+    sums = {} if in_pairs is None else {"dtype": torch.float32, "in_pairs": in_pairs}
+    params = [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16)) for _ in range(2)]
+    both = [faststep.optim.SGD([param], lr=1.0) for param in params]
+    accum = faststep.accumulate(both, 2, normalize="sum", **sums).install()
+    for window in range(2):
+        (params[0] * 3.0 + params[1] * 5.0).sum().backward()
+        both[0].zero_grad(set_to_none=set_to_none)
+        for _ in range(2):
+            (params[0] + params[1]).sum().backward()
+            for optimizer in both:
+                optimizer.step()
+            for optimizer in both:
+                optimizer.zero_grad(set_to_none=set_to_none)
+        assert params[0].tolist() == [-2.0 * (window + 1)] * 2
+        assert params[1].tolist() == [-7.0 * (window + 1)] * 2
+    assert accum.windows == 2
+
+
 def test_tokens() -> None:
     found = []
     for installed in (True, False):

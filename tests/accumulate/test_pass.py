@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -62,16 +63,53 @@ def test_the_bits_of_torchs_add() -> None:
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("count", [40000, (1 << 19) + 5], ids=["in the caches", "past them"])
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_terms_at_a_time(dtype: torch.dtype, start: bool, count: int) -> None:
+    """The bits of one after the other."""
+    total = torch.randn(count).to(torch.promote_types(dtype, torch.float32))
+    once = total.clone()
+    first, second = (torch.randn(count).to(dtype) for _ in range(2))
+    _C.accumulate([once], [first], 1 / 3, start)
+    _C.accumulate([once], [second], 1 / 3)
+    _C.accumulate([total], [first], 1 / 3, start, [second])
+    assert torch.equal(total, once)
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.permutations(DTYPES, 3)))
+def test_types_of_two_terms(dtypes: tuple[torch.dtype, ...]) -> None:
+    """Computed in fp64 if any is, and rounded to the sum's type at the end."""
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    total, first, second = (torch.randn(3000).to(dtype) for dtype in dtypes)
+    expected = total.to(wide) + first.to(wide) + second.to(wide)
+    _C.accumulate([total], [first], 1.0, False, [second])
+    assert torch.equal(total, expected.to(total.dtype))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("flat", range(3))
+def test_layouts_of_two_terms(layout: str, flat: int) -> None:
+    """One of the three lies in memory as in its shape, the others do not."""
+    given = [LAYOUTS[layout](), *(like(LAYOUTS[layout](), torch.bfloat16) for _ in range(2))]
+    given[flat] = given[flat].clone(memory_format=torch.contiguous_format)
+    total, first, second = given
+    expected = total + first.float() + second.float()
+    _C.accumulate([total], [first], 1.0, False, [second])
+    assert torch.equal(total, expected)
+
+
 def test_threads_give_the_same_bits() -> None:
     term = torch.randn(1 << 20).to(torch.bfloat16)
-    found = []
-    for threads in (1, 2, 3):
-        torch.set_num_threads(threads)
-        total = torch.arange(1 << 20, dtype=torch.float32)
-        _C.accumulate([total], [term], 1 / 3)
-        found.append(total)
-    assert torch.equal(found[0], found[1])
-    assert torch.equal(found[0], found[2])
+    for more in (None, [term.flip(0)]):
+        found = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            total = torch.arange(1 << 20, dtype=torch.float32)
+            _C.accumulate([total], [term], 1 / 3, False, more)
+            found.append(total)
+        assert torch.equal(found[0], found[1])
+        assert torch.equal(found[0], found[2])
 
 
 def test_what_is_started_is_not_read() -> None:
@@ -112,7 +150,25 @@ def test_errors(sums: list, terms: list, error: type[Exception], text: str) -> N
     assert torch.equal(sums[0], before)
 
 
+@pytest.mark.parametrize(
+    ("more", "error", "text"),
+    [
+        ([], ValueError, "1 sums and 0 terms"),
+        ([torch.ones(4)], TypeError, "further term 0 is not of the sum's shape"),
+        ([1.0], TypeError, "further term 0 is a float"),
+        ([torch.eye(3).to_sparse()], TypeError, "further term 0"),
+        (5, TypeError, "not iterable"),
+    ],
+)
+def test_errors_in_second_terms(more: Any, error: type[Exception], text: str) -> None:
+    total = torch.ones(3)
+    with pytest.raises(error, match=text):
+        _C.accumulate([total], [torch.ones(3)], 1.0, False, more)
+    assert torch.equal(total, torch.ones(3))
+
+
 def test_a_sum_that_is_its_own_term() -> None:
-    both = torch.ones(8)
-    with pytest.raises(TypeError, match="sum 0 shares memory with its term"):
-        _C.accumulate([both[:5]], [both[3:]], 1.0)
+    both, other = torch.ones(8), torch.ones(5)
+    for terms in ([both[3:]], None), ([other], [both[3:]]):
+        with pytest.raises(TypeError, match="sum 0 shares memory with its term"):
+            _C.accumulate([both[:5]], terms[0], 1.0, False, terms[1])

@@ -26,8 +26,14 @@ def _windows(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     net = make_model(low)
     model = DistributedDataParallel(net, gradient_as_bucket_view=case.get("views", False))
     optimizer = faststep.optim.SGD(net.parameters(), lr=0.1)
+    in_pairs = case.get("in_pairs", False)
     accum = faststep.accumulate(
-        optimizer, 3, model=model, normalize=case["normalize"], dtype=case["dtype"]
+        optimizer,
+        3,
+        model=model,
+        normalize=case["normalize"],
+        dtype=case["dtype"],
+        in_pairs=in_pairs,
     )
     collectives, seen = Collectives(model), []
     sums, history = [], []
@@ -80,9 +86,22 @@ CASES = {
     "sum": {"normalize": "sum", "dtype": None, "sizes": [[4, 4, 4]] * 4},
     "tokens": {"normalize": "tokens", "dtype": None, "sizes": [[1, 2, 9], [7, 7, 1], [3] * 3]},
     "fp32 sums": {"normalize": "tokens", "dtype": torch.float32, "sizes": [[1, 2, 9], [7, 7, 1]]},
+    "in pairs": {
+        "normalize": "tokens",
+        "dtype": torch.float32,
+        "sizes": [[1, 2, 9], [7, 7, 1]],
+        "in_pairs": True,
+        "views": True,
+    },
     "short": {"normalize": "mean", "dtype": None, "sizes": [[4, 4], [4, 4]]},
     "short and uneven": {"normalize": "tokens", "dtype": None, "sizes": [[5, 4], [2]]},
     "short fp32 sums": {"normalize": "mean", "dtype": torch.float32, "sizes": [[4], [4, 4]]},
+    "short in pairs": {
+        "normalize": "mean",
+        "dtype": torch.float32,
+        "sizes": [[4], [4, 4]],
+        "in_pairs": True,
+    },
     "one rank has none": {"normalize": "tokens", "dtype": None, "sizes": [[5, 4], []]},
 }
 
@@ -93,6 +112,16 @@ Ranks = Callable[[str], list[Any]]
 @pytest.mark.parametrize("name", CASES)
 def test_windows(name: str, ranks: Ranks) -> None:
     check_windows(CASES[name], ranks(f"{name} on 2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "like"), [("in pairs", "fp32 sums"), ("short in pairs", "short fp32 sums")]
+)
+def test_pairs_have_the_bits_of_sums_without(name: str, like: str, ranks: Ranks) -> None:
+    for ours, theirs in zip(ranks(f"{name} on 2"), ranks(f"{like} on 2"), strict=True):
+        for what in ("grads", "values"):
+            for window in range(2):
+                assert_equal(ours[what][window], theirs[what][window])
 
 
 @pytest.mark.parametrize(("name", "world"), [("tokens", 3), ("mean", 4)])
@@ -149,11 +178,11 @@ class SomeUnused(nn.Module):
 def _unused(rank: int, world: int) -> list[Any]:
     """One parameter is used on rank 0 alone, in the first micro-step alone."""
     found = []
-    for dtype in (None, torch.float32):
+    for dtype, in_pairs in ((None, False), (torch.float32, False), (torch.float32, True)):
         net = SomeUnused(torch.float32 if dtype is None else torch.bfloat16)
         model = DistributedDataParallel(net, find_unused_parameters=True)
         optimizer = faststep.optim.SGD(net.parameters(), lr=1.0)
-        accum = faststep.accumulate(optimizer, 2, model=model, dtype=dtype)
+        accum = faststep.accumulate(optimizer, 2, model=model, dtype=dtype, in_pairs=in_pairs)
         for index in range(2):
             with accum:
                 accum.backward(model(rank + 1.0, rank == 0 and index == 0))

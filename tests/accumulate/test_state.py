@@ -15,6 +15,7 @@ MODES = {
     "mean": {"normalize": "mean"},
     "tokens": {"normalize": "tokens"},
     "fp32 sums": {"normalize": "tokens", "dtype": torch.float32},
+    "in pairs": {"normalize": "tokens", "dtype": torch.float32, "in_pairs": True},
 }
 
 

@@ -173,39 +173,44 @@ static array *any_array(int64_t size)
     return a;
 }
 
-static void accumulate(size_t count, double factor, int begin)
+static void accumulate(size_t count, unsigned terms, double factor, int begin)
 {
     fst_status status = {0};
     fst_plan plan;
     device d;
-    array *terms[FEW], *starts[FEW], *got[FEW];
-    fst_plan_init(&plan, 2);
+    array *added[FEW][2], *starts[FEW], *got[FEW];
+    fst_plan_init(&plan, 1 + terms);
     for (size_t i = 0; i < count; i++) {
         const int64_t size =
             1 + (int64_t)(i ? random_below(1500) : (size_t)FST_CHUNK + random_below(20000));
-        terms[i] = any_array(size);
         starts[i] = any_array(size);
         got[i] = array_clone(starts[i]);
         fst_operand *op = fst_plan_add(&plan, size, 0, &status);
         op[0] = got[i]->op;
-        op[1] = terms[i]->op;
+        for (unsigned k = 0; k < terms; k++) {
+            added[i][k] = any_array(size);
+            op[k + 1] = added[i][k]->op;
+        }
     }
     CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_OK);
     const fst_work work = fst_plan_work(&plan);
     device_make(&d, &work, 0);
-    const fst_accumulate_launch launch = {.tables = d.tables, .factor = factor, .start = begin};
+    const fst_accumulate_launch launch = {
+        .tables = d.tables, .factor = factor, .start = begin, .terms = terms};
     device_launch(&d, "fst_accumulate", any_grid(), &launch);
     for (size_t level = 0; level < level_count; level++)
         for (size_t i = 0; i < count; i++) {
             array *want = array_clone(starts[i]);
-            const fst_operand op[2] = {want->op, terms[i]->op};
+            const fst_operand op[3] = {want->op, added[i][0]->op, added[i][terms - 1]->op};
             const size_t size = (size_t)plan.spans[i].count;
-            levels[level]->accumulate(op, 0, size, factor, begin ? FST_SUM_START : FST_SUM_ADD);
+            levels[level]->accumulate(op, terms, 0, size, factor,
+                                      begin ? FST_SUM_START : FST_SUM_ADD);
             CHECK(same_memory(got[i], want));
             array_free(want);
         }
     for (size_t i = 0; i < count; i++) {
-        array_free(terms[i]);
+        for (unsigned k = 0; k < terms; k++)
+            array_free(added[i][k]);
         array_free(starts[i]);
         array_free(got[i]);
     }
@@ -308,7 +313,8 @@ int main(void)
         for (size_t i = 0; i < sizeof orders / sizeof orders[0]; i++)
             norm_and_scale(count, values[round % 4 == 3], orders[i], limits[(round + (int)i) % 4]);
         scale_and_clamp(count, round % 2 ? 0.7 : 1e20);
-        accumulate(count, round % 2 ? 1.0 : 0.3, round % 4 > 1);
+        for (unsigned terms = 1; terms <= 2; terms++)
+            accumulate(count, terms, round % 2 ? 1.0 : 0.3, round % 4 > 1);
     }
     unscale(MANY, random_unit, 3.0, 0);
     for (int i = 0; i < 5; i++)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
 import faststep
 from faststep import _C
-from faststep.accumulation.sums import add_to
+from faststep.accumulation.additions import add_to
 from optim.common import DTYPES, dtype_name, same_bits
 
 from . import fake
@@ -29,6 +31,23 @@ def test_bits(dtype: torch.dtype, factor: float, start: bool) -> None:
     _C.device_accumulate(claimed, [fake.claim(t.clone()) for t in terms], factor, start)
     assert _C.device_counts()[0] == launches + 1
     _C.accumulate(sums, terms, factor, start)
+    for index, (ours, theirs) in enumerate(zip(claimed, sums, strict=True)):
+        assert same_bits(fake.plain(ours), theirs), index
+
+
+@pytest.mark.parametrize("start", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+def test_bits_of_two_terms(dtype: torch.dtype, start: bool) -> None:
+    """Of every two types into each type, in one launch."""
+    kinds = [(n, *both) for n in (20000, 3) for both in itertools.product(DTYPES, DTYPES)]
+    terms = [values((n,), n, d) for n, d, _ in kinds]
+    more = [values((n,), n + 1, d) for n, _, d in kinds]
+    sums = [values(t.shape, 7, dtype) for t in terms]
+    claimed, *others = ([fake.claim(t.clone()) for t in some] for some in (sums, terms, more))
+    launches = _C.device_counts()[0]
+    _C.device_accumulate(claimed, others[0], 0.3, start, others[1])
+    assert _C.device_counts()[0] == launches + 1
+    _C.accumulate(sums, terms, 0.3, start, more)
     for index, (ours, theirs) in enumerate(zip(claimed, sums, strict=True)):
         assert same_bits(fake.plain(ours), theirs), index
 
@@ -61,23 +80,29 @@ def test_what_cannot_be_added() -> None:
     ):
         with pytest.raises(TypeError, match=text):
             _C.device_accumulate(sums, terms, 1.0)
+    with pytest.raises(TypeError, match="further term 0 is on cpu"):
+        _C.device_accumulate([total], [fake.claim(torch.ones(3))], 1.0, False, [torch.ones(3)])
     with pytest.raises(ValueError, match="1 sums and 2 terms"):
         _C.device_accumulate([total], [total, total], 1.0)
     assert fake.plain(total).tolist() == [1.0] * 3
 
 
-def test_a_window(machine: fake.Machine) -> None:
+@pytest.mark.parametrize("in_pairs", [False, True])
+def test_a_window(machine: fake.Machine, in_pairs: bool) -> None:
     """Gradients of several micro-steps on the device, through the sums' own hook."""
     param = fake.parameter(torch.zeros(300, dtype=torch.bfloat16))
-    sums = faststep.accumulation.sums.Sums()
+    sums = faststep.accumulation.sums.Sums(in_pairs)
     sums.attach([("weight", param)])
     expected = torch.zeros(300)
+    launches = _C.device_counts()[0]
     for index in range(3):
         grad = values((300,), index, torch.bfloat16)
         param.grad = fake.claim(grad.clone())
-        sums.collect()
+        sums.collect(last=False)
         expected += grad.float()
         sums.release_grads()
+    sums.add_held()
+    assert _C.device_counts()[0] - launches == (2 if in_pairs else 3)
     hidden = sums.hidden(param)
     assert hidden is not None
     assert torch.equal(fake.plain(hidden), expected)

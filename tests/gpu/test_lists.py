@@ -127,16 +127,19 @@ def test_unscale(dtype: torch.dtype) -> None:
         assert bool(flags[0].item()) is bool(flags[1].item()) is bad
 
 
+@pytest.mark.parametrize("two", [False, True], ids=["one term", "two terms"])
 @pytest.mark.parametrize("start", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-def test_sums(dtype: torch.dtype, start: bool) -> None:
+def test_sums(dtype: torch.dtype, start: bool, two: bool) -> None:
     """Gradients of every type added to fp32 sums: the bits of the CPU, and nothing waits."""
     terms = [values((n,), n, dtype) for n in (3, 20_001, 1, 255)]
     sums = [values(t.shape, 5) for t in terms]
     on_device = [place(s, CUDA) for s in sums]
+    more = [values(t.shape, 6, dtype) for t in terms] if two else None
     moved = [place(t, CUDA) for t in terms]
+    more_moved = [place(t, CUDA) for t in more] if more else None
     with no_synchronization():
-        _C.device_accumulate(on_device, moved, 0.3, start)
-    _C.accumulate(sums, terms, 0.3, start)
+        _C.device_accumulate(on_device, moved, 0.3, start, more_moved)
+    _C.accumulate(sums, terms, 0.3, start, more)
     for ours, theirs in zip(on_device, sums, strict=True):
         assert same_bits(ours.cpu(), theirs)

@@ -194,9 +194,15 @@ def accumulate() -> Iterator[Case]:
     terms = [t.to(torch.bfloat16) for t in tensors()]
     for start in (False, True):
         yield lambda start=start: _C.accumulate(sums, terms, 0.5, start), [*sums, *terms]
+        two = functools.partial(_C.accumulate, sums, terms, 0.5, start, sums[::-1])
+        yield failing(two), [*sums, *terms]
+        more = [t.clone() for t in terms]
+        yield functools.partial(_C.accumulate, sums, terms, 0.5, start, more), [*sums, *more]
     for bad in unusable():
         yield failing(_C.accumulate, [torch.ones(3)] * 2, bad, 1.0), [*bad, bad]
         yield failing(_C.accumulate, bad, [torch.ones(3)] * 2, 1.0), [*bad, bad]
+        ones = [torch.ones(3)] * 2
+        yield failing(_C.accumulate, ones, [t.clone() for t in ones], 1.0, False, bad), [*bad, bad]
     for short in ([], sums[:2], 5):
         yield failing(_C.accumulate, sums, short, 1.0), sums
 

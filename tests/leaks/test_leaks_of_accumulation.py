@@ -16,6 +16,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "mean": {},
     "tokens": {"normalize": "tokens"},
     "fp32 sums": {"dtype": torch.float32},
+    "in pairs": {"dtype": torch.float32, "in_pairs": True},
 }
 
 

@@ -21,6 +21,7 @@ def accumulate(
     model: nn.Module | None = None,
     normalize: Normalize = "mean",
     dtype: torch.dtype | None = None,
+    in_pairs: bool = False,
 ) -> Accumulation:
     """Accumulate gradients over windows of `steps` micro-batches.
 
@@ -53,6 +54,10 @@ def accumulate(
             Default: "mean".
         dtype: torch.float32 sums the gradients of bfloat16 and float16 parameters in fp32; for
             the time of the training their `.grad` is fp32. Default: None, as autograd does it.
+        in_pairs: with dtype=torch.float32, add two gradients of a parameter to its sum at a time,
+            with the same bits: 12 bytes of memory traffic per element instead of 20. The first of
+            two is held for another forward and backward pass, and the `.grad` of these parameters
+            is None until the window's end. Default: False.
 
     Returns:
         An :class:`Accumulation`; keep it.
@@ -60,7 +65,8 @@ def accumulate(
     Raises:
         TypeError: an argument of the wrong type, or a model that is sharded; in the first
             micro-step, a `model` that is inside of a DistributedDataParallel.
-        ValueError: `steps`, `normalize` or `dtype` out of range, or a parameter of two optimizers.
+        ValueError: `steps`, `normalize` or `dtype` out of range, `in_pairs` without a dtype, or a
+            parameter of two optimizers.
         RuntimeError: the optimizer accumulates already; or torch is too old for `dtype`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
@@ -77,10 +83,12 @@ def accumulate(
         raise ValueError(f'normalize must be "mean", "sum" or "tokens", not {normalize!r}')
     if dtype not in (None, torch.float32):
         raise ValueError(f"dtype must be None or torch.float32, not {dtype}")
+    if in_pairs and dtype is None:
+        raise ValueError("in_pairs=True is for sums in fp32: pass dtype=torch.float32 too")
     alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
     if model is None and normalize == "tokens" and not alone:
         raise ValueError(
             'normalize="tokens" on several ranks needs model=: the DistributedDataParallel module, '
             "over whose ranks tokens are counted, or a plain module to count on each rank alone"
         )
-    return Accumulation(Window(optimizers, steps, model, normalize, dtype))
+    return Accumulation(Window(optimizers, steps, model, normalize, dtype, in_pairs))

@@ -139,7 +139,7 @@ class Accumulation:
         elif window.ready:
             window.close()
         if window.sums is not None:
-            window.sums.collect()
+            window.sums.collect(last=True)
         if window.micro_step:
             window.check_marks("before flush()")
         if window.micro_step or window.ranks.world > 1:

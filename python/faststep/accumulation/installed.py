@@ -185,9 +185,12 @@ class Installed:
 
     def _zero_grad(self, inner: _Method, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         self._uncleared.discard(id(optimizer))
-        if self._window.ready or self._window.micro_step == 0:
-            return inner(*args, **kwargs)
-        return None
+        window = self._window
+        if window.micro_step and not window.ready:
+            return None
+        if window.sums is not None:
+            window.sums.clear(division.params_of(optimizer))
+        return inner(*args, **kwargs)
 
     def _when_ready(self, inner: _Method, _: Any, *args: Any, **kwargs: Any) -> Any:
         return inner(*args, **kwargs) if self._window.ready else None

@@ -22,6 +22,8 @@ def state_of(window: Window) -> dict[str, Any]:
     over = window.ready and window.all_stepped()
     ready = window.ready and not over
     open_window = bool(window.micro_step or ready)
+    if open_window and window.sums is not None:
+        window.sums.add_held()
     grads = [_sum_of(window, param) if open_window else None for _, param in window.named_params()]
     divisors = [division.divisor_of(optimizer) for optimizer in window.optimizers]
     return {

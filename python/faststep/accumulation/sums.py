@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import _C
-from .._torch import disable_dynamo, get_grad_dtype, increment_version, set_grad_dtype
-from ..optim._devices import has_kernels_for
+from .._torch import disable_dynamo, get_grad_dtype, set_grad_dtype
+from .additions import Addition, add_all, add_to
 
 __all__ = ["LOW_PRECISION", "Sums"]
 
@@ -19,7 +18,10 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class _Sum:
-    """What is known of one parameter; `.grad` is the buffer once a gradient was added to it."""
+    """What is known of one parameter.
+
+    `.grad` is the buffer once a gradient was added to it; but in pairs at the window's end only.
+    """
 
     def __init__(self, param: Tensor, name: str) -> None:
         self.param = weakref.ref(param)
@@ -27,6 +29,8 @@ class _Sum:
         self.grad_dtype = get_grad_dtype(param)
         self.buffer: Tensor | None = None
         self.generation = 0  # of the window whose sum the buffer holds
+        self.held: Tensor | None = None  # the first gradient of a pair
+        self.held_version = 0
         self.handle: Any = None
 
 
@@ -37,11 +41,17 @@ class Sums:
     once. At the start of a micro-step `.grad` is taken away, so that autograd hands over the next
     gradient as it is, without a pass; where it is left, or a parameter is reached twice in a
     backward (reentrant checkpointing), autograd adds into the buffer by itself.
+
+    In pairs every other gradient of a parameter is held instead, and the next one's hook adds both
+    in one pass. `.grad` is None then, until the last micro-step, which shows the buffer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, in_pairs: bool = False) -> None:
         self._sums: dict[int, _Sum] = {}
         self._generation = 1
+        self._in_pairs = in_pairs
+        self._holding = False  # in pairs, and this is not a window's last micro-step
+        self._came = False  # whether a gradient came since `mark`
 
     def __bool__(self) -> bool:
         return bool(self._sums)
@@ -73,27 +83,37 @@ class Sums:
         def add(param: Tensor) -> None:
             sums = owner()
             if sums is not None:
-                sums._add(mine, param)
+                sums._add(mine, param, sums._holding)
 
         mine.handle = param.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         self._sums[id(param)] = mine
         if param.grad is not None:
             self._add(mine, param)
 
-    def _add(self, mine: _Sum, param: Tensor) -> None:
-        """Add `.grad` to the buffer and put the buffer in its place."""
-        if (addition := self._addition(mine, param)) is not None:
-            add_to(*addition)
-            self._show(mine, param)
+    def _add(self, mine: _Sum, param: Tensor, hold: bool = False) -> None:
+        """Take in `.grad`: hold it, or add it to the buffer and put the buffer in its place."""
+        if (addition := self._taken(mine, param, hold)) is not None:
+            add_all([addition])
+            self._added(mine)
+            param.grad = None if hold else mine.buffer
 
-    def _addition(self, mine: _Sum, param: Tensor) -> _Addition | None:
-        """What `.grad` is to be added to; None if there is nothing to add."""
+    def _taken(self, mine: _Sum, param: Tensor, hold: bool) -> Addition | None:
+        """Hold `.grad`, if wanted and nothing is held; else what is to be added, if anything is."""
         grad = param.grad
-        if grad is None:
-            return None
-        if grad is mine.buffer:
+        if grad is not None and grad is mine.buffer:
             mine.generation = self._generation
-            return None
+            grad = None
+        elif grad is not None:
+            self._check(mine, grad)
+            self._came = True
+            if hold and mine.held is None:
+                mine.held, mine.held_version = grad, grad._version
+                param.grad = None
+                return None
+        return None if hold and grad is None else self._addition(mine, grad)
+
+    def _check(self, mine: _Sum, grad: Tensor) -> None:
+        """Raise if this gradient cannot be added to what there is."""
         if grad.requires_grad:
             raise RuntimeError(
                 f"accumulate(dtype=torch.float32): the gradient of {mine.name} has a graph of its "
@@ -104,41 +124,82 @@ class Sums:
                 f"accumulate(dtype=torch.float32): the gradient of {mine.name} is sparse; use "
                 "sparse=False, or leave dtype=None"
             )
-        start = mine.generation != self._generation
-        if mine.buffer is None or not _fits(mine.buffer, grad):
-            if not start:
-                raise RuntimeError(
-                    f"the shape or device of {mine.name} changed inside an accumulation window"
-                )
-            mine.buffer = torch.empty_like(
-                grad, dtype=torch.float32, memory_format=torch.preserve_format
+        before = mine.buffer if mine.generation == self._generation else mine.held
+        if before is not None and not _fits(before, grad):
+            raise RuntimeError(
+                f"the shape or device of {mine.name} changed inside an accumulation window"
             )
-        return _Addition(mine.buffer, grad, 1.0, start)
 
-    def _show(self, mine: _Sum, param: Tensor) -> None:
-        """The buffer holds the sum: free the gradient."""
+    def _addition(self, mine: _Sum, grad: Tensor | None) -> Addition | None:
+        """What is held and `grad`, as far as there are such, to be added to the buffer."""
+        term, more = (grad, None) if mine.held is None else (mine.held, grad)
+        if term is None:
+            return None
+        if mine.held is not None and mine.held._version != mine.held_version:
+            raise RuntimeError(
+                f"accumulate(in_pairs=True): the gradient of {mine.name} was changed in place "
+                "after the backward that made it, while it waited for the next one"
+            )
+        start = mine.generation != self._generation
+        if mine.buffer is None or (start and not _fits(mine.buffer, term)):
+            mine.buffer = torch.empty_like(
+                term, dtype=torch.float32, memory_format=torch.preserve_format
+            )
+        return Addition(mine.buffer, term, more, 1.0, start)
+
+    def _added(self, mine: _Sum) -> None:
+        """The buffer holds the sum: free the gradients."""
         mine.generation = self._generation
-        param.grad = mine.buffer
+        mine.held = None
 
-    def collect(self) -> None:
-        """After a micro-step: take in what came without a hook, show the sums that got no term."""
+    def expect(self, last: bool) -> None:
+        """The next micro-step is a window's last one, or not."""
+        self._holding = self._in_pairs and not last
+
+    def collect(self, last: bool) -> None:
+        """After a micro-step: take in what came without a hook, show the sums that got no term.
+
+        In pairs gradients may be held, and nothing is shown, unless this was the last one.
+        """
+        hold = self._in_pairs and not last
         found = []
-        for mine, param in self._pairs():
-            if param.grad is None and mine.generation == self._generation:
-                param.grad = mine.buffer
-            elif (addition := self._addition(mine, param)) is not None:
+        for mine, param in self._each():
+            if (addition := self._taken(mine, param, hold)) is not None:
                 found.append((mine, param, addition))
+            elif not hold and param.grad is None and mine.generation == self._generation:
+                param.grad = mine.buffer
         add_all([addition for _, _, addition in found])
         for mine, param, _ in found:
-            self._show(mine, param)
+            self._added(mine)
+            param.grad = None if hold else mine.buffer
+
+    def add_held(self) -> None:
+        """Let the buffers hold all that has come."""
+        found = []
+        for mine, _ in self._each():
+            if (addition := self._addition(mine, None)) is not None:
+                found.append((mine, addition))
+        add_all([addition for _, addition in found])
+        for mine, _ in found:
+            self._added(mine)
+
+    def mark(self) -> None:
+        """All gradients that came so far belong to micro-steps."""
+        self._came = False
+
+    def came_since_mark(self) -> bool:
+        """Whether a gradient was taken in since; in pairs, where `.grad` shows no sign of it."""
+        return self._in_pairs and self._came
 
     def release_grads(self) -> None:
         """Take the buffers out of `.grad` for the next micro-step of the window."""
-        for mine, param in self._pairs():
-            if mine.generation == self._generation:
+        for mine, param in self._each():
+            if self._in_pairs and param.grad is None:
+                continue
+            if self._in_pairs or mine.generation == self._generation:
                 if param.grad is not mine.buffer:
                     raise RuntimeError(
-                        f"the gradient of {mine.name} was replaced or cleared inside an "
+                        f"the gradient of {mine.name} was set, replaced or cleared inside an "
                         "accumulation window (zero_grad between micro-steps?)"
                     )
                 param.grad = None
@@ -146,7 +207,7 @@ class Sums:
     def begin_window(self) -> None:
         """Forget the sums; what is left in `.grad` counts as the first term, as in torch."""
         self._generation += 1
-        for mine, param in self._pairs():
+        for mine, param in self._each():
             if param.grad is None:
                 continue
             if param.grad is mine.buffer:
@@ -157,6 +218,7 @@ class Sums:
     def end_window(self) -> None:
         """The sums are whole: the next gradient starts a new one."""
         self._generation += 1
+        self._holding = False
 
     def put(self, param: Tensor, value: Tensor) -> bool:
         """Make `value` the sum of a parameter; False if it has no buffer here."""
@@ -164,7 +226,7 @@ class Sums:
         if mine is None:
             return False
         mine.buffer = value.to(device=param.device, dtype=torch.float32, copy=True)
-        mine.generation = self._generation
+        self._added(mine)
         param.grad = mine.buffer
         return True
 
@@ -174,10 +236,19 @@ class Sums:
         live = mine is not None and mine.generation == self._generation and param.grad is None
         return mine.buffer if mine is not None and live else None
 
+    def clear(self, params: Iterable[Tensor]) -> None:
+        """The gradients of these parameters are cleared: what has come of them is in no sum."""
+        for param in params:
+            mine = self._of(param)
+            if mine is not None:
+                mine.generation, mine.held = 0, None
+
     def forget(self) -> None:
         """Drop the sums of the open window."""
         self._generation += 1
-        for mine, param in self._pairs():
+        self._holding = False
+        for mine, param in self._each():
+            mine.held = None
             if param.grad is mine.buffer:
                 param.grad = None
 
@@ -192,8 +263,14 @@ class Sums:
             param.grad = low
 
     def remove(self) -> None:
-        """Undo everything; sums that are in `.grad` are rounded to the parameter's dtype."""
-        pairs = list(self._pairs())
+        """Undo everything; sums that are in `.grad` are rounded to the parameter's dtype.
+
+        A gradient that is held, and would start a sum, is put back.
+        """
+        pairs = list(self._each())
+        for mine, param in pairs:
+            if param.grad is None and mine.generation != self._generation:
+                param.grad = mine.held
         self.round([param for _, param in pairs], 1.0)
         for mine in self._sums.values():
             mine.handle.remove()
@@ -201,7 +278,7 @@ class Sums:
             set_grad_dtype(param, mine.grad_dtype)
         self._sums.clear()
 
-    def _pairs(self) -> Iterable[tuple[_Sum, Tensor]]:
+    def _each(self) -> Iterable[tuple[_Sum, Tensor]]:
         for mine in self._sums.values():
             param = mine.param()
             if param is not None:
@@ -210,48 +287,3 @@ class Sums:
 
 def _fits(buffer: Tensor, grad: Tensor) -> bool:
     return buffer.shape == grad.shape and buffer.device == grad.device
-
-
-class _Addition(NamedTuple):
-    """total += factor * term, or = with `start`; any two dtypes."""
-
-    total: Tensor
-    term: Tensor
-    factor: float
-    start: bool
-
-
-def add_to(total: Tensor, term: Tensor, factor: float, start: bool) -> None:
-    """One addition, in one kernel."""
-    _add_alike([_Addition(total, term, factor, start)])
-
-
-def add_all(additions: Iterable[_Addition]) -> None:
-    """Many additions: one kernel for those alike."""
-    alike: dict[tuple[Any, ...], list[_Addition]] = {}
-    for one in additions:
-        alike.setdefault((one.total.device, one.factor, one.start), []).append(one)
-    for these in alike.values():
-        _add_alike(these)
-
-
-def _add_alike(additions: list[_Addition]) -> None:
-    """One kernel for additions of one device, factor and `start`."""
-    totals, terms = [one.total for one in additions], [one.term for one in additions]
-    on_device = totals[0].is_cuda and has_kernels_for(totals[0])
-    add = _C.device_accumulate if on_device else _C.accumulate
-    try:
-        add(totals, terms, additions[0].factor, additions[0].start)
-    except TypeError:  # on a device without our kernels, or a layout that they do not know
-        _add_by_torch(additions)
-    else:
-        increment_version(totals)
-
-
-def _add_by_torch(additions: Iterable[_Addition]) -> None:
-    with torch.no_grad():
-        for total, term, factor, start in additions:
-            if start:
-                total.copy_(term).mul_(factor)
-            else:
-                total.add_(term, alpha=factor)

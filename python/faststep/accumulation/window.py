@@ -34,6 +34,7 @@ class Window:
         model: nn.Module | None,
         normalize: Normalize,
         dtype: torch.dtype | None,
+        in_pairs: bool,
     ) -> None:
         for optimizer in optimizers:
             if is_released(optimizer):
@@ -61,7 +62,7 @@ class Window:
         self._model_checked = False
         self.ranks = Ranks(model)
         self.optimizers = list(optimizers)
-        self.sums = None if dtype is None else Sums()
+        self.sums = None if dtype is None else Sums(in_pairs)
         self._stepped: dict[int, division.Division | None] = {}  # and what the step has made
         self._overflows: list[Tensor] = []
         self._last: list[tuple[Tensor, int, int]] = []  # some gradients as they were, see mark()
@@ -117,6 +118,8 @@ class Window:
         """The next micro-step communicates and measures only if it completes the window."""
         last = self.micro_step % self.steps == self.steps - 1
         self.ranks.set_quiet(not last or bool(self.sums))
+        if self.sums is not None:
+            self.sums.expect(last)
         for _, norm in self._backward_norms():
             norm.idle = not last
         if last:
@@ -166,7 +169,7 @@ class Window:
             )
         self.counted = False
         if self.sums is not None:
-            self.sums.collect()
+            self.sums.collect(last=self.micro_step + 1 == self.steps)
         self.micro_step += 1
         if self.micro_step == self.steps:
             self.finish(synchronized=not self.sums)
@@ -297,6 +300,8 @@ class Window:
     def mark(self) -> None:
         """Remember one gradient per parameter group: where it lies, and its version."""
         self._last = []
+        if self.sums is not None:
+            self.sums.mark()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 first = next((p for p in group["params"] if p.grad is not None), None)
@@ -305,6 +310,11 @@ class Window:
 
     def check_marks(self, when: str) -> None:
         """Raise if somebody has changed or cleared gradients since `mark`."""
+        if self.sums is not None and self.sums.came_since_mark():
+            raise RuntimeError(
+                f"gradients came {when} of an accumulation window, from a backward pass that is no "
+                "micro-step of it"
+            )
         for param, place, version in self._last:
             grad = param.grad
             if grad is None or (grad.data_ptr(), grad._version) != (place, version):
