@@ -9,6 +9,8 @@
 #include "cpu/image_loops.h"
 #include "cpu/image_view.h"
 
+enum { FETCHED = 4, LINE = 64 }; /* rows that are asked for ahead; bytes of a cache line */
+
 typedef struct {
     const fst_image_batch *batch;
     const fst_image_sample *samples;
@@ -220,11 +222,34 @@ static void write_row(const worker *w, int32_t index, int32_t y)
                    stride[FST_IMAGE_COLUMN]);
 }
 
+/* Asks for the source of row `i` of all output rows, if it is not resized. Rows of a crop have gaps
+ * between them, and images lie anywhere: the machine does not see what comes next. */
+static void fetch_row(const worker *w, int64_t i)
+{
+    const fst_image_batch *b = w->batch;
+    const fst_image_sample *at = &w->samples[i / b->height];
+    const int32_t y = at->first_row + (int32_t)(i % b->height);
+    const int32_t row = fst_image_unresized(y, at->top, at->grid_height, b->source_height);
+    const int32_t left = at->left + at->first_column;
+    const int32_t first = clamped(left, 0, b->source_width);
+    const int32_t last = clamped(left + b->width, first, b->source_width);
+    const size_t bytes = (size_t)(last - first) * (b->source_is_float ? 4 : 1);
+    if (row < 0 || !bytes || fst_image_is_resized(at) || b->source_stride[FST_IMAGE_COLUMN] != 1)
+        return;
+    for (int32_t c = 0; c < b->channels; c++) {
+        const char *from = source_at(b, at, c, row, first);
+        for (size_t offset = 0; offset < bytes; offset += LINE)
+            __builtin_prefetch(from + offset);
+        __builtin_prefetch(from + bytes - 1);
+    }
+}
+
 void FST_OF_ISA(fst_image_rows)(const fst_image_batch *batch, int64_t begin, int64_t end,
                                 void *scratch)
 {
     const fst_image_sample *samples = (const fst_image_sample *)(uintptr_t)batch->samples;
-    worker w = {.batch = batch, .scratch = fst_image_scratch_of(batch, scratch)};
+    worker w = {
+        .batch = batch, .samples = samples, .scratch = fst_image_scratch_of(batch, scratch)};
     w.streams = is_streamed(batch);
     w.own.columns = w.scratch.columns[0];
     w.other.columns = w.scratch.columns[1];
@@ -236,6 +261,8 @@ void FST_OF_ISA(fst_image_rows)(const fst_image_batch *batch, int64_t begin, int
             if (at->other != 0.0f || at->box_top < at->box_bottom)
                 look_at(batch, &samples[at->partner], &w.other);
         }
+        if (i + FETCHED < end)
+            fetch_row(&w, i + FETCHED);
         write_row(&w, index, (int32_t)(i % batch->height));
     }
     if (w.streams)
