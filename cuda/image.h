@@ -16,11 +16,11 @@ typedef struct {
 } fst_image_origin;
 
 FST_DEVICE fst_image_origin fst_image_find(const fst_image_batch *batch, const fst_image_sample *s,
-                                           int32_t index, int32_t y, int32_t x)
+                                           int32_t y, int32_t x)
 {
     const int64_t row_step = batch->source_stride[FST_IMAGE_ROW];
     const int64_t step = batch->source_stride[FST_IMAGE_COLUMN];
-    const int64_t start = index * batch->source_stride[FST_IMAGE_SAMPLE];
+    const int64_t start = s->source * batch->source_stride[FST_IMAGE_SAMPLE];
     fst_image_origin at;
     if (fst_image_is_resized(s)) {
         at.row = fst_image_row_tap(s, y);
@@ -44,7 +44,7 @@ FST_DEVICE fst_image_origin fst_image_find(const fst_image_batch *batch, const f
 /* The same with antialiasing. A function of its own: with both in one, and an early return between
  * them, nvcc 13.0 does not come to an end. */
 FST_DEVICE fst_image_origin fst_image_cover(const fst_image_batch *batch, const fst_image_sample *s,
-                                            int32_t index, int32_t y, int32_t x)
+                                            int32_t y, int32_t x)
 {
     const int64_t row_step = batch->source_stride[FST_IMAGE_ROW];
     const int64_t step = batch->source_stride[FST_IMAGE_COLUMN];
@@ -59,7 +59,7 @@ FST_DEVICE fst_image_origin fst_image_cover(const fst_image_batch *batch, const 
         at.columns =
             fst_image_one(fst_image_unresized(column, s->left, s->grid_width, batch->source_width));
     }
-    at.a = index * batch->source_stride[FST_IMAGE_SAMPLE] + at.rows.first * row_step +
+    at.a = s->source * batch->source_stride[FST_IMAGE_SAMPLE] + at.rows.first * row_step +
            at.columns.first * step;
     return at;
 }
@@ -134,15 +134,14 @@ FST_DEVICE void fst_image_pixel(const fst_image_batch *batch, int32_t index, int
         index * stride[FST_IMAGE_SAMPLE] + y * stride[FST_IMAGE_ROW] + x * stride[FST_IMAGE_COLUMN];
     fst_image_origin own, other;
     if (boxed)
-        own = antialias ? fst_image_cover(batch, &samples[partner], partner, y, x)
-                        : fst_image_find(batch, &samples[partner], partner, y, x);
+        own = antialias ? fst_image_cover(batch, &samples[partner], y, x)
+                        : fst_image_find(batch, &samples[partner], y, x);
     else
-        own = antialias ? fst_image_cover(batch, s, index, y, x)
-                        : fst_image_find(batch, s, index, y, x);
+        own = antialias ? fst_image_cover(batch, s, y, x) : fst_image_find(batch, s, y, x);
     other = own;
     if (mixed)
-        other = antialias ? fst_image_cover(batch, &samples[partner], partner, y, x)
-                          : fst_image_find(batch, &samples[partner], partner, y, x);
+        other = antialias ? fst_image_cover(batch, &samples[partner], y, x)
+                          : fst_image_find(batch, &samples[partner], y, x);
     for (int32_t c = 0; c < batch->channels; c++) {
         float value = fst_image_value(batch, &own, c, antialias);
         if (mixed)

@@ -55,6 +55,9 @@ fst_code fst_image_check(const fst_image_batch *b, const fst_image_sample *sampl
                             "image of %d by %d",
                             i, s->height, s->width, s->top, s->left, b->source_height,
                             b->source_width);
+        if (s->source < 0 || s->source >= b->source_count)
+            return fst_fail(status, FST_BAD_VALUE, "sample %d is image %d of %d", i, s->source,
+                            b->source_count);
         if (s->partner < 0 || s->partner >= b->count)
             return fst_fail(status, FST_BAD_VALUE, "sample %d is mixed with a sample %d of %d", i,
                             s->partner, b->count);

@@ -9,6 +9,8 @@
 #include "cpu/image_loops.h"
 #include "cpu/image_view.h"
 
+enum { FETCHED = 4, LINE = 64 }; /* rows that are asked for ahead; bytes of a cache line */
+
 typedef struct {
     const fst_image_batch *batch;
     const fst_image_sample *samples;
@@ -26,11 +28,11 @@ static int is_streamed(const fst_image_batch *b)
            elements * (size_t)b->width * fst_dtype_size(b->out_dtype) >= FST_STREAM_BYTES;
 }
 
-static const void *source_at(const fst_image_batch *b, int32_t index, int32_t channel, int32_t row,
-                             int32_t column)
+static const void *source_at(const fst_image_batch *b, const fst_image_sample *s, int32_t channel,
+                             int32_t row, int32_t column)
 {
     const int64_t *stride = b->source_stride;
-    const int64_t at = index * stride[FST_IMAGE_SAMPLE] + channel * stride[FST_IMAGE_CHANNEL] +
+    const int64_t at = s->source * stride[FST_IMAGE_SAMPLE] + channel * stride[FST_IMAGE_CHANNEL] +
                        row * stride[FST_IMAGE_ROW] + column * stride[FST_IMAGE_COLUMN];
     return (const char *)(uintptr_t)b->source + at * (b->source_is_float ? 4 : 1);
 }
@@ -82,7 +84,7 @@ static void copy_row(const worker *w, const view *v, int32_t channel, int32_t y,
         return;
     const size_t n = (size_t)(last - first);
     const int32_t leftmost = fst_image_grid_column(at, b->width, at->flip ? last - 1 : first);
-    const void *from = source_at(b, v->index, channel, row, at->left + leftmost);
+    const void *from = source_at(b, at, channel, row, at->left + leftmost);
     from = source_row(b, from, n, w->scratch.source[0]);
     if (b->source_is_float)
         (at->flip ? affine_back_f32 : fst_loop_affine_f32)(n, to + first, from, scale, bias);
@@ -106,8 +108,8 @@ static void resize_row(const worker *w, const view *v, int32_t channel, int32_t 
     if (v->lowest <= v->highest) {
         const size_t n = (size_t)(v->highest - v->lowest) + 1;
         const int32_t column = v->at->left + v->lowest;
-        const void *a = source_at(b, v->index, channel, tap.first, column);
-        const void *c = source_at(b, v->index, channel, tap.second, column);
+        const void *a = source_at(b, v->at, channel, tap.first, column);
+        const void *c = source_at(b, v->at, channel, tap.second, column);
         a = source_row(b, a, n, w->scratch.source[0]);
         c = tap.second == tap.first ? a : source_row(b, c, n, w->scratch.source[1]);
         if (b->source_is_float)
@@ -131,7 +133,7 @@ static void sum_rows(const worker *w, const view *v, int32_t channel, const fst_
     const int32_t column = v->at->left + v->lowest;
     float *to = w->scratch.window + v->lowest;
     for (int32_t i = 0; i < span->count; i++) {
-        const void *from = source_at(b, v->index, channel, span->first + i, column);
+        const void *from = source_at(b, v->at, channel, span->first + i, column);
         const float weight = fst_image_weight(span, i);
         from = source_row(b, from, n, w->scratch.source[0]);
         if (b->source_is_float)
@@ -188,13 +190,13 @@ static void round_row(const fst_image_batch *b, uint16_t *to, const float *from,
 }
 
 /* All channels of a row: straight into an output whose rows are one element after another. */
-static void write_row(const worker *w, int32_t y)
+static void write_row(const worker *w, int32_t index, int32_t y)
 {
     const fst_image_batch *b = w->batch;
     const int64_t *stride = b->out_stride;
     const size_t n = (size_t)b->width, channels = (size_t)b->channels;
     const int wide = b->out_dtype == FST_F32, planar = stride[FST_IMAGE_COLUMN] == 1;
-    const int64_t place = w->own.index * stride[FST_IMAGE_SAMPLE] + y * stride[FST_IMAGE_ROW];
+    const int64_t place = index * stride[FST_IMAGE_SAMPLE] + y * stride[FST_IMAGE_ROW];
     float *out = (float *)(uintptr_t)b->out + place;
     uint16_t *half = (uint16_t *)(uintptr_t)b->out + place;
     for (int32_t c = 0; c < b->channels; c++) {
@@ -220,11 +222,34 @@ static void write_row(const worker *w, int32_t y)
                    stride[FST_IMAGE_COLUMN]);
 }
 
+/* Asks for the source of row `i` of all output rows, if it is not resized. Rows of a crop have gaps
+ * between them, and images lie anywhere: the machine does not see what comes next. */
+static void fetch_row(const worker *w, int64_t i)
+{
+    const fst_image_batch *b = w->batch;
+    const fst_image_sample *at = &w->samples[i / b->height];
+    const int32_t y = at->first_row + (int32_t)(i % b->height);
+    const int32_t row = fst_image_unresized(y, at->top, at->grid_height, b->source_height);
+    const int32_t left = at->left + at->first_column;
+    const int32_t first = clamped(left, 0, b->source_width);
+    const int32_t last = clamped(left + b->width, first, b->source_width);
+    const size_t bytes = (size_t)(last - first) * (b->source_is_float ? 4 : 1);
+    if (row < 0 || !bytes || fst_image_is_resized(at) || b->source_stride[FST_IMAGE_COLUMN] != 1)
+        return;
+    for (int32_t c = 0; c < b->channels; c++) {
+        const char *from = source_at(b, at, c, row, first);
+        for (size_t offset = 0; offset < bytes; offset += LINE)
+            __builtin_prefetch(from + offset);
+        __builtin_prefetch(from + bytes - 1);
+    }
+}
+
 void FST_OF_ISA(fst_image_rows)(const fst_image_batch *batch, int64_t begin, int64_t end,
                                 void *scratch)
 {
     const fst_image_sample *samples = (const fst_image_sample *)(uintptr_t)batch->samples;
-    worker w = {.batch = batch, .scratch = fst_image_scratch_of(batch, scratch)};
+    worker w = {
+        .batch = batch, .samples = samples, .scratch = fst_image_scratch_of(batch, scratch)};
     w.streams = is_streamed(batch);
     w.own.columns = w.scratch.columns[0];
     w.other.columns = w.scratch.columns[1];
@@ -232,11 +257,13 @@ void FST_OF_ISA(fst_image_rows)(const fst_image_batch *batch, int64_t begin, int
         const int32_t index = (int32_t)(i / batch->height);
         const fst_image_sample *at = &samples[index];
         if (w.own.at != at) {
-            look_at(batch, at, index, &w.own);
+            look_at(batch, at, &w.own);
             if (at->other != 0.0f || at->box_top < at->box_bottom)
-                look_at(batch, &samples[at->partner], at->partner, &w.other);
+                look_at(batch, &samples[at->partner], &w.other);
         }
-        write_row(&w, (int32_t)(i % batch->height));
+        if (i + FETCHED < end)
+            fetch_row(&w, i + FETCHED);
+        write_row(&w, index, (int32_t)(i % batch->height));
     }
     if (w.streams)
         fst_stream_end();

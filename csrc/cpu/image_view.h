@@ -3,7 +3,6 @@
 /* A sample, its columns if it is resized, and the part of a window's row that these read. */
 typedef struct {
     const fst_image_sample *at;
-    int32_t index;
     int resized;
     int32_t lowest, highest;
     fst_image_columns columns;
@@ -55,11 +54,9 @@ static void look_at_taps(const fst_image_batch *batch, view *v)
     }
 }
 
-static void look_at(const fst_image_batch *batch, const fst_image_sample *at, int32_t index,
-                    view *v)
+static void look_at(const fst_image_batch *batch, const fst_image_sample *at, view *v)
 {
     v->at = at;
-    v->index = index;
     v->resized = fst_image_is_resized(at);
     v->lowest = at->width;
     v->highest = -1;

@@ -32,6 +32,7 @@ static const struct {
     [FST_I8_TO_I64] = {1, 8},
     [FST_I16_TO_I64] = {2, 8},
     [FST_I32_TO_I64] = {4, 8},
+    [FST_ROW_NUMBERS] = {0, 8},
 };
 
 static size_t source_bytes(const fst_field *field)
@@ -157,6 +158,7 @@ static void copy_row(const fst_field *field, char *output, const char *row)
         widen->to_floats(&field->floats, output, row, 0, field->items);
         break;
     case FST_AS_IS:
+    case FST_ROW_NUMBERS:
     case FST_CONVERSION_COUNT:
     default:
         memcpy(output, row, field->items);
@@ -194,6 +196,12 @@ static void fetch(const char *row, size_t bytes)
         __builtin_prefetch(row + at);
 }
 
+static void number_rows(const fst_place *places, size_t begin, size_t end, char *output)
+{
+    for (size_t i = begin; i < end; i++)
+        memcpy(output + i * sizeof places[i].row, &places[i].row, sizeof places[i].row);
+}
+
 void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
                     char *const *outputs, int stream)
 {
@@ -201,6 +209,10 @@ void fst_table_copy(const fst_table *table, const fst_place *places, size_t begi
         const fst_field *field = &table->fields[f];
         const size_t size = fst_field_row_bytes(field);
         const size_t from = source_bytes(field);
+        if (field->conversion == FST_ROW_NUMBERS) {
+            number_rows(places, begin, end, outputs[f]);
+            continue;
+        }
         for (size_t i = begin; size && i < end; i++) {
             if (i + AHEAD < end)
                 __builtin_prefetch(row_at(&places[i + AHEAD], f));

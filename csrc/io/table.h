@@ -27,7 +27,8 @@ typedef enum {
     FST_I8_TO_I64,
     FST_I16_TO_I64,
     FST_I32_TO_I64,
-    FST_TO_FLOATS, /* as `floats` says */
+    FST_TO_FLOATS,   /* as `floats` says */
+    FST_ROW_NUMBERS, /* not the row, but which of its leaf's it is, in 64 bits */
     FST_CONVERSION_COUNT,
 } fst_conversion;
 

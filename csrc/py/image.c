@@ -64,7 +64,7 @@ static int read_source(fst_module *state, PyObject *object, fst_image_batch *bat
     }
     batch->source = (uint64_t)(uintptr_t)tensor.data + tensor.byte_offset;
     memcpy(batch->source_stride, tensor.strides, sizeof batch->source_stride);
-    batch->count = (int32_t)tensor.shape[0];
+    batch->source_count = (int32_t)tensor.shape[0];
     batch->channels = (int32_t)tensor.shape[1];
     batch->source_height = (int32_t)tensor.shape[2];
     batch->source_width = (int32_t)tensor.shape[3];
@@ -77,10 +77,9 @@ static int read_out(fst_module *state, PyObject *object, fst_image_batch *batch,
     fst_dl_tensor tensor;
     if (read_images(state, object, "out", &tensor))
         return -1;
-    if (device_of(&tensor) != device || tensor.shape[0] != batch->count ||
-        tensor.shape[1] != batch->channels) {
+    if (device_of(&tensor) != device || tensor.shape[1] != batch->channels) {
         PyErr_SetString(PyExc_ValueError,
-                        "out has another device, or number of samples or channels, than images");
+                        "out has another device, or number of channels, than images");
         return -1;
     }
     batch->out_dtype = is_type(&tensor, FST_DL_FLOAT, 32)    ? FST_F32
@@ -93,12 +92,13 @@ static int read_out(fst_module *state, PyObject *object, fst_image_batch *batch,
     }
     batch->out = (uint64_t)(uintptr_t)tensor.data + tensor.byte_offset;
     memcpy(batch->out_stride, tensor.strides, sizeof batch->out_stride);
+    batch->count = (int32_t)tensor.shape[0];
     batch->height = (int32_t)tensor.shape[2];
     batch->width = (int32_t)tensor.shape[3];
     return 0;
 }
 
-/* A packed (samples, 16) tensor of int32 in the host's memory. */
+/* A packed (samples, 17) tensor of int32 in the host's memory. */
 static int read_samples(fst_module *state, PyObject *object, fst_image_batch *batch)
 {
     enum { WORDS = sizeof(fst_image_sample) / sizeof(int32_t) };

@@ -241,14 +241,14 @@ def transform_images(
     On a CUDA device it is a launch on torch's current stream, which must not be captured; `buffer`
     is then int32 on the device, for its copy of `samples`.
 
-    `images` is (N, C, H, W) uint8 or float32, `out` (N, C, h, w) float32, bfloat16 or float16, both
-    with any strides; `samples` is (N, 16) int32, a struct of csrc/base/image.h per row, on the
-    CPU, and `scale` and `bias` have a number per channel. What is resized is, with `antialias`,
-    weighed over all that a pixel covers; default False.
+    `images` is (M, C, H, W) uint8 or float32, `out` (N, C, h, w) float32, bfloat16 or float16, both
+    with any strides; `samples` is (N, 17) int32, a struct of csrc/base/image.h per row, on the
+    CPU, which says what of `images` each is made of; `scale` and `bias` have a number per channel.
+    What is resized is, with `antialias`, weighed over all that a pixel covers; default False.
 
     Raises:
         TypeError: a tensor cannot be used.
-        ValueError: shapes differ, or a sample's window is not in its image; nothing was written.
+        ValueError: shapes differ, or a sample's image or window is not there; nothing was written.
     """
 
 def unscale_grads(

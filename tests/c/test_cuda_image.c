@@ -55,6 +55,7 @@ static void choose_sample(const fst_image_batch *b, fst_image_sample *s)
     s->first_column = between(-3, s->grid_width);
     s->flip = (int32_t)random_below(2);
     s->partner = between(0, b->count - 1);
+    s->source = between(0, b->source_count - 1);
     s->own = 1.0f;
     if (random_below(2)) {
         s->own = (float)random_unit();
@@ -73,6 +74,7 @@ static images *images_new(void)
     images *m = must_alloc(sizeof *m);
     fst_image_batch *b = &m->batch;
     *b = (fst_image_batch){.count = between(1, MAX_COUNT), .channels = between(1, 4)};
+    b->source_count = between(1, 2 * MAX_COUNT);
     b->source_height = between(1, 20);
     b->source_width = between(1, random_below(4) ? 40 : 200);
     b->height = between(1, 20);
@@ -84,7 +86,7 @@ static images *images_new(void)
         b->scale[c] = (float)random_unit();
         b->bias[c] = (float)random_unit();
     }
-    const int32_t from[] = {b->count, b->channels, b->source_height, b->source_width};
+    const int32_t from[] = {b->source_count, b->channels, b->source_height, b->source_width};
     const int32_t to[] = {b->count, b->channels, b->height, b->width};
     const size_t elements = lay_out(b->source_stride, from, between(1, 2));
     const size_t size = elements * (b->source_is_float ? sizeof(float) : 1);
@@ -186,6 +188,7 @@ static void known_values(void)
                          .out_stride = {16, 16, 4, 1},
                          .count = 1,
                          .channels = 1,
+                         .source_count = 1,
                          .source_height = 2,
                          .source_width = 2,
                          .height = 4,
@@ -214,6 +217,12 @@ static void known_values(void)
     s.top = 1;
     CHECK_INT(fst_image_transform(&b, &status), FST_BAD_VALUE);
     CHECK_CONTAINS(status.message, "the window of sample 0");
+    s.top = 0;
+    for (s.source = -1; s.source <= 1; s.source += 2) {
+        CHECK_INT(fst_image_transform(&b, &status), FST_BAD_VALUE);
+        CHECK_CONTAINS(status.message,
+                       s.source < 0 ? "sample 0 is image -1 of 1" : "sample 0 is image 1 of 1");
+    }
     CHECK_NEAR(out[0], 201.0, 0);
 }
 

@@ -139,6 +139,29 @@ static void rows_are_streamed(void)
     }
 }
 
+/* Instead of a row its number in the leaf, whose memory is not read. */
+static void rows_are_numbered(void)
+{
+    static const int64_t chosen[] = {3, -1, 0};
+    fst_field fields[] = {{.items = 1, .conversion = FST_ROW_NUMBERS},
+                          {.items = 1, .conversion = FST_AS_IS}};
+    fst_column columns[] = {{NULL, 0}, {"abcde", 1}};
+    fst_node nodes[] = {{.kind = FST_ROWS, .length = 5, .columns = columns},
+                        {.kind = FST_CHOSEN, .length = 3, .child = 0, .chosen = chosen}};
+    const fst_table table = {fields, 2, nodes, 2};
+    fst_place places[4];
+    int64_t rows[5] = {0, 0, 0, 0, -7};
+    char letters[5] = "";
+    char *outputs[] = {(char *)rows, letters};
+    CHECK_INT((int64_t)fst_table_row_bytes(&table), 9);
+    for (int64_t i = 0; i < 4; i++)
+        CHECK_INT(fst_table_find(&table, i - 1, &places[i]), 0);
+    fst_table_copy(&table, places, 0, 1, outputs, 0);
+    fst_table_copy(&table, places, 1, 4, outputs, 1);
+    CHECK(!memcmp(rows, (const int64_t[]){0, 3, 4, 0, -7}, sizeof rows));
+    CHECK(!strcmp(letters, "adea"));
+}
+
 /* A child that is chosen with an index it does not have. */
 static void missing_samples_are_not_found(void)
 {
@@ -289,6 +312,7 @@ int main(void)
     long_shuffles_mix();
     samples_are_found();
     rows_are_streamed();
+    rows_are_numbered();
     missing_samples_are_not_found();
     const fst_cpu_kernels *levels[MAX_LEVELS];
     for (size_t i = supported_levels(levels); i-- > 0;) {

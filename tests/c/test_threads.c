@@ -192,6 +192,7 @@ static void images_are_the_same_for_any_number(void)
         .out_stride = {OUT, 1, 3 * SIDE, 3},
         .count = COUNT,
         .channels = 3,
+        .source_count = COUNT,
         .source_height = SIDE,
         .source_width = SIDE,
         .height = SIDE,
@@ -207,6 +208,7 @@ static void images_are_the_same_for_any_number(void)
                                         .grid_width = SIDE,
                                         .flip = i % 2,
                                         .partner = (i + 1) % COUNT,
+                                        .source = COUNT - 1 - i,
                                         .own = 0.75f,
                                         .other = 0.25f};
     fst_image_use(fst_cpu_select(NULL));

@@ -312,7 +312,7 @@ def test_errors_name_what_is_wrong(name: str) -> None:
 def rows(count: int, **words: int) -> Tensor:
     """Samples that show all of an image of 8 by 8, but for some words."""
     names = ["top", "left", "height", "width", "grid_height", "grid_width", "first_row"]
-    names += ["first_column", "flip", "partner", "own", "other", "t", "l", "b", "r"]
+    names += ["first_column", "flip", "partner", "source", "own", "other", "t", "l", "b", "r"]
     whole = dict.fromkeys(names, 0) | {"height": 8, "width": 8, "grid_height": 8, "grid_width": 8}
     return torch.tensor([[*(whole | words).values()]] * count, dtype=torch.int32)
 
@@ -329,6 +329,8 @@ def test_samples_that_would_read_elsewhere_are_refused() -> None:
         {"first_row": 1 << 24},
         {"partner": 2},
         {"partner": -1},
+        {"source": 2},
+        {"source": -1},
         {"b": 5},
         {"l": -1},
     ):

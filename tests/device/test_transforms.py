@@ -33,7 +33,7 @@ def test_the_bits_of_the_cpu(name: str, dtype: torch.dtype, machine: fake.Machin
             (want, want_labels), (got, got_labels) = want, got
             assert torch.equal(want_labels, got_labels)
         launches, uploads, size = (b - a for a, b in zip(before, _C.device_counts(), strict=True))
-        assert (launches, uploads, size) == (1, 1, 4 * 64)
+        assert (launches, uploads, size) == (1, 1, 4 * 68)
         machine.synchronize()
         assert got.device == torch.device("cuda", 0)
         assert bits(fake.plain(got)) == bits(want)
@@ -53,11 +53,11 @@ def test_many_batches_while_the_device_is_behind(machine: fake.Machine) -> None:
 
 def arguments(ordinal: int = 0) -> list[Any]:
     """Of a good call."""
-    words = [0, 0, 4, 4, 2, 2] + [0] * 10
+    words = [0, 0, 4, 4, 2, 2] + [0] * 11
     samples, factors = torch.tensor([words, words], dtype=torch.int32), (1.0, 2.0, 3.0)
     x = fake.claim(torch.zeros(2, 3, 4, 4, dtype=torch.uint8), ordinal)
     out = fake.claim(torch.zeros(2, 3, 2, 2), ordinal)
-    buffer = fake.allocated([32], torch.int32, ordinal)
+    buffer = fake.allocated([34], torch.int32, ordinal)
     return [x, out, samples, factors, factors, buffer]
 
 
@@ -69,7 +69,7 @@ def test_references_memory_and_errors() -> None:
     for place, bad in (
         *((1, fake.plain(right[1])), (1, arguments(1)[1]), (2, fake.claim(right[2]))),
         *((2, right[2] + 3), (5, None), (5, host), (5, arguments(1)[5])),
-        *((5, fake.claim(host[:31])), (5, fake.claim(host.float()))),
+        *((5, fake.claim(host[:33])), (5, fake.claim(host.float()))),
     ):
         wrong = [*right[:place], bad, *right[place + 1 :]]
         cases.append((failing(_C.transform_images, *wrong), wrong))

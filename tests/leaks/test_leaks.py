@@ -387,10 +387,13 @@ def gather() -> Iterator[Case]:
     normal = (0, 0.5, (1.0, 2.0, 3.0, 4.0), (5.0,) * 4)
     floats = ((prototype(4), 14, 0, False, normal), (prototype(), 14, 0, False, (6, 1.0, (), ())))
 
-    def run_floats() -> None:
-        assert _C.Gather(slots, floats, (rows,), 0, False, owner).submit([1])
+    numbers = ((prototype(dtype=torch.int64), 15), (prototype(), 0))
 
-    yield run_floats, [slots, owner, floats, normal]
+    def run_others() -> None:
+        assert _C.Gather(slots, floats, (rows,), 0, False, owner).submit([1])
+        assert _C.Gather(slots, numbers, (rows,), 0, False, owner).submit([1])
+
+    yield run_others, [slots, owner, floats, normal, numbers]
     for take, close in ((0, True), (2, False), (5, True)):
         call = functools.partial(run, take, close)
         yield call, [slots, owner, data, chosen, *fields, nodes, outputs, *outputs]
@@ -456,10 +459,12 @@ def slots() -> Iterator[Case]:
 
 def transform_images() -> Iterator[Case]:
     images, out = torch.zeros(2, 3, 4, 4, dtype=torch.uint8), torch.zeros(2, 3, 2, 2)
-    words = [0, 0, 4, 4, 2, 2] + [0] * 10
+    words = [0, 0, 4, 4, 2, 2] + [0] * 11
     samples, factors = torch.tensor([words, words], dtype=torch.int32), (1.0, 2.0, 3.0)
     right = (images, out, samples, factors, factors)
+    more = (torch.zeros(5, 3, 4, 4), *right[1:])
     yield lambda: _C.transform_images(*right), [*right]
+    yield lambda: _C.transform_images(*more), [*more]
     for place, bad in (
         *((0, None), (0, images[0]), (0, images.long()), (0, images[:, :2])),
         *((1, None), (1, out[0]), (1, out.double()), (1, out[:1])),

@@ -11,6 +11,7 @@ __all__ = [
     "AS_IS",
     "CONVERSIONS",
     "NUMBERS",
+    "ROW_NUMBERS",
     "TO_FLOATS",
     "WIDENED",
     "Column",
@@ -33,6 +34,7 @@ WIDENED = {
     ("int32", torch.int64): 13,
 }
 TO_FLOATS = 14
+ROW_NUMBERS = 15  # instead of a row, which one it is
 # the types of which floats are made, and their numbers in csrc/base/widen.h
 NUMBERS = {"bool": 0, "uint8": 0, "int8": 1, "int16": 2, "int32": 3}
 NUMBERS |= {"float16": 4, "bfloat16": 5, "float32": 6, "float64": 7}
@@ -57,7 +59,7 @@ class Column:
         owner: the array.
         mapped: the memory is a file's, and may have to be read first.
         conversion: a value of CONVERSIONS, with POSITIONS or DOCUMENTS added, or of WIDENED, or
-            TO_FLOATS or AS_IS.
+            TO_FLOATS, ROW_NUMBERS or AS_IS.
         boundary: for POSITIONS and DOCUMENTS, the token between documents, and whether it is the
             first of one.
         floats: for TO_FLOATS, a value of NUMBERS, the scale, means and stds.

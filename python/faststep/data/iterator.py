@@ -69,6 +69,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             raise AssertionError("a DataLoader without workers requires timeout == 0")
         self._plan = plan
         self._structure, self._row_bytes = plan.structure, plan.row_bytes
+        self._in_place = plan.in_place
         self._rows = 0  # of the newest batch, if it was gathered
         self._slots = slots
         self._batch_sampler = loader.batch_sampler
@@ -190,7 +191,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 device="cpu",
                 pin_memory=True,
             )
-            for form in self._plan.forms
+            for form in self._plan.gathered
         )
         return items, start, count, outputs
 
@@ -225,6 +226,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             raise entry.error
         if tensors is not None:
             self._rows = len(entry.indices) if self._order is None else entry.indices[2]
+            if self._in_place is not None:
+                self._in_place.put(tensors)
             return tensors if self._structure.is_flat else self._structure.batch(iter(tensors))
         self._rows = 0
         data = self._fetch(entry.indices)

@@ -23,6 +23,7 @@ from .plan import Plan
 from .prefetch import DeviceIterator
 from .stats import Meter, Metered
 from .transformed import Transformed
+from .transforms import Compose
 from .view import keeps_seed
 from .workers.route import Workers, is_of_parent
 
@@ -119,6 +120,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             for name, form in zip(plan.names, plan.forms, strict=True)
         )
         asked = "known ahead" if order else "asked of the sampler batch by batch, as torch does"
+        if plan.in_place is not None:
+            name = plan.names[plan.in_place.field]
+            more = f"; of {name} only what transforms show is read, and where it lies{more}"
         return f"threads gather the batches from {fields}; their order is {asked}{more}"
 
     def _get_iterator(self) -> Any:
@@ -235,6 +239,11 @@ def _plan_of(loader: DataLoader[Any]) -> Plan | str:
         return str(reason)
     if not collates_as_default(loader.collate_fn, plan.structure.container_types()):
         return "collate_fn is not torch's default, or types were added to what that knows"
+    own = loader._faststep
+    if own.device is None and type(own.transforms) is Compose:
+        field = own.transforms.leaf_of_images(plan.structure)
+        if field is not None:
+            plan.leave_in_place(field)
     return plan
 
 

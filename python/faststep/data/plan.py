@@ -16,6 +16,7 @@ from faststep import _C
 from .arrays import ArrayDataset
 from .columns import Column, NotArrays, column_of
 from .converted import column_of_leaf
+from .in_place import InPlace, images_of, row_numbers
 from .structure import LEAF, Structure
 from .tokens import TokenDataset
 
@@ -45,14 +46,30 @@ class Plan:
         self.names: list[str] = []
         self.forms: tuple[Column, ...] = ()
         self.mapped = False
+        self.in_place: InPlace | None = None
         self._nodes: list[tuple[Any, ...]] = []
         self._owners: list[Any] = []
         self.length = self._add(dataset, "dataset")[1]
 
     @property
+    def gathered(self) -> tuple[Column, ...]:
+        """What a batch of the threads has: numbers of rows for the field that stays in place."""
+        if self.in_place is None:
+            return self.forms
+        field = self.in_place.field
+        return (*self.forms[:field], row_numbers(), *self.forms[field + 1 :])
+
+    def leave_in_place(self, field: int) -> None:
+        """Let a batch have numbers of rows for a field of images, if a Compose can read these."""
+        of_rows = [node for node in self._nodes if node[0] == ROWS]
+        images = images_of(self.forms[field]) if len(of_rows) == 1 else None
+        if images is not None:
+            self.in_place = InPlace(field, images)
+
+    @property
     def row_bytes(self) -> int:
         """Bytes of a sample in a batch."""
-        prototypes = [form.prototype for form in self.forms]
+        prototypes = [form.prototype for form in self.gathered]
         return sum(math.prod(p.shape[1:]) * p.element_size() for p in prototypes)
 
     def gather(self, slots: _C.Slots, workers: int) -> _C.Gather:
@@ -62,7 +79,7 @@ class Plan:
         """
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         threads = min(cores if self.mapped else max(1, cores - 1), workers or MOST_THREADS)
-        fields = tuple(form.spec for form in self.forms)
+        fields = tuple(form.spec for form in self.gathered)
         nodes = tuple(self._nodes)
         return _C.Gather(slots, fields, nodes, threads, self.mapped, tuple(self._owners))
 

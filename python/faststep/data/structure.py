@@ -23,6 +23,21 @@ class Structure:
         """Whether its batch is a list of all leaves."""
         return self.kind in (list, tuple) and all(child.kind is None for child in self.children)
 
+    def leaf_at(self, key: Any) -> int | None:
+        """The number of the leaf that is `batch[key]`; None where that is none."""
+        if self.kind is dict:
+            places = [i for i, name in enumerate(self.keys) if name == key]
+        else:
+            length = len(self.children)
+            places = [key % length] if isinstance(key, int) and -length <= key < length else []
+        if not places or self.children[places[0]].kind is not None:
+            return None
+        return sum(child.leaves for child in self.children[: places[0]])
+
+    @property
+    def leaves(self) -> int:
+        return 1 if self.kind is None else sum(child.leaves for child in self.children)
+
     def container_types(self) -> set[type]:
         found = {self.kind} if self.kind is not None else set()
         return found.union(*(child.container_types() for child in self.children))

@@ -12,9 +12,11 @@ from torch import Tensor
 from faststep import _C
 from faststep._torch import is_capturing
 
+from ..structure import Structure
 from .geometry import Geometry
 from .mixing import Labels, Mix
 from .pixels import Normalize, ToFloat
+from .rows import ImageRows
 from .view import Place, View
 
 __all__ = ["Compose"]
@@ -100,7 +102,7 @@ class Compose:
         Raises:
             TypeError, ValueError: an argument cannot be used; names it.
         """
-        if isinstance(batch, Tensor):
+        if isinstance(batch, (Tensor, ImageRows)):
             images, changed = self._transform(batch, labels, generator)
             return images if labels is None else (images, changed)
         if labels is not None:
@@ -111,7 +113,7 @@ class Compose:
         is_mapping = isinstance(batch, Mapping)
         if not is_mapping and not isinstance(batch, (list, tuple)):
             raise TypeError(f"batch is a {type(batch).__name__}, not images or a container of them")
-        keys = self.fields or (("image", "label") if is_mapping else (0, 1))
+        keys = self._keys(is_mapping)
         try:
             images = batch[keys[0]]
         except (LookupError, TypeError):
@@ -134,11 +136,24 @@ class Compose:
         make = getattr(type(batch), "_make", tuple)
         return make(items)
 
+    def _keys(self, is_mapping: bool) -> tuple[Any, Any]:
+        return self.fields or (("image", "label") if is_mapping else (0, 1))
+
+    def leaf_of_images(self, structure: Structure) -> int | None:
+        """Where a loader's batches have the images, and nothing else; None if it is not known."""
+        if structure.kind is None:
+            return 0
+        images, labels = map(structure.leaf_at, self._keys(structure.kind is dict))
+        return None if images == labels else images
+
     def _transform(
-        self, images: Tensor, labels: Tensor | None, generator: torch.Generator | None
+        self, batch: Tensor | ImageRows, labels: Tensor | None, generator: torch.Generator | None
     ) -> tuple[Tensor, Tensor | None]:
-        self._check(images, labels)
-        count, channels, height, width = images.shape
+        images, rows = (batch.images, batch.rows) if isinstance(batch, ImageRows) else (batch, None)
+        self._check(images)
+        count = len(images if rows is None else rows)
+        self._check_labels(labels, count)
+        channels, height, width = images.shape[1:]
         view = View(height, width)
         steps: list[Geometry | Labels] = [*self._geometry]
         steps += [] if self._labels is None else [self._labels]
@@ -156,17 +171,17 @@ class Compose:
                 step.apply(view, numbers)
             elif count:
                 mix = step.mix(numbers, *_size(view))
-        out = self._out(images, _size(view))
+        out = self._out(images, count, _size(view))
         unit = 1.0 if images.is_floating_point() else 1 / 255
         factors = self._normalize.factors(channels, unit)
-        samples = _samples(view, mix, count)
+        samples = _samples(view, mix, count, rows)
         buffer = None if images.is_cpu else images.new_empty(samples.numel(), dtype=torch.int32)
         _C.transform_images(images, out, samples, *factors, buffer, view.antialias)
         if labels is not None and self._labels is not None:
             labels = self._labels.apply(labels, mix)
         return out, labels
 
-    def _check(self, images: Tensor, labels: Tensor | None) -> None:
+    def _check(self, images: Tensor) -> None:
         if not isinstance(images, Tensor):
             raise TypeError(f"images is a {type(images).__name__}, not a tensor")
         if images.dim() != 4:
@@ -177,16 +192,18 @@ class Compose:
             raise ValueError("images requires a gradient, and transforms have none: detach() it")
         if not images.is_cpu and is_capturing():
             raise RuntimeError("transforms cannot be captured into a CUDA graph")
+
+    def _check_labels(self, labels: Tensor | None, count: int) -> None:
         if self._labels is None:
             return
         if not isinstance(labels, Tensor):
             raise ValueError(f"{type(self._labels).__name__} needs labels, a tensor")
-        if labels.dim() == 0 or len(labels) != len(images):
-            raise ValueError(f"labels must be {len(images)}, not {tuple(labels.shape)}")
+        if labels.dim() == 0 or len(labels) != count:
+            raise ValueError(f"labels must be {count}, not {tuple(labels.shape)}")
 
-    def _out(self, images: Tensor, size: tuple[int, int]) -> Tensor:
+    def _out(self, images: Tensor, count: int, size: tuple[int, int]) -> Tensor:
         """Memory for the result."""
-        count, channels = images.shape[:2]
+        channels = images.shape[1]
         options: dict[str, Any] = {
             "dtype": self._format.dtype,
             "memory_format": self._format.memory_format,
@@ -207,12 +224,14 @@ def _size(view: View) -> tuple[int, int]:
     return height, width
 
 
-def _samples(view: View, mix: Mix, count: int) -> Tensor:
+def _samples(view: View, mix: Mix, count: int, rows: Tensor | None) -> Tensor:
     """A row for each sample, as csrc/base/image.h has it."""
     flip: Place = 0 if view.flip is None else view.flip
     partner: Place = 0 if not mix.mixes else torch.arange(count, device="cpu").roll(1)
     weights = struct.unpack("=ii", struct.pack("=ff", mix.own, mix.other))
-    words: list[Place] = [*view.window, *view.grid, *view.first, flip, partner, *weights, *mix.box]
+    source: Place = torch.arange(count, device="cpu") if rows is None else rows
+    words: list[Place] = [*view.window, *view.grid, *view.first, flip, partner, source]
+    words += [*weights, *mix.box]
     same = torch.tensor([0 if isinstance(w, Tensor) else w for w in words], device="cpu")
     table = same.to(torch.int32)[:, None].repeat(1, count)
     for place, word in zip(table, words, strict=True):
