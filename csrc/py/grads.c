@@ -14,7 +14,7 @@ typedef struct {
     const void **records;
     size_t record_count;
     PyObject *asked; /* list of the other gradients, which it keeps alive */
-    int64_t total;   /* elements of those read from records */
+    int64_t total;   /* elements */
     int found;       /* whether there is any gradient */
 } grads;
 
@@ -93,8 +93,10 @@ static int add_asked(fst_module *state, grads *g, Py_ssize_t index, PyObject *pa
                          problem.detail);
             failed = 1;
         }
-        if (!failed)
+        if (!failed) {
+            g->total += fst_view_count(&view);
             fst_forms_learn(&state->records, &state->forms, grad, &view);
+        }
     }
     Py_XDECREF(grad);
     return failed ? -1 : 0;

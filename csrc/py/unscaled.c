@@ -1,10 +1,11 @@
 #include "py/unscaled.h"
 
+#include "py/plan.h"
 #include "py/squares.h"
 
-/* Elements in all, and per gradient in the mean, from which a pass less is worth asking for every
- * gradient's version. */
-enum { WORTHWHILE = 1 << 20, WORTHWHILE_EACH = 1 << 13 };
+/* Elements per gradient in the mean from which a pass less is worth asking for every gradient's
+ * version. */
+enum { WORTHWHILE_EACH = 1 << 13 };
 
 void fst_unscaled_forget(fst_unscaled *self)
 {
@@ -13,8 +14,9 @@ void fst_unscaled_forget(fst_unscaled *self)
     *self = (fst_unscaled){.count = 0};
 }
 
-/* Whether each span is one of the gradients, no memory is met twice, and the sums are of what was
- * stored: 16-bit types round after the product that was squared. */
+/* Whether each span is one of the gradients, which torch is asked for in long steps only, no memory
+ * is met twice, and the sums are of what was stored: 16-bit types round after the product that was
+ * squared. */
 static int is_simple(const fst_plan *plan, PyObject *grads)
 {
     int64_t total = 0;
@@ -26,7 +28,7 @@ static int is_simple(const fst_plan *plan, PyObject *grads)
             return 0;
         total += plan->spans[s].count;
     }
-    return total >= WORTHWHILE && total / WORTHWHILE_EACH >= (int64_t)plan->span_count;
+    return total > FST_SHORT_STEP && total / WORTHWHILE_EACH >= (int64_t)plan->span_count;
 }
 
 static int by_address(const void *a, const void *b)
