@@ -4,7 +4,8 @@ Each contender is a process of its own, which with its workers is stopped while 
 What a minute of the machine is like is then the same for all, and nothing is lost between slices: a
 sample that was in the making goes on where it was.
 
-`python benchmarks/slices.py LABEL NAME FOLDER FILE` is such a process; it counts batches in FILE.
+`python benchmarks/slices.py LABEL NAME FOLDER FILE` starts such a process, which counts batches in
+FILE, and ends it when its standard input ends: however the benchmark ends, nothing is left running.
 """
 
 from __future__ import annotations
@@ -37,24 +38,27 @@ class _Contender:
     def __init__(self, label: str, name: str, folder: Path, file: Path) -> None:
         folder.mkdir()
         file.write_bytes(bytes(COUNTER_BYTES))
+        self.what = f"{name} could not load {label}: see its error above"
         self.file = file
         self.seconds = 0.0  # that it was let
         command = [sys.executable, __file__, label, name, str(folder), str(file)]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, start_new_session=True
+        self._guard = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is for the benchmark, which ends the guard
         )
-        try:
-            assert self._process.stdout is not None
-            if self._process.stdout.readline() != "ready\n":
-                raise RuntimeError(f"{name} could not load {label}: see its error above")
-        except BaseException:
-            self.end()
-            raise
-        self._signal(signal.SIGSTOP)
-        self.before = self.count()
 
-    def _signal(self, number: int) -> None:
-        os.killpg(self._process.pid, number)
+    def settle(self) -> None:
+        """Wait until it runs evenly, and stop it."""
+        assert self._guard.stdout is not None
+        answer = self._guard.stdout.readline()
+        if not answer:
+            raise RuntimeError(self.what)
+        self._group = int(answer)
+        os.killpg(self._group, signal.SIGSTOP)
+        self.before = self.count()
 
     def count(self) -> int:
         """Batches since its start."""
@@ -62,15 +66,24 @@ class _Contender:
 
     def run(self) -> None:
         start = time.perf_counter()
-        self._signal(signal.SIGCONT)
+        os.killpg(self._group, signal.SIGCONT)
         time.sleep(SLICE_SECONDS)
-        self._signal(signal.SIGSTOP)
+        os.killpg(self._group, signal.SIGSTOP)
         self.seconds += time.perf_counter() - start
 
+    def seconds_per_batch(self) -> float:
+        """Ends it, and raises if it has ended by itself."""
+        self.end()
+        if self._guard.returncode:
+            raise RuntimeError(self.what)
+        return self.seconds / max(self.count() - self.before, 1)
+
     def end(self) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself
-            self._signal(signal.SIGKILL)
-        self._process.communicate()
+        assert self._guard.stdin is not None
+        assert self._guard.stdout is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+        self._guard.stdout.close()
 
 
 def seconds_in_slices(
@@ -83,9 +96,10 @@ def seconds_in_slices(
             data, file = folder / f"data {number}", folder / f"count {number}"
             contenders[name] = _Contender(label, name, data, file)
             stack.callback(contenders[name].end)
+            contenders[name].settle()
         for turn in _turns(list(contenders.values()), seconds):
             turn.run()
-        return {name: c.seconds / max(c.count() - c.before, 1) for name, c in contenders.items()}
+        return {name: one.seconds_per_batch() for name, one in contenders.items()}
 
 
 def _turns(contenders: list[_Contender], seconds: float) -> Iterator[_Contender]:
@@ -96,17 +110,37 @@ def _turns(contenders: list[_Contender], seconds: float) -> Iterator[_Contender]
         yield from reversed(contenders)
 
 
-def main(label: str, name: str, folder: str, file: str) -> None:
+def load(label: str, name: str, folder: str, file: str) -> None:
+    """Load batches and count them; says its process group when it runs evenly."""
     torch.manual_seed(0)
     (work,) = (work for work in LOADER_WORKS if work.label == label)
     stream = work.streams(work.dataset(Path(folder)))[name]()
     for _ in range(1 if SMOKE else SETTLE):
         next(stream)
     with Path(file).open("r+b") as opened, mmap.mmap(opened.fileno(), COUNTER_BYTES) as counter:
-        print("ready", flush=True)
+        print(os.getpid(), flush=True)
         for done, _ in enumerate(stream, 1):
             counter[:] = done.to_bytes(COUNTER_BYTES, sys.byteorder)
 
 
+def guard(loader: int) -> bool:
+    """End a loader's process group when standard input ends; whether it was loading until then."""
+    os.close(1)  # what is read from there ends with the loader
+    sys.stdin.read()
+    loading = os.waitpid(loader, os.WNOHANG) == (0, 0)
+    with contextlib.suppress(ProcessLookupError):  # it has ended by itself, with its workers
+        os.killpg(loader, signal.SIGKILL)
+    return loading
+
+
+def main(arguments: list[str]) -> None:
+    loader = os.fork()
+    if loader:
+        os.setpgid(loader, loader)
+        os._exit(0 if guard(loader) else 1)
+    os.setpgid(0, 0)
+    load(*arguments)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])

@@ -14,7 +14,7 @@ typedef struct {
     const void **records;
     size_t record_count;
     PyObject *asked; /* list of the other gradients, which it keeps alive */
-    int64_t total;   /* elements of those read from records */
+    int64_t total;   /* elements */
     int found;       /* whether there is any gradient */
 } grads;
 
@@ -93,8 +93,10 @@ static int add_asked(fst_module *state, grads *g, Py_ssize_t index, PyObject *pa
                          problem.detail);
             failed = 1;
         }
-        if (!failed)
+        if (!failed) {
+            g->total += fst_view_count(&view);
             fst_forms_learn(&state->records, &state->forms, grad, &view);
+        }
     }
     Py_XDECREF(grad);
     return failed ? -1 : 0;
@@ -179,11 +181,11 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args)
             PyThreadState *released = release(&g);
             (measure_only ? fst_measure : fst_unscale)(&g.list.plan, 0, factor, &out, &status);
             acquire(released);
-            if (status.code)
-                fst_raise(&status);
-            else if (measure_only || !fst_unscaled_keep(&state->unscaled, &g.list.plan, g.asked))
-                result = Py_BuildValue("iNN", g.found, PyBool_FromLong(out.nonfinite),
-                                       measure_only ? PyList_New(0) : moved(state, &g));
+            if (!status.code && !measure_only)
+                fst_unscaled_keep(&state->unscaled, &g.list.plan, g.asked);
+            result = status.code ? fst_raise(&status)
+                                 : Py_BuildValue("iNN", g.found, PyBool_FromLong(out.nonfinite),
+                                                 measure_only ? PyList_New(0) : moved(state, &g));
         }
     }
     grads_free(&g);
@@ -220,24 +222,23 @@ PyObject *fst_py_clip_grads(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
     PyObject *params, *result = NULL;
-    double *expected = NULL;
     clipping c = {.written = 0};
     grads g;
     fst_status status = {0};
     if (!PyArg_ParseTuple(args, "Oddp", &params, &c.p, &c.max_norm, &c.only_finite))
         return NULL;
-    if (!bind(state, &g, params, 1) &&
-        !fst_unscaled_take(&state->unscaled, &g.list.plan, g.asked, &expected)) {
+    if (!bind(state, &g, params, 1)) {
+        double *expected = fst_unscaled_take(&state->unscaled, &g.list.plan, g.asked);
         PyThreadState *released = release(&g);
         clip(&g.list.plan, expected, &c, &status);
         acquire(released);
+        PyMem_Free(expected);
         if (status.code)
             fst_raise(&status);
         else
             result = Py_BuildValue("diIN", c.norm, g.found, g.list.dtypes,
                                    c.written ? moved(state, &g) : PyList_New(0));
     }
-    PyMem_Free(expected);
     grads_free(&g);
     return result;
 }

@@ -1,10 +1,11 @@
 #include "py/unscaled.h"
 
+#include "py/plan.h"
 #include "py/squares.h"
 
-/* Elements in all, and per gradient in the mean, from which a pass less is worth asking for every
- * gradient's version. */
-enum { WORTHWHILE = 1 << 20, WORTHWHILE_EACH = 1 << 13 };
+/* Elements per gradient in the mean from which a pass less is worth asking for every gradient's
+ * version. */
+enum { WORTHWHILE_EACH = 1 << 13 };
 
 void fst_unscaled_forget(fst_unscaled *self)
 {
@@ -13,8 +14,9 @@ void fst_unscaled_forget(fst_unscaled *self)
     *self = (fst_unscaled){.count = 0};
 }
 
-/* Whether each span is one of the gradients, no memory is met twice, and the sums are of what was
- * stored: 16-bit types round after the product that was squared. */
+/* Whether each span is one of the gradients, which torch is asked for in long steps only, no memory
+ * is met twice, and the sums are of what was stored: 16-bit types round after the product that was
+ * squared. */
 static int is_simple(const fst_plan *plan, PyObject *grads)
 {
     int64_t total = 0;
@@ -26,7 +28,7 @@ static int is_simple(const fst_plan *plan, PyObject *grads)
             return 0;
         total += plan->spans[s].count;
     }
-    return total >= WORTHWHILE && total / WORTHWHILE_EACH >= (int64_t)plan->span_count;
+    return total > FST_SHORT_STEP && total / WORTHWHILE_EACH >= (int64_t)plan->span_count;
 }
 
 static int by_address(const void *a, const void *b)
@@ -36,56 +38,56 @@ static int by_address(const void *a, const void *b)
     return (first > second) - (first < second);
 }
 
-/* What the plan's span s is now; 0, or -1 with a Python error. */
+/* What the plan's span s is now; 0 if its tensor has no version counter, as one of inference mode.
+ */
 static int describe(const fst_plan *plan, PyObject *grads, size_t s, fst_unscaled_grad *grad)
 {
     grad->data = plan->operands[s * plan->width].data;
     grad->count = plan->spans[s].count;
-    return fst_squares_version(PyList_GetItem(grads, (Py_ssize_t)s), &grad->version);
+    if (!fst_squares_version(PyList_GetItem(grads, (Py_ssize_t)s), &grad->version))
+        return 1;
+    PyErr_Clear();
+    return 0;
 }
 
 static int describe_all(const fst_unscaled *self, const fst_plan *plan, PyObject *grads)
 {
     for (size_t s = 0; s < plan->span_count; s++) {
-        if (describe(plan, grads, s, &self->grads[s]))
-            return -1;
+        if (!describe(plan, grads, s, &self->grads[s]))
+            return 0;
         self->grads[s].version++; /* which the caller is about to move */
     }
     for (size_t c = plan->chunk_count; c-- > 0;)
         self->grads[plan->chunks[c].span].first = c;
-    return 0;
+    return 1;
 }
 
-int fst_unscaled_keep(fst_unscaled *self, const fst_plan *plan, PyObject *grads)
+void fst_unscaled_keep(fst_unscaled *self, const fst_plan *plan, PyObject *grads)
 {
-    fst_unscaled_forget(self);
-    if (!is_simple(plan, grads))
-        return 0;
     const size_t size = plan->chunk_count * sizeof *plan->partial;
-    fst_unscaled made = {.grads = PyMem_Calloc(plan->span_count, sizeof *made.grads),
-                         .partial = PyMem_Malloc(size),
-                         .count = plan->span_count};
-    if (!made.grads || !made.partial)
-        PyErr_NoMemory();
-    if (PyErr_Occurred() || describe_all(&made, plan, grads)) {
-        fst_unscaled_forget(&made);
-        return -1;
+    fst_unscaled made = {.count = 0};
+    if (is_simple(plan, grads)) {
+        made = (fst_unscaled){.grads = PyMem_Calloc(plan->span_count, sizeof *made.grads),
+                              .partial = PyMem_Malloc(size),
+                              .count = plan->span_count};
+        if (made.grads && made.partial && describe_all(&made, plan, grads)) {
+            memcpy(made.partial, plan->partial, size);
+            qsort(made.grads, made.count, sizeof *made.grads, by_address);
+        } else {
+            fst_unscaled_forget(&made);
+        }
     }
-    memcpy(made.partial, plan->partial, size);
-    qsort(made.grads, made.count, sizeof *made.grads, by_address);
     fst_unscaled_forget(self);
     *self = made;
-    return 0;
 }
 
-/* Copies the sums of span s, whose chunks begin at c: 1, or 0 where the gradient is another now, or
- * -1 with a Python error. */
+/* Copies the sums of span s, whose chunks begin at c; 0 where the gradient is another now. */
 static int expect(const fst_unscaled *self, const fst_plan *plan, PyObject *grads, size_t s,
                   size_t c, double *expected)
 {
     fst_unscaled_grad now;
-    if (describe(plan, grads, s, &now))
-        return -1;
+    if (!describe(plan, grads, s, &now))
+        return 0;
     const fst_unscaled_grad *kept = bsearch(&now, self->grads, self->count, sizeof now, by_address);
     if (!kept || kept->count != now.count || kept->version != now.version)
         return 0;
@@ -94,23 +96,20 @@ static int expect(const fst_unscaled *self, const fst_plan *plan, PyObject *grad
     return 1;
 }
 
-int fst_unscaled_take(fst_unscaled *self, const fst_plan *plan, PyObject *grads, double **expected)
+double *fst_unscaled_take(fst_unscaled *self, const fst_plan *plan, PyObject *grads)
 {
     fst_unscaled kept = *self;
     *self = (fst_unscaled){.count = 0};
-    *expected = NULL;
-    int known = kept.count && is_simple(plan, grads);
-    if (known && !(*expected = PyMem_Calloc(plan->chunk_count, sizeof **expected))) {
-        PyErr_NoMemory();
-        known = -1;
-    }
-    for (size_t c = 0; known > 0 && c < plan->chunk_count; c++)
+    double *expected = NULL;
+    if (kept.count && is_simple(plan, grads))
+        expected = PyMem_Calloc(plan->chunk_count, sizeof *expected);
+    int known = expected != NULL;
+    for (size_t c = 0; known && c < plan->chunk_count; c++)
         if (plan->chunks[c].begin == 0)
-            known = expect(&kept, plan, grads, plan->chunks[c].span, c, *expected);
-    if (known <= 0) {
-        PyMem_Free(*expected);
-        *expected = NULL;
-    }
+            known = expect(&kept, plan, grads, plan->chunks[c].span, c, expected);
     fst_unscaled_forget(&kept);
-    return known < 0 ? -1 : 0;
+    if (known)
+        return expected;
+    PyMem_Free(expected);
+    return NULL;
 }

@@ -10,7 +10,8 @@ The four functions have the names, arguments, results and errors of torch.nn.uti
 * After `unscale_` of faststep's GradScaler large fp32 and fp64 gradients are measured and scaled in
   one pass, by the norm that was measured there, which is checked chunk by chunk. Where they were
   written since, the norm is the true one; if part of them was, and no version counter tells
-  (writes through `.data`), the others may end two roundings away.
+  (writes through `.data`), the others may end two roundings away. Gradients that share a version
+  counter, as views of one buffer do, take two passes as everywhere else.
 * CUDA gradients take one launch to measure and one to scale, which reads the norm on the device;
   nothing waits for the device unless `error_if_nonfinite` is set, as in torch.
 

@@ -176,6 +176,20 @@ def test_what_is_cleared_before_a_window_is_no_part_of_it(
     assert accum.windows == 2
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_gradient_that_is_cleared_before_a_window_and_not_used_in_it(set_to_none: bool) -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    optimizer = faststep.optim.SGD(params, lr=1.0)
+    accum = faststep.accumulate(optimizer, 2).install()
+    (params[0] * 3.0).sum().backward()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    for _ in range(2):
+        params[1].sum().backward()
+        optimizer.step()
+    assert accum.windows == 1
+    assert [param.tolist() for param in params] == [[0.0, 0.0], [-1.0, -1.0]]
+
+
 def test_tokens() -> None:
     found = []
     for installed in (True, False):

@@ -131,8 +131,9 @@ def test_a_shape_that_changes_while_a_gradient_is_held() -> None:
         accum.backward(param.sum())
 
 
-def test_gradients_of_no_window_are_given_back() -> None:
-    """A backward after the last step of an installed loop, which removes it then."""
+@pytest.mark.parametrize("backwards", [1, 2, 3])
+def test_gradients_of_no_window_are_given_back(backwards: int) -> None:
+    """Backward passes after the last step of an installed loop, which removes it then."""
     param = nn.Parameter(torch.ones(3, dtype=LOW))
     optimizer = faststep.optim.SGD([param], lr=1.0)
     accum = accumulate(optimizer, 2).install()
@@ -140,9 +141,10 @@ def test_gradients_of_no_window_are_given_back() -> None:
         param.sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    (param * 3.0).sum().backward()
+    for _ in range(backwards):
+        (param * 3.0).sum().backward()
     accum.remove()
-    assert param.grad.tolist() == [3.0] * 3
+    assert param.grad.tolist() == [3.0 * backwards] * 3
     assert param.grad.dtype is LOW
 
 

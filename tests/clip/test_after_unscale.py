@@ -181,6 +181,38 @@ def test_other_norms_are_measured() -> None:
     assert float(norm) == max(float(grad.abs().max()) for grad in exact)
 
 
+def test_gradients_without_a_version_are_unscaled_and_clipped() -> None:
+    """Those made in inference mode; after others that have one, too."""
+    params = unscaled()
+    with torch.inference_mode():
+        made = [torch.randn(param.shape) * 1024 for param in params]
+    for param, grad in zip(params, made, strict=True):
+        param.grad = grad
+    _, exact = expected(params)
+    faststep.clip_grad_norm_(params, MAX_NORM)
+    assert_same_tensors(grads_of(params), exact)
+    scaler().unscale_(faststep.optim.SGD(params, lr=1.0))
+    divided = [grad / 1024 for grad in exact]
+    assert_same_tensors(grads_of(params), divided)
+    norm, exact = expected(params, MAX_NORM / 4096)
+    result = faststep.clip_grad_norm_(params, MAX_NORM / 4096)
+    assert_same_tensors([result, *grads_of(params)], [norm, *exact])
+
+
+def test_a_visible_write_beside_an_empty_gradient_leaves_the_bits_of_clipping_alone() -> None:
+    """Torch is asked for the transposed and the empty one only, of small gradients."""
+    params = [Parameter(torch.zeros(size)) for size in ((1200, 1000), (0,), (1 << 19,))]
+    grads = [torch.randn(1000, 1200).t(), torch.zeros(0), torch.randn(1 << 19)]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad * 1024
+    faststep.clip_grad_norm_(params[2:], math.inf)  # what it looks like is known from here on
+    scaler().unscale_(faststep.optim.SGD(params, lr=1.0))
+    grads_of(params)[2].add_(0.5)
+    norm, exact = expected(params)
+    result = faststep.clip_grad_norm_(params, MAX_NORM)
+    assert_same_tensors([result, *grads_of(params)], [norm, *exact])
+
+
 def test_nothing_keeps_gradients_alive() -> None:
     params = unscaled()
     seen = [weakref.ref(grad) for grad in grads_of(params)]

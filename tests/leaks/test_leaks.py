@@ -176,8 +176,8 @@ def on_grads(function: Callable[..., Any], *extra: Any) -> Iterator[Case]:
 
 def clip_grads() -> Iterator[Case]:
     yield from on_grads(_C.clip_grads, 2.0, 1.0, False)
-    param = torch.nn.Parameter(torch.zeros(1 << 20))
-    param.grad = torch.ones(1 << 20)
+    param = torch.nn.Parameter(torch.zeros((1 << 20) + 1))  # from where sums are kept
+    param.grad = torch.ones_like(param)
 
     def after_unscaling(times: int) -> None:
         for _ in range(times):

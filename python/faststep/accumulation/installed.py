@@ -188,8 +188,11 @@ class Installed:
         window = self._window
         if window.micro_step and not window.ready:
             return None
+        params = division.params_of(optimizer)
         if window.sums is not None:
-            window.sums.clear(division.params_of(optimizer))
+            window.sums.clear(params)
+        for param in params:
+            self._backwards.pop(id(param), None)
         return inner(*args, **kwargs)
 
     def _when_ready(self, inner: _Method, _: Any, *args: Any, **kwargs: Any) -> Any:

@@ -263,18 +263,18 @@ class Sums:
             param.grad = low
 
     def remove(self) -> None:
-        """Undo everything; sums that are in `.grad` are rounded to the parameter's dtype.
-
-        A gradient that is held, and would start a sum, is put back.
-        """
-        pairs = list(self._each())
-        for mine, param in pairs:
-            if param.grad is None and mine.generation != self._generation:
-                param.grad = mine.held
-        self.round([param for _, param in pairs], 1.0)
+        """Undo everything; sums are rounded to the parameter's dtype, and what is held put back."""
+        found = list(self._each())
+        for mine, param in found:
+            if self._holding and param.grad is None:
+                live = mine.generation == self._generation
+                if live and mine.buffer is not None and mine.held is not None:
+                    add_to(mine.buffer, mine.held, 1.0, False)
+                param.grad = mine.buffer if live else mine.held
+        self.round([param for _, param in found], 1.0)
         for mine in self._sums.values():
             mine.handle.remove()
-        for mine, param in pairs:
+        for mine, param in found:
             set_grad_dtype(param, mine.grad_dtype)
         self._sums.clear()
 
