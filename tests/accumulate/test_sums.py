@@ -167,6 +167,31 @@ def test_two_backwards_in_one_micro_step() -> None:
     assert param.grad.tolist() == [6.0] * 3
 
 
+@pytest.mark.parametrize("in_pairs", [False, True])
+@pytest.mark.parametrize("after_a_window", [False, True])
+def test_what_is_cleared_outside_of_a_window_is_in_no_sum(
+    in_pairs: bool, after_a_window: bool
+) -> None:
+    """Backward, zero_grad, backward: `.grad` is the second gradient, as in torch."""
+    model, reference = make_model(torch.bfloat16), make_model(torch.bfloat16)
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.0)
+    accum = faststep.accumulate(optimizer, 2, dtype=torch.float32, in_pairs=in_pairs)
+    first, second, *window = batches([4] * 4, dtype=torch.bfloat16)
+    for batch in window if after_a_window else ():
+        with accum:
+            loss_of(model, batch).backward()
+    if after_a_window:
+        optimizer.step()
+        optimizer.zero_grad()
+    loss_of(model, first).backward()
+    optimizer.zero_grad()
+    loss_of(model, second).backward()
+    loss_of(reference, second).backward()
+    assert_equal(
+        [p.grad for p in model.parameters()], [p.grad.float() for p in reference.parameters()]
+    )
+
+
 def test_parameters_added_and_unfrozen_later() -> None:
     first, frozen, late = (nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(3))
     frozen.requires_grad_(False)

@@ -29,6 +29,7 @@ class _Sum:
         self.grad_dtype = get_grad_dtype(param)
         self.buffer: Tensor | None = None
         self.generation = 0  # of the window whose sum the buffer holds
+        self.hidden = False  # the buffer was taken out of `.grad` here, and cleared by nobody
         self.held: Tensor | None = None  # the first gradient of a pair
         self.held_version = 0
         self.handle: Any = None
@@ -95,7 +96,7 @@ class Sums:
         if (addition := self._taken(mine, param, hold)) is not None:
             add_all([addition])
             self._added(mine)
-            param.grad = None if hold else mine.buffer
+            self._show(mine, param, not hold)
 
     def _taken(self, mine: _Sum, param: Tensor, hold: bool) -> Addition | None:
         """Hold `.grad`, if wanted and nothing is held; else what is to be added, if anything is."""
@@ -104,13 +105,20 @@ class Sums:
             mine.generation = self._generation
             grad = None
         elif grad is not None:
+            if not mine.hidden:  # somebody has cleared `.grad`, or no sum was begun
+                mine.generation = 0
             self._check(mine, grad)
             self._came = True
             if hold and mine.held is None:
                 mine.held, mine.held_version = grad, grad._version
-                param.grad = None
+                self._show(mine, param, False)
                 return None
         return None if hold and grad is None else self._addition(mine, grad)
+
+    def _show(self, mine: _Sum, param: Tensor, shown: bool = True) -> None:
+        """Let `.grad` be the buffer, or None until the next gradient."""
+        mine.hidden = not shown
+        param.grad = mine.buffer if shown else None
 
     def _check(self, mine: _Sum, grad: Tensor) -> None:
         """Raise if this gradient cannot be added to what there is."""
@@ -167,11 +175,11 @@ class Sums:
             if (addition := self._taken(mine, param, hold)) is not None:
                 found.append((mine, param, addition))
             elif not hold and param.grad is None and mine.generation == self._generation:
-                param.grad = mine.buffer
+                self._show(mine, param)
         add_all([addition for _, _, addition in found])
         for mine, param, _ in found:
             self._added(mine)
-            param.grad = None if hold else mine.buffer
+            self._show(mine, param, not hold)
 
     def add_held(self) -> None:
         """Let the buffers hold all that has come."""
@@ -202,7 +210,7 @@ class Sums:
                         f"the gradient of {mine.name} was set, replaced or cleared inside an "
                         "accumulation window (zero_grad between micro-steps?)"
                     )
-                param.grad = None
+                self._show(mine, param, False)
 
     def begin_window(self) -> None:
         """Forget the sums; what is left in `.grad` counts as the first term, as in torch."""
@@ -227,7 +235,7 @@ class Sums:
             return False
         mine.buffer = value.to(device=param.device, dtype=torch.float32, copy=True)
         self._added(mine)
-        param.grad = mine.buffer
+        self._show(mine, param)
         return True
 
     def hidden(self, param: Tensor) -> Tensor | None:
