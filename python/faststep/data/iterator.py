@@ -14,7 +14,7 @@ import torch
 from faststep import _C
 from faststep._torch import BaseDataLoaderIter, dataset_fetcher, pin_memory
 
-from .order import Order
+from .order import Block, Order
 from .orders import order_of
 from .plan import Plan
 from .progress import Progress
@@ -25,8 +25,18 @@ __all__ = ["ArrayIterator"]
 
 AHEAD = 4  # batches gathered ahead without workers; prefetch_factor * num_workers with
 MOST_BYTES_AHEAD = 1 << 29
+BATCHES_AT_ONCE = 64  # whose indices are asked of an order
 
 _living: weakref.WeakSet[ArrayIterator] = weakref.WeakSet()
+_process = os.getpid()  # asking the system for each batch would take 0.15 us
+
+
+def _note_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
 
 
 @atexit.register
@@ -42,6 +52,24 @@ class _Entry(NamedTuple):
     indices: Any  # a Block of a known order, else what the sampler gave
     ticket: int  # its number in the Gather; 0 if it is not there
     error: Exception | None  # what stands in its place
+
+
+class _Run(NamedTuple):
+    """Indices of some batches of a known order."""
+
+    first: int  # batch
+    block: Block
+    submits: bool  # whether they can be handed to the threads
+
+
+_NO_RUN = _Run(0, ((), 0, 0), False)
+
+
+def _run_of(order: Order, first: int) -> _Run:
+    block = order.block(first, BATCHES_AT_ONCE)
+    if not isinstance(block[0], torch.Tensor):  # of a list the threads take all
+        block = order.block(first)
+    return _Run(first, block, _is_submittable(block[0]))
 
 
 class ArrayIterator(Metered, BaseDataLoaderIter):
@@ -75,8 +103,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._batch_sampler = loader.batch_sampler
         self._window = AHEAD
         self._asked_ahead = 1  # batches that torch has asked for when it hands one out
-        self._indices: Any = None  # of the newest block, and whether they can be submitted
-        self._submits = False
+        self._run = _NO_RUN
         if self._num_workers:
             self._window = max(1, loader.prefetch_factor * self._num_workers)
             self._asked_ahead += self._window
@@ -85,7 +112,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._held = 0 if device is None else loader._faststep.prefetch_to_device
         self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
         self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._process = _process
         self._gather: _C.Gather | None = None
         if view.base_seed is not None:
             self._base_seed = view.base_seed
@@ -100,17 +127,19 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     def _begin(self, state: dict[str, Any] | None) -> None:
         order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
         self._order = order
+        self._run = _NO_RUN
         source = self._index_sampler.source if order is None else order
         self.progress = Progress(source, int(self._base_seed), self._num_yielded)
         self._limit = 0 if order is None else self._most_ahead(order)
-        self._requested = 0  # how often torch would have asked a known order by now
+        self._requested = 0  # up to which request a known order was asked, or need not be
         self._ended = False  # the sampler has no more
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
         slots_per_batch = len(self._plan.forms)
         self._slots.keep((min(self._window, AHEAD * 4) + self._held + 3) * slots_per_batch)
         if self._num_workers:
             self._request_until(self._window)
-            self._add_known()
+            if order is not None:
+                self._add_known(order)
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         """Starts the next epoch; a DataLoader with persistent workers calls it."""
@@ -127,6 +156,9 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 self._request()
         else:
             while not self._ended and self._requested < count:
+                self._requested = order.next_draw(self._requested)
+                if self._requested >= count:
+                    return
                 self._ended = True  # if it raises: a generator of torch's would be done for, too
                 order.request(self._requested)
                 self._ended = self._requested >= order.batches
@@ -150,16 +182,18 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         """
         return self._queue[-1].number + 1 if self._queue else self.progress.delivered
 
-    def _add_known(self) -> None:
-        order = self._order
-        if order is None or not order.drawn:
+    def _add_known(self, order: Order) -> None:
+        if not order.drawn:
             return
-        number = self._next_number()
+        number, size = self._next_number(), order.batch_size
         while len(self._queue) <= self._limit and number < order.batches:
-            block = order.block(number)
-            if block[0] is not self._indices:
-                self._indices, self._submits = block[0], _is_submittable(block[0])
-            self._add(number, block, block, self._submits)
+            first, (items, start, count), submits = self._run
+            place = (number - first) * size
+            if not 0 <= place < count:
+                self._run = _run_of(order, number)
+                continue
+            block = (items, start + place, min(size, count - place))
+            self._add(number, block, block, submits)
             number += 1
 
     def _most_ahead(self, order: Order) -> int:
@@ -203,14 +237,17 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         return data
 
     def _next_data(self) -> Any:
-        if self._process != os.getpid():
+        if self._process != _process:
             self._go_on_in_child()
         with self._lock:
-            progress = self.progress
+            progress, order = self.progress, self._order
             while self._queue and self._queue[0].number < progress.delivered:
                 self._queue.popleft()  # an interrupt came when it was being delivered
-            self._request_until(progress.delivered + self._asked_ahead)
-            self._add_known()
+            asked = progress.delivered + self._asked_ahead
+            if order is None or asked > self._requested:
+                self._request_until(asked)
+            if order is not None:
+                self._add_known(order)
             if not self._queue:
                 self._finish()
                 raise StopIteration
@@ -246,7 +283,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
 
     def _go_on_in_child(self) -> None:
         """A forked child has none of the threads: it starts its own for what is in the queue."""
-        self._process = os.getpid()
+        self._process = _process
         self._lock = threading.Lock()
         queue, self._queue, self._gather = self._queue, deque(), None
         for entry in queue:
@@ -268,7 +305,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
 
     def close(self) -> None:
         """Ends the threads. An iterator that is dropped does so by itself."""
-        if self._process == os.getpid() and self._lock.acquire(blocking=False):
+        if self._process == _process and self._lock.acquire(blocking=False):
             try:
                 self._ended = True
                 self._order = None  # knows no more

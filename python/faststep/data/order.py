@@ -49,6 +49,11 @@ class Order:
         if batch == max(0, self._last):
             self._draw_at_end()
 
+    def next_draw(self, batch: int) -> int:
+        """The first request from this one on that draws something, or finds the end."""
+        last = max(0, self._last)
+        return batch if batch == 0 else last if batch <= last else max(batch, self.batches)
+
     def block(self, batch: int, batches: int = 1) -> Block:
         """The indices of a batch, or of some from that on."""
         start = batch * self.batch_size

@@ -110,10 +110,11 @@ class Metered:
     meter: Meter | None = None
 
     def __next__(self) -> Any:
+        if self.meter is None:
+            return self._next()
         start = time.perf_counter_ns()
         batch = self._next()
-        if self.meter is not None:
-            self.meter.note(self, start, batch)
+        self.meter.note(self, start, batch)
         return batch
 
     def bytes_of(self, batch: Any) -> int:
