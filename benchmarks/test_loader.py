@@ -1,47 +1,36 @@
-"""Batches of loaders: contenders take turns in blocks, one alone at a time."""
+"""Batches of loaders, each work in a process of its own; see loaders.py and slices.py."""
 
 from __future__ import annotations
 
-import gc
-import time
+import json
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from faststep.cli.contenders import OURS, UnavailableError
+from faststep.cli.contenders import OURS
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import Work
-from loader_works import BEST, LOADER_WORKS, LoaderWork, Stream
+from loader_works import BEST, LOADER_WORKS, LoaderWork
+from loaders import Measured, measured
 from ring import Ring
 from slices import seconds_in_slices
 from works import SMOKE
 
-BLOCKS = 1 if SMOKE else 5
-SETTLE = 8  # batches until a loader runs evenly
-ENOUGH_SECONDS = 1.0  # of a block
 RUNS_IN_SLICES = 4
 SLICED_SECONDS = 0.5 if SMOKE else 8.0
 
 
-def bytes_of(batch: Any) -> int:
-    if isinstance(batch, (tuple, list)):
-        return sum(map(bytes_of, batch))
-    if isinstance(batch, dict):
-        return sum(map(bytes_of, batch.values()))
-    return int(batch.nbytes)
-
-
-def block(stream: Stream, batches: int) -> float:
-    """Seconds per batch."""
-    for _ in range(min(SETTLE, batches)):
-        next(stream)
-    start, done = time.perf_counter(), 0
-    while done < batches and time.perf_counter() - start < ENOUGH_SECONDS:
-        next(stream)
-        done += 1
-    return (time.perf_counter() - start) / done
+def in_blocks(work: LoaderWork, folder: Path) -> Measured:
+    if SMOKE:  # importing torch takes longer than all of it
+        return measured(work, folder)
+    script = Path(__file__).with_name("loaders.py")
+    command = [sys.executable, script, work.label, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found: Measured = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def best_of(outcome: Outcome, who: str) -> str:
@@ -63,25 +52,10 @@ def in_slices(work: LoaderWork, names: list[str], folder: Path) -> list[list[flo
 
 @pytest.mark.parametrize("work", LOADER_WORKS, ids=lambda work: work.label.replace(" ", "_"))
 def test_loader(ring: Ring, work: LoaderWork, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    outcome = Outcome(Work("loader", work.label, ()))
-    streams = work.streams(work.dataset(tmp_path))
-    for _ in range(BLOCKS):
-        for name, make in streams.items():
-            if name in outcome.absent:
-                continue
-            stream = make()
-            try:
-                size = bytes_of(next(stream))
-            except UnavailableError as reason:
-                outcome.absent[name] = str(reason)
-                continue
-            assert size > 0
-            outcome.work = Work("loader", work.label, ((size // 4,),))
-            seconds = block(stream, 3 if SMOKE else work.batches)
-            outcome.seconds.setdefault(name, []).append(seconds)
-            stream.close()  # ends workers and threads: nobody runs beside the next one
-            gc.collect()
+    found = in_blocks(work, tmp_path)
+    size = found["bytes"]
+    outcome = Outcome(Work("loader", work.label, ((size // 4,),)), found["seconds"])
+    outcome.absent.update(found["absent"])
     names = [best_of(outcome, OURS), best_of(outcome, "torch")]
     times = [outcome.seconds[name] for name in names]
     if work.in_slices:
