@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import faststep.data
 from faststep.cli.contenders import OURS
-from loader_works import LOADER_WORKS, LoaderWork
+from loader_works import LoaderWork, work_of
 
 THEIRS = "torch"
 
@@ -77,7 +77,7 @@ def in_a_process(work: LoaderWork, who: str) -> tuple[float, int]:
 
 
 def main(label: str, rounds: int) -> None:
-    (work,) = (work for work in LOADER_WORKS if work.label == label)
+    work = work_of(label)
     times: dict[str, list[float]] = {OURS: [], THEIRS: []}
     workers = 0
     for number in range(rounds):  # who comes second may find what the first one left

@@ -20,7 +20,7 @@ from faststep.data import transforms
 from faststep.data.formats.images import ImageFolder
 from works import SMOKE
 
-__all__ = ["BEST", "COPY", "LOADER_WORKS", "LoaderWork", "Stream"]
+__all__ = ["BEST", "COPY", "LOADER_WORKS", "LoaderWork", "Stream", "work_of"]
 
 COPY = "bare copy"
 BEST = "torch, best of these"
@@ -321,3 +321,8 @@ LOADER_WORKS = (
         in_slices=True,
     ),
 )
+
+
+def work_of(label: str) -> LoaderWork:
+    (work,) = (work for work in LOADER_WORKS if work.label == label)
+    return work

@@ -18,10 +18,10 @@ from typing import Any, TypedDict
 import torch
 
 from faststep.cli.contenders import UnavailableError
-from loader_works import LOADER_WORKS, LoaderWork, Stream
+from loader_works import LoaderWork, Stream, work_of
 from works import SMOKE
 
-__all__ = ["Measured", "measured"]
+__all__ = ["SETTLE", "Measured", "measured"]
 
 BLOCKS = 1 if SMOKE else 5
 SETTLE = 8  # batches until a loader runs evenly
@@ -80,8 +80,7 @@ def measured(work: LoaderWork, folder: Path) -> Measured:
 
 
 def main(label: str, folder: str) -> None:
-    (work,) = (work for work in LOADER_WORKS if work.label == label)
-    print(json.dumps(measured(work, Path(folder))))
+    print(json.dumps(measured(work_of(label), Path(folder))))
 
 
 if __name__ == "__main__":

@@ -22,13 +22,13 @@ from pathlib import Path
 
 import torch
 
-from loader_works import LOADER_WORKS
+from loader_works import work_of
+from loaders import SETTLE
 from works import SMOKE
 
 __all__ = ["seconds_in_slices"]
 
 SLICE_SECONDS = 0.06
-SETTLE = 8  # batches until a loader runs evenly
 COUNTER_BYTES = 8
 
 
@@ -113,7 +113,7 @@ def _turns(contenders: list[_Contender], seconds: float) -> Iterator[_Contender]
 def load(label: str, name: str, folder: str, file: str) -> None:
     """Load batches and count them; says its process group when it runs evenly."""
     torch.manual_seed(0)
-    (work,) = (work for work in LOADER_WORKS if work.label == label)
+    work = work_of(label)
     stream = work.streams(work.dataset(Path(folder)))[name]()
     for _ in range(1 if SMOKE else SETTLE):
         next(stream)

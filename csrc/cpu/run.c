@@ -38,7 +38,8 @@ struct fst_job {
     int backwards;
     unsigned operand, operand_count; /* what the pass touches */
     fst_norm_kind norm;
-    double power, factor, again;
+    double power, factor;
+    double again; /* for chunks whose sum is as expected */
     double *partial;
     const double *expected;
     int *nonfinite;
@@ -227,10 +228,15 @@ fst_code fst_cpu_unscale(const fst_work *work, const fst_cpu_kernels *kernels, u
     return run(&job, status);
 }
 
-static void scale_chunk(const fst_job *job, size_t index)
+static void scale_by(const fst_job *job, size_t index, double factor)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
-    job->kernels->scale(operands_of(job, index), chunk->begin, chunk->count, job->factor);
+    job->kernels->scale(operands_of(job, index), chunk->begin, chunk->count, factor);
+}
+
+static void scale_chunk(const fst_job *job, size_t index)
+{
+    scale_by(job, index, job->factor);
 }
 
 fst_code fst_cpu_scale(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
@@ -242,32 +248,36 @@ fst_code fst_cpu_scale(const fst_work *work, const fst_cpu_kernels *kernels, uns
     return run(&job, status);
 }
 
+static int is_expected(const fst_job *job, size_t index)
+{
+    return job->partial[index] == job->expected[index];
+}
+
 static void scale_expected_chunk(const fst_job *job, size_t index)
 {
-    const fst_chunk *chunk = &job->work->chunks[index];
-    job->partial[index] = job->kernels->reduce(operands_of(job, index), chunk->begin, chunk->count,
-                                               FST_NORM_SQUARES, 2.0, 1.0);
-    if (job->partial[index] == job->expected[index])
-        scale_chunk(job, index);
+    reduce_chunk(job, index);
+    if (is_expected(job, index))
+        scale_by(job, index, job->again);
+}
+
+static void scale_rest_chunk(const fst_job *job, size_t index)
+{
+    scale_by(job, index, is_expected(job, index) ? job->again : job->factor);
 }
 
 fst_code fst_cpu_scale_expected(const fst_work *work, const fst_cpu_kernels *kernels,
                                 unsigned operand, const double *expected, double factor,
                                 double *partial, fst_status *status)
 {
-    fst_job job = {.work = work, .kernels = kernels, .operand = operand, .factor = factor};
+    fst_job job = {.work = work, .kernels = kernels, .operand = operand, .factor = 1.0};
     job.chunk = scale_expected_chunk;
+    job.norm = FST_NORM_SQUARES;
+    job.power = 2.0;
     job.expected = expected;
     job.partial = partial;
+    job.again = factor;
     job.backwards = turn();
     return run(&job, status);
-}
-
-static void scale_rest_chunk(const fst_job *job, size_t index)
-{
-    const fst_chunk *chunk = &job->work->chunks[index];
-    const double factor = job->partial[index] == job->expected[index] ? job->again : job->factor;
-    job->kernels->scale(operands_of(job, index), chunk->begin, chunk->count, factor);
 }
 
 fst_code fst_cpu_scale_rest(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,

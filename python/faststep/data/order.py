@@ -39,20 +39,21 @@ class Order:
         left = self._samples % batch_size
         self.batches = self._samples // batch_size + (left > 0 and not drop_last)
         # the request at which torch's sampler would run to its end
-        self._last = self.batches if drop_last or not left else self.batches - 1
+        self._last = max(0, self.batches if drop_last or not left else self.batches - 1)
 
     def request(self, batch: int) -> None:
         """Draws what torch's sampler draws when it is asked for this batch, which come in order."""
         if batch == 0:
             self._draw()
             self.drawn = True
-        if batch == max(0, self._last):
+        if batch == self._last:
             self._draw_at_end()
 
     def next_draw(self, batch: int) -> int:
         """The first request from this one on that draws something, or finds the end."""
-        last = max(0, self._last)
-        return batch if batch == 0 else last if batch <= last else max(batch, self.batches)
+        if batch == 0:
+            return 0
+        return self._last if batch <= self._last else max(batch, self.batches)
 
     def block(self, batch: int, batches: int = 1) -> Block:
         """The indices of a batch, or of some from that on."""
