@@ -21,9 +21,10 @@ UNSHUFFLED = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 DEMO ?= --output build/demo.png
 # The extra with what the benchmarks compare with.
 RIVALS ?= bench
-# For the targets with a GPU: a wheel to take instead of a build on the spot, and options of pytest.
-WHEEL ?=
+# Options of pytest.
 ARGS ?=
+# For the targets with a GPU: a wheel to take instead of a build on the spot.
+WHEEL ?=
 ITS_PYTHON = $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 ON_GPU = PYTHONPATH=$(abspath $(if $(WHEEL),build/wheel,python)) $(ITS_PYTHON)
 
@@ -49,8 +50,8 @@ demo: build ## train a small GPT twice, plain torch and faststep; plot in build/
 
 test: tests levels ## run all tests, and those of the loops on each instruction set of this CPU
 
-tests: build ## run all tests on the best instruction set only
-	$(BIN)/python -m pytest -q
+tests: build ## run all tests on the best instruction set only; ARGS are options of pytest
+	$(BIN)/python -m pytest -q $(ARGS)
 
 levels: build ## run the tests of the loops on each lower instruction set
 	@set -e; for level in $$($(BIN)/python -c \
