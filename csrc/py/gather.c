@@ -45,7 +45,8 @@ static void end_crew(fst_gather_object *self)
     self->crew = NULL;
     if (!crew)
         return;
-    Py_BEGIN_ALLOW_THREADS fst_crew_free(crew);
+    Py_BEGIN_ALLOW_THREADS
+    fst_crew_free(crew);
     Py_END_ALLOW_THREADS
 }
 
@@ -180,8 +181,10 @@ static int await_oldest(fst_gather_object *self)
     int done = 0;
     while (!done) {
         self->busy = 1;
-        Py_BEGIN_ALLOW_THREADS fst_crew_wait(self->crew, PATIENCE, &done, &status);
-        Py_END_ALLOW_THREADS self->busy = 0;
+        Py_BEGIN_ALLOW_THREADS
+        fst_crew_wait(self->crew, PATIENCE, &done, &status);
+        Py_END_ALLOW_THREADS
+        self->busy = 0;
         if (status.code)
             fst_raise(&status);
         if (status.code || (!done && PyErr_CheckSignals()))

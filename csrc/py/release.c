@@ -5,10 +5,11 @@
 #include <structmember.h>
 
 typedef struct {
-    PyObject_HEAD PyObject *plan; /* of this parameter alone */
-    PyObject *otherwise;          /* called with the parameter */
-    PyObject *optimizer;          /* a weak reference */
-    PyObject *rules;              /* {group: rule} of the step that runs; shared by all hooks */
+    PyObject_HEAD
+    PyObject *plan;      /* of this parameter alone */
+    PyObject *otherwise; /* called with the parameter */
+    PyObject *optimizer; /* a weak reference */
+    PyObject *rules;     /* {group: rule} of the step that runs; shared by all hooks */
     PyObject *group;
     char plain;   /* there is nothing to do but to step and to free */
     char updated; /* since the last optimizer.step() */
