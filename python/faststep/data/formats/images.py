@@ -118,6 +118,10 @@ def _by_pillow(data: bytes, min_size: int | None) -> torch.Tensor:
 
     try:
         with image_module.open(io.BytesIO(data)) as image:
+            if image.format == "EPS":
+                raise ValueError(
+                    "EPS is not read: Pillow runs another program, Ghostscript, for it"
+                )
             if min_size is not None:
                 image.draft("RGB", (min_size, min_size))
             pixels = numpy.array(image.convert("RGB"))
