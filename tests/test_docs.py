@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import types
 from pathlib import Path
 
 import pytest
+
+import faststep
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_OURS = {"build", "dist"}  # as are folders whose names begin with a dot
@@ -82,3 +85,15 @@ def test_a_broken_link_is_caught(tmp_path: Path, text: str, complaint: str | Non
     (root / "page.md").write_text(f"# Here\n\n{text}\n")
     (tmp_path / "other.md").write_text("outside")
     assert broken(root) == ([] if complaint is None else [f"page.md: {complaint}"])
+
+
+def test_the_reference_has_all_public_names() -> None:
+    """Sphinx documents what modules export; the names of faststep itself are listed one by one."""
+    reference = "\n".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
+    modules = set(re.findall(r"automodule:: (\S+)", reference))
+    functions = set(re.findall(r"autofunction:: (\S+)", reference))
+    for name in faststep.__all__:
+        if isinstance(getattr(faststep, name), types.ModuleType):
+            assert f"faststep.{name}" in modules
+        else:
+            assert name in functions
