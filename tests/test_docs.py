@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import faststep
+from faststep.data.formats.detect import FORMATS
 
 ROOT = Path(__file__).resolve().parent.parent
 NOT_OURS = {"build", "dist"}  # as are folders whose names begin with a dot
@@ -97,3 +98,13 @@ def test_the_reference_has_all_public_names() -> None:
             assert f"faststep.{name}" in modules
         else:
             assert name in functions
+
+
+def test_the_page_on_security_has_all_variables_and_formats() -> None:
+    page = (ROOT / "SECURITY.md").read_text()
+    sources = [ROOT / "setup.py", *(ROOT / "python").rglob("*.py"), *(ROOT / "csrc").rglob("*.c")]
+    read = {name for path in sources for name in re.findall(r"FASTSTEP_[A-Z]+", path.read_text())}
+    assert len(read) >= 5
+    assert {name for name in read if f"`{name}`" not in page} == set()
+    files = page.split("\n## Data files\n")[1].split("\n## ")[0]
+    assert [kind.name for kind in FORMATS if kind.name.split()[0] not in files] == []
