@@ -85,6 +85,10 @@ fix: $(BIN)/.installed-dev ## mend what lint can mend by itself
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(C_FILES)
 
+# Anew each time: Sphinx says nothing of a page that it has read before.
+docs: build $(BIN)/.installed-docs ## make HTML of the guides, with a reference, in build/docs
+	$(BIN)/python -m sphinx -q -E -W --keep-going -n -c docs -d build/doctrees . build/docs
+
 bench: build $(BIN)/.installed-$(RIVALS) ## measure against torch and other libraries: table and plot
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
 
@@ -121,4 +125,4 @@ clean: ## remove what was built, but not the environment
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test tests levels test-c asan tsan leaks lint fix bench build-gpu test-gpu bench-gpu wheel ci clean
+.PHONY: help build demo test tests levels test-c asan tsan leaks lint fix docs bench build-gpu test-gpu bench-gpu wheel ci clean

@@ -36,7 +36,7 @@ FST_DEVICE void FST_T(reduce_words)(const fst_share *share, uint32_t base,
         const uint32_t at = base + n * FST_T(TILE);
         const int first = FST_T(has_word)(share, at, op, 0);
         const int second = two_words ? FST_T(has_word)(share, at, op, 1) : first;
-        double *own = lanes + n % FST_T(TILES_OF_ROW) *HELD;
+        double *own = lanes + HELD * (n % FST_T(TILES_OF_ROW));
         REAL x[HELD];
         FST_T(widen)(words[n], op->dtype, x);
         FST_UNROLL
@@ -78,7 +78,7 @@ FST_DEVICE double FST_T(reduce)(const fst_device_tables *tables, const fst_devic
     FST_UNROLL
     for (unsigned q = 0; q < 8; q++)
         lanes[q] = fst_tree_neutral(what->kind);
-    for (uint32_t base = 0; base < share.whole; base += FST_T(TILE) *FST_T(tiles)(what))
+    for (uint32_t base = 0; base < share.whole; base += FST_T(tiles)(what) * FST_T(TILE))
         FST_T(reduce_words)(&share, base, op, what, lanes, seen);
     if (share.whole < share.count)
         FST_T(reduce_rest)(&share, op, what, lanes, seen);

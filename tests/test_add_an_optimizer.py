@@ -1,4 +1,4 @@
-"""Follows "Add an optimizer" of docs/architecture.md in a copy of the tree."""
+"""Follows "Add an optimizer" of CONTRIBUTING.md in a copy of the tree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ assert param.tolist() == [1.5, 2.0, 2.5], param
 
 
 def test_the_walk_through_works(tmp_path: Path) -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     header = re.search(r"```c\n(.*?)```", text, re.DOTALL)
     row = re.search(r"`(RULE\(signsgd,.*?\))`", text)
     assert header

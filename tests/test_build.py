@@ -94,3 +94,28 @@ def test_make_explains_its_targets() -> None:
     assert "test" in targets
     for target in targets:
         assert re.search(rf"^{target}:.*## \S", makefile, re.MULTILINE), target
+
+
+def test_pre_commit_runs_the_linters_of_make_in_their_pinned_versions() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    recipe = re.findall(r"^lint: .*\n((?:\t.*\n)+)", makefile, re.MULTILINE)[0]
+    linters = {Path(line.split()[0]).name for line in recipe.splitlines()}
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    entries = re.findall(r"entry: (?:\.venv/bin/)?([\w-]+)", hooks)
+    assert set(entries) == linters
+    assert re.findall(r"repo: (.*)", hooks) == ["local"]
+    pins = re.findall(r'"([\w-]+==[^"]+)"', hooks)
+    assert {pin.split("==")[0] for pin in pins} == linters - {"mypy"}
+    assert set(pins) <= set((ROOT / "constraints.txt").read_text().splitlines())
+
+
+def test_pre_commit_formats_the_files_that_make_formats() -> None:
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    chosen = re.compile(re.findall(r"entry: clang-format.*\n.*\n *files: (.*)", hooks)[0])
+    wildcards = re.findall(
+        r"^C_FILES = \$\(wildcard (.*)\)$", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )
+    formatted = {path for wildcard in wildcards[0].split() for path in ROOT.glob(wildcard)}
+    sources = (p for top in ("csrc", "cuda", "tests") for p in ROOT.glob(f"{top}/**/*.*"))
+    assert len(formatted) > 100
+    assert formatted == {p for p in sources if chosen.search(p.relative_to(ROOT).as_posix())}

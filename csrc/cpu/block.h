@@ -31,7 +31,7 @@ NARROW(other, OTHER, (OTHER)from[i])
 
 static int FST_T(in_place)(const fst_operand *op)
 {
-    return op->dtype == (fst_dtype)FST_T(SELF) &&!op->layout;
+    return !op->layout && op->dtype == (fst_dtype)FST_T(SELF);
 }
 
 /* The elements as REAL: in place where possible, else in `scratch`. */

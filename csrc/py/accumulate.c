@@ -164,8 +164,10 @@ PyObject *fst_py_accumulate(PyObject *module, PyObject *args)
         return NULL;
     if (!addition_start(&a, sums, terms, more, FST_HOST) &&
         !bind_all(fst_module_state(module), &a)) {
-        Py_BEGIN_ALLOW_THREADS fst_accumulate(&a.sums.plan, a.factor, a.start, &status);
-        Py_END_ALLOW_THREADS result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
+        Py_BEGIN_ALLOW_THREADS
+        fst_accumulate(&a.sums.plan, a.factor, a.start, &status);
+        Py_END_ALLOW_THREADS
+        result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
     }
     addition_free(&a);
     return result;

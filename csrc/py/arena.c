@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "py/arena.h"
+#include "py/docs.h"
 
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused)
 {
@@ -259,25 +260,25 @@ static PyObject *arena_reserve(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef arena_methods[] = {
-    {"counts", arena_counts, METH_NOARGS, NULL},
-    {"fileno", arena_fileno, METH_NOARGS, NULL},
-    {"give_back", arena_give_back, METH_O, NULL},
-    {"hold", arena_hold, METH_VARARGS, NULL},
-    {"locked", fst_py_arena_locked, METH_VARARGS, NULL},
-    {"pin", arena_pin, METH_NOARGS, NULL},
-    {"prepare_locks", fst_py_arena_prepare_locks, METH_O, NULL},
-    {"put", arena_put, METH_VARARGS, NULL},
-    {"reserve", arena_reserve, METH_NOARGS, NULL},
-    {"send", arena_send, METH_O, NULL},
-    {"sent", arena_sent, METH_O, NULL},
-    {"sweep", arena_sweep, METH_NOARGS, NULL},
-    {"take", arena_take, METH_O, NULL},
-    {"unpin", arena_unpin, METH_O, NULL},
+    {"counts", arena_counts, METH_NOARGS, FST_DOC_ARENA_COUNTS},
+    {"fileno", arena_fileno, METH_NOARGS, FST_DOC_ARENA_FILENO},
+    {"give_back", arena_give_back, METH_O, FST_DOC_ARENA_GIVE_BACK},
+    {"hold", arena_hold, METH_VARARGS, FST_DOC_ARENA_HOLD},
+    {"locked", fst_py_arena_locked, METH_VARARGS, FST_DOC_ARENA_LOCKED},
+    {"pin", arena_pin, METH_NOARGS, FST_DOC_ARENA_PIN},
+    {"prepare_locks", fst_py_arena_prepare_locks, METH_O, FST_DOC_ARENA_PREPARE_LOCKS},
+    {"put", arena_put, METH_VARARGS, FST_DOC_ARENA_PUT},
+    {"reserve", arena_reserve, METH_NOARGS, FST_DOC_ARENA_RESERVE},
+    {"send", arena_send, METH_O, FST_DOC_ARENA_SEND},
+    {"sent", arena_sent, METH_O, FST_DOC_ARENA_SENT},
+    {"sweep", arena_sweep, METH_NOARGS, FST_DOC_ARENA_SWEEP},
+    {"take", arena_take, METH_O, FST_DOC_ARENA_TAKE},
+    {"unpin", arena_unpin, METH_O, FST_DOC_ARENA_UNPIN},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot arena_slots[] = {
-    {Py_tp_doc, "Shared memory for batches, used again when the tensors over it are gone."},
+    {Py_tp_doc, FST_DOC_ARENA},
     {Py_tp_new, arena_new},
     {Py_tp_dealloc, arena_dealloc},
     {Py_tp_methods, arena_methods},

@@ -6,7 +6,8 @@
 #include "py/gather.h"
 
 typedef struct {
-    PyObject_HEAD fst_arena *arena;
+    PyObject_HEAD
+    fst_arena *arena;
     const fst_dl_api *api;
 } fst_arena_object;
 

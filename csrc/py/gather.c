@@ -3,6 +3,8 @@
 
 #include <stdlib.h>
 
+#include "py/docs.h"
+
 enum { PATIENCE = 50 }; /* milliseconds between two looks at Python's signals */
 
 static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -45,7 +47,8 @@ static void end_crew(fst_gather_object *self)
     self->crew = NULL;
     if (!crew)
         return;
-    Py_BEGIN_ALLOW_THREADS fst_crew_free(crew);
+    Py_BEGIN_ALLOW_THREADS
+    fst_crew_free(crew);
     Py_END_ALLOW_THREADS
 }
 
@@ -180,8 +183,10 @@ static int await_oldest(fst_gather_object *self)
     int done = 0;
     while (!done) {
         self->busy = 1;
-        Py_BEGIN_ALLOW_THREADS fst_crew_wait(self->crew, PATIENCE, &done, &status);
-        Py_END_ALLOW_THREADS self->busy = 0;
+        Py_BEGIN_ALLOW_THREADS
+        fst_crew_wait(self->crew, PATIENCE, &done, &status);
+        Py_END_ALLOW_THREADS
+        self->busy = 0;
         if (status.code)
             fst_raise(&status);
         if (status.code || (!done && PyErr_CheckSignals()))
@@ -229,15 +234,15 @@ static PyObject *gather_close(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef gather_methods[] = {
-    {"close", gather_close, METH_NOARGS, NULL},
-    {"queued", gather_queued, METH_NOARGS, NULL},
-    {"submit", gather_submit, METH_VARARGS, NULL},
-    {"take", gather_take, METH_O, NULL},
+    {"close", gather_close, METH_NOARGS, FST_DOC_GATHER_CLOSE},
+    {"queued", gather_queued, METH_NOARGS, FST_DOC_GATHER_QUEUED},
+    {"submit", gather_submit, METH_VARARGS, FST_DOC_GATHER_SUBMIT},
+    {"take", gather_take, METH_O, FST_DOC_GATHER_TAKE},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot gather_slots[] = {
-    {Py_tp_doc, "Gathers batches of rows in threads, in the order they were asked for."},
+    {Py_tp_doc, FST_DOC_GATHER},
     {Py_tp_new, gather_new},
     {Py_tp_dealloc, gather_dealloc},
     {Py_tp_methods, gather_methods},

@@ -8,7 +8,8 @@
 enum { FST_MAX_ROW_DIMS = 63 }; /* torch's limit for tensors is 64 */
 
 typedef struct {
-    PyObject_HEAD fst_slots *pool;
+    PyObject_HEAD
+    fst_slots *pool;
 } fst_slots_object;
 
 /* What a tensor of one field of a batch looks like. */
@@ -19,7 +20,8 @@ typedef struct {
 } fst_field_form;
 
 typedef struct {
-    PyObject_HEAD fst_slots_object *slots;
+    PyObject_HEAD
+    fst_slots_object *slots;
     PyObject *owner; /* keeps what the table points to */
     const fst_dl_api *api;
     fst_table table;

@@ -202,8 +202,11 @@ PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
     batch.antialias = antialias;
     if (device != FST_HOST)
         return on_device(state, images, buffer, device, &batch);
-    Py_BEGIN_ALLOW_THREADS fst_image_transform(&batch, &status);
-    Py_END_ALLOW_THREADS if (status.code) return fst_raise(&status);
+    Py_BEGIN_ALLOW_THREADS
+    fst_image_transform(&batch, &status);
+    Py_END_ALLOW_THREADS
+    if (status.code)
+        return fst_raise(&status);
     return Py_NewRef(Py_None);
 }
 
@@ -247,6 +250,8 @@ PyObject *fst_py_split_channels(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "out overlaps with pixels");
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS fst_image_split(count, planes, source);
-    Py_END_ALLOW_THREADS return Py_NewRef(Py_None);
+    Py_BEGIN_ALLOW_THREADS
+    fst_image_split(count, planes, source);
+    Py_END_ALLOW_THREADS
+    return Py_NewRef(Py_None);
 }

@@ -135,10 +135,11 @@ PyObject *fst_py_measure(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "Od", &tensors, &inv_scale))
         return NULL;
     if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 0)) {
-        Py_BEGIN_ALLOW_THREADS fst_measure(&list.plan, 0, inv_scale, &out, &status);
-        Py_END_ALLOW_THREADS result =
-            status.code ? fst_raise(&status)
-                        : Py_BuildValue("dN", out.square_sum, PyBool_FromLong(out.nonfinite));
+        Py_BEGIN_ALLOW_THREADS
+        fst_measure(&list.plan, 0, inv_scale, &out, &status);
+        Py_END_ALLOW_THREADS
+        result = status.code ? fst_raise(&status)
+                             : Py_BuildValue("dN", out.square_sum, PyBool_FromLong(out.nonfinite));
     }
     fst_list_free(&list);
     return result;
@@ -154,9 +155,10 @@ PyObject *fst_py_norm(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "Od", &tensors, &p))
         return NULL;
     if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 0)) {
-        Py_BEGIN_ALLOW_THREADS fst_total_norm(&list.plan, 0, p, &norm, &status);
-        Py_END_ALLOW_THREADS result =
-            status.code ? fst_raise(&status) : Py_BuildValue("dI", norm, list.dtypes);
+        Py_BEGIN_ALLOW_THREADS
+        fst_total_norm(&list.plan, 0, p, &norm, &status);
+        Py_END_ALLOW_THREADS
+        result = status.code ? fst_raise(&status) : Py_BuildValue("dI", norm, list.dtypes);
     }
     fst_list_free(&list);
     return result;
@@ -173,8 +175,10 @@ static PyObject *changed(PyObject *module, PyObject *args, change_fn pass)
     if (!PyArg_ParseTuple(args, "Od", &tensors, &number))
         return NULL;
     if (!fst_list_bind(fst_module_state(module), &list, tensors, FST_HOST, 1)) {
-        Py_BEGIN_ALLOW_THREADS pass(&list.plan, 0, number, &status);
-        Py_END_ALLOW_THREADS result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
+        Py_BEGIN_ALLOW_THREADS
+        pass(&list.plan, 0, number, &status);
+        Py_END_ALLOW_THREADS
+        result = status.code ? fst_raise(&status) : Py_NewRef(Py_None);
     }
     fst_list_free(&list);
     return result;

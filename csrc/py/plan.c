@@ -1,6 +1,7 @@
 /* The type faststep._C.Plan: one call per optimizer step. */
 #include "py/plan.h"
 
+#include "py/docs.h"
 #include "py/trace.h"
 
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None).
@@ -345,8 +346,8 @@ static PyObject *plan_forget(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef plan_methods[] = {
-    {"forget", plan_forget, METH_NOARGS, "Let go of the tensors of earlier steps."},
-    {"step", plan_step, METH_VARARGS, "One optimizer step; see faststep/optim/_base.py."},
+    {"forget", plan_forget, METH_NOARGS, FST_DOC_PLAN_FORGET},
+    {"step", plan_step, METH_VARARGS, FST_DOC_PLAN_STEP},
     {NULL, NULL, 0, NULL},
 };
 

@@ -73,7 +73,8 @@ typedef struct fst_trace fst_trace;
 typedef struct fst_traced_state fst_traced_state;
 
 typedef struct {
-    PyObject_HEAD fst_share *shares; /* the host's comes first */
+    PyObject_HEAD
+    fst_share *shares; /* the host's comes first */
     size_t share_count;
     fst_param *params;
     size_t param_count;

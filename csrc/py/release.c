@@ -4,11 +4,14 @@
 
 #include <structmember.h>
 
+#include "py/docs.h"
+
 typedef struct {
-    PyObject_HEAD PyObject *plan; /* of this parameter alone */
-    PyObject *otherwise;          /* called with the parameter */
-    PyObject *optimizer;          /* a weak reference */
-    PyObject *rules;              /* {group: rule} of the step that runs; shared by all hooks */
+    PyObject_HEAD
+    PyObject *plan;      /* of this parameter alone */
+    PyObject *otherwise; /* called with the parameter */
+    PyObject *optimizer; /* a weak reference */
+    PyObject *rules;     /* {group: rule} of the step that runs; shared by all hooks */
     PyObject *group;
     char plain;   /* there is nothing to do but to step and to free */
     char updated; /* since the last optimizer.step() */
@@ -158,22 +161,18 @@ static void hook_dealloc(PyObject *object)
 }
 
 static PyMemberDef hook_members[] = {
-    {"group", T_OBJECT, offsetof(release_hook, group), 0, NULL},
-    {"plain", T_BOOL, offsetof(release_hook, plain), 0, NULL},
-    {"plan", T_OBJECT, offsetof(release_hook, plan), READONLY, NULL},
-    {"updated", T_BOOL, offsetof(release_hook, updated), 0, NULL},
+    {"group", T_OBJECT, offsetof(release_hook, group), 0, FST_DOC_RELEASE_HOOK_GROUP},
+    {"plain", T_BOOL, offsetof(release_hook, plain), 0, FST_DOC_RELEASE_HOOK_PLAIN},
+    {"plan", T_OBJECT, offsetof(release_hook, plan), READONLY, FST_DOC_RELEASE_HOOK_PLAN},
+    {"updated", T_BOOL, offsetof(release_hook, updated), 0, FST_DOC_RELEASE_HOOK_UPDATED},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot hook_slots[] = {
-    {Py_tp_doc, "Updates a parameter in backward; see faststep/_releasing.py."},
-    {Py_tp_new, hook_new},
-    {Py_tp_dealloc, hook_dealloc},
-    {Py_tp_traverse, hook_traverse},
-    {Py_tp_clear, hook_clear},
-    {Py_tp_call, hook_call},
-    {Py_tp_members, hook_members},
-    {0, NULL},
+    {Py_tp_doc, FST_DOC_RELEASE_HOOK}, {Py_tp_new, hook_new},
+    {Py_tp_dealloc, hook_dealloc},     {Py_tp_traverse, hook_traverse},
+    {Py_tp_clear, hook_clear},         {Py_tp_call, hook_call},
+    {Py_tp_members, hook_members},     {0, NULL},
 };
 
 PyType_Spec fst_release_hook_spec = {

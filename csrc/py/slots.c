@@ -1,5 +1,6 @@
 /* The type faststep._C.Slots, and functions on lists of indices. */
 #include "io/shuffle.h"
+#include "py/docs.h"
 #include "py/gather.h"
 
 #include <stdlib.h>
@@ -171,9 +172,9 @@ static PyObject *slots_empty(PyObject *object, PyObject *args)
 }
 
 static PyMethodDef slots_methods[] = {
-    {"counts", slots_counts, METH_NOARGS, NULL},
-    {"empty", slots_empty, METH_VARARGS, NULL},
-    {"keep", slots_keep, METH_O, NULL},
+    {"counts", slots_counts, METH_NOARGS, FST_DOC_SLOTS_COUNTS},
+    {"empty", slots_empty, METH_VARARGS, FST_DOC_SLOTS_EMPTY},
+    {"keep", slots_keep, METH_O, FST_DOC_SLOTS_KEEP},
     {NULL, NULL, 0, NULL},
 };
 

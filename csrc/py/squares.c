@@ -1,6 +1,7 @@
 /* The type faststep._C.Squares. */
 #include "py/squares.h"
 
+#include "py/docs.h"
 #include "py/plan.h"
 
 int fst_squares_fill(const fst_squares_object *self, fst_plan *plan, unsigned operand,
@@ -240,9 +241,12 @@ static void squares_dealloc(PyObject *object)
 }
 
 static PyMethodDef squares_methods[] = {
-    {"adopt", squares_adopt, METH_VARARGS, NULL},     {"check", squares_check, METH_VARARGS, NULL},
-    {"expect", squares_expect, METH_O, NULL},         {"forget", squares_forget, METH_NOARGS, NULL},
-    {"measure", squares_measure, METH_VARARGS, NULL}, {NULL, NULL, 0, NULL},
+    {"adopt", squares_adopt, METH_VARARGS, FST_DOC_SQUARES_ADOPT},
+    {"check", squares_check, METH_VARARGS, FST_DOC_SQUARES_CHECK},
+    {"expect", squares_expect, METH_O, FST_DOC_SQUARES_EXPECT},
+    {"forget", squares_forget, METH_NOARGS, FST_DOC_SQUARES_FORGET},
+    {"measure", squares_measure, METH_VARARGS, FST_DOC_SQUARES_MEASURE},
+    {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot squares_slots[] = {

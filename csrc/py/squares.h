@@ -17,7 +17,8 @@ typedef struct {
 } fst_square;
 
 typedef struct {
-    PyObject_HEAD fst_square *slots; /* by the place of the parameter among those of all groups */
+    PyObject_HEAD
+    fst_square *slots; /* by the place of the parameter among those of all groups */
     size_t slot_count;
     double inv_scale; /* what the next gradients are multiplied by */
 } fst_squares_object;

@@ -97,7 +97,8 @@ int fst_squares_measure(fst_module *module, fst_squares_object *self, Py_ssize_t
     if (!bind(&module->tensors, &m, param, grad, &problem) &&
         !fst_squares_version(grad, &version)) {
         if (m.count > 0) {
-            Py_BEGIN_ALLOW_THREADS fst_measure(&m.plan, 0, inv_scale, &seen, &status);
+            Py_BEGIN_ALLOW_THREADS
+            fst_measure(&m.plan, 0, inv_scale, &seen, &status);
             Py_END_ALLOW_THREADS
         }
         fst_square *slot = status.code ? NULL : fst_squares_at(self, index);

@@ -4,6 +4,7 @@
 #include <stdio.h>
 
 #include "core/layout.h"
+#include "py/docs.h"
 
 int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
 {
@@ -317,7 +318,8 @@ int fst_tensors_init(fst_tensors *tensors, PyObject *module)
     tensors->plain_dispatch = PyObject_GetAttrString(tensors->tensor_type, "__torch_dispatch__");
     if (!tensors->plain_dispatch)
         return -1;
-    tensors->tensor_error = PyErr_NewException("faststep._C.TensorError", PyExc_TypeError, NULL);
+    tensors->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError",
+                                                      FST_DOC_TENSOR_ERROR, PyExc_TypeError, NULL);
     if (!tensors->tensor_error)
         return -1;
     Py_INCREF(tensors->tensor_error);

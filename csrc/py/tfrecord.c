@@ -36,9 +36,11 @@ PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args)
         return NULL;
     size_t at = (size_t)start;
     fst_record_fault fault;
-    Py_BEGIN_ALLOW_THREADS fault =
+    Py_BEGIN_ALLOW_THREADS
+    fault =
         scan((const char *)(uintptr_t)address, (size_t)size, &at, check, places, room / 2, &found);
-    Py_END_ALLOW_THREADS return Py_BuildValue("nni", found, (Py_ssize_t)at, (int)fault);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("nni", found, (Py_ssize_t)at, (int)fault);
 }
 
 /* crc32c(bytes) */

@@ -174,7 +174,7 @@ def clip_grad_norm_(
             for gradients that go to torch (see the module's docstring).
 
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks",
-    arXiv:1211.5063; formula and defaults of torch.nn.utils.clip_grad_norm_.
+    arXiv:1211.5063; formula and defaults of `torch.nn.utils.clip_grad_norm_`.
     """
     if is_compiling():
         return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -223,7 +223,7 @@ def get_total_norm(
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; or torch's errors
             for tensors that go to torch (see the module's docstring).
 
-    Source: torch.nn.utils.get_total_norm.
+    Source: `torch.nn.utils.get_total_norm`.
     """
     if is_compiling():
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
@@ -258,7 +258,7 @@ def clip_grads_with_norm_(
         TypeError, RuntimeError: torch's errors for a `total_norm` that is not a 0-d tensor and for
             gradients that go to torch (see the module's docstring).
 
-    Source: torch.nn.utils.clip_grads_with_norm_.
+    Source: `torch.nn.utils.clip_grads_with_norm_`.
     """
     if is_compiling():
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
@@ -296,7 +296,7 @@ def clip_grad_value_(
     Raises:
         RuntimeError: torch's errors, among them the one for a list without any gradient.
 
-    Source: torch.nn.utils.clip_grad_value_.
+    Source: `torch.nn.utils.clip_grad_value_`.
     """
     if is_compiling():
         return _torch_clip_grad_value_(parameters, clip_value, foreach)

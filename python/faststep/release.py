@@ -59,7 +59,7 @@ def release_gradients(
             and with decoupled weight decay or none. Default: False.
 
     Returns:
-        A :class:`Release`; keep it. `remove()` undoes the release, as does dropping it.
+        A :class:`.Release`; keep it. `remove()` undoes the release, as does dropping it.
 
     Raises:
         TypeError: an optimizer not of faststep, a subclass with a step of its own, or one whose

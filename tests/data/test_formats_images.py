@@ -127,3 +127,16 @@ def test_wrong_folders(folder: Path, tmp_path_factory: pytest.TempPathFactory) -
         ImageFolder(tmp_path_factory.mktemp("none"))
     with pytest.raises(ValueError, match="decoder 'other'"):
         ImageFolder(folder, decoder="other")
+
+
+def test_no_program_is_run_for_an_image(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow tells a format by its content, and lets Ghostscript draw EPS."""
+    plugin = pytest.importorskip("PIL.EpsImagePlugin")
+    ran: list[Any] = []
+    monkeypatch.setattr(plugin, "Ghostscript", lambda *given, **named: ran.append(given))
+    dataset = ImageFolder(folder)
+    head = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n%%EOF\n"
+    Path(dataset.samples[0][0]).write_bytes(head)
+    with pytest.raises(FormatError, match=r"\(record 0\): EPS is not read"):
+        dataset[0]
+    assert ran == []

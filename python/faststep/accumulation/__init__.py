@@ -60,7 +60,7 @@ def accumulate(
             is None until the window's end. Default: False.
 
     Returns:
-        An :class:`Accumulation`; keep it.
+        An :class:`.Accumulation`; keep it.
 
     Raises:
         TypeError: an argument of the wrong type, or a model that is sharded; in the first

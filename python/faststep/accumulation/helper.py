@@ -179,7 +179,7 @@ class Accumulation:
     ) -> Tensor:
         """Clip the window's gradients, those of all optimizers, by their common norm.
 
-        torch.nn.utils.clip_grad_norm_ on the divided gradients; but only one pass, which measures:
+        `torch.nn.utils.clip_grad_norm_` on the divided gradients; but only one pass that measures:
         division and clip coefficient are both left to the step. With a GradScaler call
         `scaler.unscale_(optimizer)` before.
 

@@ -155,17 +155,19 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         """How the batches of the newest epoch came; None before the first.
 
         Returns:
-            "batches", "bytes": delivered; the bytes of dense tensors.
-            "seconds": since the epoch began.
-            "wait": how long `next` took, in seconds: the "total", the percentiles "p50", "p95" and
-                "p99" of the newest 4096 batches, and the "max".
-            "stages": the total by what took it, in seconds: "load", "device", "transforms".
-            "queued": batches that are loaded, or being loaded, for later.
-            "page_faults": minor faults of this process since the epoch began, by whatever caused
-                them; None where the system does not tell.
-            "slots": pieces of memory for batches on the array path, with worker processes, and of
-                image folders: how many were "made" since the loader was, and how many are "free",
-                and "held" by tensors, now; those of worker processes may also be "taken" by one.
+            A dict.
+
+            - "batches", "bytes": delivered; the bytes of dense tensors.
+            - "seconds": since the epoch began.
+            - "wait": how long `next` took, in seconds: the "total", the percentiles "p50", "p95"
+              and "p99" of the newest 4096 batches, and the "max".
+            - "stages": the total by what took it, in seconds: "load", "device", "transforms".
+            - "queued": batches that are loaded, or being loaded, for later.
+            - "page_faults": minor faults of this process since the epoch began, by whatever caused
+              them; None where the system does not tell.
+            - "slots": pieces of memory for batches on the array path, with worker processes, and
+              of image folders: how many were "made" since the loader was, and how many are "free",
+              and "held" by tensors, now; those of worker processes may also be "taken" by one.
         """
         own = self._faststep
         if own.meter is None:

@@ -118,6 +118,10 @@ def _by_pillow(data: bytes, min_size: int | None) -> torch.Tensor:
 
     try:
         with image_module.open(io.BytesIO(data)) as image:
+            if image.format == "EPS":
+                raise ValueError(
+                    "EPS is not read: Pillow runs another program, Ghostscript, for it"
+                )
             if min_size is not None:
                 image.draft("RGB", (min_size, min_size))
             pixels = numpy.array(image.convert("RGB"))
@@ -153,7 +157,7 @@ class ImageFolder(Dataset[Any]):
 
     @property
     def fills_rows(self) -> bool:
-        """Whether the samples are for the loader alone: no subclass sees them or makes its own."""
+        """Whether the samples are for the loader alone, as no subclass sees or makes them."""
         ours = ImageFolder.__getitem__, ImageFolder.__getitems__
         return (type(self).__getitem__, type(self).__getitems__) == ours
 
