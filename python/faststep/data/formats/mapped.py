@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..arrays import ArrayDataset
-from .common import FormatError, PathLike, check_unchanged, library, naming, same_rows
+from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular, same_rows
 
 __all__ = [
     "BAD_HEADER",
@@ -22,7 +22,8 @@ __all__ = [
     "viewed_as",
 ]
 
-BAD_HEADER = SyntaxError, tokenize.TokenError  # that of a .npy file is a piece of Python
+# that of a .npy file is a piece of Python
+BAD_HEADER = SyntaxError, tokenize.TokenError, RecursionError, MemoryError
 
 
 class MappedArrays(ArrayDataset):
@@ -56,6 +57,7 @@ def map_npy(path: str) -> Any:
     """The array in a .npy file, mapped."""
     import numpy
 
+    open_regular(path).close()
     with naming(path, *BAD_HEADER):
         return numpy.lib.format.open_memmap(path, mode="r")
 
