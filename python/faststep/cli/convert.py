@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
         metavar="A,B",
-        help="these fields only (HDF5, Parquet, Arrow, tar, safetensors)",
+        help="these fields only (HDF5, Parquet, Arrow, tar, safetensors, .npz)",
     )
     parser.add_argument(
         "--image-size",

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 __all__ = [
+    "SHOWN",
     "FormatError",
     "PathLike",
     "check_unchanged",

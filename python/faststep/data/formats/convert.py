@@ -50,7 +50,8 @@ def convert(
         force: replace an earlier result of this function: the files that its manifest names.
             Whatever else is in the directory stays there.
         image_size: resize images, which are uint8 tensors (3, height, width), by their shorter side
-            and cut out the middle: a square of this size. Default None: they stay as they are.
+            and cut out the middle: a square of this size. A record without any is an error.
+            Default None: they stay as they are.
         report: called with the records that are written, and their number or None if not known.
         **options: for `open`.
 
@@ -99,7 +100,7 @@ def _write(
         if arrays is not None:
             structure, count = _write_blocks(arrays, writers, report)
         else:
-            samples = _samples(dataset, _length(dataset), image_size)
+            samples = _samples(dataset, _length(dataset), image_size, name)
             structure, count = _write_samples(samples, _length(dataset), name, writers, report)
         if structure is None:
             raise FormatError(f"{name}: there is no record in it")
@@ -199,21 +200,34 @@ def _length(dataset: Any) -> int | None:
 
 
 def _samples(
-    dataset: Any, length: int | None, image_size: int | None
+    dataset: Any, length: int | None, image_size: int | None, name: str
 ) -> Generator[Any, None, None]:
     """All samples in their order, images of one size if asked for."""
-    for sample in _read(dataset, length):
+    for number, sample in enumerate(_read(dataset, length)):
         if image_size is None:
             yield sample
         else:
             structure, leaves = flatten(sample)
-            yield structure.sample(_of_size(value, image_size) for _, value in leaves)
+            if not any(_is_image(value) for _, value in leaves):
+                fields = ", ".join(f"{field} ({_kind(value)})" for field, value in leaves)
+                raise FormatError(
+                    f"{name}: record {number}: image_size is for images, uint8 tensors (3, height, "
+                    f"width), and there is none: {fields}"
+                )
+            with naming(f"{name}: record {number}"):
+                sized = [resized(v, image_size) if _is_image(v) else v for _, v in leaves]
+            yield structure.sample(iter(sized))
 
 
-def _of_size(value: Any, size: int) -> Any:
+def _is_image(value: Any) -> bool:
     is_tensor = isinstance(value, torch.Tensor)
-    is_image = is_tensor and value.dtype == torch.uint8 and value.dim() == 3 and len(value) == 3
-    return resized(value, size) if is_image else value
+    return is_tensor and value.dtype == torch.uint8 and value.dim() == 3 and len(value) == 3
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def _read(dataset: Any, length: int | None) -> Iterator[Any]:

@@ -118,8 +118,11 @@ class _Field:
         self.items = map_npy(path)
         if saved["dtype"] is not None and self.items.dtype.name != saved["dtype"]:
             dtype = getattr(torch, saved["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"field {self.name!r} is of the type {saved['dtype']!r}")
+            if not isinstance(dtype, torch.dtype) or dtype.itemsize != self.items.itemsize:
+                raise ValueError(
+                    f"field {self.name!r} is of the type {saved['dtype']!r}, its file has "
+                    f"{self.items.dtype}"
+                )
             self.items = viewed_as(self.items, dtype)
         rows = length
         if self.kind != "rows":
