@@ -97,8 +97,8 @@ def checked(
         raise TypeError(f"transforms must be a function of a batch, not {transforms!r}")
     if worker_method not in ("process", "thread"):
         raise ValueError(f"worker_method must be 'process' or 'thread', not {worker_method!r}")
-    if every is not None and (type(every) is not int or every < 1):
-        raise ValueError(f"snapshot_every_n_steps must be an int from 1 on or None, not {every!r}")
+    if every is not None and (type(every) is not int or every < 0):
+        raise ValueError(f"snapshot_every_n_steps must be an int from 0 on or None, not {every!r}")
     target = None if device is None else torch.device(device)
     if target is not None and target.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")
