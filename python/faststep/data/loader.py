@@ -17,7 +17,7 @@ from .columns import NotArrays
 from .copies import copier_of
 from .iterator import ArrayIterator
 from .orders import order_of
-from .own import OPTIONS, Own, Path, checked
+from .own import OPTIONS, Own, Path, Unprepared, checked
 from .placed import MultiIterator, SingleIterator
 from .plan import Plan
 from .prefetch import DeviceIterator
@@ -79,6 +79,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     _faststep: Own
     path = Path(lambda loader: _path_of(loader))
+    _is_accelerate_prepared = Unprepared()
 
     def __init__(
         self,

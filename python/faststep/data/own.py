@@ -14,7 +14,7 @@ from .progress import Progress
 from .stats import Meter
 from .workers.route import Workers
 
-__all__ = ["OPTIONS", "Own", "Path", "checked"]
+__all__ = ["OPTIONS", "Own", "Path", "Unprepared", "checked"]
 
 OPTIONS = {  # of the constructor, and what they are where nothing is said
     "device": None,
@@ -83,6 +83,27 @@ class Path:
     def __get__(self, loader: object, owner: type) -> str: ...
     def __get__(self, loader: Any, owner: type) -> Path | str:
         return self if loader is None else self._find(loader)
+
+
+class Unprepared:
+    """What accelerate looks up before it makes a loader of torch's from the attributes of one.
+
+    That would have neither transforms nor device. A loader without them, and an attribute of this
+    name that a script has set, are not in its way.
+    """
+
+    def __get__(self, loader: Any, owner: type) -> Any:
+        lost = []
+        if loader is not None:
+            own: Own = loader._faststep
+            lost = [name for name in ("transforms", "device") if getattr(own, name) is not None]
+        if lost:
+            raise ValueError(
+                f"accelerate would make another DataLoader of this one, without its "
+                f"{' and '.join(lost)}: instead of accelerator.prepare(loader) call "
+                "faststep.data.prepare_loader(accelerator, loader)"
+            )
+        raise AttributeError("_is_accelerate_prepared")
 
 
 def checked(
