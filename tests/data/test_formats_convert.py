@@ -23,7 +23,7 @@ from faststep.data import ArrayDataset, DataLoader, FormatError, convert
 from . import test_formats_tars, test_formats_tfrecord
 from .both import plain
 
-convert_module: Any = sys.modules["faststep.data.formats.convert"]
+results: Any = sys.modules["faststep.data.formats.results"]
 
 
 class Samples(Dataset[Any]):
@@ -175,7 +175,7 @@ def test_results_are_replaced_where_files_cannot_change_places(
 ) -> None:
     out = tmp_path / "out"
     convert(Samples([1]), out)
-    monkeypatch.setattr(convert_module, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(results, "_exchange", lambda one, other: False)
     convert(Samples([2]), out, force=True)
     assert [int(x) for x in read(out)] == [2]
     rename = os.rename

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -170,3 +171,88 @@ def test_damage_and_wrong_columns(tmp_path: Path) -> None:
             faststep.data.open(tmp_path / "cut")
     with pytest.raises(FileNotFoundError):
         HDF5Dataset(tmp_path / "none")
+
+
+@pytest.fixture
+def linked(tmp_path: Path) -> Path:
+    """A file with arrays of its own, and some that lie elsewhere."""
+    other, path = tmp_path / "other.h5", tmp_path / "linked.h5"
+    rows = np.arange(12).reshape(4, 3)
+    (tmp_path / "secret").write_bytes(b"root")
+    with h5py.File(other, "w") as file:
+        file["rows"] = rows + 100
+        file["group/rows"] = rows + 200
+    with h5py.File(path, "w") as file:
+        file["own"] = rows
+        file.create_dataset("raw", (4,), "u1", external=[(str(tmp_path / "secret"), 0, 4)])
+        for name, source in {
+            "of_own": h5py.VirtualSource(file["own"]),
+            "of_other": h5py.VirtualSource(str(other), "rows", (4, 3)),
+            "of_raw": h5py.VirtualSource(file["raw"]),
+        }.items():
+            layout = h5py.VirtualLayout(source.shape, source.dtype)
+            layout[:] = source
+            file.create_virtual_dataset(name, layout)
+        file["link"] = h5py.ExternalLink(str(other), "/rows")
+        file["group"] = h5py.ExternalLink(str(other), "/group")
+        file["soft"] = h5py.SoftLink("/group/rows")
+        file["soft_own"] = h5py.SoftLink("own")
+        file["loop"] = h5py.SoftLink("/loop")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "value"),
+    [
+        ("raw", "secret' (external storage)", ord("o")),
+        ("of_raw", "secret' (external storage)", ord("o")),
+        ("of_other", "other.h5' (a virtual source)", [103, 104, 105]),
+        ("link", "other.h5' (an external link)", [103, 104, 105]),
+        ("group/rows", "other.h5' (an external link)", [203, 204, 205]),
+        ("soft", "other.h5' (an external link)", [203, 204, 205]),
+    ],
+)
+def test_other_files_are_read_only_if_asked_for(
+    linked: Path, name: str, other: str, value: Any
+) -> None:
+    message = rf"linked\.h5: '{name}' is read from .*{re.escape(other)}.*external=True"
+    with pytest.raises(FormatError, match=message):
+        faststep.data.open(linked, columns=["own", name])
+    with pytest.raises(FormatError, match=message):
+        HDF5Dataset(linked, columns=[name])
+    dataset: Any = faststep.data.open(linked, columns=[name], external=True)
+    for again in (dataset, pickle.loads(pickle.dumps(dataset))):
+        assert again[1][name].tolist() == value
+    assert dataset[3][name].tolist() != value
+
+
+def test_arrays_of_the_file_itself_are_read(linked: Path) -> None:
+    with pytest.raises(FormatError, match=r"'(of_other|of_raw|raw)' is read from"):
+        faststep.data.open(linked)
+    dataset: Any = faststep.data.open(linked, columns=["own", "of_own", "soft_own"])
+    assert [value.tolist() for value in dataset[1].values()] == [[3, 4, 5]] * 3
+    assert isinstance(faststep.data.open(linked, columns=["soft_own"]), ArrayDataset)
+    with pytest.raises(FormatError, match="'loop': links lead to links without end"):
+        faststep.data.open(linked, columns=["loop"])
+    with pytest.raises(FormatError, match="there is no array 'own/rows'"):
+        faststep.data.open(linked, columns=["own/rows"])
+
+
+def test_a_file_that_comes_to_name_others(linked: Path) -> None:
+    dataset = HDF5Dataset(linked, columns=["own"])
+    with h5py.File(linked, "r+") as file:
+        del file["own"]
+        file["own"] = h5py.ExternalLink("other.h5", "/rows")
+    with pytest.raises(FormatError, match=r"'own' is read from another file, 'other\.h5'"):
+        dataset[0]
+
+
+def test_an_array_behind_a_link_is_not_mapped_from_this_file(tmp_path: Path) -> None:
+    """At the same place in this file lie other numbers, of which the ends are alike."""
+    for name, middle in (("a.h5", 1), ("b.h5", 2)):
+        with h5py.File(tmp_path / name, "w") as file:
+            file["x"] = np.array([0, middle, 0])
+            if name == "a.h5":
+                file["y"] = h5py.ExternalLink("b.h5", "/x")
+    dataset: Any = faststep.data.open(tmp_path / "a.h5", columns=["y"], external=True)
+    assert dataset[1]["y"] == 2

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import pickle
 import tarfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import faststep.data
 from faststep.data import FormatError
-from faststep.data.formats import TarDataset
+from faststep.data.formats import TarDataset, tars
 
 from .both import plain
 
@@ -226,3 +228,103 @@ def test_an_epoch_goes_on_where_it_was(tmp_path: Path, workers: int) -> None:
     other.load_state_dict(states[2])
     with pytest.raises(ValueError, match="of a stream of 5 files, not 4"):
         next(iter(other))
+
+
+def test_suffixes_are_compared_without_case(tmp_path: Path) -> None:
+    path = write(tmp_path / "x", {"A.CLS": b"1", "A.Seg.TXT": b"a", "b.cls": b"2"})
+    assert [*faststep.data.open(path)] == [
+        {"__key__": "A", "cls": 1, "seg.txt": "a"},
+        {"__key__": "b", "cls": 2},
+    ]
+    own = TarDataset(path, decoders={"CLS": lambda data: -int(data)}, columns=["Cls"])
+    assert [*own] == [{"cls": -1}, {"cls": -2}]
+    twice = write(tmp_path / "twice", {"a.cls": b"1", "a.CLS": b"2"})
+    with pytest.raises(FormatError, match="sample 'a' has the field 'cls' twice"):
+        list(TarDataset(twice))
+
+
+def test_files_in_gzip_are_unpacked(tmp_path: Path) -> None:
+    packed = {name: gzip.compress(data) for name, data in {"json": b"[1]", "bin": b"raw"}.items()}
+    files = {"a.json.gz": packed["json"], "a.x.BIN.GZ": packed["bin"], "a.gz": packed["bin"]}
+    files["a.cls.gz.gz"] = gzip.compress(gzip.compress(b"7"))
+    files["a.txt.gz"] = gzip.compress(b"in ") + gzip.compress(b"two parts")
+    path = write(tmp_path / "x", files)
+    (sample,) = TarDataset(path)
+    assert sample == {
+        "__key__": "a",
+        "json.gz": [1],
+        "x.bin.gz": b"raw",
+        "gz": b"raw",
+        "cls.gz.gz": 7,
+        "txt.gz": "in two parts",
+    }
+    (sample,) = TarDataset(path, decoders={})
+    assert sample["json.gz"] == packed["json"]
+    for own in ({"json.gz": len}, {"gz": len}):
+        (sample,) = TarDataset(path, decoders=own, columns=["json.gz"])
+        assert sample == {"json.gz": len(packed["json"])}
+
+
+BAD_GZIP = {
+    "cut off": gzip.compress(b"[1]" * 99)[:-9],
+    "no gzip": b"[1]",
+    "changed": gzip.compress(b"[1]")[:-8] + bytes(8),
+    "followed": gzip.compress(b"[1]") + b"more",
+    "empty": b"",
+    "damaged": b"\x1f\x8b\x08\0\0\0\0\0\0\x03" + b"\xff" * 20,
+}
+
+
+@pytest.mark.parametrize("kind", BAD_GZIP)
+def test_damaged_files_in_gzip(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path / "x", {"a.cls": b"1", "b.json.gz": BAD_GZIP[kind]})
+    with pytest.raises(FormatError, match=r"x: sample 1 \('b'\), field 'json\.gz': ."):
+        list(TarDataset(path))
+
+
+def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tars, "MOST_UNPACKED", 3 << 20)
+    for size, fits in ((3 << 20, True), ((3 << 20) + 1, False), (300 << 20, False)):
+        path = write(tmp_path / "x", {"a.bin.gz": gzip.compress(bytes(size), 1)})
+        if fits:
+            assert len(next(iter(TarDataset(path)))["bin.gz"]) == size
+            continue
+        tracemalloc.start()
+        with pytest.raises(FormatError, match=r"'bin\.gz': it has more than 3145728 bytes"):
+            list(TarDataset(path))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 20 << 20
+
+
+LARGE = 8 << 30
+
+
+@pytest.mark.parametrize("kind", "0xgLKS5")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("size", [LARGE, LARGE - 1, 2**60, -1, -512])
+def test_a_wrong_size_takes_no_memory(tmp_path: Path, kind: str, packed: bool, size: int) -> None:
+    member = tarfile.TarInfo("big.bin")
+    member.size, member.type = size, kind.encode()
+    data = member.tobuf(tarfile.GNU_FORMAT) + b"abc" * 1000
+    whole = (write(tmp_path / "whole", {"a.cls": b"1"})).read_bytes()[:1024] + data
+    (tmp_path / "x").write_bytes(gzip.compress(whole) if packed else whole)
+    tracemalloc.start()
+    with pytest.raises(FormatError, match=r"x: file [12]: ." if kind != "0" else "x: file 1: ."):
+        list(TarDataset(tmp_path / "x"))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 << 20
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_file_of_many_pieces_is_whole(tmp_path: Path, packed: bool) -> None:
+    data = np.random.default_rng(0).bytes((5 << 20) + 3)
+    path = write(tmp_path / "x", {"a.bin": data}, "w:gz" if packed else "w")
+    assert next(iter(TarDataset(path)))["bin"] == data
+    cut = path.read_bytes()[: 3 << 20]
+    path.write_bytes(cut)
+    with pytest.raises(
+        FormatError, match=r"x: file 0: ('a\.bin' is cut off|Compressed file ended)"
+    ):
+        list(TarDataset(path))

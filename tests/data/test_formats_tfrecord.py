@@ -72,6 +72,15 @@ def example(features: dict[str, Any], packed: bool = True) -> bytes:
     return part(1, b"".join(part(1, entry) for entry in entries))
 
 
+def sequence_example(context: dict[str, Any], lists: dict[str, list[Any]]) -> bytes:
+    """A tf.train.SequenceExample; its context is what the features of an Example are."""
+    entries = [
+        part(1, n.encode()) + part(2, b"".join(part(1, feature(step)) for step in steps))
+        for n, steps in lists.items()
+    ]
+    return example(context) + part(2, b"".join(part(1, entry) for entry in entries))
+
+
 def write(path: Path, records: list[bytes]) -> Path:
     path.write_bytes(b"".join(map(record, records)))
     return path
@@ -241,3 +250,74 @@ def test_a_file_that_changed_after_it_was_indexed(tmp_path: Path, now: list[byte
     path.write_bytes(b"".join(map(record, now)))
     with pytest.raises(FormatError, match=r"x\.tfrecord: .*"):
         pickle.loads(pickled)[2]
+
+
+def alike(got: Any, want: Any) -> bool:
+    if isinstance(want, list):
+        return isinstance(got, list) and all(alike(g, w) for g, w in zip(got, want, strict=True))
+    return equal(got, want)
+
+
+def test_sequence_examples(tmp_path: Path) -> None:
+    context = {"id": torch.tensor([7]), "title": b"a film"}
+    lists = {
+        "frames": [b"jpeg", b"", [b"two", b"parts"]],
+        "sizes": [torch.tensor([1, 2]), torch.tensor([3])],
+        "scores": [torch.tensor([0.5]), torch.tensor([1.5, -2.0])],
+        "none": [],
+    }
+    messages = [
+        sequence_example(context, lists),
+        sequence_example({}, lists),
+        sequence_example(context, {}),
+    ]
+    wanted = [{**context, **lists}, lists, context]
+    path = write(tmp_path / "x", messages)
+    for dataset in (TFRecordDataset(path), TFRecordStream(path)):
+        for got, want in zip(dataset, wanted, strict=True):
+            assert list(got) == sorted(want)
+            assert all(alike(got[name], value) for name, value in want.items()), got
+    (batch,) = DataLoader(TFRecordDataset(write(tmp_path / "one", messages[2:])))
+    assert batch["id"].tolist() == [[7]]
+
+
+def test_a_step_without_values_is_kept() -> None:
+    steps = part(1, b"") + part(1, feature(torch.tensor([1]))) + part(1, part(3, b""))
+    message = part(2, part(1, part(1, b"x") + part(2, steps)))
+    got = parse_example(message)["x"]
+    assert got[0] == []
+    assert [got[1].tolist(), got[2].tolist()] == [[1], []]
+    assert got[2].dtype == torch.int64
+
+
+def test_a_name_in_both_parts_is_an_error(tmp_path: Path) -> None:
+    message = sequence_example({"x": b"1", "y": b"2"}, {"x": [b"3"], "z": [b"4"]})
+    path = write(tmp_path / "both", [b"", message])
+    with pytest.raises(FormatError, match=r"both: record 1, at byte 16: \['x'\] are names of the"):
+        TFRecordDataset(path)[1]
+
+
+STEPS = st.one_of(
+    st.binary(max_size=5),
+    st.lists(st.binary(max_size=3), min_size=2, max_size=3),
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4).map(torch.tensor),
+)
+
+
+@settings(max_examples=150)
+@given(FEATURES, st.dictionaries(st.text(max_size=4), st.lists(STEPS, max_size=4)), st.data())
+def test_any_sequence_is_read_or_refused(
+    context: dict[str, Any], lists: dict[str, Any], data: Any
+) -> None:
+    lists = {name: steps for name, steps in lists.items() if name not in context}
+    message = sequence_example(context, lists)
+    got = parse_example(message)
+    assert all(alike(got[name], value) for name, value in (context | lists).items())
+    assert len(got) == len(context) + len(lists)
+    damaged = bytearray(message[: data.draw(st.integers(0, len(message)), "end")])
+    if damaged:
+        damaged[data.draw(st.integers(0, len(damaged) - 1), "at")] ^= 1 << data.draw(
+            st.integers(0, 7)
+        )
+    with contextlib.suppress(ValueError):
+        parse_example(bytes(damaged))

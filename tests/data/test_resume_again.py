@@ -200,7 +200,12 @@ PATHS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("kind", "goes_on", "every"),
-    [(Failing, True, None), (Failing, False, None), (FailingWithState, True, 3)],
+    [
+        (Failing, True, None),
+        (Failing, False, None),
+        (FailingWithState, True, 3),
+        (FailingWithState, True, 0),
+    ],
 )
 def test_a_stream_with_samples_that_cannot_be_read(
     path: str, kind: type[Failing], goes_on: bool, every: int | None

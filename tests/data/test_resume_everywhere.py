@@ -242,12 +242,12 @@ def test_states_are_taken_as_rarely_as_asked_for() -> None:
             return super().state_dict()
 
     options: dict[str, Any] = {"num_workers": 1, "worker_method": "thread"}
-    for every, count in ((1, 8), (4, 3)):  # the first, and once in four
+    for every, count in ((1, 8), (4, 3), (0, 1)):  # the first, and once in four
         asked = 0
         assert len(list(DataLoader(Costly(), 3, snapshot_every_n_steps=every, **options))) == 8
         assert asked == count
-    for every in (0, 1.5):
-        with pytest.raises(ValueError, match="snapshot_every_n_steps must be an int from 1 on"):
+    for every in (-1, 1.5, True):
+        with pytest.raises(ValueError, match="snapshot_every_n_steps must be an int from 0 on"):
             DataLoader(Rows(), snapshot_every_n_steps=every)  # type: ignore[arg-type]
 
 

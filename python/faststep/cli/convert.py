@@ -22,11 +22,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "TFRecord, tar (WebDataset) or folders of images",
     )
     parser.add_argument("destination", metavar="DST", help="directory to make")
-    parser.add_argument("--force", action="store_true", help="replace an earlier result")
+    parser.add_argument(
+        "--force", action="store_true", help="replace an earlier result; other files stay"
+    )
     parser.add_argument(
         "--columns",
         metavar="A,B",
-        help="these fields only (HDF5, Parquet, Arrow, tar, safetensors)",
+        help="these fields only (HDF5, Parquet, Arrow, tar, safetensors, .npz)",
     )
     parser.add_argument(
         "--image-size",

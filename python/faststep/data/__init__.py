@@ -1,6 +1,7 @@
 """Loading: torch's DataLoader, with faster ways for the data, and formats that it opens."""
 
 from . import transforms
+from .accelerated import prepare_loader
 from .arrays import ArrayDataset
 from .converted import converted
 from .formats import FormatError, convert, open
@@ -21,5 +22,6 @@ __all__ = [
     "cu_seqlens",
     "freeze",
     "open",
+    "prepare_loader",
     "transforms",
 ]

@@ -17,11 +17,12 @@ from .columns import NotArrays
 from .copies import copier_of
 from .iterator import ArrayIterator
 from .orders import order_of
-from .own import OPTIONS, Own, Path, checked
+from .own import OPTIONS, Own, Path, Unprepared, checked
 from .placed import MultiIterator, SingleIterator
 from .plan import Plan
 from .prefetch import DeviceIterator
 from .stats import Meter, Metered
+from .torchdata_states import is_of_torchdata, translated
 from .transformed import Transformed
 from .transforms import Compose
 from .view import keeps_seed
@@ -65,18 +66,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             samples are fetched side by side as far as they let go of the GIL. Default: "process".
         snapshot_every_n_steps: how often an iterable dataset or sampler that keeps a state of its
             own is asked for it where batches are loaded ahead: by each worker once in so many
-            batches. To go on, those since are read again and dropped. Default: None, for each
-            batch, but for states that would take more than a twentieth of the time.
+            batches. To go on, those since are read again and dropped. With 0 it is asked after the
+            first batch only. Default: None, for each batch, but for states that would take more
+            than a twentieth of the time.
 
     Raises:
         TypeError: `transforms` is not a function.
         ValueError: `device` is of another type, `prefetch_to_device` is not an int from 0 on,
-            `snapshot_every_n_steps` none from 1 on, or `worker_method` is none of the two, or comes
+            `snapshot_every_n_steps` none from 0 on, or `worker_method` is none of the two, or comes
             with a `multiprocessing_context`.
     """
 
     _faststep: Own
     path = Path(lambda loader: _path_of(loader))
+    _is_accelerate_prepared = Unprepared()
 
     def __init__(
         self,
@@ -206,6 +209,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Let the next iteration go on after the last batch that was delivered before `state_dict`.
 
+        States of torchdata's StatefulDataLoader can be loaded, too: docs/loader.md says which.
+
         That iteration draws no random numbers for what it skips. If the state is of an epoch that
         came to its end, the next iteration is a new epoch; if only its last batch had been
         delivered, the next iteration has no batch.
@@ -214,8 +219,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             ValueError: the state is of another loader; says what differs.
             NotImplementedError: as `state_dict`.
         """
-        states.check(self, state_dict)
-        state = copy.deepcopy(state_dict)
+        state = translated(self, state_dict) if is_of_torchdata(state_dict) else state_dict
+        states.check(self, state)
+        state = copy.deepcopy(state)
         states.restore_parts(self, state)
         own = self._faststep
         own.progress = own.stranger = None

@@ -89,10 +89,13 @@ class RandomOrder(ListOrder):
     def _draw(self) -> None:
         generator = self.sampler.generator
         if generator is None:
-            if "seed" not in self.state:
-                self.state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
             generator = torch.Generator()
-            generator.manual_seed(self.state["seed"])
+            if "generator" in self.state:  # of torchdata, which keeps no seed
+                generator.set_state(self.state["generator"])
+            else:
+                if "seed" not in self.state:
+                    self.state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
+                generator.manual_seed(self.state["seed"])
         elif "generator" in self.state:
             generator.set_state(self.state["generator"])
         else:

@@ -14,7 +14,7 @@ from .progress import Progress
 from .stats import Meter
 from .workers.route import Workers
 
-__all__ = ["OPTIONS", "Own", "Path", "checked"]
+__all__ = ["OPTIONS", "Own", "Path", "Unprepared", "checked"]
 
 OPTIONS = {  # of the constructor, and what they are where nothing is said
     "device": None,
@@ -85,6 +85,27 @@ class Path:
         return self if loader is None else self._find(loader)
 
 
+class Unprepared:
+    """What accelerate looks up before it makes a loader of torch's from the attributes of one.
+
+    That would have neither transforms nor device. A loader without them, and an attribute of this
+    name that a script has set, are not in its way.
+    """
+
+    def __get__(self, loader: Any, owner: type) -> Any:
+        lost = []
+        if loader is not None:
+            own: Own = loader._faststep
+            lost = [name for name in ("transforms", "device") if getattr(own, name) is not None]
+        if lost:
+            raise ValueError(
+                f"accelerate would make another DataLoader of this one, without its "
+                f"{' and '.join(lost)}: instead of accelerator.prepare(loader) call "
+                "faststep.data.prepare_loader(accelerator, loader)"
+            )
+        raise AttributeError("_is_accelerate_prepared")
+
+
 def checked(
     device: Any, prefetch_to_device: Any, transforms: Any, worker_method: Any, every: Any
 ) -> Own:
@@ -97,8 +118,8 @@ def checked(
         raise TypeError(f"transforms must be a function of a batch, not {transforms!r}")
     if worker_method not in ("process", "thread"):
         raise ValueError(f"worker_method must be 'process' or 'thread', not {worker_method!r}")
-    if every is not None and (type(every) is not int or every < 1):
-        raise ValueError(f"snapshot_every_n_steps must be an int from 1 on or None, not {every!r}")
+    if every is not None and (type(every) is not int or every < 0):
+        raise ValueError(f"snapshot_every_n_steps must be an int from 0 on or None, not {every!r}")
     target = None if device is None else torch.device(device)
     if target is not None and target.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")

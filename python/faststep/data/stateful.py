@@ -58,8 +58,8 @@ class Pace:
     """How often a state is taken that nobody may ever ask for.
 
     Args:
-        every: once in so many times; None: each time, but for states that would take more than a
-            twentieth of the time.
+        every: once in so many times, with 0 never; None: each time, but for states that would take
+            more than a twentieth of the time.
     """
 
     def __init__(self, every: int | None) -> None:
@@ -71,7 +71,7 @@ class Pace:
         """Whether it is time; counts."""
         self._count += 1
         if self._every is not None:
-            return self._count % self._every == 0
+            return self._every > 0 and self._count % self._every == 0
         waits = self._cost > CHEAP
         return not waits or time.perf_counter_ns() - self._last >= (SHARE - 1) * self._cost
 

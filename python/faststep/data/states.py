@@ -10,6 +10,7 @@ from .asked import asked_by, length_of, state_between_epochs
 from .indices import batches_of
 from .orders import epoch_of, order_of, restore
 from .progress import Progress, Worker
+from .state_form import check_form
 from .stateful import is_stateful, snapshot, states_of
 from .view import is_stream
 
@@ -74,12 +75,15 @@ def check(loader: Any, state: Any) -> None:
     missing = sorted(KEYS - set(state)) if isinstance(state, dict) else "keys"
     if missing:
         raise ValueError(f"not a state of this DataLoader: it has no {missing}")
+    check_form(state)
     of_stream, stream = state["_sampler_iter_state"] is None, is_stream(loader.dataset)
     if of_stream != stream:
         kinds = ("a map-style dataset", "an iterable dataset")
         raise ValueError(f"this state is of {kinds[of_stream]}, the loader has {kinds[stream]}")
     if not stream:
         _check_sampler(loader, state)
+    elif not state["_iterator_finished"] and not state.get("_workers"):
+        raise ValueError("not a state of this DataLoader: it does not say where its workers were")
     if "_dataset_epoch" in state and epoch_of(loader.dataset) is None:
         raise ValueError(
             f"this state is of a dataset with an epoch; a {type(loader.dataset).__name__} has none"
@@ -103,8 +107,15 @@ def _check_sampler(loader: Any, state: dict[str, Any]) -> None:
             )
         try:
             order_of(batches, saved)  # checks it
+            place, length = saved["samples_yielded" if known else "items_yielded"], length_of(asked)
+            if not known:
+                saved["states" if "states" in saved else "draws"]
         except KeyError as missing:
             raise ValueError(f"not a state of this DataLoader: it has no {missing}") from None
+        if known and "position" not in saved and place > (length or 0):
+            raise ValueError(
+                f"this state is of a place after {place} samples, and there are {length}"
+            )
     if order is None:
         _check_asked(asked, saved)
     size = _size_of(loader._index_sampler, order)
@@ -123,6 +134,8 @@ def _size_of(sampler: Any, order: Any) -> int:
 
 def _check_asked(asked: Any, saved: dict[str, Any]) -> None:
     name = type(asked).__name__
+    if "length" not in saved:
+        raise ValueError("not a state of this DataLoader: it has no 'length'")
     if epoch_of(asked) is None and saved["length"] != length_of(asked):  # which epochs may change
         raise ValueError(
             f"this state is of a {name} of length {saved['length']}, the loader's has "

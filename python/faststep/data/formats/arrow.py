@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset
 
-from .common import FormatError, PathLike, check_unchanged, library, naming
+from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular
 from .mapped import MappedArrays
 from .tables import Form, GroupedDataset, chosen_columns, fixed_rows, form_of, is_fixed
 
@@ -120,7 +120,7 @@ class _Batches:
 
 def _opened(path: str) -> _Batches:
     arrow = library("pyarrow", "parquet")
-    os.stat(path)
+    open_regular(path).close()
     with naming(path, arrow.lib.ArrowException):
         return _Batches(path)
 

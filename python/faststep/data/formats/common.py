@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
+import stat
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 __all__ = [
+    "SHOWN",
     "FormatError",
     "PathLike",
     "check_unchanged",
     "library",
     "naming",
+    "open_regular",
     "position",
     "same_rows",
 ]
@@ -66,6 +70,22 @@ def naming(place: str, *more: type[Exception]) -> Iterator[None]:
         raise
     except bad_content as error:
         raise FormatError(f"{place}: {str(error) or type(error).__name__}") from error
+
+
+def open_regular(path: str) -> BinaryIO:
+    """A file for reading; never waits for somebody to write to a pipe.
+
+    Raises:
+        FormatError: it is a pipe, a device or anything else but a file.
+    """
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    kind = os.fstat(number).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(number)
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        raise FormatError(f"{path} is not a file, but a pipe, a socket or a device")
+    return open(number, "rb")
 
 
 def position(index: int, length: int, name: str) -> int:

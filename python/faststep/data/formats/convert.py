@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
@@ -23,14 +19,14 @@ from .common import FormatError, PathLike, naming
 from .detect import format_of
 from .detect import open as open_any
 from .images import resized
-from .manifest import MANIFEST, structure_to_json, write_manifest
+from .manifest import structure_to_json, write_manifest
 from .mapped import MappedArrays
+from .results import Place
 
 __all__ = ["convert"]
 
 BLOCK_BYTES = 1 << 23
 BATCH = 64
-AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux's
 
 Report = Callable[[int, int | None], None]
 
@@ -51,9 +47,11 @@ def convert(
             read once.
         destination: the directory. It is there with all that belongs to it, or not at all. If the
             program is killed a hidden directory beside it, ".NAME-" and more, is left.
-        force: replace an earlier result of this function, and nothing else.
+        force: replace an earlier result of this function: the files that its manifest names.
+            Whatever else is in the directory stays there.
         image_size: resize images, which are uint8 tensors (3, height, width), by their shorter side
-            and cut out the middle: a square of this size. Default None: they stay as they are.
+            and cut out the middle: a square of this size. A record without any is an error.
+            Default None: they stay as they are.
         report: called with the records that are written, and their number or None if not known.
         **options: for `open`.
 
@@ -65,11 +63,11 @@ def convert(
         The number of records.
 
     Raises:
-        FileExistsError: there is something at `destination`.
+        FileExistsError: there is something at `destination`; with `force`, no earlier result, or
+            one with a damaged manifest.
         FormatError: the source is damaged, empty, or a field cannot be written; names the record.
     """
-    target = os.path.realpath(os.fspath(destination))
-    _check_target(target, force)
+    place = Place(os.fspath(destination), force)
     if isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
         dataset = _open_source(name, options)
@@ -77,22 +75,14 @@ def convert(
         raise TypeError(f"convert: {sorted(options)} are for open, and the source is a dataset")
     else:
         name, dataset = type(source).__name__, source
-    folder = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
     try:
-        os.chmod(folder, 0o777 & ~_umask())
-        count = _write(dataset, name, folder, image_size, report or (lambda done, total: None))
-        _sync_folder(folder)
-        _put_in_place(folder, target)
+        place.make_folder()
+        count = _write(dataset, name, place, image_size, report or (lambda done, total: None))
+        place.take()
     except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
+        place.leave()
         raise
     return count
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _open_source(path: str, options: dict[str, Any]) -> Dataset[Any]:
@@ -101,97 +91,46 @@ def _open_source(path: str, options: dict[str, Any]) -> Dataset[Any]:
     return open_any(path, **options)
 
 
-def _check_target(target: str, force: bool) -> None:
-    if not os.path.isdir(os.path.dirname(target)):
-        raise FileNotFoundError(f"{os.path.dirname(target)} is not a directory")
-    if not os.path.lexists(target):
-        return
-    if not force:
-        raise FileExistsError(f"{target} exists")
-    ours = os.path.isdir(target) and (
-        os.path.isfile(os.path.join(target, MANIFEST)) or not os.listdir(target)
-    )
-    if not ours:
-        raise FileExistsError(f"{target} was not made by this command, and is not replaced")
-
-
-def _sync_folder(folder: str) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def _put_in_place(folder: str, target: str) -> None:
-    if not os.path.lexists(target):
-        os.rename(folder, target)
-    else:
-        _check_target(target, True)
-        if not _exchange(folder, target):
-            _replace(folder, target)
-        _sync_folder(os.path.dirname(target))
-        shutil.rmtree(folder)
-    _sync_folder(os.path.dirname(target))
-
-
-def _exchange(one: str, other: str) -> bool:
-    """Lets two files change places, at once; False where the system or its file system cannot."""
-    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if renameat2 is None:
-        return False
-    if not renameat2(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.ENOSYS, errno.EINVAL):
-        return False
-    raise OSError(number, os.strerror(number), one, None, other)
-
-
-def _replace(folder: str, target: str) -> None:
-    """Lets two directories change places, one after the other."""
-    between = tempfile.mkdtemp(prefix=f".{os.path.basename(target)}-", dir=os.path.dirname(target))
-    os.rename(target, between)
-    try:
-        os.rename(folder, target)
-    except BaseException:
-        os.rename(between, target)
-        raise
-    os.rename(between, folder)
-
-
 def _write(
-    dataset: Dataset[Any], name: str, folder: str, image_size: int | None, report: Report
+    dataset: Dataset[Any], name: str, place: Place, image_size: int | None, report: Report
 ) -> int:
-    writers: list[FieldWriter] = []
+    writers = _Writers(place)
     try:
         arrays = _array_parts(dataset) if image_size is None else None
         if arrays is not None:
-            structure, count = _write_blocks(arrays, folder, writers, report)
+            structure, count = _write_blocks(arrays, writers, report)
         else:
-            samples = _samples(dataset, _length(dataset), image_size)
-            structure, count = _write_samples(
-                samples, _length(dataset), name, folder, writers, report
-            )
+            samples = _samples(dataset, _length(dataset), image_size, name)
+            structure, count = _write_samples(samples, _length(dataset), name, writers, report)
         if structure is None:
             raise FormatError(f"{name}: there is no record in it")
         with naming(name):
             saved = structure_to_json(structure)
-        write_manifest(folder, count, saved, [writer.finish() for writer in writers])
+        write_manifest(place.folder, count, saved, [writer.finish() for writer in writers])
     finally:
         for writer in writers:
             writer.close()
     return count
 
 
-def _new_writers(leaves: list[tuple[str, Any]], folder: str) -> Iterator[FieldWriter]:
-    taken: set[str] = {MANIFEST}
-    for number, (name, _) in enumerate(leaves):
-        stem = re.sub(r"[^A-Za-z0-9_-]+", "_", name.removeprefix("data")).strip("_")[:80] or "data"
-        if stem in taken:
-            stem = f"{stem}_{number}"
-        taken.add(stem)
-        yield FieldWriter(folder, stem, name)
+class _Writers(list[FieldWriter]):
+    """A writer for each field, once the first sample is known."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__()
+        self._place = place
+
+    def begin(self, leaves: list[tuple[str, Any]]) -> None:
+        """Adds the writers. No file has the name of one that stays in the destination."""
+        taken = {name.partition(".")[0] for name in self._place.others}
+        for name, _ in leaves:
+            stem = re.sub(r"[^A-Za-z0-9_-]+", "_", name.removeprefix("data")).strip("_")[:80]
+            stem = first = stem or "data"
+            number = 1
+            while stem in taken:
+                stem, number = f"{first}_{number}", number + 1
+            taken.add(stem)
+            self.append(FieldWriter(self._place.folder, stem, name))
 
 
 def _array_parts(dataset: Dataset[Any]) -> list[ArrayDataset] | None:
@@ -210,14 +149,14 @@ def _forms(dataset: ArrayDataset) -> list[Any]:
 
 
 def _write_blocks(
-    parts: list[ArrayDataset], folder: str, writers: list[FieldWriter], report: Report
+    parts: list[ArrayDataset], writers: _Writers, report: Report
 ) -> tuple[Structure | None, int]:
     total, count = sum(map(len, parts)), 0
     for part in parts:
         if not len(part):
             continue
         if not writers:
-            writers.extend(_new_writers(part.leaves, folder))
+            writers.begin(part.leaves)
         largest = max(array[:1].nbytes for _, array in part.leaves)
         step = max(1, BLOCK_BYTES // max(1, largest))
         for start in range(0, len(part), step):
@@ -232,8 +171,7 @@ def _write_samples(
     samples: Generator[Any, None, None],
     total: int | None,
     name: str,
-    folder: str,
-    writers: list[FieldWriter],
+    writers: _Writers,
     report: Report,
 ) -> tuple[Structure | None, int]:
     structure: Structure | None = None
@@ -246,7 +184,7 @@ def _write_samples(
                 structure = form
                 with naming(name):
                     structure_to_json(form)
-                writers.extend(_new_writers(leaves, folder))
+                writers.begin(leaves)
             elif form != structure:
                 fields = ", ".join(field for field, _ in leaves)
                 raise FormatError(f"{record} has other fields than those before: {fields}")
@@ -262,21 +200,34 @@ def _length(dataset: Any) -> int | None:
 
 
 def _samples(
-    dataset: Any, length: int | None, image_size: int | None
+    dataset: Any, length: int | None, image_size: int | None, name: str
 ) -> Generator[Any, None, None]:
     """All samples in their order, images of one size if asked for."""
-    for sample in _read(dataset, length):
+    for number, sample in enumerate(_read(dataset, length)):
         if image_size is None:
             yield sample
         else:
             structure, leaves = flatten(sample)
-            yield structure.sample(_of_size(value, image_size) for _, value in leaves)
+            if not any(_is_image(value) for _, value in leaves):
+                fields = ", ".join(f"{field} ({_kind(value)})" for field, value in leaves)
+                raise FormatError(
+                    f"{name}: record {number}: image_size is for images, uint8 tensors (3, height, "
+                    f"width), and there is none: {fields}"
+                )
+            with naming(f"{name}: record {number}"):
+                sized = [resized(v, image_size) if _is_image(v) else v for _, v in leaves]
+            yield structure.sample(iter(sized))
 
 
-def _of_size(value: Any, size: int) -> Any:
+def _is_image(value: Any) -> bool:
     is_tensor = isinstance(value, torch.Tensor)
-    is_image = is_tensor and value.dtype == torch.uint8 and value.dim() == 3 and len(value) == 3
-    return resized(value, size) if is_image else value
+    return is_tensor and value.dtype == torch.uint8 and value.dim() == 3 and len(value) == 3
+
+
+def _kind(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def _read(dataset: Any, length: int | None) -> Iterator[Any]:

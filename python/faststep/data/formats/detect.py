@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import inspect
 import os
 import tarfile
 import zlib
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, Dataset
 
 from .arrow import open_arrow
-from .common import FormatError, PathLike
+from .common import FormatError, PathLike, open_regular
 from .hdf5 import open_hdf5
 from .images import IMAGE_SUFFIXES, ImageFolder
 from .lmdb_files import LMDBDataset
 from .manifest import MANIFEST, open_manifest
 from .mapped import open_npy, open_npz, open_safetensors
 from .parquet import ParquetDataset
-from .shards import shard_names
+from .shards import ShardedStream, shard_names
 from .tars import TarDataset
 from .tfrecord import TFRecordDataset, begins_a_record
 
@@ -80,7 +80,26 @@ class Format(NamedTuple):
     opener: Callable[..., Dataset[Any]]
     many: bool = False
 
+    def open(self, path: str | list[str], options: dict[str, Any]) -> Dataset[Any]:
+        """The dataset.
 
+        Raises:
+            TypeError: the format has no such option.
+        """
+        parameters = [*inspect.signature(self.opener).parameters.values()][1:]
+        names = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            names |= {*inspect.signature(ShardedStream).parameters} - {"paths"}
+        if unknown := sorted(options.keys() - names):
+            has = f"there are {', '.join(sorted(names))}" if names else "it has none"
+            where = path if isinstance(path, str) else ", ".join(path[:3])
+            raise TypeError(f"{where}: {self.name} has no option {', '.join(unknown)}; {has}")
+        return self.opener(path, **options)
+
+
+LMDB = Format("LMDB", lambda head, size: head[16:20] == b"\xde\xc0\xef\xbe", LMDBDataset)
+CONVERTED = Format("a converted directory", lambda head, size: False, open_manifest)
+FOLDERS = Format("a folder of images", lambda head, size: False, ImageFolder)
 FORMATS = [
     Format("npy", lambda head, size: head.startswith(b"\x93NUMPY"), open_npy),
     Format("npz", _is_npz, open_npz),
@@ -92,7 +111,7 @@ FORMATS = [
     Format("Parquet", lambda head, size: head.startswith(b"PAR1"), ParquetDataset, many=True),
     Format("Arrow", lambda head, size: head.startswith(b"ARROW1"), open_arrow),
     Format("Arrow stream", _is_arrow_stream, open_arrow),
-    Format("LMDB", lambda head, size: head[16:20] == b"\xde\xc0\xef\xbe", LMDBDataset),
+    LMDB,
     Format("tar", _is_tar, TarDataset, many=True),
     Format("tar in gzip", _is_packed_tar, TarDataset, many=True),
     Format("TFRecord", lambda head, size: begins_a_record(head), TFRecordDataset, many=True),
@@ -119,6 +138,7 @@ def open(path: PathLike | Sequence[PathLike], **options: Any) -> Dataset[Any]:
 
     Raises:
         FormatError: it is none of these, or damaged; lists what was tried.
+        TypeError: the format has no such option; lists those that it has.
         ImportError: the format's library is not installed; names the extra that brings it.
     """
     if isinstance(path, (str, os.PathLike)):
@@ -127,13 +147,13 @@ def open(path: PathLike | Sequence[PathLike], **options: Any) -> Dataset[Any]:
             return _open_folder(name, options)
         if not os.path.exists(name) and (names := shard_names(name)) != [name]:
             return _open_files(names, options)
-        return format_of(name).opener(name, **options)
+        return format_of(name).open(name, options)
     return _open_files([os.fspath(part) for part in path], options)
 
 
 def format_of(path: str) -> Format:
     """The format of a file, by its content; FormatError where it is none that is known."""
-    with builtins.open(path, "rb") as file:
+    with open_regular(path) as file:
         head = file.read(HEAD)
         size = os.fstat(file.fileno()).st_size
     for kind in FORMATS:
@@ -155,22 +175,21 @@ def _open_files(paths: list[str], options: dict[str, Any]) -> Dataset[Any]:
     for path, kind in zip(paths, kinds, strict=True):
         if kind is not kinds[0]:
             raise FormatError(f"{path} is {kind.name}, but {paths[0]} is {kinds[0].name}")
-    opener = kinds[0].opener
     if kinds[0].many:
-        return opener(paths, **options)
-    parts = [opener(path, **options) for path in paths]
+        return kinds[0].open(paths, options)
+    parts = [kinds[0].open(path, options) for path in paths]
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)
 
 
 def _open_folder(path: str, options: dict[str, Any]) -> Dataset[Any]:
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))
     if MANIFEST in names:
-        return open_manifest(path, **options)
+        return CONVERTED.open(path, options)
     if "data.mdb" in names:
-        return LMDBDataset(path, **options)
+        return LMDB.open(path, options)
     folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
     if folders and any(_has_an_image(os.path.join(path, name)) for name in folders):
-        return ImageFolder(path, **options)
+        return FOLDERS.open(path, options)
     files = [os.path.join(path, name) for name in names if name not in folders]
     if folders or not files:
         raise FormatError(

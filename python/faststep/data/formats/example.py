@@ -1,12 +1,14 @@
-"""tf.train.Example: the features of a record, without TensorFlow or protobuf.
+"""tf.train.Example and SequenceExample: a record's features, without TensorFlow or protobuf.
 
 The messages, by field numbers: Example {1: Features}, Features {1: map of str to Feature}, Feature
-{1: BytesList, 2: FloatList, 3: Int64List}, each list {1: values}, packed or not.
+{1: BytesList, 2: FloatList, 3: Int64List}, each list {1: values}, packed or not. SequenceExample
+{1: Features, 2: FeatureLists}, FeatureLists {1: map of str to FeatureList}, FeatureList
+{1: Feature, once for each step}.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,22 +20,36 @@ VALUE_KINDS = {1: "bytes", 2: "float", 3: "int64"}
 
 
 def parse_example(data: bytes) -> dict[str, Any]:
-    """The features of a serialized tf.train.Example.
+    """The features of a serialized tf.train.Example or SequenceExample.
 
     Returns:
         By name: float32 or int64 tensors of one dimension, or bytes; a list of bytes where a
-        feature has not exactly one.
+        feature has not exactly one. A feature list of a SequenceExample is a list with such a value
+        for each step, under its name beside those of the context.
 
     Raises:
-        ValueError: it is no such message; says at which byte.
+        ValueError: it is no such message; says at which byte. Or a feature list of a
+            SequenceExample has the name of a feature of its context.
     """
     view = memoryview(data)
-    features: dict[str, Any] = {}
-    for start, end in _messages(view, 0, len(view), 1):
+    features = _named(view, 1, _feature)
+    lists = _named(view, 2, _feature_list)
+    if both := sorted(features.keys() & lists.keys()):
+        raise ValueError(f"{both} are names of the context's features and of feature lists")
+    return dict(sorted((features | lists).items()))
+
+
+Reader = Callable[[memoryview, int, int], Any]
+
+
+def _named(view: memoryview, number: int, read: Reader) -> dict[str, Any]:
+    """The map in one field of the record, whose values `read` makes."""
+    found: dict[str, Any] = {}
+    for start, end in _messages(view, 0, len(view), number):
         for entry_start, entry_end in _messages(view, start, end, 1):
-            name, value = _entry(view, entry_start, entry_end)
-            features[name] = value
-    return dict(sorted(features.items()))
+            name, value = _entry(view, entry_start, entry_end, read)
+            found[name] = value
+    return found
 
 
 def _varint(view: memoryview, at: int, end: int) -> tuple[int, int]:
@@ -78,14 +94,18 @@ def _messages(view: memoryview, at: int, end: int, wanted: int) -> Iterator[tupl
             yield start, stop
 
 
-def _entry(view: memoryview, at: int, end: int) -> tuple[str, Any]:
+def _entry(view: memoryview, at: int, end: int, read: Reader) -> tuple[str, Any]:
     name, value = "", None
     for number, wire, start, stop in _fields(view, at, end):
         if wire == BYTES and number == 1:
             name = str(view[start:stop], "utf-8")
         elif wire == BYTES and number == 2:
-            value = _feature(view, start, stop)
+            value = read(view, start, stop)
     return name, [] if value is None else value
+
+
+def _feature_list(view: memoryview, at: int, end: int) -> list[Any]:
+    return [_feature(view, start, stop) for start, stop in _messages(view, at, end, 1)]
 
 
 def _feature(view: memoryview, at: int, end: int) -> Any:

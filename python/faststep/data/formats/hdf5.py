@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from .common import FormatError, PathLike, check_unchanged, library, naming, same_rows
+from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular, same_rows
 from .handles import RecordDataset
+from .hdf5_sources import refuse_other_files
 from .mapped import MappedArrays
 
 __all__ = ["HDF5Dataset", "open_hdf5"]
@@ -23,23 +23,24 @@ def open_hdf5(
     *,
     columns: Sequence[str] | None = None,
     transform: Callable[[Any], Any] | None = None,
+    external: bool = False,
 ) -> MappedArrays | HDF5Dataset:
     """The rows of the arrays in an HDF5 file: mapped if all of them are contiguous.
 
     Arguments and errors are those of HDF5Dataset. An array is contiguous if it was made without
     chunks or filters, in the machine's byte order; a file that is mapped must not be written to.
     """
-    dataset = HDF5Dataset(path, columns=columns, transform=transform)
+    dataset = HDF5Dataset(path, columns=columns, transform=transform, external=external)
     if transform is None:
         with dataset:
             arrays = {name: _mapped(dataset, name) for name in dataset.columns}
         if all(array is not None for array in arrays.values()):
-            return MappedArrays(arrays, _again, dataset.path, dataset.columns)
+            return MappedArrays(arrays, _again, dataset.path, dataset.columns, external)
     return dataset
 
 
-def _again(path: str, columns: Sequence[str]) -> MappedArrays | HDF5Dataset:
-    return open_hdf5(path, columns=columns)
+def _again(path: str, columns: Sequence[str], external: bool) -> MappedArrays | HDF5Dataset:
+    return open_hdf5(path, columns=columns, external=external)
 
 
 class HDF5Dataset(RecordDataset):
@@ -50,13 +51,16 @@ class HDF5Dataset(RecordDataset):
         columns: names of arrays as "group/name", of one length; None, the default, for all arrays
             in the file but those without dimensions.
         transform: called on each sample.
+        external: whether arrays may be read from other files that this one names: by external
+            links, external storage and virtual datasets. Default False: they are refused.
 
     A sample is a dict with a tensor for each array, or str where it has strings. Several samples at
     once (`__getitems__`) are read in as few slices as the chunks allow.
 
     Raises:
         FormatError: the file is damaged, lacks an array, has one of a type that torch does not
-            have, or their lengths differ; when a record is read, names it.
+            have or, without `external`, that is read from another file, or their lengths differ;
+            when a record is read, names it.
         ImportError: h5py is not installed.
     """
 
@@ -66,10 +70,13 @@ class HDF5Dataset(RecordDataset):
         *,
         columns: Sequence[str] | None = None,
         transform: Callable[[Any], Any] | None = None,
+        external: bool = False,
     ) -> None:
         super().__init__(path, transform)
+        self.external = external
         with self._opened() as file:  # closed again: a process that forks has nothing open
             self.columns = list(columns) if columns is not None else self._all_arrays(file)
+            self._check_places(file)
             for name in self.columns:
                 self._check(file, name)
             self._arrays = self._shapes(file)
@@ -78,13 +85,14 @@ class HDF5Dataset(RecordDataset):
 
     def _opened(self) -> Any:
         h5py = library("h5py", "hdf5")
-        os.stat(self.path)
+        open_regular(self.path).close()
         with naming(self.path):
             return h5py.File(self.path, "r", rdcc_nbytes=CHUNK_CACHE)
 
     def _open_handle(self) -> Any:
         file = self._opened()
         try:
+            self._check_places(file)
             check_unchanged(self.path, self._arrays, self._shapes(file))
         except BaseException:
             file.close()
@@ -105,6 +113,11 @@ class HDF5Dataset(RecordDataset):
         with naming(self.path, RuntimeError):
             file.visititems(visit)
         return found
+
+    def _check_places(self, file: Any) -> None:
+        for name in () if self.external else self.columns:
+            with naming(f"{self.path}: {name!r}", RuntimeError):
+                refuse_other_files(file, name, self.path)
 
     def _check(self, file: Any, name: str) -> None:
         with naming(f"{self.path}: {name!r}", RuntimeError):
@@ -182,6 +195,7 @@ def _mapped(dataset: HDF5Dataset, name: str) -> Any:
     with naming(f"{dataset.path}: {name!r}", RuntimeError):
         array = dataset._handle()[name]
         is_plain = array.chunks is None and array.external is None and not array.is_virtual
+        is_plain = is_plain and array.file == dataset._handle()  # no external link leads to it
         if not is_plain or not array.size or array.dtype.kind not in "biufc":
             return None
         offset = array.id.get_offset()

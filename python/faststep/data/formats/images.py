@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..lending import LentRows, Samples, copy_image, new_rows
-from .common import PathLike, library, naming, position
+from .common import PathLike, library, naming, open_regular, position
 from .jpeg import decoder_name, jpeg_decoder
 
 __all__ = ["IMAGE_SUFFIXES", "ImageFolder", "decode_image", "resized"]
@@ -100,8 +100,13 @@ def resized(image: torch.Tensor, size: int) -> torch.Tensor:
     Returns:
         A uint8 tensor (channels, size, size): what torchvision's Resize and CenterCrop give. It may
         be a view.
+
+    Raises:
+        ValueError: the image has no pixels.
     """
     height, width = image.shape[1:]
+    if not height or not width:
+        raise ValueError(f"an image of {height} by {width} pixels cannot be resized")
     shorter = min(height, width)
     scaled = [int(size * height / shorter), int(size * width / shorter)]
     if scaled != [height, width]:
@@ -212,7 +217,7 @@ class ImageFolder(Dataset[Any]):
 
     def _sample(self, index: int, rows: LentRows | None, place: int) -> tuple[Any, Any]:
         path, target = self.samples[position(index, len(self.samples), self.root)]
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             data = file.read()
         with naming(f"{path} (record {index})"):
             image = self._read(data, rows, place)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .common import FormatError, PathLike, library, naming, position
+from .common import FormatError, PathLike, library, naming, open_regular, position
 from .handles import RecordDataset
 
 __all__ = ["LMDBDataset"]
@@ -138,7 +138,7 @@ class LMDBDataset(RecordDataset):
 def _check_size(path: str) -> None:
     """Whether the file has all its pages: reading a page beyond its end would end the process."""
     name = os.path.join(path, "data.mdb") if os.path.isdir(path) else path
-    with open(name, "rb") as file, naming(name, struct.error):
+    with open_regular(name) as file, naming(name, struct.error):
         size = os.fstat(file.fileno()).st_size
         first = META.unpack(file.read(META.size))
         if first[0] != MAGIC or first[1] != 1:

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from ..structure import LEAF, Structure
-from .common import PathLike, check_unchanged, naming, position
+from .common import PathLike, check_unchanged, naming, open_regular, position
 from .mapped import MappedArrays, map_npy, viewed_as
 
-__all__ = ["MANIFEST", "RaggedArrays", "open_manifest", "structure_to_json", "write_manifest"]
+__all__ = [
+    "MANIFEST",
+    "RaggedArrays",
+    "files_of",
+    "open_manifest",
+    "structure_to_json",
+    "write_manifest",
+]
 
 MANIFEST = "faststep.json"
 FORMAT, VERSION = "faststep arrays", 1
+WRITTEN = re.compile(r"[A-Za-z0-9_-]+(\.offsets)?\.npy")  # what names of files are like
 KINDS = ("rows", "ragged", "text", "bytes")
 CONTAINERS = {"dict": dict, "list": list, "tuple": tuple}
 
@@ -47,8 +56,8 @@ def _structure_of(saved: Any) -> Structure:
         return LEAF
     children = tuple(_structure_of(child) for child in saved["children"])
     keys = tuple(saved["keys"])
-    if saved["kind"] == "dict" and len(keys) != len(children):
-        raise ValueError("a dict has another number of keys than of values")
+    if saved["kind"] == "dict" and len({*keys}) != len(children):
+        raise ValueError(f"a dict has the keys {keys} for {len(children)} values")
     return Structure(CONTAINERS[saved["kind"]], keys, children)
 
 
@@ -109,8 +118,11 @@ class _Field:
         self.items = map_npy(path)
         if saved["dtype"] is not None and self.items.dtype.name != saved["dtype"]:
             dtype = getattr(torch, saved["dtype"])
-            if not isinstance(dtype, torch.dtype):
-                raise ValueError(f"field {self.name!r} is of the type {saved['dtype']!r}")
+            if not isinstance(dtype, torch.dtype) or dtype.itemsize != self.items.itemsize:
+                raise ValueError(
+                    f"field {self.name!r} is of the type {saved['dtype']!r}, its file has "
+                    f"{self.items.dtype}"
+                )
             self.items = viewed_as(self.items, dtype)
         rows = length
         if self.kind != "rows":
@@ -146,6 +158,33 @@ def _inside(folder: str, name: str) -> str:
     return os.path.join(folder, name)
 
 
+def _read(folder: str) -> dict[str, Any]:
+    with open_regular(os.path.join(folder, MANIFEST)) as file:
+        saved = json.load(file)
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise ValueError(f"this is no manifest of {FORMAT}")
+    if saved["version"] != VERSION:
+        raise ValueError(f"version {saved['version']}; this faststep reads {VERSION}")
+    return saved
+
+
+def files_of(folder: str) -> list[str]:
+    """The files beside the manifest in `folder` which it says were written with it.
+
+    Raises:
+        FormatError: the manifest is damaged, or names a file that is not of `convert`'s.
+    """
+    path = os.path.join(folder, MANIFEST)
+    names: list[str] = []
+    with naming(path, AttributeError, RecursionError):
+        for field in _read(folder)["fields"]:
+            names += [field["file"], *([field["offsets"]] if "offsets" in field else [])]
+        for name in names:
+            if not WRITTEN.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of a file that belongs to it")
+    return names
+
+
 def open_manifest(path: PathLike) -> MappedArrays | RaggedArrays:
     """What `convert` wrote: an ArrayDataset unless a field varies in length.
 
@@ -154,13 +193,9 @@ def open_manifest(path: PathLike) -> MappedArrays | RaggedArrays:
     """
     folder = os.fspath(path)
     name = os.path.join(folder, MANIFEST)
-    with open(name, encoding="utf-8") as file, naming(name, AttributeError):
-        saved = json.load(file)
-        if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-            raise ValueError(f"this is no manifest of {FORMAT}")
-        if saved["version"] != VERSION:
-            raise ValueError(f"version {saved['version']}; this faststep reads {VERSION}")
-        if type(saved["length"]) is not int:
+    with naming(name, AttributeError, RecursionError):
+        saved = _read(folder)
+        if type(saved["length"]) is not int or saved["length"] < 0:
             raise ValueError(f"the length is {saved['length']!r}")
         structure = _structure_of(saved["sample"])
         fields = [_Field(folder, field, saved["length"]) for field in saved["fields"]]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..arrays import ArrayDataset
-from .common import FormatError, PathLike, check_unchanged, library, naming, same_rows
+from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular, same_rows
 
 __all__ = [
     "BAD_HEADER",
@@ -22,7 +22,8 @@ __all__ = [
     "viewed_as",
 ]
 
-BAD_HEADER = SyntaxError, tokenize.TokenError  # that of a .npy file is a piece of Python
+# that of a .npy file is a piece of Python
+BAD_HEADER = SyntaxError, tokenize.TokenError, RecursionError, MemoryError
 
 
 class MappedArrays(ArrayDataset):
@@ -56,6 +57,7 @@ def map_npy(path: str) -> Any:
     """The array in a .npy file, mapped."""
     import numpy
 
+    open_regular(path).close()
     with naming(path, *BAD_HEADER):
         return numpy.lib.format.open_memmap(path, mode="r")
 
@@ -71,12 +73,20 @@ def open_npy(path: PathLike) -> MappedArrays:
         return MappedArrays(map_npy(path), open_npy, path)
 
 
-def open_npz(path: PathLike, *, read: bool = False) -> ArrayDataset:
+def open_npz(
+    path: PathLike, *, read: bool = False, columns: Sequence[str] | None = None
+) -> ArrayDataset:
     """The rows of the arrays in an .npz file, with `read` into memory: they cannot be mapped.
+
+    Args:
+        path: the file.
+        read: whether to read it.
+        columns: names of arrays, all with the same size in the first dimension; None, the default,
+            for all.
 
     Raises:
         FormatError: without `read`, always, as the file may be larger than the memory; the file is
-            damaged, or its arrays have different numbers of rows.
+            damaged, lacks an array, or its arrays have different numbers of rows.
     """
     import zipfile
     import zlib
@@ -89,11 +99,14 @@ def open_npz(path: PathLike, *, read: bool = False) -> ArrayDataset:
             f"{path}: the arrays of an .npz file cannot be mapped: make files that can be with "
             f"`python -m faststep convert {path} DIRECTORY`, or read it into memory with read=True"
         )
+    open_regular(path).close()
     arrays = {}
     # the last for encrypted ones
     unreadable = (*BAD_HEADER, zipfile.BadZipFile, zlib.error, RuntimeError)
     with naming(path, *unreadable), numpy.load(path, allow_pickle=False) as file:
-        for name in file.files:
+        for name in file.files if columns is None else columns:
+            if name not in file.files:
+                raise FormatError(f"{path}: there is no array {name!r} among {file.files}")
             with naming(f"{path}: {name!r}", *unreadable):
                 arrays[name] = file[name]
                 if not getattr(arrays[name], "ndim", 0):
@@ -117,7 +130,7 @@ def open_safetensors(path: PathLike, *, columns: Sequence[str] | None = None) ->
     """
     safetensors = library("safetensors", "safetensors")
     path = os.fspath(path)
-    os.stat(path)
+    open_regular(path).close()
     tensors: dict[str, torch.Tensor] = {}
     with (
         naming(path, safetensors.SafetensorError),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .common import FormatError, PathLike, check_unchanged, library, naming
+from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular
 from .shards import shard_names
 from .tables import Form, GroupedDataset, chosen_columns, form_of
 
@@ -91,7 +90,7 @@ class ParquetDataset(GroupedDataset):
 def _opened(path: str) -> Any:
     arrow = library("pyarrow", "parquet")
     parquet = library("pyarrow.parquet", "parquet")
-    os.stat(path)
+    open_regular(path).close()
     with naming(path, arrow.lib.ArrowException):
         return parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
 

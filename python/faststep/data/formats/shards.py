@@ -12,11 +12,12 @@ import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
-from .common import FormatError, PathLike
+from .common import SHOWN, FormatError, PathLike
 
 __all__ = ["ShardedStream", "shard_names"]
 
 RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+MOST_FILES = 1_000_000  # of one pattern
 
 
 def shard_names(paths: PathLike | Sequence[PathLike]) -> list[str]:
@@ -24,7 +25,8 @@ def shard_names(paths: PathLike | Sequence[PathLike]) -> list[str]:
 
     Raises:
         FileNotFoundError: nothing fits a pattern with * or ?.
-        FormatError: the list is empty.
+        FormatError: the list is empty, or the ranges of a pattern stand for no file, or for more
+            than a million.
     """
     if not isinstance(paths, (str, os.PathLike)):
         if not paths:
@@ -34,6 +36,7 @@ def shard_names(paths: PathLike | Sequence[PathLike]) -> list[str]:
     if os.path.exists(name):
         return [name]
     if found := RANGE.search(name):
+        _check_ranges(name)
         first, last = found.groups()
         numbers = range(int(first), int(last) + 1)
         names = [RANGE.sub(str(i).zfill(len(first)), name, count=1) for i in numbers]
@@ -43,6 +46,20 @@ def shard_names(paths: PathLike | Sequence[PathLike]) -> list[str]:
             raise FileNotFoundError(f"no file fits {name}")
         return matching
     return [name]
+
+
+def _check_ranges(name: str) -> None:
+    count = 1
+    for first, last in RANGE.findall(name):
+        is_short = max(len(first), len(last)) < 19
+        count *= int(last) - int(first) + 1 if is_short else MOST_FILES + 1
+        if count < 1:
+            raise FormatError(f"{name[:SHOWN]}: {{{first}..{last}}} stands for no file")
+        if count > MOST_FILES:
+            raise FormatError(
+                f"{name[:SHOWN]}: its ranges stand for more than {MOST_FILES} files; a list can "
+                "have more"
+            )
 
 
 class ShardedStream(IterableDataset[Any]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import posixpath
 import tarfile
 import zlib
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .common import FormatError, PathLike, naming
+from .common import FormatError, PathLike, naming, open_regular
 from .images import decode_image
 from .mapped import BAD_HEADER
 from .shards import ShardedStream
@@ -22,6 +23,8 @@ from .shards import ShardedStream
 __all__ = ["BASIC", "TarDataset", "decode_npy"]
 
 BLOCK = 512
+PIECE = 1 << 20  # bytes; how much more memory than there is data a wrong length may ask for
+MOST_UNPACKED = 1 << 30  # bytes of a file in gzip
 
 
 def decode_npy(data: bytes) -> torch.Tensor:
@@ -48,7 +51,8 @@ class TarDataset(ShardedStream):
     """Samples of tar files. Each file is read by one worker of one rank, once.
 
     Files are of one sample if their names agree up to the first dot after the last slash; the rest
-    of the name is the field: `000/cat7.seg.png` is the field "seg.png" of the sample "000/cat7".
+    of the name, in lower case, is the field: `000/cat7.seg.PNG` is the field "seg.png" of the
+    sample "000/cat7".
 
     Args:
         paths: a file, a list, or a pattern as "train-{000..041}.tar" or with * and ?; plain, or
@@ -56,6 +60,8 @@ class TarDataset(ShardedStream):
         decoders: functions of a file's bytes, by field or by what follows its last dot. Default
             `BASIC`: cls and the like to int, json, txt to str, images to uint8 tensors
             (3, height, width), npy to tensors. Everything else stays bytes; {} leaves all bytes.
+            Where there are decoders but none for a field ".gz", it is unpacked, to 1 GiB at most,
+            and decoded as what is before: "json.gz" as json.
         columns: these fields only, which every sample must have; None, the default: all that there
             are, and the sample's name as "__key__".
         transform: called on each sample, a dict.
@@ -76,8 +82,8 @@ class TarDataset(ShardedStream):
         **options: Any,
     ) -> None:
         super().__init__(paths, **options)
-        self.decoders = decoders
-        self.columns = None if columns is None else list(columns)
+        self.decoders = {name.lower(): decode for name, decode in decoders.items()}
+        self.columns = None if columns is None else [name.lower() for name in columns]
         self.transform = transform
 
     def samples(self, path: str, first: int = 0) -> Iterator[Any]:
@@ -90,11 +96,42 @@ class TarDataset(ShardedStream):
             yield decoded if self.transform is None else self.transform(decoded)
 
     def _decoded(self, data: Any, name: str, place: str) -> Any:
-        decode = self.decoders.get(name) or self.decoders.get(name.rpartition(".")[2])
-        if decode is None or name == "__key__":
+        if name == "__key__":
             return data
-        with naming(f"{place}, field {name!r}", *BAD_HEADER):
-            return decode(data)
+        with naming(f"{place}, field {name!r}", *BAD_HEADER, ArithmeticError, zlib.error):
+            suffix = name.rpartition(".")[2]
+            while True:
+                decode = self.decoders.get(name) or self.decoders.get(suffix)
+                if decode is not None:
+                    return decode(data)
+                if suffix != "gz" or not self.decoders:
+                    return data
+                data, name = _unpacked(data), name.removesuffix("gz").removesuffix(".")
+                suffix = name.rpartition(".")[2]
+
+
+def _unpacked(data: bytes) -> bytes:
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        unpacked = _read_pieces(file.read, MOST_UNPACKED + 1)
+    if len(unpacked) > MOST_UNPACKED:
+        raise ValueError(
+            f"it has more than {MOST_UNPACKED} bytes when unpacked: give a decoder for this field"
+        )
+    return unpacked
+
+
+def _read_pieces(read: Callable[[int], bytes], size: int, at_once: int = PIECE) -> bytes:
+    """Up to `size` bytes, in memory that grows with what there is, as a size may be wrong.
+
+    Args:
+        at_once: so many bytes may be there at least.
+    """
+    if size <= at_once:
+        return read(size)
+    found = bytearray()
+    while len(found) < size and (piece := read(min(size - len(found), max(PIECE, len(found))))):
+        found += piece
+    return bytes(found)
 
 
 def _grouped(path: str) -> Iterator[dict[str, Any]]:
@@ -106,6 +143,7 @@ def _grouped(path: str) -> Iterator[dict[str, Any]]:
         if sample and sample["__key__"] != key:
             yield sample
             sample = {}
+        field = field.lower()
         if field in sample or field == "__key__":
             raise FormatError(f"{path}: sample {key!r} has the field {field!r} twice")
         sample["__key__"] = key
@@ -115,25 +153,36 @@ def _grouped(path: str) -> Iterator[dict[str, Any]]:
 
 
 class _Watched:
-    """A file that remembers what was read last: tarfile takes a damaged header for the end."""
+    """A file that remembers what was read last: tarfile takes a damaged header for the end.
 
-    def __init__(self, file: Any) -> None:
+    Args:
+        file: the file.
+        at_once: as for `_read_pieces`.
+    """
+
+    def __init__(self, file: Any, at_once: int) -> None:
         self.last = b""
         self._file = file
+        self._at_once = at_once
         self.seek, self.tell = file.seek, file.tell
 
-    def read(self, size: int = -1) -> bytes:
-        self.last = self._file.read(size)
+    def read(self, size: int) -> bytes:
+        """As a file does, but that a negative size, which would mean all there is, is an error."""
+        if size < 0:
+            raise ValueError(f"a size in it is {size}")
+        self.last = _read_pieces(self._file.read, size, self._at_once)
         return self.last
 
 
 def _files(path: str) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the regular files that have a name and a suffix."""
     number = 0
-    with open(path, "rb") as raw:
+    with open_regular(path) as raw:
         packed = raw.read(2) == b"\x1f\x8b"
         raw.seek(0)
-        file: Any = _Watched(gzip.GzipFile(fileobj=raw) if packed else raw)
+        size = os.fstat(raw.fileno()).st_size
+        unpacked: Any = gzip.GzipFile(fileobj=raw) if packed else raw
+        file: Any = _Watched(unpacked, PIECE if packed else size)
         with naming(path, tarfile.TarError, zlib.error):
             archive = tarfile.TarFile(fileobj=file)
         with archive:

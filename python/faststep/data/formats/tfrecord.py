@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from faststep import _C
 
-from .common import FormatError, PathLike, naming, position
+from .common import FormatError, PathLike, naming, open_regular, position
 from .example import parse_example
 from .shards import ShardedStream, shard_names
 
@@ -43,7 +43,8 @@ class _File:
         import numpy
 
         self.path = path
-        self.size = os.stat(path).st_size
+        with open_regular(path) as file:
+            self.size = os.fstat(file.fileno()).st_size
         with naming(path):
             self.items = numpy.memmap(path, numpy.uint8, "r") if self.size else numpy.empty(0)
         self.address = self.items.ctypes.data
@@ -71,7 +72,8 @@ class TFRecordDataset(Dataset[Any]):
     Args:
         paths: a file, a list, or a pattern as "train-{000..041}" or with * and ?.
         parse: makes a sample of a record's bytes. Default `parse_example`, which reads
-            tf.train.Example to a dict of tensors and bytes; `bytes` leaves them as they are.
+            tf.train.Example to a dict of tensors and bytes, and SequenceExample with a list of
+            these, one for each step, for each feature list; `bytes` leaves them as they are.
 
     Files are mapped. The checksums of lengths are looked at when the index is built, those of data
     when a record is read.

@@ -60,6 +60,14 @@ def _whole(view: View) -> tuple[int, int]:
     return height, width
 
 
+def _with_pixels(view: View, name: str) -> tuple[int, int]:
+    """As `_whole`, for what makes new pixels of others."""
+    height, width = _whole(view)
+    if not height or not width:
+        raise ValueError(f"{name}: the images have no pixels, they are {height} by {width}")
+    return height, width
+
+
 @dataclass(frozen=True)
 class RandomHorizontalFlip(Geometry):
     """Left and right change places with probability `p`."""
@@ -140,7 +148,7 @@ class Resize(Geometry):
         _pair("size", self.size)
 
     def apply(self, view: View, u: Tensor) -> None:
-        height, width = _whole(view)
+        height, width = _with_pixels(view, "Resize")
         if not isinstance(self.size, int):
             view.resize(*_pair("size", self.size), self.antialias)
         elif height <= width:
@@ -173,7 +181,7 @@ class RandomResizedCrop(Geometry):
         _interval("ratio", self.ratio)
 
     def apply(self, view: View, u: Tensor) -> None:
-        rows, columns = _whole(view)
+        rows, columns = _with_pixels(view, "RandomResizedCrop")
         low, high = self.scale
         area = rows * columns * (low + (high - low) * u[:ATTEMPTS])
         low, high = (math.log(ratio) for ratio in self.ratio)
