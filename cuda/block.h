@@ -106,10 +106,11 @@ FST_DEVICE REAL FST_T(get)(const fst_share *share, const fst_device_operand *op,
 {
     const void *data = (const void *)fst_global(op->data);
     const int64_t at = fst_share_place(share, op, element);
-    return op->dtype == FST_F32    ? (REAL)((const float *)data)[at]
-           : op->dtype == FST_F64  ? (REAL)((const double *)data)[at]
-           : op->dtype == FST_BF16 ? (REAL)fst_bf16_to_f32(((const uint16_t *)data)[at])
-                                   : (REAL)fst_f16_to_f32(((const uint16_t *)data)[at]);
+    const REAL held = op->dtype == FST_F32    ? (REAL)((const float *)data)[at]
+                      : op->dtype == FST_F64  ? (REAL)((const double *)data)[at]
+                      : op->dtype == FST_BF16 ? (REAL)fst_bf16_to_f32(((const uint16_t *)data)[at])
+                                              : (REAL)fst_f16_to_f32(((const uint16_t *)data)[at]);
+    return fst_share_flips(share, op) ? -held : held;
 }
 
 FST_DEVICE void FST_T(set)(const fst_share *share, const fst_device_operand *op, uint32_t element,
@@ -117,11 +118,12 @@ FST_DEVICE void FST_T(set)(const fst_share *share, const fst_device_operand *op,
 {
     void *data = (void *)fst_global(op->data);
     const int64_t at = fst_share_place(share, op, element);
+    const REAL held = fst_share_flips(share, op) ? -x : x;
     if (op->dtype == FST_F32)
-        ((float *)data)[at] = (float)x;
+        ((float *)data)[at] = (float)held;
     else if (op->dtype == FST_F64)
-        ((double *)data)[at] = (double)x;
+        ((double *)data)[at] = (double)held;
     else
         ((uint16_t *)data)[at] =
-            op->dtype == FST_BF16 ? fst_f32_to_bf16((float)x) : fst_f32_to_f16((float)x);
+            op->dtype == FST_BF16 ? fst_f32_to_bf16((float)held) : fst_f32_to_f16((float)held);
 }

@@ -6,17 +6,19 @@
 
 FST_DEVICE double fst_scalar_read(const fst_device_scalar *scalar)
 {
-    return scalar->is_double ? *(const double *)fst_global(scalar->data)
-                             : (double)*(const float *)fst_global(scalar->data);
+    const double held = scalar->is_double ? *(const double *)fst_global(scalar->data)
+                                          : (double)*(const float *)fst_global(scalar->data);
+    return scalar->negated ? -held : held;
 }
 
 /* Does nothing where the scalar is absent. */
 FST_DEVICE void fst_scalar_write(const fst_device_scalar *scalar, double value)
 {
+    const double held = scalar->negated ? -value : value;
     if (scalar->data && scalar->is_double)
-        *(double *)fst_global(scalar->data) = value;
+        *(double *)fst_global(scalar->data) = held;
     else if (scalar->data)
-        *(float *)fst_global(scalar->data) = (float)value;
+        *(float *)fst_global(scalar->data) = (float)held;
 }
 
 FST_DEVICE fst_device_outcome *fst_outcome_of(const fst_device_tables *tables)

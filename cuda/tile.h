@@ -47,6 +47,12 @@ FST_DEVICE int64_t fst_share_place(const fst_share *share, const fst_device_oper
     return op->layout < 0 ? at : fst_offset(&share->layouts[op->layout], at);
 }
 
+/* Whether the operand's memory holds the elements with their signs flipped. */
+FST_DEVICE int fst_share_flips(const fst_share *share, const fst_device_operand *op)
+{
+    return op->layout >= 0 && share->layouts[op->layout].negated;
+}
+
 /* Of the elements that the group holds from `base` on, number q of the calling thread. */
 FST_DEVICE uint32_t fst_share_element(const fst_share *share, uint32_t base, uint32_t q)
 {

@@ -16,6 +16,11 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
     "channels last": lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     "every other column": lambda: torch.randn(6, 10)[:, ::2],
     "long": lambda: torch.randn(40000),
+    "negated": lambda: torch._neg_view(torch.randn(7, 5)),
+    "negated 0-d": lambda: torch.randn((), dtype=torch.complex64).conj().imag,
+    "negated, every other number": lambda: torch.randn(6, 5, dtype=torch.complex64).conj().imag,
+    "negated, transposed": lambda: torch._neg_view(torch.randn(7, 5)).t(),
+    "negated, long": lambda: torch._neg_view(torch.randn(40000)),
 }
 
 

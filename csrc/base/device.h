@@ -20,19 +20,19 @@ enum {
 typedef struct {
     uint64_t data; /* 0: absent */
     int32_t is_double;
-    int32_t reserved;
+    int32_t negated; /* the memory holds it with its sign flipped */
 } fst_device_scalar;
 
 /* An operand of a span; operand k of span i at [i * width + k]. */
 typedef struct {
     uint64_t data;  /* 0: absent */
-    int32_t layout; /* index of its layout, -1: the elements lie one after another */
+    int32_t layout; /* index of its layout, -1: the elements lie one after another, as they are */
     int32_t dtype;  /* fst_dtype */
 } fst_device_operand;
 
 typedef struct {
     int64_t shape[FST_DEVICE_MAX_DIMS], stride[FST_DEVICE_MAX_DIMS]; /* as in fst_layout */
-    int32_t ndim, reserved;
+    int32_t ndim, negated;
 } fst_device_layout;
 
 /* A span of an update. Spans without chunks, for parameters without elements, only count: they

@@ -31,16 +31,18 @@ enum {
 };
 
 /* Where the elements of an operand lie, in the span's order of iteration: the last dimension is the
- * innermost; strides are in elements and may be 0. */
+ * innermost; strides are in elements and may be 0. Of a lazily negated view the memory holds the
+ * elements with their signs flipped. */
 typedef struct {
     int ndim;
     int64_t shape[FST_MAX_DIMS];
     int64_t stride[FST_MAX_DIMS];
+    int negated;
 } fst_layout;
 
 typedef struct {
     void *data;
-    const fst_layout *layout; /* NULL: the elements lie one after another */
+    const fst_layout *layout; /* NULL: the elements lie one after another, as they are */
     fst_dtype dtype;
 } fst_operand;
 

@@ -89,7 +89,7 @@ static inline void put_small(fst_gpu_mirror *mirror, size_t at, const void *valu
 static fst_code put_layout(fst_gpu_mirror *mirror, size_t index, const fst_layout *layout,
                            fst_status *status)
 {
-    fst_device_layout value = {.ndim = layout->ndim};
+    fst_device_layout value = {.ndim = layout->ndim, .negated = layout->negated};
     if (layout->ndim > FST_DEVICE_MAX_DIMS)
         return fst_fail(status, FST_UNSUPPORTED,
                         "a tensor is laid out in %d dimensions that cannot be merged, at most %d "

@@ -55,12 +55,11 @@ static int same_geometry(const fst_view *a, const fst_view *b)
 }
 
 /* Fills an operand of a view that is iterated in the given order. */
-static int bind_operand(fst_module *state, PyObject *object, const fst_view *view, int order_count,
-                        const int *order, int written, fst_layout **layout, fst_operand *op,
-                        fst_problem *problem)
+static int bind_operand(const fst_view *view, int order_count, const int *order, int written,
+                        fst_layout **layout, fst_operand *op, fst_problem *problem)
 {
-    if (!fst_view_is_packed(view) && fst_tensor_layout(&state->tensors, object, view, order_count,
-                                                       order, written, layout, problem))
+    if (!fst_view_is_packed(view) &&
+        fst_view_layout(view, order_count, order, written, layout, problem))
         return -1;
     if (*layout && fst_layout_is_for(*layout, view->device, problem))
         return -1;
@@ -129,8 +128,7 @@ static int bind_span(fst_module *state, addition *a, Py_ssize_t index, const cha
     for (unsigned k = a->term_count + 1; k-- > 0;) {
         const fst_list *list = list_of(a, k);
         *role = k ? term_roles[k - 1] : "sum";
-        if (bind_operand(state, PyTuple_GetItem(list->items, index), &views[k], kept, order, k == 0,
-                         &list->layouts[index], &ops[k], problem))
+        if (bind_operand(&views[k], kept, order, k == 0, &list->layouts[index], &ops[k], problem))
             return -1;
     }
     for (unsigned k = 1; k <= a->term_count; k++)

@@ -66,23 +66,22 @@ int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem 
     return fst_plan_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
 }
 
-int fst_bind_operand(const fst_binding *at, const fst_param *param, PyObject *object,
-                     const char *role, const fst_view *view, int written, fst_operand *op)
+int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
+                     const fst_view *view, int written, fst_operand *op)
 {
     fst_plan_object *self = at->self;
     fst_problem problem;
     if (fst_view_is_on(view, at->share->device, &problem))
         return fst_bind_problem(at, role, &problem);
     *op = (fst_operand){.data = view->data, .dtype = view->dtype};
-    if (param->flat && view->ndim > 0 && fst_param_fits(param, view))
+    if (fst_param_is_packed_in(param, view))
         return 0;
     if (!fst_param_has_shape(param, view)) {
         fst_problem_set(&problem, "shape", "is not of the parameter's shape");
         return fst_bind_problem(at, role, &problem);
     }
     fst_layout *layout;
-    if (fst_tensor_layout(&at->module->tensors, object, view, param->order_count, param->order,
-                          written, &layout, &problem))
+    if (fst_view_layout(view, param->order_count, param->order, written, &layout, &problem))
         return fst_bind_problem(at, role, &problem);
     if (layout) {
         if (fst_layout_is_for(layout, at->share->device, &problem)) {
@@ -167,7 +166,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     param->grad = grad;
     param->grad_record = grad_view.shape;
     if ((param->param != object || !fst_param_fits(param, &view)) &&
-        fst_param_learn(tensors, param, object, &view, &problem))
+        fst_param_learn(param, object, &view, &problem))
         return fst_bind_problem(at, "parameter", &problem);
     fst_share *share = enter_share(at, object, view.device);
     if (!share || fst_reserve(&share->counters, &share->counter_capacity, share->counter_count,
@@ -185,9 +184,8 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         self->total += share->device == FST_HOST ? param->count : 0;
         self->written_total += param->count;
     }
-    if (fst_bind_operand(at, param, object, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
-        fst_bind_operand(at, param, grad, "gradient", &grad_view, at->write_grads,
-                         &ops[FST_OP_GRAD]))
+    if (fst_bind_operand(at, param, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
+        fst_bind_operand(at, param, "gradient", &grad_view, at->write_grads, &ops[FST_OP_GRAD]))
         return -1;
     trace_param(at, param, object, &view, grad, &grad_view, counter->span);
     const int found = fst_bind_states(at, param, object, view.dtype, ops, counter);
@@ -297,6 +295,7 @@ error:
 PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads)
 {
+    self->hold_tensors |= !module->tensors.negated; /* torch is asked about every tensor */
     module->tensors.ran_python = 0;
     PyObject *missing = bind_all(module, self, param_lists, state, fresh, write_grads);
     const int hold = module->tensors.ran_python || self->total > FST_SHORT_STEP;

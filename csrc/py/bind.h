@@ -30,8 +30,8 @@ int fst_bind_written(fst_plan_object *self, PyObject *object);
 int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object);
 
 /* Makes an operand of a tensor that must have the parameter's shape and device. */
-int fst_bind_operand(const fst_binding *at, const fst_param *param, PyObject *object,
-                     const char *role, const fst_view *view, int written, fst_operand *op);
+int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
+                     const fst_view *view, int written, fst_operand *op);
 
 /* Binds the states of the parameter at hand (states.c): 1 if all are there, 0 if one is missing, -1
  * with an error. */

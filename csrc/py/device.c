@@ -49,6 +49,7 @@ static void describe_span(const fst_plan_object *self, const fst_share *share,
     memset(span, 0, sizeof *span);
     span->step.data = (uint64_t)(uintptr_t)counter->data;
     span->step.is_double = counter->is_double;
+    span->step.negated = counter->negated;
     span->value = counter->data ? 0.0 : counter->value; /* so that a first step changes nothing */
     span->group = counter->group;
     span->rule = (int32_t)group->rule;

@@ -88,7 +88,7 @@ static int add_asked(fst_module *state, grads *g, Py_ssize_t index, PyObject *pa
         g->found = 1;
         failed = PyList_Append(g->asked, grad);
         if (!failed && (fst_tensor_view(&state->tensors, grad, &view, &problem) ||
-                        fst_list_add(state, &g->list, index, grad, &view, written, &problem))) {
+                        fst_list_add(&g->list, index, &view, written, &problem))) {
             PyErr_Format(PyExc_TypeError, "the gradient of parameter %zd %s", index,
                          problem.detail);
             failed = 1;

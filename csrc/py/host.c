@@ -13,16 +13,18 @@ typedef struct {
 
 static double read_scalar(const fst_view *view)
 {
-    return view->dtype == FST_F64 ? *(const double *)view->data
-                                  : (double)*(const float *)view->data;
+    const double held =
+        view->dtype == FST_F64 ? *(const double *)view->data : (double)*(const float *)view->data;
+    return view->negated ? -held : held;
 }
 
 static void write_scalar(const fst_view *view, double value)
 {
+    const double held = view->negated ? -value : value;
     if (view->dtype == FST_F64)
-        *(double *)view->data = value;
+        *(double *)view->data = held;
     else
-        *(float *)view->data = (float)value;
+        *(float *)view->data = (float)held;
 }
 
 /* The index of the folded scalars for a group, a step count and a type. */
@@ -58,15 +60,17 @@ static double counted(const fst_counter *c)
 {
     if (!c->data)
         return c->value;
-    return 1.0 + (c->is_double ? *(const double *)c->data : (double)*(const float *)c->data);
+    const double held = c->is_double ? *(const double *)c->data : (double)*(const float *)c->data;
+    return 1.0 + (c->negated ? -held : held);
 }
 
 static void advance(const fst_counter *c, double by)
 {
+    const double change = c->negated ? -by : by;
     if (c->data && c->is_double)
-        *(double *)c->data += by;
+        *(double *)c->data += change;
     else if (c->data)
-        *(float *)c->data = (float)((double)*(float *)c->data + by);
+        *(float *)c->data = (float)((double)*(float *)c->data + change);
 }
 
 /* Advances every step counter and gives every span its scalars. If memory runs out the counters go

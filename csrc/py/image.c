@@ -31,7 +31,7 @@ static int device_of(const fst_dl_tensor *tensor)
 static int read_images(fst_module *state, PyObject *object, const char *name, fst_dl_tensor *tensor)
 {
     fst_problem problem;
-    if (fst_tensor_read(&state->tensors, object, tensor, &problem))
+    if (fst_tensor_read_as_is(&state->tensors, object, tensor, &problem))
         return refuse(PyExc_TypeError, name, &problem);
     if (tensor->ndim != FST_IMAGE_DIMS) {
         fst_problem_set(&problem, "shape",
@@ -104,7 +104,7 @@ static int read_samples(fst_module *state, PyObject *object, fst_image_batch *ba
     enum { WORDS = sizeof(fst_image_sample) / sizeof(int32_t) };
     fst_dl_tensor tensor;
     fst_problem problem;
-    if (fst_tensor_read(&state->tensors, object, &tensor, &problem))
+    if (fst_tensor_read_as_is(&state->tensors, object, &tensor, &problem))
         return refuse(PyExc_TypeError, "samples", &problem);
     if (device_of(&tensor) != FST_HOST || !is_type(&tensor, DL_INT, 32) || tensor.ndim != 2 ||
         tensor.shape[0] != batch->count || tensor.shape[1] != WORDS ||
@@ -140,7 +140,7 @@ static int read_buffer(fst_module *state, PyObject *object, int device, fst_imag
 {
     fst_dl_tensor tensor;
     fst_problem problem;
-    if (fst_tensor_read(&state->tensors, object, &tensor, &problem))
+    if (fst_tensor_read_as_is(&state->tensors, object, &tensor, &problem))
         return refuse(PyExc_TypeError, "buffer", &problem);
     if (device_of(&tensor) != device || !is_type(&tensor, DL_INT, 32) || tensor.ndim != 1 ||
         tensor.shape[0] * (int64_t)sizeof(int32_t) <
@@ -217,7 +217,7 @@ static int read_bytes(fst_module *state, PyObject *object, const char *name, int
     fst_problem problem;
     int64_t step = 1;
     int packed = 1;
-    if (fst_tensor_read(&state->tensors, object, tensor, &problem))
+    if (fst_tensor_read_as_is(&state->tensors, object, tensor, &problem))
         return refuse(PyExc_TypeError, name, &problem);
     for (int d = tensor->ndim; packed && d-- > 0; step *= tensor->shape[d])
         packed = tensor->shape[d] < 2 || step == 0 || tensor->strides[d] == step;

@@ -15,8 +15,8 @@ void fst_list_free(fst_list *list)
 }
 
 /* An order of its own is enough, as no other operand shares the span. */
-int fst_list_add(fst_module *state, fst_list *list, Py_ssize_t index, PyObject *object,
-                 const fst_view *view, int written, fst_problem *problem)
+int fst_list_add(fst_list *list, Py_ssize_t index, const fst_view *view, int written,
+                 fst_problem *problem)
 {
     fst_status status = {0};
     int order[FST_MAX_DIMS];
@@ -28,8 +28,7 @@ int fst_list_add(fst_module *state, fst_list *list, Py_ssize_t index, PyObject *
         return 0;
     if (!fst_view_is_packed(view)) {
         const int kept = fst_layout_order(view->ndim, view->shape, view->strides, order);
-        if (fst_tensor_layout(&state->tensors, object, view, kept, order, written,
-                              &list->layouts[index], problem) ||
+        if (fst_view_layout(view, kept, order, written, &list->layouts[index], problem) ||
             (list->layouts[index] &&
              fst_layout_is_for(list->layouts[index], list->device, problem)))
             return -1;
@@ -47,7 +46,7 @@ static int add_item(fst_module *state, fst_list *list, Py_ssize_t index, int wri
     fst_view view;
     PyObject *object = PyTuple_GetItem(list->items, index);
     return fst_tensor_view(&state->tensors, object, &view, problem) ||
-                   fst_list_add(state, list, index, object, &view, written, problem)
+                   fst_list_add(list, index, &view, written, problem)
                ? -1
                : 0;
 }

@@ -19,8 +19,8 @@ int fst_list_start(fst_list *list, PyObject *sequence, int device);
 
 /* Adds a tensor, whose layout, if it needs one, is kept under `index`, below the sequence's length;
  * 0, or -1 with `problem` filled. */
-int fst_list_add(fst_module *state, fst_list *list, Py_ssize_t index, PyObject *object,
-                 const fst_view *view, int written, fst_problem *problem);
+int fst_list_add(fst_list *list, Py_ssize_t index, const fst_view *view, int written,
+                 fst_problem *problem);
 
 /* Binds a sequence of tensors that lie on `device`, for passes that write them or not; 0, or -1
  * with a TypeError that names the tensor's place in it. To be freed in either case. */

@@ -67,11 +67,16 @@ int fst_param_fits(const fst_param *param, const fst_view *view)
            same_numbers(param->geometry + view->ndim, view->strides, view->ndim);
 }
 
-int fst_param_learn(fst_tensors *tensors, fst_param *param, PyObject *object, const fst_view *view,
-                    fst_problem *problem)
+int fst_param_is_packed_in(const fst_param *param, const fst_view *view)
+{
+    return param->flat && !view->negated && fst_param_fits(param, view);
+}
+
+int fst_param_learn(fst_param *param, PyObject *object, const fst_view *view, fst_problem *problem)
 {
     const size_t ndim = (size_t)view->ndim;
     const int64_t count = fst_view_count(view);
+    fst_view plain = *view;
     fst_layout *layout = NULL;
     fst_param_forget(param);
     param->geometry = PyMem_Malloc((2 * ndim + 1) * sizeof *param->geometry);
@@ -85,8 +90,8 @@ int fst_param_learn(fst_tensors *tensors, fst_param *param, PyObject *object, co
     param->ndim = view->ndim;
     param->count = count;
     param->order_count = fst_layout_order(view->ndim, view->shape, view->strides, param->order);
-    if (count > 0 && fst_tensor_layout(tensors, object, view, param->order_count, param->order, 1,
-                                       &layout, problem))
+    plain.negated = 0;
+    if (count > 0 && fst_view_layout(&plain, param->order_count, param->order, 1, &layout, problem))
         return -1;
     param->flat = !layout;
     PyMem_Free(layout);

@@ -15,7 +15,7 @@ typedef struct {
     int *order;          /* its dimensions in the order of memory */
     int64_t count;
     int ndim, order_count;
-    int flat;           /* its elements lie one after another in that order */
+    int flat;           /* its elements lie one after another in that order, signs aside */
     const void *dict;   /* its state */
     const void *record; /* where its shape lies: inside torch's record of the tensor */
     const void *grad,
@@ -29,14 +29,15 @@ typedef struct {
 
 /* Learns a parameter that is new or has changed its shape. Returns 0, or -1 with `problem` filled.
  */
-int fst_param_learn(fst_tensors *tensors, fst_param *param, PyObject *object, const fst_view *view,
-                    fst_problem *problem);
+int fst_param_learn(fst_param *param, PyObject *object, const fst_view *view, fst_problem *problem);
 
 void fst_param_forget(fst_param *param);
 
-/* Whether a tensor has the shape of the parameter; whether it has its strides as well. */
+/* Whether a tensor has the shape of the parameter; whether it has its strides as well; whether its
+ * elements then lie one after another as they are, in the order of the parameter's memory. */
 int fst_param_has_shape(const fst_param *param, const fst_view *view);
 int fst_param_fits(const fst_param *param, const fst_view *view);
+int fst_param_is_packed_in(const fst_param *param, const fst_view *view);
 
 /* Remembers the tensor of state `k`, and pins it if it is small. */
 void fst_param_note_state(fst_tensors *tensors, fst_param *param, unsigned k, PyObject *object,

@@ -30,7 +30,7 @@ typedef struct {
     int64_t span;          /* -1 for a parameter without elements: it only counts */
     uint32_t group, param; /* place among the parameters of all groups */
     uint32_t index;        /* in its group */
-    int is_double;
+    int is_double, negated;
 } fst_counter;
 
 /* The scalars folded for one group and step count, as the update pass reads them, and what they are

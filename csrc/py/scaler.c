@@ -22,7 +22,7 @@ static int place_of(fst_module *state, PyObject *object, const char *name, uint8
 {
     fst_dl_tensor tensor;
     fst_problem problem;
-    if (fst_tensor_read(&state->tensors, object, &tensor, &problem)) {
+    if (fst_tensor_read_as_is(&state->tensors, object, &tensor, &problem)) {
         PyErr_Format(PyExc_TypeError, "%s %s", name, problem.detail);
         return -1;
     }

@@ -36,7 +36,7 @@ static int bind(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *g
         fst_view_is_on(&view, FST_HOST, problem) ||
         fst_tensor_view(tensors, grad, &grad_view, problem) ||
         fst_view_is_on(&grad_view, FST_HOST, problem) ||
-        fst_param_learn(tensors, &m->param, param, &view, problem))
+        fst_param_learn(&m->param, param, &view, problem))
         return -1;
     if (!fst_param_has_shape(&m->param, &grad_view))
         return fst_problem_set(problem, "shape", "is not of the parameter's shape");
@@ -45,9 +45,8 @@ static int bind(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *g
     m->count = m->param.count;
     if (m->count == 0)
         return 0;
-    const int flat = m->param.flat && view.ndim > 0 && fst_param_fits(&m->param, &grad_view);
-    if (!flat && fst_tensor_layout(tensors, grad, &grad_view, m->param.order_count, m->param.order,
-                                   0, &m->layout, problem))
+    if (!fst_param_is_packed_in(&m->param, &grad_view) &&
+        fst_view_layout(&grad_view, m->param.order_count, m->param.order, 0, &m->layout, problem))
         return -1;
     fst_operand *op = fst_plan_add(&m->plan, m->count, 0, &status);
     if (!op || fst_plan_seal(&m->plan, 0, 0, &status))

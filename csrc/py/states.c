@@ -56,6 +56,7 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
     fst_param_note_state(&at->module->tensors, param, 0, object, view);
     counter->data = view->data;
     counter->is_double = view->dtype == FST_F64;
+    counter->negated = view->negated;
     return 1;
 }
 
@@ -140,12 +141,12 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         char role[64] = "state";
         const int bad = fst_tensor_view(&at->module->tensors, value, &view, &problem);
         if ((bad || view.dtype != dtype || view.device != at->share->device ||
-             !fst_param_fits(param, &view) || !param->flat || !view.ndim) &&
+             !fst_param_is_packed_in(param, &view)) &&
             refuse_state(at, wanted, &view, dtype, bad, &problem, role))
             return -1;
         const unsigned slot = k - (unsigned)group->has_step;
         fst_param_note_state(&at->module->tensors, param, k, value, &view);
-        if (fst_bind_operand(at, param, value, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
+        if (fst_bind_operand(at, param, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
             note_written(at, value))
             return -1;
         trace_state(at, param, k, key, value, &view);

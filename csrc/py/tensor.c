@@ -139,6 +139,33 @@ int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tenso
     return 0;
 }
 
+int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+{
+    if (tensors->negated) {
+        const uint64_t *impl =
+            (const uint64_t *)(uintptr_t)((const uint64_t *)object)[tensors->impl_in_object];
+        return (impl[tensors->negated_in_impl] & tensors->negated) != 0;
+    }
+    tensors->ran_python = 1; /* torch lets go of the GIL to answer */
+    Py_INCREF(object);
+    PyObject *answer = PyObject_CallFunctionObjArgs(tensors->is_neg, object, NULL);
+    const int negated = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    Py_DECREF(object);
+    return negated < 0 ? problem_from_error(problem, "type") : negated;
+}
+
+int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
+                          fst_problem *problem)
+{
+    if (fst_tensor_read(tensors, object, tensor, problem))
+        return -1;
+    const int negated = fst_tensor_is_negated(tensors, object, problem);
+    if (negated > 0)
+        fst_problem_set(problem, "negated", "is a lazily negated view; call .resolve_neg() on it");
+    return negated ? -1 : 0;
+}
+
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
 {
     fst_dl_tensor tensor;
@@ -161,7 +188,8 @@ int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_
     view->device = tensor.device.device_type == FST_DL_CPU ? FST_HOST : tensor.device.device_id;
     if (!tensor.data && fst_view_count(view) > 0)
         return fst_problem_set(problem, "storage", "has no memory behind it");
-    return 0;
+    view->negated = fst_tensor_is_negated(tensors, object, problem);
+    return view->negated < 0 ? -1 : 0;
 }
 
 static const char *device_name(int device, char name[16])
@@ -215,7 +243,7 @@ int fst_view_is_packed(const fst_view *view)
             return 0;
         stride *= view->shape[d];
     }
-    return view->ndim > 0;
+    return !view->negated;
 }
 
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
@@ -247,42 +275,14 @@ void fst_tensor_unpin(fst_dl_managed *pin)
         pin->deleter(pin);
 }
 
-/* Whether torch need not be asked if a tensor is a negated view: its record says no. */
-static int is_surely_not_negated(fst_tensors *tensors, PyObject *object)
-{
-    fst_problem unused;
-    const fst_tensor_type *known = type_of(tensors, object, &unused);
-    if (!tensors->negated || !known || known->runs_python)
-        return 0;
-    const uint64_t *impl =
-        (const uint64_t *)(uintptr_t)((const uint64_t *)object)[tensors->impl_in_object];
-    return (impl[tensors->negated_in_impl] & tensors->negated) != tensors->negated;
-}
-
-static int refuse_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem)
-{
-    if (is_surely_not_negated(tensors, object))
-        return 0;
-    tensors->ran_python = 1;
-    PyObject *negated = PyObject_CallMethod(object, "is_neg", NULL);
-    const int truth = negated ? PyObject_IsTrue(negated) : -1;
-    Py_XDECREF(negated);
-    if (truth < 0)
-        return problem_from_error(problem, "type");
-    if (truth)
-        return fst_problem_set(problem, "negated",
-                               "is a lazily negated view; call .resolve_neg() on it");
-    return 0;
-}
-
-int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *view, int order_count,
-                      const int *order, int written, fst_layout **layout, fst_problem *problem)
+int fst_view_layout(const fst_view *view, int order_count, const int *order, int written,
+                    fst_layout **layout, fst_problem *problem)
 {
     fst_layout described;
     *layout = NULL;
-    if (refuse_negated(tensors, object, problem))
-        return -1;
-    if (fst_layout_describe(order_count, order, view->shape, view->strides, &described))
+    const int packed =
+        fst_layout_describe(order_count, order, view->shape, view->strides, &described);
+    if (packed && !view->negated)
         return 0;
     if (written && fst_layout_overlaps(&described))
         return fst_problem_set(problem, "overlap",
@@ -292,6 +292,7 @@ int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *vi
     if (!*layout)
         return fst_problem_set(problem, "storage", "cannot be described for lack of memory");
     **layout = described;
+    (*layout)->negated = view->negated;
     return 0;
 }
 
@@ -318,6 +319,9 @@ int fst_tensors_init(fst_tensors *tensors, PyObject *module)
     tensors->plain_dispatch = PyObject_GetAttrString(tensors->tensor_type, "__torch_dispatch__");
     if (!tensors->plain_dispatch)
         return -1;
+    tensors->is_neg = PyObject_GetAttrString(tensors->tensor_type, "is_neg");
+    if (!tensors->is_neg)
+        return -1;
     tensors->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError",
                                                       FST_DOC_TENSOR_ERROR, PyExc_TypeError, NULL);
     if (!tensors->tensor_error)
@@ -339,6 +343,7 @@ int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
     Py_VISIT(tensors->plain_dispatch);
     Py_VISIT(tensors->tensor_type);
     Py_VISIT(tensors->parameter_type);
+    Py_VISIT(tensors->is_neg);
     Py_VISIT(tensors->tensor_error);
     return 0;
 }
@@ -351,5 +356,6 @@ void fst_tensors_clear(fst_tensors *tensors)
     Py_CLEAR(tensors->plain_dispatch);
     Py_CLEAR(tensors->tensor_type);
     Py_CLEAR(tensors->parameter_type);
+    Py_CLEAR(tensors->is_neg);
     Py_CLEAR(tensors->tensor_error);
 }

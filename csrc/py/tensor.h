@@ -28,10 +28,11 @@ typedef struct {
     int ran_python; /* set when a function of this file may have run Python code; the caller clears
                        it */
     PyObject *tensor_error;
-    /* Bits of a word of torch's record of a tensor that are all set in a lazily negated view
-     * (record.h); no bits: torch is asked. */
+    /* The bit of a word of torch's record of a tensor that only a lazily negated view has
+     * (record.h); 0: torch is asked, by `is_neg`. */
     int impl_in_object, negated_in_impl;
     uint64_t negated;
+    PyObject *is_neg; /* torch.Tensor.is_neg */
 } fst_tensors;
 
 enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */
@@ -43,13 +44,14 @@ typedef struct {
     int ndim;
     int device;
     fst_dtype dtype;
+    int negated; /* the memory holds the elements with their signs flipped */
 } fst_view;
 
 int64_t fst_view_count(const fst_view *view);
 
 /* Why a tensor cannot be used: a word for programs and a clause for people. */
 typedef struct {
-    const char *kind; /* "type", "storage", "dtype", "device", "shape", "overlap" or "negated" */
+    const char *kind; /* "type", "storage", "dtype", "device", "shape" or "overlap" */
     char detail[200];
 } fst_problem;
 
@@ -58,9 +60,18 @@ int fst_problem_set(fst_problem *problem, const char *kind, const char *format, 
     __attribute__((format(printf, 3, 4)));
 
 /* Reads a tensor of any type of elements and on any device. Returns 0, or -1 with `problem` filled
- * and no Python error. */
+ * and no Python error. The memory of a lazily negated or conjugated view is not what the tensor
+ * holds. */
 int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
                     fst_problem *problem);
+
+/* Whether a tensor that was read is a lazily negated view: 1 or 0, or -1 with `problem` filled. May
+ * run Python code where torch's records are not known. */
+int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem);
+
+/* fst_tensor_read for what is not read through a layout: a lazily negated view is a problem. */
+int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
+                          fst_problem *problem);
 
 /* Reads a tensor of a supported type in CPU or CUDA memory. Returns 0, or -1 with `problem` filled
  * and no Python error. */
@@ -81,7 +92,8 @@ int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem);
 static inline fst_device_scalar fst_view_as_scalar(const fst_view *view)
 {
     return (fst_device_scalar){.data = (uint64_t)(uintptr_t)view->data,
-                               .is_double = view->dtype == FST_F64};
+                               .is_double = view->dtype == FST_F64,
+                               .negated = view->negated};
 }
 
 /* Reads such a tensor. */
@@ -93,8 +105,7 @@ int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_vi
 int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void **stream,
                       fst_problem *problem);
 
-/* Whether the elements lie one after another in the order of the shape. Says no for a 0-d tensor:
- * its strides would not show that it is the lazily negated part of a complex number. */
+/* Whether the elements lie one after another in the order of the shape, and as they are. */
 int fst_view_is_packed(const fst_view *view);
 
 /* object.grad: a new reference, or NULL with a Python error. */
@@ -109,10 +120,9 @@ fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object);
 void fst_tensor_unpin(fst_dl_managed *pin);
 
 /* Describes a view in the given order of dimensions. *layout is NULL if none is needed, else the
- * caller frees it. Returns 0, or -1 with `problem` filled (or a Python error for lack of memory).
- */
-int fst_tensor_layout(fst_tensors *tensors, PyObject *object, const fst_view *view, int order_count,
-                      const int *order, int written, fst_layout **layout, fst_problem *problem);
+ * caller frees it. Returns 0, or -1 with `problem` filled. */
+int fst_view_layout(const fst_view *view, int order_count, const int *order, int written,
+                    fst_layout **layout, fst_problem *problem);
 
 /* Whether the tables of a device can hold the layout; 0, or -1 with `problem` filled. */
 int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem);

@@ -55,7 +55,7 @@ class Layout(NamedTuple):
     kind_mask: int
     next_mask: int
     countable: int  # the bits of the next one that say that a tensor has a version counter
-    negated: int  # those that say that it is a lazily negated view, or 0
+    negated: int  # the bit that says that it is a lazily negated view, or 0
     move_version: int  # the address of torch's function, or 0
 
 
@@ -129,14 +129,19 @@ def _countable(place: int) -> int:
 
 
 def _negated(place: int) -> int:
-    """The bits of a word that only negated views have; 0 where one has none of them."""
-    imaginary = torch.zeros(4, dtype=torch.complex64).conj().imag
-    views = [neg_view(torch.zeros(4)), neg_view(torch.zeros(())), imaginary, imaginary[0]]
-    others = [torch.zeros(4), torch.zeros(()), *_equal_tensors()]
-    with_them, without = (
-        [_words(record_of(t), place + 1)[place] for t in tensors] for tensors in (views, others)
+    """The bit of a word that all negated views have and no other tensor; 0 if it is not one."""
+    tensor, conjugate = torch.zeros(4), torch.zeros(4, dtype=torch.complex64).conj()
+    others = [tensor, tensor[1:], tensor[0], torch.nn.Parameter(tensor), conjugate, conjugate.real]
+    others += [*_different_tensors(), *_equal_tensors()]
+    others += [conjugate.imag.resolve_neg()]
+    views = [neg_view(tensor), neg_view(tensor[0]), torch.nn.Parameter(neg_view(tensor))]
+    views += [conjugate.imag, conjugate.imag[0], conjugate.imag.data, neg_view(tensor.double())]
+    with_it, without = (
+        [_words(record_of(t), place + 1)[place] for t in tensors if t.is_neg() == negated]
+        for tensors, negated in ((views, True), (others, False))
     )
-    return functools.reduce(operator.and_, with_them) & ~functools.reduce(operator.or_, without)
+    bits = functools.reduce(operator.and_, with_it) & ~functools.reduce(operator.or_, without)
+    return bits if bits.bit_count() == 1 else 0
 
 
 def _different_tensors() -> Iterator[Tensor]:
@@ -202,6 +207,10 @@ def _new_data(tensor: Tensor) -> None:
     tensor.data = torch.zeros_like(tensor)
 
 
+def _negate(tensor: Tensor) -> None:
+    tensor.data = neg_view(tensor.data)
+
+
 def _new_grad(tensor: Tensor) -> None:
     tensor.grad = torch.ones_like(tensor)
 
@@ -210,9 +219,10 @@ def _no_grad(tensor: Tensor) -> None:
     tensor.grad = None
 
 
-_OF_A_PARAMETER: tuple[Callable[[Tensor], object], ...] = (_new_data, _new_grad, _no_grad)
+_OF_A_PARAMETER: tuple[Callable[[Tensor], object], ...] = (_new_data, _negate, _new_grad, _no_grad)
 _OF_ANY: tuple[Callable[[Tensor], object], ...] = (
     _new_data,
+    _negate,
     _resize_storage,
     lazy_clone,
     lambda t: t.set_(torch.zeros(2, 3)),  # type: ignore[call-overload]

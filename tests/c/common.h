@@ -99,10 +99,12 @@ static inline void store_value(void *at, fst_dtype dtype, double value)
 }
 
 typedef enum {
-    FLAT,       /* one element after another, aligned to no more than an element */
-    STRIDED,    /* every third element */
-    TRANSPOSED, /* rows of seven, stored by columns */
-    EXPANDED,   /* one row of seven, seen again and again: to be read only */
+    FLAT,               /* one element after another, aligned to no more than an element */
+    STRIDED,            /* every third element */
+    NEGATED,            /* one element after another, each with its sign flipped */
+    TRANSPOSED,         /* rows of seven, stored by columns */
+    NEGATED_TRANSPOSED, /* the same with every sign flipped */
+    EXPANDED,           /* one row of seven, seen again and again: to be read only */
     ARRANGEMENTS,
 } arrangement;
 
@@ -126,12 +128,15 @@ static inline array *array_new(fst_dtype dtype, arrangement how, int64_t count)
     if (how == STRIDED) {
         a->layout = (fst_layout){.ndim = 1, .shape = {count}, .stride = {3}};
         last *= 3;
+    } else if (how == NEGATED) {
+        a->layout = (fst_layout){.ndim = 1, .shape = {count}, .stride = {1}};
     } else if (how != FLAT) {
         a->layout = (fst_layout){.ndim = 2, .shape = {rows, 7}, .stride = {1, rows}};
         if (how == EXPANDED)
             memcpy(a->layout.stride, (int64_t[]){0, 1}, 2 * sizeof(int64_t));
         last = how == EXPANDED ? 6 : a->count - 1;
     }
+    a->layout.negated = how == NEGATED || how == NEGATED_TRANSPOSED;
     const size_t element = fst_dtype_size(dtype);
     a->lead = element;
     a->size = ((size_t)last + 2) * element;
@@ -188,14 +193,19 @@ static inline char *element_at(const fst_operand *op, int64_t i)
     return (char *)op->data + offset_of(op, i) * (int64_t)fst_dtype_size(op->dtype);
 }
 
+static inline double signed_as_in(const fst_operand *op, double value)
+{
+    return op->layout && op->layout->negated ? -value : value;
+}
+
 static inline double get(const fst_operand *op, int64_t i)
 {
-    return load_value(element_at(op, i), op->dtype);
+    return signed_as_in(op, load_value(element_at(op, i), op->dtype));
 }
 
 static inline void set(const fst_operand *op, int64_t i, double value)
 {
-    store_value(element_at(op, i), op->dtype, value);
+    store_value(element_at(op, i), op->dtype, signed_as_in(op, value));
 }
 
 /* Random bytes between the elements too: nobody may write there. */

@@ -56,7 +56,7 @@ static int same_tables(const fst_device_tables *t, const expectation *e)
         const fst_device_layout *layout = layouts + ops[i].layout;
         same = same && ops[i].layout >= 0 &&
                fake_cuda_holds((uint64_t)(uintptr_t)layout, sizeof *layout) &&
-               layout->ndim == e->layout.ndim;
+               layout->ndim == e->layout.ndim && layout->negated == e->layout.negated;
         for (int d = 0; same && d < e->layout.ndim; d++)
             same =
                 layout->shape[d] == e->layout.shape[d] && layout->stride[d] == e->layout.stride[d];

@@ -65,7 +65,7 @@ static inline void model_plan(model *m, fst_status *status)
 {
     float *at = m->memory;
     fst_plan_begin(&m->plan);
-    m->layout = (fst_layout){2, {1, 1}, {5, 3}};
+    m->layout = (fst_layout){2, {1, 1}, {5, 3}, 1};
     for (size_t i = 0; i < m->tensors; i++) {
         const int64_t count = model_count(m, i);
         fst_operand *op = fst_plan_add(&m->plan, count, 0, status);

@@ -135,8 +135,8 @@ int main(void)
         {FST_F64, FST_F16, FST_F32, FST_F32, FST_F64, FST_F32, FST_BF16},
     };
     /* a second row beyond 2^31, and every other element: offsets beyond 2^32 */
-    const fst_layout rows = {2, {2, far_away}, {far_away + 77, 1}};
-    const fst_layout apart = {1, {far_away + SMALL}, {2}};
+    const fst_layout rows = {2, {2, far_away}, {far_away + 77, 1}, 0};
+    const fst_layout apart = {1, {far_away + SMALL}, {2}, 0};
     const fst_layout *layouts[] = {NULL, &rows, &apart};
     const fst_cpu_kernels *levels[MAX_LEVELS];
     const size_t count = supported_levels(levels);

@@ -21,6 +21,7 @@ static options random_options(void)
     o.scale_is_double = (int)random_below(2);
     o.found_is_double = (int)random_below(2);
     o.norm_is_double = (int)random_below(2);
+    o.negated = (int)random_below(2);
     return o;
 }
 
@@ -83,7 +84,7 @@ static void all_kinds(fst_rule rule, fst_dtype dtype, fst_dtype grad_dtype, plac
                 add_param(m, group, sizes[random_below(sizeof sizes / sizeof sizes[0])], &k);
         }
         const kind other = random_kind((fst_dtype)random_below(FST_DTYPE_COUNT), FST_F32,
-                                       (placement)random_below(5));
+                                       (placement)random_below(PLACEMENTS));
         add_param(m, 2, 1 + (int64_t)random_below(300), &other);
         add_param(m, 2, 16384 + (int64_t)random_below(1000), &k);
         const options o = random_options();

@@ -52,6 +52,7 @@ static model *new_model(void)
     }
     add(m, 0, 17000, FST_F32, FLAT);
     add(m, 0, 700, FST_BF16, TRANSPOSED);
+    add(m, 0, 330, FST_F32, NEGATED);
     add(m, 1, 301, FST_F64, STRIDED);
     add(m, 1, 0, FST_F32, FLAT);
     add(m, 1, 1025, FST_F16, FLAT);
@@ -73,7 +74,7 @@ static void gpu_step(model *m, fst_gpu_tables *tables, const options *o, numbers
     model_plan(m, o, &plan);
     const fst_work work = fst_plan_work(&plan);
     device_make(&d, &work, 1);
-    device_add_spans(&d, m, n->lr);
+    device_add_spans(&d, m, o, n->lr);
     const fst_gpu_rules rules = {.spans = d.spans,
                                  .groups = d.groups,
                                  .span_count = work.span_count + 1,

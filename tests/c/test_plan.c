@@ -150,7 +150,7 @@ static void pieces_keep_their_order(const piece *pieces, size_t count, size_t ro
     for (size_t i = 0; i < count; i++) {
         fst_operand expected[FST_OP_COUNT] = {{.data = NULL}};
         fst_operand *op = fst_plan_add(&plan, pieces[i].count, 0, &status);
-        layouts[i] = (fst_layout){1, {pieces[i].count}, {pieces[i].step}};
+        layouts[i] = (fst_layout){1, {pieces[i].count}, {pieces[i].step}, 0};
         op[FST_OP_GRAD] = grad->op;
         op[FST_OP_PARAM].data = element_at(&got->op, pieces[i].begin);
         if (pieces[i].step != 1)
@@ -194,7 +194,7 @@ static void rounds(void)
 static void rounds_follow_strides_and_types(void)
 {
     static double buffer[64];
-    const fst_layout wide = {1, {10}, {2}};
+    const fst_layout wide = {1, {10}, {2}, 0};
     fst_plan plan;
     fst_plan_init(&plan, 1);
     for (int step = 0; step < 3; step++) {

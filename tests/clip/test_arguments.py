@@ -47,7 +47,7 @@ FOREIGN: dict[str, Callable[[], Tensor]] = {
     "complex": lambda: torch.tensor([3.0 + 4.0j, 1.0j]),
     "sparse": lambda: torch.sparse_coo_tensor([[0]], [2.0], (2,), check_invariants=True),
     "subclass": lambda: torch.tensor([3.0, 4.0]).as_subclass(Intercepting),
-    "negative view": lambda: torch.tensor([3.0 + 4.0j, 1.0j]).conj().imag,
+    "conjugate": lambda: torch.tensor([3.0 + 4.0j, 1.0j]).conj(),
     "meta": lambda: torch.ones(2, device="meta"),
 }
 

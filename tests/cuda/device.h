@@ -39,6 +39,7 @@ static inline int32_t device_add_layout(device *d, int32_t *count, const fst_lay
     fst_device_layout *to = &d->layouts[*count];
     memset(to, 0xFF, sizeof *to);
     to->ndim = from->ndim;
+    to->negated = from->negated;
     memcpy(to->shape, from->shape, (size_t)from->ndim * sizeof(int64_t));
     memcpy(to->stride, from->stride, (size_t)from->ndim * sizeof(int64_t));
     return (*count)++;

@@ -4,7 +4,16 @@
 
 #include "step.h"
 
-typedef enum { ALIGNED, MISALIGNED, BY_STRIDES, BY_COLUMNS, MIXED, PLACEMENTS } placement;
+typedef enum {
+    ALIGNED,
+    MISALIGNED,
+    BY_STRIDES,
+    BY_COLUMNS,
+    BY_SIGNS,
+    BY_SIGNS_AND_COLUMNS,
+    MIXED,
+    PLACEMENTS,
+} placement;
 
 static const double usual[FST_RULE_COUNT][FST_MAX_HYPER] = {
     [FST_RULE_adam] = {0.0078125, 0.9, 0.999, 1e-8, 0.1, 1.0},
@@ -20,12 +29,15 @@ static inline array *new_array(fst_dtype dtype, placement how, int64_t count)
 {
     if (how == MIXED)
         how = (placement)random_below(MIXED);
+    static const arrangement arrangements[] = {
+        [MISALIGNED] = FLAT,
+        [BY_STRIDES] = STRIDED,
+        [BY_COLUMNS] = TRANSPOSED,
+        [BY_SIGNS] = NEGATED,
+        [BY_SIGNS_AND_COLUMNS] = NEGATED_TRANSPOSED,
+    };
     return how == ALIGNED ? array_new_aligned(dtype, count)
-                          : array_new(dtype,
-                                      how == MISALIGNED   ? FLAT
-                                      : how == BY_STRIDES ? STRIDED
-                                                          : TRANSPOSED,
-                                      count);
+                          : array_new(dtype, arrangements[how], count);
 }
 
 static inline void add_operand(model *m, param *p, int role, fst_dtype dtype, placement how,
@@ -53,8 +65,10 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
         p->array[i] = -1;
     p->counts = rule == FST_RULE_adam || rule == FST_RULE_amsgrad || random_below(4) == 0;
     p->is_double = (int)random_below(2);
+    p->negated = (int)random_below(2);
     p->value = 1.0 + (double)random_below(2);
-    scalar_set(&m->steps[m->param_count++], p->is_double, (double)random_below(5));
+    scalar_set(&m->steps[m->param_count++], p->is_double,
+               flipped((double)random_below(5), p->negated));
     if (!count)
         return;
     add_operand(m, p, FST_OP_PARAM, k->dtype, k->how, random_value);

@@ -14,8 +14,8 @@ typedef struct {
     int64_t count;           /* 0: without elements, it only counts */
     int array[FST_OP_COUNT]; /* index of each operand's array, -1: absent */
     unsigned group;
-    int counts, is_double; /* its step counter */
-    double value;          /* what the rule reads without one */
+    int counts, is_double, negated; /* its step counter */
+    double value;                   /* what the rule reads without one */
     int wide;
 } param;
 
@@ -39,6 +39,7 @@ typedef struct {
     double scale, found_inf, max_norm; /* NaN: absent */
     int scale_is_double, found_is_double, norm_is_double;
     int measure_found_inf, write_grad;
+    int negated; /* scalars are held with their signs flipped */
 } options;
 
 typedef struct {
@@ -59,6 +60,19 @@ static inline void model_free(model *m)
     for (int i = 0; i < m->array_count; i++)
         array_free(m->arrays[i]);
     free(m);
+}
+
+static inline double flipped(double value, int negated)
+{
+    return negated ? -value : value;
+}
+
+/* A scalar whose memory holds it with its sign flipped, or not. */
+static inline fst_device_scalar scalar_held(void *memory, int is_double, int negated)
+{
+    fst_device_scalar scalar = scalar_at(memory, is_double);
+    scalar.negated = negated;
+    return scalar;
 }
 
 static inline double scalar_get(const void *at, int is_double)
@@ -96,7 +110,9 @@ static inline void cpu_fold(model *m, fst_update_args *args, double coefficient)
     for (int i = 0; i < m->param_count; i++) {
         const param *p = &m->params[i];
         const model_group *g = &m->groups[p->group];
-        const double step = p->counts ? scalar_get(&m->steps[i], p->is_double) + 1.0 : p->value;
+        const double step = p->counts
+                                ? flipped(scalar_get(&m->steps[i], p->is_double), p->negated) + 1.0
+                                : p->value;
         if (p->count) {
             fst_update_args *a = &args[span++];
             *a = (fst_update_args){.clip_coefficient = coefficient,
@@ -106,7 +122,7 @@ static inline void cpu_fold(model *m, fst_update_args *args, double coefficient)
             fst_rule_fold(a, g->hyper, step);
         }
         if (p->counts)
-            scalar_set(&m->steps[i], p->is_double, step);
+            scalar_set(&m->steps[i], p->is_double, flipped(step, p->negated));
     }
 }
 
@@ -144,7 +160,7 @@ static inline outcome cpu_step(model *m, const options *o)
 }
 
 /* The spans with elements come first, as in the plan. */
-static inline void device_add_spans(device *d, model *m, double *lr)
+static inline void device_add_spans(device *d, model *m, const options *o, double *lr)
 {
     size_t at = 0;
     for (int empty = 0; empty < 2; empty++)
@@ -158,7 +174,7 @@ static inline void device_add_spans(device *d, model *m, double *lr)
                                              .maximize = m->groups[p->group].maximize,
                                              .wide = p->wide};
             if (p->counts)
-                d->spans[at].step = scalar_at(&m->steps[i], p->is_double);
+                d->spans[at].step = scalar_held(&m->steps[i], p->is_double, p->negated);
             at++;
         }
     d->groups = must_alloc_poison((size_t)m->group_count * sizeof *d->groups);
@@ -169,9 +185,9 @@ static inline void device_add_spans(device *d, model *m, double *lr)
         d->groups[i].lr = (fst_device_scalar){.data = 0};
         if (!g->lr_on_device)
             continue;
-        scalar_set(&lr[i], g->lr_is_double, g->hyper[0]);
+        scalar_set(&lr[i], g->lr_is_double, flipped(g->hyper[0], o->negated));
         d->groups[i].hyper[0] = NAN;
-        d->groups[i].lr = scalar_at(&lr[i], g->lr_is_double);
+        d->groups[i].lr = scalar_held(&lr[i], g->lr_is_double, o->negated);
     }
 }
 
@@ -186,17 +202,17 @@ static inline outcome device_step(model *m, const options *o, unsigned grid)
     for (int i = 0; i < m->param_count; i++)
         empty += m->params[i].count == 0;
     device_make(&d, &work, empty);
-    device_add_spans(&d, m, lr);
+    device_add_spans(&d, m, o, lr);
     fst_begin_launch begin = {.tables = d.tables, .max_norm = o->max_norm};
     begin.measure_found_inf = o->measure_found_inf;
     begin.measure = o->measure_found_inf || !isnan(o->max_norm);
-    begin.norm = scalar_at(&norm, o->norm_is_double);
-    scalar_set(&scale, o->scale_is_double, o->scale);
-    scalar_set(&found_inf, o->found_is_double, o->found_inf);
+    begin.norm = scalar_held(&norm, o->norm_is_double, o->negated);
+    scalar_set(&scale, o->scale_is_double, flipped(o->scale, o->negated));
+    scalar_set(&found_inf, o->found_is_double, flipped(o->found_inf, o->negated));
     if (!isnan(o->scale))
-        begin.grad_scale = scalar_at(&scale, o->scale_is_double);
+        begin.grad_scale = scalar_held(&scale, o->scale_is_double, o->negated);
     if (!isnan(o->found_inf))
-        begin.found_inf = scalar_at(&found_inf, o->found_is_double);
+        begin.found_inf = scalar_held(&found_inf, o->found_is_double, o->negated);
     device_launch(&d, "fst_begin", grid, &begin);
     for (size_t round = 0; round < work.round_count; round++) {
         fst_update_launch update = {.tables = device_round(&d, &work, round)};
@@ -204,9 +220,11 @@ static inline outcome device_step(model *m, const options *o, unsigned grid)
         device_launch(&d, "fst_update", grid, &update);
     }
     const outcome out = {d.outcome->skip, d.outcome->norm,
-                         isnan(o->found_inf) ? NAN : scalar_get(&found_inf, o->found_is_double)};
+                         isnan(o->found_inf)
+                             ? NAN
+                             : flipped(scalar_get(&found_inf, o->found_is_double), o->negated)};
     const double shown = o->norm_is_double ? out.norm : (double)(float)out.norm;
-    CHECK(same_double(scalar_get(&norm, o->norm_is_double), shown));
+    CHECK(same_double(flipped(scalar_get(&norm, o->norm_is_double), o->negated), shown));
     device_free(&d);
     fst_plan_free(&plan);
     return out;

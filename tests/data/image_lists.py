@@ -63,7 +63,9 @@ def bits(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def layouts(x: Tensor) -> list[Tensor]:
-    """The same images with other strides."""
+    """The same images with other strides, and lazily negated."""
     wide = torch.zeros(*x.shape[:3], x.shape[3] * 2, dtype=x.dtype)
     wide[..., ::2] = x
-    return [x, x.to(memory_format=torch.channels_last), wide[..., ::2], x.mT.contiguous().mT]
+    turned = x.mT.contiguous().mT
+    channels_last = x.to(memory_format=torch.channels_last)
+    return [x, channels_last, wide[..., ::2], turned, torch._neg_view(-x)]

@@ -14,7 +14,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from faststep.data import ArrayDataset, DataLoader
+from faststep.data import ArrayDataset, DataLoader, converted
 
 from .both import assert_same
 from .test_batches import table
@@ -44,6 +44,13 @@ OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no tensors": (TensorDataset(), {"sampler": [0]}, "tensors is empty"),
     "sparse": (TensorDataset(torch.eye(4).to_sparse()), {"collate_fn": list}, "not a dense"),
     "conjugate": (TensorDataset(torch.ones(4, dtype=torch.complex64).conj()), {}, "conjugated"),
+    "negated": (TensorDataset(torch._neg_view(torch.arange(4.0))), {}, "negated"),
+    "imaginary": (TensorDataset(torch.eye(3, dtype=torch.complex64).conj().imag), {}, "negated"),
+    "converted": (
+        ArrayDataset(converted(torch._neg_view(torch.arange(4).byte()), torch.float32)),
+        {},
+        "negated",
+    ),
     "different": (ConcatDataset([table(2), TensorDataset(torch.ones(2))]), {}, "structure"),
     "other types": (
         ConcatDataset([ArrayDataset(torch.ones(2)), ArrayDataset(torch.ones(2).int())]),
@@ -62,6 +69,11 @@ def test_everything_else_is_torchs(name: str) -> None:
     loader = DataLoader(dataset, **options)
     assert reason in loader.explain()
     assert_same(lambda: (dataset, dict(options)), path="torch")
+
+
+def test_batches_of_negated_indices() -> None:
+    batches = [torch._neg_view(torch.tensor(rows)) for rows in ([-3, -1], [-2, 0])]
+    assert_same(lambda: (table(), {"batch_sampler": batches}), path="arrays")
 
 
 def test_worker_init_fn_runs_in_workers() -> None:

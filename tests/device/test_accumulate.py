@@ -11,6 +11,7 @@ import faststep
 from faststep import _C
 from faststep.accumulation.additions import add_to
 from optim.common import DTYPES, dtype_name, same_bits
+from optim.layouts import negated
 
 from . import fake
 from .common import SPECIAL, values
@@ -57,6 +58,15 @@ def test_layouts() -> None:
     claimed = fake.claim(total.clone())
     add_to(claimed, fake.claim(term), 1.0, False)
     assert torch.equal(fake.plain(claimed), total + term.float())
+
+
+@pytest.mark.parametrize("start", [False, True])
+def test_negated_views(start: bool) -> None:
+    total, term = values((400,), 0, torch.float32), values((400,), 1, torch.bfloat16)
+    claimed = fake.claim(negated(total))
+    _C.device_accumulate([claimed], [fake.claim(negated(term))], 0.3, start, [fake.claim(term)])
+    _C.accumulate([total], [term], 0.3, start, [term])
+    assert same_bits(fake.plain(claimed), total)
 
 
 def test_add_to_is_one_launch_and_moves_the_version() -> None:

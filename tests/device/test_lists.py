@@ -12,6 +12,7 @@ from torch import Tensor
 import faststep
 from faststep import _C
 from optim.common import DTYPES, dtype_name, same_bits
+from optim.layouts import negated
 
 from . import fake
 from .common import SPECIAL, Pair, values
@@ -66,6 +67,24 @@ def test_mixed_dtypes_and_layouts() -> None:
         p.grad, q.grad = grad.clone(), fake.claim(grad.clone())
     norms = [faststep.clip_grad_norm_(p, 0.25) for p in (pair.cpu, pair.cuda)]
     assert same_bits(norms[0], fake.plain(norms[1]))
+    assert_same_grads(pair)
+
+
+def test_negated_views() -> None:
+    shapes = ((7, 5), (), (20_000,))
+    pair = Pair([torch.zeros(shape) for shape in shapes])
+    for i, (p, q) in enumerate(zip(pair.cpu, pair.cuda, strict=True)):
+        grad = values(shapes[i], i, torch.float32)
+        p.grad, q.grad = grad.clone(), fake.claim(negated(grad))
+    norms = [faststep.clip_grad_norm_(p, 0.25) for p in (pair.cpu, pair.cuda)]
+    assert same_bits(norms[0], fake.plain(norms[1]))
+    assert_same_grads(pair)
+    for params in (pair.cpu, pair.cuda):
+        faststep.clip_grad_value_(params, 1e-3)
+    assert_same_grads(pair)
+    norm = torch.tensor(8.0)
+    faststep.clip_grads_with_norm_(pair.cpu, 1.0, norm)
+    faststep.clip_grads_with_norm_(pair.cuda, 1.0, fake.claim(negated(norm)))
     assert_same_grads(pair)
 
 

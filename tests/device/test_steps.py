@@ -12,6 +12,7 @@ from faststep import _C
 from nvcc import KERNELS
 from optim.common import DTYPES, dtype_name
 from optim.declarations import ADAMW, ALL, LION, SGD, Declaration
+from optim.layouts import negated
 
 from . import fake
 from .common import SPECIAL, Pair, values
@@ -84,6 +85,31 @@ def test_layouts(declaration: Declaration) -> None:
         a.step()
         b.step()
         pair.assert_same(a, b)
+
+
+@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+def test_negated_views(declaration: Declaration) -> None:
+    """Gradients, parameters, states and step counters, of which the memory has other signs."""
+    shapes = ((4, 6), (), (257,), (40, 50))
+    pair = Pair([values(shape, i, torch.float32) for i, shape in enumerate(shapes)])
+    for p in pair.cuda[:2]:
+        p.data = negated(p.data)
+    a, b = pair.optimizers(
+        declaration.ours, **declaration.kwargs, max_grad_norm=0.7, keep_grads=True
+    )
+    for step in range(5):
+        for i, (p, q) in enumerate(zip(pair.cpu, pair.cuda, strict=True)):
+            grad = values(shapes[i], 10 * step + i, torch.float32)
+            p.grad = grad.clone()
+            q.grad = fake.claim(negated(grad) if (step + i) % 2 else grad)
+            assert q.grad.is_neg() is bool((step + i) % 2)
+        if step == 3:
+            for state in b.state.values():
+                state.update({key: negated(value) for key, value in state.items()})
+        a.step()
+        b.step()
+        pair.assert_same(a, b, grads=True)
+    assert all(value.is_neg() for state in b.state.values() for value in state.values())
 
 
 @pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)

@@ -41,6 +41,8 @@ def values(
 
 def place(tensor: Tensor, device: torch.device | str, factor: float = 1.0) -> Tensor:
     """A copy on a device with the same strides and offset, multiplied by a power of two."""
+    if tensor.is_neg():
+        return torch._neg_view(place(torch._neg_view(tensor.detach()), device, factor))
     size = tensor.untyped_storage().nbytes() // tensor.element_size()
     whole = torch.as_strided(tensor.detach(), (size,), (1,), 0) * factor
     moved = whole.to(device, copy=True)

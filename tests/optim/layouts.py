@@ -35,6 +35,21 @@ def spaced_strides(p: Tensor, dtype: torch.dtype, generator: torch.Generator) ->
     return draw((*p.shape[:-1], 2 * p.shape[-1]), dtype, generator)[..., ::2]
 
 
+def negated(value: Tensor) -> Tensor:
+    """Equal to `value`; its memory holds the opposite signs."""
+    return torch._neg_view(-value)
+
+
+def negated_strides(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """A lazily negated view with the strides of a dense parameter."""
+    return negated(same_strides(p, dtype, generator))
+
+
+def imaginary_strides(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """The lazily negated part of a complex tensor, or of what looks like one."""
+    return torch._neg_view(-draw((*p.shape, 2), dtype, generator))[..., 1]
+
+
 Make = Callable[[torch.dtype, torch.Generator], list[Tensor]]
 
 
@@ -47,6 +62,7 @@ class Layout:
     gradient: Callable[[Tensor, torch.dtype, torch.Generator], Tensor] = same_strides
     grad_dtype: torch.dtype | None = None
     written_back: bool = True
+    unscaled_by_torch: bool = True  # which has no way for lazily negated gradients
 
     def parameters(self, dtype: torch.dtype, generator: torch.Generator) -> list[Parameter]:
         params = [Parameter(value) for value in self.values(dtype, generator)]
@@ -85,6 +101,13 @@ def sliced(dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
     ]
 
 
+def negated_values(dtype: torch.dtype, generator: torch.Generator) -> list[Tensor]:
+    """Lazily negated views: packed, without dimensions, transposed, with holes; and a plain one."""
+    values = [draw(shape, dtype, generator) for shape in ((67,), (), (5, 13), (5, 6))]
+    views = [negated(value) for value in values]
+    return [views[0], views[1], views[2].t(), views[3][:, ::2], draw((16,), dtype, generator)]
+
+
 LAYOUTS = (
     Layout("contiguous", plain((67,), (5, 13), (16,))),
     Layout("transposed", permuted),
@@ -95,5 +118,14 @@ LAYOUTS = (
     Layout("grad_transposed", plain((40, 50)), transposed_strides),
     Layout("grad_spaced", plain((6, 11)), spaced_strides),
     Layout("grad_expanded", plain((6, 11), (40,)), zero_strides, written_back=False),
+    Layout("negated", negated_values),
+    Layout(
+        "grad_negated",
+        plain((67,), (5, 13), (), (1,), (17000,)),
+        negated_strides,
+        unscaled_by_torch=False,
+    ),
+    Layout("grad_imaginary", plain((67,), (5, 13), ()), imaginary_strides, unscaled_by_torch=False),
+    Layout("both_negated", negated_values, negated_strides, unscaled_by_torch=False),
     Layout("grad_fp32", plain((67,), (5, 13)), grad_dtype=torch.float32),
 )

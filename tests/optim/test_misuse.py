@@ -156,20 +156,12 @@ def overlapping() -> tuple[Tensor, Tensor]:
     return Parameter(torch.ones(1).expand(5)), torch.ones(5)
 
 
-def negative_view() -> tuple[Tensor, Tensor]:
-    """A gradient with the lazy negation bit: its memory holds the opposite sign."""
-    gradient = torch.complex(torch.zeros(3), torch.ones(3)).conj().imag
-    assert gradient.is_neg()
-    return Parameter(torch.ones(3)), gradient
-
-
 UNUSABLE: tuple[Callable[[], tuple[Tensor, Tensor]], ...] = (
     complex_parameter,
     wrapper,
     wrapped_gradient,
     meta,
     overlapping,
-    negative_view,
 )
 
 

@@ -52,6 +52,8 @@ CHAINS = (
 
 def works_in_torch(layout: Layout, chain: Chain) -> bool:
     """A gradient with stride 0 cannot be written, which torch's scaler and a plain step do."""
+    if chain.scaler == "torch" and not layout.unscaled_by_torch:
+        return False
     if layout.written_back or chain.scaler == "no":
         return True
     return chain.scaler == "faststep" and chain.clip != "no_clip"
@@ -118,6 +120,8 @@ def scaled(g: Tensor) -> Tensor:
     """g * SCALE (a power of two, so exact) with g's own strides."""
     if 0 in g.stride():
         return (g[..., :1] * SCALE).expand(g.shape)
+    if g.is_neg():
+        return torch._neg_view(scaled(torch._neg_view(g)))
     return torch.empty_strided(g.shape, g.stride(), dtype=g.dtype).copy_(g * SCALE)
 
 

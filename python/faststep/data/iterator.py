@@ -323,4 +323,5 @@ def _is_submittable(indices: Any) -> bool:
         and indices.dim() == 1
         and indices.device.type == "cpu"
         and indices.is_contiguous()
+        and not indices.is_neg()
     )

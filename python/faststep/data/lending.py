@@ -96,6 +96,8 @@ class Lender:
                 or row.data_ptr() != start + i * step
                 or (row.shape, row.stride(), row.dtype) != form
                 or row.requires_grad
+                or row.is_conj()
+                or row.is_neg()
             ):
                 return None
         return self._batches.pop(start)

@@ -151,6 +151,7 @@ class Compose:
     ) -> tuple[Tensor, Tensor | None]:
         images, rows = (batch.images, batch.rows) if isinstance(batch, ImageRows) else (batch, None)
         self._check(images)
+        images = images.resolve_neg()
         count = len(images if rows is None else rows)
         self._check_labels(labels, count)
         channels, height, width = images.shape[1:]

@@ -108,6 +108,8 @@ def page_locked(tensor: torch.Tensor) -> torch.Tensor | None:
     Nothing but a copy to the device may see it: its block is used again when it and all tensors of
     the batch are gone, whatever else still reads it.
     """
+    if tensor.is_conj() or tensor.is_neg():
+        return None  # the block holds other elements
     storage = tensor.untyped_storage()
     for arena in list(_arenas.values()):
         block = arena.locked(storage)
