@@ -78,6 +78,8 @@ static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t
     fst_status status = {0};
     uint64_t number = 0;
     char **addresses = NULL;
+    if (!fst_gather_is_same(state, self, indices, (size_t)count))
+        return Py_NewRef(Py_None);
     const Py_ssize_t queued = PyList_Size(self->outputs);
     if (outputs != Py_None) {
         if (!(addresses = PyMem_Calloc(self->table.field_count, sizeof *addresses)))
