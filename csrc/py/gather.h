@@ -30,9 +30,9 @@ typedef struct {
     fst_watch **watches;   /* per node one per field; NULL: what cannot move */
     uint64_t *looked;      /* per node: see fst_gather_is_same */
     uint64_t looks;
-    fst_crew *crew;        /* NULL when closed */
-    PyObject *outputs;     /* a list: for each batch in the crew a tuple of tensors, or None */
-    int busy;              /* a thread is in a method that let go of the GIL */
+    fst_crew *crew;    /* NULL when closed */
+    PyObject *outputs; /* a list: for each batch in the crew a tuple of tensors, or None */
+    int busy;          /* a thread is in a method that let go of the GIL */
 } fst_gather_object;
 
 /* A tensor over a slot, which goes back to its pool when the last tensor over the same memory is

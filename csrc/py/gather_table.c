@@ -186,14 +186,14 @@ int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *se
     return 0;
 }
 
-/* Reads (address, stride, the tensor whose rows these are or None). */
+/* Reads (address, stride[, the tensor whose rows these are, or None]). */
 static int parse_column(const fst_module *state, const fst_gather_object *self, PyObject *spec,
                         fst_column *column, fst_watch **watch)
 {
     unsigned long long address;
     long long stride;
-    PyObject *watched;
-    if (!PyArg_ParseTuple(spec, "KLO", &address, &stride, &watched))
+    PyObject *watched = Py_None;
+    if (!PyArg_ParseTuple(spec, "KL|O", &address, &stride, &watched))
         return -1;
     *column = (fst_column){(const char *)(uintptr_t)address, stride};
     return watched == Py_None || (*watch = fst_watch_new(state, self->api, watched)) ? 0 : -1;

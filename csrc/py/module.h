@@ -78,7 +78,7 @@ PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
 PyObject *fst_py_permute(PyObject *module, PyObject *args);
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused);
 PyObject *fst_py_keep_locked_memory(PyObject *module, PyObject *whether); /* arena_lock.c */
-PyObject *fst_py_hold(PyObject *module, PyObject *args); /* hold.c */
+PyObject *fst_py_hold(PyObject *module, PyObject *args);                  /* hold.c */
 PyObject *fst_py_holds(PyObject *module, PyObject *unused);
 PyObject *fst_py_use_owners(PyObject *module, PyObject *args);
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_arena_spec;

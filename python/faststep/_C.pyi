@@ -403,9 +403,9 @@ class Gather:
             the first of one, not the last. For one to floats a tuple follows: the type's number in
             csrc/base/widen.h, the scale, and as tuples no means and stds, one of each, or one for
             each element of a row's first dimension.
-        nodes: the tree of csrc/io/table.h, the root last: (0, length, ((address, stride,
-            the tensor that is watched or None), ...)),
-            (1, child, length, address of int64 indices or 0, start, step) or (2, children).
+        nodes: the tree of csrc/io/table.h, the root last: (0, length, columns), (1, child, length,
+            address of int64 indices or 0, start, step) or (2, children). A column is (address,
+            stride), and a tensor if its rows these are and it is to be watched.
         threads: at most so many.
         eager: wake them for small batches too.
         owner: keeps the memory at these addresses.

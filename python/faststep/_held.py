@@ -41,7 +41,8 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
     Raises:
         NotHeld: this torch keeps the owner of memory in a way that is not known.
     """
-    if not tensor.numel() or tensor.is_shared() or tensor.is_pinned():
+    is_shared: bool = tensor.untyped_storage().is_shared()
+    if not tensor.numel() or is_shared or tensor.is_pinned():
         return tensor.detach()
     if not _can_hold():
         raise NotHeld(f"torch {torch.__version__} does not let its memory be held")
@@ -70,11 +71,11 @@ def _places() -> tuple[int, int, int] | None:
 
 def _works(places: tuple[int, int, int]) -> bool:
     """Whether memory is held when its tensor moves, and freed when both have let go."""
-    tensor = torch.arange(4096)
+    before, tensor = _C.holds(), torch.arange(4096)
     address, freed_by = tensor.data_ptr(), _words(tensor)[places[1]]
     first = _C.hold(tensor, storage_record_of(tensor))
     second = _C.hold(tensor, storage_record_of(tensor))
-    if _C.holds() != 1 or tensor.data_ptr() != address:
+    if _C.holds() != before + 1 or tensor.data_ptr() != address:
         return False
     tensor.untyped_storage().resize_(1 << 16)
     words = _words(tensor)
@@ -82,9 +83,9 @@ def _works(places: tuple[int, int, int]) -> bool:
         return False
     right = first.data_ptr() == address and bool(torch.equal(second, torch.arange(4096)))
     del first
-    right = right and _C.holds() == 1
+    right = right and _C.holds() == before + 1
     del second
-    return right and _C.holds() == 0
+    return right and _C.holds() == before
 
 
 def _can_hold() -> bool:
