@@ -68,9 +68,7 @@ _NO_RUN = _Run(0, ((), 0, 0), False)
 
 
 def _run_of(order: Order, first: int) -> _Run:
-    block = order.block(first, BATCHES_AT_ONCE)
-    if not isinstance(block[0], torch.Tensor):  # of a list the threads take all
-        block = order.block(first)
+    block = order.block(first, 1 if order.in_lists else BATCHES_AT_ONCE)  # of a list all is taken
     return _Run(first, block, _is_submittable(block[0]))
 
 
@@ -191,7 +189,13 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             first, (items, start, count), submits = self._run
             place = (number - first) * size
             if not 0 <= place < count:
-                self._run = _run_of(order, number)
+                try:
+                    self._run = _run_of(order, number)
+                except Exception:
+                    if self._queue:  # not before its place
+                        return
+                    order.batches = number
+                    raise
                 continue
             block = (items, start + place, min(size, count - place))
             self._add(number, block, block, submits)
