@@ -293,7 +293,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         data = self._fetch(entry.indices)
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
 
-    def bytes_of(self, batch: Any) -> int:
+    def bytes_of(self, batch: Any) -> int | None:
         return self._bytes or super().bytes_of(batch)
 
     def _fetch(self, indices: Any) -> Any:
