@@ -28,11 +28,11 @@ typedef struct {
     fst_table table;
     fst_field_form *forms; /* one per field */
     fst_watch **watches;   /* per node one per field; NULL: what cannot move */
-    uint64_t *looked;      /* per node: see fst_gather_is_same */
-    uint64_t looks;
-    fst_crew *crew;    /* NULL when closed */
-    PyObject *outputs; /* a list: for each batch in the crew a tuple of tensors, or None */
-    int busy;          /* a thread is in a method that let go of the GIL */
+    size_t next_look;      /* the node that was looked at last */
+    size_t moves;          /* of held memory, when all were looked at */
+    fst_crew *crew;        /* NULL when closed */
+    PyObject *outputs;     /* a list: for each batch in the crew a tuple of tensors, or None */
+    int busy;              /* a thread is in a method that let go of the GIL */
 } fst_gather_object;
 
 /* A tensor over a slot, which goes back to its pool when the last tensor over the same memory is
@@ -51,9 +51,12 @@ int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *ob
 fst_watch *fst_watch_new(const fst_module *state, const fst_dl_api *api, PyObject *object);
 void fst_watch_free(fst_watch *watch);
 
-/* Whether the tensors that have these samples are as they were when they were noted. */
-int fst_gather_is_same(const fst_module *state, fst_gather_object *self, const int64_t *indices,
-                       size_t count);
+/* How often held memory was moved by torch, or its storage ended (hold.c). */
+size_t fst_hold_moves(void);
+
+/* Whether the tensors are as they were when they were noted. All are looked at after held memory
+ * has moved, else some of many: what only another view of its memory has become shows later. */
+int fst_gather_is_same(const fst_module *state, fst_gather_object *self);
 
 /* The elements of a packed 1-d int64 tensor; NULL with a Python error, or where there are none. */
 int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,

@@ -301,9 +301,7 @@ int fst_gather_parse(const fst_module *state, fst_gather_object *self, PyObject 
     self->forms = PyMem_Calloc(field_count + 1, sizeof *self->forms);
     self->table.nodes = PyMem_Calloc(node_count + 1, sizeof *self->table.nodes);
     self->watches = PyMem_Calloc(field_count * node_count + 1, sizeof(fst_watch *));
-    self->looked = PyMem_Calloc(node_count + 1, sizeof *self->looked);
-    if (!self->table.fields || !self->forms || !self->table.nodes || !self->watches ||
-        !self->looked) {
+    if (!self->table.fields || !self->forms || !self->table.nodes || !self->watches) {
         PyErr_NoMemory();
         return -1;
     }
@@ -334,7 +332,6 @@ void fst_gather_forget(fst_gather_object *self)
     for (size_t w = 0; w < self->table.node_count * self->table.field_count; w++)
         fst_watch_free(self->watches[w]);
     PyMem_Free(self->watches);
-    PyMem_Free(self->looked);
     PyMem_Free(self->table.fields);
     PyMem_Free(self->table.nodes);
     PyMem_Free(self->forms);

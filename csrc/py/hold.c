@@ -17,7 +17,7 @@ typedef struct {
     free_function free;
 } hold;
 
-static atomic_size_t holds;
+static atomic_size_t holds, moves;
 
 /* Any thread may call this, with the GIL or without. */
 static void let_go(void *argument)
@@ -28,6 +28,18 @@ static void let_go(void *argument)
     held->free(held->owner);
     free(held);
     atomic_fetch_sub(&holds, 1);
+}
+
+/* What a storage calls when it has other memory, or ends. */
+static void let_go_of_storage(void *argument)
+{
+    let_go(argument);
+    atomic_fetch_add(&moves, 1);
+}
+
+size_t fst_hold_moves(void)
+{
+    return atomic_load(&moves);
 }
 
 /* The words of a storage's record that own its memory. Threads without the GIL may read one. */
@@ -45,7 +57,7 @@ static void write_word(uint64_t *words, int place, uintptr_t value)
 static hold *hold_storage(const fst_owner_places *at, uint64_t *words)
 {
     void *owner = read_word(words, at->owner);
-    if ((uintptr_t)read_word(words, at->free) == (uintptr_t)let_go) {
+    if ((uintptr_t)read_word(words, at->free) == (uintptr_t)let_go_of_storage) {
         hold *held = owner;
         atomic_fetch_add(&held->users, 1);
         return held;
@@ -59,7 +71,7 @@ static hold *hold_storage(const fst_owner_places *at, uint64_t *words)
     held->owner = owner;
     held->free = (free_function)(uintptr_t)read_word(words, at->free);
     write_word(words, at->owner, (uintptr_t)held);
-    write_word(words, at->free, (uintptr_t)let_go);
+    write_word(words, at->free, (uintptr_t)let_go_of_storage);
     atomic_fetch_add(&holds, 1);
     return held;
 }

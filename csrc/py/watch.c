@@ -1,7 +1,9 @@
 /* Whether the tensors of a Gather still are where they were, and have the form that they had. */
 #include "py/gather.h"
 
-enum { FEW_LEAVES = 8 }; /* all are looked at, rather than finding out which a batch is of */
+enum {
+    LEAVES_AT_ONCE = 8
+}; /* that are looked at for a batch where nothing is known to have moved */
 
 struct fst_watch {
     PyObject *object;
@@ -60,36 +62,18 @@ static int leaf_is_same(const fst_module *state, const fst_gather_object *self, 
     return 1;
 }
 
-static size_t count_leaves(const fst_table *table)
+int fst_gather_is_same(const fst_module *state, fst_gather_object *self)
 {
-    size_t leaves = 0;
-    for (size_t n = 0; n < table->node_count; n++)
-        leaves += table->nodes[n].kind == FST_ROWS;
-    return leaves;
-}
-
-/* The number of the last call that looked at a leaf is beside its watches. */
-int fst_gather_is_same(const fst_module *state, fst_gather_object *self, const int64_t *indices,
-                       size_t count)
-{
-    const fst_table *table = &self->table;
-    fst_place place;
-    if (count_leaves(table) <= FEW_LEAVES) {
-        for (size_t n = 0; n < table->node_count; n++)
-            if (table->nodes[n].kind == FST_ROWS && !leaf_is_same(state, self, n))
-                return 0;
-        return 1;
-    }
-    self->looks++;
-    for (size_t i = 0; i < count; i++) {
-        if (fst_table_find(table, indices[i], &place))
+    const size_t moves = fst_hold_moves(), nodes = self->table.node_count;
+    size_t leaves = moves == self->moves ? LEAVES_AT_ONCE : nodes;
+    for (size_t seen = 0; seen < nodes && leaves; seen++) {
+        self->next_look = (self->next_look + 1) % nodes;
+        if (self->table.nodes[self->next_look].kind != FST_ROWS)
             continue;
-        const size_t node = (size_t)(place.leaf - table->nodes);
-        if (self->looked[node] == self->looks)
-            continue;
-        self->looked[node] = self->looks;
-        if (!leaf_is_same(state, self, node))
+        leaves--;
+        if (!leaf_is_same(state, self, self->next_look))
             return 0;
     }
+    self->moves = moves;
     return 1;
 }

@@ -233,6 +233,14 @@ class TestKinds:
             assert wrong_rows(batch.abs(), indices) == 0
             signs += [int(i) for i in indices[batch[:, 0] < 0]]
         assert signs == [*range(7 * size, 8 * size)]
+        others = [part.view(-1) for part in parts]  # keep the memory: nothing says that it is left
+        late = DataLoader(Subset(data, range(7 * size, 8 * size)), 10)
+        for number, (batch, _) in enumerate(late):
+            if number == 0:
+                parts[7].data = -parts[7]
+            if number > count // 8 + 2 * AHEAD:
+                assert (batch[:, 0] >= 0).all()
+        assert len(others) == count
 
     @pytest.mark.parametrize("of", ["numpy", "bytes"])
     def test_memory_of_others(self, of: str) -> None:
