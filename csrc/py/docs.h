@@ -112,6 +112,11 @@
 #define FST_DOC_HAS_KERNELS            \
     FST_DOC("has_kernels($module, /)", \
             "Whether use_kernels_of() said where the kernels for CUDA devices are.")
+#define FST_DOC_HOLD                                                                         \
+    FST_DOC("hold($module, tensor, storage_record, /)",                                      \
+            "A tensor like this one over the same memory, which is not freed as long as it " \
+            "lives.")
+#define FST_DOC_HOLDS FST_DOC("holds($module, /)", "How many memories were held and are not freed.")
 #define FST_DOC_IS_RECORDED            \
     FST_DOC("is_recorded($module, /)", \
             "Whether somebody, as a profiler, listens to what torch runs. True if not known.")
@@ -126,6 +131,10 @@
 #define FST_DOC_USE_KERNELS_OF                  \
     FST_DOC("use_kernels_of($module, path, /)", \
             "Let CUDA devices load their kernels from this fatbin when they are first used.")
+#define FST_DOC_USE_OWNERS                                                                         \
+    FST_DOC("use_owners($module, *places)",                                                        \
+            "Where a storage's record has its address, what frees that, and the owner, in words. " \
+            "Without arguments hold() raises.")
 #define FST_DOC_USE_RECORDS                                                                        \
     FST_DOC("use_records($module, *words)",                                                        \
             "Recognize unchanged tensors by torch's records of them, whose places the words say. " \

@@ -25,6 +25,7 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
     fst_gather_object *self = (fst_gather_object *)alloc(type, 0);
     if (!self)
         return NULL;
+    self->moves = fst_hold_moves();
     self->slots = (fst_slots_object *)Py_NewRef(slots);
     self->owner = Py_NewRef(owner);
     self->outputs = PyList_New(0);
@@ -81,6 +82,8 @@ static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t
     fst_status status = {0};
     uint64_t number = 0;
     char **addresses = NULL;
+    if (!fst_gather_is_same(state, self))
+        return Py_NewRef(Py_None);
     const Py_ssize_t queued = PyList_Size(self->outputs);
     if (outputs != Py_None) {
         if (!(addresses = PyMem_Calloc(self->table.field_count, sizeof *addresses)))

@@ -19,6 +19,9 @@ typedef struct {
     int64_t row_shape[FST_MAX_ROW_DIMS];
 } fst_field_form;
 
+/* A tensor as it was when it was noted (watch.c). */
+typedef struct fst_watch fst_watch;
+
 typedef struct {
     PyObject_HEAD
     fst_slots_object *slots;
@@ -26,6 +29,9 @@ typedef struct {
     const fst_dl_api *api;
     fst_table table;
     fst_field_form *forms; /* one per field */
+    fst_watch **watches;   /* per node one per field; NULL: what cannot move */
+    size_t next_look;      /* the node that was looked at last */
+    size_t moves;          /* of held memory, when all were looked at */
     fst_crew *crew;        /* NULL when closed */
     PyObject *outputs;     /* a list: for each batch in the crew a tuple of tensors, or None */
     int busy;              /* a thread is in a method that let go of the GIL */
@@ -38,6 +44,21 @@ PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, c
 
 /* torch's side of the exchange of tensors; NULL with a Python error. */
 const fst_dl_api *fst_torch_api(const fst_module *state);
+
+/* Reads a torch.Tensor itself, in CPU memory; 0, or -1 with a Python error. */
+int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
+                    fst_dl_tensor *tensor);
+
+/* Notes where a torch.Tensor is and what form it has; NULL with a Python error. */
+fst_watch *fst_watch_new(const fst_module *state, const fst_dl_api *api, PyObject *object);
+void fst_watch_free(fst_watch *watch);
+
+/* How often held memory was moved by torch, or its storage ended (hold.c). */
+size_t fst_hold_moves(void);
+
+/* Whether the tensors are as they were when they were noted. All are looked at after held memory
+ * has moved, else some of many: what only another view of its memory has become shows later. */
+int fst_gather_is_same(const fst_module *state, fst_gather_object *self);
 
 /* The elements of a packed 1-d int64 tensor; NULL with a Python error, or where there are none. */
 int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,

@@ -17,9 +17,8 @@ const fst_dl_api *fst_torch_api(const fst_module *state)
     return (const fst_dl_api *)header;
 }
 
-/* Reads a torch.Tensor itself, in CPU memory. */
-static int read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                       fst_dl_tensor *tensor)
+int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
+                    fst_dl_tensor *tensor)
 {
     if ((PyObject *)Py_TYPE(object) != state->tensors.tensor_type) {
         PyErr_SetString(PyExc_TypeError, "expected a torch.Tensor");
@@ -38,7 +37,7 @@ int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObje
                           Py_ssize_t *count)
 {
     fst_dl_tensor tensor;
-    if (read_tensor(state, api, object, &tensor))
+    if (fst_read_tensor(state, api, object, &tensor))
         return NULL;
     if (tensor.dtype.code != DL_INT || tensor.dtype.bits != 64 || tensor.ndim != 1 ||
         (tensor.shape[0] > 1 && tensor.strides && tensor.strides[0] != 1)) {
@@ -128,7 +127,7 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
     int conversion, begins = 0;
     if (!PyArg_ParseTuple(spec, "Oi|IpO!", &prototype, &conversion, &boundary, &begins,
                           &PyTuple_Type, &floats) ||
-        read_tensor(state, self->api, prototype, &tensor))
+        fst_read_tensor(state, self->api, prototype, &tensor))
         return -1;
     if (tensor.ndim < 1 || tensor.ndim > FST_MAX_ROW_DIMS + 1 || tensor.dtype.bits % 8 ||
         conversion < 0 || conversion >= FST_CONVERSION_COUNT ||
@@ -173,7 +172,7 @@ int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *se
     }
     for (size_t f = 0; f < fields; f++) {
         fst_dl_tensor tensor;
-        if (read_tensor(state, self->api, PyTuple_GetItem(outputs, (Py_ssize_t)f), &tensor))
+        if (fst_read_tensor(state, self->api, PyTuple_GetItem(outputs, (Py_ssize_t)f), &tensor))
             return -1;
         if (!is_batch(&self->forms[f], rows, &tensor)) {
             PyErr_Format(PyExc_ValueError,
@@ -187,30 +186,43 @@ int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *se
     return 0;
 }
 
-static int parse_rows(fst_gather_object *self, fst_node *node, PyObject *spec)
+/* Reads (address, stride[, the tensor whose rows these are, or None]). */
+static int parse_column(const fst_module *state, const fst_gather_object *self, PyObject *spec,
+                        fst_column *column, fst_watch **watch)
 {
+    unsigned long long address;
+    long long stride;
+    PyObject *watched = Py_None;
+    if (!PyArg_ParseTuple(spec, "KL|O", &address, &stride, &watched))
+        return -1;
+    *column = (fst_column){(const char *)(uintptr_t)address, stride};
+    return watched == Py_None || (*watch = fst_watch_new(state, self->api, watched)) ? 0 : -1;
+}
+
+static int parse_rows(const fst_module *state, fst_gather_object *self, size_t number,
+                      PyObject *spec)
+{
+    fst_node *node = &self->table.nodes[number];
+    const size_t fields = self->table.field_count;
     PyObject *columns;
     long long length;
     int kind;
     if (!PyArg_ParseTuple(spec, "iLO!", &kind, &length, &PyTuple_Type, &columns))
         return -1;
     node->length = length;
-    node->columns = PyMem_Calloc(self->table.field_count, sizeof *node->columns);
+    node->columns = PyMem_Calloc(fields, sizeof *node->columns);
     if (!node->columns) {
         PyErr_NoMemory();
         return -1;
     }
-    if ((size_t)PyTuple_Size(columns) != self->table.field_count) {
+    if ((size_t)PyTuple_Size(columns) != fields) {
         PyErr_SetString(PyExc_ValueError, "expected a column per field");
         return -1;
     }
-    for (size_t f = 0; f < self->table.field_count; f++) {
-        unsigned long long address;
-        long long stride;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(columns, (Py_ssize_t)f), "KL", &address, &stride))
+    for (size_t f = 0; f < fields; f++)
+        if (parse_column(state, self, PyTuple_GetItem(columns, (Py_ssize_t)f), &node->columns[f],
+                         &self->watches[number * fields + f]))
             return -1;
-        node->columns[f] = (fst_column){(const char *)(uintptr_t)address, stride};
-    }
     return 0;
 }
 
@@ -261,7 +273,8 @@ static int parse_joined(const fst_table *table, fst_node *node, size_t number, P
     return 0;
 }
 
-static int parse_node(fst_gather_object *self, size_t number, PyObject *spec)
+static int parse_node(const fst_module *state, fst_gather_object *self, size_t number,
+                      PyObject *spec)
 {
     fst_node *node = &self->table.nodes[number];
     const long kind =
@@ -270,7 +283,7 @@ static int parse_node(fst_gather_object *self, size_t number, PyObject *spec)
         return -1;
     node->kind = (fst_node_kind)kind;
     if (kind == FST_ROWS)
-        return parse_rows(self, node, spec);
+        return parse_rows(state, self, number, spec);
     if (kind == FST_CHOSEN)
         return parse_chosen(node, number, spec);
     if (kind == FST_JOINED)
@@ -287,7 +300,8 @@ int fst_gather_parse(const fst_module *state, fst_gather_object *self, PyObject 
     self->table.fields = PyMem_Calloc(field_count + 1, sizeof *self->table.fields);
     self->forms = PyMem_Calloc(field_count + 1, sizeof *self->forms);
     self->table.nodes = PyMem_Calloc(node_count + 1, sizeof *self->table.nodes);
-    if (!self->table.fields || !self->forms || !self->table.nodes) {
+    self->watches = PyMem_Calloc(field_count * node_count + 1, sizeof(fst_watch *));
+    if (!self->table.fields || !self->forms || !self->table.nodes || !self->watches) {
         PyErr_NoMemory();
         return -1;
     }
@@ -301,7 +315,7 @@ int fst_gather_parse(const fst_module *state, fst_gather_object *self, PyObject 
         if (parse_field(state, self, f, PyTuple_GetItem(fields, (Py_ssize_t)f)))
             return -1;
     for (size_t n = 0; n < node_count; n++)
-        if (parse_node(self, n, PyTuple_GetItem(nodes, (Py_ssize_t)n)))
+        if (parse_node(state, self, n, PyTuple_GetItem(nodes, (Py_ssize_t)n)))
             return -1;
     return 0;
 }
@@ -315,6 +329,9 @@ void fst_gather_forget(fst_gather_object *self)
     }
     for (size_t f = 0; f < self->table.field_count; f++)
         PyMem_Free(self->table.fields[f].floats.mean);
+    for (size_t w = 0; w < self->table.node_count * self->table.field_count; w++)
+        fst_watch_free(self->watches[w]);
+    PyMem_Free(self->watches);
     PyMem_Free(self->table.fields);
     PyMem_Free(self->table.nodes);
     PyMem_Free(self->forms);

@@ -18,11 +18,18 @@ typedef struct fst_unscaled {
     size_t count;
 } fst_unscaled;
 
+/* Where a storage's record says what memory it has, who owns that, and what frees it (hold.c). */
+typedef struct {
+    int known;
+    int data, free, owner; /* words */
+} fst_owner_places;
+
 typedef struct {
     fst_tensors tensors;
     fst_names names;
     PyTypeObject *plan_type;
     fst_record_layout records;
+    fst_owner_places owners;
     fst_forms forms;
     fst_unscaled unscaled;
     _Bool (*has_callbacks)(void); /* libtorch's; NULL: not known */
@@ -71,6 +78,9 @@ PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
 PyObject *fst_py_permute(PyObject *module, PyObject *args);
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused);
 PyObject *fst_py_keep_locked_memory(PyObject *module, PyObject *whether); /* arena_lock.c */
+PyObject *fst_py_hold(PyObject *module, PyObject *args);                  /* hold.c */
+PyObject *fst_py_holds(PyObject *module, PyObject *unused);
+PyObject *fst_py_use_owners(PyObject *module, PyObject *args);
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_arena_spec;
 
 /* TFRecord files (tfrecord.c). */

@@ -4,7 +4,7 @@
  * device and so on; the storage has a record too, with its address. As long as both hold what they
  * held when torch was asked last, its answer still stands. Python finds out by experiment where
  * those records are and which of their words count (faststep/_records.py); where the experiment
- * fails torch is asked every time. Records are compared, never written. */
+ * fails torch is asked every time. Records are compared, not written here (hold.c writes one). */
 #ifndef FST_PY_RECORD_H
 #define FST_PY_RECORD_H
 

@@ -198,6 +198,17 @@ def fusable(tensors: Sequence[Tensor], device: int = ..., /) -> bool:
 def has_kernels() -> bool:
     """Whether `use_kernels_of` was called: CUDA tensors can be worked on, given a driver."""
 
+def hold(tensor: Tensor, storage_record: int, /) -> Tensor:
+    """A tensor like this one over the same memory, which is not freed as long as it lives.
+
+    Raises:
+        RuntimeError: use_owners() did not say where the owner is.
+        ValueError: the record is not of the tensor's storage.
+    """
+
+def holds() -> int:
+    """How many memories were held and are not freed."""
+
 def is_recorded() -> bool:
     """Whether somebody, a profiler as a rule, listens to what torch runs; True if not known."""
 
@@ -287,6 +298,12 @@ def use_callbacks(address: int, /) -> None:
 
 def use_kernels_of(path: str, /) -> None:
     """CUDA devices load their kernels from this fatbin when they are first used."""
+
+def use_owners(*places: int) -> None:
+    """Where a storage's record has its address, what frees that, and the owner, in words.
+
+    Without arguments `hold` raises.
+    """
 
 def use_records(*words: int) -> None:
     """Recognize unchanged tensors by their records; see faststep/_records.py for the numbers.
@@ -386,8 +403,9 @@ class Gather:
             the first of one, not the last. For one to floats a tuple follows: the type's number in
             csrc/base/widen.h, the scale, and as tuples no means and stds, one of each, or one for
             each element of a row's first dimension.
-        nodes: the tree of csrc/io/table.h, the root last: (0, length, ((address, stride), ...)),
-            (1, child, length, address of int64 indices or 0, start, step) or (2, children).
+        nodes: the tree of csrc/io/table.h, the root last: (0, length, columns), (1, child, length,
+            address of int64 indices or 0, start, step) or (2, children). A column is (address,
+            stride), and a tensor if its rows these are and it is to be watched.
         threads: at most so many.
         eager: wake them for small batches too.
         owner: keeps the memory at these addresses.
@@ -410,8 +428,11 @@ class Gather:
         count: int = ...,
         outputs: tuple[Tensor, ...] | None = ...,
         /,
-    ) -> int:
+    ) -> int | None:
         """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample.
+
+        None, and nothing was done either, if a tensor that has one of the samples is elsewhere or
+        of another form than when this Gather was made.
 
         It is written to `outputs`, a packed tensor per field; by default to slots.
         """

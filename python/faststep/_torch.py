@@ -73,6 +73,7 @@ __all__ = [
     "lazy_clone",
     "let_fetch",
     "libtorch_cpu_path",
+    "nbytes_of",
     "need_exchange_api",
     "neg_view",
     "new_worker_info",
@@ -214,6 +215,16 @@ def _address_in_libtorch(symbol: str) -> int:
 def storage_record_of(tensor: torch.Tensor) -> int:
     """The address of torch's record of a tensor's storage."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a dense tensor's elements, else 0; without code of a subclass."""
+    if type(tensor) is torch.Tensor:
+        return tensor.nbytes if tensor.layout == torch.strided else 0
+    with torch._C.DisableTorchFunctionSubclass():
+        of: Any = torch.Tensor
+        is_dense = of.layout.__get__(tensor) == torch.strided
+        return int(of.nbytes.__get__(tensor)) if is_dense else 0
 
 
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import OrderedDict, UserDict, namedtuple
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from faststep.data import DataLoader
+from faststep.data.stats import MOST_OBJECTS, _bytes_of
 from faststep.data.transforms import Compose, RandomHorizontalFlip
 
 
@@ -97,3 +100,91 @@ def test_percentiles() -> None:
     stats = stats_of(loader)
     assert stats["batches"] == 5000  # more than are kept for percentiles
     assert stats["wait"]["p50"] < stats["wait"]["max"]
+
+
+class Lazy(Mapping[str, Any]):
+    """Makes what it holds when it is asked for it."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise AssertionError("evaluated")
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("asked for its keys")
+
+    def __len__(self) -> int:
+        raise AssertionError("asked for its length")
+
+
+class LazyDict(dict[str, Any]):
+    def values(self) -> Any:
+        raise AssertionError("evaluated")
+
+    __len__ = __iter__ = __getitem__ = items = values
+
+
+class LazyList(list[Any]):
+    def __iter__(self) -> Any:
+        raise AssertionError("evaluated")
+
+    __len__ = __getitem__ = __iter__
+
+
+class Noisy(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, *arguments: Any, **more: Any) -> Any:
+        raise AssertionError("asked")
+
+    @property
+    def nbytes(self) -> int:
+        raise AssertionError("asked")
+
+
+X = torch.zeros(5, 7)
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+def contains_itself() -> list[Any]:
+    batch: list[Any] = [X]
+    batch.append(batch)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda: X, 1),
+        (lambda: Pair(X, {"a": [X, (X,)], "b": "text", "c": 3}), 3),
+        (lambda: OrderedDict(a=X), 1),
+        (lambda: UserDict(a=X, b={"c": X}), 2),
+        (lambda: [X.as_subclass(Noisy), X.to_sparse(), None], 1),
+        (lambda: [X, Lazy()], 1),
+        (lambda: LazyDict(a=X), 1),
+        (lambda: LazyList([X]), 1),
+        (lambda: [X] * MOST_OBJECTS, MOST_OBJECTS),
+        (lambda: [X] * (MOST_OBJECTS + 1), None),
+        (lambda: [X, list(range(MOST_OBJECTS))], None),
+        (contains_itself, None),
+        (lambda: "text", 0),
+        (lambda: None, 0),
+    ],
+)
+def test_bytes_take_a_short_look(make: Callable[[], Any], count: int | None) -> None:
+    batch = make()
+    assert _bytes_of(batch) == (None if count is None else count * X.nbytes)
+
+    def collate(samples: Any) -> Any:
+        return batch
+
+    for workers in (0, 2):
+        options: dict[str, Any] = {"num_workers": workers, "worker_method": "thread"}
+        loader = DataLoader(Slow(), 4, collate_fn=collate, **(options if workers else {}))
+        assert [delivered is batch for delivered in loader] == [True] * 3
+        assert stats_of(loader)["bytes"] == (None if count is None else 3 * count * X.nbytes)
+
+
+def test_large_batches_of_python_objects_cost_nothing() -> None:
+    batch = [[list(range(2048)) for _ in range(2)] for _ in range(32)]
+    start = time.perf_counter()
+    for _ in range(1000):
+        _bytes_of(batch)
+    assert time.perf_counter() - start < 1  # 49 ms for each, if all of it is looked at

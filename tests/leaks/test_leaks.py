@@ -340,6 +340,33 @@ def records() -> Iterator[Case]:
     yield failing(_C.use_records, 1), []
 
 
+def hold() -> Iterator[Case]:
+    """By several, with and without a move of the memory; and what has none."""
+    assert faststep._held._can_hold()
+    kept, record = torch.ones(9, 4), faststep._torch.storage_record_of
+
+    def run() -> None:
+        moved = torch.ones(1000)
+        first, second = (_C.hold(moved, record(moved)) for _ in range(2))
+        moved.untyped_storage().resize_(8000)
+        assert torch.equal(first, second)
+
+    yield run, []
+    yield lambda: _C.hold(kept, record(kept)), [kept]
+    empty = torch.empty(0)
+    for bad in ((empty, record(empty)), (kept, 0), (5, record(kept)), (kept,)):
+        yield failing(_C.hold, *bad), [bad[0]]
+
+
+def owners() -> Iterator[Case]:
+    """What was in use stays."""
+    places = faststep._held._places()
+    assert places is not None
+    yield functools.partial(_C.use_owners, *places), []
+    for bad in ((1,), (1, 2, 10**6), (-1, 0, 0)):
+        yield failing(_C.use_owners, *bad), []
+
+
 def callbacks() -> Iterator[Case]:
     """What was in use stays."""
     address = faststep._torch.address_of_has_callbacks()
@@ -360,7 +387,7 @@ def gather() -> Iterator[Case]:
     """Batches that are taken, that are left in the queue, and arguments of every wrong kind."""
     data, labels, chosen = torch.ones(9, 4), torch.ones(9), torch.tensor([3, 8, 0])
     fields = ((prototype(4), 0), (prototype(), 0))
-    rows = (0, 9, ((data.data_ptr(), 16), (labels.data_ptr(), 4)))
+    rows = (0, 9, ((data.data_ptr(), 16, data), (labels.data_ptr(), 4)))
     nodes = (rows, (1, 0, 3, chosen.data_ptr(), 0, 0), (2, (0, 1)))
     slots, owner = _C.Slots(), (data, labels, chosen)
     outputs = (torch.empty(2, 4), torch.empty(2))
@@ -576,6 +603,8 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "device_info": device_info,
     "fusable": fusable,
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
+    "hold": hold,
+    "holds": lambda: iter([(_C.holds, [])]),
     "is_recorded": lambda: iter([(_C.is_recorded, [])]),
     "keep_freed_memory": lambda: iter([(_C.keep_freed_memory, [])]),
     "keep_locked_memory": lambda: iter([(functools.partial(_C.keep_locked_memory, False), [])]),
@@ -592,6 +621,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "update_scale": update_scale,
     "use_callbacks": callbacks,
     "use_kernels_of": kernels,
+    "use_owners": owners,
     "use_records": records,
     "use_threads_of": lambda: iter(
         [(lambda: _C.use_threads_of(faststep._torch.libtorch_cpu_path()), [])]

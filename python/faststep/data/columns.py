@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from faststep._held import NotHeld, hold
+
 __all__ = [
     "AS_IS",
     "CONVERSIONS",
@@ -62,6 +64,8 @@ class Column:
             TO_FLOATS, ROW_NUMBERS or AS_IS.
         boundary: for POSITIONS and DOCUMENTS, the token between documents, and whether it is the
             first of one.
+        watched: the tensor whose rows these are, if it can move; `owner` is then one over the same
+            memory that nobody else has.
         floats: for TO_FLOATS, a value of NUMBERS, the scale, means and stds.
     """
 
@@ -75,6 +79,7 @@ class Column:
         "owner",
         "prototype",
         "stride",
+        "watched",
     )
 
     def __init__(
@@ -87,6 +92,7 @@ class Column:
         mapped: bool = False,
         conversion: int = AS_IS,
         boundary: tuple[int, bool] = (0, False),
+        watched: torch.Tensor | None = None,
     ) -> None:
         self.prototype = prototype
         self.address = address
@@ -96,6 +102,7 @@ class Column:
         self.mapped = mapped
         self.conversion = conversion
         self.boundary = boundary
+        self.watched = watched
         self.floats: tuple[int, float, tuple[float, ...], tuple[float, ...]] | None = None
 
     @property
@@ -103,6 +110,13 @@ class Column:
         """What Gather takes for a field."""
         spec = (self.prototype, self.conversion, *self.boundary)
         return spec if self.floats is None else (*spec, self.floats)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensor is where it was, in the form that it had."""
+        if self.watched is None:
+            return True
+        return _place_of(self.watched) == _place_of(self.owner)
 
     def has_form_of(self, other: Column) -> bool:
         return (
@@ -175,12 +189,31 @@ def _of_tensor(tensor: torch.Tensor, name: str) -> Column:
         why = "has no rows"
     elif not is_packed(tuple(tensor.shape[1:]), tensor.stride()[1:], 1):
         why = f"has rows that are not packed (strides {tensor.stride()})"
+    elif not _fits_in_storage(tensor):
+        why = "has a storage that is too small for it"
     if why:
         raise NotArrays(f"{name} {why}")
-    owner = tensor.detach()  # keeps the memory, whatever becomes of the tensor
-    stride = tensor.stride(0) * tensor.element_size()
-    prototype = torch.empty((0, *tensor.shape[1:]), dtype=tensor.dtype, device="cpu")
-    return Column(prototype, owner.data_ptr(), stride, len(tensor), owner)
+    try:
+        owner = hold(tensor)
+    except NotHeld as reason:
+        raise NotArrays(str(reason)) from None
+    stride = owner.stride(0) * owner.element_size()
+    prototype = torch.empty((0, *owner.shape[1:]), dtype=owner.dtype, device="cpu")
+    return Column(prototype, owner.data_ptr(), stride, len(owner), owner, watched=tensor)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, strides
+
+
+def _fits_in_storage(tensor: torch.Tensor) -> bool:
+    """Whether a dense tensor's storage has all its elements: it may have been made smaller."""
+    if not tensor.numel():
+        return True
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return end <= tensor.untyped_storage().nbytes()
 
 
 def _of_numpy(numpy: Any, array: Any, name: str) -> Column:

@@ -14,9 +14,10 @@ import torch
 from faststep import _C
 from faststep._torch import BaseDataLoaderIter, dataset_fetcher, pin_memory
 
+from .columns import NotArrays
 from .order import Block, Order
 from .orders import order_of
-from .plan import Plan
+from .plan import Arrays, Plan
 from .progress import Progress
 from .stats import Metered
 from .view import LoaderView
@@ -50,7 +51,8 @@ class _Entry(NamedTuple):
 
     number: int
     indices: Any  # a Block of a known order, else what the sampler gave
-    ticket: int  # its number in the Gather; 0 if it is not there
+    arrays: Arrays | None  # whose threads gather it; None if torch's fetcher has to
+    ticket: int  # its number there
     error: Exception | None  # what stands in its place
 
 
@@ -66,9 +68,7 @@ _NO_RUN = _Run(0, ((), 0, 0), False)
 
 
 def _run_of(order: Order, first: int) -> _Run:
-    block = order.block(first, BATCHES_AT_ONCE)
-    if not isinstance(block[0], torch.Tensor):  # of a list the threads take all
-        block = order.block(first)
+    block = order.block(first, 1 if order.in_lists else BATCHES_AT_ONCE)  # of a list all is taken
     return _Run(first, block, _is_submittable(block[0]))
 
 
@@ -96,9 +96,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         if self._timeout != 0 and self._num_workers == 0:
             raise AssertionError("a DataLoader without workers requires timeout == 0")
         self._plan = plan
-        self._structure, self._row_bytes = plan.structure, plan.row_bytes
-        self._in_place = plan.in_place
-        self._rows = 0  # of the newest batch, if it was gathered
+        self._arrays: Arrays | None = None  # what new batches are gathered from
+        self._bytes = 0  # of the newest batch, if it was gathered
         self._slots = slots
         self._batch_sampler = loader.batch_sampler
         self._window = AHEAD
@@ -113,7 +112,6 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
         self._lock = threading.Lock()
         self._process = _process
-        self._gather: _C.Gather | None = None
         if view.base_seed is not None:
             self._base_seed = view.base_seed
         if state and view.resumes:
@@ -133,6 +131,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._limit = 0 if order is None else self._most_ahead(order)
         self._requested = 0  # up to which request a known order was asked, or need not be
         self._ended = False  # the sampler has no more
+        self._is_fetched = False  # the arrays are gone: the rest is left to torch's fetcher
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
         slots_per_batch = len(self._plan.forms)
         self._slots.keep((min(self._window, AHEAD * 4) + self._held + 3) * slots_per_batch)
@@ -171,7 +170,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         except StopIteration:
             self._ended = True
         except Exception as error:
-            self._queue.append(_Entry(self._next_number(), None, 0, error))
+            self._queue.append(_Entry(self._next_number(), None, None, 0, error))
         else:
             self._add(self._next_number(), indices, (indices,), _is_submittable(indices))
 
@@ -190,7 +189,13 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             first, (items, start, count), submits = self._run
             place = (number - first) * size
             if not 0 <= place < count:
-                self._run = _run_of(order, number)
+                try:
+                    self._run = _run_of(order, number)
+                except Exception:
+                    if self._queue:  # not before its place
+                        return
+                    order.batches = number
+                    raise
                 continue
             block = (items, start + place, min(size, count - place))
             self._add(number, block, block, submits)
@@ -198,18 +203,34 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
 
     def _most_ahead(self, order: Order) -> int:
         """How many batches may be in the queue: fewer if they are very large."""
-        size = max(1, order.batch_size * self._row_bytes)
+        size = max(1, order.batch_size * self._plan.row_bytes)
         return max(2, min(self._window, MOST_BYTES_AHEAD // size))
 
     def _add(self, number: int, indices: Any, arguments: Any, submits: bool) -> None:
-        if self._gather is None:
-            self._gather = self._plan.gather(self._slots, self._num_workers)
-        ticket = 0
-        if submits:
-            if self._gathers_pinned:
-                arguments = self._with_pinned_outputs(*arguments)
-            ticket = self._gather.submit(*arguments)
-        self._queue.append(_Entry(number, indices, ticket, None))
+        arrays, ticket = self._submit(arguments) if submits else (None, 0)
+        self._queue.append(_Entry(number, indices, arrays, ticket, None))
+
+    def _submit(self, arguments: Any) -> tuple[Arrays | None, int]:
+        """Has a batch gathered from where the arrays are now; (None, 0) if that cannot be done."""
+        while not self._is_fetched:
+            arrays = self._arrays or self._place()
+            if arrays is None:
+                break
+            given = self._with_pinned_outputs(*arguments) if self._gathers_pinned else arguments
+            ticket = arrays.gather.submit(*given)
+            if ticket is not None:
+                return (arrays, ticket) if ticket else (None, 0)
+            self._arrays = None  # one has moved; those in the queue have what was there before
+        return None, 0
+
+    def _place(self) -> Arrays | None:
+        """Finds out where the arrays are now; None if they cannot be gathered from any more."""
+        try:
+            self._arrays = Arrays(self._plan, self._slots, self._num_workers)
+            self._plan = self._arrays.plan
+        except NotArrays:
+            self._is_fetched = True
+        return self._arrays
 
     def _with_pinned_outputs(self, items: Any, start: int = 0, count: int = -1) -> Any:
         """Arguments of `submit`, with page-locked memory for the batch.
@@ -254,24 +275,26 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             return self._deliver(self._queue[0])
 
     def _deliver(self, entry: _Entry) -> Any:
-        tensors = None
-        if entry.ticket and self._gather is not None:
-            tensors = self._gather.take(entry.ticket)
+        arrays, tensors = entry.arrays, None
+        if arrays is not None:
+            tensors = arrays.gather.take(entry.ticket)
         self.progress.delivered = entry.number + 1
         self._queue.popleft()
         if entry.error is not None:
             raise entry.error
-        if tensors is not None:
-            self._rows = len(entry.indices) if self._order is None else entry.indices[2]
-            if self._in_place is not None:
-                self._in_place.put(tensors)
-            return tensors if self._structure.is_flat else self._structure.batch(iter(tensors))
-        self._rows = 0
+        if arrays is not None and tensors is not None:
+            rows = len(entry.indices) if self._order is None else entry.indices[2]
+            self._bytes = rows * arrays.row_bytes
+            plan = arrays.plan
+            if plan.in_place is not None:
+                plan.in_place.put(tensors)
+            return tensors if plan.structure.is_flat else plan.structure.batch(iter(tensors))
+        self._bytes = 0
         data = self._fetch(entry.indices)
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
 
-    def bytes_of(self, batch: Any) -> int:
-        return self._rows * self._row_bytes or super().bytes_of(batch)
+    def bytes_of(self, batch: Any) -> int | None:
+        return self._bytes or super().bytes_of(batch)
 
     def _fetch(self, indices: Any) -> Any:
         """A batch that cannot be gathered, as torch fetches it; mostly it raises torch's error."""
@@ -285,18 +308,19 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         """A forked child has none of the threads: it starts its own for what is in the queue."""
         self._process = _process
         self._lock = threading.Lock()
-        queue, self._queue, self._gather = self._queue, deque(), None
+        queue, self._queue, self._arrays = self._queue, deque(), None
         for entry in queue:
-            if entry.ticket:
+            if entry.arrays is not None:
                 arguments = entry.indices if self._order else (entry.indices,)
                 self._add(entry.number, entry.indices, arguments, True)
             else:
                 self._queue.append(entry)
 
     def _stop(self) -> None:
-        gather, self._gather = self._gather, None
-        if gather is not None:
-            gather.close()
+        arrays, self._arrays = self._arrays, None
+        for each in {arrays, *(entry.arrays for entry in self._queue)}:
+            if each is not None:
+                each.gather.close()
         self._queue.clear()
 
     def _finish(self) -> None:

@@ -15,13 +15,15 @@ Block = tuple[Any, int, int]  # a list or an int64 tensor; the first place in it
 
 
 class Order:
-    """The order of an epoch, in batches.
+    """The order of an epoch, in batches. They are asked for from the first to the last.
 
     Args:
         sampler: of the indices.
         batch_size, drop_last: as in torch.utils.data.BatchSampler.
         state: what `state` returned in the epoch to go on with; None for a new one.
     """
+
+    in_lists = False  # blocks are lists, not tensors
 
     def __init__(
         self, sampler: Any, batch_size: int, drop_last: bool, state: dict[str, Any] | None
@@ -97,6 +99,7 @@ class Order:
 class ListOrder(Order):
     """Indices that are a list as soon as they are drawn."""
 
+    in_lists = True
     _list: Sequence[int] | torch.Tensor = ()
 
     def _indices(self, start: int, count: int) -> Block:

@@ -8,6 +8,8 @@ an epoch can be taken up again in its middle. Anything else is asked batch by ba
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,23 +24,30 @@ from torch.utils.data.distributed import DistributedSampler
 
 from .draws import generator_of
 from .keyed import KeyedSampler
-from .order import ListOrder, Order, SequentialOrder
+from .order import Block, Order, SequentialOrder
+from .random_order import RandomOrder, between_epochs, not_drawn
 from .ranked import DistributedOrder, KeyedOrder
 
 __all__ = ["epoch_of", "order_of", "parts_of", "restore"]
 
 
-class OnceDrawnOrder(ListOrder):
+class OnceDrawnOrder(Order):
     """Samplers that draw all they ever draw for the first index, from their generator or torch's.
 
-    That is no seed which could be kept, so the state has the whole generator's, 5 kB.
+    That is no seed which could be kept, so the state has the whole generator's, 5 kB. The sampler
+    is asked for indices as batches are: those it has drawn need not be made into a list of all.
     """
 
+    in_lists = True
     _resumes = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.state["length"] = len(self.sampler)
+        self._items: Iterator[Any] = iter(())
+        self._list: list[Any] = []  # from this place on
+        self._list_from = 0
+        self._error: Exception | None = None  # of the sampler, for the batch that it is about
 
     def _load(self, state: dict[str, Any]) -> None:
         self._must_equal(state, "length", len(self.sampler), "a number of samples of")
@@ -51,14 +60,32 @@ class OnceDrawnOrder(ListOrder):
             if "generator" in self.state:
                 own.set_state(self.state["generator"])
             self.state["generator"] = own.get_state()
-            super()._draw()
+            self._begin()
             return
         generator = self._global()
         before = generator.get_state()
         generator.set_state(self.state.setdefault("global", before))
-        super()._draw()
+        self._begin()
         if self._resumes:
             generator.set_state(before)  # it was drawn from before the state was saved
+
+    def _begin(self) -> None:
+        self._items = iter(self.sampler)
+        self._list = [*islice(self._items, 1)]
+        if self.skipped:
+            self._list = [*islice(self._items, self.skipped - 1, self.skipped)]
+
+    def _indices(self, start: int, count: int) -> Block:
+        del self._list[: start - self._list_from]
+        self._list_from = start
+        if self._error is not None:
+            raise self._error
+        try:
+            self._list += islice(self._items, max(0, count - len(self._list)))
+        except Exception as error:
+            self._error = error
+            raise
+        return self._list[:count], 0, count
 
     def _global(self) -> torch.Generator:
         weights = getattr(self.sampler, "weights", None)
@@ -67,76 +94,10 @@ class OnceDrawnOrder(ListOrder):
         return torch.default_generator
 
     def state_after(self, batches: int) -> dict[str, Any]:
-        return {**_not_drawn(self), **super().state_after(batches)}
+        return {**not_drawn(self), **super().state_after(batches)}
 
     def finished_state(self) -> dict[str, Any]:
-        return _between_epochs(self)
-
-
-class RandomOrder(ListOrder):
-    """As torch.utils.data.RandomSampler draws (torch/utils/data/sampler.py, RandomSampler)."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.state["length"] = len(self.sampler.data_source)
-        self.state["num_samples"] = self.sampler.num_samples
-
-    def _load(self, state: dict[str, Any]) -> None:
-        self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
-        self._must_equal(state, "num_samples", self.sampler.num_samples, "num_samples")
-        self.state.update({k: state[k] for k in ("seed", "generator") if k in state})
-
-    def _draw(self) -> None:
-        generator = self.sampler.generator
-        if generator is None:
-            generator = torch.Generator()
-            if "generator" in self.state:  # of torchdata, which keeps no seed
-                generator.set_state(self.state["generator"])
-            else:
-                if "seed" not in self.state:
-                    self.state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
-                generator.manual_seed(self.state["seed"])
-        elif "generator" in self.state:
-            generator.set_state(self.state["generator"])
-        else:
-            self.state["generator"] = generator.get_state()
-        self._list = self._all(len(self.sampler.data_source), generator)
-
-    def _all(self, n: int, generator: torch.Generator) -> torch.Tensor:
-        count = self.sampler.num_samples
-        if self.sampler.replacement:
-            sizes = [32] * (count // 32) + [count % 32]
-            parts = [torch.randint(n, (size,), generator=generator) for size in sizes]
-        else:
-            passes = -(-count // n)
-            parts = [torch.randperm(n, generator=generator) for _ in range(passes)]
-        return parts[0][:count] if len(parts) == 1 else torch.cat(parts)[:count]
-
-    def _draw_at_end(self) -> None:
-        """RandomSampler ends with one more permutation, of which it takes what is missing."""
-        n, generator = len(self.sampler.data_source), self.sampler.generator
-        if generator is not None and self.sampler.num_samples % n == 0:
-            torch.randperm(n, generator=generator)
-
-    def state_after(self, batches: int) -> dict[str, Any]:
-        return {**_not_drawn(self), **super().state_after(batches)}
-
-    def finished_state(self) -> dict[str, Any]:
-        return _between_epochs(self)
-
-
-def _not_drawn(order: Order) -> dict[str, Any]:
-    """The state of the sampler's own generator where the epoch has not drawn from it yet."""
-    own = generator_of(order.sampler)
-    return {} if own is None or order.drawn else {"generator": own.get_state()}
-
-
-def _between_epochs(order: Order) -> dict[str, Any]:
-    state = {k: v for k, v in order.state.items() if k not in ("seed", "generator", "global")}
-    own = generator_of(order.sampler)
-    if own is not None:
-        state["generator"] = own.get_state()
-    return state
+        return between_epochs(self)
 
 
 def parts_of(sampler: Any) -> list[Any]:
@@ -171,7 +132,7 @@ def restore(sampler: Any, state: dict[str, Any], finished: bool) -> None:
 def _draws_as_torch() -> bool:
     """Whether this torch's RandomSampler draws as RandomOrder does: tried, on a few numbers."""
     with torch.random.fork_rng(devices=[]):
-        for seed, count, replacement in ((1, 7, False), (2, 70, True), (3, 17, False)):
+        for seed, count, replacement in ((1, 7, False), (2, 1000, True), (3, 17, False)):
             states = []
             for is_ours in (True, False):
                 torch.default_generator.manual_seed(seed)
@@ -180,7 +141,8 @@ def _draws_as_torch() -> bool:
                     order = RandomOrder(sampler, 3, False, None)
                     for batch in range(order.batches + 1):
                         order.request(batch)
-                    indices = torch.as_tensor(order._list).tolist()
+                    items, start, size = order.block(0, order.batches)
+                    indices = items[start : start + size].tolist()
                 else:
                     indices = list(sampler)
                 states.append((indices, torch.default_generator.get_state().tolist()))

@@ -20,7 +20,7 @@ from .in_place import InPlace, images_of, row_numbers
 from .structure import LEAF, Structure
 from .tokens import TokenDataset
 
-__all__ = ["Plan"]
+__all__ = ["Arrays", "Plan"]
 
 ROWS, CHOSEN, JOINED = 0, 1, 2  # kinds of nodes
 READS_A_SAMPLE = ("__getitem__", "__getitems__", "__len__")
@@ -47,6 +47,8 @@ class Plan:
         self.forms: tuple[Column, ...] = ()
         self.mapped = False
         self.in_place: InPlace | None = None
+        self._dataset = dataset
+        self._columns: list[Column] = []
         self._nodes: list[tuple[Any, ...]] = []
         self._owners: list[Any] = []
         self.length = self._add(dataset, "dataset")[1]
@@ -71,6 +73,22 @@ class Plan:
         """Bytes of a sample in a batch."""
         prototypes = [form.prototype for form in self.gathered]
         return sum(math.prod(p.shape[1:]) * p.element_size() for p in prototypes)
+
+    def again(self) -> Plan:
+        """The arrays as they are now.
+
+        Raises:
+            NotArrays: as the constructor.
+        """
+        plan = Plan(self._dataset)
+        if self.in_place is not None and plan.structure == self.structure:
+            plan.leave_in_place(self.in_place.field)
+        return plan
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no tensor has moved, or got another form, since this plan was made."""
+        return all(column.is_current for column in self._columns)
 
     def gather(self, slots: _C.Slots, workers: int) -> _C.Gather:
         """Threads that gather batches: one per worker, within what the machine has.
@@ -133,8 +151,9 @@ class Plan:
             if not column.has_form_of(form):
                 raise NotArrays(f"{name}.{field} has another shape or type than in those before")
         self.mapped |= any(column.mapped for column in columns)
+        self._columns += columns
         self._owners += (column.owner for column in columns)
-        places = tuple((column.address, column.stride) for column in columns)
+        places = tuple((column.address, column.stride, column.watched) for column in columns)
         return self._add_node(columns[0].length, ROWS, columns[0].length, places)
 
     def _add_joined(self, parts: list[tuple[int, int]]) -> tuple[int, int]:
@@ -154,6 +173,22 @@ class Plan:
         self._owners.append(chosen)
         node = (CHOSEN, child, len(chosen), chosen.data_ptr(), 0, 0)
         return self._add_node(len(chosen), *node)
+
+
+class Arrays:
+    """A plan, and the threads that gather by it.
+
+    Raises:
+        NotArrays: as Plan: the arrays may have moved since `plan` was made.
+    """
+
+    def __init__(self, plan: Plan, slots: _C.Slots, workers: int) -> None:
+        self.gather = plan.gather(slots, workers)
+        while not plan.is_current:
+            plan = plan.again()
+            self.gather = plan.gather(slots, workers)
+        self.plan = plan
+        self.row_bytes = plan.row_bytes
 
 
 def _as_int64(indices: Any, name: str) -> torch.Tensor:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import time
 import weakref
 from array import array
-from collections.abc import Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from faststep._torch import nbytes_of
+
 __all__ = ["Layer", "Meter", "Metered"]
 
 KEPT = 4096  # the newest waits, for percentiles
+MOST_OBJECTS = 64  # in the containers of a batch whose bytes are counted
 
 
 class Meter:
@@ -29,7 +33,8 @@ class Meter:
         self._faults = _page_faults()
         self._totals: dict[str, int] = {}  # of a stage with those within it, in ns
         self._waits = array("q")
-        self._batches = self._bytes = self._slowest = 0
+        self._batches = self._slowest = 0
+        self._bytes: int | None = 0
 
     def note(self, iterator: Metered, start: int, batch: Any) -> None:
         """A stage, with those within it, has taken from `start` until now for a batch."""
@@ -43,7 +48,9 @@ class Meter:
         else:
             self._waits[self._batches % KEPT] = spent
         self._batches += 1
-        self._bytes += iterator.bytes_of(batch)
+        if self._bytes is not None:
+            size = iterator.bytes_of(batch)
+            self._bytes = None if size is None else self._bytes + size
         if spent > self._slowest:
             self._slowest = spent
 
@@ -95,12 +102,32 @@ def _queued(iterator: Any) -> int:
     return int(len(getattr(iterator, "_queue", ())) if own is None else own) + _queued(inner)
 
 
-def _bytes_of(batch: Any) -> int:
-    if isinstance(batch, torch.Tensor):
-        return batch.nbytes if batch.layout == torch.strided else 0
-    if isinstance(batch, Mapping):
-        return sum(map(_bytes_of, batch.values()))
-    return sum(map(_bytes_of, batch)) if isinstance(batch, (tuple, list)) else 0
+def _bytes_of(batch: Any) -> int | None:
+    """The bytes of the tensors in a batch; None where that would take a long look.
+
+    Runs no code of the batch's: what a list, tuple or dict holds is asked of these types
+    themselves, also of their subclasses. Nothing else is looked into, but for UserDict's dict.
+    """
+    if type(batch) is torch.Tensor:
+        return nbytes_of(batch)
+    total, left, found = 0, MOST_OBJECTS, [batch]
+    while found:
+        item = found.pop()
+        kind = type(item)
+        if issubclass(kind, torch.Tensor):
+            total += nbytes_of(item)
+            continue
+        if issubclass(kind, UserDict):
+            item = object.__getattribute__(item, "__dict__").get("data")
+            kind = type(item)
+        of = next((base for base in (tuple, list, dict) if issubclass(kind, base)), None)
+        if of is None:
+            continue
+        left -= of.__len__(item)
+        if left < 0:
+            return None
+        found += dict.values(item) if of is dict else of.__iter__(item)
+    return total
 
 
 class Metered:
@@ -117,8 +144,8 @@ class Metered:
         self.meter.note(self, start, batch)
         return batch
 
-    def bytes_of(self, batch: Any) -> int:
-        """Of the newest batch."""
+    def bytes_of(self, batch: Any) -> int | None:
+        """Of the newest batch; None if they are not counted."""
         return _bytes_of(batch)
 
     def _next(self) -> Any:

@@ -1,0 +1,235 @@
+"""Orders of any length: no memory and no time for what is not asked for yet."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from faststep.data import DataLoader, KeyedSampler
+from faststep.data.random_order import PART, PARTS_NOTED
+
+from .both import assert_same, without_sanitizer
+
+N = 1000
+DATA = TensorDataset(torch.arange(N))
+COUNT = 2 * PART + 77
+
+
+def numbers(iterator: Any, batches: int) -> list[list[int]]:
+    return [next(iterator)[0].tolist() for _ in range(batches)]
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """The same samples, on torch's path."""
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> list[int]:
+        return [index]
+
+
+HUGE = """
+import resource, sys, time
+import torch
+from torch.utils.data import *
+from faststep.data import DataLoader, KeyedSampler
+
+class Rows(Dataset):
+    def __init__(self, length):
+        self.length = length
+    def __len__(self):
+        return self.length
+    def __getitem__(self, index):
+        return [index]
+
+data = {"arrays": TensorDataset(torch.arange(1000)), "torch": Rows(1000)}[sys.argv[1]]
+make = {
+    "replacement": lambda: RandomSampler(data, True, int(1e10)),
+    "passes": lambda: RandomSampler(data, False, int(1e10)),
+    "generator": lambda: RandomSampler(data, True, int(1e10), torch.Generator().manual_seed(3)),
+    "sequential": lambda: SequentialSampler(range(int(1e10))),
+    "keyed": lambda: KeyedSampler(range(int(1e10))),
+}[sys.argv[2]]
+if sys.argv[2] in ("sequential", "keyed"):
+    data = Rows(int(1e10))
+def loader(**options):
+    torch.manual_seed(5)
+    return DataLoader(data, 100, sampler=make(), **options)
+list(DataLoader(TensorDataset(torch.arange(9)), 2))  # what is loaded at the first use
+ours = loader()
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 29), -1))
+start = time.perf_counter()
+assert len(ours) == int(1e8)
+iterator = iter(ours)
+for _ in range(400):
+    next(iterator)
+state = ours.state_dict()
+assert len(repr(state)) < 20_000
+rest = [next(iterator)[0].tolist() for _ in range(5)]
+other = loader()
+other.load_state_dict(state)
+again = iter(other)
+assert [next(again)[0].tolist() for _ in range(5)] == rest
+torch.manual_seed(5)
+theirs = iter(torch.utils.data.DataLoader(data, 100, sampler=make()))
+for _ in range(400):
+    next(theirs)
+assert [next(theirs)[0].tolist() for _ in range(5)] == rest
+assert time.perf_counter() - start < 60
+"""
+
+
+@without_sanitizer
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is limited as on Linux")
+@pytest.mark.parametrize("path", ["arrays", "torch"])
+@pytest.mark.parametrize("order", ["replacement", "passes", "generator", "sequential", "keyed"])
+def test_ten_billion_samples_cost_what_is_asked_for(path: str, order: str) -> None:
+    if path == "arrays" and order in ("sequential", "keyed"):
+        pytest.skip("no array has so many rows")
+    subprocess.run([sys.executable, "-c", HUGE, path, order], check=True, timeout=120)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("data", [DATA, Rows()], ids=["arrays", "torch"])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_draws_are_torchs_after_each_batch(replacement: bool, data: Any, workers: int) -> None:
+    if workers and not isinstance(data, TensorDataset):
+        pytest.skip("workers are asked in the same way")
+
+    def make() -> tuple[Any, dict[str, Any]]:
+        sampler = RandomSampler(data, replacement, COUNT)
+        return data, {"batch_size": 331, "sampler": sampler}
+
+    path = "arrays" if isinstance(data, TensorDataset) else "torch"
+    assert_same(make, path=path, workers=workers)
+
+
+def loader(kind: Any = DataLoader, replacement: bool = True, batch: int = 100) -> Any:
+    return kind(DATA, batch, sampler=RandomSampler(DATA, replacement, COUNT))
+
+
+@pytest.mark.parametrize("replacement", [True, False])
+@pytest.mark.parametrize("batches", [0, 1, PART // 100, PART // 100 + 1, 300, COUNT // 100])
+def test_going_on_in_any_part(batches: int, replacement: bool) -> None:
+    torch.manual_seed(2)
+    ours = loader(replacement=replacement)
+    iterator = iter(ours)
+    numbers(iterator, batches)
+    state, random = ours.state_dict(), torch.get_rng_state()
+    rest = [batch.tolist() for (batch,) in iterator]
+    for again in (state, without_parts(state)):
+        other = loader(replacement=replacement)
+        other.load_state_dict(again)
+        torch.set_rng_state(random)
+        second = iter(other)
+        once_more = other.state_dict()
+        assert once_more["_sampler_iter_state"]["samples_yielded"] == batches * 100
+        assert [batch.tolist() for (batch,) in second] == rest
+        third = loader(replacement=replacement)
+        third.load_state_dict(once_more)
+        torch.set_rng_state(random)
+        assert [batch.tolist() for (batch,) in third] == rest
+
+
+def without_parts(state: dict[str, Any]) -> dict[str, Any]:
+    """A state as it was before orders were drawn in parts: a seed and a place."""
+    of_sampler = dict(state["_sampler_iter_state"])
+    for key in ("drawn", "then"):
+        of_sampler.pop(key, None)
+    return {**state, "_sampler_iter_state": of_sampler}
+
+
+def test_a_place_long_before_the_newest_part() -> None:
+    """More may be asked for ahead than there are notes of: the place is counted from the seed."""
+    torch.manual_seed(2)
+    of_all = [b.tolist() for (b,) in loader(torch.utils.data.DataLoader, batch=1)]
+    torch.manual_seed(2)
+    ours = loader(batch=1)
+    iterator = iter(ours)
+    first = numbers(iterator, 3)
+    order = ours._faststep.progress.source
+    for _ in range(PARTS_NOTED + 2):
+        order._noted.append((COUNT - 1, order._generator.get_state()))
+    state = ours.state_dict()
+    assert "drawn" not in state["_sampler_iter_state"]
+    other = loader(batch=1)
+    other.load_state_dict(state)
+    assert [*first, *(b.tolist() for (b,) in other)] == of_all
+
+
+class Counted(Sequence[int]):
+    def __init__(self, wrong: int = -1) -> None:
+        self.asked = 0
+        self.wrong = wrong
+
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: Any) -> Any:
+        self.asked += 1
+        if self.asked == self.wrong:
+            raise KeyError("no such index")
+        return index
+
+
+def test_a_subset_is_asked_as_it_is_needed() -> None:
+    indices = Counted()
+    iterator = iter(DataLoader(DATA, 10, sampler=SubsetRandomSampler(indices)))
+    assert indices.asked == 0
+    numbers(iterator, 3)
+    assert indices.asked <= 90
+    assert len([*iterator]) == N // 10 - 3
+
+
+@pytest.mark.parametrize("data", [DATA, Rows()], ids=["arrays", "torch"])
+def test_an_error_of_the_indices_comes_in_its_place(data: Any) -> None:
+    found = []
+    for kind in (torch.utils.data.DataLoader, DataLoader):
+        torch.manual_seed(1)
+        iterator = iter(kind(data, 10, sampler=SubsetRandomSampler(Counted(wrong=57))))
+        batches = numbers(iterator, 5)
+        with pytest.raises(KeyError):
+            next(iterator)
+        assert next(iterator, None) is None
+        found.append(batches)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("batches", [0, 1, 4, 10])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_going_on_where_all_was_drawn_at_once(weighted: bool, batches: int) -> None:
+    def make() -> Any:
+        weights = torch.arange(N, dtype=torch.float64)
+        sampler: Any = WeightedRandomSampler(weights.tolist(), 95)
+        return DataLoader(DATA, 10, sampler=sampler if weighted else SubsetRandomSampler(range(95)))
+
+    torch.manual_seed(4)
+    ours = make()
+    iterator = iter(ours)
+    numbers(iterator, batches)
+    state, random = ours.state_dict(), torch.get_rng_state()
+    rest = [b.tolist() for (b,) in iterator]
+    other = make()
+    other.load_state_dict(state)
+    torch.set_rng_state(random)
+    assert [b.tolist() for (b,) in other] == rest
+
+
+@pytest.mark.parametrize("sampler", [SequentialSampler, KeyedSampler])
+def test_others_are_computed(sampler: Any) -> None:
+    ours = DataLoader(DATA, 7, sampler=sampler(DATA))
+    assert sorted(i for (b,) in ours for i in b.tolist()) == [*range(N)]
