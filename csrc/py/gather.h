@@ -57,7 +57,7 @@ void fst_watch_free(fst_watch *watch);
 size_t fst_hold_moves(void);
 
 /* Whether the tensors are as they were when they were noted. All are looked at after held memory
- * has moved, else some of many: what only another view of its memory has become shows later. */
+ * has moved; else at most some leaves, in turn, as most changes move it. */
 int fst_gather_is_same(const fst_module *state, fst_gather_object *self);
 
 /* The elements of a packed 1-d int64 tensor; NULL with a Python error, or where there are none. */
