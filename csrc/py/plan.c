@@ -1,13 +1,14 @@
 /* The type faststep._C.Plan: one call per optimizer step. */
 #include "py/plan.h"
 
-#include "py/trace.h"
+#include "py/bind.h"
+#include "py/quiet.h"
 
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None).
  */
 static int parse_group(PyObject *spec, fst_group *group)
 {
-    PyObject *keys, *hyper, *lr;
+    PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the caller holds */
     int rule, has_step, maximize;
     if (!PyTuple_Check(spec)) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
@@ -34,11 +35,18 @@ static int parse_group(PyObject *spec, fst_group *group)
                      fst_rule_hyper_count(group->rule));
         return -1;
     }
+    for (unsigned i = 0; i < group->key_count; i++)
+        if (!PyUnicode_CheckExact(PyTuple_GetItem(keys, (Py_ssize_t)i))) {
+            PyErr_SetString(PyExc_TypeError, "the name of a state is not a str");
+            return -1;
+        }
     for (unsigned i = 0; i < fst_rule_hyper_count(group->rule); i++) {
         group->hyper[i] = PyFloat_AsDouble(PyTuple_GetItem(hyper, (Py_ssize_t)i));
         if (group->hyper[i] == -1.0 && PyErr_Occurred())
             return -1;
     }
+    Py_INCREF(keys);
+    Py_INCREF(lr);
     return 0;
 }
 
@@ -50,10 +58,47 @@ static int parse_groups(fst_plan_object *self, PyObject *specs)
         PyErr_NoMemory();
         return -1;
     }
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (parse_group(PyList_GetItem(specs, i), &self->groups[i]))
+    for (Py_ssize_t i = 0; i < count; i++, self->group_count++) {
+        PyObject *spec = PyList_GetItem(specs, i);
+        if (!spec)
             return -1;
-    self->group_count = (size_t)count;
+        Py_INCREF(spec);
+        const int failed = parse_group(spec, &self->groups[i]);
+        Py_DECREF(spec);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
+/* Learns the types of what is in a dictionary {device: tensors}, which may run Python code: it does
+ * not when they are read. 0, or -1 with a Python error. */
+static int meet_tensors(fst_tensors *tensors, PyObject *of_devices)
+{
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(of_devices, &at, &key, &value);) {
+        if (!PyLong_CheckExact(key)) {
+            PyErr_SetString(PyExc_TypeError, "the number of a device is not an int");
+            return -1;
+        }
+        Py_INCREF(value);
+        const Py_ssize_t count = PyTuple_Check(value) ? PyTuple_Size(value) : 0;
+        for (Py_ssize_t i = 0; i < count; i++)
+            fst_tensors_meet(tensors, PyTuple_GetItem(value, i));
+        if (!PyTuple_Check(value))
+            fst_tensors_meet(tensors, value);
+        Py_DECREF(value);
+    }
+    return 0;
+}
+
+static int meet_all(fst_module *module, const fst_plan_object *self, PyObject *scalars)
+{
+    if (meet_tensors(&module->tensors, scalars))
+        return -1;
+    for (size_t g = 0; g < self->group_count; g++)
+        if (self->groups[g].lr != Py_None && meet_tensors(&module->tensors, self->groups[g].lr))
+            return -1;
     return 0;
 }
 
@@ -90,20 +135,18 @@ static PyObject *list_written(fst_module *module, fst_plan_object *self)
     fst_record_move_versions(&module->records, self->counted, moved);
     if (moved)
         return list_of(self->written + moved, self->written_count - moved);
-    if (self->hold_tensors || self->written_total > FST_SHORT_STEP) {
-        Py_CLEAR(self->last_written);
-        return list_of(self->written, self->written_count);
-    }
+    const int keep = self->written_total <= FST_SHORT_STEP;
     const Py_ssize_t count = (Py_ssize_t)self->written_count;
-    int same = self->last_written && PyList_Size(self->last_written) == count;
+    int same = keep && self->last_written && PyList_Size(self->last_written) == count;
     for (Py_ssize_t i = 0; same && i < count; i++)
         same = PyList_GetItem(self->last_written, i) == self->written[i];
-    if (!same) {
-        Py_XDECREF(self->last_written);
-        self->last_written = list_of(self->written, self->written_count);
-    }
-    Py_XINCREF(self->last_written);
-    return self->last_written;
+    if (same)
+        return Py_NewRef(self->last_written);
+    PyObject *list = list_of(self->written, self->written_count), *before = self->last_written;
+    self->last_written = keep && list ? Py_NewRef(list) : NULL;
+    if (before && !fst_bind_hold(self, before))
+        Py_CLEAR(list);
+    return list;
 }
 
 /* The devices whose parameters have gradients: a list of -1 for the host and CUDA ordinals. *known
@@ -239,10 +282,12 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
         return NULL;
     }
     self->busy = 1;
-    if (!parse_groups(self, specs))
+    if (!parse_groups(self, specs) && !meet_all(module, self, options.scalars)) {
+        fst_quiet_begin(&module->tensors);
         result = bind_and_run(module, self, param_lists, state, fresh, &options);
-    fst_plan_release(module, self);
-    self->busy = 0;
+        fst_quiet_end(&module->tensors);
+    }
+    fst_plan_release(self);
     return result;
 }
 
@@ -279,8 +324,7 @@ int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *par
     self->busy = 1;
     const int done =
         parse_groups(self, specs) ? -1 : step_if_alike(module, self, param_lists, state);
-    fst_plan_release(module, self);
-    self->busy = 0;
+    fst_plan_release(self);
     return done;
 }
 
@@ -303,11 +347,10 @@ static void plan_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     fst_trace_free(self);
-    fst_plan_release(NULL, self);
+    fst_params_free(self);
+    fst_plan_release(self);
     Py_XDECREF(self->last_written);
     fst_plan_free_shares(self);
-    fst_params_free(self);
-    PyMem_Free(self->held);
     PyMem_Free(self->written);
     PyMem_Free(self->counted);
     PyMem_Free(self->grads);
@@ -341,6 +384,7 @@ static PyObject *plan_forget(PyObject *object, PyObject *unused)
     fst_trace_forget(self);
     fst_params_free(self);
     Py_CLEAR(self->last_written);
+    fst_old_pins_free(&self->old_pins);
     return Py_NewRef(Py_None);
 }
 
