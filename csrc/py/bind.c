@@ -348,15 +348,6 @@ PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *par
     return missing;
 }
 
-static void free_groups(fst_group *groups, size_t count)
-{
-    for (size_t g = 0; g < count; g++) {
-        Py_DECREF(groups[g].keys);
-        Py_DECREF(groups[g].lr);
-    }
-    PyMem_Free(groups);
-}
-
 /* Python code that runs here finds a plan that is ready for another step. */
 void fst_plan_release(fst_plan_object *self)
 {
@@ -369,7 +360,7 @@ void fst_plan_release(fst_plan_object *self)
     self->held = NULL;
     self->group_count = self->held_count = self->held_capacity = 0;
     self->busy = 0;
-    free_groups(groups, group_count);
+    fst_groups_free(groups, group_count);
     for (size_t i = 0; i < held_count; i++)
         Py_DECREF(held[i]);
     PyMem_Free(held);

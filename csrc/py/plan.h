@@ -133,6 +133,14 @@ typedef struct {
 int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
                    const char *kind, const char *detail);
 
+/* Reads the list of groups (groups.c); 0, or -1 with a Python error. */
+int fst_groups_parse(fst_plan_object *self, PyObject *specs);
+void fst_groups_free(fst_group *groups, size_t count);
+
+/* Learns the types of the tensors of {device: tuple} and of the groups' learning rates, which may
+ * run Python code: it does not when they are read. 0, or -1 with a Python error. */
+int fst_groups_meet(fst_module *module, const fst_plan_object *self, PyObject *scalars);
+
 /* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose
  * state is missing, empty if all is bound, or NULL with a Python error; nothing is changed in
  * either case. `fresh` is such a list of an earlier call whose states are new, or None. */
