@@ -27,6 +27,7 @@ from .acting import (
     Action,
     Model,
     alike,
+    bound_again,
     over_actions,
     step,
     with_states,
@@ -70,7 +71,7 @@ def test_key_that_compares_itself(
     key: Callable[[str, Action], Any], action: Callable[[Model], None]
 ) -> None:
     """The states are found under such a key, as torch finds them, whatever it does meanwhile."""
-    model = with_states()
+    model = alike()
     done: list[int] = []
 
     def act() -> None:
@@ -104,7 +105,7 @@ def test_key_that_compares_itself_is_found() -> None:
 @over_actions
 def test_mode_that_reads_gradients(action: Callable[[Model], None]) -> None:
     """torch.set_default_device and other modes run Python code for each attribute of a tensor."""
-    model = with_states()
+    model = bound_again()
     model.backward()
     before = model.values()
 
