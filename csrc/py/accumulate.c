@@ -4,6 +4,7 @@
 #include "core/passes.h"
 #include "gpu/run.h"
 #include "py/lists.h"
+#include "py/quiet.h"
 
 enum { MOST_TERMS = 2 };
 
@@ -137,9 +138,9 @@ static int bind_span(fst_module *state, addition *a, Py_ssize_t index, const cha
     return 0;
 }
 
-static int bind_all(fst_module *state, addition *a)
+static int bind_spans(fst_module *state, addition *a)
 {
-    fst_status status = {0};
+    state->tensors.ran_python = 0;
     for (Py_ssize_t i = 0; i < a->sums.count; i++) {
         fst_problem problem;
         const char *role;
@@ -147,6 +148,21 @@ static int bind_all(fst_module *state, addition *a)
             PyErr_Format(PyExc_TypeError, "%s %zd %s", role, i, problem.detail);
             return -1;
         }
+    }
+    return 0;
+}
+
+static int bind_all(fst_module *state, addition *a)
+{
+    fst_status status = {0};
+    if (bind_spans(state, a))
+        return -1;
+    for (int i = 1; state->tensors.ran_python && i < FST_ATTEMPTS; i++) {
+        fst_list_restart(&a->sums);
+        for (unsigned k = 0; k < a->term_count; k++)
+            fst_list_restart(&a->terms[k]);
+        if (bind_spans(state, a))
+            return -1;
     }
     if (fst_plan_seal(&a->sums.plan, 0, 1, &status))
         return fst_raise_int(&status);

@@ -1,6 +1,7 @@
 /* Binding: one loop over all parameters that reads every pointer anew, and looks closer only at
  * what changed. */
 #include "py/bind.h"
+#include "py/quiet.h"
 
 enum { FETCH_AHEAD = 4 }; /* parameters */
 
@@ -22,7 +23,7 @@ int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
 void fst_params_free(fst_plan_object *self)
 {
     for (size_t i = 0; i < self->param_count; i++)
-        fst_param_forget(&self->params[i]);
+        fst_param_forget(&self->params[i], &self->old_pins);
     PyMem_Free(self->params);
     self->params = NULL;
     self->param_count = 0;
@@ -36,14 +37,12 @@ int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *
     return 0;
 }
 
-int fst_bind_hold(fst_plan_object *self, PyObject *object)
+PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object)
 {
-    if (!self->hold_tensors)
-        return 0;
-    if (fst_bind_note(&self->held, &self->held_count, &self->held_capacity, object))
-        return -1;
-    Py_INCREF(object);
-    return 0;
+    if (!fst_bind_note(&self->held, &self->held_count, &self->held_capacity, object))
+        return object;
+    Py_DECREF(object);
+    return NULL;
 }
 
 int fst_bind_written(fst_plan_object *self, PyObject *object)
@@ -99,16 +98,22 @@ int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *
     return 0;
 }
 
+/* Whether the states of the parameter at hand are new; -1 with a Python error. */
 static int is_fresh(fst_binding *at)
 {
+    Py_ssize_t group, index;
     if (!at->fresh || at->fresh_at >= PyList_Size(at->fresh))
         return 0;
     PyObject *pair = PyList_GetItem(at->fresh, at->fresh_at);
-    if (PyLong_AsSsize_t(PyTuple_GetItem(pair, 0)) != at->group ||
-        PyLong_AsSsize_t(PyTuple_GetItem(pair, 1)) != at->index)
-        return 0;
-    at->fresh_at++;
-    return 1;
+    if (!PyTuple_Check(pair)) {
+        PyErr_SetString(PyExc_TypeError, "expected (group, index) of a parameter with new states");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(pair, "nn", &group, &index))
+        return -1;
+    const int fresh = group == at->group && index == at->index;
+    at->fresh_at += fresh;
+    return fresh;
 }
 
 static int note_missing(const fst_binding *at)
@@ -166,7 +171,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     param->grad = grad;
     param->grad_record = grad_view.shape;
     if ((param->param != object || !fst_param_fits(param, &view)) &&
-        fst_param_learn(param, object, &view, &problem))
+        fst_param_learn(param, &self->old_pins, object, &view, &problem))
         return fst_bind_problem(at, "parameter", &problem);
     fst_share *share = enter_share(at, object, view.device);
     if (!share || fst_reserve(&share->counters, &share->counter_capacity, share->counter_count,
@@ -193,7 +198,10 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         return -1;
     if (!found)
         return note_missing(at);
-    if (is_fresh(at))
+    const int fresh = is_fresh(at);
+    if (fresh < 0)
+        return -1;
+    if (fresh)
         counter->value = 1.0;
     share->counter_count++;
     /* `moments` leaves the parameter as it is: forward passes that used it may still run backward.
@@ -204,31 +212,62 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     return fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad);
 }
 
+/* Finds the parameter at hand and its gradient, borrowed: the step holds them. 0, or -1 with a
+ * Python error. */
+static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyObject **grad)
+{
+    if (at->again) {
+        *object = fst_bind_found(at);
+        *grad = fst_bind_found(at);
+        return 0;
+    }
+    if (at->index >= PyList_Size(params)) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "the parameters of group %zd were changed during the step; nothing was updated",
+            at->group);
+        return -1;
+    }
+    *object = PyList_GetItem(params, at->index);
+    if (!fst_bind_hold(at->self, Py_NewRef(*object)))
+        return -1;
+    *grad = fst_tensor_grad(&at->module->tensors, *object);
+    return *grad && fst_bind_hold(at->self, *grad) ? 0 : -1;
+}
+
 static int bind_group(fst_binding *at, PyObject *params)
 {
     fst_plan_object *self = at->self;
-    const Py_ssize_t count = PyList_Size(params);
-    if (count < 0)
-        return -1;
+    const Py_ssize_t count = self->groups[at->group].size;
     for (at->index = 0; at->index < count; at->index++, at->param_count++) {
-        PyObject *object = PyList_GetItem(params, at->index);
+        PyObject *object, *grad;
         if (at->param_count + FETCH_AHEAD < self->param_count)
             fst_param_fetch(&self->params[at->param_count + FETCH_AHEAD]);
-        PyObject *grad = object ? fst_tensor_grad(&at->module->tensors, object) : NULL;
-        if (!grad)
-            return -1; /* or the list shrank meanwhile */
-        if (grad == Py_None) {
-            Py_DECREF(grad);
+        if (find_param(at, params, &object, &grad))
+            return -1;
+        if (at->module->tensors.ran_python)
+            self->traceable = 0; /* what is no tensor has no record */
+        if (grad == Py_None)
             fst_trace_idle(&at->module->records, self, at->param_count, object);
-            continue;
-        }
-        const int failed = fst_bind_hold(self, object) || fst_bind_hold(self, grad) ||
-                           bind_param(at, &self->params[at->param_count], object, grad);
-        Py_DECREF(grad);
-        if (failed)
+        else if (bind_param(at, &self->params[at->param_count], object, grad))
             return -1;
     }
     return 0;
+}
+
+/* Binds all groups; 0, or -1 with a Python error. */
+static int bind_groups(fst_binding *at, PyObject *param_lists)
+{
+    int failed = 0;
+    for (; !failed && (size_t)at->group < at->self->group_count; at->group++) {
+        PyObject *params = PyList_GetItem(param_lists, at->group);
+        if (!params)
+            return -1;
+        Py_INCREF(params);
+        failed = bind_group(at, params);
+        Py_DECREF(params);
+    }
+    return failed;
 }
 
 /* Makes one entry per parameter; those of a changed list are learnt again as they are met. */
@@ -236,9 +275,11 @@ static int count_params(fst_plan_object *self, PyObject *param_lists)
 {
     size_t count = 0;
     for (size_t g = 0; g < self->group_count; g++) {
-        const Py_ssize_t size = PyList_Size(PyList_GetItem(param_lists, (Py_ssize_t)g));
+        PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
+        const Py_ssize_t size = params ? PyList_Size(params) : -1;
         if (size < 0)
             return -1;
+        self->groups[g].size = size;
         count += (size_t)size;
     }
     if (count == self->param_count)
@@ -253,24 +294,20 @@ static int count_params(fst_plan_object *self, PyObject *param_lists)
     return 0;
 }
 
-/* Forgets what was bound in this step, but not the groups. */
+/* Forgets what was bound in this step, but not the groups and what is held. */
 static void unbind(fst_plan_object *self)
 {
     for (size_t i = 0; i < self->layout_count; i++)
         PyMem_Free(self->layouts[i]);
-    for (size_t i = 0; i < self->held_count; i++)
-        Py_DECREF(self->held[i]);
     for (size_t i = 0; i < self->share_count; i++)
         self->shares[i].counter_count = 0;
-    self->layout_count = self->held_count = self->grad_count = 0;
+    self->layout_count = self->grad_count = 0;
     self->written_count = self->counted_count = 0;
 }
 
-static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *param_lists,
-                          PyObject *state, PyObject *fresh, int write_grads)
+static PyObject *bind_all(fst_binding at, PyObject *param_lists)
 {
-    fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
-    at.fresh = fresh == Py_None ? NULL : fresh;
+    fst_plan_object *self = at.self;
     at.missing = PyList_New(0);
     fst_trace_forget(self); /* what was bound no longer stands, even if this fails */
     unbind(self);
@@ -278,14 +315,13 @@ static PyObject *bind_all(fst_module *module, fst_plan_object *self, PyObject *p
     self->total = self->written_total = 0;
     for (size_t i = 0; i < self->share_count; i++)
         fst_plan_begin(&self->shares[i].plan);
-    if (!at.missing || count_params(self, param_lists))
+    if (!at.missing || (!at.again && count_params(self, param_lists)))
         goto error;
-    fst_trace_begin(&module->records, self, param_lists);
-    for (; (size_t)at.group < self->group_count; at.group++)
-        if (bind_group(&at, PyList_GetItem(param_lists, at.group)))
-            goto error;
-    if (PyList_Size(at.missing) == 0)
-        fst_trace_end(self, param_lists);
+    fst_trace_begin(&at.module->records, self, at.again);
+    if (bind_groups(&at, param_lists))
+        goto error;
+    if (PyList_Size(at.missing) == 0 && !at.module->tensors.ran_python)
+        fst_trace_end(self);
     return at.missing;
 error:
     Py_XDECREF(at.missing);
@@ -295,25 +331,36 @@ error:
 PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads)
 {
-    self->hold_tensors |= !module->tensors.negated; /* torch is asked about every tensor */
+    fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
+    at.fresh = fresh == Py_None ? NULL : fresh;
     module->tensors.ran_python = 0;
-    PyObject *missing = bind_all(module, self, param_lists, state, fresh, write_grads);
-    const int hold = module->tensors.ran_python || self->total > FST_SHORT_STEP;
-    if (missing && hold && !self->hold_tensors) {
+    PyObject *missing = bind_all(at, param_lists);
+    for (at.again = 1; at.again < FST_ATTEMPTS; at.again++) {
+        if (!missing || PyList_Size(missing) > 0 || !module->tensors.ran_python)
+            break;
         Py_DECREF(missing);
-        self->hold_tensors = 1;
         module->tensors.ran_python = 0;
-        missing = bind_all(module, self, param_lists, state, fresh, write_grads);
+        missing = bind_all(at, param_lists);
     }
+    self->is_long = self->total > FST_SHORT_STEP;
     return missing;
 }
 
-void fst_plan_release(fst_module *module, fst_plan_object *self)
+/* Python code that runs here finds a plan that is ready for another step. */
+void fst_plan_release(fst_plan_object *self)
 {
+    fst_group *groups = self->groups;
+    PyObject **held = self->held;
+    const size_t group_count = self->group_count, held_count = self->held_count;
     if (!self->traced)
         unbind(self);
-    PyMem_Free(self->groups);
     self->groups = NULL;
-    self->group_count = 0;
-    self->hold_tensors = (module && module->tensors.ran_python) || self->total > FST_SHORT_STEP;
+    self->held = NULL;
+    self->group_count = self->held_count = self->held_capacity = 0;
+    self->busy = 0;
+    fst_groups_free(groups, group_count);
+    for (size_t i = 0; i < held_count; i++)
+        Py_DECREF(held[i]);
+    PyMem_Free(held);
+    fst_old_pins_free(&self->old_pins);
 }

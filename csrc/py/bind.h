@@ -14,14 +14,23 @@ typedef struct {
     fst_trace *trace;        /* of the parameter at hand; NULL: none */
     const void *counter;     /* the version counter of the state that was noted last */
     int write_grads, rescanned;
+    int again;      /* what was found before is bound once more: nothing is looked for */
+    size_t held_at; /* then: the next object among what is held */
     size_t param_count;
 } fst_binding;
 
 /* fst_plan_raise() for the parameter at hand. */
 int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem);
 
-/* Takes a reference where the step needs one. */
-int fst_bind_hold(fst_plan_object *self, PyObject *object);
+/* Takes a reference over, to hold it to the end of the step; the object, or NULL with a Python
+ * error. */
+PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object);
+
+/* The object that was held next when this was bound before. */
+static inline PyObject *fst_bind_found(fst_binding *at)
+{
+    return at->self->held[at->held_at++];
+}
 
 /* Notes a tensor that the step writes. */
 int fst_bind_written(fst_plan_object *self, PyObject *object);

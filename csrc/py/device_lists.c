@@ -3,6 +3,7 @@
 #include "core/passes.h"
 #include "gpu/run.h"
 #include "py/lists.h"
+#include "py/quiet.h"
 
 /* A list on a device. */
 typedef struct {
@@ -47,15 +48,44 @@ int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **st
     return failed;
 }
 
-/* Binds the list; to be freed in either case. */
-static int bind(fst_module *state, device_list *it, PyObject *tensors, int written)
+/* A scalar that a call takes, and where a launch wants it. */
+typedef struct {
+    PyObject *object;
+    const char *name;
+    fst_device_scalar *out;
+} wanted_scalar;
+
+enum { MOST_SCALARS = 2 };
+
+static int bind_once(fst_module *state, device_list *it, PyObject *tensors, int written,
+                     const wanted_scalar *scalars)
 {
     int device;
-    *it = (device_list){.tables = NULL};
     if (fst_list_device(state, tensors, &device, &it->stream) ||
         fst_list_bind(state, &it->list, tensors, device, written))
         return -1;
+    state->tensors.ran_python = 0;
+    for (int i = 0; i < MOST_SCALARS && scalars[i].object; i++)
+        if (scalar_of(state, scalars[i].object, device, scalars[i].name, scalars[i].out))
+            return -1;
     return 0;
+}
+
+/* Binds the list and the scalars, until no Python code has run between the first address and the
+ * last; to be freed in either case. */
+static int bind(fst_module *state, device_list *it, PyObject *tensors, int written,
+                const wanted_scalar *scalars)
+{
+    PyObject *items = PySequence_Tuple(tensors); /* a generator is run only once */
+    int failed = !items;
+    *it = (device_list){.tables = NULL};
+    for (int i = 0; !failed && (i == 0 || (state->tensors.ran_python && i < FST_ATTEMPTS)); i++) {
+        fst_list_free(&it->list);
+        *it = (device_list){.tables = NULL};
+        failed = bind_once(state, it, items, written, scalars);
+    }
+    Py_XDECREF(items);
+    return failed;
 }
 
 PyObject *fst_list_raise(const fst_list *list, const fst_status *status)
@@ -116,9 +146,8 @@ PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
         return NULL;
     }
     launch.kind = (int32_t)fst_norm_kind_of(launch.power);
-    const int ready = !bind(state, &it, tensors, 0) &&
-                      !scalar_of(state, out, it.list.device, "out", &launch.norm) &&
-                      !upload(state, &it);
+    const wanted_scalar scalars[MOST_SCALARS] = {{out, "out", &launch.norm}};
+    const int ready = !bind(state, &it, tensors, 0, scalars) && !upload(state, &it);
     if (ready)
         fst_gpu_norm(it.tables, &launch, &status);
     PyObject *done = finish(&it, ready, &status);
@@ -139,9 +168,9 @@ PyObject *fst_py_device_unscale(PyObject *module, PyObject *args)
     int allow_fp16;
     if (!PyArg_ParseTuple(args, "OOOp", &tensors, &inv_scale, &found_inf, &allow_fp16))
         return NULL;
-    int ready = !bind(state, &it, tensors, 1) &&
-                !scalar_of(state, inv_scale, it.list.device, "inv_scale", &launch.scale) &&
-                !scalar_of(state, found_inf, it.list.device, "found_inf", &launch.found_inf);
+    const wanted_scalar scalars[MOST_SCALARS] = {{inv_scale, "inv_scale", &launch.scale},
+                                                 {found_inf, "found_inf", &launch.found_inf}};
+    int ready = !bind(state, &it, tensors, 1, scalars);
     if (ready && !allow_fp16 && it.list.dtypes >> FST_F16 & 1u) {
         PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
         ready = 0;
@@ -162,9 +191,8 @@ PyObject *fst_py_device_clip(PyObject *module, PyObject *args)
     device_list it;
     if (!PyArg_ParseTuple(args, "OdO", &tensors, &launch.max_norm, &norm))
         return NULL;
-    const int ready = !bind(state, &it, tensors, 1) &&
-                      !scalar_of(state, norm, it.list.device, "norm", &launch.norm) &&
-                      !upload(state, &it);
+    const wanted_scalar scalars[MOST_SCALARS] = {{norm, "norm", &launch.norm}};
+    const int ready = !bind(state, &it, tensors, 1, scalars) && !upload(state, &it);
     if (ready)
         fst_gpu_scale(it.tables, &launch, 0, &status);
     return finish(&it, ready, &status);
@@ -180,7 +208,8 @@ PyObject *fst_py_device_clamp(PyObject *module, PyObject *args)
     device_list it;
     if (!PyArg_ParseTuple(args, "Od", &tensors, &launch.limit))
         return NULL;
-    const int ready = !bind(state, &it, tensors, 1) && !upload(state, &it);
+    const wanted_scalar scalars[MOST_SCALARS] = {{NULL, NULL, NULL}};
+    const int ready = !bind(state, &it, tensors, 1, scalars) && !upload(state, &it);
     if (ready)
         fst_gpu_clamp(it.tables, &launch, &status);
     return finish(&it, ready, &status);

@@ -131,6 +131,10 @@
 #define FST_DOC_USE_KERNELS_OF                  \
     FST_DOC("use_kernels_of($module, path, /)", \
             "Let CUDA devices load their kernels from this fatbin when they are first used.")
+#define FST_DOC_USE_MODES                                                                       \
+    FST_DOC("use_modes($module, address, /)",                                                   \
+            "Where libtorch's function is that says whether a TorchFunctionMode is active; 0: " \
+            "nowhere.")
 #define FST_DOC_USE_OWNERS                                                                         \
     FST_DOC("use_owners($module, *places)",                                                        \
             "Where a storage's record has its address, what frees that, and the owner, in words. " \

@@ -157,9 +157,13 @@ static PyObject *tensors_of(fst_gather_object *self)
     fst_slot **slots = PyMem_Calloc(fields, sizeof(fst_slot *));
     PyObject *given = slots ? PyList_GetItem(self->outputs, 0) : NULL; /* borrowed */
     const int in_slots = given == Py_None;
+    Py_XINCREF(given); /* up to CPython 3.11 the collector runs here, and anything may be closed */
+    self->busy = 1;
     PyObject *list = in_slots ? PyList_New((Py_ssize_t)fields)
                      : given  ? PySequence_List(given)
                               : NULL;
+    self->busy = 0;
+    Py_XDECREF(given);
     if (!list || PyList_SetSlice(self->outputs, 0, 1, NULL)) {
         Py_XDECREF(list);
         PyMem_Free(slots);
@@ -192,7 +196,7 @@ static int await_oldest(fst_gather_object *self)
         self->busy = 0;
         if (status.code)
             fst_raise(&status);
-        if (status.code || (!done && PyErr_CheckSignals()))
+        if (status.code || (!done && (PyErr_CheckSignals() || !is_usable(self))))
             return -1;
     }
     return 0;
@@ -206,7 +210,7 @@ static PyObject *gather_take(PyObject *object, PyObject *wanted)
     uint64_t oldest = 0;
     if (PyErr_Occurred() || !is_usable(self))
         return NULL;
-    while ((oldest = fst_crew_oldest(self->crew)) && oldest <= number) {
+    while (self->crew && (oldest = fst_crew_oldest(self->crew)) && oldest <= number) {
         PyObject *list = await_oldest(self) ? NULL : tensors_of(self);
         if (!list || oldest == number)
             return list;

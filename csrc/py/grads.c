@@ -4,6 +4,7 @@
 #include "core/passes.h"
 #include "py/lists.h"
 #include "py/plan.h"
+#include "py/quiet.h"
 #include "py/record_read.h"
 #include "py/unscaled.h"
 #include "rules/loss_scale.h"
@@ -13,15 +14,17 @@ typedef struct {
     fst_list list; /* its items are the parameters */
     const void **records;
     size_t record_count;
-    PyObject *asked; /* list of the other gradients, which it keeps alive */
-    int64_t total;   /* elements */
-    int found;       /* whether there is any gradient */
+    PyObject *asked;      /* list of the other gradients, which it keeps alive */
+    Py_ssize_t *index_of; /* whose they are */
+    int64_t total;        /* elements */
+    int found;            /* whether there is any gradient */
 } grads;
 
 static void grads_free(grads *g)
 {
     fst_list_free(&g->list);
     PyMem_Free(g->records);
+    PyMem_Free(g->index_of);
     Py_XDECREF(g->asked);
 }
 
@@ -75,30 +78,41 @@ static int add_record(fst_module *state, grads *g, PyObject *param)
     return 1;
 }
 
-/* Asks torch for the gradient of parameter `index`. */
-static int add_asked(fst_module *state, grads *g, Py_ssize_t index, PyObject *param, int written)
+/* Binds a gradient that torch was asked for, in place `i` of their list. */
+static int add_grad(fst_module *state, grads *g, Py_ssize_t i, int written)
 {
     fst_view view;
     fst_problem problem;
+    PyObject *grad = PyList_GetItem(g->asked, i);
+    const Py_ssize_t index = g->index_of[i];
+    if (!grad)
+        return -1;
+    if (fst_tensor_view(&state->tensors, grad, &view, &problem) ||
+        fst_list_add(&g->list, index, &view, written, &problem)) {
+        PyErr_Format(PyExc_TypeError, "the gradient of parameter %zd %s", index, problem.detail);
+        return -1;
+    }
+    g->total += fst_view_count(&view);
+    fst_forms_learn(&state->records, &state->forms, grad, &view);
+    return 0;
+}
+
+/* Asks torch for the gradient of parameter `index`. */
+static int add_asked(fst_module *state, grads *g, Py_ssize_t index, PyObject *param, int written)
+{
     PyObject *grad = fst_tensor_grad(&state->tensors, param);
-    int failed = !grad;
+    if (!grad)
+        return -1;
     if (grad == Py_None && state->records.known && !state->tensors.ran_python)
         state->forms.none = fst_record_grad(&state->records, fst_record_of(&state->records, param));
-    if (grad && grad != Py_None) {
+    int failed = 0;
+    if (grad != Py_None) {
+        const Py_ssize_t place = PyList_Size(g->asked);
         g->found = 1;
-        failed = PyList_Append(g->asked, grad);
-        if (!failed && (fst_tensor_view(&state->tensors, grad, &view, &problem) ||
-                        fst_list_add(&g->list, index, &view, written, &problem))) {
-            PyErr_Format(PyExc_TypeError, "the gradient of parameter %zd %s", index,
-                         problem.detail);
-            failed = 1;
-        }
-        if (!failed) {
-            g->total += fst_view_count(&view);
-            fst_forms_learn(&state->records, &state->forms, grad, &view);
-        }
+        g->index_of[place] = index;
+        failed = PyList_Append(g->asked, grad) || add_grad(state, g, place, written);
     }
-    Py_XDECREF(grad);
+    Py_DECREF(grad);
     return failed ? -1 : 0;
 }
 
@@ -109,10 +123,12 @@ static int bind_once(fst_module *state, grads *g, PyObject *params, int written,
         return -1;
     const Py_ssize_t count = g->list.count;
     g->records = PyMem_Calloc((size_t)count + 1, sizeof *g->records);
-    if (!g->records) {
+    g->index_of = PyMem_Calloc((size_t)count + 1, sizeof *g->index_of);
+    if (!g->records || !g->index_of) {
         PyErr_NoMemory();
         return -1;
     }
+    state->tensors.ran_python = 0;
     for (Py_ssize_t i = 0; i < count; i++) {
         PyObject *param = PyTuple_GetItem(g->list.items, i);
         if (use_records)
@@ -124,32 +140,58 @@ static int bind_once(fst_module *state, grads *g, PyObject *params, int written,
     return 0;
 }
 
-/* A gradient that was read from its record is alive as long as no Python code runs: a call that
- * releases the GIL, or met Python code on its way, asks for all of them instead. */
-static int bind(fst_module *state, grads *g, PyObject *params, int written)
+/* Binds once more what torch was asked for, as Python code may have moved it meanwhile. */
+static int bind_again(fst_module *state, grads *g, int written)
+{
+    const Py_ssize_t count = PyList_Size(g->asked);
+    fst_list_restart(&g->list);
+    g->total = 0;
+    state->tensors.ran_python = 0;
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (add_grad(state, g, i, written))
+            return -1;
+    return 0;
+}
+
+static int seal(grads *g, int written)
 {
     fst_status status = {0};
+    return fst_plan_seal(&g->list.plan, 0, (unsigned)written, &status) ? fst_raise_int(&status) : 0;
+}
+
+/* A gradient that was read from its record is alive as long as no Python code runs: a call that
+ * releases the GIL, or met Python code on its way, asks for all of them instead. Begins a quiet
+ * stretch in any case. */
+static int bind(fst_module *state, grads *g, PyObject *params, int written)
+{
     const int use_records = state->records.known && state->records.move;
-    state->tensors.ran_python = 0;
-    int failed = bind_once(state, g, params, written, use_records);
+    PyObject *items = PySequence_Tuple(params); /* runs Python code, and a generator only once */
+    fst_quiet_begin(&state->tensors);
+    *g = (grads){.found = 0};
+    if (!items)
+        return -1;
+    int failed = bind_once(state, g, items, written, use_records);
     if (!failed && g->record_count && (g->total > FST_SHORT_STEP || state->tensors.ran_python)) {
-        grads_free(g);
-        failed = bind_once(state, g, params, written, 0);
+        const int paused = fst_quiet_pause(&state->tensors);
+        grads_free(g); /* with what was dropped meanwhile */
+        fst_quiet_resume(&state->tensors, paused);
+        failed = bind_once(state, g, items, written, 0);
     }
-    if (!failed && fst_plan_seal(&g->list.plan, 0, (unsigned)written, &status))
-        failed = fst_raise_int(&status);
-    return failed;
+    for (int i = 1; !failed && state->tensors.ran_python && i < FST_ATTEMPTS; i++)
+        failed = bind_again(state, g, written);
+    Py_DECREF(items);
+    return failed || seal(g, written) ? -1 : 0;
 }
 
-static PyThreadState *release(const grads *g)
+static fst_released release(fst_module *state, const grads *g)
 {
-    return g->record_count ? NULL : PyEval_SaveThread();
+    return g->record_count ? (fst_released){.thread = NULL} : fst_quiet_release(&state->tensors);
 }
 
-static void acquire(PyThreadState *released)
+static void acquire(fst_module *state, fst_released released)
 {
-    if (released)
-        PyEval_RestoreThread(released);
+    if (released.thread)
+        fst_quiet_acquire(&state->tensors, released);
 }
 
 /* Tells autograd that the gradients were written; a new list of those that Python has to tell it
@@ -178,16 +220,17 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args)
         if (!allow_fp16 && g.list.dtypes >> FST_F16 & 1u) {
             PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
         } else {
-            PyThreadState *released = release(&g);
+            const fst_released released = release(state, &g);
             (measure_only ? fst_measure : fst_unscale)(&g.list.plan, 0, factor, &out, &status);
-            acquire(released);
+            acquire(state, released);
             if (!status.code && !measure_only)
-                fst_unscaled_keep(&state->unscaled, &g.list.plan, g.asked);
+                fst_unscaled_keep(&state->tensors, &state->unscaled, &g.list.plan, g.asked);
             result = status.code ? fst_raise(&status)
                                  : Py_BuildValue("iNN", g.found, PyBool_FromLong(out.nonfinite),
                                                  measure_only ? PyList_New(0) : moved(state, &g));
         }
     }
+    fst_quiet_end(&state->tensors);
     grads_free(&g);
     return result;
 }
@@ -217,6 +260,21 @@ static fst_code clip(fst_plan *plan, const double *expected, clipping *c, fst_st
     return c->written ? fst_scale(plan, 0, factor, status) : FST_OK;
 }
 
+/* The sums that the chunks are expected to have, or NULL. Asking for versions may run Python code:
+ * gradients are bound again then, and nothing is expected of them. *failed becomes 1 where that
+ * fails, with a Python error. */
+static double *take_expected(fst_module *state, grads *g, int *failed)
+{
+    state->tensors.ran_python = 0;
+    double *expected =
+        fst_unscaled_take(&state->tensors, &state->unscaled, &g->list.plan, g->asked);
+    if (!state->tensors.ran_python)
+        return expected;
+    PyMem_Free(expected);
+    *failed = bind_again(state, g, 1) || seal(g, 1);
+    return NULL;
+}
+
 /* clip_grads(params, p, max_norm, only_finite): see _C.pyi. */
 PyObject *fst_py_clip_grads(PyObject *module, PyObject *args)
 {
@@ -228,17 +286,21 @@ PyObject *fst_py_clip_grads(PyObject *module, PyObject *args)
     if (!PyArg_ParseTuple(args, "Oddp", &params, &c.p, &c.max_norm, &c.only_finite))
         return NULL;
     if (!bind(state, &g, params, 1)) {
-        double *expected = fst_unscaled_take(&state->unscaled, &g.list.plan, g.asked);
-        PyThreadState *released = release(&g);
-        clip(&g.list.plan, expected, &c, &status);
-        acquire(released);
+        int failed = 0;
+        double *expected = take_expected(state, &g, &failed);
+        if (!failed) {
+            const fst_released released = release(state, &g);
+            clip(&g.list.plan, expected, &c, &status);
+            acquire(state, released);
+        }
         PyMem_Free(expected);
         if (status.code)
             fst_raise(&status);
-        else
+        else if (!failed)
             result = Py_BuildValue("diIN", c.norm, g.found, g.list.dtypes,
                                    c.written ? moved(state, &g) : PyList_New(0));
     }
+    fst_quiet_end(&state->tensors);
     grads_free(&g);
     return result;
 }

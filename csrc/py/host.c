@@ -1,6 +1,7 @@
 /* A step of the parameters in CPU memory. */
 #include "core/passes.h"
 #include "py/plan.h"
+#include "py/quiet.h"
 #include "rules/loss_scale.h"
 
 /* What the passes need besides the share, and what they found. */
@@ -109,13 +110,16 @@ static int run_measure(fst_share *share, step_work *work, fst_status *status)
 }
 
 /* Both passes, with the GIL released unless the step is short. */
-static int run_passes(fst_plan_object *self, step_work *work, fst_status *status)
+static int run_passes(fst_tensors *tensors, fst_plan_object *self, step_work *work,
+                      fst_status *status)
 {
     fst_share *share = &self->shares[0];
-    PyThreadState *released = self->hold_tensors ? PyEval_SaveThread() : NULL;
+    fst_released released = {.thread = NULL};
+    if (self->is_long)
+        released = fst_quiet_release(tensors);
     int failed = work->measure && run_measure(share, work, status);
-    if (released)
-        PyEval_RestoreThread(released);
+    if (self->is_long)
+        fst_quiet_acquire(tensors, released);
     if (failed || work->skip || work->only_measure)
         return failed;
     double coefficient = 1.0;
@@ -123,11 +127,12 @@ static int run_passes(fst_plan_object *self, step_work *work, fst_status *status
         coefficient = fst_clip_coefficient(work->norm, work->max_norm);
     if (fold_all(share, self->groups, coefficient))
         return -1;
-    released = self->hold_tensors ? PyEval_SaveThread() : NULL;
+    if (self->is_long)
+        released = fst_quiet_release(tensors);
     failed =
         fst_update(&share->plan, share->args, work->inv_scale, work->write_grads, status) != FST_OK;
-    if (released)
-        PyEval_RestoreThread(released);
+    if (self->is_long)
+        fst_quiet_acquire(tensors, released);
     return failed;
 }
 
@@ -201,7 +206,7 @@ int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_opti
             return work.measured;
     }
     outcome->measured = work.measure && !work.skip;
-    if (!work.skip && run_passes(self, &work, &status)) {
+    if (!work.skip && run_passes(&module->tensors, self, &work, &status)) {
         if (status.code)
             fst_raise(&status);
         return -1;

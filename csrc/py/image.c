@@ -119,15 +119,19 @@ static int read_samples(fst_module *state, PyObject *object, fst_image_batch *ba
     return 0;
 }
 
-/* A tuple of a number per channel. */
-static int read_factors(PyObject *tuple, const char *name, int32_t channels, float *out)
+static int check_factors(PyObject *tuple, const char *name, int32_t channels)
 {
-    if (PyTuple_Size(tuple) != channels) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd values for %d channels", name,
-                     PyTuple_Size(tuple), channels);
-        return -1;
-    }
-    for (int32_t c = 0; c < channels; c++) {
+    if (PyTuple_Size(tuple) == channels)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s has %zd values for %d channels", name, PyTuple_Size(tuple),
+                 channels);
+    return -1;
+}
+
+/* A tuple of a number per channel, which may be Python's objects: read before any address is. */
+static int read_factors(PyObject *tuple, float *out)
+{
+    for (Py_ssize_t c = 0; c < PyTuple_Size(tuple) && c < FST_IMAGE_CHANNELS; c++) {
         out[c] = (float)PyFloat_AsDouble(PyTuple_GetItem(tuple, c));
         if (PyErr_Occurred())
             return -1;
@@ -194,10 +198,14 @@ PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
     int antialias = 0;
     if (!PyArg_ParseTuple(args, "OOOO!O!|Op", &images, &out, &samples, &PyTuple_Type, &scale,
                           &PyTuple_Type, &bias, &buffer, &antialias) ||
-        read_source(state, images, &batch, &device) || read_out(state, out, &batch, device) ||
-        read_samples(state, samples, &batch) ||
-        read_factors(scale, "scale", batch.channels, batch.scale) ||
-        read_factors(bias, "bias", batch.channels, batch.bias))
+        read_factors(scale, batch.scale) || read_factors(bias, batch.bias))
+        return NULL;
+    PyObject *tensors[] = {images, out, samples, buffer};
+    for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
+        fst_tensors_meet(&state->tensors, tensors[i]);
+    if (read_source(state, images, &batch, &device) || read_out(state, out, &batch, device) ||
+        read_samples(state, samples, &batch) || check_factors(scale, "scale", batch.channels) ||
+        check_factors(bias, "bias", batch.channels))
         return NULL;
     batch.antialias = antialias;
     if (device != FST_HOST)

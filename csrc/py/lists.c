@@ -4,6 +4,7 @@
 
 #include "core/layout.h"
 #include "core/passes.h"
+#include "py/quiet.h"
 
 void fst_list_free(fst_list *list)
 {
@@ -12,6 +13,16 @@ void fst_list_free(fst_list *list)
     PyMem_Free(list->layouts);
     Py_XDECREF(list->items);
     fst_plan_free(&list->plan);
+}
+
+void fst_list_restart(fst_list *list)
+{
+    for (Py_ssize_t i = 0; i < list->count; i++) {
+        PyMem_Free(list->layouts[i]);
+        list->layouts[i] = NULL;
+    }
+    list->dtypes = 0;
+    fst_plan_begin(&list->plan);
 }
 
 /* An order of its own is enough, as no other operand shares the span. */
@@ -65,17 +76,28 @@ int fst_list_start(fst_list *list, PyObject *sequence, int device)
     return -1;
 }
 
-int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int device, int written)
+static int add_items(fst_module *state, fst_list *list, int written)
 {
-    fst_status status = {0};
-    if (fst_list_start(list, sequence, device))
-        return -1;
+    state->tensors.ran_python = 0;
     for (Py_ssize_t i = 0; i < list->count; i++) {
         fst_problem problem;
         if (add_item(state, list, i, written, &problem)) {
             PyErr_Format(PyExc_TypeError, "tensor %zd %s", i, problem.detail);
             return -1;
         }
+    }
+    return 0;
+}
+
+int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int device, int written)
+{
+    fst_status status = {0};
+    if (fst_list_start(list, sequence, device) || add_items(state, list, written))
+        return -1;
+    for (int i = 1; state->tensors.ran_python && i < FST_ATTEMPTS; i++) {
+        fst_list_restart(list);
+        if (add_items(state, list, written))
+            return -1;
     }
     if (fst_plan_seal(&list->plan, 0, (unsigned)written, &status))
         return fst_raise_int(&status);

@@ -22,6 +22,9 @@ int fst_list_start(fst_list *list, PyObject *sequence, int device);
 int fst_list_add(fst_list *list, Py_ssize_t index, const fst_view *view, int written,
                  fst_problem *problem);
 
+/* Forgets what was added. */
+void fst_list_restart(fst_list *list);
+
 /* Binds a sequence of tensors that lie on `device`, for passes that write them or not; 0, or -1
  * with a TypeError that names the tensor's place in it. To be freed in either case. */
 int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int device, int written);

@@ -164,6 +164,16 @@ static PyObject *use_callbacks(PyObject *module, PyObject *address)
     return Py_NewRef(Py_None);
 }
 
+/* use_modes(address) */
+static PyObject *use_modes(PyObject *module, PyObject *address)
+{
+    const unsigned long long function = PyLong_AsUnsignedLongLong(address);
+    if (function == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    fst_module_state(module)->tensors.has_modes = (_Bool (*)(void))(uintptr_t)function;
+    return Py_NewRef(Py_None);
+}
+
 static PyObject *is_recorded(PyObject *module, PyObject *unused)
 {
     const fst_module *state = fst_module_state(module);
@@ -238,6 +248,7 @@ static PyMethodDef methods[] = {
     {"update_scale", fst_py_update_scale, METH_VARARGS, FST_DOC_UPDATE_SCALE},
     {"use_callbacks", use_callbacks, METH_O, FST_DOC_USE_CALLBACKS},
     {"use_kernels_of", use_kernels_of, METH_O, FST_DOC_USE_KERNELS_OF},
+    {"use_modes", use_modes, METH_O, FST_DOC_USE_MODES},
     {"use_owners", fst_py_use_owners, METH_VARARGS, FST_DOC_USE_OWNERS},
     {"use_records", use_records, METH_VARARGS, FST_DOC_USE_RECORDS},
     {"use_threads_of", use_threads_of, METH_O, FST_DOC_USE_THREADS_OF},

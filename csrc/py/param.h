@@ -27,11 +27,22 @@ typedef struct {
     } states[FST_MAX_KEYS];
 } fst_param;
 
+/* Pins that are given up when no step uses addresses: what then becomes free may have finalizers.
+ */
+typedef struct {
+    fst_dl_managed **pins;
+    size_t count, capacity;
+} fst_old_pins;
+
+/* Frees them, and with them the last hold of a tensor: Python code may run. */
+void fst_old_pins_free(fst_old_pins *old);
+
 /* Learns a parameter that is new or has changed its shape. Returns 0, or -1 with `problem` filled.
  */
-int fst_param_learn(fst_param *param, PyObject *object, const fst_view *view, fst_problem *problem);
+int fst_param_learn(fst_param *param, fst_old_pins *old, PyObject *object, const fst_view *view,
+                    fst_problem *problem);
 
-void fst_param_forget(fst_param *param);
+void fst_param_forget(fst_param *param, fst_old_pins *old);
 
 /* Whether a tensor has the shape of the parameter; whether it has its strides as well; whether its
  * elements then lie one after another as they are, in the order of the parameter's memory. */
@@ -40,8 +51,8 @@ int fst_param_fits(const fst_param *param, const fst_view *view);
 int fst_param_is_packed_in(const fst_param *param, const fst_view *view);
 
 /* Remembers the tensor of state `k`, and pins it if it is small. */
-void fst_param_note_state(fst_tensors *tensors, fst_param *param, unsigned k, PyObject *object,
-                          const fst_view *view);
+void fst_param_note_state(fst_tensors *tensors, fst_param *param, fst_old_pins *old, unsigned k,
+                          PyObject *object, const fst_view *view);
 
 /* Between two steps the model runs and the tensors' records leave the cache: with thousands of
  * small tensors a step is a chase after pointers, so those of a parameter further on are asked for

@@ -1,62 +1,9 @@
 /* The type faststep._C.Plan: one call per optimizer step. */
 #include "py/plan.h"
 
+#include "py/bind.h"
 #include "py/docs.h"
-#include "py/trace.h"
-
-/* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None).
- */
-static int parse_group(PyObject *spec, fst_group *group)
-{
-    PyObject *keys, *hyper, *lr;
-    int rule, has_step, maximize;
-    if (!PyTuple_Check(spec)) {
-        PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
-        return -1;
-    }
-    if (!PyArg_ParseTuple(spec, "iO!pO!pO", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type,
-                          &hyper, &maximize, &lr))
-        return -1;
-    if (rule < 0 || rule >= FST_RULE_COUNT) {
-        PyErr_Format(PyExc_ValueError, "no rule %d", rule);
-        return -1;
-    }
-    if (lr != Py_None && !PyDict_Check(lr)) {
-        PyErr_SetString(PyExc_TypeError, "expected lr per device, or None");
-        return -1;
-    }
-    *group = (fst_group){
-        .rule = (fst_rule)rule, .keys = keys, .has_step = has_step, .maximize = maximize, .lr = lr};
-    group->key_count = (unsigned)PyTuple_Size(keys);
-    if (group->key_count != fst_rule_states(group->rule) + (unsigned)has_step ||
-        (size_t)PyTuple_Size(hyper) != fst_rule_hyper_count(group->rule)) {
-        PyErr_Format(PyExc_ValueError, "rule %s takes %u states and %u hyper-parameters",
-                     fst_rule_name(group->rule), fst_rule_states(group->rule),
-                     fst_rule_hyper_count(group->rule));
-        return -1;
-    }
-    for (unsigned i = 0; i < fst_rule_hyper_count(group->rule); i++) {
-        group->hyper[i] = PyFloat_AsDouble(PyTuple_GetItem(hyper, (Py_ssize_t)i));
-        if (group->hyper[i] == -1.0 && PyErr_Occurred())
-            return -1;
-    }
-    return 0;
-}
-
-static int parse_groups(fst_plan_object *self, PyObject *specs)
-{
-    const Py_ssize_t count = PyList_Size(specs);
-    self->groups = PyMem_Calloc((size_t)count + 1, sizeof *self->groups);
-    if (!self->groups) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (Py_ssize_t i = 0; i < count; i++)
-        if (parse_group(PyList_GetItem(specs, i), &self->groups[i]))
-            return -1;
-    self->group_count = (size_t)count;
-    return 0;
-}
+#include "py/quiet.h"
 
 static PyObject *list_of(PyObject *const *objects, size_t count)
 {
@@ -91,20 +38,18 @@ static PyObject *list_written(fst_module *module, fst_plan_object *self)
     fst_record_move_versions(&module->records, self->counted, moved);
     if (moved)
         return list_of(self->written + moved, self->written_count - moved);
-    if (self->hold_tensors || self->written_total > FST_SHORT_STEP) {
-        Py_CLEAR(self->last_written);
-        return list_of(self->written, self->written_count);
-    }
+    const int keep = self->written_total <= FST_SHORT_STEP;
     const Py_ssize_t count = (Py_ssize_t)self->written_count;
-    int same = self->last_written && PyList_Size(self->last_written) == count;
+    int same = keep && self->last_written && PyList_Size(self->last_written) == count;
     for (Py_ssize_t i = 0; same && i < count; i++)
         same = PyList_GetItem(self->last_written, i) == self->written[i];
-    if (!same) {
-        Py_XDECREF(self->last_written);
-        self->last_written = list_of(self->written, self->written_count);
-    }
-    Py_XINCREF(self->last_written);
-    return self->last_written;
+    if (same)
+        return Py_NewRef(self->last_written);
+    PyObject *list = list_of(self->written, self->written_count), *before = self->last_written;
+    self->last_written = keep && list ? Py_NewRef(list) : NULL;
+    if (before && !fst_bind_hold(self, before))
+        Py_CLEAR(list);
+    return list;
 }
 
 /* The devices whose parameters have gradients: a list of -1 for the host and CUDA ordinals. *known
@@ -240,10 +185,12 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
         return NULL;
     }
     self->busy = 1;
-    if (!parse_groups(self, specs))
+    if (!fst_groups_parse(self, specs) && !fst_groups_meet(module, self, options.scalars)) {
+        fst_quiet_begin(&module->tensors);
         result = bind_and_run(module, self, param_lists, state, fresh, &options);
-    fst_plan_release(module, self);
-    self->busy = 0;
+        fst_quiet_end(&module->tensors);
+    }
+    fst_plan_release(self);
     return result;
 }
 
@@ -279,9 +226,8 @@ int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *par
         return 0;
     self->busy = 1;
     const int done =
-        parse_groups(self, specs) ? -1 : step_if_alike(module, self, param_lists, state);
-    fst_plan_release(module, self);
-    self->busy = 0;
+        fst_groups_parse(self, specs) ? -1 : step_if_alike(module, self, param_lists, state);
+    fst_plan_release(self);
     return done;
 }
 
@@ -304,11 +250,10 @@ static void plan_dealloc(PyObject *object)
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     fst_trace_free(self);
-    fst_plan_release(NULL, self);
+    fst_params_free(self);
+    fst_plan_release(self);
     Py_XDECREF(self->last_written);
     fst_plan_free_shares(self);
-    fst_params_free(self);
-    PyMem_Free(self->held);
     PyMem_Free(self->written);
     PyMem_Free(self->counted);
     PyMem_Free(self->grads);
@@ -342,6 +287,7 @@ static PyObject *plan_forget(PyObject *object, PyObject *unused)
     fst_trace_forget(self);
     fst_params_free(self);
     Py_CLEAR(self->last_written);
+    fst_old_pins_free(&self->old_pins);
     return Py_NewRef(Py_None);
 }
 

@@ -15,8 +15,9 @@ enum { FST_SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a 
 /* What one step needs of a group; parsed from the tuple that Python hands over. */
 typedef struct {
     fst_rule rule;
-    PyObject *keys; /* names of the states, "step" first where has_step */
-    PyObject *lr;   /* {device: hyper-parameter 0 as a tensor in its memory}, or None */
+    PyObject *keys;  /* owned: names of the states, "step" first where has_step */
+    PyObject *lr;    /* owned: {device: hyper-parameter 0 as a tensor in its memory}, or None */
+    Py_ssize_t size; /* parameters, when the step began */
     unsigned key_count;
     int has_step, maximize;
     double hyper[FST_MAX_HYPER];
@@ -82,10 +83,7 @@ typedef struct {
     int64_t total;          /* elements of the last step that the host worked on */
     int64_t written_total;  /* elements of its parameters on all devices */
     int busy;
-    /* While Python code may run beside the step, every tensor in use is held: the step releases the
-     * GIL, or Python code was run on the way. A short step keeps the GIL instead, which spares
-     * thousands of reference counts. */
-    int hold_tensors;
+    int is_long; /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
     /* What tells that the next step is like this one, and what was bound, below, still stands. */
     fst_trace *traces;
     fst_traced_state *traced_states;
@@ -97,8 +95,9 @@ typedef struct {
     /* for the step that runs */
     fst_group *groups;
     size_t group_count;
-    PyObject **held; /* with hold_tensors: every tensor in use */
+    PyObject **held; /* owned: every object that is bound, in the order in which they were found */
     size_t held_count, held_capacity;
+    fst_old_pins old_pins;
     PyObject **written; /* parameters and moments, which the step writes; borrowed */
     size_t written_count, written_capacity;
     const void **counted; /* torch's records of the first of them, to move version counters by */
@@ -135,15 +134,22 @@ typedef struct {
 int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
                    const char *kind, const char *detail);
 
+/* Reads the list of groups (groups.c); 0, or -1 with a Python error. */
+int fst_groups_parse(fst_plan_object *self, PyObject *specs);
+void fst_groups_free(fst_group *groups, size_t count);
+
+/* Learns the types of the tensors of {device: tuple} and of the groups' learning rates, which may
+ * run Python code: it does not when they are read. 0, or -1 with a Python error. */
+int fst_groups_meet(fst_module *module, const fst_plan_object *self, PyObject *scalars);
+
 /* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose
  * state is missing, empty if all is bound, or NULL with a Python error; nothing is changed in
  * either case. `fresh` is such a list of an earlier call whose states are new, or None. */
 PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads);
 
-/* Drops what the step that ran held, and decides whether the next one holds its tensors from the
- * start. */
-void fst_plan_release(fst_module *module, fst_plan_object *self);
+/* Ends a step. Lets go, at its very end, of what it held: Python code may run then. */
+void fst_plan_release(fst_plan_object *self);
 
 /* The host's share, or that of a CUDA device, which is made when it is first asked for; NULL with a
  * Python error. Shares may move then (share.c). */
@@ -174,7 +180,7 @@ int fst_device_step(fst_module *module, fst_share *share, const fst_step_options
 int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                         PyObject *specs, PyObject *state);
 
-/* Frees what is remembered of the parameters. */
+/* Frees what is remembered of the parameters, but the old pins. */
 void fst_params_free(fst_plan_object *self);
 
 /* Makes room for one more element; 0, or -1 with a Python error. */

@@ -2,6 +2,7 @@
 #include "core/layout.h"
 #include "gpu/run.h"
 #include "py/module.h"
+#include "py/quiet.h"
 #include "rules/loss_scale.h"
 
 enum { FST_DL_INT = 0 };
@@ -65,33 +66,53 @@ static PyObject *update_on_device(fst_module *state, PyObject *scale, int device
     return Py_NewRef(Py_None);
 }
 
+/* Where the tensors of a call lie. */
+typedef struct {
+    place scale, growth, left, found;
+} places;
+
+/* 0, or -1 with a Python error. */
+static int find_places(fst_module *state, PyObject *scale, PyObject *growth_tracker,
+                       PyObject *hysteresis_tracker, PyObject *found_inf, places *at)
+{
+    state->tensors.ran_python = 0;
+    *at = (places){.left.data = NULL};
+    return place_of(state, scale, "scale", FST_DL_FLOAT, &at->scale) ||
+                   place_beside(state, &at->scale, growth_tracker, "growth_tracker", FST_DL_INT,
+                                &at->growth) ||
+                   place_beside(state, &at->scale, found_inf, "found_inf", FST_DL_FLOAT,
+                                &at->found) ||
+                   (hysteresis_tracker != Py_None &&
+                    place_beside(state, &at->scale, hysteresis_tracker, "hysteresis_tracker",
+                                 FST_DL_INT, &at->left))
+               ? -1
+               : 0;
+}
+
 PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
     PyObject *scale, *growth_tracker, *hysteresis_tracker, *found_inf;
     fst_loss_scale_args a;
     int32_t once = 1;
-    place at, growth, left = {.data = NULL}, found;
+    places at;
     if (!PyArg_ParseTuple(args, "OOOOddiidd", &scale, &growth_tracker, &hysteresis_tracker,
                           &found_inf, &a.growth_factor, &a.backoff_factor, &a.growth_interval,
                           &a.hysteresis, &a.min_scale, &a.max_scale))
         return NULL;
-    if (place_of(state, scale, "scale", FST_DL_FLOAT, &at) ||
-        place_beside(state, &at, growth_tracker, "growth_tracker", FST_DL_INT, &growth) ||
-        place_beside(state, &at, found_inf, "found_inf", FST_DL_FLOAT, &found) ||
-        (hysteresis_tracker != Py_None &&
-         place_beside(state, &at, hysteresis_tracker, "hysteresis_tracker", FST_DL_INT, &left)))
-        return NULL;
-    if (at.device.device_type == FST_DL_CPU) {
-        fst_loss_scale_update(at.data, growth.data, left.data ? left.data : &once,
-                              *(const float *)found.data, &a);
+    for (int i = 0; i == 0 || (state->tensors.ran_python && i < FST_ATTEMPTS); i++)
+        if (find_places(state, scale, growth_tracker, hysteresis_tracker, found_inf, &at))
+            return NULL;
+    if (at.scale.device.device_type == FST_DL_CPU) {
+        fst_loss_scale_update(at.scale.data, at.growth.data, at.left.data ? at.left.data : &once,
+                              *(const float *)at.found.data, &a);
         return Py_NewRef(Py_None);
     }
     const fst_loss_scale_launch launch = {
-        .scale = (uint64_t)(uintptr_t)at.data,
-        .growth_tracker = (uint64_t)(uintptr_t)growth.data,
-        .hysteresis_left = (uint64_t)(uintptr_t)left.data,
-        .found_inf = {.data = (uint64_t)(uintptr_t)found.data},
+        .scale = (uint64_t)(uintptr_t)at.scale.data,
+        .growth_tracker = (uint64_t)(uintptr_t)at.growth.data,
+        .hysteresis_left = (uint64_t)(uintptr_t)at.left.data,
+        .found_inf = {.data = (uint64_t)(uintptr_t)at.found.data},
         .growth_factor = a.growth_factor,
         .backoff_factor = a.backoff_factor,
         .min_scale = a.min_scale,
@@ -99,5 +120,5 @@ PyObject *fst_py_update_scale(PyObject *module, PyObject *args)
         .growth_interval = a.growth_interval,
         .hysteresis = a.hysteresis,
     };
-    return update_on_device(state, scale, at.device.device_id, &launch);
+    return update_on_device(state, scale, at.scale.device.device_id, &launch);
 }

@@ -3,6 +3,7 @@
 
 #include "py/docs.h"
 #include "py/plan.h"
+#include "py/quiet.h"
 
 int fst_squares_fill(const fst_squares_object *self, fst_plan *plan, unsigned operand,
                      const uint32_t *slot_of, double inv_scale)
@@ -43,9 +44,9 @@ fst_square *fst_squares_at(fst_squares_object *self, Py_ssize_t index)
     return &self->slots[index];
 }
 
-int fst_squares_version(PyObject *tensor, int64_t *version)
+int fst_squares_version(fst_tensors *tensors, PyObject *tensor, int64_t *version)
 {
-    PyObject *number = PyObject_GetAttrString(tensor, "_version");
+    PyObject *number = fst_tensor_attribute(tensors, tensor, "_version");
     *version = number ? PyLong_AsLongLong(number) : -1;
     Py_XDECREF(number);
     return PyErr_Occurred() ? -1 : 0;
@@ -72,12 +73,26 @@ static PyObject *squares_measure(PyObject *object, PyObject *args)
     return done < 0 ? NULL : PyBool_FromLong(done);
 }
 
-/* Whether a gradient can be what the slot was measured from, moved elsewhere. */
-static int is_like(fst_tensors *tensors, const fst_square *slot, PyObject *grad, fst_view *view)
+/* What is asked of a gradient; asking may run Python code, which may move slots. */
+typedef struct {
+    fst_view view;
+    int64_t version;
+    int is_tensor; /* in CPU memory; else there is no view */
+} gradient;
+
+/* 0, or -1 with a Python error. */
+static int ask(fst_tensors *tensors, PyObject *grad, gradient *found)
 {
     fst_problem problem;
-    return !fst_tensor_view(tensors, grad, view, &problem) && view->device == FST_HOST &&
-           view->dtype == slot->dtype && fst_view_count(view) == slot->count;
+    *found = (gradient){.version = -1};
+    if (grad == Py_None)
+        return 0;
+    for (int i = 0; i == 0 || (tensors->ran_python && i < FST_ATTEMPTS); i++) {
+        tensors->ran_python = 0;
+        found->is_tensor = !fst_tensor_view(tensors, grad, &found->view, &problem) &&
+                           found->view.device == FST_HOST;
+    }
+    return found->is_tensor ? fst_squares_version(tensors, grad, &found->version) : 0;
 }
 
 /* adopt(slot, param, version): see _C.pyi. */
@@ -87,43 +102,45 @@ static PyObject *squares_adopt(PyObject *object, PyObject *args)
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     Py_ssize_t index;
     long long expected;
-    int64_t version = -1;
     PyObject *param;
-    fst_view view;
+    gradient found;
     if (!PyArg_ParseTuple(args, "nOL", &index, &param, &expected))
         return NULL;
-    fst_square *slot = fst_squares_at(self, index);
-    PyObject *grad = slot ? fst_tensor_grad(&module->tensors, param) : NULL;
+    PyObject *grad = fst_tensor_grad(&module->tensors, param);
     if (!grad)
         return NULL;
-    int adopts = slot->grad && grad != Py_None && is_like(&module->tensors, slot, grad, &view);
-    if (adopts && fst_squares_version(grad, &version)) {
+    const int failed = ask(&module->tensors, grad, &found);
+    fst_square *slot = failed ? NULL : fst_squares_at(self, index);
+    if (!slot) {
         Py_DECREF(grad);
         return NULL;
     }
-    adopts = adopts && version == expected;
+    const int adopts = slot->grad && found.is_tensor && found.view.dtype == slot->dtype &&
+                       fst_view_count(&found.view) == slot->count && found.version == expected;
+    PyObject *before = grad; /* let go of when the slot is whole: Python code may run then */
     if (adopts) {
-        Py_CLEAR(slot->grad);
-        slot->grad = Py_NewRef(grad);
-        slot->data = view.data;
-        slot->version = version;
+        before = slot->grad;
+        slot->grad = grad;
+        slot->data = found.view.data;
+        slot->version = found.version;
     }
-    Py_DECREF(grad);
+    Py_DECREF(before);
     return PyBool_FromLong(adopts);
 }
 
 /* What keeps the measurement of a gradient from being used: NULL, or a word; "" for an error. */
-static const char *problem_of(const fst_squares_object *self, size_t index, PyObject *grad)
+static const char *problem_of(const fst_squares_object *self, fst_tensors *tensors, size_t index,
+                              PyObject *grad)
 {
-    const fst_square *slot = index < self->slot_count ? &self->slots[index] : NULL;
     int64_t version;
-    if (!slot || !slot->grad)
+    if (index >= self->slot_count || !self->slots[index].grad)
         return "unmeasured";
-    if (slot->grad != grad)
+    if (self->slots[index].grad != grad)
         return "changed";
-    if (fst_squares_version(grad, &version))
+    if (fst_squares_version(tensors, grad, &version))
         return "";
-    if (version != slot->version)
+    const fst_square *slot = &self->slots[index]; /* there are never fewer slots */
+    if (slot->grad != grad || version != slot->version)
         return "changed";
     return slot->inv_scale != self->inv_scale ? "scale" : NULL;
 }
@@ -134,11 +151,13 @@ static const char *problem_in(const fst_squares_object *self, fst_tensors *tenso
 {
     const char *problem = NULL;
     for (*index = 0; !problem && *index < PyList_Size(params); ++*index) {
-        PyObject *grad = fst_tensor_grad(tensors, PyList_GetItem(params, *index));
+        PyObject *param = Py_NewRef(PyList_GetItem(params, *index));
+        PyObject *grad = fst_tensor_grad(tensors, param);
+        Py_DECREF(param);
         if (!grad)
             return "";
         if (grad != Py_None)
-            problem = problem_of(self, slot + (size_t)*index, grad);
+            problem = problem_of(self, tensors, slot + (size_t)*index, grad);
         Py_DECREF(grad);
     }
     *index -= problem != NULL;
@@ -181,10 +200,12 @@ static PyObject *squares_check(PyObject *object, PyObject *args)
         Py_ssize_t index;
         if (!PyList_Check(params))
             return PyErr_Format(PyExc_TypeError, "group %zd is not a list", group);
+        Py_INCREF(params);
         const char *word = problem_in(self, &module->tensors, params, slot, &index);
+        slot += (size_t)PyList_Size(params);
+        Py_DECREF(params);
         if (word)
             return *word ? Py_BuildValue("snn", word, group, index) : NULL;
-        slot += (size_t)PyList_Size(params);
     }
     return Py_NewRef(Py_None);
 }

@@ -2,6 +2,7 @@
 #include "core/layout.h"
 #include "core/passes.h"
 #include "py/param.h"
+#include "py/quiet.h"
 #include "py/squares.h"
 
 static size_t chunks_in(int64_t count)
@@ -13,6 +14,7 @@ static size_t chunks_in(int64_t count)
 typedef struct {
     fst_plan plan;
     fst_param param;
+    fst_old_pins none; /* it has no states */
     fst_layout *layout;
     const void *data;
     fst_dtype dtype;
@@ -22,7 +24,7 @@ typedef struct {
 static void measuring_free(measuring *m)
 {
     fst_plan_free(&m->plan);
-    fst_param_forget(&m->param);
+    fst_param_forget(&m->param, &m->none);
     PyMem_Free(m->layout);
 }
 
@@ -36,7 +38,7 @@ static int bind(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *g
         fst_view_is_on(&view, FST_HOST, problem) ||
         fst_tensor_view(tensors, grad, &grad_view, problem) ||
         fst_view_is_on(&grad_view, FST_HOST, problem) ||
-        fst_param_learn(&m->param, param, &view, problem))
+        fst_param_learn(&m->param, &m->none, param, &view, problem))
         return -1;
     if (!fst_param_has_shape(&m->param, &grad_view))
         return fst_problem_set(problem, "shape", "is not of the parameter's shape");
@@ -56,12 +58,29 @@ static int bind(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *g
     return 0;
 }
 
+/* The same, until no Python code has run between the first address and the last. */
+static int bind_quietly(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *grad,
+                        fst_problem *problem)
+{
+    for (int i = 0; i < FST_ATTEMPTS; i++) {
+        measuring_free(m);
+        *m = (measuring){.count = 0};
+        fst_plan_init(&m->plan, 1);
+        tensors->ran_python = 0;
+        if (bind(tensors, m, param, grad, problem))
+            return -1;
+        if (!tensors->ran_python)
+            break;
+    }
+    return 0;
+}
+
 /* Moves the sums into the slot; 0, or -1 with a Python error. */
 static int keep(fst_square *slot, const measuring *m, PyObject *grad, int64_t version,
                 double inv_scale)
 {
     const size_t chunks = chunks_in(m->count);
-    Py_CLEAR(slot->grad);
+    PyObject *before = slot->grad;
     if (chunks > slot->capacity) {
         double *moved = PyMem_Realloc(slot->partial, chunks * sizeof *moved);
         if (!moved) {
@@ -79,6 +98,7 @@ static int keep(fst_square *slot, const measuring *m, PyObject *grad, int64_t ve
     slot->count = m->count;
     slot->version = version;
     slot->inv_scale = inv_scale;
+    Py_XDECREF(before); /* Python code may run, and move the slots */
     return 0;
 }
 
@@ -91,10 +111,9 @@ int fst_squares_measure(fst_module *module, fst_squares_object *self, Py_ssize_t
     fst_problem problem;
     fst_status status = {0};
     int64_t version;
-    fst_plan_init(&m.plan, 1);
     int done = 0;
-    if (!bind(&module->tensors, &m, param, grad, &problem) &&
-        !fst_squares_version(grad, &version)) {
+    if (!fst_squares_version(&module->tensors, grad, &version) &&
+        !bind_quietly(&module->tensors, &m, param, grad, &problem)) {
         if (m.count > 0) {
             Py_BEGIN_ALLOW_THREADS
             fst_measure(&m.plan, 0, inv_scale, &seen, &status);

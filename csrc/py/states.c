@@ -1,5 +1,6 @@
 /* Binding a parameter's states, which lie in optimizer.state. */
 #include "py/bind.h"
+#include "py/quiet.h"
 
 /* Finds out again where each parameter's entry of optimizer.state lies; once per step at most. */
 static void rescan_state(fst_binding *at)
@@ -21,24 +22,31 @@ static void rescan_state(fst_binding *at)
         }
 }
 
-/* The state dictionary of a parameter, borrowed; NULL if it has none. */
+/* The state dictionary of a parameter, which the step holds; NULL if it has none. */
 static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *object)
 {
     PyObject *key = NULL, *value = NULL;
+    fst_tensors *tensors = &at->module->tensors;
+    if (at->again)
+        return fst_bind_found(at);
     if (PyDict_Size(at->state) == 0)
         return NULL;
     for (int again = 0; again < 2; again++) {
         Py_ssize_t position = param->state_at;
         if (position >= 0 && PyDict_Next(at->state, &position, &key, &value) && key == object)
-            return PyDict_Check(value) ? value : NULL;
+            return PyDict_Check(value) ? fst_bind_hold(at->self, Py_NewRef(value)) : NULL;
         if (!at->rescanned)
             rescan_state(at);
     }
     /* torch hashes tensors in Python: slow, and needed only for a parameter that is listed twice or
      * new */
-    at->module->tensors.ran_python = 1;
+    const int paused = fst_quiet_pause(tensors);
     value = PyDict_GetItemWithError(at->state, object);
-    return value && PyDict_Check(value) ? value : NULL;
+    Py_XINCREF(value);
+    fst_quiet_resume_after_python(tensors, paused);
+    if (value && !PyDict_Check(value))
+        Py_CLEAR(value);
+    return value ? fst_bind_hold(at->self, value) : NULL;
 }
 
 /* 1 if the counter is there, 0 if it must be brought to the parameter's device first: torch keeps
@@ -53,7 +61,7 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
         return 0;
     if (fst_view_is_scalar(view, at->share->device, &problem))
         return fst_bind_problem(at, "state 'step'", &problem);
-    fst_param_note_state(&at->module->tensors, param, 0, object, view);
+    fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, 0, object, view);
     counter->data = view->data;
     counter->is_double = view->dtype == FST_F64;
     counter->negated = view->negated;
@@ -79,17 +87,57 @@ static int note_written(fst_binding *at, PyObject *value)
     return fst_bind_written(at->self, value);
 }
 
-/* The state called `wanted`, borrowed. Where it is the next entry of the dictionary, as it should
- * be, *key becomes its key, else NULL. */
-static PyObject *next_state(PyObject *state, Py_ssize_t *position, PyObject *wanted, PyObject **key)
+/* Whether two names are the same: 1, 0, or -1 with a Python error. Runs no Python code. */
+static int same_name(PyObject *a, PyObject *b)
 {
-    PyObject *value = NULL;
-    if (PyDict_Next(state, position, key, &value) && *key == wanted)
-        return value;
-    PyObject *found = PyDict_GetItemWithError(state, wanted);
-    if (!value || value != found)
-        *key = NULL;
-    return found;
+    if (a == b)
+        return 1;
+    const int order = PyUnicode_Compare(a, b);
+    return order == -1 && PyErr_Occurred() ? -1 : order == 0;
+}
+
+/* Looks the state called `wanted` up as a dictionary does, whose other keys may compare themselves
+ * with it in Python. A new reference. */
+static PyObject *ask_for_state(fst_tensors *tensors, PyObject *state, PyObject *wanted)
+{
+    const int paused = fst_quiet_pause(tensors);
+    PyObject *value = PyDict_GetItemWithError(state, wanted);
+    Py_XINCREF(value);
+    fst_quiet_resume_after_python(tensors, paused);
+    return value;
+}
+
+/* The state called `wanted`, a new reference. Where it is the next entry of the dictionary, as it
+ * should be, *key becomes its key, borrowed, else NULL. */
+static PyObject *next_state(fst_tensors *tensors, PyObject *state, Py_ssize_t *position,
+                            PyObject *wanted, PyObject **key)
+{
+    PyObject *value, *name;
+    int same = 0, foreign = 0;
+    if (PyDict_Next(state, position, key, &value) && PyUnicode_CheckExact(*key))
+        same = same_name(*key, wanted);
+    if (same)
+        return same > 0 ? Py_NewRef(value) : NULL;
+    *key = NULL;
+    for (Py_ssize_t at = 0; !same && PyDict_Next(state, &at, &name, &value);)
+        if (PyUnicode_CheckExact(name))
+            same = same_name(name, wanted);
+        else
+            foreign = 1;
+    if (same)
+        return same > 0 ? Py_NewRef(value) : NULL;
+    return foreign ? ask_for_state(tensors, state, wanted) : NULL;
+}
+
+/* The same, borrowed: the step holds it. */
+static PyObject *find_state(fst_binding *at, PyObject *state, Py_ssize_t *position,
+                            PyObject *wanted, PyObject **key)
+{
+    *key = NULL;
+    if (at->again)
+        return fst_bind_found(at);
+    PyObject *value = next_state(&at->module->tensors, state, position, wanted, key);
+    return value ? fst_bind_hold(at->self, value) : NULL;
 }
 
 /* Why a state that does not fit its parameter cannot be used, if it cannot. */
@@ -124,12 +172,10 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         fst_trace_dict(at->trace, state, param->state_at);
     for (unsigned k = 0; k < group->key_count; k++) {
         PyObject *wanted = PyTuple_GetItem(group->keys, k);
-        PyObject *value = next_state(state, &position, wanted, &key);
+        PyObject *value = find_state(at, state, &position, wanted, &key);
         fst_view view;
         if (!value || value == Py_None)
             return PyErr_Occurred() ? -1 : 0;
-        if (fst_bind_hold(at->self, value))
-            return -1;
         if (k == 0 && group->has_step) {
             const int there = bind_counter(at, param, value, counter, &view);
             if (there <= 0)
@@ -145,7 +191,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
             refuse_state(at, wanted, &view, dtype, bad, &problem, role))
             return -1;
         const unsigned slot = k - (unsigned)group->has_step;
-        fst_param_note_state(&at->module->tensors, param, k, value, &view);
+        fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, &view);
         if (fst_bind_operand(at, param, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
             note_written(at, value))
             return -1;

@@ -5,6 +5,7 @@
 
 #include "core/layout.h"
 #include "py/docs.h"
+#include "py/quiet.h"
 
 int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
 {
@@ -68,7 +69,7 @@ static void forget_type(fst_tensor_type *known)
 static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *type,
                                          fst_problem *problem)
 {
-    tensors->ran_python = 1;
+    const int paused = fst_quiet_pause(tensors);
     PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");
     PyObject *bytes = name ? PyUnicode_AsUTF8String(name) : NULL;
     const char *text = bytes ? PyBytes_AsString(bytes) : "?";
@@ -76,7 +77,7 @@ static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *typ
     PyObject *grad = NULL;
     fst_tensor_type *known = NULL;
     PyErr_Clear();
-    if (!api)
+    if (!api || !PyType_IsSubtype(type, (PyTypeObject *)tensors->tensor_type))
         fst_problem_set(problem, "type", "is a %s, not a torch.Tensor", text);
     else if (has_own_dispatch(tensors, type))
         fst_problem_set(problem, "type",
@@ -87,7 +88,7 @@ static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *typ
         known = &tensors->types[tensors->next_type];
         tensors->next_type = (tensors->next_type + 1) % FST_KNOWN_TYPES;
         tensors->type_count += tensors->type_count < FST_KNOWN_TYPES;
-        forget_type(known);
+        fst_tensor_type before = *known;
         Py_INCREF(type);
         known->type = type;
         known->api = api;
@@ -95,9 +96,11 @@ static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *typ
         known->read_grad = (descrgetfunc)PyType_GetSlot(Py_TYPE(grad), Py_tp_descr_get);
         known->runs_python =
             (PyObject *)type != tensors->tensor_type && (PyObject *)type != tensors->parameter_type;
+        forget_type(&before);
     }
     Py_XDECREF(bytes);
     Py_XDECREF(name);
+    fst_quiet_resume_after_python(tensors, paused);
     return known;
 }
 
@@ -108,6 +111,13 @@ static const fst_tensor_type *type_of(fst_tensors *tensors, PyObject *object, fs
         if (tensors->types[i].type == type)
             return &tensors->types[i];
     return learn_type(tensors, type, problem);
+}
+
+void fst_tensors_meet(fst_tensors *tensors, PyObject *object)
+{
+    fst_problem unused;
+    if (object != Py_None)
+        type_of(tensors, object, &unused);
 }
 
 static int dtype_of(fst_dl_dtype type, fst_dtype *dtype)
@@ -139,19 +149,28 @@ int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tenso
     return 0;
 }
 
+/* Whether reading attributes of such a tensor runs Python code. */
+static int runs_python(const fst_tensors *tensors, const fst_tensor_type *known)
+{
+    return !known || known->runs_python || !tensors->has_modes || tensors->has_modes();
+}
+
 int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem)
 {
+    fst_problem unused;
     if (tensors->negated) {
         const uint64_t *impl =
             (const uint64_t *)(uintptr_t)((const uint64_t *)object)[tensors->impl_in_object];
         return (impl[tensors->negated_in_impl] & tensors->negated) != 0;
     }
-    tensors->ran_python = 1; /* torch lets go of the GIL to answer */
+    const int python = runs_python(tensors, type_of(tensors, object, &unused));
+    const int paused = fst_quiet_pause(tensors); /* torch lets go of the GIL to answer */
     Py_INCREF(object);
     PyObject *answer = PyObject_CallFunctionObjArgs(tensors->is_neg, object, NULL);
     const int negated = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(answer);
     Py_DECREF(object);
+    (python ? fst_quiet_resume_after_python : fst_quiet_resume)(tensors, paused);
     return negated < 0 ? problem_from_error(problem, "type") : negated;
 }
 
@@ -246,15 +265,26 @@ int fst_view_is_packed(const fst_view *view)
     return !view->negated;
 }
 
+PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const char *name)
+{
+    fst_problem unused;
+    if (!runs_python(tensors, type_of(tensors, object, &unused)))
+        return PyObject_GetAttrString(object, name);
+    const int paused = fst_quiet_pause(tensors);
+    Py_INCREF(object);
+    PyObject *value = PyObject_GetAttrString(object, name);
+    Py_DECREF(object);
+    fst_quiet_resume_after_python(tensors, paused);
+    return value;
+}
+
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
 {
     fst_problem unused;
     const fst_tensor_type *known = type_of(tensors, object, &unused);
-    tensors->ran_python |= !known || known->runs_python;
-    if (known && known->read_grad)
+    if (known && known->read_grad && !runs_python(tensors, known))
         return known->read_grad(known->grad, object, (PyObject *)known->type);
-    return PyObject_GetAttrString(
-        object, "grad"); /* a type that can have no use here, if its grad is None */
+    return fst_tensor_attribute(tensors, object, "grad");
 }
 
 fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object)

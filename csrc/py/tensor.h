@@ -8,7 +8,7 @@
 #include "base/device.h"
 #include "py/dlpack.h"
 
-enum { FST_KNOWN_TYPES = 8 };
+enum { FST_KNOWN_TYPES = 32 };
 
 /* What is known of a tensor type (torch.Tensor, Parameter, a user's subclass). */
 typedef struct {
@@ -27,6 +27,9 @@ typedef struct {
     PyObject *tensor_type, *parameter_type;
     int ran_python; /* set when a function of this file may have run Python code; the caller clears
                        it */
+    int quiet, collects;      /* of quiet.h */
+    _Bool (*has_modes)(void); /* libtorch's: whether a TorchFunctionMode is active, whose Python
+                                 code then reads attributes; NULL: not known */
     PyObject *tensor_error;
     /* The bit of a word of torch's record of a tensor that only a lazily negated view has
      * (record.h); 0: torch is asked, by `is_neg`. */
@@ -48,6 +51,9 @@ typedef struct {
 } fst_view;
 
 int64_t fst_view_count(const fst_view *view);
+
+/* Learns the type of an object, so that reading it later need not run Python code. */
+void fst_tensors_meet(fst_tensors *tensors, PyObject *object);
 
 /* Why a tensor cannot be used: a word for programs and a clause for people. */
 typedef struct {
@@ -108,8 +114,9 @@ int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void *
 /* Whether the elements lie one after another in the order of the shape, and as they are. */
 int fst_view_is_packed(const fst_view *view);
 
-/* object.grad: a new reference, or NULL with a Python error. */
+/* object.grad, or another attribute: a new reference, or NULL with a Python error. */
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object);
+PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const char *name);
 
 /* Keeps a tensor alive, in C++ only. torch's functions on a tensor that nothing but its Python
  * object owns spend most of their time on the two reference counts: a tensor that is read at every

@@ -37,15 +37,14 @@ static void *make_room(void *array, size_t *capacity, size_t wanted, size_t size
     return array;
 }
 
-void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, PyObject *param_lists)
+void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, int again)
 {
     size_t states = 0;
-    self->traceable = layout->known && !self->hold_tensors && self->param_count <= INT32_MAX;
+    self->traceable = layout->known && !again && !self->is_long && self->param_count <= INT32_MAX;
     if (!self->traceable)
         return;
     for (size_t g = 0; g < self->group_count; g++)
-        states += (size_t)PyList_Size(PyList_GetItem(param_lists, (Py_ssize_t)g)) *
-                  self->groups[g].key_count;
+        states += (size_t)self->groups[g].size * self->groups[g].key_count;
     self->traced_state_count = 0;
     self->traces =
         make_room(self->traces, &self->trace_capacity, self->param_count, sizeof *self->traces);
@@ -119,8 +118,9 @@ static int is_first(const fst_share *share)
     return 0;
 }
 
-void fst_trace_end(fst_plan_object *self, PyObject *param_lists)
+void fst_trace_end(fst_plan_object *self)
 {
+    self->traceable = self->traceable && self->total <= FST_SHORT_STEP;
     for (size_t i = 0; i < self->share_count; i++)
         self->traceable = self->traceable && !is_first(&self->shares[i]);
     if (!self->traceable)
@@ -135,12 +135,17 @@ void fst_trace_end(fst_plan_object *self, PyObject *param_lists)
             .keys = group->keys,
             .rule = group->rule,
             .maximize = group->maximize,
-            .size = PyList_Size(PyList_GetItem(param_lists, (Py_ssize_t)g)),
+            .size = group->size,
         };
         Py_INCREF(group->keys);
     }
     self->traced_group_count = self->group_count;
     self->traced = 1;
+}
+
+static Py_ssize_t size_of(PyObject *params)
+{
+    return params && PyList_Check(params) ? PyList_Size(params) : -1;
 }
 
 static int same_groups(const fst_plan_object *self, PyObject *param_lists)
@@ -150,7 +155,7 @@ static int same_groups(const fst_plan_object *self, PyObject *param_lists)
         const fst_traced_group *before = &self->traced_groups[g];
         same = before->keys == self->groups[g].keys && before->rule == self->groups[g].rule &&
                before->maximize == self->groups[g].maximize &&
-               before->size == PyList_Size(PyList_GetItem(param_lists, (Py_ssize_t)g));
+               before->size == size_of(PyList_GetItem(param_lists, (Py_ssize_t)g));
     }
     return same;
 }
@@ -275,7 +280,7 @@ static int find_streams(fst_module *module, fst_plan_object *self)
 int fst_trace_holds(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                     PyObject *state)
 {
-    if (!self->traced || self->hold_tensors || !same_groups(self, param_lists))
+    if (!self->traced || !same_groups(self, param_lists))
         return 0;
     module->tensors.ran_python = 0; /* by others, before */
     fst_trace *trace = self->traces;

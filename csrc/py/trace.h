@@ -28,8 +28,8 @@ struct fst_trace {
 };
 
 /* Around a bind: makes room for the traces; keeps them if all of it could be traced. */
-void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, PyObject *param_lists);
-void fst_trace_end(fst_plan_object *self, PyObject *param_lists);
+void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, int again);
+void fst_trace_end(fst_plan_object *self);
 
 /* In a bind: parameter `index` is bound with a gradient, or has none. The first gives its trace, to
  * which the states are added in their order; NULL if the step is not traced. */

@@ -40,20 +40,23 @@ static int by_address(const void *a, const void *b)
 
 /* What the plan's span s is now; 0 if its tensor has no version counter, as one of inference mode.
  */
-static int describe(const fst_plan *plan, PyObject *grads, size_t s, fst_unscaled_grad *grad)
+static int describe(fst_tensors *tensors, const fst_plan *plan, PyObject *grads, size_t s,
+                    fst_unscaled_grad *grad)
 {
+    PyObject *tensor = PyList_GetItem(grads, (Py_ssize_t)s);
     grad->data = plan->operands[s * plan->width].data;
     grad->count = plan->spans[s].count;
-    if (!fst_squares_version(PyList_GetItem(grads, (Py_ssize_t)s), &grad->version))
+    if (tensor && !fst_squares_version(tensors, tensor, &grad->version))
         return 1;
     PyErr_Clear();
     return 0;
 }
 
-static int describe_all(const fst_unscaled *self, const fst_plan *plan, PyObject *grads)
+static int describe_all(fst_tensors *tensors, const fst_unscaled *self, const fst_plan *plan,
+                        PyObject *grads)
 {
     for (size_t s = 0; s < plan->span_count; s++) {
-        if (!describe(plan, grads, s, &self->grads[s]))
+        if (!describe(tensors, plan, grads, s, &self->grads[s]))
             return 0;
         self->grads[s].version++; /* which the caller is about to move */
     }
@@ -62,7 +65,8 @@ static int describe_all(const fst_unscaled *self, const fst_plan *plan, PyObject
     return 1;
 }
 
-void fst_unscaled_keep(fst_unscaled *self, const fst_plan *plan, PyObject *grads)
+void fst_unscaled_keep(fst_tensors *tensors, fst_unscaled *self, const fst_plan *plan,
+                       PyObject *grads)
 {
     const size_t size = plan->chunk_count * sizeof *plan->partial;
     fst_unscaled made = {.count = 0};
@@ -70,7 +74,7 @@ void fst_unscaled_keep(fst_unscaled *self, const fst_plan *plan, PyObject *grads
         made = (fst_unscaled){.grads = PyMem_Calloc(plan->span_count, sizeof *made.grads),
                               .partial = PyMem_Malloc(size),
                               .count = plan->span_count};
-        if (made.grads && made.partial && describe_all(&made, plan, grads)) {
+        if (made.grads && made.partial && describe_all(tensors, &made, plan, grads)) {
             memcpy(made.partial, plan->partial, size);
             qsort(made.grads, made.count, sizeof *made.grads, by_address);
         } else {
@@ -82,11 +86,11 @@ void fst_unscaled_keep(fst_unscaled *self, const fst_plan *plan, PyObject *grads
 }
 
 /* Copies the sums of span s, whose chunks begin at c; 0 where the gradient is another now. */
-static int expect(const fst_unscaled *self, const fst_plan *plan, PyObject *grads, size_t s,
-                  size_t c, double *expected)
+static int expect(fst_tensors *tensors, const fst_unscaled *self, const fst_plan *plan,
+                  PyObject *grads, size_t s, size_t c, double *expected)
 {
     fst_unscaled_grad now;
-    if (!describe(plan, grads, s, &now))
+    if (!describe(tensors, plan, grads, s, &now))
         return 0;
     const fst_unscaled_grad *kept = bsearch(&now, self->grads, self->count, sizeof now, by_address);
     if (!kept || kept->count != now.count || kept->version != now.version)
@@ -96,7 +100,8 @@ static int expect(const fst_unscaled *self, const fst_plan *plan, PyObject *grad
     return 1;
 }
 
-double *fst_unscaled_take(fst_unscaled *self, const fst_plan *plan, PyObject *grads)
+double *fst_unscaled_take(fst_tensors *tensors, fst_unscaled *self, const fst_plan *plan,
+                          PyObject *grads)
 {
     fst_unscaled kept = *self;
     *self = (fst_unscaled){.count = 0};
@@ -106,7 +111,7 @@ double *fst_unscaled_take(fst_unscaled *self, const fst_plan *plan, PyObject *gr
     int known = expected != NULL;
     for (size_t c = 0; known && c < plan->chunk_count; c++)
         if (plan->chunks[c].begin == 0)
-            known = expect(&kept, plan, grads, plan->chunks[c].span, c, expected);
+            known = expect(tensors, &kept, plan, grads, plan->chunks[c].span, c, expected);
     fst_unscaled_forget(&kept);
     if (known)
         return expected;

@@ -17,12 +17,14 @@ typedef struct fst_unscaled_grad {
 /* Keeps the partial sums of the pass that a plan of gradients has just made. `grads` is the list of
  * the tensors that its spans are of. Keeps nothing where that is not worth the time, the sums are
  * not those of what was stored, or a tensor has no version counter. */
-void fst_unscaled_keep(fst_unscaled *self, const fst_plan *plan, PyObject *grads);
+void fst_unscaled_keep(fst_tensors *tensors, fst_unscaled *self, const fst_plan *plan,
+                       PyObject *grads);
 
 /* Takes the sums that the chunks of a sealed plan are expected to have: an array, to be freed by
  * PyMem_Free, or NULL where nothing is known of a gradient, or it was written or replaced since, as
  * far as version counters tell. */
-double *fst_unscaled_take(fst_unscaled *self, const fst_plan *plan, PyObject *grads);
+double *fst_unscaled_take(fst_tensors *tensors, fst_unscaled *self, const fst_plan *plan,
+                          PyObject *grads);
 
 void fst_unscaled_forget(fst_unscaled *self);
 

@@ -299,6 +299,13 @@ def use_callbacks(address: int, /) -> None:
 def use_kernels_of(path: str, /) -> None:
     """CUDA devices load their kernels from this fatbin when they are first used."""
 
+def use_modes(address: int, /) -> None:
+    """Where libtorch's function is that says whether a TorchFunctionMode is active.
+
+    bool at::impl::torch_function_mode_enabled(); 0: nowhere. Reading an attribute of a tensor may
+    then run Python code, and what a step has read is read again.
+    """
+
 def use_owners(*places: int) -> None:
     """Where a storage's record has its address, what frees that, and the owner, in words.
 

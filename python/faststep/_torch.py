@@ -56,6 +56,7 @@ __all__ = [
     "SingleProcessDataLoaderIter",
     "address_of_bump_version",
     "address_of_has_callbacks",
+    "address_of_has_modes",
     "after_backward",
     "collate_stacking_by",
     "collate_tensors",
@@ -202,6 +203,14 @@ def address_of_has_callbacks() -> int:
     `bool at::hasCallbacks()`, which every operator asks.
     """
     return _address_in_libtorch("_ZN2at12hasCallbacksEv")
+
+
+def address_of_has_modes() -> int:
+    """Where libtorch's function is that tells whether a TorchFunctionMode is active; or 0.
+
+    `bool at::impl::torch_function_mode_enabled()`, which every attribute of a tensor asks.
+    """
+    return _address_in_libtorch("_ZN2at4impl27torch_function_mode_enabledEv")
 
 
 def _address_in_libtorch(symbol: str) -> int:

@@ -374,6 +374,13 @@ def callbacks() -> Iterator[Case]:
     yield failing(_C.use_callbacks, -1), []
 
 
+def modes() -> Iterator[Case]:
+    """What was in use stays."""
+    address = faststep._torch.address_of_has_modes()
+    yield lambda: _C.use_modes(address), [address]
+    yield failing(_C.use_modes, -1), []
+
+
 def device_info() -> Iterator[Case]:
     yield failing(_C.device_info, 10**6), []
     yield failing(_C.device_info, "0"), []
@@ -620,6 +627,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "transform_images": transform_images,
     "update_scale": update_scale,
     "use_callbacks": callbacks,
+    "use_modes": modes,
     "use_kernels_of": kernels,
     "use_owners": owners,
     "use_records": records,

@@ -329,15 +329,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                         raise torch.OutOfMemoryError(f"{value}; nothing was updated")
                     short_of_memory = True
                     torch.cuda.empty_cache()
-                elif what == "missing" and new:  # a state was there, but None
-                    group, index = value[0]
+                elif what == "missing" and not set(new).isdisjoint(value):  # it is there, but None
+                    group, index = next(pair for pair in value if pair in new)
                     state = self.state[params[group][index]]
                     key = next(key for key in rules[group].state_keys if state.get(key) is None)
                     raise _C.TensorError(group, index, f"state '{key}'", "value", "is None")
                 elif what == "missing":
-                    new = value
+                    new = sorted([*new, *value])  # the first may have been dropped meanwhile
                     with torch.no_grad():
-                        for group, index in new:
+                        for group, index in value:
                             self._new_state(groups[group], params[group][index])
                 elif phase is Phase.MEASURE:
                     phase, scalars = Phase.APPLY, agreed(scalars)
