@@ -115,8 +115,8 @@ class Release:
                 if place is None or place.param() is not param:
                     if not param.requires_grad:
                         continue
+                    _make_state(optimizer, group, index)
                     place = self._places[id(param)] = self._hooked(param)
-                    _make_state(optimizer, entry, param)
                 place.hook.group, place.index = group, index
 
     def _hooked(self, param: Tensor) -> _Place:
@@ -281,18 +281,24 @@ def _ids_of(optimizer: FusedOptimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
-def _make_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> None:
+def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
     """Make the state before the first backward, where zeros are as good as no state.
 
     States made in backward would lie between gradients, and what is freed there is too small for
     the next gradient: malloc would keep most of what release saves.
     """
-    keys = optimizer._checked_rule_of(group).state_keys
+    entry = optimizer.param_groups[group]
+    param = entry["params"][index]
+    keys = optimizer._checked_rule_of(entry).state_keys
     known = optimizer.state.get(param, {})
-    if optimizer._zeros_differ(group) or all(known.get(key) is not None for key in keys):
+    if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
         return
+    try:
+        optimizer._refuse_half_state(group, index, keys)
+    except _C.TensorError as error:
+        raise optimizer._explained(*error.args) from None
     with torch.no_grad():
-        optimizer._new_state(group, param)
+        optimizer._new_state(entry, param)
 
 
 def _name(optimizer: Optimizer, place: _Place) -> str:
@@ -332,6 +338,7 @@ def _step(
     options = (scalars, False, max_norm, False, _WHOLE)
     what, value = place.hook.plan.step([[param]], [rule], optimizer.state, None, *options)
     if what == "missing":
+        optimizer._refuse_half_state(place.hook.group, place.index, rule.state_keys)
         with torch.no_grad():
             optimizer._new_state(optimizer.param_groups[place.hook.group], param)
         try:

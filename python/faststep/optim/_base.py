@@ -103,6 +103,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     _step_supports_amp_scaling = True
     _number_of: ClassVar[dict[str, int]] = {name: row[0] for name, row in _C.rules().items()}
 
+    # Whether a state may have entries of others before the first of ours.
+    _begins_in_parts: ClassVar[bool] = False
+
     # Class attributes stand in where pickle and deepcopy restore an optimizer without __init__.
     max_grad_norm: float | None = None
     keep_grads: bool = False
@@ -134,6 +137,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Create the missing entries of `self.state[param]`."""
         raise NotImplementedError
+
+    def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None:
+        """Raise for a state that has begun and lacks a part, as torch's loop does."""
+        param = self.param_groups[group]["params"][index]
+        state = self.state.get(param)
+        if not state or self._begins_in_parts:
+            return
+        if missing := [repr(key) for key in keys if key not in state]:
+            detail = f"has no {', '.join(missing)}, only {', '.join(map(repr, state))}"
+            raise _C.TensorError(group, index, "state", "key", detail)
 
     @functools.cached_property
     def _zeros(self) -> Zeros:
@@ -335,6 +348,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     key = next(key for key in rules[group].state_keys if state.get(key) is None)
                     raise _C.TensorError(group, index, f"state '{key}'", "value", "is None")
                 elif what == "missing":
+                    for group, index in value:
+                        self._refuse_half_state(group, index, rules[group].state_keys)
                     new = value
                     with torch.no_grad():
                         for group, index in new:
@@ -431,7 +446,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return RuntimeError(self._sparse_error(where))
         if kind == "driver":
             return RuntimeError(f"{type(self).__name__}: {detail}, of which the first is {where}")
-        error = TypeError if kind == "type" else RuntimeError
+        error = {"type": TypeError, "key": KeyError}.get(kind, RuntimeError)
         return error(f"{type(self).__name__}: {where} {detail}; nothing was updated")
 
     def _sparse_error(self, where: str) -> str:

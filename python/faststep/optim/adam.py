@@ -41,15 +41,16 @@ class _AdamStep(FusedOptimizer):
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
-        if "step" not in state:
-            on_device = group["capturable"] or group["fused"] or param.is_cuda
-            device = param.device if on_device else "cpu"
-            state["step"] = self._zeros.scalar(step_dtype(group["fused"]), device)
-        elif param.is_cuda and isinstance(state["step"], Tensor):  # where torch keeps it
-            state["step"] = state["step"].to(param.device)
+        if state:  # with its counter in CPU memory, where torch keeps it
+            if param.is_cuda and isinstance(state["step"], Tensor):
+                state["step"] = state["step"].to(param.device)
+            return
+        on_device = group["capturable"] or group["fused"] or param.is_cuda
+        device = param.device if on_device else "cpu"
+        made = {"step": self._zeros.scalar(step_dtype(group["fused"]), device)}
         for key in self._amsgrad_keys[1:] if group["amsgrad"] else self._keys[1:]:
-            if key not in state:
-                state[key] = self._zeros.like(param)
+            made[key] = self._zeros.like(param)
+        state.update(made)  # all or none, should memory run out
 
     def _check_capture(self) -> None:
         if is_capturing() and not all(group["capturable"] for group in self.param_groups):

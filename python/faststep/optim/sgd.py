@@ -40,6 +40,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             notice. With several ranks pass the model. Default: False.
     """
 
+    _begins_in_parts = True  # torch looks for the buffer alone
+
     def __init__(
         self,
         params: ParamsT,
