@@ -70,6 +70,7 @@ __all__ = [
     "increment_version",
     "is_capturing",
     "is_compiling",
+    "is_fsdp_shard",
     "lazy_clone",
     "let_fetch",
     "libtorch_cpu_path",
@@ -118,6 +119,14 @@ def is_capturing() -> bool:
     """True while torch's current CUDA stream is captured into a graph."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized and torch.cuda.is_current_stream_capturing())
+
+
+def is_fsdp_shard(tensor: torch.Tensor) -> bool:
+    """Whether FullyShardedDataParallel leaves only a part of this parameter on each rank.
+
+    FSDP2 has tensors of a class of its own (DTensor) instead.
+    """
+    return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:

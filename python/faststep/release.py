@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ._moments import Moments
 from ._reduced import Reduced
 from ._released import is_released, set_released
 from ._releasing import Clip, Release, check_clipping
-from ._torch import uncompiled
+from ._torch import is_fsdp_shard, uncompiled
 from .accumulation.owners import owner_of
 from .optim._base import FusedOptimizer
 
@@ -64,7 +64,9 @@ def release_gradients(
     Raises:
         TypeError: an optimizer not of faststep, a subclass with a step of its own, or one whose
             states gradients cannot be added to; a DistributedDataParallel model with a
-            communication hook of its own, with `find_unused_parameters` or with `static_graph`.
+            communication hook of its own, with `find_unused_parameters` or with `static_graph`;
+            parameters of FullyShardedDataParallel or of a tensor class with operators of its own,
+            as `fully_shard` has them (DTensor).
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
             parameter is on CUDA; or `norm_in_backward` is set; or a group has amsgrad or coupled
             weight decay although gradients go into the states.
@@ -92,6 +94,7 @@ def release_gradients(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if clip not in (None, "per_parameter", "lagged"):
         raise ValueError(f'clip must be None, "per_parameter" or "lagged", not {clip!r}')
+    _refuse_wrappers(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if clip == "lagged" and any(param.is_cuda for param in params):
         raise ValueError('clip="lagged" measures on the CPU only, and a parameter is on CUDA')
@@ -118,3 +121,17 @@ def release_gradients(
     release = Release(optimizer, clip, moments, reduced, inner)
     set_released(optimizer, release)
     return release
+
+
+def _refuse_wrappers(optimizer: FusedOptimizer) -> None:
+    """Raise for parameters whose gradients are not in the memory that a hook would update."""
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                what = f"is a {type(param).__name__}, a tensor subclass with operators of its own"
+            elif is_fsdp_shard(param):
+                what = "is reduced and sharded after its hook, by FullyShardedDataParallel"
+            else:
+                continue
+            what += ", which release_gradients() does not support"
+            raise optimizer._explained(number, index, "parameter", "type", what)

@@ -17,7 +17,7 @@ from .. import _division as division
 from .._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
 from ..clip import clip_grad_norm_
 from ..optim._base import FusedOptimizer
-from ..optim._checks import check_limit, has_grads, refuse_unchecked
+from ..optim._checks import check_limit, has_grads, refuse_shards, refuse_unchecked
 from ..optim._devices import has_kernels_for, ordinal_of
 from .protocol import any_found, lent_attributes, takes_found_inf
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
@@ -332,6 +332,7 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> None:
         """Unscale and clip in place, for an optimizer that cannot clip inside its step."""
+        refuse_shards(optimizer)
         state = self._begin_step(optimizer, kwargs) if self._enabled else None
         if any(callable(value) for value in (*args, kwargs.get("closure"))):
             raise RuntimeError(

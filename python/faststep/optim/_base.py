@@ -22,7 +22,7 @@ from .._torch import (
     is_compiling,
     uncompiled,
 )
-from ._checks import check_limit, refuse_unchecked
+from ._checks import check_limit, refuse_group_options, refuse_shards, refuse_unchecked
 from ._devices import (
     HOST,
     HOST_ONLY,
@@ -112,6 +112,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _plan: _C.Plan | None = None
     _measure_found_inf: bool = False  # set by faststep.amp.GradScaler around a step
     _step_max_norm: float | None = None
+    _norm_is_whole: bool = False  # no parameter is a part of one: known from the first clipped step
     _devices: tuple[int, ...] = ()  # of the parameters, as the C side calls them
     _norms: dict[int, Tensor] | None = None  # per CUDA device: where it writes the norm
     _last_norm: float | Tensor | None = None
@@ -246,7 +247,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._backward_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
+        """As torch's; ValueError for a group with `max_grad_norm` or the like of its own."""
+        if isinstance(param_group, dict):  # else torch says what it must be
+            refuse_group_options(param_group)
+        self._norm_is_whole = False
         super().add_param_group(param_group)
         if (norm := self._measured_in_backward()) is not None:
             norm.attach(self)
@@ -298,6 +302,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = self.param_groups
         max_norm = self.max_grad_norm if self._step_max_norm is None else self._step_max_norm
         check_limit("max_grad_norm", max_norm)
+        if max_norm is not None and not self._norm_is_whole:
+            refuse_shards(self)
+            self._norm_is_whole = True
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
         if found_inf is not None and not isinstance(found_inf, Tensor):
