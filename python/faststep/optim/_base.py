@@ -99,8 +99,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             ranks pass the model. Default: False, see :attr:`norm_in_backward`.
     """
 
-    # torch.amp.GradScaler then passes the scale as `grad_scale` and `found_inf`.
-    _step_supports_amp_scaling = True
     _number_of: ClassVar[dict[str, int]] = {name: row[0] for name, row in _C.rules().items()}
 
     # Whether a state may have entries of others before the first of ours.
@@ -112,6 +110,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     _plan: _C.Plan | None = None
     _measure_found_inf: bool = False  # set by faststep.amp.GradScaler around a step
     _step_max_norm: float | None = None
+    _is_asked_to_unscale: bool = False
     _norm_is_whole: bool = False  # no parameter is a part of one: known from the first clipped step
     _devices: tuple[int, ...] = ()  # of the parameters, as the C side calls them
     _norms: dict[int, Tensor] | None = None  # per CUDA device: where it writes the norm
@@ -130,6 +129,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.keep_grads = bool(keep_grads)
         self._norm_in_backward = _wanted(norm_in_backward)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a scaler leaves the gradients to the step, as `grad_scale` and `found_inf`.
+
+        torch.amp.GradScaler and frameworks ask; torch's classes set it with `fused=True` alone. A
+        step that clips needs the gradients as backward left them, and one that divides the scale.
+        """
+        return (
+            self._is_asked_to_unscale
+            or self.max_grad_norm is not None
+            or self._norm_in_backward is not False
+            or getattr(self, "grad_scale", None) is not None
+        )
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._is_asked_to_unscale = bool(value)
 
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         """The rule and its numbers for this step of a group."""
@@ -189,7 +206,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last step left everything as it was because a gradient was not finite.
 
-        For CUDA parameters this waits for the device.
+        torch.amp.GradScaler does not call the step then, unless the optimizer is `fused=True` or
+        clips. For CUDA parameters this waits for the device.
         """
         if isinstance(self._skipped, Tensor):
             return bool(self._skipped.item() != 0.0)  # not kept: a graph may be replayed
@@ -498,4 +516,5 @@ class FusedOptimizer(torch.optim.Optimizer):
             "max_grad_norm": self.max_grad_norm,
             "keep_grads": self.keep_grads,
             "_norm_in_backward": self._norm_in_backward is not False,
+            "_is_asked_to_unscale": self._is_asked_to_unscale,
         }

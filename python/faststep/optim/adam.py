@@ -66,9 +66,10 @@ class _AdamStep(FusedOptimizer):
 class Adam(_AdamStep, torch.optim.Adam):
     """:class:`torch.optim.Adam` (Kingma & Ba 2015, arXiv:1412.6980) with a step that is one C call.
 
-    Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are
-    accepted and change nothing. Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or
-    float16; a CUDA step is two kernel launches for any number of tensors.
+    Same arguments, defaults, `param_groups`, `state` and errors. `foreach` changes nothing, and
+    `fused=True` only that torch.amp.GradScaler leaves unscaling to the step, as in torch.
+    Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or float16; a CUDA step is two
+    kernel launches for any number of tensors.
 
     Args:
         params (iterable): as for torch.
