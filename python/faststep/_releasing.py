@@ -18,6 +18,7 @@ from ._reduced import Pairs, Reduced, reducing_model
 from ._released import refuse_clipping, set_released
 from ._tied import give_rows, tied_embeddings
 from ._torch import disable_dynamo, increment_version
+from .amp.protocol import AskedToUnscale
 from .optim._base import FusedOptimizer, Phase, Rule
 from .optim._devices import HOST, Scalars, on_device, ordinal_of
 
@@ -90,6 +91,7 @@ class Release:
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
+            AskedToUnscale(optimizer),
         ]
         weakref.finalize(self, _undo, self._handles, self._places).atexit = False
         self._attach(optimizer)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _division as division
 from .._torch import disable_dynamo
+from ..amp.protocol import AskedToUnscale
 from ..optim._base import FusedOptimizer
 from .window import Window
 
@@ -47,13 +48,11 @@ class Installed:
         self._uncleared: set[int] = set()  # optimizers that wait for zero_grad
         self._hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
         self._backwards: dict[int, tuple[Tensor, int, int]] = {}  # gradients as backward left them
-        self._asked: list[FusedOptimizer] = []  # to unscale, and were not before
         for optimizer in window.optimizers:
             self._replace(optimizer, "step", self._step)
             self._replace(optimizer, "zero_grad", self._zero_grad)
-            if isinstance(optimizer, FusedOptimizer) and not optimizer._is_asked_to_unscale:
-                optimizer._is_asked_to_unscale = True  # a scaler then shows itself in the step
-                self._asked.append(optimizer)
+            if isinstance(optimizer, FusedOptimizer):  # a scaler then shows itself in the step
+                self._handles.append(AskedToUnscale(optimizer))
         if scaler is not None:
             self._replace(scaler, "step", self._scaler_step)
             self._replace(scaler, "unscale_", self._unscale)
@@ -268,11 +267,8 @@ class Installed:
                 delattr(owner, name)
             else:
                 setattr(owner, name, before)
-        for optimizer in self._asked:
-            del optimizer._is_asked_to_unscale
         for handle in self._handles:
             handle.remove()
-        self._asked.clear()
         self._replaced.clear()
         self._handles.clear()
         self._backwards.clear()
