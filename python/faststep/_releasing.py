@@ -17,9 +17,10 @@ from ._moments import Moments
 from ._reduced import Pairs, Reduced, reducing_model
 from ._released import refuse_clipping, set_released
 from ._tied import give_rows, tied_embeddings
-from ._torch import disable_dynamo, increment_version
+from ._torch import address_of_mode_depth, disable_dynamo, increment_version, is_watched
 from .amp.protocol import AskedToUnscale
 from .optim._base import FusedOptimizer, Phase, Rule
+from .optim._by_torch import Request
 from .optim._devices import HOST, Scalars, on_device, ordinal_of
 
 __all__ = ["Clip", "Release", "check_clipping"]
@@ -28,6 +29,7 @@ Clip = Literal["per_parameter", "lagged"]
 _NO_CLIPPING = math.nan
 _NO_SCALARS = {HOST: Scalars(None, None, None)}
 _WHOLE = int(Phase.WHOLE)
+_MODE_DEPTH = address_of_mode_depth()
 
 
 class _Place:
@@ -122,8 +124,9 @@ class Release:
                 place.hook.group, place.index = group, index
 
     def _hooked(self, param: Tensor) -> _Place:
-        hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules)
-        hook.plain = self._clip is None and self._moments is None and self._reduced is None
+        hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
+        plain = self._clip is None and self._moments is None and self._reduced is None
+        hook.plain = plain and _MODE_DEPTH != 0
         place = _Place(hook, param)
         place.handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return place
@@ -178,7 +181,11 @@ class Release:
             max_norm = self._coefficient(optimizer, place, grad)
             _step(optimizer, place, param, rule, self._scale, max_norm)
         except _C.TensorError as error:
-            raise optimizer._explained(place.hook.group, place.index, *error.args[2:]) from None
+            if self._moments is None and optimizer._is_for_torch(place.hook.group, place.index):
+                _step_by_torch(optimizer, place, param, self._scale, max_norm)
+            else:
+                where = (place.hook.group, place.index)
+                raise optimizer._explained(*where, *error.args[2:]) from None
         place.hook.updated = True
         if self._reduced is None or param not in self._reduced:
             param.grad = None
@@ -324,6 +331,23 @@ def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
         )
 
 
+def _step_by_torch(
+    optimizer: FusedOptimizer,
+    place: _Place,
+    param: Tensor,
+    scale: Tensor | None,
+    max_norm: float,
+) -> None:
+    """The step of one parameter by operators of torch."""
+    groups = optimizer.param_groups
+    limit = None if math.isnan(max_norm) else max_norm
+    optimizer.param_groups = [{**groups[place.hook.group], "params": [param]}]
+    try:
+        optimizer._step_by_torch(Request(scale, None, False, limit, False))
+    finally:
+        optimizer.param_groups = groups
+
+
 def _step(
     optimizer: FusedOptimizer,
     place: _Place,
@@ -332,6 +356,9 @@ def _step(
     scale: Tensor | None,
     max_norm: float,
 ) -> None:
+    if is_watched():
+        _step_by_torch(optimizer, place, param, scale, max_norm)
+        return
     scalars = _NO_SCALARS
     if scale is not None or param.device.type != "cpu":
         device = ordinal_of(param)

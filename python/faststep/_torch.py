@@ -26,6 +26,7 @@ from torch._utils import ExceptionWrapper
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 from torch.optim import optimizer as _step_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import (
     collate,
@@ -56,6 +57,7 @@ __all__ = [
     "SingleProcessDataLoaderIter",
     "address_of_bump_version",
     "address_of_has_callbacks",
+    "address_of_mode_depth",
     "after_backward",
     "collate_stacking_by",
     "collate_tensors",
@@ -67,10 +69,12 @@ __all__ = [
     "dtypes_of",
     "get_grad_dtype",
     "has_global_step_hooks",
+    "has_no_memory",
     "increment_version",
     "is_capturing",
     "is_compiling",
     "is_fsdp_shard",
+    "is_watched",
     "lazy_clone",
     "let_fetch",
     "libtorch_cpu_path",
@@ -103,6 +107,23 @@ def disable_dynamo(function: _Function) -> _Function:
     lazy = getattr(torch, "_disable_dynamo", None)
     disabled: _Function = (lazy or torch.compiler.disable)(function)
     return disabled
+
+
+_mode_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (
+    lambda: int(_get_current_dispatch_mode() is not None)
+)
+
+
+def is_watched() -> bool:
+    """True inside a TorchDispatchMode, which sees torch's operators and nothing that C does."""
+    return _mode_depth() != 0
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """True for a tensor that only torch's operators can work on: meta, fake or mkldnn."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # slow to import, and often not needed
+    is_fake = fake is not None and isinstance(tensor, fake.FakeTensor)
+    return tensor.is_meta or tensor.is_mkldnn or is_fake
 
 
 def is_compiling() -> bool:
@@ -210,6 +231,14 @@ def address_of_has_callbacks() -> int:
     `bool at::hasCallbacks()`, which every operator asks.
     """
     return _address_in_libtorch("_ZN2at12hasCallbacksEv")
+
+
+def address_of_mode_depth() -> int:
+    """Where libtorch's function is that tells how many TorchDispatchModes this thread is in; or 0.
+
+    `int64_t c10::impl::TorchDispatchModeTLS::stack_len()`
+    """
+    return _address_in_libtorch("_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv")
 
 
 def _address_in_libtorch(symbol: str) -> int:

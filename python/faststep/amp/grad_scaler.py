@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 
 from .. import _C
 from .. import _division as division
-from .._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
+from .._torch import (
+    OptState,
+    cuda_amp_is_unavailable,
+    dtypes_of,
+    increment_version,
+    is_watched,
+)
 from ..clip import clip_grad_norm_
 from ..optim._base import FusedOptimizer
 from ..optim._checks import check_limit, has_grads, refuse_shards, refuse_unchecked
@@ -135,6 +141,8 @@ class GradScaler(torch.amp.GradScaler):
         params = list(itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups))
         if not allow_fp16:  # called by unscale_, not by step
             inv_scale = division.unscaled(optimizer, inv_scale)
+        if is_watched():
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # Only a scale in host memory can be read without waiting for a device.
         if inv_scale.is_cpu and (done := _unscale(params, inv_scale, allow_fp16)) is not None:
             any_grad, overflow = done

@@ -17,11 +17,14 @@ from .. import _C
 from .._torch import (
     disable_dynamo,
     has_global_step_hooks,
+    has_no_memory,
     increment_version,
     is_capturing,
     is_compiling,
+    is_watched,
     uncompiled,
 )
+from ._by_torch import Request, step_by_torch, update_by_torch
 from ._checks import check_limit, refuse_group_options, refuse_shards, refuse_unchecked
 from ._devices import (
     HOST,
@@ -328,6 +331,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         if found_inf is not None and not isinstance(found_inf, Tensor):
             refuse_unchecked(self)  # torch's scaler passes the number 0 where it saw no gradient
             found_inf = None
+        write_grads = grad_scale is not None if max_norm is None else self.keep_grads
+        request = Request(grad_scale, found_inf, self._measure_found_inf, max_norm, write_grads)
+        if is_watched():
+            self._step_by_torch(request)
+            return
         if self._plan is None:
             self._plan = _C.Plan()
             self._devices = devices_of(p for group in groups for p in group["params"])
@@ -337,7 +345,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         options = (
             self._measure_found_inf,
             _NO_CLIPPING if max_norm is None else max_norm,
-            grad_scale is not None if max_norm is None else self.keep_grads,
+            write_grads,
         )
         params = [_listed(group["params"]) for group in groups]
         in_backward = self._measured_in_backward()
@@ -387,6 +395,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             for group, index in new:
                 self._drop_new_state(params[group][index])
             if isinstance(error, _C.TensorError):
+                if self._is_for_torch(*error.args[:2]):
+                    self._step_by_torch(request)
+                    return
                 raise self._explained(*error.args) from None
             raise
         self._skipped, norm, written, grads = value
@@ -401,6 +412,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         if new and (self._skipped is True or self._must_know(new)) and self.step_was_skipped:
             for group, index in new:
                 self._drop_new_state(params[group][index])
+
+    def _step_by_torch(self, request: Request) -> None:
+        """The step of :func:`_fused_step` by operators of torch."""
+        for group in self.param_groups:
+            self._refuse_differentiable(group)
+        if self._backward_norm is not None:
+            self._backward_norm.forget()
+        self._skipped, norm = step_by_torch(self, request)
+        if norm is not None:
+            self._last_norm = norm
+
+    def _update_by_torch(self) -> None:
+        """The update of torch's class, by the gradients as they are."""
+        update_by_torch(self, FusedOptimizer)
+
+    def _is_for_torch(self, group: int, index: int) -> bool:
+        """Whether a parameter that cannot be stepped here is for torch's operators."""
+        param = self.param_groups[group]["params"][index]
+        return has_no_memory(param) or (param.grad is not None and has_no_memory(param.grad))
 
     def _scalars(
         self, grad_scale: Tensor | None, found_inf: Tensor | None, measures: bool, phase: Phase
@@ -452,9 +482,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._zeros_differ(self.param_groups[group]) for group, _ in new
         )
 
-    def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
+    def _refuse_differentiable(self, group: dict[str, Any]) -> None:
         if group.get("differentiable"):
             raise RuntimeError(self._unsupported("differentiable=True"))
+
+    def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
+        self._refuse_differentiable(group)
         return self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
