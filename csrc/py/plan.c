@@ -203,7 +203,7 @@ static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObjec
     if (!devices || !known)
         return answer("devices", devices);
     Py_DECREF(devices);
-    if (count_written(module, self))
+    if (count_written(module, self) || fst_plan_check_inference(module, self, param_lists))
         return NULL;
     if (prepare_shares(module, self, options))
         return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text()) : NULL;

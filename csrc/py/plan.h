@@ -140,6 +140,11 @@ int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index,
 PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads);
 
+/* Refuses to write tensors that were made in inference mode outside of it (inference.c): 0, or -1
+ * with a Python error. Tensors whose version counters were found are none. */
+int fst_plan_check_inference(const fst_module *module, const fst_plan_object *self,
+                             PyObject *param_lists);
+
 /* Drops what the step that ran held, and decides whether the next one holds its tensors from the
  * start. */
 void fst_plan_release(fst_module *module, fst_plan_object *self);
