@@ -132,25 +132,31 @@ static PyObject *error_text(void)
     return text;
 }
 
-/* Binds, and runs if nothing is missing. */
+/* Binds what is not bound yet, and runs if nothing is missing. */
 static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
 {
-    int known;
-    if (fresh != Py_None || options->write_grads ||
-        !fst_trace_holds(module, self, param_lists, state)) {
+    int known, bound = fresh == Py_None && !options->write_grads &&
+                       fst_trace_holds(module, self, param_lists, state);
+    for (int checked = 0;; checked = 1) {
         PyObject *missing =
-            fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
-        if (!missing || PyList_Size(missing) > 0)
+            bound ? NULL
+                  : fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
+        if (!bound && (!missing || PyList_Size(missing) > 0))
             return answer("missing", missing);
-        Py_DECREF(missing);
+        Py_XDECREF(missing);
+        module->tensors.ran_python = 0;
+        if (count_written(module, self) ||
+            (!checked && fst_plan_check_inference(module, self, param_lists)))
+            return NULL;
+        bound = !module->tensors.ran_python;
+        if (bound)
+            break;
     }
     PyObject *devices = list_devices(self, options->scalars, &known);
     if (!devices || !known)
         return answer("devices", devices);
     Py_DECREF(devices);
-    if (count_written(module, self))
-        return NULL;
     if (prepare_shares(module, self, options))
         return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text()) : NULL;
     return run(module, self, options);

@@ -13,8 +13,9 @@ typedef struct {
     PyObject *optimizer; /* a weak reference */
     PyObject *rules;     /* {group: rule} of the step that runs; shared by all hooks */
     PyObject *group;
-    char plain;   /* there is nothing to do but to step and to free */
-    char updated; /* since the last optimizer.step() */
+    int64_t (*mode_depth)(void); /* libtorch's; NULL: nobody watches operators */
+    char plain;                  /* there is nothing to do but to step and to free */
+    char updated;                /* since the last optimizer.step() */
 } release_hook;
 
 /* Whether an attribute is this object; -1 with a Python error. */
@@ -61,7 +62,7 @@ static int step_alike(fst_module *module, const release_hook *self, PyObject *op
 /* 1 if the parameter was updated, 0 if Python has to look, -1 with a Python error. */
 static int try_step(fst_module *module, const release_hook *self, PyObject *param)
 {
-    if (!self->plain || self->updated || !self->group)
+    if (!self->plain || self->updated || !self->group || (self->mode_depth && self->mode_depth()))
         return 0;
     PyObject *rule = PyDict_GetItemWithError(self->rules, self->group);
     if (!rule)
@@ -97,16 +98,19 @@ static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *kwargs)
     return PyObject_SetAttr(param, module->names.grad, Py_None) ? NULL : Py_NewRef(Py_None);
 }
 
-/* ReleaseHook(otherwise, optimizer, rules) */
+/* ReleaseHook(otherwise, optimizer, rules[, mode_depth]): the last is the address of libtorch's
+ * function that counts the TorchDispatchModes of a thread, inside of which Python has to look. */
 static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     fst_module *module = PyType_GetModuleState(type);
     PyObject *otherwise, *optimizer, *rules;
+    unsigned long long mode_depth = 0;
     if (kwargs && PyDict_Size(kwargs)) {
         PyErr_SetString(PyExc_TypeError, "ReleaseHook() takes no keyword arguments");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "OOO!", &otherwise, &optimizer, &PyDict_Type, &rules))
+    if (!PyArg_ParseTuple(args, "OOO!|K", &otherwise, &optimizer, &PyDict_Type, &rules,
+                          &mode_depth))
         return NULL;
     if (!PyCallable_Check(otherwise) || !PyWeakref_Check(optimizer)) {
         PyErr_SetString(PyExc_TypeError, "expected a callable and a weak reference");
@@ -119,6 +123,7 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->otherwise = Py_NewRef(otherwise);
     self->optimizer = Py_NewRef(optimizer);
     self->rules = Py_NewRef(rules);
+    self->mode_depth = (int64_t (*)(void))(uintptr_t)mode_depth;
     self->plan = PyObject_CallNoArgs((PyObject *)module->plan_type);
     if (!self->plan)
         Py_CLEAR(self);

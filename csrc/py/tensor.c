@@ -155,23 +155,36 @@ static int runs_python(const fst_tensors *tensors, const fst_tensor_type *known)
     return !known || known->runs_python || !tensors->has_modes || tensors->has_modes();
 }
 
-int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+/* What a method of torch.Tensor without arguments says, yes or no; -1 with a Python error. torch
+ * may let go of the GIL to answer. */
+static int ask(fst_tensors *tensors, PyObject *method, PyObject *object)
 {
     fst_problem unused;
+    const int python = runs_python(tensors, type_of(tensors, object, &unused));
+    const int paused = fst_quiet_pause(tensors);
+    Py_INCREF(object);
+    PyObject *answer = PyObject_CallFunctionObjArgs(method, object, NULL);
+    const int truth = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    Py_DECREF(object);
+    (python ? fst_quiet_resume_after_python : fst_quiet_resume)(tensors, paused);
+    return truth;
+}
+
+int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+{
     if (tensors->negated) {
         const uint64_t *impl =
             (const uint64_t *)(uintptr_t)((const uint64_t *)object)[tensors->impl_in_object];
         return (impl[tensors->negated_in_impl] & tensors->negated) != 0;
     }
-    const int python = runs_python(tensors, type_of(tensors, object, &unused));
-    const int paused = fst_quiet_pause(tensors); /* torch lets go of the GIL to answer */
-    Py_INCREF(object);
-    PyObject *answer = PyObject_CallFunctionObjArgs(tensors->is_neg, object, NULL);
-    const int negated = answer ? PyObject_IsTrue(answer) : -1;
-    Py_XDECREF(answer);
-    Py_DECREF(object);
-    (python ? fst_quiet_resume_after_python : fst_quiet_resume)(tensors, paused);
+    const int negated = ask(tensors, tensors->is_neg, object);
     return negated < 0 ? problem_from_error(problem, "type") : negated;
+}
+
+int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object)
+{
+    return ask(tensors, tensors->is_inference, object);
 }
 
 int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
@@ -350,7 +363,8 @@ int fst_tensors_init(fst_tensors *tensors, PyObject *module)
     if (!tensors->plain_dispatch)
         return -1;
     tensors->is_neg = PyObject_GetAttrString(tensors->tensor_type, "is_neg");
-    if (!tensors->is_neg)
+    tensors->is_inference = PyObject_GetAttrString(tensors->tensor_type, "is_inference");
+    if (!tensors->is_neg || !tensors->is_inference)
         return -1;
     tensors->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError",
                                                       FST_DOC_TENSOR_ERROR, PyExc_TypeError, NULL);
@@ -374,6 +388,7 @@ int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
     Py_VISIT(tensors->tensor_type);
     Py_VISIT(tensors->parameter_type);
     Py_VISIT(tensors->is_neg);
+    Py_VISIT(tensors->is_inference);
     Py_VISIT(tensors->tensor_error);
     return 0;
 }
@@ -387,5 +402,6 @@ void fst_tensors_clear(fst_tensors *tensors)
     Py_CLEAR(tensors->tensor_type);
     Py_CLEAR(tensors->parameter_type);
     Py_CLEAR(tensors->is_neg);
+    Py_CLEAR(tensors->is_inference);
     Py_CLEAR(tensors->tensor_error);
 }

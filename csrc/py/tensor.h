@@ -35,7 +35,7 @@ typedef struct {
      * (record.h); 0: torch is asked, by `is_neg`. */
     int impl_in_object, negated_in_impl;
     uint64_t negated;
-    PyObject *is_neg; /* torch.Tensor.is_neg */
+    PyObject *is_neg, *is_inference; /* methods of torch.Tensor */
 } fst_tensors;
 
 enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */
@@ -74,6 +74,9 @@ int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tenso
 /* Whether a tensor that was read is a lazily negated view: 1 or 0, or -1 with `problem` filled. May
  * run Python code where torch's records are not known. */
 int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem);
+
+/* Whether a tensor was made in inference mode; -1 with a Python error. */
+int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object);
 
 /* fst_tensor_read for what is not read through a layout: a lazily negated view is a problem. */
 int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,

@@ -67,7 +67,10 @@ fst_trace *fst_trace_param(const fst_record_layout *layout, fst_plan_object *sel
     if (!self->traceable)
         return NULL;
     fst_trace *trace = &self->traces[index];
-    *trace = (fst_trace){.has_grad = 1, .pinned = 1, .states = (uint32_t)self->traced_state_count};
+    *trace = (fst_trace){.type = Py_TYPE(object),
+                         .has_grad = 1,
+                         .pinned = 1,
+                         .states = (uint32_t)self->traced_state_count};
     self->traceable = fst_record_take(layout, object, view, &trace->param, &trace->hash) &&
                       fst_moving_take(layout, grad, grad_view, &trace->grad);
     if (!self->traceable)
@@ -86,6 +89,7 @@ void fst_trace_idle(const fst_record_layout *layout, fst_plan_object *self, size
     if (impl)
         self->traces[index] = (fst_trace){
             .param = {.object = object, .impl = impl},
+            .type = Py_TYPE(object),
             .grad.impl = fst_record_grad(layout, impl),
             .meta = fst_record_meta(layout, impl),
         };
@@ -203,7 +207,8 @@ static int same_param(const fst_record_layout *layout, fst_plan_object *self, fs
 {
     const void *impl = trace->param.impl;
     uint64_t hash = 0;
-    if (object != trace->param.object || fst_record_of(layout, object) != impl)
+    if (object != trace->param.object || fst_record_of(layout, object) != impl ||
+        (const void *)Py_TYPE(object) != trace->type)
         return 0;
     if (!trace->has_grad)
         return fst_record_grad(layout, impl) == trace->grad.impl;

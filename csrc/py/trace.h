@@ -14,6 +14,7 @@ struct fst_traced_state {
  * records of the parameter and of its states hold. */
 struct fst_trace {
     fst_record param;
+    const void *type; /* of the parameter's object: scripts give it a class with its own `grad` */
     uint64_t hash;
     fst_moving grad;  /* where it has none, only the record that stands for that */
     const void *meta; /* asked for early, like `entries` */

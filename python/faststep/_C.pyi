@@ -64,8 +64,9 @@ class ReleaseHook:
     """Updates a parameter in backward and frees its gradient, or calls `otherwise` with it.
 
     It does so itself where `plain` is set, `updated` is not, `rules` has the group, the optimizer
-    neither clips nor measures in backward, and nothing but the gradient's memory has changed since
-    the last step of `plan`; `updated` is then set.
+    neither clips nor measures in backward, nothing but the gradient's memory has changed since the
+    last step of `plan`, and `mode_depth()` is 0; `updated` is then set. `mode_depth` is the address
+    of an `int64_t (*)(void)`, or 0 for none.
     """
 
     group: int
@@ -80,6 +81,7 @@ class ReleaseHook:
         otherwise: Callable[[Tensor], None],
         optimizer: weakref.ref[Any],
         rules: dict[int, Any],
+        mode_depth: int = 0,
         /,
     ) -> None: ...
     def __call__(self, param: Tensor, /) -> None: ...

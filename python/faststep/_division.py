@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from . import _C
-from ._torch import increment_version
+from ._torch import increment_version, is_watched
 from .optim._base import FusedOptimizer
 
 __all__ = [
@@ -209,7 +209,7 @@ def scale(grads: list[Tensor], factor: float) -> None:
     """Multiply in place; no pass for a factor of 1."""
     if factor == 1.0 or not grads:
         return
-    if _C.fusable(grads):
+    if not is_watched() and _C.fusable(grads):
         _C.scale(grads, factor)
         increment_version(grads)
         return

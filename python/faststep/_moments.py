@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _C
-from ._torch import increment_version
+from ._torch import increment_version, is_watched
 from .optim._base import FusedOptimizer, Phase, Rule
 from .optim._devices import Scalars, devices_of
 from .optim.adam import Adam, AdamW
@@ -41,6 +41,7 @@ class Moments:
 
     def rule(self, adam: Rule, later: bool) -> Rule:
         """What a gradient does to the moments: the first of a step lets them decay."""
+        _refuse_watched()
         _, beta1, beta2, *_ = adam.hyper
         keep = (1.0, 1.0) if later else (beta1, beta2)
         hyper = (*keep, beta1, beta2)
@@ -48,6 +49,8 @@ class Moments:
 
     def apply(self, optimizer: FusedOptimizer, params: list[Tensor]) -> None:
         """Update these parameters from their moments, and count the step."""
+        if params:
+            _refuse_watched()
         wanted = set(map(id, params))
         lists, rules = [], []
         for group in optimizer.param_groups:
@@ -75,6 +78,14 @@ class Moments:
                 "backward and step(); no parameter was updated"
             )
         increment_version(value[2])
+
+
+def _refuse_watched() -> None:
+    if is_watched():
+        raise RuntimeError(
+            "accumulate_into_states=True has no operators that the TorchDispatchMode around this "
+            "call would see: leave the mode, or leave the option away"
+        )
 
 
 def _check(group: dict[str, object]) -> None:

@@ -17,8 +17,10 @@ from ._moments import Moments
 from ._reduced import Pairs, Reduced, reducing_model
 from ._released import refuse_clipping, set_released
 from ._tied import give_rows, tied_embeddings
-from ._torch import disable_dynamo, increment_version
+from ._torch import address_of_mode_depth, disable_dynamo, increment_version, is_watched
+from .amp.protocol import AskedToUnscale
 from .optim._base import FusedOptimizer, Phase, Rule
+from .optim._by_torch import Request
 from .optim._devices import HOST, Scalars, on_device, ordinal_of
 
 __all__ = ["Clip", "Release", "check_clipping"]
@@ -27,6 +29,7 @@ Clip = Literal["per_parameter", "lagged"]
 _NO_CLIPPING = math.nan
 _NO_SCALARS = {HOST: Scalars(None, None, None)}
 _WHOLE = int(Phase.WHOLE)
+_MODE_DEPTH = address_of_mode_depth()
 
 
 class _Place:
@@ -90,6 +93,7 @@ class Release:
         self._handles: list[Any] = [
             optimizer.register_step_pre_hook(before),
             optimizer.register_step_post_hook(after),
+            AskedToUnscale(optimizer),
         ]
         weakref.finalize(self, _undo, self._handles, self._places).atexit = False
         self._attach(optimizer)
@@ -115,13 +119,14 @@ class Release:
                 if place is None or place.param() is not param:
                     if not param.requires_grad:
                         continue
+                    _make_state(optimizer, group, index)
                     place = self._places[id(param)] = self._hooked(param)
-                    _make_state(optimizer, entry, param)
                 place.hook.group, place.index = group, index
 
     def _hooked(self, param: Tensor) -> _Place:
-        hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules)
-        hook.plain = self._clip is None and self._moments is None and self._reduced is None
+        hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
+        plain = self._clip is None and self._moments is None and self._reduced is None
+        hook.plain = plain and _MODE_DEPTH != 0
         place = _Place(hook, param)
         place.handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
         return place
@@ -176,7 +181,11 @@ class Release:
             max_norm = self._coefficient(optimizer, place, grad)
             _step(optimizer, place, param, rule, self._scale, max_norm)
         except _C.TensorError as error:
-            raise optimizer._explained(place.hook.group, place.index, *error.args[2:]) from None
+            if self._moments is None and optimizer._is_for_torch(place.hook.group, place.index):
+                _step_by_torch(optimizer, place, param, self._scale, max_norm)
+            else:
+                where = (place.hook.group, place.index)
+                raise optimizer._explained(*where, *error.args[2:]) from None
         place.hook.updated = True
         if self._reduced is None or param not in self._reduced:
             param.grad = None
@@ -281,18 +290,24 @@ def _ids_of(optimizer: FusedOptimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
-def _make_state(optimizer: FusedOptimizer, group: dict[str, Any], param: Tensor) -> None:
+def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
     """Make the state before the first backward, where zeros are as good as no state.
 
     States made in backward would lie between gradients, and what is freed there is too small for
     the next gradient: malloc would keep most of what release saves.
     """
-    keys = optimizer._checked_rule_of(group).state_keys
+    entry = optimizer.param_groups[group]
+    param = entry["params"][index]
+    keys = optimizer._checked_rule_of(entry).state_keys
     known = optimizer.state.get(param, {})
-    if optimizer._zeros_differ(group) or all(known.get(key) is not None for key in keys):
+    if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
         return
+    try:
+        optimizer._refuse_half_state(group, index, keys)
+    except _C.TensorError as error:
+        raise optimizer._explained(*error.args) from None
     with torch.no_grad():
-        optimizer._new_state(group, param)
+        optimizer._new_state(entry, param)
 
 
 def _name(optimizer: Optimizer, place: _Place) -> str:
@@ -316,6 +331,23 @@ def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
         )
 
 
+def _step_by_torch(
+    optimizer: FusedOptimizer,
+    place: _Place,
+    param: Tensor,
+    scale: Tensor | None,
+    max_norm: float,
+) -> None:
+    """The step of one parameter by operators of torch."""
+    groups = optimizer.param_groups
+    limit = None if math.isnan(max_norm) else max_norm
+    optimizer.param_groups = [{**groups[place.hook.group], "params": [param]}]
+    try:
+        optimizer._step_by_torch(Request(scale, None, False, limit, False))
+    finally:
+        optimizer.param_groups = groups
+
+
 def _step(
     optimizer: FusedOptimizer,
     place: _Place,
@@ -324,6 +356,9 @@ def _step(
     scale: Tensor | None,
     max_norm: float,
 ) -> None:
+    if is_watched():
+        _step_by_torch(optimizer, place, param, scale, max_norm)
+        return
     scalars = _NO_SCALARS
     if scale is not None or param.device.type != "cpu":
         device = ordinal_of(param)
@@ -332,6 +367,7 @@ def _step(
     options = (scalars, False, max_norm, False, _WHOLE)
     what, value = place.hook.plan.step([[param]], [rule], optimizer.state, None, *options)
     if what == "missing":
+        optimizer._refuse_half_state(place.hook.group, place.index, rule.state_keys)
         with torch.no_grad():
             optimizer._new_state(optimizer.param_groups[place.hook.group], param)
         try:

@@ -26,6 +26,7 @@ from torch._utils import ExceptionWrapper
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
 from torch.optim import optimizer as _step_hooks
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data._utils import worker as _worker
 from torch.utils.data._utils.collate import (
     collate,
@@ -57,6 +58,7 @@ __all__ = [
     "address_of_bump_version",
     "address_of_has_callbacks",
     "address_of_has_modes",
+    "address_of_mode_depth",
     "after_backward",
     "collate_stacking_by",
     "collate_tensors",
@@ -68,9 +70,12 @@ __all__ = [
     "dtypes_of",
     "get_grad_dtype",
     "has_global_step_hooks",
+    "has_no_memory",
     "increment_version",
     "is_capturing",
     "is_compiling",
+    "is_fsdp_shard",
+    "is_watched",
     "lazy_clone",
     "let_fetch",
     "libtorch_cpu_path",
@@ -106,6 +111,23 @@ def disable_dynamo(function: _Function) -> _Function:
     return disabled
 
 
+_mode_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (
+    lambda: int(_get_current_dispatch_mode() is not None)
+)
+
+
+def is_watched() -> bool:
+    """True inside a TorchDispatchMode, which sees torch's operators and nothing that C does."""
+    return _mode_depth() != 0
+
+
+def has_no_memory(tensor: torch.Tensor) -> bool:
+    """True for a tensor that only torch's operators can work on: meta, fake or mkldnn."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")  # slow to import, and often not needed
+    is_fake = fake is not None and isinstance(tensor, fake.FakeTensor)
+    return tensor.is_meta or tensor.is_mkldnn or is_fake
+
+
 def is_compiling() -> bool:
     """True while torch.compile traces or exports the caller."""
     return torch.compiler.is_compiling()
@@ -120,6 +142,14 @@ def is_capturing() -> bool:
     """True while torch's current CUDA stream is captured into a graph."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return bool(initialized and torch.cuda.is_current_stream_capturing())
+
+
+def is_fsdp_shard(tensor: torch.Tensor) -> bool:
+    """Whether FullyShardedDataParallel leaves only a part of this parameter on each rank.
+
+    FSDP2 has tensors of a class of its own (DTensor) instead.
+    """
+    return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
@@ -211,6 +241,14 @@ def address_of_has_modes() -> int:
     `bool at::impl::torch_function_mode_enabled()`, which every attribute of a tensor asks.
     """
     return _address_in_libtorch("_ZN2at4impl27torch_function_mode_enabledEv")
+
+
+def address_of_mode_depth() -> int:
+    """Where libtorch's function is that tells how many TorchDispatchModes this thread is in; or 0.
+
+    `int64_t c10::impl::TorchDispatchModeTLS::stack_len()`
+    """
+    return _address_in_libtorch("_ZN3c104impl20TorchDispatchModeTLS9stack_lenEv")
 
 
 def _address_in_libtorch(symbol: str) -> int:

@@ -17,8 +17,8 @@ The four functions have the names, arguments, results and errors of torch.nn.uti
 
 Gradients other than plain strided real CPU or CUDA tensors (sparse, complex, DTensor and other
 wrapper classes, integer, CUDA where this build has no kernels), those on several devices, and calls
-inside torch.compile, go to torch's function of the same name; a list with one such gradient goes
-there as a whole.
+inside torch.compile or a TorchDispatchMode, go to torch's function of the same name; a list with
+one such gradient goes there as a whole.
 
 Accumulated gradients that wait for their division (faststep.accumulate) are divided first. Those
 that were used in backward (faststep.release_gradients) are an error: nothing is left to clip.
@@ -44,7 +44,7 @@ from torch.nn.utils import get_total_norm as _torch_get_total_norm
 from . import _C
 from ._division import divide_grads_of, divide_these
 from ._released import refuse_clipping
-from ._torch import increment_version, is_compiling
+from ._torch import increment_version, is_compiling, is_watched
 from .optim._devices import has_kernels_for
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
@@ -176,7 +176,7 @@ def clip_grad_norm_(
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks",
     arXiv:1211.5063; formula and defaults of `torch.nn.utils.clip_grad_norm_`.
     """
-    if is_compiling():
+    if is_compiling() or is_watched():
         return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     is_generator = isinstance(parameters, types.GeneratorType)
     parameters = _as_sequence(parameters)
@@ -225,7 +225,7 @@ def get_total_norm(
 
     Source: `torch.nn.utils.get_total_norm`.
     """
-    if is_compiling():
+    if is_compiling() or is_watched():
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     tensors = _as_sequence(tensors)
     if not tensors:
@@ -260,7 +260,7 @@ def clip_grads_with_norm_(
 
     Source: `torch.nn.utils.clip_grads_with_norm_`.
     """
-    if is_compiling():
+    if is_compiling() or is_watched():
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     parameters = _as_sequence(parameters)
     refuse_clipping(parameters)
@@ -298,7 +298,7 @@ def clip_grad_value_(
 
     Source: `torch.nn.utils.clip_grad_value_`.
     """
-    if is_compiling():
+    if is_compiling() or is_watched():
         return _torch_clip_grad_value_(parameters, clip_value, foreach)
     parameters = _as_sequence(parameters)
     limit = float(clip_value)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ._moments import Moments
 from ._reduced import Reduced
 from ._released import is_released, set_released
 from ._releasing import Clip, Release, check_clipping
-from ._torch import uncompiled
+from ._torch import is_fsdp_shard, uncompiled
+from ._wrappers import unwrapped
 from .accumulation.owners import owner_of
 from .optim._base import FusedOptimizer
 
@@ -18,7 +20,7 @@ __all__ = ["Release", "release_gradients"]
 
 def release_gradients(
     model: nn.Module,
-    optimizer: FusedOptimizer,
+    optimizer: Optimizer,
     *,
     clip: Clip | None = None,
     accumulate_into_states: bool = False,
@@ -53,7 +55,7 @@ def release_gradients(
 
     Args:
         model: the module that the optimizer trains.
-        optimizer: an optimizer of faststep.optim.
+        optimizer: an optimizer of faststep.optim; one that accelerate has wrapped is unwrapped.
         clip: what `max_grad_norm` means. Default: None, it must not be set.
         accumulate_into_states: accumulate gradients in the moments. Adam and AdamW without amsgrad
             and with decoupled weight decay or none. Default: False.
@@ -64,20 +66,31 @@ def release_gradients(
     Raises:
         TypeError: an optimizer not of faststep, a subclass with a step of its own, or one whose
             states gradients cannot be added to; a DistributedDataParallel model with a
-            communication hook of its own, with `find_unused_parameters` or with `static_graph`.
+            communication hook of its own, with `find_unused_parameters` or with `static_graph`;
+            parameters of FullyShardedDataParallel or of a tensor class with operators of its own,
+            as `fully_shard` has them (DTensor).
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
             parameter is on CUDA; or `norm_in_backward` is set; or a group has amsgrad or coupled
-            weight decay although gradients go into the states.
-        RuntimeError: the optimizer accumulates, or is released already. During training: a
-            second gradient before `optimizer.step()`; a learning rate (or another number of a
-            group) that changes between backward and step; a GradScaler; or gradients that a
-            DistributedDataParallel reduces, which is not `model`.
+            weight decay although gradients go into the states; or accelerate's own accumulation
+            is on.
+        RuntimeError: accelerate steps with a GradScaler; the optimizer accumulates, or is released
+            already. During training: a second gradient before `optimizer.step()`; a learning rate
+            (or another number of a group) that changes between backward and step; a GradScaler; or
+            gradients that a DistributedDataParallel reduces, which is not `model`.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
     (LOMO), arXiv:2306.09782; torch's tutorial on optimizer steps in backward. Accumulation in the
     states: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and
     Gradients for Large-scale DNN Training" (AdamA), arXiv:2305.19982.
     """
+    scaler = getattr(optimizer, "scaler", None)
+    inside = unwrapped(optimizer, "release_gradients()")
+    if inside is not optimizer and scaler is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} steps with a {type(scaler).__name__}, which looks at all "
+            "gradients before the first update: train in bfloat16, or without release_gradients()"
+        )
+    optimizer = inside
     if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(
             f"release_gradients() takes optimizers of faststep.optim, not "
@@ -92,6 +105,7 @@ def release_gradients(
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     if clip not in (None, "per_parameter", "lagged"):
         raise ValueError(f'clip must be None, "per_parameter" or "lagged", not {clip!r}')
+    _refuse_wrappers(optimizer)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if clip == "lagged" and any(param.is_cuda for param in params):
         raise ValueError('clip="lagged" measures on the CPU only, and a parameter is on CUDA')
@@ -118,3 +132,17 @@ def release_gradients(
     release = Release(optimizer, clip, moments, reduced, inner)
     set_released(optimizer, release)
     return release
+
+
+def _refuse_wrappers(optimizer: FusedOptimizer) -> None:
+    """Raise for parameters whose gradients are not in the memory that a hook would update."""
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                what = f"is a {type(param).__name__}, a tensor subclass with operators of its own"
+            elif is_fsdp_shard(param):
+                what = "is reduced and sharded after its hook, by FullyShardedDataParallel"
+            else:
+                continue
+            what += ", which release_gradients() does not support"
+            raise optimizer._explained(number, index, "parameter", "type", what)

@@ -101,6 +101,8 @@ def _moment(model: nn.Module, optimizer: Any) -> None:
 
 def _amsgrad(model: nn.Module, optimizer: Any) -> None:
     optimizer.param_groups[0]["amsgrad"] = True
+    for state in optimizer.state.values():  # as in torch the user has to make them
+        state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
 
 
 def _data(model: nn.Module, optimizer: Any) -> None:

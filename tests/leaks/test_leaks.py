@@ -272,6 +272,7 @@ def release_hook() -> Iterator[Case]:
         hook(p)
     yield call, [p, grad, spec, rules, seen, otherwise]
     yield lambda: _C.ReleaseHook(otherwise, seen, rules), [seen, rules, otherwise]
+    yield lambda: _C.ReleaseHook(otherwise, seen, rules, 1), [seen, rules, otherwise]
     yield failing(_C.ReleaseHook, otherwise, seen, []), [seen, otherwise]
     yield failing(hook), []
 

@@ -31,8 +31,11 @@ over_bad = pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("n
 
 
 def make(declaration: Declaration, **kwargs: Any) -> tuple[torch.optim.Optimizer, list[Parameter]]:
+    """An optimizer as with `fused=True`: torch's scaler too leaves the gradients to its step."""
     params = parameters(*SHAPES)
-    return declaration.ours(params, **{**declaration.kwargs, **kwargs}), params
+    optimizer = declaration.ours(params, **{**declaration.kwargs, **kwargs})
+    optimizer._step_supports_amp_scaling = True
+    return optimizer, params
 
 
 def started(scaler_class: Any, scale: float = 8.0) -> torch.amp.GradScaler:
@@ -253,6 +256,7 @@ def test_fp16_gradients(declaration: Declaration, scaler_class: Any) -> None:
     """unscale_ refuses fp16 gradients, the fused path takes them: as torch's fused classes."""
     params = parameters(*SHAPES, dtype=torch.float16)
     optimizer = declaration.ours(params, **declaration.kwargs)
+    optimizer._step_supports_amp_scaling = True
     scaler = started(scaler_class)
     set_gradients(params, 0, scale=8.0)
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):

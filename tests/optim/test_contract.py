@@ -194,7 +194,6 @@ def test_class(declaration: Declaration) -> None:
     optimizer = declaration.ours(tensors())
     assert issubclass(declaration.ours, declaration.torchs or torch.optim.Optimizer)
     assert isinstance(optimizer, FusedOptimizer)
-    assert optimizer._step_supports_amp_scaling is True
     assert "grad_scaler" not in inspect.signature(optimizer.step).parameters
     assert "closure" in inspect.signature(optimizer.step).parameters
     assert getattr(faststep.optim, declaration.name) is declaration.ours

@@ -148,10 +148,6 @@ def wrapped_gradient() -> tuple[Tensor, Tensor]:
     return Parameter(torch.ones(3)), Wrapper(torch.ones(3))
 
 
-def meta() -> tuple[Tensor, Tensor]:
-    return Parameter(torch.ones(3, device="meta")), torch.ones(3, device="meta")
-
-
 def overlapping() -> tuple[Tensor, Tensor]:
     return Parameter(torch.ones(1).expand(5)), torch.ones(5)
 
@@ -160,7 +156,6 @@ UNUSABLE: tuple[Callable[[], tuple[Tensor, Tensor]], ...] = (
     complex_parameter,
     wrapper,
     wrapped_gradient,
-    meta,
     overlapping,
 )
 

@@ -96,6 +96,7 @@ def run_ours(model: Model, declaration: Declaration, kwargs: dict[str, Any], cha
     if chain.clip == "max_grad_norm":
         kwargs = {**kwargs, "max_grad_norm": model.max_norm}
     optimizer = declaration.ours(model.groups, **kwargs)
+    optimizer._step_supports_amp_scaling = True  # as fused=True: torch's unscale_ refuses float16
     scaler_class = {"torch": torch.amp.GradScaler, "faststep": faststep.amp.GradScaler}
     scaler = None
     if chain.scaler != "no":

@@ -9,6 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
+from faststep.optim._base import FusedOptimizer
+
 from . import test_mutation as mutation
 from .common import TOLERANCE, assert_near, parameters, set_gradients
 from .declarations import TORCHS, Declaration
@@ -36,7 +38,7 @@ def reload(optimizer: Optimizer, params: list[Parameter]) -> None:
 
 def skip(optimizer: Optimizer, params: list[Parameter]) -> None:
     """A step that the scaler skips; torch's for-loop knows none, so nothing happens there."""
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if isinstance(optimizer, FusedOptimizer):
         optimizer.found_inf = torch.tensor(1.0)
         optimizer.step()
         del optimizer.found_inf

@@ -226,7 +226,7 @@ def test_what_a_mode_makes_is_not_used_after_it() -> None:
     (param,) = parameters((5,))
     param.grad = torch.ones(5)
     optimizer = faststep.optim.AdamW([param])
-    with FakeTensorMode(), pytest.raises(TypeError, match="FakeTensor"):
+    with FakeTensorMode(), pytest.raises(AssertionError, match="FakeTensor"):  # torch's own
         optimizer.step()
     optimizer.state.clear()
     optimizer.step()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .._wrappers import unwrapped
 from .helper import Accumulation
 from .window import Normalize, Window
 
@@ -44,7 +45,7 @@ def accumulate(
     Args:
         optimizer: an optimizer, or several that are stepped together. faststep's and torch's
             fused ones divide inside their step; for others the gradients are divided in place at
-            the end of the window.
+            the end of the window. One that accelerate has wrapped is unwrapped.
         steps: micro-steps per window, at least 1.
         model: the module that the loop calls. Needed for DistributedDataParallel: it then
             communicates in the last micro-step of a window only. Default: None.
@@ -65,14 +66,15 @@ def accumulate(
     Raises:
         TypeError: an argument of the wrong type, or a model that is sharded; in the first
             micro-step, a `model` that is inside of a DistributedDataParallel.
-        ValueError: `steps`, `normalize` or `dtype` out of range, `in_pairs` without a dtype, or a
-            parameter of two optimizers.
+        ValueError: `steps`, `normalize` or `dtype` out of range, `in_pairs` without a dtype, a
+            parameter of two optimizers, or accelerate's own accumulation is on.
         RuntimeError: the optimizer accumulates already; or torch is too old for `dtype`.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for one in optimizers:
         if not isinstance(one, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(one).__name__}")
+    optimizers = [unwrapped(one, "accumulate()") for one in optimizers]
     if not optimizers:
         raise ValueError("accumulate() got no optimizer")
     if not isinstance(steps, int) or isinstance(steps, bool):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._torch import increment_version
+from .._torch import increment_version, is_watched
 from ..optim._devices import has_kernels_for
 
 __all__ = ["Addition", "add_all", "add_to"]
@@ -42,6 +42,9 @@ def add_all(additions: Iterable[Addition]) -> None:
 
 def _add_alike(additions: list[Addition]) -> None:
     """One kernel for additions of one device, number of terms, factor and `start`."""
+    if is_watched():
+        _add_by_torch(additions)
+        return
     totals, terms = [one.total for one in additions], [one.term for one in additions]
     more = [one.more for one in additions if one.more is not None]
     on_device = totals[0].is_cuda and has_kernels_for(totals[0])

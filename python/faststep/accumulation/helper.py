@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _C
 from .. import _division as division
-from .._torch import disable_dynamo
+from .._torch import disable_dynamo, is_watched
 from ..clip import clip_grad_norm_
 from . import saved
 from .installed import Installed
@@ -198,7 +198,7 @@ class Accumulation:
         params = [p for optimizer in self._window.optimizers for p in division.params_of(optimizer)]
         grads = _C.collect_grads(params)
         divisor = divisors.pop()
-        if divisors or divisor is None or norm_type == 0.0 or not _C.fusable(grads):
+        if divisors or divisor is None or norm_type == 0.0 or is_watched() or not _C.fusable(grads):
             self.normalize_()
             return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         norm = _C.norm(grads, float(norm_type))[0] / divisor

@@ -14,6 +14,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _division as division
 from .._torch import disable_dynamo
+from ..amp.protocol import AskedToUnscale
+from ..optim._base import FusedOptimizer
 from .window import Window
 
 __all__ = ["Installed"]
@@ -49,6 +51,8 @@ class Installed:
         for optimizer in window.optimizers:
             self._replace(optimizer, "step", self._step)
             self._replace(optimizer, "zero_grad", self._zero_grad)
+            if isinstance(optimizer, FusedOptimizer):  # a scaler then shows itself in the step
+                self._handles.append(AskedToUnscale(optimizer))
         if scaler is not None:
             self._replace(scaler, "step", self._scaler_step)
             self._replace(scaler, "unscale_", self._unscale)

@@ -14,10 +14,16 @@ from torch.optim import Optimizer
 
 from .. import _C
 from .. import _division as division
-from .._torch import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
+from .._torch import (
+    OptState,
+    cuda_amp_is_unavailable,
+    dtypes_of,
+    increment_version,
+    is_watched,
+)
 from ..clip import clip_grad_norm_
 from ..optim._base import FusedOptimizer
-from ..optim._checks import check_limit, has_grads, refuse_unchecked
+from ..optim._checks import check_limit, has_grads, refuse_shards, refuse_unchecked
 from ..optim._devices import has_kernels_for, ordinal_of
 from .protocol import any_found, lent_attributes, takes_found_inf
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
@@ -135,6 +141,8 @@ class GradScaler(torch.amp.GradScaler):
         params = list(itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups))
         if not allow_fp16:  # called by unscale_, not by step
             inv_scale = division.unscaled(optimizer, inv_scale)
+        if is_watched():
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # Only a scale in host memory can be read without waiting for a device.
         if inv_scale.is_cpu and (done := _unscale(params, inv_scale, allow_fp16)) is not None:
             any_grad, overflow = done
@@ -332,6 +340,7 @@ class GradScaler(torch.amp.GradScaler):
         kwargs: dict[str, Any],
     ) -> None:
         """Unscale and clip in place, for an optimizer that cannot clip inside its step."""
+        refuse_shards(optimizer)
         state = self._begin_step(optimizer, kwargs) if self._enabled else None
         if any(callable(value) for value in (*args, kwargs.get("closure"))):
             raise RuntimeError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,7 +19,27 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["any_found", "lent_attributes", "takes_found_inf"]
+from ..optim._base import FusedOptimizer
+
+__all__ = ["AskedToUnscale", "any_found", "lent_attributes", "takes_found_inf"]
+
+
+class AskedToUnscale:
+    """Lets every scaler leave the gradients to the step of an optimizer, until `remove()`.
+
+    The step then sees the scaler, which torch's would else keep from it.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        self._optimizer = None if optimizer._is_asked_to_unscale else weakref.ref(optimizer)
+        optimizer._is_asked_to_unscale = True
+
+    def remove(self) -> None:
+        """Undo it where it was not so before."""
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is not None:
+            vars(optimizer).pop("_is_asked_to_unscale", None)
+        self._optimizer = None
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

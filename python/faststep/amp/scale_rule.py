@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._torch import increment_version, update_scale_as_torch
+from .._torch import increment_version, is_watched, update_scale_as_torch
 from ..optim._devices import has_kernels_for
 
 __all__ = ["ScaleRule", "check_bounds", "check_hysteresis"]
@@ -72,7 +72,7 @@ class ScaleRule:
                 self.backoff_factor,
                 self.growth_interval,
             )
-        elif scale.is_cpu or (scale.is_cuda and has_kernels_for(scale)):
+        elif not is_watched() and (scale.is_cpu or (scale.is_cuda and has_kernels_for(scale))):
             self._update_in_c(scale, growth_tracker, hysteresis_tracker, found_inf)
         else:
             self._update_in_torch(scale, growth_tracker, hysteresis_tracker, found_inf)

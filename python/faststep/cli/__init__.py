@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
+import faststep
 from faststep.cli.console import CommandError
 
 __all__ = ["main"]
+
+INTERRUPTED = 130  # what shells show of a program that SIGINT ended
+PIPE_CLOSED = 141  # and of one that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,7 +24,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 for success, 1 for an error that was reported on stderr,
-        130 after Ctrl-C. Wrong arguments exit with argparse's status 2.
+        130 after Ctrl-C, 141 where nobody reads the output (``| head``). Wrong arguments exit with
+        argparse's status 2.
     """
     from faststep.cli import bench, convert, demo, info
 
@@ -28,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="faststep makes PyTorch training scripts faster without changing what they "
         "compute: optimizers, gradient scaling, clipping, accumulation and data loading.",
     )
+    parser.add_argument("--version", action="version", version=f"faststep {faststep.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     modules = {"info": info, "demo": demo, "bench": bench, "convert": convert}
     for name, module in modules.items():
@@ -37,10 +44,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         arguments.run(arguments)
+        sys.stdout.flush()  # an error shows here, and not when Python ends
     except CommandError as error:
         print(f"faststep {arguments.command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"\nfaststep {arguments.command}: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
+    except BrokenPipeError:
+        _drop_output()
+        return PIPE_CLOSED
     return 0
+
+
+def _drop_output() -> None:
+    """Let what is left in stdout's buffer go nowhere: Python writes it when it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from faststep.cli import plots
-from faststep.cli.console import Progress
+from faststep.cli.console import CommandError, Progress
 from faststep.cli.report import as_json, as_text, machine
 from faststep.cli.timing import CopyMeter, Outcome, run_contest
 from faststep.cli.workloads import FAMILIES, MAX_NORM, SHAPES, Work
@@ -18,6 +19,7 @@ __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "measure optimizers, scaling and clipping against torch and the rivals installed"
 
+_PLOT = "bench.png"
 _QUICK_SHAPES = ("2000 x 64", "16 x 1M")
 _DEFAULT_SHAPES = ("2000 x 64", "16 x 1M", "ResNet-50")
 
@@ -35,17 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"any of {', '.join(SHAPES)} (GPT-2 small takes 8 GiB)",
     )
     parser.add_argument(
-        "--seconds", type=float, help="time per row of the tables; default 3, quick 0.5"
+        "--seconds", type=_seconds, help="time per row of the tables; default 3, quick 0.5"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("faststep-bench.png"),
-        metavar="PNG",
-        help="where the plot goes; default: %(default)s",
-    )
-    parser.add_argument("--no-plot", action="store_true", help="write no plot")
+    plots.add_arguments(parser, _PLOT)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's time")
+
+
+def _seconds(text: str) -> float:
+    """An argument of argparse: a time."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0.0 <= seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
+    return seconds
 
 
 def _works(shapes: Sequence[str]) -> list[Work]:
@@ -54,7 +60,9 @@ def _works(shapes: Sequence[str]) -> list[Work]:
 
 def run(arguments: argparse.Namespace) -> None:
     """Measure and print tables, and write the plot."""
-    output = None if arguments.no_plot else plots.plot_path(arguments.output)
+    output = plots.plot_path(arguments, _PLOT)
+    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
+        raise CommandError(f"--json {arguments.json}: there is no such folder")
     shapes = arguments.shapes or (_QUICK_SHAPES if arguments.quick else _DEFAULT_SHAPES)
     seconds = arguments.seconds
     if seconds is None:

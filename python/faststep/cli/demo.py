@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ PHASES = ("data", "forward", "backward", CHAIN)
 MAX_NORM = 1.0
 LEARNING_RATE = 5e-4
 
+_PLOT = "demo.png"
 _PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,14 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--torch-fused", action="store_true", help="compare with torch.optim.AdamW(fused=True)"
     )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("faststep-demo.png"),
-        metavar="PNG",
-        help="where the plot goes; default: %(default)s",
-    )
-    parser.add_argument("--no-plot", action="store_true", help="write no plot")
+    plots.add_arguments(parser, _PLOT)
 
 
 @dataclass
@@ -215,7 +208,7 @@ def report(theirs: Run, ours: Run) -> str:
 
 def run(arguments: argparse.Namespace) -> None:
     """Train, print the comparison, and write the plot."""
-    output = None if arguments.no_plot else plots.plot_path(arguments.output)
+    output = plots.plot_path(arguments, _PLOT)
     theirs, ours = train(arguments)
     print("\n" + report(theirs, ours))
     if output is not None:

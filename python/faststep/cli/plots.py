@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,24 +16,50 @@ from faststep.cli.report import times
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import ALL_FAMILIES
 
-__all__ = ["plot_curves", "plot_outcomes", "plot_path"]
+__all__ = ["add_arguments", "plot_curves", "plot_outcomes", "plot_path"]
 
 _COLOURS = ("#1f77b4", "#17becf", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
 
 
-def plot_path(output: Path) -> Path:
+def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
+    """Declare ``--output`` and ``--no-plot`` of a command whose plot is called ``name``."""
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="PNG",
+        help=f"where the plot goes; default: faststep/{name} in $XDG_CACHE_HOME, or in ~/.cache",
+    )
+    parser.add_argument("--no-plot", action="store_true", help="write no plot")
+
+
+def _cache() -> Path:
+    """The folder for what a user can do without, by the XDG Base Directory Specification."""
+    given = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if given.is_absolute():  # the specification: others are to be ignored
+        return given / "faststep"
+    try:
+        return Path.home() / ".cache" / "faststep"
+    except RuntimeError as error:
+        raise CommandError(f"no folder for the plot: {error}; pass --output or --no-plot") from None
+
+
+def plot_path(arguments: argparse.Namespace, name: str) -> Path | None:
     """Make sure, before the work, that a plot can be written.
 
     Args:
-        output: the PNG's path; ``.png`` is added where it has no suffix, and a missing folder
-            is made.
+        arguments: what :func:`add_arguments` declares; to ``output`` ``.png`` is added where it
+            has no suffix, and a missing folder is made.
+        name: the file's name, if the user gave no path.
 
     Returns:
-        The path to write to.
+        The path to write to, None for no plot.
 
     Raises:
         CommandError: matplotlib is missing, the name ends otherwise, or the folder cannot be made.
     """
+    if arguments.no_plot:
+        return None
+    output: Path = _cache() / name if arguments.output is None else arguments.output
     output = output if output.suffix else output.with_suffix(".png")
     if output.suffix.lower() != ".png":
         raise CommandError(f"the plot is a PNG, so {output} must end in .png")

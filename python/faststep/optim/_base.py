@@ -17,12 +17,15 @@ from .. import _C
 from .._torch import (
     disable_dynamo,
     has_global_step_hooks,
+    has_no_memory,
     increment_version,
     is_capturing,
     is_compiling,
+    is_watched,
     uncompiled,
 )
-from ._checks import check_limit, refuse_unchecked
+from ._by_torch import Request, step_by_torch, update_by_torch
+from ._checks import check_limit, refuse_group_options, refuse_shards, refuse_unchecked
 from ._devices import (
     HOST,
     HOST_ONLY,
@@ -99,9 +102,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             ranks pass the model. Default: False, see :attr:`norm_in_backward`.
     """
 
-    # torch.amp.GradScaler then passes the scale as `grad_scale` and `found_inf`.
-    _step_supports_amp_scaling = True
     _number_of: ClassVar[dict[str, int]] = {name: row[0] for name, row in _C.rules().items()}
+
+    # Whether a state may have entries of others before the first of ours.
+    _begins_in_parts: ClassVar[bool] = False
 
     # Class attributes stand in where pickle and deepcopy restore an optimizer without __init__.
     max_grad_norm: float | None = None
@@ -109,6 +113,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _plan: _C.Plan | None = None
     _measure_found_inf: bool = False  # set by faststep.amp.GradScaler around a step
     _step_max_norm: float | None = None
+    _is_asked_to_unscale: bool = False
+    _norm_is_whole: bool = False  # no parameter is a part of one: known from the first clipped step
     _devices: tuple[int, ...] = ()  # of the parameters, as the C side calls them
     _norms: dict[int, Tensor] | None = None  # per CUDA device: where it writes the norm
     _last_norm: float | Tensor | None = None
@@ -127,6 +133,24 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.keep_grads = bool(keep_grads)
         self._norm_in_backward = _wanted(norm_in_backward)
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a scaler leaves the gradients to the step, as `grad_scale` and `found_inf`.
+
+        torch.amp.GradScaler and frameworks ask; torch's classes set it with `fused=True` alone. A
+        step that clips needs the gradients as backward left them, and one that divides the scale.
+        """
+        return (
+            self._is_asked_to_unscale
+            or self.max_grad_norm is not None
+            or self._norm_in_backward is not False
+            or getattr(self, "grad_scale", None) is not None
+        )
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self._is_asked_to_unscale = bool(value)
+
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         """The rule and its numbers for this step of a group."""
         raise NotImplementedError
@@ -134,6 +158,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         """Create the missing entries of `self.state[param]`."""
         raise NotImplementedError
+
+    def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None:
+        """Raise for a state that has begun and lacks a part, as torch's loop does."""
+        param = self.param_groups[group]["params"][index]
+        state = self.state.get(param)
+        if not state or self._begins_in_parts:
+            return
+        if missing := [repr(key) for key in keys if key not in state]:
+            detail = f"has no {', '.join(missing)}, only {', '.join(map(repr, state))}"
+            raise _C.TensorError(group, index, "state", "key", detail)
 
     @functools.cached_property
     def _zeros(self) -> Zeros:
@@ -175,7 +209,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last step left everything as it was because a gradient was not finite.
 
-        For CUDA parameters this waits for the device.
+        torch.amp.GradScaler does not call the step then, unless the optimizer is `fused=True` or
+        clips. For CUDA parameters this waits for the device.
         """
         if isinstance(self._skipped, Tensor):
             return bool(self._skipped.item() != 0.0)  # not kept: a graph may be replayed
@@ -233,7 +268,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         return self._backward_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
+        """As torch's; ValueError for a group with `max_grad_norm` or the like of its own."""
+        if isinstance(param_group, dict):  # else torch says what it must be
+            refuse_group_options(param_group)
+        self._norm_is_whole = False
         super().add_param_group(param_group)
         if (norm := self._measured_in_backward()) is not None:
             norm.attach(self)
@@ -285,11 +323,19 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = self.param_groups
         max_norm = self.max_grad_norm if self._step_max_norm is None else self._step_max_norm
         check_limit("max_grad_norm", max_norm)
+        if max_norm is not None and not self._norm_is_whole:
+            refuse_shards(self)
+            self._norm_is_whole = True
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
         if found_inf is not None and not isinstance(found_inf, Tensor):
             refuse_unchecked(self)  # torch's scaler passes the number 0 where it saw no gradient
             found_inf = None
+        write_grads = grad_scale is not None if max_norm is None else self.keep_grads
+        request = Request(grad_scale, found_inf, self._measure_found_inf, max_norm, write_grads)
+        if is_watched():
+            self._step_by_torch(request)
+            return
         if self._plan is None:
             self._plan = _C.Plan()
             self._devices = devices_of(p for group in groups for p in group["params"])
@@ -299,7 +345,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         options = (
             self._measure_found_inf,
             _NO_CLIPPING if max_norm is None else max_norm,
-            grad_scale is not None if max_norm is None else self.keep_grads,
+            write_grads,
         )
         params = [_listed(group["params"]) for group in groups]
         in_backward = self._measured_in_backward()
@@ -335,6 +381,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                     key = next(key for key in rules[group].state_keys if state.get(key) is None)
                     raise _C.TensorError(group, index, f"state '{key}'", "value", "is None")
                 elif what == "missing":
+                    for group, index in value:
+                        self._refuse_half_state(group, index, rules[group].state_keys)
                     new = sorted([*new, *value])  # the first may have been dropped meanwhile
                     with torch.no_grad():
                         for group, index in value:
@@ -347,6 +395,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             for group, index in new:
                 self._drop_new_state(params[group][index])
             if isinstance(error, _C.TensorError):
+                if self._is_for_torch(*error.args[:2]):
+                    self._step_by_torch(request)
+                    return
                 raise self._explained(*error.args) from None
             raise
         self._skipped, norm, written, grads = value
@@ -361,6 +412,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         if new and (self._skipped is True or self._must_know(new)) and self.step_was_skipped:
             for group, index in new:
                 self._drop_new_state(params[group][index])
+
+    def _step_by_torch(self, request: Request) -> None:
+        """The step of :func:`_fused_step` by operators of torch."""
+        for group in self.param_groups:
+            self._refuse_differentiable(group)
+        if self._backward_norm is not None:
+            self._backward_norm.forget()
+        self._skipped, norm = step_by_torch(self, request)
+        if norm is not None:
+            self._last_norm = norm
+
+    def _update_by_torch(self) -> None:
+        """The update of torch's class, by the gradients as they are."""
+        update_by_torch(self, FusedOptimizer)
+
+    def _is_for_torch(self, group: int, index: int) -> bool:
+        """Whether a parameter that cannot be stepped here is for torch's operators."""
+        param = self.param_groups[group]["params"][index]
+        return has_no_memory(param) or (param.grad is not None and has_no_memory(param.grad))
 
     def _scalars(
         self, grad_scale: Tensor | None, found_inf: Tensor | None, measures: bool, phase: Phase
@@ -412,9 +482,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._zeros_differ(self.param_groups[group]) for group, _ in new
         )
 
-    def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
+    def _refuse_differentiable(self, group: dict[str, Any]) -> None:
         if group.get("differentiable"):
             raise RuntimeError(self._unsupported("differentiable=True"))
+
+    def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
+        self._refuse_differentiable(group)
         return self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
@@ -431,7 +504,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return RuntimeError(self._sparse_error(where))
         if kind == "driver":
             return RuntimeError(f"{type(self).__name__}: {detail}, of which the first is {where}")
-        error = TypeError if kind == "type" else RuntimeError
+        error = {"type": TypeError, "key": KeyError}.get(kind, RuntimeError)
         return error(f"{type(self).__name__}: {where} {detail}; nothing was updated")
 
     def _sparse_error(self, where: str) -> str:
@@ -476,4 +549,5 @@ class FusedOptimizer(torch.optim.Optimizer):
             "max_grad_norm": self.max_grad_norm,
             "keep_grads": self.keep_grads,
             "_norm_in_backward": self._norm_in_backward is not False,
+            "_is_asked_to_unscale": self._is_asked_to_unscale,
         }

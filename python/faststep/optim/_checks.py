@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.optim import Optimizer
 
-__all__ = ["check_limit", "has_grads", "refuse_unchecked"]
+from .._torch import is_fsdp_shard
+
+__all__ = ["check_limit", "has_grads", "refuse_group_options", "refuse_shards", "refuse_unchecked"]
+
+_OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "norm_in_backward")
 
 
 def check_limit(name: str, value: float | None) -> None:
@@ -26,3 +32,34 @@ def refuse_unchecked(optimizer: Optimizer) -> None:
     """Raise for gradients that came after the scaler had looked for some, and found none."""
     if has_grads(optimizer):
         raise AssertionError("No inf checks were recorded for this optimizer.")
+
+
+def refuse_group_options(group: dict[str, Any]) -> None:
+    """Raise for options of the whole optimizer in a parameter group.
+
+    ZeroRedundancyOptimizer and others that make an optimizer of some of the parameters on each rank
+    put the options that they were given there.
+    """
+    for name in _OF_ALL_GROUPS:
+        value = group.get(name)
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name} is an option of the whole optimizer, but a parameter group has it. A "
+                "wrapper that gives this rank's optimizer a part of the parameters "
+                "(ZeroRedundancyOptimizer) passes options like that, and the norm of a part would "
+                f"be wrong: leave {name} away, and call "
+                "faststep.clip_grad_norm_(model.parameters(), max_norm) before the wrapper's step()"
+            )
+
+
+def refuse_shards(optimizer: Optimizer) -> None:
+    """Raise if the norm of the gradients here would be that of one rank's part of them."""
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if is_fsdp_shard(param):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: parameter {index} in group {number} is the part "
+                    "of this rank (FullyShardedDataParallel), and its step would clip by the norm "
+                    "of that part: call model.clip_grad_norm_(max_norm) before the step, without "
+                    "max_grad_norm= and max_norm=; nothing was updated"
+                )

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from .._reduced import Pairs, Reduced
-from .._torch import disable_dynamo
+from .._torch import disable_dynamo, is_watched
 from ._devices import HOST_ONLY
 
 if TYPE_CHECKING:
@@ -86,13 +86,13 @@ class BackwardNorm:
 
     def measure(self, slot: int, param: Tensor) -> None:
         """From the hook of a parameter."""
-        if self.wanted and not self.idle:
+        if self.wanted and not self.idle and not is_watched():
             self._squares.measure(slot, param)
 
     def measure_reduced(self, param: Tensor) -> None:
         """`.grad` is reduced over the ranks, and the model's hook did not see that."""
         slot = self._slot_of(param)
-        if slot is not None and self._reduced is not None and self.wanted:
+        if slot is not None and self._reduced is not None and self.wanted and not is_watched():
             self._squares.measure(slot, param)
 
     def _slot_of(self, param: Tensor) -> int | None:
@@ -102,7 +102,7 @@ class BackwardNorm:
     def reduced(self, param: Tensor, values: Tensor) -> None:
         """A gradient in a bucket that was reduced."""
         slot = self._slot_of(param)
-        if slot is not None and self.wanted and not self.idle:
+        if slot is not None and self.wanted and not self.idle and not is_watched():
             self._squares.measure(slot, param, values)
 
     def ending(self, pairs: Pairs) -> None:

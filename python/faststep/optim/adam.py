@@ -41,15 +41,16 @@ class _AdamStep(FusedOptimizer):
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
-        if "step" not in state:
-            on_device = group["capturable"] or group["fused"] or param.is_cuda
-            device = param.device if on_device else "cpu"
-            state["step"] = self._zeros.scalar(step_dtype(group["fused"]), device)
-        elif param.is_cuda and isinstance(state["step"], Tensor):  # where torch keeps it
-            state["step"] = state["step"].to(param.device)
+        if state:  # with its counter in CPU memory, where torch keeps it
+            if param.is_cuda and isinstance(state["step"], Tensor):
+                state["step"] = state["step"].to(param.device)
+            return
+        on_device = group["capturable"] or group["fused"] or param.is_cuda
+        device = param.device if on_device else "cpu"
+        made = {"step": self._zeros.scalar(step_dtype(group["fused"]), device)}
         for key in self._amsgrad_keys[1:] if group["amsgrad"] else self._keys[1:]:
-            if key not in state:
-                state[key] = self._zeros.like(param)
+            made[key] = self._zeros.like(param)
+        state.update(made)  # all or none, should memory run out
 
     def _check_capture(self) -> None:
         if is_capturing() and not all(group["capturable"] for group in self.param_groups):
@@ -65,9 +66,10 @@ class _AdamStep(FusedOptimizer):
 class Adam(_AdamStep, torch.optim.Adam):
     """:class:`torch.optim.Adam` (Kingma & Ba 2015, arXiv:1412.6980) with a step that is one C call.
 
-    Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are
-    accepted and change nothing. Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or
-    float16; a CUDA step is two kernel launches for any number of tensors.
+    Same arguments, defaults, `param_groups`, `state` and errors. `foreach` changes nothing, and
+    `fused=True` only that torch.amp.GradScaler leaves unscaling to the step, as in torch.
+    Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or float16; a CUDA step is two
+    kernel launches for any number of tensors.
 
     Args:
         params (iterable): as for torch.

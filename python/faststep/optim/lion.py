@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
@@ -80,3 +81,20 @@ class Lion(FusedOptimizer):
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         self.state[param]["exp_avg"] = self._zeros.like(param)
+
+    def _update_by_torch(self) -> None:
+        """torch has no Lion: the formula, operator by operator."""
+        for group in self.param_groups:
+            beta1, beta2 = map(number, group["betas"])
+            lr = number(group["lr"])
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                grad = -param.grad if group["maximize"] else param.grad
+                state = self.state[param]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(param)
+                exp_avg = state["exp_avg"]
+                param.mul_(1.0 - lr * group["weight_decay"])
+                param.add_(torch.sign(exp_avg * beta1 + grad * (1.0 - beta1)), alpha=-lr)
+                exp_avg.lerp_(grad, 1.0 - beta2)

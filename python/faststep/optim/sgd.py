@@ -17,9 +17,10 @@ __all__ = ["SGD"]
 class SGD(FusedOptimizer, torch.optim.SGD):
     """:class:`torch.optim.SGD` with a step that is one C call.
 
-    Same arguments, defaults, `param_groups`, `state` and errors; `foreach` and `fused` are
-    accepted and change nothing. Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or
-    float16; a CUDA step is two kernel launches for any number of tensors.
+    Same arguments, defaults, `param_groups`, `state` and errors. `foreach` changes nothing, and
+    `fused=True` only that torch.amp.GradScaler leaves unscaling to the step, as in torch.
+    Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or float16; a CUDA step is two
+    kernel launches for any number of tensors.
 
     Args:
         params (iterable): as for torch.
@@ -39,6 +40,8 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             that clips: one pass, the same bits; see the property of that name for what it cannot
             notice. With several ranks pass the model. Default: False.
     """
+
+    _begins_in_parts = True  # torch looks for the buffer alone
 
     def __init__(
         self,

@@ -1,0 +1,103 @@
+"""What users expect of any program: its version, a pipe that closes, and no files unasked for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import faststep
+from faststep.cli import main
+
+PROGRAM = [sys.executable, "-m", "faststep"]
+SHORT_DEMO = ("demo", "--steps", "1", "--batch-size", "1")
+SHORT_BENCH = ("bench", "--quick", "--shapes", "2000 x 64", "--seconds", "0")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"faststep {faststep.__version__}\n"
+
+
+@pytest.mark.parametrize("buffered", [True, False], ids=["buffered", "unbuffered"])
+def test_a_reader_that_leaves_ends_the_program_quietly(buffered: bool) -> None:
+    """As `python -m faststep info --json | head -1`; the status is that of SIGPIPE."""
+    receive, send = os.pipe()
+    os.close(receive)  # nobody will ever read
+    try:
+        done = subprocess.run(
+            [*PROGRAM, "info", "--json"],
+            stdout=send,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"},
+        )
+    finally:
+        os.close(send)
+    assert done.stderr == ""
+    assert done.returncode == 141
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "soon"])
+def test_bench_wants_a_time(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", f"--seconds={seconds}"])
+    assert caught.value.code == 2
+    assert f"--seconds: {seconds} is not a number of at least 0" in capsys.readouterr().err
+
+
+def test_bench_looks_for_the_folder_before_it_measures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = tmp_path / "no folder" / "rounds.json"
+    assert main([*SHORT_BENCH, "--no-plot", "--json", str(there)]) == 1
+    captured = capsys.readouterr()
+    assert f"--json {there}: there is no such folder" in captured.err
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name", "given"),
+    [
+        (SHORT_DEMO, "demo.png", "absolute"),
+        (SHORT_DEMO, "demo.png", "none"),
+        (SHORT_BENCH, "bench.png", "relative"),
+    ],
+)
+def test_plots_go_to_the_users_cache(
+    arguments: tuple[str, ...],
+    name: str,
+    given: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Nothing appears where the user stands."""
+    home, here, cache = tmp_path / "home", tmp_path / "here", tmp_path / "cache"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(home))
+    if given == "none":
+        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    else:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(cache) if given == "absolute" else "cache")
+    plot = (cache if given == "absolute" else home / ".cache") / "faststep" / name
+    assert main(arguments) == 0
+    assert plot.is_file()
+    assert f"Plot: {plot}" in capsys.readouterr().out
+    assert list(here.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert main(SHORT_DEMO) == 1
+    assert "the plot's folder cannot be made" in capsys.readouterr().err

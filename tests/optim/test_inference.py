@@ -1,0 +1,88 @@
+"""Tensors made in inference mode are written there only, as torch has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import faststep
+from faststep import _C
+
+from .common import TOLERANCE, Snapshot, assert_near, parameters, set_gradients
+from .declarations import ALL, TORCHS, Declaration
+
+SHAPES = ((5,), (4, 3))
+
+over_all = pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+over_torchs = pytest.mark.parametrize("declaration", TORCHS, ids=lambda d: d.name)
+
+
+@pytest.mark.parametrize("records", [True, False])
+@over_all
+def test_states_of_a_step_in_inference_mode(declaration: Declaration, records: bool) -> None:
+    if not records:
+        _C.use_records()
+    try:
+        params = parameters(*SHAPES)
+        optimizer = declaration.ours(params, **declaration.kwargs)
+        set_gradients(params[:1], 0)
+        optimizer.step()
+        set_gradients(params, 1)
+        with torch.inference_mode():
+            optimizer.step()
+            optimizer.step()
+        before = Snapshot(optimizer)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=r"state of parameter 1 in group 0 .*inference"):
+                optimizer.step()
+            before.assert_unchanged()
+        with torch.inference_mode():
+            optimizer.step()
+        state = optimizer.state[params[1]]
+        state.update({key: value.clone() for key, value in state.items()})
+        optimizer.step()
+    finally:
+        if faststep._layout is not None:
+            _C.use_records(*faststep._layout)
+
+
+@over_torchs
+def test_each_case_as_torch(declaration: Declaration) -> None:
+    def state(cls: Any) -> Any:
+        params = parameters(*SHAPES)
+        optimizer = cls(params, **declaration.kwargs)
+        set_gradients(params, 0)
+        with torch.inference_mode():
+            optimizer.step()
+        return optimizer
+
+    def parameter(cls: Any) -> Any:
+        with torch.inference_mode():
+            param = Parameter(torch.ones(3), requires_grad=False)
+            param.grad = torch.ones(3)
+        return cls([param], **declaration.kwargs)
+
+    def gradient(cls: Any) -> Any:
+        params = parameters(*SHAPES)
+        with torch.inference_mode():
+            set_gradients(params, 0)
+        return cls(params, **declaration.kwargs)
+
+    for made in (state, parameter, gradient):
+        results = []
+        for cls in (declaration.torchs, declaration.ours):
+            optimizer = made(cls)
+            try:
+                optimizer.step()
+                error = None
+            except Exception as caught:
+                error = type(caught)
+            results.append((error, [p.detach() for p in optimizer.param_groups[0]["params"]]))
+        (their_error, theirs), (error, ours) = results
+        assert error is their_error, made.__name__
+        for mine, other in zip(ours, theirs, strict=True):
+            if error is None:
+                assert_near(mine, other, TOLERANCE, made.__name__)
