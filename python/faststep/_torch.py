@@ -75,7 +75,9 @@ __all__ = [
     "libtorch_cpu_path",
     "need_exchange_api",
     "neg_view",
+    "new_subclass",
     "new_worker_info",
+    "new_wrapper",
     "pin_memory",
     "rebuild_buckets",
     "record_of",
@@ -224,6 +226,25 @@ def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, to be read with the other sign."""
     return torch._neg_view(tensor)
+
+
+def new_subclass(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass, with the memory of `tensor`."""
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor)
+    return made
+
+
+def new_wrapper(
+    kind: type[torch.Tensor], size: tuple[int, ...], *, device: str, **policy: Any
+) -> torch.Tensor:
+    """A tensor of a subclass with its own `__torch_dispatch__`, without memory.
+
+    Args:
+        policy: which questions the subclass answers itself, as torch names them:
+            `dispatch_sizes_strides_policy`, `dispatch_device`, `dispatch_layout`.
+    """
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, size, device=device, **policy)
+    return made
 
 
 def need_exchange_api() -> None:

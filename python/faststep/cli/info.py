@@ -83,9 +83,7 @@ def _torch_cuda() -> str:
 def _records_in_use() -> str:
     if faststep._layout is not None:
         return "recognized by torch's records of them"
-    if os.environ.get("FASTSTEP_RECORDS") == "0":
-        return "torch is asked about each in every step, as FASTSTEP_RECORDS=0 says"
-    return "torch is asked about each in every step: its records are not laid out as expected"
+    return f"torch is asked about each in every step: {faststep._why_no_layout}"
 
 
 def _our_cuda() -> str:
