@@ -4,9 +4,8 @@ import os
 from pathlib import Path
 
 from . import _C, _records
-from ._torch import address_of_has_callbacks, libtorch_cpu_path, need_exchange_api
+from ._torch import address_of_has_callbacks, libtorch_cpu_path
 
-need_exchange_api()
 _C.use_threads_of(libtorch_cpu_path())
 _C.use_callbacks(address_of_has_callbacks())
 _layout, _why_no_layout = None, "FASTSTEP_RECORDS=0 says so"

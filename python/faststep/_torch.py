@@ -73,7 +73,6 @@ __all__ = [
     "lazy_clone",
     "let_fetch",
     "libtorch_cpu_path",
-    "need_exchange_api",
     "neg_view",
     "new_subclass",
     "new_worker_info",
@@ -243,17 +242,9 @@ def new_wrapper(
         policy: which questions the subclass answers itself, as torch names them:
             `dispatch_sizes_strides_policy`, `dispatch_device`, `dispatch_layout`.
     """
-    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, size, device=device, **policy)
+    place = torch.device(device)
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, size, device=place, **policy)
     return made
-
-
-def need_exchange_api() -> None:
-    """Raise ImportError where the C side could not read this torch's tensors."""
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        raise ImportError(
-            "faststep reads tensors by DLPack's C exchange API, which torch has from 2.10 on; "
-            f"this is torch {torch.__version__}: pip install 'torch>=2.10'"
-        )
 
 
 def libtorch_cpu_path() -> str:

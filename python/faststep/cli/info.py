@@ -15,6 +15,7 @@ import torch
 
 import faststep
 from faststep import _C
+from faststep._torch import address_of_has_callbacks
 
 __all__ = ["HELP", "add_arguments", "collect", "cpu_model", "run", "version_of"]
 
@@ -86,6 +87,22 @@ def _records_in_use() -> str:
     return f"torch is asked about each in every step: {faststep._why_no_layout}"
 
 
+def _version_counters() -> str:
+    if faststep._layout is not None and faststep._layout.move_version:
+        return "moved by libtorch's own function"
+    slower = "moved by torch.autograd.graph.increment_version, which takes longer"
+    if faststep._layout is None:
+        return f"{slower}: it takes torch's records to do without"
+    missing = "this torch exports no torch::autograd::impl::bump_version that works"
+    return f"{slower}: {missing}"
+
+
+def _profilers() -> str:
+    if address_of_has_callbacks():
+        return "told of a step where one runs"
+    return "told of every step: this torch exports no at::hasCallbacks, which says whether one runs"
+
+
 def _our_cuda() -> str:
     if not _C.has_kernels():
         return "none: this build holds CPU kernels only, as it was made without nvcc"
@@ -110,6 +127,8 @@ def collect() -> dict[str, str]:
         "instruction set": _instruction_set(dict(cpu)),
         "threads": _thread_pool(cpu["threads"]),
         "unchanged tensors": _records_in_use(),
+        "version counters": _version_counters(),
+        "profilers": _profilers(),
         "CUDA in faststep": _our_cuda(),
         "CUDA in torch": _torch_cuda(),
     }
