@@ -125,7 +125,9 @@ def prepare(pair: Pair, wheel: Path, log: Path) -> tuple[str, str, str]:
     version, file, no_records = json.loads(run(log, python, "-c", ABOUT))
     if WORK not in Path(file).parents:
         raise RuntimeError(f"faststep comes from {file}, not from the wheel")
-    remarks = ["stand-ins for CUDA's libraries"] * bool(libraries)
+    every = environment().get("FASTSTEP_EVERY", "1")
+    remarks = [f"one case in {every}"] * (every != "1")
+    remarks += ["stand-ins for CUDA's libraries"] * bool(libraries)
     remarks += [f"no records: {no_records}"] * bool(no_records)
     return python, version, "; ".join(remarks)
 

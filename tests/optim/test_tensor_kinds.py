@@ -6,9 +6,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 import faststep
@@ -93,6 +95,33 @@ def test_a_kind_that_the_experiment_does_not_make_is_told_apart(kind: str) -> No
     if kind == "wrapped":  # to C a subclass is a subclass
         del others["a subclass with its own __torch_dispatch__"]
     assert described(tensor) not in others.values()
+
+
+def gradient_of(layer: torch.nn.Module, *shape: int) -> Tensor | None:
+    layer(torch.randn(shape)).sum().backward()
+    return next(layer.parameters()).grad
+
+
+ORDINARY: dict[str, Callable[[], Tensor | None]] = {
+    "detached": lambda: torch.zeros(4).detach(),
+    "data": lambda: torch.zeros(4).data,
+    "a view": lambda: torch.zeros(8)[:4],
+    "a parameter": lambda: Parameter(torch.zeros(4)),
+    "a number": lambda: torch.tensor(1.0),
+    "of NumPy": lambda: torch.from_numpy(np.zeros(4, dtype=np.float32)),
+    "shared": lambda: torch.zeros(4).share_memory_(),
+    "a matrix's gradient": lambda: gradient_of(torch.nn.Linear(4, 3), 5, 4),
+    "a filter's gradient": lambda: gradient_of(torch.nn.Conv2d(2, 3, 3), 1, 2, 5, 5),
+    "a norm's gradient": lambda: gradient_of(torch.nn.LayerNorm(4), 2, 4),
+}
+
+
+@pytest.mark.parametrize("kind", ORDINARY)
+def test_ordinary_tensors_are_alike(kind: str) -> None:
+    """Else torch would be asked again where scripts change between them."""
+    tensor = ORDINARY[kind]()
+    assert tensor is not None
+    assert described(tensor) == described(torch.zeros(4))
 
 
 @pytest.mark.parametrize("kind", ["of the same kind", *_tensor_kinds._KINDS])
