@@ -9,6 +9,7 @@ imports from here and knows nothing about torch's inside.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import operator
@@ -405,7 +406,8 @@ def new_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> Any:
     """
     info = _worker.WorkerInfo
     arguments = {"id": worker, "num_workers": workers, "seed": seed, "dataset": dataset}
-    fields = {field.name for field in dataclasses.fields(info)}
+    declared = dataclasses.fields(info) if dataclasses.is_dataclass(info) else ()
+    fields = {field.name for field in declared}
     if "worker_method" in fields:
         arguments["worker_method"] = "thread"
     if "rng" in fields:
@@ -420,9 +422,11 @@ def new_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> Any:
 
 def set_worker_dataset(dataset: Any) -> None:
     """In a worker process: lets get_worker_info() have this dataset."""
-    info = _worker._worker_info
+    info: Any = _worker._worker_info
     if info is not None:
-        _worker._worker_info = dataclasses.replace(info, dataset=dataset)
+        info = copy.copy(info)
+        object.__setattr__(info, "dataset", dataset)  # its own lets nobody assign to it
+        _worker._worker_info = info
 
 
 _infos = threading.local()

@@ -17,7 +17,7 @@ import sys
 import time
 import xml.etree.ElementTree
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import interpreters
 import stand_ins
@@ -31,6 +31,10 @@ TOOLS = ("pytest>=8", "numpy", "hypothesis")
 # Named as dependencies by builds for CUDA, and not needed on the CPU.
 NOT_NEEDED = ("nvidia-", "cuda-", "triton", "pytorch-triton")
 # What depends on torch's inside.
+LOADER_TESTS = (
+    *("batches", "datasets", "exchange", "lifetime", "resume", "resume_again", "rows"),
+    *("worker_ends", "worker_info", "worker_threads", "workers"),
+)
 TESTS = (
     "tests/optim",
     "tests/amp",
@@ -40,10 +44,7 @@ TESTS = (
     "tests/accumulate/test_release.py",
     "tests/test_abi.py",
     "tests/test_missing_symbols.py",
-    *(
-        f"tests/data/test_{name}.py"
-        for name in ("batches", "datasets", "exchange", "lifetime", "resume", "rows", "workers")
-    ),
+    *(f"tests/data/test_{name}.py" for name in LOADER_TESTS),
 )
 ABOUT = (
     "import json, torch, faststep; print(json.dumps([torch.__version__, "
@@ -80,18 +81,27 @@ def environment() -> dict[str, str]:
     return {**kept, "TMPDIR": str(WORK / "tmp"), "PYTHONPYCACHEPREFIX": str(WORK / "env/pycache")}
 
 
-def run(log: Path, *command: str) -> str:
-    """What a command prints, which goes into the log too; CalledProcessError where it fails."""
+def run(log: Path, *command: str) -> None:
+    """Runs a command, whose output goes into the log; CalledProcessError where it fails."""
     start = time.monotonic()
     with log.open("a") as file:
         file.write(f"$ {' '.join(command)}\n")
         file.flush()
         done = subprocess.run(
-            command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=file
+            command, cwd=ROOT, env=environment(), stdout=file, stderr=file, check=False
         )
-        file.write(f"{done.stdout}-- {time.monotonic() - start:.0f} s\n")
+        file.write(f"-- {time.monotonic() - start:.0f} s\n")
     done.check_returncode()
-    return done.stdout
+
+
+def answer(python: str, code: str) -> Any:
+    """What a program prints as JSON."""
+    done = subprocess.run(
+        [python, "-c", code], cwd=ROOT, env=environment(), capture_output=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr.decode(errors="replace"))
+    return json.loads(done.stdout)
 
 
 def install_torch(pair: Pair, log: Path, python: str) -> None:
@@ -115,14 +125,14 @@ def prepare(pair: Pair, wheel: Path, log: Path) -> tuple[str, str, str]:
     install_torch(pair, log, python)
     required = [
         requirement
-        for requirement in json.loads(run(log, python, "-c", REQUIRED))
+        for requirement in answer(python, REQUIRED)
         if "extra ==" not in requirement and not requirement.startswith(NOT_NEEDED)
     ]
     run(log, *pip(python), "--no-compile", *required, *TOOLS)
     run(log, *pip(python), "--no-deps", str(wheel))
     (torch,) = (WORK / "env/lib").glob("python3.*/site-packages/torch")
     libraries = stand_ins.build(torch)
-    version, file, no_records = json.loads(run(log, python, "-c", ABOUT))
+    version, file, no_records = answer(python, ABOUT)
     if WORK not in Path(file).parents:
         raise RuntimeError(f"faststep comes from {file}, not from the wheel")
     every = environment().get("FASTSTEP_EVERY", "1")
