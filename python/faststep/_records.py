@@ -143,7 +143,8 @@ def _negated(place: int) -> int:
 
 def _equal_tensors() -> Iterator[Tensor]:
     """Tensors without any difference but what their memory held before they were made."""
-    allocate, free = ctypes.pythonapi.PyMem_RawMalloc, ctypes.pythonapi.PyMem_RawFree
+    program = ctypes.CDLL(None)  # Python's own functions may write to what they free
+    allocate, free = program.malloc, program.free
     allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
     free.restype, free.argtypes = None, (ctypes.c_void_p,)
     sizes = range(8 * _WORDS, 16 * _WORDS, 16)

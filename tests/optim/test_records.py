@@ -81,6 +81,17 @@ def test_what_memory_held_before_is_not_compared(monkeypatch: pytest.MonkeyPatch
     assert len(described) == 1
 
 
+@pytest.mark.parametrize("allocator", ["malloc", "debug"])
+def test_what_is_compared_does_not_depend_on_pythons_allocator(
+    monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    monkeypatch.setenv("PYTHONMALLOC", allocator)
+    code = "import faststep; print(faststep._layout[:-1])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert faststep._layout is not None
+    assert done.stdout.strip() == str(faststep._layout[:-1])
+
+
 @pytest.mark.parametrize(("value", "asked"), [("1", False), ("0", True)])
 def test_torch_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, value: str, asked: bool) -> None:
     monkeypatch.setenv("FASTSTEP_RECORDS", value)
