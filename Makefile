@@ -25,6 +25,10 @@ RIVALS ?= bench
 ARGS ?=
 # For the targets with a GPU: a wheel to take instead of a build on the spot.
 WHEEL ?=
+# For `make matrix`: versions of torch and CPython, all if not given, and the page with the table, none if empty.
+TORCH ?=
+PYTHONS ?=
+PAGE ?= docs/compatibility.md
 ITS_PYTHON = $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 ON_GPU = PYTHONPATH=$(abspath $(if $(WHEEL),build/wheel,python)) $(ITS_PYTHON)
 
@@ -117,6 +121,14 @@ wheel: $(BIN)/.installed-dev ## build dist/, and check the wheel's ABI, librarie
 	$(BIN)/twine check --strict dist/*
 	test -z "$$(find dist -name '*.whl' -size +5000000c)" # the kernels included
 
+matrix: | $(BIN)/python ## test the wheel beside each torch and CPython; TORCH="2.10 2.15" PYTHONS=3.12 for some
+ifeq ($(WHEEL),)
+	rm -rf build/matrix/dist
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps -w build/matrix/dist .
+endif
+	$(BIN)/python tests/matrix/pairs.py --wheel $(or $(WHEEL),build/matrix/dist/*.whl) \
+	    $(if $(TORCH),--torch "$(TORCH)") --pythons "$(PYTHONS)" $(if $(PAGE),--page $(PAGE)) $(ARGS)
+
 ci: ## what the project's CI runs, in a fresh environment
 	.ci/run
 
@@ -125,4 +137,4 @@ clean: ## remove what was built, but not the environment
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test tests levels test-c asan tsan leaks lint fix docs bench build-gpu test-gpu bench-gpu wheel ci clean
+.PHONY: help build demo test tests levels test-c asan tsan leaks lint fix docs bench build-gpu test-gpu bench-gpu wheel matrix ci clean

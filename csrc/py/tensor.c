@@ -36,16 +36,44 @@ static int problem_from_error(fst_problem *problem, const char *kind)
     return -1;
 }
 
-static const fst_dl_api *exchange_api(PyTypeObject *type)
+/* What a type offers, its newest version first; NULL where it offers nothing. */
+static const fst_dl_header *offered_api(PyObject *type)
 {
-    PyObject *capsule = PyObject_GetAttrString((PyObject *)type, "__dlpack_c_exchange_api__");
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
     const fst_dl_header *header =
         capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
     Py_XDECREF(capsule);
     PyErr_Clear();
+    return header;
+}
+
+static const fst_dl_api *exchange_api(PyObject *type)
+{
+    const fst_dl_header *header = offered_api(type);
     while (header && header->version.major != 1)
         header = header->previous;
     return (const fst_dl_api *)header;
+}
+
+/* Sets an ImportError where this torch's tensors cannot be read. */
+static int need_exchange_api(PyObject *torch, PyObject *tensor_type)
+{
+    if (exchange_api(tensor_type))
+        return 0;
+    const fst_dl_header *offered = offered_api(tensor_type);
+    PyObject *version = PyObject_GetAttrString(torch, "__version__");
+    if (version && offered)
+        PyErr_Format(PyExc_ImportError,
+                     "faststep reads tensors by version 1 of DLPack's C exchange API; torch %S "
+                     "offers version %u: it needs a newer faststep, or this one an older torch",
+                     version, (unsigned)offered->version.major);
+    else if (version)
+        PyErr_Format(PyExc_ImportError,
+                     "faststep reads tensors by DLPack's C exchange API, which torch has from 2.10 "
+                     "on; this is torch %S: pip install 'torch>=2.10'",
+                     version);
+    Py_XDECREF(version);
+    return -1;
 }
 
 /* Types with a __torch_dispatch__ of their own (DTensor, FakeTensor, wrappers) inherit the exchange
@@ -73,7 +101,7 @@ static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *typ
     PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");
     PyObject *bytes = name ? PyUnicode_AsUTF8String(name) : NULL;
     const char *text = bytes ? PyBytes_AsString(bytes) : "?";
-    const fst_dl_api *api = exchange_api(type);
+    const fst_dl_api *api = exchange_api((PyObject *)type);
     PyObject *grad = NULL;
     fst_tensor_type *known = NULL;
     PyErr_Clear();
@@ -355,9 +383,10 @@ int fst_tensors_init(fst_tensors *tensors, PyObject *module)
     PyObject *torch = nn ? PyImport_ImportModule("torch") : NULL;
     tensors->tensor_type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
     tensors->parameter_type = tensors->tensor_type ? PyObject_GetAttrString(nn, "Parameter") : NULL;
+    const int failed = !tensors->parameter_type || need_exchange_api(torch, tensors->tensor_type);
     Py_XDECREF(torch);
     Py_XDECREF(nn);
-    if (!tensors->parameter_type)
+    if (failed)
         return -1;
     tensors->plain_dispatch = PyObject_GetAttrString(tensors->tensor_type, "__torch_dispatch__");
     if (!tensors->plain_dispatch)

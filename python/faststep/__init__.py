@@ -4,18 +4,14 @@ import os
 from pathlib import Path
 
 from . import _C, _records
-from ._torch import (
-    address_of_has_callbacks,
-    address_of_has_modes,
-    libtorch_cpu_path,
-    need_exchange_api,
-)
+from ._torch import address_of_has_callbacks, address_of_has_modes, libtorch_cpu_path
 
-need_exchange_api()
 _C.use_threads_of(libtorch_cpu_path())
 _C.use_callbacks(address_of_has_callbacks())
 _C.use_modes(address_of_has_modes())
-_layout = None if os.environ.get("FASTSTEP_RECORDS") == "0" else _records.find()
+_layout, _why_no_layout = None, "FASTSTEP_RECORDS=0 says so"
+if os.environ.get("FASTSTEP_RECORDS") != "0":
+    _layout, _why_no_layout = _records.find()
 if _layout is not None:
     _C.use_records(*_layout)
 _KERNELS = Path(__file__).with_name("kernels.fatbin")  # missing where it was built without nvcc

@@ -4,14 +4,14 @@ A step reads thousands of small tensors, and asking torch about each takes longe
 Most of them are as they were in the step before. To see that, the C side compares some words of
 torch's own records with what they were when torch was asked (csrc/py/record.h); it needs to know
 where these are. Nothing here depends on a version of torch: tensors whose records must hold
-certain numbers show where each is, and then every way to change a tensor must change a word that
-is compared. If any of this comes out otherwise, `find` returns None, and torch is asked every
-time: slower, but the same results. FASTSTEP_RECORDS=0 chooses that.
+certain numbers show where each is. Then every way to change a tensor must change a word that is
+compared, and no two of the tensors of _tensor_kinds.py may look alike. If any of this comes out
+otherwise, `find` says why, and torch is asked every time: slower, but the same results.
+FASTSTEP_RECORDS=0 chooses that.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import operator
@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._tensor_kinds import different_tensors
 from ._torch import (
     address_of_bump_version,
     lazy_clone,
@@ -67,8 +68,9 @@ def _place(words: Sequence[int], wanted: Sequence[int]) -> int:
     """Where `wanted` stands in `words`; ValueError unless it is there exactly once."""
     size = len(wanted)
     places = [i for i in range(len(words) - size + 1) if list(words[i : i + size]) == list(wanted)]
-    (place,) = places
-    return place
+    if len(places) != 1:
+        raise ValueError(f"the numbers {list(wanted)} are in {len(places)} places of a record")
+    return places[0]
 
 
 def _search() -> Layout:
@@ -132,7 +134,7 @@ def _negated(place: int) -> int:
     """The bit of a word that all negated views have and no other tensor; 0 if it is not one."""
     tensor, conjugate = torch.zeros(4), torch.zeros(4, dtype=torch.complex64).conj()
     others = [tensor, tensor[1:], tensor[0], torch.nn.Parameter(tensor), conjugate, conjugate.real]
-    others += [*_different_tensors(), *_equal_tensors()]
+    others += [*(tensor for _, tensor in different_tensors()), *_equal_tensors()]
     others += [conjugate.imag.resolve_neg()]
     views = [neg_view(tensor), neg_view(tensor[0]), torch.nn.Parameter(neg_view(tensor))]
     views += [conjugate.imag, conjugate.imag[0], conjugate.imag.data, neg_view(tensor.double())]
@@ -144,21 +146,10 @@ def _negated(place: int) -> int:
     return bits if bits.bit_count() == 1 else 0
 
 
-def _different_tensors() -> Iterator[Tensor]:
-    """Tensors of one shape that must not be taken for each other."""
-    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64):
-        yield torch.zeros(4, dtype=dtype)
-    yield torch.zeros(4, device="meta")
-    yield neg_view(torch.zeros(4))
-    yield torch.zeros(4, dtype=torch.complex64).conj()
-    yield torch.zeros(4).to_sparse()
-    with torch.inference_mode():
-        yield torch.zeros(4)
-
-
 def _equal_tensors() -> Iterator[Tensor]:
     """Tensors without any difference but what their memory held before they were made."""
-    allocate, free = ctypes.pythonapi.PyMem_RawMalloc, ctypes.pythonapi.PyMem_RawFree
+    program = ctypes.CDLL(None)  # Python's own functions may write to what they free
+    allocate, free = program.malloc, program.free
     allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
     free.restype, free.argtypes = None, (ctypes.c_void_p,)
     sizes = range(8 * _WORDS, 16 * _WORDS, 16)
@@ -178,11 +169,8 @@ def _differences(tensors: Iterable[Tensor], place: int) -> int:
 
 
 def _mask(place: int) -> int:
-    """What tells different tensors apart in a word: the bytes with bits that differ, but for those
-    bits that torch leaves as they were in memory."""
-    left = _differences(_equal_tensors(), place)
-    differ = _differences(_different_tensors(), place) & ~left
-    return sum(0xFF << bit for bit in range(0, 64, 8) if differ >> bit & 0xFF) & ~left
+    """What is compared of a word: all but the bits that torch leaves as they were in memory."""
+    return (1 << 64) - 1 & ~_differences(_equal_tensors(), place)
 
 
 def _seen(layout: Layout, tensor: Tensor) -> tuple[int, ...]:
@@ -219,18 +207,23 @@ def _no_grad(tensor: Tensor) -> None:
     tensor.grad = None
 
 
-_OF_A_PARAMETER: tuple[Callable[[Tensor], object], ...] = (_new_data, _negate, _new_grad, _no_grad)
-_OF_ANY: tuple[Callable[[Tensor], object], ...] = (
-    _new_data,
-    _negate,
-    _resize_storage,
-    lazy_clone,
-    lambda t: t.set_(torch.zeros(2, 3)),  # type: ignore[call-overload]
-    lambda t: t.resize_(3, 2),
-    lambda t: t.t_(),
-    lambda t: t.as_strided_((2, 2), (3, 1), 1),
-    lambda t: t.unsqueeze_(0),
-)
+_OF_A_PARAMETER: dict[str, Callable[[Tensor], object]] = {
+    "new data": _new_data,
+    "that it is negated": _negate,
+    "a new gradient": _new_grad,
+    "that its gradient is gone": _no_grad,
+}
+_OF_ANY: dict[str, Callable[[Tensor], object]] = {
+    "new data": _new_data,
+    "that it is negated": _negate,
+    "a storage of another size": _resize_storage,
+    "that it shares its memory with a lazy clone": lazy_clone,
+    "another storage": lambda t: t.set_(torch.zeros(2, 3)),  # type: ignore[call-overload]
+    "another shape": lambda t: t.resize_(3, 2),
+    "transposition": lambda t: t.t_(),
+    "another place in its storage": lambda t: t.as_strided_((2, 2), (3, 1), 1),
+    "another dimension": lambda t: t.unsqueeze_(0),
+}
 
 
 def _notices(layout: Layout, change: Callable[[Tensor], object], requires_grad: bool) -> bool:
@@ -246,14 +239,20 @@ def _notices(layout: Layout, change: Callable[[Tensor], object], requires_grad: 
     return noticed
 
 
-def _notices_changes(layout: Layout) -> bool:
-    """Whether every change of a tensor, and every difference between two, is seen."""
-    if not all(_notices(layout, change, True) for change in _OF_A_PARAMETER):
-        return False
-    if not all(_notices(layout, change, False) for change in _OF_ANY):
-        return False
-    described = [_seen(layout, tensor)[-7:] for tensor in _different_tensors()]
-    return len(set(described)) == len(described)
+def _unnoticed(layout: Layout) -> str:
+    """Which change of a tensor, or difference between two, would not be seen; "" if all would."""
+    for name, change in _OF_A_PARAMETER.items():
+        if not _notices(layout, change, True):
+            return f"a parameter's record does not show {name}"
+    for name, change in _OF_ANY.items():
+        if not _notices(layout, change, False):
+            return f"a tensor's record does not show {name}"
+    seen: dict[tuple[int, ...], str] = {}
+    for name, tensor in different_tensors():
+        other = seen.setdefault(_seen(layout, tensor)[-2:], name)
+        if other != name:
+            return f"{name} has a record like that of {other}"
+    return ""
 
 
 def _moves_versions(layout: Layout) -> bool:
@@ -270,20 +269,20 @@ def _moves_versions(layout: Layout) -> bool:
     return tensor._version == 1
 
 
-def find() -> Layout | None:
-    """The layout of this torch's records, or None where they cannot be relied on."""
+def find() -> tuple[Layout | None, str]:
+    """The layout of this torch's records; or None, and why they cannot be relied on."""
     if ctypes.sizeof(ctypes.c_void_p) != 8:
-        return None
-    others = []
+        return None, "addresses do not have 8 bytes"
+    reason, others = "", []
     for _ in range(_ATTEMPTS):
-        with (
-            contextlib.suppress(ValueError, AttributeError),
-            torch.inference_mode(False),
-            torch.device("cpu"),  # scripts may have set another default
-        ):
-            layout = _search()
-            if not _notices_changes(layout):
-                return None
-            return layout if _moves_versions(layout) else layout._replace(move_version=0)
+        with torch.inference_mode(False), torch.device("cpu"):  # scripts may have set others
+            try:
+                layout = _search()
+                if not (reason := _unnoticed(layout)):
+                    moves = _moves_versions(layout)
+                    return (layout if moves else layout._replace(move_version=0)), ""
+                return None, reason
+            except (ValueError, AttributeError, RuntimeError, TypeError) as error:
+                reason = f"{type(error).__name__}: {error}".split("\n")[0]
         others.append(torch.empty(3))  # so that the next attempt gets other memory
-    return None
+    return None, reason

@@ -9,6 +9,7 @@ imports from here and knows nothing about torch's inside.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import operator
@@ -80,9 +81,10 @@ __all__ = [
     "let_fetch",
     "libtorch_cpu_path",
     "nbytes_of",
-    "need_exchange_api",
     "neg_view",
+    "new_subclass",
     "new_worker_info",
+    "new_wrapper",
     "pin_memory",
     "rebuild_buckets",
     "record_of",
@@ -284,13 +286,24 @@ def neg_view(tensor: torch.Tensor) -> torch.Tensor:
     return torch._neg_view(tensor)
 
 
-def need_exchange_api() -> None:
-    """Raise ImportError where the C side could not read this torch's tensors."""
-    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
-        raise ImportError(
-            "faststep reads tensors by DLPack's C exchange API, which torch has from 2.10 on; "
-            f"this is torch {torch.__version__}: pip install 'torch>=2.10'"
-        )
+def new_subclass(kind: type[torch.Tensor], tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of a subclass, with the memory of `tensor`."""
+    made: torch.Tensor = torch.Tensor._make_subclass(kind, tensor)
+    return made
+
+
+def new_wrapper(
+    kind: type[torch.Tensor], size: tuple[int, ...], *, device: str, **policy: Any
+) -> torch.Tensor:
+    """A tensor of a subclass with its own `__torch_dispatch__`, without memory.
+
+    Args:
+        policy: which questions the subclass answers itself, as torch names them:
+            `dispatch_sizes_strides_policy`, `dispatch_device`, `dispatch_layout`.
+    """
+    place = torch.device(device)
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(kind, size, device=place, **policy)
+    return made
 
 
 def libtorch_cpu_path() -> str:
@@ -451,7 +464,8 @@ def new_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> Any:
     """
     info = _worker.WorkerInfo
     arguments = {"id": worker, "num_workers": workers, "seed": seed, "dataset": dataset}
-    fields = {field.name for field in dataclasses.fields(info)}
+    declared = dataclasses.fields(info) if dataclasses.is_dataclass(info) else ()
+    fields = {field.name for field in declared}
     if "worker_method" in fields:
         arguments["worker_method"] = "thread"
     if "rng" in fields:
@@ -466,9 +480,11 @@ def new_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> Any:
 
 def set_worker_dataset(dataset: Any) -> None:
     """In a worker process: lets get_worker_info() have this dataset."""
-    info = _worker._worker_info
+    info: Any = _worker._worker_info
     if info is not None:
-        _worker._worker_info = dataclasses.replace(info, dataset=dataset)
+        info = copy.copy(info)
+        object.__setattr__(info, "dataset", dataset)  # its own lets nobody assign to it
+        _worker._worker_info = info
 
 
 _infos = threading.local()

@@ -62,20 +62,34 @@ def ask_every_time() -> Iterator[None]:
 
 
 def test_records_are_found_in_this_torch() -> None:
-    assert _records.find() is not None
+    layout, reason = _records.find()
+    assert layout is not None, reason
+    assert reason == ""
 
 
 def test_what_memory_held_before_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a record ends with bits that torch never sets, a new gradient is still like the old."""
-    expected, different = _records.find(), _records._different_tensors
+    expected = _records.find()
 
-    def with_others_in_used_memory() -> Iterator[Tensor]:
-        yield from _records._equal_tensors()
-        yield from different()
+    def in_used_memory() -> Iterator[tuple[str, Tensor]]:
+        yield from (("an equal tensor", tensor) for tensor in _records._equal_tensors())
 
-    monkeypatch.setattr(_records, "_different_tensors", with_others_in_used_memory)
-    monkeypatch.setattr(_records, "_notices_changes", lambda layout: True)
+    monkeypatch.setattr(_records, "different_tensors", in_used_memory)
     assert _records.find() == expected
+    assert expected[0] is not None
+    described = {_records._seen(expected[0], tensor)[-2:] for _, tensor in in_used_memory()}
+    assert len(described) == 1
+
+
+@pytest.mark.parametrize("allocator", ["malloc", "debug"])
+def test_what_is_compared_does_not_depend_on_pythons_allocator(
+    monkeypatch: pytest.MonkeyPatch, allocator: str
+) -> None:
+    monkeypatch.setenv("PYTHONMALLOC", allocator)
+    code = "import faststep; print(faststep._layout[:-1])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert faststep._layout is not None
+    assert done.stdout.strip() == str(faststep._layout[:-1])
 
 
 @pytest.mark.parametrize(("value", "asked"), [("1", False), ("0", True)])
@@ -90,19 +104,19 @@ def test_torch_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, value: str, a
     assert counts[6:] == ([10] * 6 if asked else [1] + [0] * 5)
 
 
-@pytest.mark.parametrize(
-    "change", [*_records._OF_ANY, *_records._OF_A_PARAMETER], ids=lambda c: c.__name__
-)
+@pytest.mark.parametrize("change", [*_records._OF_ANY, *_records._OF_A_PARAMETER])
 def test_a_change_that_is_not_seen_turns_records_off(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor], object]
+    monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     def nothing(tensor: Tensor) -> None:
         pass
 
-    for name in ("_OF_ANY", "_OF_A_PARAMETER"):
-        swapped = tuple(nothing if c is change else c for c in getattr(_records, name))
-        monkeypatch.setattr(_records, name, swapped)
-    assert _records.find() is None
+    for changes in (_records._OF_ANY, _records._OF_A_PARAMETER):
+        if change in changes:
+            monkeypatch.setitem(changes, change, nothing)
+    layout, reason = _records.find()
+    assert layout is None
+    assert reason.endswith(f"record does not show {change}")
 
 
 def test_records_are_found_whatever_the_defaults_are() -> None:
@@ -115,10 +129,12 @@ def test_records_are_found_whatever_the_defaults_are() -> None:
 
 def test_records_that_lie_elsewhere_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_records, "record_of", lambda tensor: id(tensor))
-    assert _records.find() is None
+    layout, reason = _records.find()
+    assert layout is None
+    assert reason == "ValueError: the numbers [13, 17, 19] are in 0 places of a record"
     monkeypatch.undo()
     monkeypatch.setattr(_records, "_WORDS", 12)
-    assert _records.find() is None
+    assert _records.find()[0] is None
 
 
 def kinds_of_gradients(p: Parameter) -> Iterator[Tensor | None]:

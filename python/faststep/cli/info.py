@@ -15,6 +15,7 @@ import torch
 
 import faststep
 from faststep import _C
+from faststep._torch import address_of_has_callbacks
 
 __all__ = ["HELP", "add_arguments", "collect", "cpu_model", "run", "version_of"]
 
@@ -83,9 +84,23 @@ def _torch_cuda() -> str:
 def _records_in_use() -> str:
     if faststep._layout is not None:
         return "recognized by torch's records of them"
-    if os.environ.get("FASTSTEP_RECORDS") == "0":
-        return "torch is asked about each in every step, as FASTSTEP_RECORDS=0 says"
-    return "torch is asked about each in every step: its records are not laid out as expected"
+    return f"torch is asked about each in every step: {faststep._why_no_layout}"
+
+
+def _version_counters() -> str:
+    if faststep._layout is not None and faststep._layout.move_version:
+        return "moved by libtorch's own function"
+    slower = "moved by torch.autograd.graph.increment_version, which takes longer"
+    if faststep._layout is None:
+        return f"{slower}: it takes torch's records to do without"
+    missing = "this torch exports no torch::autograd::impl::bump_version that works"
+    return f"{slower}: {missing}"
+
+
+def _profilers() -> str:
+    if address_of_has_callbacks():
+        return "told of a step where one runs"
+    return "told of every step: this torch exports no at::hasCallbacks, which says whether one runs"
 
 
 def _our_cuda() -> str:
@@ -112,6 +127,8 @@ def collect() -> dict[str, str]:
         "instruction set": _instruction_set(dict(cpu)),
         "threads": _thread_pool(cpu["threads"]),
         "unchanged tensors": _records_in_use(),
+        "version counters": _version_counters(),
+        "profilers": _profilers(),
         "CUDA in faststep": _our_cuda(),
         "CUDA in torch": _torch_cuda(),
     }
