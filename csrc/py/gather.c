@@ -179,11 +179,8 @@ static int await_oldest(fst_gather_object *self)
     fst_status status = {0};
     int done = 0;
     while (!done) {
-        self->busy = 1;
         Py_BEGIN_ALLOW_THREADS fst_crew_wait(self->crew, PATIENCE, &done, &status);
-        Py_END_ALLOW_THREADS self->busy = 0;
-        if (status.code)
-            fst_raise(&status);
+        Py_END_ALLOW_THREADS if (status.code) fst_raise(&status);
         if (status.code || (!done && PyErr_CheckSignals()))
             return -1;
     }
@@ -191,13 +188,9 @@ static int await_oldest(fst_gather_object *self)
 }
 
 /* An older batch is one whose number the caller never got: a signal came between. */
-static PyObject *gather_take(PyObject *object, PyObject *wanted)
+static PyObject *take(fst_gather_object *self, uint64_t number)
 {
-    fst_gather_object *self = (fst_gather_object *)object;
-    const uint64_t number = PyLong_AsUnsignedLongLong(wanted);
     uint64_t oldest = 0;
-    if (PyErr_Occurred() || !is_usable(self))
-        return NULL;
     while ((oldest = fst_crew_oldest(self->crew)) && oldest <= number) {
         PyObject *list = await_oldest(self) ? NULL : tensors_of(self);
         if (!list || oldest == number)
@@ -205,6 +198,19 @@ static PyObject *gather_take(PyObject *object, PyObject *wanted)
         Py_DECREF(list);
     }
     return Py_NewRef(Py_None);
+}
+
+/* Python code that runs on the way, for a signal or in a finalizer, is refused as threads are. */
+static PyObject *gather_take(PyObject *object, PyObject *wanted)
+{
+    fst_gather_object *self = (fst_gather_object *)object;
+    const uint64_t number = PyLong_AsUnsignedLongLong(wanted);
+    if (PyErr_Occurred() || !is_usable(self))
+        return NULL;
+    self->busy = 1;
+    PyObject *list = take(self, number);
+    self->busy = 0;
+    return list;
 }
 
 static PyObject *gather_queued(PyObject *object, PyObject *unused)

@@ -71,6 +71,15 @@ Py_ssize_t fst_sequence_size(PyObject *sequence)
                                      : -1;
 }
 
+/* Whether it can be parsed as arguments are; else there is a TypeError. */
+static int is_tuple(PyObject *object)
+{
+    if (PyTuple_Check(object))
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "expected a tuple");
+    return 0;
+}
+
 static int read_floats_dtype(fst_dl_dtype type, fst_dtype *dtype)
 {
     *dtype = type.code == FST_DL_BFLOAT ? FST_BF16 : type.bits == 32 ? FST_F32 : FST_F16;
@@ -126,7 +135,8 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
     PyObject *prototype, *floats = NULL;
     unsigned boundary = 0;
     int conversion, begins = 0;
-    if (!PyArg_ParseTuple(spec, "Oi|IpO!", &prototype, &conversion, &boundary, &begins,
+    if (!is_tuple(spec) ||
+        !PyArg_ParseTuple(spec, "Oi|IpO!", &prototype, &conversion, &boundary, &begins,
                           &PyTuple_Type, &floats) ||
         read_tensor(state, self->api, prototype, &tensor))
         return -1;
@@ -207,7 +217,8 @@ static int parse_rows(fst_gather_object *self, fst_node *node, PyObject *spec)
     for (size_t f = 0; f < self->table.field_count; f++) {
         unsigned long long address;
         long long stride;
-        if (!PyArg_ParseTuple(PyTuple_GetItem(columns, (Py_ssize_t)f), "KL", &address, &stride))
+        PyObject *column = PyTuple_GetItem(columns, (Py_ssize_t)f);
+        if (!is_tuple(column) || !PyArg_ParseTuple(column, "KL", &address, &stride))
             return -1;
         node->columns[f] = (fst_column){(const char *)(uintptr_t)address, stride};
     }

@@ -119,20 +119,25 @@ static int read_samples(fst_module *state, PyObject *object, fst_image_batch *ba
     return 0;
 }
 
-/* A tuple of a number per channel. */
-static int read_factors(PyObject *tuple, const char *name, int32_t channels, float *out)
+/* Reads a tuple of numbers, which may run Python code: no tensor has been read before. */
+static int read_factors(PyObject *tuple, float *out)
 {
-    if (PyTuple_Size(tuple) != channels) {
-        PyErr_Format(PyExc_ValueError, "%s has %zd values for %d channels", name,
-                     PyTuple_Size(tuple), channels);
-        return -1;
-    }
-    for (int32_t c = 0; c < channels; c++) {
+    const Py_ssize_t count = PyTuple_Size(tuple);
+    for (Py_ssize_t c = 0; c < count && c < FST_IMAGE_CHANNELS; c++) {
         out[c] = (float)PyFloat_AsDouble(PyTuple_GetItem(tuple, c));
         if (PyErr_Occurred())
             return -1;
     }
     return 0;
+}
+
+static int check_factors(PyObject *tuple, const char *name, int32_t channels)
+{
+    if (PyTuple_Size(tuple) == channels)
+        return 0;
+    PyErr_Format(PyExc_ValueError, "%s has %zd values for %d channels", name, PyTuple_Size(tuple),
+                 channels);
+    return -1;
 }
 
 /* Where the device gets its copy of the samples. */
@@ -194,10 +199,10 @@ PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
     int antialias = 0;
     if (!PyArg_ParseTuple(args, "OOOO!O!|Op", &images, &out, &samples, &PyTuple_Type, &scale,
                           &PyTuple_Type, &bias, &buffer, &antialias) ||
+        read_factors(scale, batch.scale) || read_factors(bias, batch.bias) ||
         read_source(state, images, &batch, &device) || read_out(state, out, &batch, device) ||
-        read_samples(state, samples, &batch) ||
-        read_factors(scale, "scale", batch.channels, batch.scale) ||
-        read_factors(bias, "bias", batch.channels, batch.bias))
+        read_samples(state, samples, &batch) || check_factors(scale, "scale", batch.channels) ||
+        check_factors(bias, "bias", batch.channels))
         return NULL;
     batch.antialias = antialias;
     if (device != FST_HOST)

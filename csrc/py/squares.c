@@ -24,7 +24,7 @@ int fst_squares_fill(const fst_squares_object *self, fst_plan *plan, unsigned op
 
 fst_square *fst_squares_at(fst_squares_object *self, Py_ssize_t index)
 {
-    if (index < 0) {
+    if (index < 0 || index >= FST_MOST_SLOTS) {
         PyErr_Format(PyExc_ValueError, "no slot %zd", index);
         return NULL;
     }
@@ -72,11 +72,10 @@ static PyObject *squares_measure(PyObject *object, PyObject *args)
 }
 
 /* Whether a gradient can be what the slot was measured from, moved elsewhere. */
-static int is_like(fst_tensors *tensors, const fst_square *slot, PyObject *grad, fst_view *view)
+static int is_like(const fst_square *slot, const fst_view *view)
 {
-    fst_problem problem;
-    return !fst_tensor_view(tensors, grad, view, &problem) && view->device == FST_HOST &&
-           view->dtype == slot->dtype && fst_view_count(view) == slot->count;
+    return slot->grad && view->device == FST_HOST && view->dtype == slot->dtype &&
+           fst_view_count(view) == slot->count;
 }
 
 /* adopt(slot, param, version): see _C.pyi. */
@@ -91,21 +90,24 @@ static PyObject *squares_adopt(PyObject *object, PyObject *args)
     fst_view view;
     if (!PyArg_ParseTuple(args, "nOL", &index, &param, &expected))
         return NULL;
-    fst_square *slot = fst_squares_at(self, index);
-    PyObject *grad = slot ? fst_tensor_grad(&module->tensors, param) : NULL;
+    PyObject *grad = fst_squares_at(self, index) ? fst_tensor_grad(&module->tensors, param) : NULL;
     if (!grad)
         return NULL;
-    int adopts = slot->grad && grad != Py_None && is_like(&module->tensors, slot, grad, &view);
+    fst_problem problem;
+    int adopts = grad != Py_None && self->slots[index].grad &&
+                 !fst_tensor_view(&module->tensors, grad, &view, &problem);
     if (adopts && fst_squares_version(grad, &version)) {
         Py_DECREF(grad);
         return NULL;
     }
-    adopts = adopts && version == expected;
+    fst_square *slot = &self->slots[index]; /* no Python code runs from here on */
+    adopts = adopts && version == expected && is_like(slot, &view);
     if (adopts) {
-        Py_CLEAR(slot->grad);
+        PyObject *before = slot->grad;
         slot->grad = Py_NewRef(grad);
         slot->data = view.data;
         slot->version = version;
+        Py_DECREF(before);
     }
     Py_DECREF(grad);
     return PyBool_FromLong(adopts);
@@ -122,7 +124,8 @@ static const char *problem_of(const fst_squares_object *self, size_t index, PyOb
         return "changed";
     if (fst_squares_version(grad, &version))
         return "";
-    if (version != slot->version)
+    slot = &self->slots[index]; /* there may be more now */
+    if (slot->grad != grad || version != slot->version)
         return "changed";
     return slot->inv_scale != self->inv_scale ? "scale" : NULL;
 }
@@ -133,7 +136,9 @@ static const char *problem_in(const fst_squares_object *self, fst_tensors *tenso
 {
     const char *problem = NULL;
     for (*index = 0; !problem && *index < PyList_Size(params); ++*index) {
-        PyObject *grad = fst_tensor_grad(tensors, PyList_GetItem(params, *index));
+        PyObject *param = Py_NewRef(PyList_GetItem(params, *index));
+        PyObject *grad = fst_tensor_grad(tensors, param);
+        Py_DECREF(param);
         if (!grad)
             return "";
         if (grad != Py_None)
@@ -180,10 +185,12 @@ static PyObject *squares_check(PyObject *object, PyObject *args)
         Py_ssize_t index;
         if (!PyList_Check(params))
             return PyErr_Format(PyExc_TypeError, "group %zd is not a list", group);
+        Py_INCREF(params);
         const char *word = problem_in(self, &module->tensors, params, slot, &index);
+        slot += (size_t)PyList_Size(params);
+        Py_DECREF(params);
         if (word)
             return *word ? Py_BuildValue("snn", word, group, index) : NULL;
-        slot += (size_t)PyList_Size(params);
     }
     return Py_NewRef(Py_None);
 }

@@ -62,10 +62,12 @@ static int keep(fst_square *slot, const measuring *m, PyObject *grad, int64_t ve
                 double inv_scale)
 {
     const size_t chunks = chunks_in(m->count);
-    Py_CLEAR(slot->grad);
+    PyObject *before = slot->grad; /* dropped when the slot is whole: Python code may then run */
     if (chunks > slot->capacity) {
         double *moved = PyMem_Realloc(slot->partial, chunks * sizeof *moved);
         if (!moved) {
+            slot->grad = NULL;
+            Py_XDECREF(before);
             PyErr_NoMemory();
             return -1;
         }
@@ -80,6 +82,7 @@ static int keep(fst_square *slot, const measuring *m, PyObject *grad, int64_t ve
     slot->count = m->count;
     slot->version = version;
     slot->inv_scale = inv_scale;
+    Py_XDECREF(before);
     return 0;
 }
 
