@@ -106,6 +106,11 @@ fix: $(BIN)/.installed-dev ## mend what lint can mend by itself
 bench: build $(BIN)/.installed-$(RIVALS) ## measure against torch and other libraries: table and plot
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
 
+# Nothing but the standard library, a C compiler and valgrind; of a program that `make test-c` builds too.
+count count-renew: ## count instructions under Callgrind, against the expected; count-renew: expect these
+	+@$(C_TESTS) TESTS=count_passes RUN=true
+	python3 benchmarks/instructions.py $(if $(findstring renew,$@),--renew)
+
 # Without pyproject.toml, which setuptools older than 77 refuse: the system's is what it is.
 build-gpu: ## compile beside the sources, or unpack WHEEL, offline
 ifneq ($(WHEEL),)
@@ -139,4 +144,4 @@ clean: ## remove what was built, but not the environment
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .DEFAULT_GOAL := help
-.PHONY: help build build-asan demo test tests levels test-c asan asan-all tsan leaks fuzz lint fix bench build-gpu test-gpu bench-gpu wheel ci clean
+.PHONY: help build build-asan demo test tests levels test-c asan asan-all tsan leaks fuzz lint fix bench count count-renew build-gpu test-gpu bench-gpu wheel ci clean
