@@ -58,7 +58,8 @@ class World:
         # Whether a hostile object has written or moved values itself, or changed what is passed.
         self.touched = self.changed = False
         self.acts = self.depth = 0
-        self.name = ""  # of the call
+        self.names: list[str] = []  # of the calls that run, the outermost first
+        self.finalizing = False  # whether a finalizer made one of them
         self.threaded = False
 
     def chance(self, probability: float) -> bool:
@@ -79,23 +80,25 @@ class World:
         if self.acts >= MOST_ACTS:
             return
         self.acts += 1
-        before = hostile.use(None)
+        before, was_finalizing = hostile.use(None), self.finalizing
+        self.finalizing |= finalizer
         try:
             effect = self.rng.choice(EFFECTS)
-            if self.name in READS_RECORDS and "hostile steps" in self.known:
+            if "hostile steps" in self.known and set(self.names) & set(READS_RECORDS):
                 return
-            if not (finalizer and self._is_fault_of_others(effect)):
+            if not (self.finalizing and self._is_fault_of_others(effect)):
                 self.changed |= effect in ON_LISTS
                 self.log(f"  {effect.__name__}")
                 effect(self)
         finally:
+            self.finalizing = was_finalizing
             hostile.use(before)
 
     def _is_fault_of_others(self, effect: Callable[[World], None]) -> bool:
         """Whether CPython up to 3.11 or torch crash where a finalizer does this."""
         if effect in ON_LISTS:
-            return not self.name.startswith(READ_IN_PLACE)
-        return effect in ON_GRADIENTS and self.name not in READS_RECORDS
+            return not all(name.startswith(READ_IN_PLACE) for name in self.names)
+        return effect in ON_GRADIENTS and not set(self.names) <= set(READS_RECORDS)
 
     # Calls.
 
@@ -119,7 +122,7 @@ class World:
         if not self.depth:
             self.touched = self.changed = False
             self.acts = 0
-        name_before, self.name = self.name, name
+        self.names.append(name)
         bombs = [Bomb() for _ in range(self.rng.choice((0, 0, 1, 3)))]
         error: BaseException | None = None
         result = None
@@ -131,7 +134,7 @@ class World:
             raise
         except BaseException as raised:
             error = raised
-        self.name = name_before
+        self.names.pop()
         self.counts[name, error is None] += 1
         if error is not None:
             self._look_at(error)
