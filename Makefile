@@ -16,6 +16,13 @@ LOADER_TESTS := $(addprefix tests/data/test_,datasets.py documents.py exchange.p
 SANITIZE := address,undefined
 # libstdc++ too: AddressSanitizer looks for the C++ runtime before Python has loaded torch.
 PRELOAD = $(shell $(CC) -print-file-name=libasan.so) $(shell $(CC) -print-file-name=libstdc++.so)
+UNDER_ASAN = LD_PRELOAD="$(PRELOAD)" PYTHONPATH=build/asan/lib
+# Stacks through CPython and torch need the slow unwinder, and LeakSanitizer does not see pymalloc's arenas.
+WITH_LEAKS = PYTHONMALLOC=malloc LSAN_OPTIONS=suppressions=tests/leaks/lsan.supp:print_suppressions=0 \
+    ASAN_OPTIONS=detect_leaks=1:fast_unwind_on_malloc=0:malloc_context_size=16
+ASAN_TESTS ?= $(LOOP_TESTS)
+FUZZ_ASAN := detect_leaks=0:allocator_may_return_null=1
+SECONDS ?= 600
 # ThreadSanitizer wants its addresses unshuffled; not every container lets a program ask for that.
 UNSHUFFLED = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 DEMO ?= --output build/demo.png
@@ -66,17 +73,29 @@ levels: build ## run the tests of the loops on each lower instruction set
 test-c: ## run the core's tests in C: no Python, no torch
 	+$(C_TESTS)
 
-asan: $(BIN)/.installed-test ## run the C tests and half of the loops' tests under AddressSanitizer and UBSan
-	+$(C_TESTS) SANITIZE=$(SANITIZE)
+build-asan: $(BIN)/.installed-test
 	FASTSTEP_CUDA=0 FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
-	FASTSTEP_EVERY=2 LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/asan/lib \
+
+asan: build-asan ## run the C tests and half of the loops' tests under AddressSanitizer and UBSan
+	+$(C_TESTS) SANITIZE=$(SANITIZE)
+	FASTSTEP_EVERY=2 $(UNDER_ASAN) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS) $(LOADER_TESTS)
+
+# First a program that leaks, which must be reported; some of the options cost five times the time.
+asan-all: build-asan ## run all of the loops' tests under them, and look for leaks; takes an hour or two
+	! $(UNDER_ASAN) $(WITH_LEAKS) $(BIN)/python tests/leaks/leak_on_purpose.py 2>build/asan/leaked.log
+	grep -q 'leak of \(9\|10\)000 byte' build/asan/leaked.log && grep -q _PyBytes_FromSize build/asan/leaked.log
+	$(UNDER_ASAN) $(WITH_LEAKS) $(BIN)/python -m pytest -q --capture=sys $(ASAN_TESTS)
 
 tsan: ## run the C tests of threads under ThreadSanitizer
 	+$(C_TESTS) SANITIZE=thread TESTS='test_threads* test_gpu_threads' RUN='$(UNSHUFFLED)'
 
 leaks: build ## call every function of the extension many times and look at the memory
 	$(BIN)/python -m pytest -q tests/leaks
+
+fuzz: build $(if $(ASAN),build-asan) ## call the extension with hostile arguments; SECONDS=600, SEED=1, ASAN=1
+	$(if $(ASAN),$(UNDER_ASAN):tests ASAN_OPTIONS=$(FUZZ_ASAN),PYTHONPATH=tests) $(BIN)/python -m fuzz \
+	    --seconds $(SECONDS) $(if $(SEED),--seed $(SEED))
 
 lint: build $(BIN)/.installed-dev ## check style and types
 	$(BIN)/ruff check .
@@ -95,6 +114,11 @@ docs: build $(BIN)/.installed-docs ## make HTML of the guides, with a reference,
 
 bench: build $(BIN)/.installed-$(RIVALS) ## measure against torch and other libraries: table and plot
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
+
+# Nothing but the standard library, a C compiler and valgrind; of a program that `make test-c` builds too.
+count count-renew: ## count instructions under Callgrind, against the expected; count-renew: expect these
+	+@$(C_TESTS) TESTS=count_passes RUN=true
+	python3 benchmarks/instructions.py $(if $(findstring renew,$@),--renew)
 
 # Without pyproject.toml, which setuptools older than 77 refuse: the system's is what it is.
 build-gpu: ## compile beside the sources, or unpack WHEEL, offline
@@ -137,4 +161,5 @@ clean: ## remove what was built, but not the environment
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo test tests levels test-c asan tsan leaks lint fix docs bench build-gpu test-gpu bench-gpu wheel matrix ci clean
+.PHONY: help build build-asan demo test tests levels test-c asan asan-all tsan leaks fuzz lint fix docs bench count \
+    count-renew build-gpu test-gpu bench-gpu wheel matrix ci clean

@@ -14,6 +14,7 @@ from faststep.cli.report import as_json, as_text, machine
 from faststep.cli.workloads import MAX_NORM
 from figures import figures_text
 from goals import goals_text
+from regressions import compared, kind_of_machine, published, regressions_text
 from ring import BLOCK_SECONDS, MOST_ROUNDS, Ring
 from works import SMOKE
 
@@ -89,13 +90,25 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         f"# Benchmarks\n\n{introduction}\n\n## What it must show\n\n{goals}\n\n"
         f"## All rows\n\n{tables}\n"
     )
-    base.with_name(f"{base.name}.json").write_text(json.dumps(as_json(outcomes), indent=1) + "\n")
+    results = as_json(outcomes)
+    lost = _regressions(session, results)
+    base.with_name(f"{base.name}.json").write_text(json.dumps(results, indent=1) + "\n")
     plot_outcomes(base.with_name(f"{base.name}.png"), machine(), outcomes)
     session.config.stash[TEXT] = (
         f"{introduction}\n\n{as_text(outcomes)}\n\n{goals_text(outcomes)}\n\n"
-        f"{figures_text(ring.figures)}\n\n"
+        f"{figures_text(ring.figures)}\n\n{lost}\n\n"
         f"Written: {base}.md, .json and .png"
     )
+
+
+def _regressions(session: pytest.Session, results: dict[str, Any]) -> str:
+    """Compares with what is published, and fails the session where a row has lost too much."""
+    if SMOKE:
+        return "Not compared with published results: smoke run."
+    rows = compared(results, published(results, RESULTS))
+    if any(row.lost for row in rows):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    return regressions_text(rows, kind_of_machine(results))
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

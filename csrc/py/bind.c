@@ -276,6 +276,10 @@ static int count_params(fst_plan_object *self, PyObject *param_lists)
     size_t count = 0;
     for (size_t g = 0; g < self->group_count; g++) {
         PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
+        if (params && !PyList_Check(params)) {
+            PyErr_Format(PyExc_TypeError, "the parameters of group %zu are not a list", g);
+            return -1;
+        }
         const Py_ssize_t size = params ? PyList_Size(params) : -1;
         if (size < 0)
             return -1;

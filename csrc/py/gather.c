@@ -157,12 +157,10 @@ static PyObject *tensors_of(fst_gather_object *self)
     fst_slot **slots = PyMem_Calloc(fields, sizeof(fst_slot *));
     PyObject *given = slots ? PyList_GetItem(self->outputs, 0) : NULL; /* borrowed */
     const int in_slots = given == Py_None;
-    Py_XINCREF(given); /* up to CPython 3.11 the collector runs here, and anything may be closed */
-    self->busy = 1;
+    Py_XINCREF(given); /* up to CPython 3.11 the collector runs here */
     PyObject *list = in_slots ? PyList_New((Py_ssize_t)fields)
                      : given  ? PySequence_List(given)
                               : NULL;
-    self->busy = 0;
     Py_XDECREF(given);
     if (!list || PyList_SetSlice(self->outputs, 0, 1, NULL)) {
         Py_XDECREF(list);
@@ -189,34 +187,41 @@ static int await_oldest(fst_gather_object *self)
     fst_status status = {0};
     int done = 0;
     while (!done) {
-        self->busy = 1;
         Py_BEGIN_ALLOW_THREADS
         fst_crew_wait(self->crew, PATIENCE, &done, &status);
         Py_END_ALLOW_THREADS
-        self->busy = 0;
         if (status.code)
             fst_raise(&status);
-        if (status.code || (!done && (PyErr_CheckSignals() || !is_usable(self))))
+        if (status.code || (!done && PyErr_CheckSignals()))
             return -1;
     }
     return 0;
 }
 
 /* An older batch is one whose number the caller never got: a signal came between. */
-static PyObject *gather_take(PyObject *object, PyObject *wanted)
+static PyObject *take(fst_gather_object *self, uint64_t number)
 {
-    fst_gather_object *self = (fst_gather_object *)object;
-    const uint64_t number = PyLong_AsUnsignedLongLong(wanted);
     uint64_t oldest = 0;
-    if (PyErr_Occurred() || !is_usable(self))
-        return NULL;
-    while (self->crew && (oldest = fst_crew_oldest(self->crew)) && oldest <= number) {
+    while ((oldest = fst_crew_oldest(self->crew)) && oldest <= number) {
         PyObject *list = await_oldest(self) ? NULL : tensors_of(self);
         if (!list || oldest == number)
             return list;
         Py_DECREF(list);
     }
     return Py_NewRef(Py_None);
+}
+
+/* Python code that runs on the way, for a signal or in a finalizer, is refused as threads are. */
+static PyObject *gather_take(PyObject *object, PyObject *wanted)
+{
+    fst_gather_object *self = (fst_gather_object *)object;
+    const uint64_t number = PyLong_AsUnsignedLongLong(wanted);
+    if (PyErr_Occurred() || !is_usable(self))
+        return NULL;
+    self->busy = 1;
+    PyObject *list = take(self, number);
+    self->busy = 0;
+    return list;
 }
 
 static PyObject *gather_queued(PyObject *object, PyObject *unused)

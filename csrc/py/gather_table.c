@@ -70,6 +70,15 @@ Py_ssize_t fst_sequence_size(PyObject *sequence)
                                      : -1;
 }
 
+/* Whether it can be parsed as arguments are; else there is a TypeError. */
+static int is_tuple(PyObject *object)
+{
+    if (PyTuple_Check(object))
+        return 1;
+    PyErr_SetString(PyExc_TypeError, "expected a tuple");
+    return 0;
+}
+
 static int read_floats_dtype(fst_dl_dtype type, fst_dtype *dtype)
 {
     *dtype = type.code == FST_DL_BFLOAT ? FST_BF16 : type.bits == 32 ? FST_F32 : FST_F16;
@@ -125,7 +134,8 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
     PyObject *prototype, *floats = NULL;
     unsigned boundary = 0;
     int conversion, begins = 0;
-    if (!PyArg_ParseTuple(spec, "Oi|IpO!", &prototype, &conversion, &boundary, &begins,
+    if (!is_tuple(spec) ||
+        !PyArg_ParseTuple(spec, "Oi|IpO!", &prototype, &conversion, &boundary, &begins,
                           &PyTuple_Type, &floats) ||
         fst_read_tensor(state, self->api, prototype, &tensor))
         return -1;

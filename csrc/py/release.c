@@ -64,14 +64,18 @@ static int try_step(fst_module *module, const release_hook *self, PyObject *para
 {
     if (!self->plain || self->updated || !self->group || (self->mode_depth && self->mode_depth()))
         return 0;
-    PyObject *rule = PyDict_GetItemWithError(self->rules, self->group);
+    PyObject *group = Py_NewRef(self->group); /* comparing it may run Python code */
+    PyObject *rule = PyDict_GetItemWithError(self->rules, group);
+    Py_XINCREF(rule);
+    Py_DECREF(group);
     if (!rule)
         return PyErr_Occurred() ? -1 : 0;
-    PyObject *optimizer = PyWeakref_GetObject(self->optimizer);
-    if (!optimizer || optimizer == Py_None)
+    PyObject *optimizer = Py_XNewRef(PyWeakref_GetObject(self->optimizer));
+    if (!optimizer || optimizer == Py_None) {
+        Py_DECREF(rule);
+        Py_XDECREF(optimizer);
         return optimizer ? 0 : -1;
-    Py_INCREF(optimizer);
-    Py_INCREF(rule);
+    }
     const int done = step_alike(module, self, optimizer, rule, param);
     Py_DECREF(rule);
     Py_DECREF(optimizer);

@@ -142,6 +142,24 @@ static size_t bytes_of(const fst_dl_tensor *form, int64_t count)
     return bytes;
 }
 
+/* Whether `count` rows with the strides of `form` lie in the memory of so many dense ones. */
+static int is_inside(const fst_dl_tensor *form, int64_t count)
+{
+    int64_t items = count, last = 0; /* the last element's place */
+    for (int d = 1; d < form->ndim; d++)
+        if (__builtin_mul_overflow(items, form->shape[d], &items))
+            return 0;
+    for (int d = 0; d < form->ndim; d++) {
+        const int64_t size = d ? form->shape[d] : count, stride = form->strides[d];
+        if (size < 2 || items == 0)
+            continue;
+        if (stride < 0 || stride > (items - 1 - last) / (size - 1))
+            return 0;
+        last += (size - 1) * stride;
+    }
+    return 1;
+}
+
 static PyObject *slots_empty(PyObject *object, PyObject *args)
 {
     fst_module *state = PyType_GetModuleState(Py_TYPE(object));
@@ -160,7 +178,8 @@ static PyObject *slots_empty(PyObject *object, PyObject *args)
     if (api->tensor_from_py_object(like, &form))
         return NULL;
     if (count < 0 || form.ndim < 1 || form.ndim > FST_MAX_ROW_DIMS + 1 || form.dtype.bits % 8 ||
-        (count > 0 && bytes_of(&form, 1) > SIZE_MAX / 2 / (size_t)count))
+        (count > 0 && bytes_of(&form, 1) > SIZE_MAX / 2 / (size_t)count) ||
+        !is_inside(&form, count))
         return PyErr_Format(PyExc_ValueError, "no memory has %lld rows of that form", count);
     fst_slot *slot =
         fst_slots_take(((fst_slots_object *)object)->pool, bytes_of(&form, count), &status);

@@ -5,6 +5,8 @@
 #include "core/plan.h"
 #include "py/module.h"
 
+enum { FST_MOST_SLOTS = 1 << 24 };
+
 /* One gradient as it was when it was measured. */
 typedef struct {
     PyObject *grad; /* owned: its address is then nobody else's; NULL: not measured */
@@ -23,7 +25,8 @@ typedef struct {
     double inv_scale; /* what the next gradients are multiplied by */
 } fst_squares_object;
 
-/* The slot, which is made where there is none; NULL with a Python error. */
+/* The slot, which is made where there is none; NULL with a Python error. Python code may make
+ * another one, and then it lies elsewhere. */
 fst_square *fst_squares_at(fst_squares_object *self, Py_ssize_t index);
 
 /* Measures `grad`, which is or will be that of `param`, into a slot: 1, or 0 where the step will

@@ -84,6 +84,8 @@ static int keep(fst_square *slot, const measuring *m, PyObject *grad, int64_t ve
     if (chunks > slot->capacity) {
         double *moved = PyMem_Realloc(slot->partial, chunks * sizeof *moved);
         if (!moved) {
+            slot->grad = NULL;
+            Py_XDECREF(before);
             PyErr_NoMemory();
             return -1;
         }

@@ -1,0 +1,182 @@
+"""Calls of Squares and ReleaseHook, which work in backward."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+
+from faststep import _C
+
+from . import hostile
+from .arguments import junk, maybe_bad, odd_int
+from .functions import params_for
+from .hostile import Key
+from .odd_tensors import packed
+from .steps import HYPER, RULES, stepping
+from .world import World
+
+
+class Owner:
+    """Stands for an optimizer."""
+
+    def __init__(self) -> None:
+        self.state: Any = {}
+        self.max_grad_norm: Any = None
+        self._norm_in_backward: Any = False
+
+
+def _squares(world: World) -> Any:
+    some = world.objects.setdefault("Squares", [])
+    if not some or (len(some) < 3 and world.chance(0.2)):
+        some.append(_C.Squares())
+    return world.rng.choice(some)
+
+
+def _param(world: World) -> tuple[int, Any]:
+    """A parameter of a plan and its slot."""
+    own = stepping(world)
+    params = [param for param in own.params() if isinstance(param, torch.Tensor)]
+    if not params:
+        params = params_for(world, [(3,)])
+    slot = world.rng.randrange(len(params))
+    return slot, params[slot]
+
+
+def _slot(world: World, slot: int) -> int:
+    return slot if world.chance(0.8) else world.rng.choice((-1, 10**5, 2**40, 2**58, 2**62, 2**63))
+
+
+def squares_new(world: World) -> None:
+    world.call("Squares", _C.Squares, () if world.chance(0.7) else (junk(world),))
+
+
+def squares_measure(world: World) -> None:
+    slot, param = _param(world)
+    args: tuple[Any, ...] = (_slot(world, slot), param)
+    if world.chance(0.3):
+        args = (*args, world.track(packed(world.rng, tuple(param.shape))))
+    args, _ = maybe_bad(world, args)
+    world.call("Squares.measure", _squares(world).measure, args)
+
+
+def squares_adopt(world: World) -> None:
+    slot, param = _param(world)
+    version = world.rng.choice((0, 1, 2, odd_int(world.rng)))
+    args, _ = maybe_bad(world, (_slot(world, slot), param, version))
+    world.call("Squares.adopt", _squares(world).adopt, args)
+
+
+def _grad_scale(world: World) -> Any:
+    choice = world.rng.choice((None, torch.tensor(2.0), torch.tensor(2.0).double()))
+    return choice if choice is None else world.track(choice)
+
+
+def squares_expect(world: World) -> None:
+    args, _ = maybe_bad(world, (_grad_scale(world),))
+    world.call("Squares.expect", _squares(world).expect, args)
+
+
+def squares_check(world: World) -> None:
+    args, _ = maybe_bad(world, (stepping(world).lists, _grad_scale(world)))
+    world.call("Squares.check", _squares(world).check, args)
+
+
+def squares_forget(world: World) -> None:
+    world.call("Squares.forget", _squares(world).forget, ())
+
+
+def _hooks(world: World) -> list[Any]:
+    """[hook, parameter, owner] of what was made before."""
+    return world.objects.setdefault("ReleaseHook", [])
+
+
+def hook_new(world: World) -> None:
+    owner, rules = Owner(), world.contain({})
+    (param,) = params_for(world, [(3,)])
+    number, _, names = RULES["sgd"]
+    hyper = tuple(HYPER.get(name, 0.0) for name in names)
+    rules[0] = (number, (), False, hyper, False, None)
+    scalars = {-1: (None, None, None)}
+
+    def otherwise(param: Any) -> None:
+        hostile.act()
+        if isinstance(param, torch.Tensor) and param.grad is not None and hook is not None:
+            options = (scalars, False, float("nan"), False, 0)
+            hook.plan.step([[param]], [rules[0]], owner.state, None, *options)
+
+    hook: Any = None
+    args, _ = maybe_bad(world, (otherwise, weakref.ref(owner), rules), good=0.8)
+    hook = world.call("ReleaseHook", _C.ReleaseHook, args)
+    if hook is not None:
+        hook.group = world.rng.choice((0, 0, 0, 1, Key(0, True), Key(0, False), [], None))
+        hook.plain = True
+        _hooks(world).append((hook, param, owner))
+    del args, otherwise
+    gc.collect(0)
+
+
+def hook_call(world: World) -> None:
+    if not _hooks(world):
+        hook_new(world)
+    if not _hooks(world):
+        return
+    rng = world.rng
+    hook, param, owner = rng.choice(_hooks(world))
+    with_grad = isinstance(param, torch.Tensor) and type(param) is torch.nn.Parameter
+    if with_grad and param.device.type == "cpu" and world.chance(0.9):
+        try:
+            param.grad = torch.randn_like(param.detach())
+        except (RuntimeError, TypeError, NotImplementedError):
+            return
+    if world.chance(0.7):
+        hook.updated = False
+    if world.chance(0.1):
+        owner.max_grad_norm = rng.choice((None, 1.0, junk(world)))
+    if world.chance(0.05):
+        owner.state = junk(world)
+    args, _ = maybe_bad(world, (param,), good=0.9)
+    world.call("ReleaseHook.__call__", hook, args)
+
+
+def hook_attributes(world: World) -> None:
+    if not _hooks(world):
+        hook_new(world)
+    if not _hooks(world):
+        return
+    hook = world.rng.choice(_hooks(world))[0]
+    name = world.rng.choice(("group", "plain", "updated", "plan", "otherwise"))
+    change = world.rng.choice(
+        (
+            lambda: getattr(hook, name),
+            lambda: setattr(hook, name, junk(world)),
+            lambda: delattr(hook, name),
+        )
+    )
+    world.call(f"ReleaseHook.{name}", change, ())
+    if world.chance(0.7):
+        hook.group, hook.plain = 0, True
+
+
+def tensor_error(world: World) -> None:
+    args, _ = maybe_bad(world, (0, 1, "gradient", "type", "is odd"))
+    world.call("TensorError", _C.TensorError, args)
+
+
+BACKWARD = {
+    "ReleaseHook": hook_new,
+    "ReleaseHook.__call__": hook_call,
+    "ReleaseHook.group": hook_attributes,
+    "ReleaseHook.plain": hook_attributes,
+    "ReleaseHook.plan": hook_attributes,
+    "ReleaseHook.updated": hook_attributes,
+    "Squares": squares_new,
+    "Squares.adopt": squares_adopt,
+    "Squares.check": squares_check,
+    "Squares.expect": squares_expect,
+    "Squares.forget": squares_forget,
+    "Squares.measure": squares_measure,
+    "TensorError": tensor_error,
+}

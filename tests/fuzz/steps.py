@@ -1,0 +1,202 @@
+"""Calls of Plan, in odd orders and with hostile arguments."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from faststep import _C
+
+from . import hostile
+from .arguments import FLOATS, junk, maybe_bad, odd_int
+from .functions import gradients_of, must_agree, params_for, plain_values
+from .hostile import Key
+from .odd_tensors import any_tensor, packed
+from .world import World
+
+RULES = _C.rules()
+HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "keep1": 0.9, "keep2": 0.99}
+
+
+class Stepping:
+    """A plan with the parameters and the state that it steps again and again."""
+
+    def __init__(self, world: World) -> None:
+        rng = world.rng
+        self.plan = _C.Plan()
+        world.objects.setdefault("Plan", []).append(self.plan)
+        self.rule = rng.choice(list(RULES))
+        number, states, names = RULES[self.rule]
+        self.has_step = self.rule not in ("sgd", "momentum", "lion", "moments") or world.chance(0.1)
+        self.keys = (("step",) if self.has_step else ()) + tuple(f"s{i}" for i in range(states))
+        hyper = tuple(HYPER.get(name, 0.0) for name in names)
+        self.spec = (number, self.keys, self.has_step, hyper, world.chance(0.1), None)
+        self.lists = world.contain([params_for(world) for _ in range(rng.choice((1, 1, 2, 3)))])
+        self.specs = world.contain([self.spec for _ in self.lists])
+        self.state = world.contain({})
+        for params in self.lists:
+            for param in params:
+                self.give_state(world, param)
+
+    def params(self) -> list[Any]:
+        """Of all groups; hostile objects may have left anything in the lists."""
+        lists = [some for some in self.lists if isinstance(some, list)]
+        return [param for some in lists for param in list.__iter__(some)]
+
+    def give_state(self, world: World, param: torch.Tensor) -> None:
+        if not isinstance(param, torch.Tensor) or world.chance(0.03):
+            return
+        row: dict[Any, Any] = world.contain({})
+        for key in self.keys:
+            if key == "step":
+                value = torch.tensor(1.0)
+            elif world.chance(0.95):
+                value = torch.zeros_like(param.detach())
+            else:
+                value = any_tensor(world.rng, tuple(param.shape))
+            row[key] = world.track(value)
+        if world.chance(0.1) and "hostile steps" not in world.known:
+            row = _with_hostile_keys(world, row)
+        self.state[param] = row
+        if world.chance(0.05) and "hostile steps" not in world.known:
+            self.state[Key(param, world.chance(0.3))] = row
+
+
+def _with_hostile_keys(world: World, row: dict[Any, Any]) -> Any:
+    kind = world.rng.randrange(3)
+    if kind == 0:
+        return world.contain(hostile.HostileDict(row))
+    if kind == 1:
+        return world.contain({hostile.HostileStr(key): value for key, value in row.items()})
+    return world.contain({**{Key(key, world.chance(0.3)): None for key in row}, **row})
+
+
+def stepping(world: World) -> Stepping:
+    """One that was used before, or a new one."""
+    some = world.objects.setdefault("Stepping", [])
+    if not some or (len(some) < 3 and world.chance(0.3)):
+        some.append(Stepping(world))
+    return world.rng.choice(some)  # type: ignore[no-any-return]
+
+
+def _scalars(world: World) -> Any:
+    rng = world.rng
+    grad_scale = rng.choice((None, None, torch.tensor(2.0), torch.tensor(0.5).double()))
+    found = rng.choice((None, torch.zeros(()), torch.zeros(()), torch.ones(())))
+    norm = rng.choice((None, torch.zeros((), dtype=torch.float64)))
+    row = [grad_scale, found, norm]
+    if world.chance(0.05):
+        row[rng.randrange(3)] = any_tensor(rng)
+    for tensor in row:
+        if tensor is not None:
+            world.track(tensor)
+    scalars: dict[Any, Any] = {-1: tuple(row)}
+    if world.chance(0.05) and "hostile steps" not in world.known:
+        scalars = {Key(-1, world.chance(0.5)): tuple(row), **scalars}
+    return world.contain(scalars)
+
+
+def _fresh(world: World, lists: list[Any]) -> Any:
+    if world.chance(0.8):
+        return None
+    pairs: list[Any] = [
+        (g, i) for g, some in enumerate(lists) if isinstance(some, list) for i in range(len(some))
+    ]
+    pairs = [pair for pair in pairs if world.chance(0.7)]
+    if pairs and world.chance(0.2) and "hostile steps" not in world.known:
+        pairs[world.rng.randrange(len(pairs))] = junk(world)
+    return world.contain(pairs)
+
+
+def _rewrite(world: World, own: Stepping) -> None:
+    """Changes something between steps: gradients come and go, states are replaced."""
+    rng = world.rng
+    for param in own.params():
+        if not isinstance(param, torch.Tensor):
+            continue
+        try:
+            if world.chance(0.2):
+                param.grad = None
+            elif world.chance(0.3):
+                param.grad = torch.randn_like(param.detach())
+            elif world.chance(0.05):
+                param.data = param.detach().clone()
+            elif world.chance(0.05):
+                own.give_state(world, param)
+        except (RuntimeError, TypeError, NotImplementedError, AttributeError):
+            continue
+    if own.lists and isinstance(own.lists[-1], list) and world.chance(0.1):
+        own.lists[-1].append(world.track(torch.nn.Parameter(packed(rng))))
+
+
+def plan_step(world: World) -> None:
+    rng = world.rng
+    own = stepping(world)
+    if "hostile steps" in world.known and not all(type(some) is list for some in own.lists):
+        return
+    if world.chance(0.5):
+        _rewrite(world, own)
+    squares = rng.choice(world.objects.get("Squares") or [None]) if world.chance(0.2) else None
+    found = world.chance(0.2)
+    clip = rng.choice((float("nan"), float("nan"), 1.0, 1e9, *FLOATS))
+    phase = rng.choice((0, 0, 0, 0, 1, 2, odd_int(rng)))
+    scalars = _scalars(world)
+    right = (own.lists, own.specs, own.state, _fresh(world, own.lists), scalars)
+    right = (*right, found, clip, world.chance(0.2), phase, squares)
+    args, good = maybe_bad(world, right, good=1.0 if "hostile steps" in world.known else 0.55)
+    kept = [t for t in own.params() if isinstance(t, torch.Tensor)]
+    if world.chance(0.3):
+        kept += gradients_of(kept)
+    for row in own.state.values():
+        if isinstance(row, dict):
+            kept += [value for value in dict.values(row) if isinstance(value, torch.Tensor)]
+
+    check = _sgd_check(world, own, right) if good and own.rule == "sgd" else None
+    world.call(
+        "Plan.step",
+        own.plan.step,
+        args,
+        kept=kept,
+        nothing_done=lambda result: result[0] != "done",
+        check=check,
+    )
+
+
+def _sgd_check(world: World, own: Stepping, right: tuple[Any, ...]) -> Any:
+    """What a plain SGD step does to ordinary parameters, or None where it is not as clear."""
+    _, _, _, _, scalars, found, clip, _, phase, _ = right
+    row = scalars.get(-1) if type(scalars) is dict else None
+    params = own.params()
+    if not row or row[0] is not None or found or clip == clip or phase != 0 or row[1] is not None:
+        return None
+    with_grads = [p for p in params if isinstance(p, torch.Tensor) and p.grad is not None]
+    values = plain_values([*with_grads, *(p.grad for p in with_grads)])
+    if values is None:
+        return None
+    grads = values[len(with_grads) :]
+    sign = -1.0 if own.spec[4] else 1.0
+    refs = [weakref.ref(p) for p in with_grads]
+
+    def check(result: Any) -> None:
+        if result[0] != "done":
+            return
+        for ref, was, grad in zip(refs, values, grads, strict=False):
+            param = ref()
+            if param is not None:
+                must_agree("Plan.step", param, was - sign * HYPER["lr"] * grad)
+
+    return check
+
+
+def plan_forget(world: World) -> None:
+    world.call("Plan.forget", stepping(world).plan.forget, ())
+
+
+def plan_new(world: World) -> None:
+    args, _ = maybe_bad(world, ())
+    world.call("Plan", _C.Plan, args if world.chance(0.7) else (junk(world),))
+
+
+STEPS = {"Plan": plan_new, "Plan.forget": plan_forget, "Plan.step": plan_step}

@@ -1,0 +1,100 @@
+"""A minute of the fuzzer from a fixed seed, and a look at the fuzzer itself."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from faststep import _C
+
+from . import child
+from .__main__ import fuzz
+from .effects import EFFECTS
+from .functions import SETTINGS
+from .known import KNOWN
+from .odd_tensors import UNUSABLE, USABLE
+from .world import FaultError, World
+
+SEED = 20261122
+SECONDS = 45
+
+# What cannot be called with anything, and why; all else about these is fuzzed.
+VOUCHED_FOR = {
+    "Gather": "the addresses, lengths and strides of the rows",
+    "Arena": "the number of a file, which the arena then owns",
+    "Arena.put": "an address and how much is there",
+    "Arena.take": "sizes from ten million on that the machine may have: to take them is slow",
+    "scan_tfrecords": "an address and how much is there",
+    "use_callbacks": "the address of a function",
+    "use_records": "where torch's records have what, and the address of a function",
+    "use_threads_of": "a library's path: what is found there is called",
+    "use_kernels_of": "a file's path: what is found there is loaded",
+}
+
+
+def public() -> set[str]:
+    """Functions, types and their methods and attributes."""
+    names = set()
+    for name, value in vars(_C).items():
+        if name.startswith("_") or not callable(value):
+            continue
+        names.add(name)
+        if inspect.isclass(value) and not issubclass(value, BaseException):
+            members = [m for m in vars(value) if not m.startswith("_") or m == "__call__"]
+            names |= {f"{name}.{member}" for member in members}
+    return names
+
+
+def test_everything_of_the_extension_is_fuzzed() -> None:
+    assert public() == child.fuzzed()
+    assert set(VOUCHED_FOR) <= public()
+    assert set(SETTINGS) <= public()
+
+
+def test_what_is_known_to_fail_is_something_that_can_be_left_out() -> None:
+    kinds = {word for kind in (*USABLE, *UNUSABLE) for word in (kind, *kind.split())}
+    assert set(KNOWN) <= {"hostile steps", *kinds}
+    assert EFFECTS
+
+
+def test_a_minute_of_it(tmp_path: Path) -> None:
+    report = fuzz(SEED, SECONDS, tmp_path)
+    assert not report.failures, "\n\n".join(path.read_text()[:20000] for path in report.failures)
+    assert report.cases >= 50
+    made = sum(report.counts.values())
+    assert report.counts["not made", False] < 0.05 * made
+    reached = {name for name, _ in report.counts}
+    assert len(child.fuzzed() - reached) < 0.1 * len(child.fuzzed())
+
+
+@pytest.mark.parametrize("kind", ["crash", "hang", "fault"])
+def test_it_finds(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = fuzz(1, 60, tmp_path, "--plant", kind, "--hang", "5", most=1)
+    assert len(report.failures) == 1
+    text = report.failures[0].read_text()
+    assert "in case 3 of seed 1" in text
+    assert "python -m fuzz.child --seed 1 --first 3 --cases 1" in text
+    assert "seed 1, case 3" in capsys.readouterr().out
+
+
+def test_it_finds_errors_that_are_not_set_and_steps_that_are_half_applied() -> None:
+    def broken() -> None:
+        raise SystemError("returned NULL without setting an exception")
+
+    def half(tensor: torch.Tensor) -> None:
+        tensor[0] = 5.0
+        raise ValueError("no")
+
+    world = World(child.Random(1), lambda line: None, frozenset())
+    with pytest.raises(FaultError, match="SystemError"):
+        world.call("broken", broken, ())
+    tensor = torch.zeros(3)
+    with pytest.raises(FaultError, match="changed"):
+        world.call("half", half, (tensor,), kept=[tensor])
+    kept = torch.zeros(2)
+    world.track(kept)
+    with pytest.raises(FaultError, match="kept alive"):
+        world.close()

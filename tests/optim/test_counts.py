@@ -1,0 +1,175 @@
+"""What a step does, counted: on any machine the same, so that slowness which times hide fails here.
+
+Calls of Python and bytes of its memory must not grow with the parameters, and passes are one
+parallel region each.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import faststep
+from faststep import _C, optim
+from faststep.amp import GradScaler
+from faststep.data import DataLoader
+
+FEW, MANY = 4, 400
+FAKE_TORCH = Path(__file__).parents[1] / "c" / "fake_torch.c"
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Calls of functions, in Python or C, that Python code makes."""
+    count = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def bytes_of(function: Callable[[], Any]) -> int:
+    """The most that was allocated through Python at one time, beyond what was there before."""
+    tracemalloc.start()
+    try:
+        function()
+        before = tracemalloc.get_traced_memory()[0]
+        tracemalloc.reset_peak()
+        function()
+        return tracemalloc.get_traced_memory()[1] - before
+    finally:
+        tracemalloc.stop()
+
+
+def parameters(count: int) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.ones(8)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.ones(8)
+    return params
+
+
+def plain_step(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    return optim.AdamW(params, lr=0.01).step
+
+
+def clipping_step(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    return optim.SGD(params, lr=0.01, momentum=0.9, max_grad_norm=1.0).step
+
+
+def fused_chain(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    optimizer, scaler = optim.AdamW(params, lr=0.01), GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+
+    def chain() -> None:
+        scaler.step(optimizer, max_norm=1.0)
+        scaler.update()
+
+    return chain
+
+
+def explicit_chain(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    optimizer, scaler = optim.AdamW(params, lr=0.01), GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+
+    def chain() -> None:
+        scaler.unscale_(optimizer)
+        faststep.clip_grad_norm_(params, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return chain
+
+
+def clipping(params: list[torch.nn.Parameter]) -> Callable[[], Any]:
+    return lambda: faststep.clip_grad_norm_(params, 1.0)
+
+
+# (calls, bytes for few parameters, bytes per parameter more), a fifth above what was counted. Two
+# functions hold the list of parameters as a tuple and note their gradients.
+CASES: dict[str, tuple[Callable[..., Any], int, int, int]] = {
+    "plain step": (plain_step, 48, 1200, 0),
+    "clipping step": (clipping_step, 50, 1200, 0),
+    "fused chain": (fused_chain, 115, 2400, 0),
+    "explicit chain": (explicit_chain, 175, 3000, 40),
+    "clip_grad_norm_": (clipping, 34, 700, 40),
+}
+
+
+@pytest.mark.skipif(faststep._layout is None, reason="torch is asked about each tensor")
+@pytest.mark.parametrize(("make", "calls", "size", "each"), CASES.values(), ids=CASES)
+def test_python_does_the_same_for_any_number_of_parameters(
+    make: Callable[..., Any], calls: int, size: int, each: int
+) -> None:
+    counts = []
+    for number in (FEW, MANY):
+        step = make(parameters(number))
+        for _ in range(4):  # states are made, and what is bound is traced
+            step()
+        counts.append((calls_of(step), bytes_of(step)))
+    (few_calls, few_bytes), (many_calls, many_bytes) = counts
+    assert many_calls == few_calls <= calls
+    assert few_bytes <= size
+    assert many_bytes <= size + each * MANY
+
+
+def test_batches_take_as_many_calls_for_any_number_of_rows() -> None:
+    counts = []
+    for rows in (10, 80):
+        data = TensorDataset(torch.ones(100 * rows, 4), torch.ones(100 * rows))
+        batches = iter(DataLoader(data, rows, shuffle=True))
+        for _ in range(40):
+            next(batches)
+        counts.append(sum(calls_of(lambda batches=batches: next(batches)) for _ in range(40)))
+    assert counts[0] == counts[1] <= 40 * 33
+
+
+REGIONS = """
+import ctypes, sys, torch, faststep
+from faststep import _C
+
+torch_ = ctypes.CDLL(sys.argv[1])
+calls = ctypes.c_long.in_dll(torch_, "fake_torch_calls")
+assert _C.use_threads_of(sys.argv[1])
+
+def regions(count, elements, **kwargs):
+    params = [torch.nn.Parameter(torch.ones(elements)) for _ in range(count)]
+    for p in params:
+        p.grad = torch.ones(elements)
+    optimizer = faststep.optim.AdamW(params, lr=0.01, **kwargs)
+    optimizer.step()
+    before = calls.value
+    optimizer.step()
+    return calls.value - before
+
+print(regions(1, 1 << 21), regions(40, 1 << 16), regions(2000, 2048), regions(3, 8))
+print(regions(1, 1 << 21, max_grad_norm=1.0), regions(2000, 2048, max_grad_norm=1.0))
+"""
+
+
+def test_a_pass_is_one_parallel_region(tmp_path: Path) -> None:
+    if not _C.use_threads_of(faststep._torch.libtorch_cpu_path()):
+        pytest.skip("this torch offers no threads")
+    library = tmp_path / "fake_torch.so"
+    command = ["cc", "-O1", "-fPIC", "-shared", str(FAKE_TORCH), "-o", str(library), "-lpthread"]
+    subprocess.run(command, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", REGIONS, str(library)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout.split("\n")[:2] == ["1 1 1 0", "2 2"], done.stdout + done.stderr

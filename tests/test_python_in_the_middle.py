@@ -1,0 +1,146 @@
+"""Python code that runs inside a call of the extension, and arguments that it must not believe."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from faststep import _C
+
+
+def gather(data: torch.Tensor) -> Any:
+    fields = ((torch.empty(0, data.shape[1]), 0),)
+    rows = (0, len(data), ((data.data_ptr(), 4 * data.shape[1]),))
+    return _C.Gather(_C.Slots(), fields, (rows,), 0, False, data)
+
+
+def test_a_batch_that_is_taken_cannot_be_taken_once_more_meanwhile() -> None:
+    data = torch.arange(12.0).view(3, 4)
+    gatherer, errors = gather(data), []
+
+    class Taking(tuple):  # type: ignore[type-arg]
+        def __iter__(self) -> Any:
+            for again in (lambda: gatherer.take(1), gatherer.close):
+                with pytest.raises(RuntimeError) as error:
+                    again()
+                errors.append(str(error.value))
+            return super().__iter__()
+
+    out = torch.zeros(1, 4)
+    number = gatherer.submit([2], 0, -1, Taking((out,)))
+    assert gatherer.take(number)[0] is out
+    assert errors == ["another thread is in this Gather"] * 2
+    assert torch.equal(out, data[2:])
+    gatherer.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "nodes"),
+    [
+        ((5,), ((0, 3, ((1, 1),)),)),
+        (((torch.empty(0), 0),), ((0, 3, (5,)),)),
+    ],
+)
+def test_fields_and_columns_are_tuples(fields: Any, nodes: Any) -> None:
+    with pytest.raises(TypeError, match="expected a tuple"):
+        _C.Gather(_C.Slots(), fields, nodes, 0, False, None)
+
+
+@pytest.mark.parametrize("strides", [(1000, 1000), (0, 1 << 60), (1 << 62, 1)])
+def test_memory_has_room_for_the_strides_of_a_prototype(strides: tuple[int, int]) -> None:
+    like = torch.empty(0).as_strided((0, 3), strides)
+    with pytest.raises(ValueError, match="no memory has 2 rows of that form"):
+        _C.Slots().empty(like, 2)
+
+
+def test_a_prototype_with_a_huge_shape() -> None:
+    like = torch.empty(0).as_strided((0, 1 << 40, 1 << 40), (1, 1, 1))
+    with pytest.raises(ValueError, match="no memory"):
+        _C.Slots().empty(like, 7)
+
+
+def test_images_that_move_while_the_factors_are_read() -> None:
+    images = torch.zeros(1, 1, 2, 2, dtype=torch.uint8)
+    out = torch.zeros(1, 1, 2, 2)
+    samples = torch.tensor([[0, 0, 2, 2, 2, 2] + [0] * 11], dtype=torch.int32)
+    _C.transform_images(images, out, samples, (1.0,), (7.0,))
+
+    class Moving:
+        def __float__(self) -> float:
+            out.data = torch.zeros(1, 1, 2, 2)
+            return 7.0
+
+    before = out.data_ptr()
+    expected = out.clone()
+    _C.transform_images(images, out, samples, (1.0,), (Moving(),))  # type: ignore[arg-type]
+    assert out.data_ptr() != before
+    assert torch.equal(out, expected)
+    with pytest.raises(ValueError, match="bias has 2 values for 1 channels"):
+        _C.transform_images(images, out, samples, (1.0,), (1.0, 2.0))
+
+
+def test_slots_of_squares_have_a_limit() -> None:
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    for slot in (1 << 24, 1 << 58, (1 << 62) + 1, (1 << 63) - 1):
+        with pytest.raises(ValueError, match="no slot"):
+            _C.Squares().measure(slot, param)
+        with pytest.raises(ValueError, match="no slot"):
+            _C.Squares().adopt(slot, param, 0)
+
+
+def test_squares_that_move_while_a_gradient_is_read() -> None:
+    squares = _C.Squares()
+    plain = torch.nn.Parameter(torch.ones(3))
+    plain.grad = torch.ones(3)
+
+    class Measuring(torch.Tensor):
+        @property
+        def _version(self) -> int:
+            squares.measure(100_000, plain)  # which makes more slots, elsewhere
+            return 5
+
+    param = torch.nn.Parameter(torch.ones(3))
+    grad = torch.ones(3).as_subclass(Measuring)
+    assert squares.measure(0, param, torch.ones(3))
+    param.grad = grad
+    assert squares.adopt(0, param, 5)
+    assert squares.check([[param]], None) is None
+
+
+def test_a_list_that_is_replaced_while_it_is_checked() -> None:
+    squares = _C.Squares()
+
+    class Replacing(torch.Tensor):
+        @property
+        def grad(self) -> None:
+            lists[0] = []
+
+        @grad.setter
+        def grad(self, value: Any) -> None: ...
+
+    lists: Any = [[torch.ones(3).as_subclass(Replacing), torch.ones(3)]]
+    assert squares.check(lists, None) is None
+
+
+def test_a_group_of_a_hook_that_is_replaced_while_it_is_looked_up() -> None:
+    class Owner:
+        pass
+
+    class Group:
+        def __hash__(self) -> int:
+            return 0
+
+        def __eq__(self, other: object) -> bool:
+            hook.group = None
+            return False
+
+    owner, seen = Owner(), []
+    hook = _C.ReleaseHook(seen.append, weakref.ref(owner), {0: 1})
+    hook.group, hook.plain = Group(), True
+    param = torch.nn.Parameter(torch.ones(3))
+    hook(param)
+    assert seen == [param]
