@@ -203,7 +203,7 @@ static int parse_column(const fst_module *state, const fst_gather_object *self, 
     unsigned long long address;
     long long stride;
     PyObject *watched = Py_None;
-    if (!PyArg_ParseTuple(spec, "KL|O", &address, &stride, &watched))
+    if (!is_tuple(spec) || !PyArg_ParseTuple(spec, "KL|O", &address, &stride, &watched))
         return -1;
     *column = (fst_column){(const char *)(uintptr_t)address, stride};
     return watched == Py_None || (*watch = fst_watch_new(state, self->api, watched)) ? 0 : -1;

@@ -299,6 +299,20 @@ def device_info(world: World) -> None:
     world.call("device_info", _C.device_info, args)
 
 
+def hold(world: World) -> None:
+    """The record is that of the tensor's own storage: any other address would be believed."""
+    tensor = usable(world.rng) if world.chance(0.6) else any_tensor(world.rng)
+    try:
+        record = 0 if tensor.is_shared() else faststep._torch.storage_record_of(tensor)
+    except (RuntimeError, NotImplementedError):  # a tensor without a storage
+        record = 0
+    args = (junk(world), record) if world.chance(0.1) else (tensor, record)
+    held = world.call("hold", _C.hold, args)
+    if held is not None and type(tensor) is torch.Tensor and not tensor.is_neg():
+        if held.shape != tensor.shape or held.data_ptr() != tensor.data_ptr():
+            raise FaultError("what is held is not the tensor's memory")
+
+
 def no_arguments(name: str) -> Target:
     def target(world: World) -> None:
         args = () if world.chance(0.7) else (junk(world),)
@@ -326,8 +340,10 @@ def of_settings(name: str, *good: Any) -> Target:
 
 
 _layout = faststep._layout
+faststep._held.hold(torch.ones(2))  # finds out where owners are
 SETTINGS: dict[str, tuple[Any, ...]] = {
     "use_modes": (faststep._torch.address_of_has_modes(),),
+    "use_owners": faststep._held._places() or (),
     "use_callbacks": (faststep._torch.address_of_has_callbacks(),),
     "use_records": tuple(_layout) if _layout is not None else (),
     "use_threads_of": (faststep._torch.libtorch_cpu_path(),),
@@ -350,6 +366,8 @@ FUNCTIONS: dict[str, Target] = {
     "device_unscale": on_device("device_unscale", _scalar, _scalar, lambda world: True),
     "fusable": fusable,
     "has_kernels": no_arguments("has_kernels"),
+    "hold": hold,
+    "holds": no_arguments("holds"),
     "is_recorded": no_arguments("is_recorded"),
     "keep_freed_memory": no_arguments("keep_freed_memory"),
     "measure": measure,
