@@ -308,9 +308,10 @@ def hold(world: World) -> None:
         record = 0
     args = (junk(world), record) if world.chance(0.1) else (tensor, record)
     held = world.call("hold", _C.hold, args)
-    if held is not None and type(tensor) is torch.Tensor and not tensor.is_neg():
-        if held.shape != tensor.shape or held.data_ptr() != tensor.data_ptr():
-            raise FaultError("what is held is not the tensor's memory")
+    if held is None or type(tensor) is not torch.Tensor or tensor.is_neg():
+        return
+    if held.shape != tensor.shape or held.data_ptr() != tensor.data_ptr():
+        raise FaultError("what is held is not the tensor's memory")
 
 
 def no_arguments(name: str) -> Target:
