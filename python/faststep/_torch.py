@@ -67,6 +67,7 @@ __all__ = [
     "cuda_amp_is_unavailable",
     "dataset_fetcher",
     "dataset_kind_fetcher",
+    "dataset_of_worker",
     "disable_dynamo",
     "dtypes_of",
     "get_grad_dtype",
@@ -476,6 +477,15 @@ def new_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> Any:
             None if numpy is None else numpy.random.default_rng(seed),
         )
     return info(**arguments)
+
+
+def dataset_of_worker(arguments: dict[str, Any]) -> Any:
+    """The dataset among the arguments, by name, of torch's function for a worker process.
+
+    From 2.14 on it comes in a list that the worker empties.
+    """
+    holder = arguments.get("dataset_holder")
+    return arguments["dataset"] if holder is None else holder.pop()
 
 
 def set_worker_dataset(dataset: Any) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
+from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
 
-from faststep._torch import new_worker_info, set_worker_dataset
+from faststep._torch import dataset_of_worker, new_worker_info, set_worker_dataset
+from faststep.data import DataLoader
+from faststep.data.workers import threads
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 class Closed:
@@ -44,3 +56,32 @@ def test_the_dataset_is_replaced(monkeypatch: pytest.MonkeyPatch, kind: Any) -> 
 def test_outside_of_a_worker_nothing_is_replaced() -> None:
     set_worker_dataset("another")
     assert worker.get_worker_info() is None
+
+
+@pytest.mark.parametrize("arguments", [{"dataset": "it"}, {"dataset_holder": ["it"]}])
+def test_the_dataset_of_a_worker(arguments: dict[str, Any]) -> None:
+    assert dataset_of_worker(arguments) == "it"
+    assert arguments in ({"dataset": "it"}, {"dataset_holder": []})
+
+
+def test_threads_take_the_dataset_as_a_later_torch_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch 2.14 gives a list with the dataset to the function that a worker runs."""
+    signature = inspect.signature(worker._worker_loop)
+    renamed = [
+        parameter.replace(name="dataset_holder") if name == "dataset" else parameter
+        for name, parameter in signature.parameters.items()
+    ]
+
+    class Bound(inspect.Signature):
+        def bind(self, *args: Any, **kwargs: Any) -> Any:
+            values = list(args)
+            place = list(self.parameters).index("dataset_holder")
+            if not isinstance(values[place], list):
+                values[place] = [values[place]]
+            return super().bind(*values, **kwargs)
+
+    monkeypatch.setattr(threads.inspect, "signature", lambda target: Bound(renamed))
+    loader = DataLoader(Numbers(), 2, num_workers=2, worker_method="thread")
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

@@ -23,6 +23,7 @@ from faststep._torch import (
     ResumeIteration,
     collates_as_default,
     dataset_kind_fetcher,
+    dataset_of_worker,
     new_worker_info,
     worker_info_of_thread,
 )
@@ -141,7 +142,7 @@ def _run(arguments: dict[str, Any], ready: threading.Event) -> None:
     torch.set_num_threads(1)
     ready.set()
     worker = arguments["worker_id"]
-    dataset = arguments["dataset"]
+    dataset = dataset_of_worker(arguments)
     visible = dataset
     if isinstance(dataset, Source):
         dataset = dataset.copied()
