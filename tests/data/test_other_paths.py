@@ -33,6 +33,13 @@ class Plain(Dataset[int]):
         return 10
 
 
+def without_tensors() -> TensorDataset:
+    """Some versions of torch refuse to make one."""
+    dataset = TensorDataset(torch.ones(1))
+    dataset.tensors = ()
+    return dataset
+
+
 OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "dataset": (Plain(), {}, "dataset is a Plain"),
     "in a subset": (Subset(Plain(), [1]), {}, "dataset.dataset is a Plain"),
@@ -41,7 +48,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "strides": (TensorDataset(torch.ones(5, 3, 4).transpose(1, 2)), {}, "not packed"),
     "bits": (TensorDataset(torch.zeros(4, 2).byte().view(torch.bits8)), {}, "of the type bits8"),
     "parts of bytes": (TensorDataset(torch.zeros(4, 2).byte().view(torch.int4)), {}, "type int4"),
-    "no tensors": (TensorDataset(), {"sampler": [0]}, "tensors is empty"),
+    "no tensors": (without_tensors(), {"sampler": [0]}, "tensors is empty"),
     "sparse": (TensorDataset(torch.eye(4).to_sparse()), {"collate_fn": list}, "not a dense"),
     "conjugate": (TensorDataset(torch.ones(4, dtype=torch.complex64).conj()), {}, "conjugated"),
     "negated": (TensorDataset(torch._neg_view(torch.arange(4.0))), {}, "negated"),

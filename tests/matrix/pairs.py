@@ -109,7 +109,8 @@ def install_torch(pair: Pair, log: Path, python: str) -> None:
     try:
         run(log, *pip(python), *options, f"torch=={pair.torch}.*")
     except subprocess.CalledProcessError:
-        if "No matching distribution" in log.read_text():
+        said = log.read_text()  # an index that does not answer is none without a wheel
+        if "No matching distribution" in said and "Retrying" not in said:
             raise CannotBeHadError("no wheel for this Python") from None
         raise
 
