@@ -45,7 +45,7 @@ def test_the_place_of_numpys_generator(at: int) -> None:
     drawn[2] = at
     before = random.getstate(), numpy.random.get_state()[1].tolist()
     again = loader()
-    with pytest.raises(ValueError, match=rf"no state of numpy's generator is at word {at} of 624"):
+    with pytest.raises(ValueError, match="expected random states"):
         go_on(again, state)
     assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before
 
@@ -57,5 +57,5 @@ def test_the_words_of_numpys_generator() -> None:
     (drawn,) = numpys(state)
     drawn[1:3] = torch.zeros(2000, dtype=torch.int64), 1000
     again = loader()
-    with pytest.raises(ValueError, match=r"is at word 1000 of 2000"):
+    with pytest.raises(ValueError, match="expected random states"):
         go_on(again, state)
