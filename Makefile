@@ -40,7 +40,7 @@ ITS_PYTHON = $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
 ON_GPU = PYTHONPATH=$(abspath $(if $(WHEEL),build/wheel,python)) $(ITS_PYTHON)
 
 help: ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-9s  %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s  %s\n", $$1, $$2}' Makefile
 	@echo 'test-gpu and bench-gpu make no environment and download nothing: they run $$(PYTHON), python3 if not'
 	@echo 'given, with torch, pytest and numpy, on a build in place or on what WHEEL=dist/NAME.whl holds.'
 
@@ -73,7 +73,7 @@ levels: build ## run the tests of the loops on each lower instruction set
 test-c: ## run the core's tests in C: no Python, no torch
 	+$(C_TESTS)
 
-build-asan: $(BIN)/.installed-test
+build-asan: $(BIN)/.installed-test ## compile with AddressSanitizer and UBSan into build/asan
 	FASTSTEP_CUDA=0 FASTSTEP_SANITIZE=$(SANITIZE) $(BIN)/python setup.py -q build -b build/asan --build-lib build/asan/lib
 
 asan: build-asan ## run the C tests and half of the loops' tests under AddressSanitizer and UBSan
@@ -116,9 +116,12 @@ bench: build $(BIN)/.installed-$(RIVALS) ## measure against torch and other libr
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
 
 # Nothing but the standard library, a C compiler and valgrind; of a program that `make test-c` builds too.
-count count-renew: ## count instructions under Callgrind, against the expected; count-renew: expect these
+count: ## count instructions of the passes under Callgrind, against the expected
 	+@$(C_TESTS) TESTS=count_passes RUN=true
-	python3 benchmarks/instructions.py $(if $(findstring renew,$@),--renew)
+	python3 benchmarks/instructions.py $(RENEW)
+
+count-renew: RENEW := --renew
+count-renew: count ## count, and expect these from now on
 
 # Without pyproject.toml, which setuptools older than 77 refuse: the system's is what it is.
 build-gpu: ## compile beside the sources, or unpack WHEEL, offline

@@ -11,9 +11,12 @@ out otherwise `hold` raises, and nothing of torch's is ever written.
 from __future__ import annotations
 
 import ctypes
+import functools
 import threading
+from typing import Literal
 
 import torch
+import torch.multiprocessing
 
 from . import _C
 from ._torch import storage_record_of
@@ -21,7 +24,8 @@ from ._torch import storage_record_of
 __all__ = ["NotHeld", "hold"]
 
 _lock = threading.Lock()
-_known: bool | None = None  # whether memory can be held; None: not tried yet
+# what _places says; False: memory cannot be held; None: it was not tried yet
+_known: tuple[int, int, int] | Literal[False] | None = None
 _WORDS = 8  # of a storage's record that are looked at; it has more
 
 
@@ -33,21 +37,42 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like this one, over the same memory, which stays as long as it lives.
 
     Memory that torch shares between processes or that is page-locked is referred to only: torch
-    finds out what it is by its owner.
+    finds out what it is by its owner. So is memory without an owner, which nobody frees.
 
     Args:
         tensor: a dense torch.Tensor in CPU memory, of which DLPack knows the type.
 
     Raises:
-        NotHeld: this torch keeps the owner of memory in a way that is not known.
+        NotHeld: this torch keeps the owner of memory in a way that is not known; or the memory is
+            shared in another way than torch sends tensors to processes in, and moves then.
     """
-    is_shared: bool = tensor.untyped_storage().is_shared()
-    if not tensor.numel() or is_shared or tensor.is_pinned():
+    if not tensor.numel() or tensor.is_pinned():
         return tensor.detach()
-    if not _can_hold():
+    places = _places_if_known()
+    if not places:
         raise NotHeld(f"torch {torch.__version__} does not let its memory be held")
+    _, free, owner = places
+    if tensor.untyped_storage().is_shared():
+        strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+        if _words(tensor)[free] != _freed_by(strategy, free):
+            raise NotHeld(
+                "its memory is shared, but not as torch.multiprocessing's sharing strategy "
+                f"{strategy!r} does it: torch moves it when it is sent to a process"
+            )
+        return tensor.detach()
     tensor.data_ptr()  # memory that is shared until it is written gets its own copy
+    if not _words(tensor)[owner]:
+        return tensor.detach()
     return _C.hold(tensor, storage_record_of(tensor))
+
+
+@functools.cache
+def _freed_by(strategy: str, place: int) -> int:
+    """What frees memory that is shared by this strategy, the one in use; at `place` in a record."""
+    with torch.inference_mode(False):
+        sample = torch.empty(1, dtype=torch.uint8, device="cpu")
+        sample.share_memory_()  # type: ignore[no-untyped-call]
+    return _words(sample)[place]
 
 
 def _words(tensor: torch.Tensor) -> list[int]:
@@ -88,7 +113,7 @@ def _works(places: tuple[int, int, int]) -> bool:
     return right and _C.holds() == before
 
 
-def _can_hold() -> bool:
+def _places_if_known() -> tuple[int, int, int] | Literal[False]:
     global _known
     with _lock:  # nobody else holds anything before this is known
         if _known is None:
@@ -96,13 +121,13 @@ def _can_hold() -> bool:
         return _known
 
 
-def _find() -> bool:
+def _find() -> tuple[int, int, int] | Literal[False]:
     with torch.inference_mode(False), torch.device("cpu"):  # scripts may have set another default
         places = _places() if ctypes.sizeof(ctypes.c_void_p) == 8 else None
         if places is None:
             return False
         _C.use_owners(*places)
         if _works(places):
-            return True
+            return places
     _C.use_owners()
     return False

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset, Sampler, WeightedRandomSampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler, transforms
@@ -176,6 +176,27 @@ def test_a_place_behind_the_end() -> None:
     )
     with pytest.raises(ValueError, match="after 1000000000 samples, and there are 30"):
         LOADERS["in order"]().load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("drawn", KeyError), ("then", KeyError), ("then", torch.zeros(16, dtype=torch.uint8))],
+)
+def test_a_part_of_an_order(key: str, value: Any) -> None:
+    def new() -> DataLoader[Any]:
+        return DataLoader(range(30), 100, sampler=RandomSampler(range(30), True, 30_000))
+
+    loader = new()
+    iterator = iter(loader)
+    for _ in range(200):
+        next(iterator)
+    state = loader.state_dict()
+    assert {"drawn", "then"} <= state["_sampler_iter_state"].keys()
+    again = new()
+    with pytest.raises(ValueError, match=f"not a state of this DataLoader: .*{key}"):
+        again.load_state_dict(with_value(state, ("_sampler_iter_state", key), value))
+    again.load_state_dict(state)
+    assert values(again) == values(iterator)
 
 
 def test_a_stream_without_its_workers() -> None:

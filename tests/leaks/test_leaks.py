@@ -343,7 +343,7 @@ def records() -> Iterator[Case]:
 
 def hold() -> Iterator[Case]:
     """By several, with and without a move of the memory; and what has none."""
-    assert faststep._held._can_hold()
+    assert faststep._held._places_if_known()
     kept, record = torch.ones(9, 4), faststep._torch.storage_record_of
 
     def run() -> None:

@@ -116,7 +116,8 @@ class Column:
         """Whether the tensor is where it was, in the form that it had."""
         if self.watched is None:
             return True
-        return _place_of(self.watched) == _place_of(self.owner)
+        is_there = self.watched.data_ptr() == self.address  # one that is not held moves with it
+        return is_there and _place_of(self.watched) == _place_of(self.owner)
 
     def has_form_of(self, other: Column) -> bool:
         return (
@@ -196,7 +197,7 @@ def _of_tensor(tensor: torch.Tensor, name: str) -> Column:
     try:
         owner = hold(tensor)
     except NotHeld as reason:
-        raise NotArrays(str(reason)) from None
+        raise NotArrays(f"{name}: {reason}") from None
     stride = owner.stride(0) * owner.element_size()
     prototype = torch.empty((0, *owner.shape[1:]), dtype=owner.dtype, device="cpu")
     return Column(prototype, owner.data_ptr(), stride, len(owner), owner, watched=tensor)

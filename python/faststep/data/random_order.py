@@ -36,6 +36,8 @@ class RandomOrder(Order):
     def _load(self, state: dict[str, Any]) -> None:
         self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
         self._must_equal(state, "num_samples", self.sampler.num_samples, "num_samples")
+        if ("drawn" in state) != ("then" in state):
+            raise KeyError("drawn" if "then" in state else "then")
         self.state.update({k: state[k] for k in OF_AN_EPOCH if k in state})
 
     def _draw(self) -> None:
