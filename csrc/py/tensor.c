@@ -319,13 +319,27 @@ PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const cha
     return value;
 }
 
+/* torch warns of a gradient that is asked of a tensor that autograd made, and Python code shows the
+ * warning. 0, or -1 with a Python error. */
+static int note_warning(fst_tensors *tensors, PyObject *object)
+{
+    PyObject *answer = PyObject_GetAttr(object, tensors->is_leaf);
+    const int leaf = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    tensors->ran_python |= leaf == 0;
+    return leaf < 0 ? -1 : 0;
+}
+
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
 {
     fst_problem unused;
     const fst_tensor_type *known = type_of(tensors, object, &unused);
-    if (known && known->read_grad && !runs_python(tensors, known))
-        return known->read_grad(known->grad, object, (PyObject *)known->type);
-    return fst_tensor_attribute(tensors, object, "grad");
+    if (!known || !known->read_grad || runs_python(tensors, known))
+        return fst_tensor_attribute(tensors, object, "grad");
+    PyObject *grad = known->read_grad(known->grad, object, (PyObject *)known->type);
+    if (grad == Py_None && note_warning(tensors, object))
+        Py_CLEAR(grad);
+    return grad;
 }
 
 fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object)
@@ -393,7 +407,8 @@ int fst_tensors_init(fst_tensors *tensors, PyObject *module)
         return -1;
     tensors->is_neg = PyObject_GetAttrString(tensors->tensor_type, "is_neg");
     tensors->is_inference = PyObject_GetAttrString(tensors->tensor_type, "is_inference");
-    if (!tensors->is_neg || !tensors->is_inference)
+    tensors->is_leaf = PyUnicode_InternFromString("is_leaf");
+    if (!tensors->is_neg || !tensors->is_inference || !tensors->is_leaf)
         return -1;
     tensors->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError",
                                                       FST_DOC_TENSOR_ERROR, PyExc_TypeError, NULL);
@@ -418,6 +433,7 @@ int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
     Py_VISIT(tensors->parameter_type);
     Py_VISIT(tensors->is_neg);
     Py_VISIT(tensors->is_inference);
+    Py_VISIT(tensors->is_leaf);
     Py_VISIT(tensors->tensor_error);
     return 0;
 }
@@ -432,5 +448,6 @@ void fst_tensors_clear(fst_tensors *tensors)
     Py_CLEAR(tensors->parameter_type);
     Py_CLEAR(tensors->is_neg);
     Py_CLEAR(tensors->is_inference);
+    Py_CLEAR(tensors->is_leaf);
     Py_CLEAR(tensors->tensor_error);
 }

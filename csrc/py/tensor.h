@@ -27,7 +27,7 @@ typedef struct {
     PyObject *tensor_type, *parameter_type;
     int ran_python; /* set when a function of this file may have run Python code; the caller clears
                        it */
-    int quiet, collects;      /* of quiet.h */
+    int quiet, collects;      /* of quiet.h: open stretches; whether to turn the collector on */
     _Bool (*has_modes)(void); /* libtorch's: whether a TorchFunctionMode is active, whose Python
                                  code then reads attributes; NULL: not known */
     PyObject *tensor_error;
@@ -36,6 +36,7 @@ typedef struct {
     int impl_in_object, negated_in_impl;
     uint64_t negated;
     PyObject *is_neg, *is_inference; /* methods of torch.Tensor */
+    PyObject *is_leaf;               /* the name of that attribute */
 } fst_tensors;
 
 enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */
