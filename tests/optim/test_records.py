@@ -325,7 +325,7 @@ def test_a_step_after_one_that_failed_at_once_is_a_step() -> None:
         return param.tolist()
 
     seen = [step([param]) for _ in range(3)]
-    with pytest.raises(SystemError):
+    with pytest.raises(TypeError, match="not a list"):
         step((param,))
     seen.append(step([param]))
     assert seen == [[0.5] * 3, [0.0] * 3, [-0.5] * 3, [-1.0] * 3]
