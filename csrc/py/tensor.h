@@ -118,6 +118,13 @@ int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void *
 /* Whether the elements lie one after another in the order of the shape, and as they are. */
 int fst_view_is_packed(const fst_view *view);
 
+/* Whether it is a tensor without Python code of its own. */
+static inline int fst_tensor_is_plain(const fst_tensors *tensors, const PyObject *object)
+{
+    const PyObject *type = (const PyObject *)Py_TYPE(object);
+    return type == tensors->parameter_type || type == tensors->tensor_type;
+}
+
 /* object.grad, or another attribute: a new reference, or NULL with a Python error. */
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object);
 PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const char *name);
