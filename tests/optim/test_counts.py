@@ -129,7 +129,7 @@ def test_python_does_the_same_for_any_number_of_parameters(
 
 @pytest.mark.skipif(faststep._layout is None, reason="torch is asked about each tensor")
 def test_a_mode_sees_no_tensor_of_a_step_like_the_one_before() -> None:
-    """torch.set_default_device() makes such a mode, whose Python code costs a microsecond a call."""
+    """torch.set_default_device() makes such a mode, which costs a microsecond a call."""
 
     class Mode(TorchFunctionMode):
         calls = 0
