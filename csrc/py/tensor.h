@@ -37,6 +37,7 @@ typedef struct {
     uint64_t negated;
     PyObject *is_neg, *is_inference; /* methods of torch.Tensor */
     PyObject *is_leaf;               /* the name of that attribute */
+    PyObject *without_overrides; /* calls a method of torch.Tensor without a subclass's own code */
 } fst_tensors;
 
 enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */
