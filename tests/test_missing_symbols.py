@@ -154,4 +154,4 @@ def test_info_says_why_torch_is_asked_every_time() -> None:
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "a negated view has a record like that of a tensor of torch.float32" in done.stdout
+    assert "a parameter's record does not show that it is negated" in done.stdout

@@ -238,6 +238,7 @@ static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyOb
 static int bind_group(fst_binding *at, PyObject *params)
 {
     fst_plan_object *self = at->self;
+    fst_tensors *tensors = &at->module->tensors;
     const Py_ssize_t count = self->groups[at->group].size;
     for (at->index = 0; at->index < count; at->index++, at->param_count++) {
         PyObject *object, *grad;
@@ -245,12 +246,16 @@ static int bind_group(fst_binding *at, PyObject *params)
             fst_param_fetch(&self->params[at->param_count + FETCH_AHEAD]);
         if (find_param(at, params, &object, &grad))
             return -1;
-        if (at->module->tensors.ran_python)
+        at->ran_python |= tensors->ran_python;
+        tensors->ran_python = 0;
+        if (!fst_tensor_is_plain(tensors, object))
             self->traceable = 0; /* what is no tensor has no record */
         if (grad == Py_None)
             fst_trace_idle(&at->module->records, self, at->param_count, object);
         else if (bind_param(at, &self->params[at->param_count], object, grad))
             return -1;
+        if (tensors->ran_python)
+            self->traceable = 0; /* between torch's answer and a look at its record */
     }
     return 0;
 }
@@ -324,12 +329,21 @@ static PyObject *bind_all(fst_binding at, PyObject *param_lists)
     fst_trace_begin(&at.module->records, self, at.again);
     if (bind_groups(&at, param_lists))
         goto error;
-    if (PyList_Size(at.missing) == 0 && !at.module->tensors.ran_python)
+    if (PyList_Size(at.missing) == 0)
         fst_trace_end(self);
+    at.module->tensors.ran_python |= at.ran_python;
     return at.missing;
 error:
     Py_XDECREF(at.missing);
     return NULL;
+}
+
+/* Whether everything that was bound is as it was, although Python code has run. */
+static int is_still_so(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                       PyObject *state)
+{
+    const uint64_t moves = self->moves;
+    return fst_trace_holds(module, self, param_lists, state) && moves == self->moves;
 }
 
 PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
@@ -337,10 +351,13 @@ PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *par
 {
     fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
     at.fresh = fresh == Py_None ? NULL : fresh;
+    at.held_at = self->held_count; /* of a bind before, in the same step */
     module->tensors.ran_python = 0;
     PyObject *missing = bind_all(at, param_lists);
     for (at.again = 1; at.again < FST_ATTEMPTS; at.again++) {
         if (!missing || PyList_Size(missing) > 0 || !module->tensors.ran_python)
+            break;
+        if (!write_grads && is_still_so(module, self, param_lists, state))
             break;
         Py_DECREF(missing);
         module->tensors.ran_python = 0;

@@ -14,6 +14,7 @@ typedef struct {
     fst_trace *trace;        /* of the parameter at hand; NULL: none */
     const void *counter;     /* the version counter of the state that was noted last */
     int write_grads, rescanned;
+    int ran_python; /* for one of the parameters before: what was found may have moved */
     int again;      /* what was found before is bound once more: nothing is looked for */
     size_t held_at; /* then: the next object among what is held */
     size_t param_count;

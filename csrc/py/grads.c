@@ -28,13 +28,6 @@ static void grads_free(grads *g)
     Py_XDECREF(g->asked);
 }
 
-/* Whether it is a tensor without Python code of its own. */
-static int is_plain(const fst_module *state, PyObject *param)
-{
-    const PyObject *type = (const PyObject *)Py_TYPE(param);
-    return type == state->tensors.parameter_type || type == state->tensors.tensor_type;
-}
-
 /* A parameter leads to its gradient in five steps, and between two calls all of them leave the
  * cache: each is asked for when the one before it should have come. */
 static void fetch_ahead(const fst_module *state, const grads *g, Py_ssize_t index)
@@ -44,7 +37,7 @@ static void fetch_ahead(const fst_module *state, const grads *g, Py_ssize_t inde
         if (index >= g->list.count)
             return;
         PyObject *param = PyTuple_GetItem(g->list.items, index);
-        if (is_plain(state, param))
+        if (fst_tensor_is_plain(&state->tensors, param))
             fst_record_fetch_grad(&state->records, param, FST_STEPS_TO_GRAD - 1 - step);
     }
     if (index + 3 < g->list.count)
@@ -55,7 +48,7 @@ static void fetch_ahead(const fst_module *state, const grads *g, Py_ssize_t inde
  */
 static int add_record(fst_module *state, grads *g, PyObject *param)
 {
-    if (!is_plain(state, param))
+    if (!fst_tensor_is_plain(&state->tensors, param))
         return 0;
     const void *impl = fst_record_grad(&state->records, fst_record_of(&state->records, param));
     void *data;

@@ -37,8 +37,14 @@ static int refuse(const fst_module *module, const fst_plan_object *self, PyObjec
     if (owner == self->written_count)
         group = index = 0;
     return fst_plan_raise(module, group, index, owner == place ? "parameter" : "state", "inference",
-                          "was made in inference mode, and torch does not write such a tensor "
-                          "outside of it; call .clone() on it");
+                          FST_INFERENCE);
+}
+
+int fst_plan_is_frozen(fst_module *module, PyObject *object)
+{
+    const int inference = fst_tensor_is_inference(&module->tensors, object);
+    const int enabled = inference > 0 ? is_inference_mode(&module->tensors) : 1;
+    return inference < 0 || enabled < 0 ? -1 : !enabled;
 }
 
 int fst_plan_check_inference(fst_module *module, const fst_plan_object *self, PyObject *param_lists)
@@ -51,7 +57,7 @@ int fst_plan_check_inference(fst_module *module, const fst_plan_object *self, Py
         if (!allowed)
             return refuse(module, self, param_lists, i);
         if (inference)
-            return 0; /* anything may be written now */
+            return 1; /* anything may be written now */
     }
     return 0;
 }

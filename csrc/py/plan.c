@@ -136,22 +136,27 @@ static PyObject *error_text(void)
 static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
 {
-    int known, bound = fresh == Py_None && !options->write_grads &&
-                       fst_trace_holds(module, self, param_lists, state);
-    for (int checked = 0;; checked = 1) {
+    int known, inference = 0;
+    int bound = fresh == Py_None && !options->write_grads &&
+                fst_trace_holds(module, self, param_lists, state);
+    if (bound && count_written(module, self))
+        return NULL;
+    for (int checked = 0; !bound; checked = 1) {
         PyObject *missing =
-            bound ? NULL
-                  : fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
-        if (!bound && (!missing || PyList_Size(missing) > 0))
+            fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
+        if (!missing || PyList_Size(missing) > 0)
             return answer("missing", missing);
-        Py_XDECREF(missing);
+        Py_DECREF(missing);
         module->tensors.ran_python = 0;
-        if (count_written(module, self) ||
-            (!checked && fst_plan_check_inference(module, self, param_lists)))
+        if (count_written(module, self))
+            return NULL;
+        if (!checked)
+            inference = fst_plan_check_inference(module, self, param_lists);
+        if (inference)
+            fst_trace_forget(self); /* the next step may not be in the mode that this one is in */
+        if (inference < 0)
             return NULL;
         bound = !module->tensors.ran_python;
-        if (bound)
-            break;
     }
     PyObject *devices = list_devices(self, options->scalars, &known);
     if (!devices || !known)

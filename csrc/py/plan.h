@@ -148,10 +148,18 @@ int fst_groups_meet(fst_module *module, const fst_plan_object *self, PyObject *s
 PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads);
 
-/* Refuses to write tensors that were made in inference mode outside of it (inference.c): 0, or -1
- * with a Python error. Tensors whose version counters were found are none. */
+#define FST_INFERENCE                                                                         \
+    "was made in inference mode, and torch does not write such a tensor outside of it; call " \
+    ".clone() on it"
+
+/* Refuses to write tensors that were made in inference mode outside of it (inference.c): 1 if there
+ * are such tensors, 0 if not, or -1 with a Python error. Tensors whose version counters were found
+ * are none. */
 int fst_plan_check_inference(fst_module *module, const fst_plan_object *self,
                              PyObject *param_lists);
+
+/* The same for one tensor: whether it must not be written now; -1 with a Python error. */
+int fst_plan_is_frozen(fst_module *module, PyObject *object);
 
 /* Ends a step. Lets go, at its very end, of what it held: Python code may run then. */
 void fst_plan_release(fst_plan_object *self);

@@ -2,20 +2,19 @@
 
 void fst_quiet_begin(fst_tensors *tensors)
 {
-    tensors->quiet = 1;
-    tensors->collects = PyGC_Disable();
+    if (tensors->quiet++ == 0)
+        tensors->collects = PyGC_Disable();
 }
 
 void fst_quiet_end(fst_tensors *tensors)
 {
-    tensors->quiet = 0;
-    if (tensors->collects)
+    if (--tensors->quiet == 0 && tensors->collects)
         PyGC_Enable();
 }
 
 int fst_quiet_pause(fst_tensors *tensors)
 {
-    const int paused = tensors->quiet;
+    const int paused = tensors->quiet > 0;
     if (paused)
         fst_quiet_end(tensors);
     return paused;

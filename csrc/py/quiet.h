@@ -16,7 +16,8 @@ enum {
     FST_ATTEMPTS = 4,
 };
 
-/* Around a stretch. They do not nest. */
+/* Around a stretch. Where Python code runs in one after all, stretches nest and overlap: the
+ * collector is on again when the last of them has ended. */
 void fst_quiet_begin(fst_tensors *tensors);
 void fst_quiet_end(fst_tensors *tensors);
 

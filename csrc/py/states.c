@@ -49,6 +49,21 @@ static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *obj
     return value ? fst_bind_hold(at->self, value) : NULL;
 }
 
+/* Refuses to count outside of inference mode in a tensor that was made there; 0, or -1 with a
+ * Python error. */
+static int check_counter(const fst_binding *at, PyObject *object)
+{
+    fst_problem problem;
+    if (at->again || fst_record_counter(&at->module->records, object))
+        return 0;
+    at->self->traceable = 0; /* the next step may not be in inference mode */
+    const int frozen = fst_plan_is_frozen(at->module, object);
+    if (frozen <= 0)
+        return frozen;
+    fst_problem_set(&problem, "inference", FST_INFERENCE);
+    return fst_bind_problem(at, "state 'step'", &problem);
+}
+
 /* 1 if the counter is there, 0 if it must be brought to the parameter's device first: torch keeps
  * it in CPU memory where neither `fused` nor `capturable` is set. */
 static int bind_counter(const fst_binding *at, fst_param *param, PyObject *object,
@@ -57,6 +72,8 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
     fst_problem problem;
     if (fst_tensor_view(&at->module->tensors, object, view, &problem))
         return fst_bind_problem(at, "state 'step'", &problem);
+    if (check_counter(at, object))
+        return -1;
     if (view->device == FST_HOST && at->share->device != FST_HOST)
         return 0;
     if (fst_view_is_scalar(view, at->share->device, &problem))

@@ -177,21 +177,30 @@ int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tenso
     return 0;
 }
 
+/* Whether a TorchFunctionMode may be active. */
+static int may_have_modes(const fst_tensors *tensors)
+{
+    return !tensors->has_modes || tensors->has_modes();
+}
+
 /* Whether reading attributes of such a tensor runs Python code. */
 static int runs_python(const fst_tensors *tensors, const fst_tensor_type *known)
 {
-    return !known || known->runs_python || !tensors->has_modes || tensors->has_modes();
+    return !known || known->runs_python || may_have_modes(tensors);
 }
 
 /* What a method of torch.Tensor without arguments says, yes or no; -1 with a Python error. torch
- * may let go of the GIL to answer. */
+ * may let go of the GIL to answer. A subclass is not asked: its code would run for each tensor, and
+ * each time after others were read. */
 static int ask(fst_tensors *tensors, PyObject *method, PyObject *object)
 {
-    fst_problem unused;
-    const int python = runs_python(tensors, type_of(tensors, object, &unused));
+    const int python = may_have_modes(tensors);
     const int paused = fst_quiet_pause(tensors);
     Py_INCREF(object);
-    PyObject *answer = PyObject_CallFunctionObjArgs(method, object, NULL);
+    PyObject *answer =
+        fst_tensor_is_plain(tensors, object)
+            ? PyObject_CallFunctionObjArgs(method, object, NULL)
+            : PyObject_CallFunction(tensors->without_overrides, "O()(O)", method, object);
     const int truth = answer ? PyObject_IsTrue(answer) : -1;
     Py_XDECREF(answer);
     Py_DECREF(object);
@@ -319,13 +328,27 @@ PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const cha
     return value;
 }
 
+/* torch warns of a gradient that is asked of a tensor that autograd made, and Python code shows the
+ * warning. 0, or -1 with a Python error. */
+static int note_warning(fst_tensors *tensors, PyObject *object)
+{
+    PyObject *answer = PyObject_GetAttr(object, tensors->is_leaf);
+    const int leaf = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    tensors->ran_python |= leaf == 0;
+    return leaf < 0 ? -1 : 0;
+}
+
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
 {
     fst_problem unused;
     const fst_tensor_type *known = type_of(tensors, object, &unused);
-    if (known && known->read_grad && !runs_python(tensors, known))
-        return known->read_grad(known->grad, object, (PyObject *)known->type);
-    return fst_tensor_attribute(tensors, object, "grad");
+    if (!known || !known->read_grad || runs_python(tensors, known))
+        return fst_tensor_attribute(tensors, object, "grad");
+    PyObject *grad = known->read_grad(known->grad, object, (PyObject *)known->type);
+    if (grad == Py_None && note_warning(tensors, object))
+        Py_CLEAR(grad);
+    return grad;
 }
 
 fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object)
@@ -393,7 +416,11 @@ int fst_tensors_init(fst_tensors *tensors, PyObject *module)
         return -1;
     tensors->is_neg = PyObject_GetAttrString(tensors->tensor_type, "is_neg");
     tensors->is_inference = PyObject_GetAttrString(tensors->tensor_type, "is_inference");
-    if (!tensors->is_neg || !tensors->is_inference)
+    tensors->is_leaf = PyUnicode_InternFromString("is_leaf");
+    tensors->without_overrides =
+        PyObject_GetAttrString(tensors->parameter_type, "__torch_function__");
+    if (!tensors->is_neg || !tensors->is_inference || !tensors->is_leaf ||
+        !tensors->without_overrides)
         return -1;
     tensors->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError",
                                                       FST_DOC_TENSOR_ERROR, PyExc_TypeError, NULL);
@@ -418,6 +445,8 @@ int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
     Py_VISIT(tensors->parameter_type);
     Py_VISIT(tensors->is_neg);
     Py_VISIT(tensors->is_inference);
+    Py_VISIT(tensors->is_leaf);
+    Py_VISIT(tensors->without_overrides);
     Py_VISIT(tensors->tensor_error);
     return 0;
 }
@@ -432,5 +461,7 @@ void fst_tensors_clear(fst_tensors *tensors)
     Py_CLEAR(tensors->parameter_type);
     Py_CLEAR(tensors->is_neg);
     Py_CLEAR(tensors->is_inference);
+    Py_CLEAR(tensors->is_leaf);
+    Py_CLEAR(tensors->without_overrides);
     Py_CLEAR(tensors->tensor_error);
 }

@@ -27,7 +27,7 @@ typedef struct {
     PyObject *tensor_type, *parameter_type;
     int ran_python; /* set when a function of this file may have run Python code; the caller clears
                        it */
-    int quiet, collects;      /* of quiet.h */
+    int quiet, collects;      /* of quiet.h: open stretches; whether to turn the collector on */
     _Bool (*has_modes)(void); /* libtorch's: whether a TorchFunctionMode is active, whose Python
                                  code then reads attributes; NULL: not known */
     PyObject *tensor_error;
@@ -36,6 +36,8 @@ typedef struct {
     int impl_in_object, negated_in_impl;
     uint64_t negated;
     PyObject *is_neg, *is_inference; /* methods of torch.Tensor */
+    PyObject *is_leaf;               /* the name of that attribute */
+    PyObject *without_overrides; /* calls a method of torch.Tensor without a subclass's own code */
 } fst_tensors;
 
 enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */
@@ -116,6 +118,13 @@ int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void *
 
 /* Whether the elements lie one after another in the order of the shape, and as they are. */
 int fst_view_is_packed(const fst_view *view);
+
+/* Whether it is a tensor without Python code of its own. */
+static inline int fst_tensor_is_plain(const fst_tensors *tensors, const PyObject *object)
+{
+    const PyObject *type = (const PyObject *)Py_TYPE(object);
+    return type == tensors->parameter_type || type == tensors->tensor_type;
+}
 
 /* object.grad, or another attribute: a new reference, or NULL with a Python error. */
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object);

@@ -44,9 +44,9 @@ def _outcome(call: Callable[[], Any]) -> tuple[str, str]:
     return "", ""
 
 
-def zero_refuses(rank: int, world: int) -> dict[str, tuple[str, str]]:
+def zero_refuses(rank: int, world: int) -> dict[str, Any]:
     """What ZeRO says when it is given options that need all parameters."""
-    found = {}
+    found: dict[str, Any] = {}
     for name in CLASSES:
         cls = getattr(faststep.optim, name)
         for option in ({"max_grad_norm": 1.0}, {"max_grad_norm": 0.0}, {"norm_in_backward": True}):
@@ -61,6 +61,14 @@ def zero_refuses(rank: int, world: int) -> dict[str, tuple[str, str]]:
     harmless = {"max_grad_norm": None, "keep_grads": False, "norm_in_backward": False}
     call = lambda: ZeroRedundancyOptimizer(model.parameters(), faststep.optim.AdamW, **harmless)  # noqa: E731
     found["harmless"] = _outcome(call)
+    model(_input(rank, 0)).square().mean().backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    zero.optim.max_grad_norm = 1.0
+    found["reached inside"] = _outcome(zero.step)
+    zero.optim.max_grad_norm = None
+    scaler = faststep.amp.GradScaler("cpu", enabled=False)
+    found["by the scaler"] = _outcome(lambda: scaler.step(zero.optim, max_norm=1.0))
+    found["untouched"] = all(map(torch.equal, before, model.parameters()))
     return found
 
 
@@ -184,6 +192,11 @@ def test_zero_redundancy_refuses_a_norm_of_its_shard(ranks: Callable[[str], list
         assert "ZeroRedundancyOptimizer" in found["release"][1]
         assert found["overlap"][0] == "ValueError"  # torch's: it knows no functional twin
         assert found["harmless"] == ("", "")
+        for call in ("reached inside", "by the scaler"):
+            error, text = found[call]
+            assert error == "RuntimeError", call
+            assert "faststep.clip_grad_norm_(model.parameters(), max_norm)" in text
+        assert found["untouched"]
 
 
 @pytest.mark.parametrize("how", WAYS)

@@ -29,6 +29,7 @@ from .acting import (
     alike,
     bound_again,
     over_actions,
+    replace_memory_of_grads,
     step,
     with_states,
 )
@@ -159,6 +160,45 @@ def test_subclass_that_acts(action: Callable[[Model], None], work: str) -> None:
         step(model, action)
     assert acting.action is None
     model.assert_own_values(before)
+
+
+class Watching(Parameter):
+    """Does something each time that torch asks it whether it is negated."""
+
+    action: Action | None = None
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is Tensor.is_neg and cls.action is not None:
+                cls.action()
+            return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("work", ["step", "clip"])
+def test_subclass_that_moves_memory_each_time(work: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where records are not known torch is asked for the negative bit, but not the subclass."""
+    model = with_states()
+    watching = Watching(torch.zeros(SIZE))
+    model.optimizer.param_groups[0]["params"][-1] = model.params[-1] = watching
+    model.optimizer.state[watching]["momentum_buffer"] = torch.zeros(SIZE)
+    model.backward()
+    before = model.values()
+    monkeypatch.setattr(Watching, "action", staticmethod(lambda: replace_memory_of_grads(model)))
+    _C.use_records()
+    try:
+        if work == "clip":
+            faststep.clip_grad_norm_(list(model.params), 1e-6)
+        else:
+            model.optimizer.step()
+    finally:
+        if faststep._layout is not None:
+            _C.use_records(*faststep._layout)
+    monkeypatch.undo()
+    model.assert_own_values(before)
+    if work == "clip":
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.params if p.grad is not None])
+        torch.testing.assert_close(norm, torch.tensor(1e-6))
 
 
 def test_groups_that_grow_in_a_step() -> None:

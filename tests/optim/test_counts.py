@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
 import faststep
@@ -124,6 +125,29 @@ def test_python_does_the_same_for_any_number_of_parameters(
     assert many_calls == few_calls <= calls
     assert few_bytes <= size
     assert many_bytes <= size + each * MANY
+
+
+@pytest.mark.skipif(faststep._layout is None, reason="torch is asked about each tensor")
+def test_a_mode_sees_no_tensor_of_a_step_like_the_one_before() -> None:
+    """torch.set_default_device() makes such a mode, which costs a microsecond a call."""
+
+    class Mode(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    params = parameters(MANY)
+    step, calls = plain_step(params), []
+    with Mode() as mode:
+        for _ in range(4):
+            before = mode.calls
+            step()
+            calls.append(mode.calls - before)
+    assert calls[0] > MANY
+    assert calls[2:] == [0, 0]
+    assert len({param[0].item() for param in params}) == 1
 
 
 def test_batches_take_as_many_calls_for_any_number_of_rows() -> None:

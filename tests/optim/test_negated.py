@@ -383,7 +383,7 @@ class Asked(Tensor):
 
 
 def test_a_subclass(records: str) -> None:
-    """With Python code of its own, which runs in a step only where torch has to be asked."""
+    """With Python code of its own, which does not run for this where torch has to be asked."""
     params, twins = parameters((64,), (5, 3)), parameters((64,), (5, 3))
     optimizers = [faststep.optim.AdamW(ps) for ps in (params, twins)]
     for step in range(6):
@@ -393,7 +393,7 @@ def test_a_subclass(records: str) -> None:
         Asked.names.clear()
         for optimizer in optimizers:
             optimizer.step()
-        assert ("is_neg" in Asked.names) is (records != "records")
+        assert "is_neg" not in Asked.names
         assert_same_bits(params, twins)
 
 

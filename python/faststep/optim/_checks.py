@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 from typing import Any
 
 from torch.optim import Optimizer
@@ -54,6 +56,13 @@ def refuse_group_options(group: dict[str, Any]) -> None:
 
 def refuse_shards(optimizer: Optimizer) -> None:
     """Raise if the norm of the gradients here would be that of one rank's part of them."""
+    if _is_inside_zero(optimizer):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: this optimizer is that of one rank in a "
+            "ZeroRedundancyOptimizer, and its step would clip by the norm of a part of the "
+            "gradients: call faststep.clip_grad_norm_(model.parameters(), max_norm) before the "
+            "wrapper's step(), without max_grad_norm= and max_norm=; nothing was updated"
+        )
     for number, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             if is_fsdp_shard(param):
@@ -63,3 +72,18 @@ def refuse_shards(optimizer: Optimizer) -> None:
                     "of that part: call model.clip_grad_norm_(max_norm) before the step, without "
                     "max_grad_norm= and max_norm=; nothing was updated"
                 )
+
+
+def _is_inside_zero(optimizer: Optimizer) -> bool:
+    """Whether a ZeroRedundancyOptimizer has made this one; it leaves no mark there.
+
+    Looks at every object, so only scripts that use it should pay for that.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None:
+        return False
+    zero = module.ZeroRedundancyOptimizer
+    return any(
+        issubclass(type(owner), zero) and vars(owner).get("optim") is optimizer
+        for owner in gc.get_objects()
+    )
