@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -36,12 +37,21 @@ def epoch_with_a_sent_tensor(loader: DataLoader, x: torch.Tensor) -> list[torch.
     return batches
 
 
+def names() -> set[str]:
+    """The files in memory that this process has made."""
+    return {name for name in os.listdir("/dev/shm") if f"_{os.getpid()}_" in name}
+
+
 @pytest.fixture
 def file_system() -> Iterator[None]:
+    """What is sent and received by nobody keeps its name until the process ends, or this does."""
     before = torch.multiprocessing.get_sharing_strategy()
+    there = names()
     torch.multiprocessing.set_sharing_strategy("file_system")
     yield
     torch.multiprocessing.set_sharing_strategy(before)
+    for name in names() - there:
+        os.unlink(f"/dev/shm/{name}")
 
 
 def shared() -> torch.Tensor:
