@@ -6,6 +6,7 @@ import gc
 import sys
 from typing import Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from .._torch import is_fsdp_shard
@@ -77,10 +78,11 @@ def refuse_shards(optimizer: Optimizer) -> None:
 def _is_inside_zero(optimizer: Optimizer) -> bool:
     """Whether a ZeroRedundancyOptimizer has made this one; it leaves no mark there.
 
-    Looks at every object, so only scripts that use it should pay for that.
+    Looks at every object, so only scripts that can use it should pay for that: it cannot be made
+    without a process group.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None:
+    if module is None or not (dist.is_available() and dist.is_initialized()):
         return False
     zero = module.ZeroRedundancyOptimizer
     return any(
