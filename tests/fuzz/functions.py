@@ -307,11 +307,14 @@ def hold(world: World) -> None:
     except (RuntimeError, NotImplementedError):  # a tensor without a storage
         record = 0
     args = (junk(world), record) if world.chance(0.1) else (tensor, record)
-    held = world.call("hold", _C.hold, args)
-    if held is None or type(tensor) is not torch.Tensor or tensor.is_neg():
-        return
-    if held.shape != tensor.shape or held.data_ptr() != tensor.data_ptr():
-        raise FaultError("what is held is not the tensor's memory")
+
+    def check(held: torch.Tensor) -> None:
+        if type(tensor) is not torch.Tensor or tensor.is_neg():
+            return
+        if held.shape != tensor.shape or held.data_ptr() != tensor.data_ptr():
+            raise FaultError("what is held is not the tensor's memory")
+
+    world.call("hold", _C.hold, args, check=check)
 
 
 def no_arguments(name: str) -> Target:
