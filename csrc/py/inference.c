@@ -40,21 +40,30 @@ static int refuse(const fst_module *module, const fst_plan_object *self, PyObjec
                           FST_INFERENCE);
 }
 
-int fst_plan_is_frozen(fst_module *module, PyObject *object)
+/* Whether a tensor was made in inference mode, and whether it is frozen: not to be written now. -1
+ * with a Python error. */
+static int is_inference(fst_module *module, PyObject *object, int *frozen)
 {
     const int inference = fst_tensor_is_inference(&module->tensors, object);
     const int enabled = inference > 0 ? is_inference_mode(&module->tensors) : 1;
-    return inference < 0 || enabled < 0 ? -1 : !enabled;
+    *frozen = !enabled;
+    return inference < 0 || enabled < 0 ? -1 : inference;
+}
+
+int fst_plan_is_frozen(fst_module *module, PyObject *object)
+{
+    int frozen;
+    return is_inference(module, object, &frozen) < 0 ? -1 : frozen;
 }
 
 int fst_plan_check_inference(fst_module *module, const fst_plan_object *self, PyObject *param_lists)
 {
     for (size_t i = self->counted_count; i < self->written_count; i++) {
-        const int inference = fst_tensor_is_inference(&module->tensors, self->written[i]);
-        const int allowed = inference > 0 ? is_inference_mode(&module->tensors) : 1;
-        if (inference < 0 || allowed < 0)
+        int frozen;
+        const int inference = is_inference(module, self->written[i], &frozen);
+        if (inference < 0)
             return -1;
-        if (!allowed)
+        if (frozen)
             return refuse(module, self, param_lists, i);
         if (inference)
             return 1; /* anything may be written now */
