@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
-C_FILES = $(wildcard csrc/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch] tests/cuda/*.[ch] tests/cuda/*.cu)
+C_FILES = $(wildcard csrc/*/*.[ch] csrc/py/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch] tests/cuda/*.c tests/cuda/*.h tests/cuda/*.cu)
 C_TESTS := $(MAKE) -f tests/c/Makefile
 # What runs the loops: these tests are repeated for each instruction set, and under the sanitizers.
 LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py \

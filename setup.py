@@ -25,7 +25,7 @@ LEVELS = ["base"] + (["avx2", "avx512"] if platform.machine() in ("x86_64", "AMD
 STABLE_ABI = not sysconfig.get_config_var("Py_GIL_DISABLED")  # free-threaded CPythons have none yet
 SANITIZE = os.environ.get("FASTSTEP_SANITIZE")
 LOOPS = sorted(glob("csrc/cpu/*.isa.c"))
-PLAIN = sorted(set(glob("csrc/*/*.c")) - set(LOOPS))
+PLAIN = sorted(set(glob("csrc/**/*.c", recursive=True)) - set(LOOPS))
 HEADERS = sorted({*glob("csrc/**/*.*", recursive=True)} - {*PLAIN, *LOOPS})
 KERNELS = sorted(glob("cuda/*.*"))
 CUDA = os.environ.get("FASTSTEP_CUDA", "")

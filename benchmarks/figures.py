@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench_rows import SMOKE
 from faststep.cli.console import table
-from works import SMOKE
 
 __all__ = ["Figure", "figures_text"]
 

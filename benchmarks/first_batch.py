@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import faststep.data
 from faststep.cli.contenders import OURS
-from loader_works import LoaderWork, work_of
+from loader_rows import LoaderWork, work_of
 
 THEIRS = "torch"
 

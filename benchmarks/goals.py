@@ -6,14 +6,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench_rows import GPT_BELOW, HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
 from faststep.cli.console import table
 from faststep.cli.contenders import OURS, SWAPPED
 from faststep.cli.report import times
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import ALL_FAMILIES
-from loader_works import BEST, COPY, LOADER_WORKS
+from loader_rows import BEST, COPY, LOADER_WORKS
 from windows import BY_HAND, IN_BACKWARD, IN_PAIRS, RECIPE
-from works import GPT_BELOW, HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
 
 __all__ = ["GOALS", "Goal", "goals_text"]
 

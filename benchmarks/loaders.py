@@ -17,9 +17,9 @@ from typing import Any, TypedDict
 
 import torch
 
+from bench_rows import SMOKE
 from faststep.cli.contenders import UnavailableError
-from loader_works import LoaderWork, Stream, work_of
-from works import SMOKE
+from loader_rows import LoaderWork, Stream, work_of
 
 __all__ = ["SETTLE", "Measured", "measured"]
 

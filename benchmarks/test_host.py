@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from bench_rows import SMOKE, host_works
+from contest import Ring
 from faststep.cli.contenders import OURS
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import Work
-from ring import Ring
-from works import SMOKE, host_works
 
 BLOCKS, ROUNDS = (1, 2) if SMOKE else (9, 11)
 

@@ -1,4 +1,4 @@
-"""Batches of loaders, each work in a process of its own; see loaders.py and slices.py."""
+"""Batches of loaders, each work in a process of its own; see loaders.py and time_slices.py."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from bench_rows import SMOKE
+from contest import Ring
 from faststep.cli.contenders import OURS
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import Work
-from loader_works import BEST, LOADER_WORKS, LoaderWork
+from loader_rows import BEST, LOADER_WORKS, LoaderWork
 from loaders import Measured, measured
-from ring import Ring
-from slices import seconds_in_slices
-from works import SMOKE
+from time_slices import seconds_in_slices
 
 RUNS_IN_SLICES = 4
 SLICED_SECONDS = 0.5 if SMOKE else 8.0

@@ -19,12 +19,12 @@ import torch
 from torch.utils.data import Dataset, TensorDataset
 
 import faststep.data
+from bench_rows import SMOKE
+from contest import Ring
 from faststep.cli.contenders import OURS
 from figures import Figure
 from first_batch import THEIRS, seconds_of, seconds_to_first
-from loader_works import LOADER_WORKS, LoaderWork, Megabytes, images
-from ring import Ring
-from works import SMOKE
+from loader_rows import LOADER_WORKS, LoaderWork, Megabytes, images
 
 ROUNDS = 3 if SMOKE else 12
 
@@ -91,7 +91,7 @@ def test_strings(ring: Ring) -> None:
     count = 1000 if SMOKE else 1_000_000
     sizes = {}
     for kind in ("list", "frozen"):
-        script = Path(__file__).with_name("strings.py")
+        script = Path(__file__).with_name("string_memory.py")
         command = [sys.executable, str(script), kind, str(count), "5"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -11,13 +11,13 @@ import pytest
 
 import memory
 import windows
+from bench_rows import SMOKE, window_works
+from contest import Ring
 from faststep.cli.contenders import OURS
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import Work
 from figures import Figure
 from memory import MODES
-from ring import Ring
-from works import SMOKE, window_works
 
 MODELS = ("tiny",) if SMOKE else ("deep MLP", "GPT-2 small")
 

@@ -4,32 +4,32 @@
  * csrc/cpu, bit for bit. */
 #include "rules/loss_scale.h"
 #include "rules/rules.h"
-#include "fold.h"
-#include "image.h"
+#include "fold_sums.h"
+#include "image_kernel.h"
 #include "tile.h"
 
 enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 
 #define REAL float
 #define FST_T(name) name##_f32
-#include "block.h"
-#include "update.h"
-#include "reduce.h"
+#include "held.h"
+#include "update_chunk.h"
+#include "reduce_chunk.h"
 #undef HELD
 #undef REAL
 #undef FST_T
 
 #define REAL double
 #define FST_T(name) name##_f64
-#include "block.h"
-#include "update.h"
-#include "reduce.h"
+#include "held.h"
+#include "update_chunk.h"
+#include "reduce_chunk.h"
 #undef HELD
 #undef REAL
 #undef FST_T
 
 #include "begin.h"
-#include "lists.h"
+#include "list_kernels.h"
 
 /* Backwards: what `begin` measured last is still in the cache. */
 FST_KERNEL(fst_update, fst_update_launch)

@@ -7,7 +7,7 @@
 #ifndef FST_CUDA_TILE_H
 #define FST_CUDA_TILE_H
 
-#include "tables.h"
+#include "read_tables.h"
 
 /* A chunk as a group of threads, a warp or a block, shares it. */
 typedef struct {

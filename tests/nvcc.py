@@ -49,7 +49,7 @@ def version() -> str:
 
 
 def ptx(out: Path, fmad: bool = False) -> str:
-    flags = (ROOT / "cuda/compile.flags").read_text().split()
+    flags = (ROOT / "cuda/nvcc.flags").read_text().split()
     options = [f"--fmad={fmad}".lower() if flag == "--fmad=false" else flag for flag in flags]
     options += ["-ptx", "-arch=compute_75", "-Werror=all-warnings"]
     run(NVCC, *options, "-o", str(out), "cuda/kernels.cu")

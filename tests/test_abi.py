@@ -1,4 +1,4 @@
-"""csrc/py/dlpack.h declares torch's tensor interface anew: against torch's header, and in use."""
+"""csrc/py/torch/dlpack.h declares torch's tensor interface: against torch's header, and in use."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ SIGNATURES = {
 
 def comparison() -> str:
     """C that compiles only where both headers mean the same."""
-    lines = ["#include <stddef.h>", "#include <ATen/dlpack.h>", '#include "py/dlpack.h"']
+    lines = ["#include <stddef.h>", "#include <ATen/dlpack.h>", '#include "py/torch/dlpack.h"']
 
     def must(condition: str) -> None:
         lines.append(f'_Static_assert({condition}, "differs");')
@@ -117,7 +117,7 @@ def test_declarations_match_those_of_torch(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_declaration_is_noticed(tmp_path: Path, right: str, wrong: str) -> None:
-    header = (ROOT / "csrc/py/dlpack.h").read_text()
+    header = (ROOT / "csrc/py/torch/dlpack.h").read_text()
     assert right in header
     (tmp_path / "py").mkdir()
     (tmp_path / "py/dlpack.h").write_text(header.replace(right, wrong))
@@ -126,7 +126,7 @@ def test_a_wrong_declaration_is_noticed(tmp_path: Path, right: str, wrong: str) 
 
 
 READER = """
-#include "py/dlpack.h"
+#include "py/torch/dlpack.h"
 
 /* out: version, device, code, bits, lanes, ndim, address, then shape and strides */
 int read_tensor(const fst_dl_header *header, void *object, int64_t *out)

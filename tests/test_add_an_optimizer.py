@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 CLASS = """
-from faststep.optim._base import FusedOptimizer, Rule
+from faststep.optim.base import FusedOptimizer, Rule
 
 
 class SignSGD(FusedOptimizer):

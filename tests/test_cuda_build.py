@@ -135,7 +135,7 @@ def test_kernels_are_built_again_only_when_a_source_changed(
     assert build(monkeypatch)
     assert len(calls(tree)) == 1
     assert "--options-file=cuda/targets.flags" in calls(tree)[0]
-    sources = ["cuda/update.h", "cuda/compile.flags", "csrc/rules/adam.h", "csrc/base/device.h"]
+    sources = ["cuda/update_chunk.h", "cuda/nvcc.flags", "csrc/rules/adam.h", "csrc/base/device.h"]
     for count, source in enumerate(sources, 2):
         later = (tree / "kernels.fatbin").stat().st_mtime + 1
         os.utime(tree / source, (later, later))

@@ -6,9 +6,9 @@ import os
 
 import torch
 
+from bench_rows import SMOKE
 from faststep.cli.contenders import OURS
 from faststep.cli.workloads import Shapes, Work, gpt2_small, resnet50
-from works import SMOKE
 
 __all__ = ["FOREACH", "FUSED", "LARGE", "MANY", "PLAIN", "REHEARSAL", "TINY", "cuda_works"]
 

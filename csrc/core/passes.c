@@ -2,7 +2,7 @@
 
 #include <string.h>
 
-#include "cpu/run.h"
+#include "cpu/cpu_passes.h"
 #include "rules/loss_scale.h"
 
 static const fst_cpu_kernels *kernels;

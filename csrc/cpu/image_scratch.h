@@ -5,7 +5,7 @@
 
 #include <stddef.h>
 
-#include "base/image.h"
+#include "base/image_sample.h"
 
 enum { FST_IMAGE_ALIGNMENT = 64 };
 

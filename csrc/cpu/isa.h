@@ -3,7 +3,7 @@
 #ifndef FST_CPU_ISA_H
 #define FST_CPU_ISA_H
 
-#include "base/image.h"
+#include "base/image_sample.h"
 #include "base/widen.h"
 
 #define FST_JOIN(name, isa) name##_##isa

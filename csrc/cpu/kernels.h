@@ -2,7 +2,7 @@
 #ifndef FST_CPU_KERNELS_H
 #define FST_CPU_KERNELS_H
 
-#include "base/image.h"
+#include "base/image_sample.h"
 #include "base/widen.h"
 #include "base/work.h"
 #include "rules/rules.h"

@@ -24,7 +24,7 @@ typedef struct {
     void *pinned;
 } fst_gpu_kept;
 
-/* One thread at a time uses a set of tables. The fields are for the passes of run.h. */
+/* One thread at a time uses a set of tables. The fields are for the passes of launch.h. */
 typedef struct {
     fst_gpu_device *device;
     fst_gpu_copy eager, captured;

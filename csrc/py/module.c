@@ -4,13 +4,13 @@
 #include <stdlib.h>
 
 #include "core/fold.h"
-#include "core/image.h"
+#include "core/image_pass.h"
 #include "core/passes.h"
 #include "cpu/parallel.h"
 #include "gpu/context.h"
 #include "io/table.h"
 #include "py/docs.h"
-#include "py/unscaled.h"
+#include "py/grads/unscaled.h"
 
 fst_module *fst_module_state(PyObject *module)
 {

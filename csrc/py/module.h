@@ -4,7 +4,7 @@
 
 #include "base/status.h"
 #include "gpu/tables.h"
-#include "py/record.h"
+#include "py/torch/record.h"
 
 /* Names of attributes, as Python has them. */
 typedef struct {
@@ -50,7 +50,8 @@ PyObject *fst_raise(const fst_status *status);
 /* The same for functions that return -1. */
 int fst_raise_int(const fst_status *status);
 
-/* Functions on lists of tensors (lists.c, grads.c, accumulate.c), the loss scale (scaler.c). */
+/* Functions on lists of tensors (tensor_lists.c, grads.c, accumulate.c), the loss scale (scaler.c).
+ */
 PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);
 PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args);
 PyObject *fst_py_clip_grads(PyObject *module, PyObject *args);
@@ -69,24 +70,24 @@ PyObject *fst_py_device_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clip(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 
-/* The types of optimizer plans (plan.c), of what is measured in backward (squares.c) and of what is
- * updated there (release.c). */
+/* The types of optimizer plans (step_plan.c), of what is measured in backward (squares.c) and of
+ * what is updated there (release.c). */
 extern PyType_Spec fst_plan_spec, fst_squares_spec, fst_release_hook_spec;
 
-/* Batches from arrays (slots.c, gather.c) and from worker processes (arena.c). */
+/* Batches from arrays (slots_object.c, gather.c) and from worker processes (arena_object.c). */
 PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
 PyObject *fst_py_permute(PyObject *module, PyObject *args);
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused);
-PyObject *fst_py_keep_locked_memory(PyObject *module, PyObject *whether); /* arena_lock.c */
+PyObject *fst_py_keep_locked_memory(PyObject *module, PyObject *whether); /* arena_locked.c */
 PyObject *fst_py_hold(PyObject *module, PyObject *args);                  /* hold.c */
 PyObject *fst_py_holds(PyObject *module, PyObject *unused);
 PyObject *fst_py_use_owners(PyObject *module, PyObject *args);
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_arena_spec;
 
-/* TFRecord files (tfrecord.c). */
+/* TFRecord files (tfrecord_scan.c). */
 PyObject *fst_py_crc32c(PyObject *module, PyObject *bytes);
 PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args);
-/* Batches of images (image.c). */
+/* Batches of images (image_batch.c). */
 PyObject *fst_py_transform_images(PyObject *module, PyObject *args);
 PyObject *fst_py_split_channels(PyObject *module, PyObject *args);
 

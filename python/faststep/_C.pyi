@@ -255,9 +255,10 @@ def transform_images(
     is then int32 on the device, for its copy of `samples`.
 
     `images` is (M, C, H, W) uint8 or float32, `out` (N, C, h, w) float32, bfloat16 or float16, both
-    with any strides; `samples` is (N, 17) int32, a struct of csrc/base/image.h per row, on the
-    CPU, which says what of `images` each is made of; `scale` and `bias` have a number per channel.
-    What is resized is, with `antialias`, weighed over all that a pixel covers; default False.
+    with any strides; `samples` is (N, 17) int32 on the CPU, a struct of csrc/base/image_sample.h
+    per row, which says what of `images` each is made of; `scale` and `bias` have a number per
+    channel. What is resized is, with `antialias`, weighed over all that a pixel covers; default
+    False.
 
     Raises:
         TypeError: a tensor cannot be used.
@@ -315,7 +316,7 @@ def use_owners(*places: int) -> None:
     """
 
 def use_records(*words: int) -> None:
-    """Recognize unchanged tensors by their records; see faststep/_records.py for the numbers.
+    """Recognize unchanged tensors by their records; see faststep/_torch/records.py for the numbers.
 
     Without arguments torch is asked about every tensor in every step.
     """

@@ -3,8 +3,9 @@
 import os
 from pathlib import Path
 
-from . import _C, _records
-from ._torch import address_of_has_callbacks, address_of_has_modes, libtorch_cpu_path
+from . import _C
+from ._torch import records as _records
+from ._torch.library import address_of_has_callbacks, address_of_has_modes, libtorch_cpu_path
 
 _C.use_threads_of(libtorch_cpu_path())
 _C.use_callbacks(address_of_has_callbacks())
@@ -20,12 +21,7 @@ if _KERNELS.is_file():
 
 from . import amp, data, optim  # noqa: E402
 from .accumulation import accumulate  # noqa: E402
-from .clip import (  # noqa: E402
-    clip_grad_norm_,
-    clip_grad_value_,
-    clip_grads_with_norm_,
-    get_total_norm,
-)
+from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from .release import release_gradients  # noqa: E402
 
 __version__ = "0.1.0"

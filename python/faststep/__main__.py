@@ -1,5 +1,5 @@
 """Entry point of ``python -m faststep``."""
 
-from faststep.cli import main
+from .cli import main
 
 raise SystemExit(main())

@@ -42,10 +42,12 @@ from torch.nn.utils import clip_grads_with_norm_ as _torch_clip_grads_with_norm_
 from torch.nn.utils import get_total_norm as _torch_get_total_norm
 
 from . import _C
-from ._division import divide_grads_of, divide_these
-from ._released import refuse_clipping
-from ._torch import increment_version, is_compiling, is_watched
-from .optim._devices import has_kernels_for
+from ._devices import has_kernels_for
+from ._torch.compiler import is_compiling
+from ._torch.modes import is_watched
+from ._torch.optim import increment_version
+from .grads.divide import divide_grads_of, divide_these
+from .grads.released import refuse_clipping
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 

@@ -120,7 +120,7 @@ def test_clip_without_a_scaler(make: Make, way: str) -> None:
     model = make_model()
     optimizer = make(model.parameters())
     if way == "max_grad_norm":
-        if not isinstance(optimizer, faststep.optim._base.FusedOptimizer):
+        if not isinstance(optimizer, faststep.optim.base.FusedOptimizer):
             pytest.skip("an option of faststep's optimizers")
         optimizer.max_grad_norm = 0.1
     accum = faststep.accumulate(optimizer, 3)
@@ -130,7 +130,7 @@ def test_clip_without_a_scaler(make: Make, way: str) -> None:
             with accum:
                 accum.backward(loss_of(model, batch))
         divided = [grad.double() for grad in grads(model)]
-        if accum._window.optimizers[0] in faststep._division._waiting:
+        if accum._window.optimizers[0] in faststep.grads.divide._waiting:
             divided = [grad / 3 for grad in divided]
         reference = math.sqrt(sum(float((grad**2).sum()) for grad in divided))
         norm = reference

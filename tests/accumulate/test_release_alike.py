@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import faststep
 from faststep import _C
-from faststep._releasing import Release
+from faststep.release.hooks import Release
 
 from .common import assert_equal, batches, loss_of, make_model, values
 from .test_release import MAKE, states

@@ -84,7 +84,7 @@ def test_training_with_every_optimizer(make, dtype: torch.dtype) -> None:
             [p.detach() for p in reference.parameters()],
             0.02,
         )
-        if not isinstance(optimizer, faststep.optim._base.FusedOptimizer):
+        if not isinstance(optimizer, faststep.optim.base.FusedOptimizer):
             assert_equal(list(model.parameters()), list(reference.parameters()))
 
 

@@ -3,7 +3,7 @@
 #define GPU_EMPTY_H
 
 #include "base/device.h"
-#include "base/image.h"
+#include "base/image_sample.h"
 #include "fake_cuda.h"
 
 static const unsigned char fatbin[24] = {0x50, 0xED, 0x55, 0xBA, 1, 0, 16, 0, 8};

@@ -6,8 +6,8 @@
 
 #include "common.h"
 #include "fake_cuda.h"
-#include "gpu/image.h"
-#include "gpu/run.h"
+#include "gpu/image_launch.h"
+#include "gpu/launch.h"
 
 enum { MAX_TAGS = 1 << 16 };
 

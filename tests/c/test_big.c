@@ -2,7 +2,7 @@
  * only the places that are worked on are touched. Every place has a twin in ordinary memory. */
 #include <sys/mman.h>
 
-#include "cpu/run.h"
+#include "cpu/cpu_passes.h"
 #include "reference.h"
 
 enum { SMALL = 40000 }; /* elements at the far end that are worked on */

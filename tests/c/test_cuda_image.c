@@ -1,7 +1,7 @@
 /* Batches of images: every instruction set, any cut of the rows among threads, and the kernel give
  * the same bits, read nothing outside of the source and write nothing outside of the output. */
-#include "core/image.h"
-#include "cpu/image.h"
+#include "core/image_pass.h"
+#include "cpu/image_threads.h"
 #include "device.h"
 
 enum { MAX_COUNT = 4, GUARD = 64 };

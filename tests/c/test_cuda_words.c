@@ -8,14 +8,14 @@
 
 #define REAL float
 #define FST_T(name) name##_f32
-#include "../../cuda/block.h"
+#include "../../cuda/held.h"
 #undef HELD
 #undef REAL
 #undef FST_T
 
 #define REAL double
 #define FST_T(name) name##_f64
-#include "../../cuda/block.h"
+#include "../../cuda/held.h"
 #undef HELD
 #undef REAL
 #undef FST_T

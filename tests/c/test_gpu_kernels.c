@@ -3,7 +3,7 @@
 #include "step.h"
 
 #include "fake_cuda.h"
-#include "gpu/run.h"
+#include "gpu/launch.h"
 
 enum { STEPS = 6 };
 

@@ -5,7 +5,7 @@
 #include "base/device.h"
 #include "common.h"
 #include "gpu_empty.h"
-#include "gpu/run.h"
+#include "gpu/launch.h"
 #include "gpu_child.h"
 
 static fst_status status;

@@ -5,7 +5,7 @@
 #include "common.h"
 #include "core/plan.h"
 #include "gpu_empty.h"
-#include "gpu/run.h"
+#include "gpu/launch.h"
 
 enum { THREADS = 6, STEPS = 300 };
 

@@ -7,7 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "core/image.h"
+#include "core/image_pass.h"
 #include "core/passes.h"
 #include "cpu/parallel.h"
 #include "reference.h"

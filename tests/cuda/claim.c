@@ -1,6 +1,6 @@
 /* claim.c - lets CPU tensors claim to lie on a CUDA device: a DLPack exchange API that asks torch's
  * and changes the device in the answer. One API per device, as a tensor's type has one. */
-#include "py/dlpack.h"
+#include "py/torch/dlpack.h"
 
 enum { DEVICES = 2 };
 

@@ -103,7 +103,7 @@ static inline void model_plan(const model *m, const options *o, fst_plan *plan)
     CHECK_INT(fst_plan_seal(plan, FST_OP_PARAM, o->write_grad ? 2 : 1, &status), FST_OK);
 }
 
-/* As fold_all in csrc/py/plan.c. */
+/* As fold_all in csrc/py/step/step_plan.c. */
 static inline void cpu_fold(model *m, fst_update_args *args, double coefficient)
 {
     uint32_t span = 0;
@@ -126,7 +126,7 @@ static inline void cpu_fold(model *m, fst_update_args *args, double coefficient)
     }
 }
 
-/* As run and run_passes in csrc/py/plan.c. */
+/* As run and run_passes in csrc/py/step/step_plan.c. */
 static inline outcome cpu_step(model *m, const options *o)
 {
     fst_plan plan;

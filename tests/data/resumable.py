@@ -24,7 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler
 
-from .both import plain
+from .torch_and_ours import plain
 
 ROWS = 23
 

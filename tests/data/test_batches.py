@@ -28,7 +28,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import ArrayDataset, DataLoader
 
-from .both import assert_same, plain
+from .torch_and_ours import assert_same, plain
 
 Pair = namedtuple("Pair", "image label")
 

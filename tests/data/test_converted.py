@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from faststep.data import ArrayDataset, DataLoader, convert, converted, open
 
-from .both import assert_same, plain
+from .torch_and_ours import assert_same, plain
 
 SHAPE = (3, 5, 7)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

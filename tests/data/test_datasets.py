@@ -13,7 +13,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from faststep.data import ArrayDataset, DataLoader, TokenDataset
 
-from .both import assert_same
+from .torch_and_ours import assert_same
 
 WRONG: list[tuple[Any, str]] = [
     ({}, "no array"),

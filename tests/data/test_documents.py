@@ -17,7 +17,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from faststep.data import DataLoader, TokenDataset, TokenWindow, cu_seqlens
 
-from .both import assert_same
+from .torch_and_ours import assert_same
 
 MARK = 5
 

@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[2]
 INCLUDE = Path(torch.__file__).parent / "include"
 COMPILER = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
 
-# the struct that is filled and the function that takes it, as in csrc/py/gather.c
+# the struct that is filled and the function that takes it, as in csrc/py/load/gather.c
 SOURCE = """
 #include <stddef.h>
 #include <ATen/dlpack.h>
-#include "py/dlpack.h"
+#include "py/torch/dlpack.h"
 #define SAME(ours, its) _Static_assert(offsetof(fst_dl_managed, ours) == \\
     offsetof(DLManagedTensorVersioned, its), "differs")
 _Static_assert(sizeof(fst_dl_managed) == sizeof(DLManagedTensorVersioned), "differs");

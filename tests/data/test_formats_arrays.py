@@ -15,7 +15,7 @@ import torch
 import faststep.data
 from faststep.data import ArrayDataset, FormatError
 
-from .both import assert_same
+from .torch_and_ours import assert_same
 
 
 def cut(path: Path, size: int) -> Path:

@@ -21,7 +21,7 @@ from faststep.cli import main
 from faststep.data import ArrayDataset, DataLoader, FormatError, convert
 
 from . import test_formats_tars, test_formats_tfrecord
-from .both import plain
+from .torch_and_ours import plain
 
 results: Any = sys.modules["faststep.data.formats.results"]
 

@@ -17,7 +17,7 @@ import faststep.data
 from faststep.data import ArrayDataset, DataLoader, FormatError
 from faststep.data.formats import HDF5Dataset
 
-from .both import assert_same, plain
+from .torch_and_ours import assert_same, plain
 
 h5py = pytest.importorskip("h5py")
 ROWS = 100

@@ -15,7 +15,7 @@ import faststep.data
 from faststep.data import ArrayDataset, DataLoader, FormatError
 from faststep.data.formats import ArrowDataset, ParquetDataset
 
-from .both import assert_same, plain
+from .torch_and_ours import assert_same, plain
 
 pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")

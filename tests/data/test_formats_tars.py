@@ -20,7 +20,7 @@ import faststep.data
 from faststep.data import FormatError
 from faststep.data.formats import TarDataset, tars
 
-from .both import plain
+from .torch_and_ours import plain
 
 
 def write(path: Path, files: dict[str, bytes], mode: str = "w", **options: Any) -> Path:

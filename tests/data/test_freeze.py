@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from faststep.data import DataLoader, freeze
 from faststep.data.workers import block
 
-from .both import without_sanitizer
+from .torch_and_ours import without_sanitizer
 
 TEXT = ["", "a", "ä€𝄞", "x" * 1000, "\udc80 lone", "nul\0"]
 LISTS: dict[str, list[Any]] = {

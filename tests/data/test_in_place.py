@@ -17,9 +17,9 @@ from faststep.data import ArrayDataset, DataLoader, converted
 from faststep.data import transforms as T  # noqa: N812
 from faststep.data.transforms.rows import ImageRows
 
-from .both import plain
 from .image_lists import FLIP, LISTS, NORMALIZE, images
 from .test_resume import saved
+from .torch_and_ours import plain
 
 ROWS, BATCH = 11, 4
 X = images(ROWS, 3, 16, 22)

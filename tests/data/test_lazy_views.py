@@ -10,7 +10,7 @@ from torch import Tensor
 
 from faststep import _C
 from faststep.data import transforms as T  # noqa: N812
-from faststep.data.lending import Lender
+from faststep.data.deliver.lending import Lender
 from faststep.data.workers import arena
 
 

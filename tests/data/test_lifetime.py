@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from faststep.data import ArrayDataset, DataLoader
 
-from .both import plain
+from .torch_and_ours import plain
 
 ROWS, BATCH = 64, 4
 TASKS = Path("/proc/self/task")

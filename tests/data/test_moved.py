@@ -15,11 +15,12 @@ import torch
 import torch.multiprocessing
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from faststep import _C, _held
+from faststep import _C
+from faststep._torch import held as _held
 from faststep.data import ArrayDataset, DataLoader, converted
 from faststep.data import transforms as T  # noqa: N812
 
-from .both import plain
+from .torch_and_ours import plain
 
 ROWS, WIDTH, BATCH = 12_000, 256, 512  # 12 MB, which malloc maps; batches that threads fill ahead
 AHEAD = 4

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from faststep.data.order.base.random_order import PART, PARTS_NOTED
 from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
@@ -18,9 +19,8 @@ from torch.utils.data import (
 )
 
 from faststep.data import DataLoader, KeyedSampler
-from faststep.data.random_order import PART, PARTS_NOTED
 
-from .both import assert_same, without_sanitizer
+from .torch_and_ours import assert_same, without_sanitizer
 
 N = 1000
 DATA = TensorDataset(torch.arange(N))

@@ -20,11 +20,12 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
 
 from faststep import _C
-from faststep.data import DataLoader, prefetch
+from faststep.data import DataLoader
+from faststep.data.deliver import prefetch
 
-from .both import plain, run
 from .test_lifetime import data_threads
 from .test_resume import ORDERS, dataset, saved
+from .torch_and_ours import plain, run
 
 ROWS, BATCH = 23, 3
 STEPS = 8

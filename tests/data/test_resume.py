@@ -20,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler
 
-from .both import plain
+from .torch_and_ours import plain
 
 ROWS, BATCH, EPOCHS = 46, 5, 3
 

@@ -18,7 +18,7 @@ from faststep.data.workers import parcel
 from faststep.data.workers.arena import Arena
 from faststep.data.workers.packer import Packer
 
-from .both import plain, without_sanitizer
+from .torch_and_ours import plain, without_sanitizer
 
 COUNT, SHAPE = 4, (30, 1000)
 Pair = namedtuple("Pair", "x y")

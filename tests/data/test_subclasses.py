@@ -15,8 +15,8 @@ from torch.utils.data import Dataset
 import faststep.data
 from faststep.data import DataLoader
 
-from .both import plain
 from .test_batches import table
+from .torch_and_ours import plain
 
 NEW = [name for name in vars(DataLoader) if not name.startswith("__")]
 OPTIONS = ["device", "prefetch_to_device", "transforms", "worker_method", "snapshot_every_n_steps"]

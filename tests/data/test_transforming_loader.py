@@ -11,10 +11,10 @@ from torch.utils.data import Dataset, TensorDataset
 
 from faststep.data import DataLoader
 from faststep.data import transforms as T  # noqa: N812
-from faststep.data.transformed import seed_of
+from faststep.data.deliver.transformed import seed_of
 
-from .both import plain
 from .test_resume import saved
+from .torch_and_ours import plain
 
 ROWS, BATCH = 23, 4
 X = torch.randint(0, 256, (ROWS, 3, 8, 8), dtype=torch.uint8)

@@ -19,9 +19,9 @@ from faststep import _C
 from faststep.data import DataLoader
 from faststep.data.workers import packer, parcel
 
-from .both import plain
 from .test_interrupts import child, within_a_second
 from .test_workers import Custom, Wide, arena_of, counts
+from .torch_and_ours import plain
 
 
 def children() -> set[str]:

@@ -20,7 +20,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 import faststep.data
 from faststep.data import ArrayDataset, DataLoader, converted
 
-from .both import plain, without_sanitizer
+from .torch_and_ours import plain, without_sanitizer
 
 Pair = namedtuple("Pair", "first second")
 

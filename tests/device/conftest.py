@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from faststep.data import copies
+from faststep.data.deliver import copies
 
 from . import fake, late
 

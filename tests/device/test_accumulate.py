@@ -9,7 +9,7 @@ import torch
 
 import faststep
 from faststep import _C
-from faststep.accumulation.additions import add_to
+from faststep.grads.add import add_to
 from optim.common import DTYPES, dtype_name, same_bits
 from optim.layouts import negated
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, default_collate
 
-from faststep.data import DataLoader, copies
+from faststep.data import DataLoader
+from faststep.data.deliver import copies
 from faststep.data.workers import arena as arenas
 
 from . import fake, late

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset, TensorDataset
 
-from faststep.data import DataLoader, copies
+from faststep.data import DataLoader
+from faststep.data.deliver import copies
 
 from . import fake, late
 

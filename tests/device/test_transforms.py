@@ -10,8 +10,9 @@ from torch.utils.data import TensorDataset
 
 from data.image_lists import FLIP, LISTS, bits, generator, images, layouts
 from faststep import _C
-from faststep.data import DataLoader, copies
+from faststep.data import DataLoader
 from faststep.data import transforms as T  # noqa: N812
+from faststep.data.deliver import copies
 from leaks.test_leaks import assert_no_growth, assert_references_stay, failing
 
 from . import fake, late

@@ -303,7 +303,7 @@ def hold(world: World) -> None:
     """The record is that of the tensor's own storage: any other address would be believed."""
     tensor = usable(world.rng) if world.chance(0.6) else any_tensor(world.rng)
     try:
-        record = 0 if tensor.is_shared() else faststep._torch.storage_record_of(tensor)
+        record = 0 if tensor.is_shared() else faststep._torch.tensors.storage_record_of(tensor)
     except (RuntimeError, NotImplementedError):  # a tensor without a storage
         record = 0
     args = (junk(world), record) if world.chance(0.1) else (tensor, record)
@@ -344,13 +344,13 @@ def of_settings(name: str, *good: Any) -> Target:
 
 
 _layout = faststep._layout
-faststep._held.hold(torch.ones(2))  # finds out where owners are
+faststep._torch.held.hold(torch.ones(2))  # finds out where owners are
 SETTINGS: dict[str, tuple[Any, ...]] = {
-    "use_modes": (faststep._torch.address_of_has_modes(),),
-    "use_owners": faststep._held._places() or (),
-    "use_callbacks": (faststep._torch.address_of_has_callbacks(),),
+    "use_modes": (faststep._torch.library.address_of_has_modes(),),
+    "use_owners": faststep._torch.held._places() or (),
+    "use_callbacks": (faststep._torch.library.address_of_has_callbacks(),),
     "use_records": tuple(_layout) if _layout is not None else (),
-    "use_threads_of": (faststep._torch.libtorch_cpu_path(),),
+    "use_threads_of": (faststep._torch.library.libtorch_cpu_path(),),
     "use_kernels_of": (str(faststep._KERNELS),),
     "keep_locked_memory": (False,),
 }

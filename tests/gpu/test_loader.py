@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, TensorDataset, default_collate
 
 from faststep.data import DataLoader
-from faststep.data.copies import CudaStreams, copier_of
+from faststep.data.deliver.copies import CudaStreams, copier_of
 
 from .common import CUDA, REHEARSAL, needs_two_devices, no_synchronization
 
@@ -26,7 +26,7 @@ LATE = 20_000_000  # clock cycles: some 10 ms
 def _copies(machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     if REHEARSAL:
         from device import fake, late
-        from faststep.data import copies
+        from faststep.data.deliver import copies
 
         monkeypatch.setattr(copies, "_copiers", {})
         late.start(monkeypatch, fake.Machine()).machine.lag(0)

@@ -343,8 +343,8 @@ def records() -> Iterator[Case]:
 
 def hold() -> Iterator[Case]:
     """By several, with and without a move of the memory; and what has none."""
-    assert faststep._held._places_if_known()
-    kept, record = torch.ones(9, 4), faststep._torch.storage_record_of
+    assert faststep._torch.held._places_if_known()
+    kept, record = torch.ones(9, 4), faststep._torch.tensors.storage_record_of
 
     def run() -> None:
         moved = torch.ones(1000)
@@ -361,7 +361,7 @@ def hold() -> Iterator[Case]:
 
 def owners() -> Iterator[Case]:
     """What was in use stays."""
-    places = faststep._held._places()
+    places = faststep._torch.held._places()
     assert places is not None
     yield functools.partial(_C.use_owners, *places), []
     for bad in ((1,), (1, 2, 10**6), (-1, 0, 0)):
@@ -370,14 +370,14 @@ def owners() -> Iterator[Case]:
 
 def callbacks() -> Iterator[Case]:
     """What was in use stays."""
-    address = faststep._torch.address_of_has_callbacks()
+    address = faststep._torch.library.address_of_has_callbacks()
     yield lambda: _C.use_callbacks(address), [address]
     yield failing(_C.use_callbacks, -1), []
 
 
 def modes() -> Iterator[Case]:
     """What was in use stays."""
-    address = faststep._torch.address_of_has_modes()
+    address = faststep._torch.library.address_of_has_modes()
     yield lambda: _C.use_modes(address), [address]
     yield failing(_C.use_modes, -1), []
 
@@ -633,7 +633,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "use_owners": owners,
     "use_records": records,
     "use_threads_of": lambda: iter(
-        [(lambda: _C.use_threads_of(faststep._torch.libtorch_cpu_path()), [])]
+        [(lambda: _C.use_threads_of(faststep._torch.library.libtorch_cpu_path()), [])]
     ),
 }
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import faststep
-from faststep.optim._base import FusedOptimizer
+from faststep.optim.base import FusedOptimizer
 
 from .common import Snapshot, outcome, parameters, same_bits, set_gradients
 from .declarations import ADAM, ADAMW, ALL, LION, SGD, TORCHS, Declaration

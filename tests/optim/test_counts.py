@@ -185,7 +185,7 @@ print(regions(1, 1 << 21, max_grad_norm=1.0), regions(2000, 2048, max_grad_norm=
 
 
 def test_a_pass_is_one_parallel_region(tmp_path: Path) -> None:
-    if not _C.use_threads_of(faststep._torch.libtorch_cpu_path()):
+    if not _C.use_threads_of(faststep._torch.library.libtorch_cpu_path()):
         pytest.skip("this torch offers no threads")
     library = tmp_path / "fake_torch.so"
     command = ["cc", "-O1", "-fPIC", "-shared", str(FAKE_TORCH), "-o", str(library), "-lpthread"]

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from faststep import _C
-from faststep._torch import address_of_has_callbacks
+from faststep._torch.library import address_of_has_callbacks
 
 from .common import assert_same_bits, parameters, set_gradients, train
 from .declarations import ALL, TORCHS, Declaration

@@ -63,14 +63,14 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tenso
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Whether each step was given what the hooks measured."""
     seen: list[int] = []
-    step = faststep.optim._norm.BackwardNorm.for_step
+    step = faststep.grads.norm.BackwardNorm.for_step
 
     def spy(self: Any, *args: Any) -> Any:
         result = step(self, *args)
         seen.append(result is not None)
         return result
 
-    monkeypatch.setattr(faststep.optim._norm.BackwardNorm, "for_step", spy)
+    monkeypatch.setattr(faststep.grads.norm.BackwardNorm, "for_step", spy)
     return seen
 
 

@@ -1,4 +1,4 @@
-"""Steps that recognize unchanged tensors by torch's records: see faststep/_records.py."""
+"""Steps that recognize unchanged tensors by torch's records: see faststep/_torch/records.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import faststep
-from faststep import _C, _records
+from faststep import _C
+from faststep._torch import records as _records
 
 from .common import assert_same_bits, generator, parameters
 from .declarations import ALL, Declaration

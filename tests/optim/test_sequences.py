@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import Parameter
 
-from faststep.optim._base import FusedOptimizer
+from faststep.optim.base import FusedOptimizer
 
 from . import test_mutation as mutation
 from .common import TOLERANCE, assert_near, parameters, set_gradients

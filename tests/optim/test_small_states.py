@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import Parameter
 
 import faststep
-from faststep.optim._zeros import BLOCK, SMALL, Zeros
+from faststep.optim.zeros import BLOCK, SMALL, Zeros
 
 from .common import assert_same_bits, parameters
 

@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 import faststep
-from faststep import _records, _tensor_kinds
+from faststep._torch import kinds as _tensor_kinds
+from faststep._torch import records as _records
 
 from .common import assert_same_bits, parameters
 from .declarations import ALL, Declaration

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from .._wrappers import unwrapped
+from ..optim.wrapped import unwrapped
 from .helper import Accumulation
 from .window import Normalize, Window
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _C
-from .. import _division as division
-from .._torch import disable_dynamo, is_watched
+from .._torch.compiler import disable_dynamo
+from .._torch.modes import is_watched
 from ..clip import clip_grad_norm_
+from ..grads import divide as division
 from . import saved
 from .installed import Installed
 from .owners import release

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .. import _division as division
-from .._torch import disable_dynamo
+from .._torch.compiler import disable_dynamo
 from ..amp.protocol import AskedToUnscale
-from ..optim._base import FusedOptimizer
+from ..grads import divide as division
+from ..optim.base import FusedOptimizer
 from .window import Window
 
 __all__ = ["Installed"]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from .._torch import disable_dynamo
+from .._torch.compiler import disable_dynamo
 
 if TYPE_CHECKING:
     from .window import Window

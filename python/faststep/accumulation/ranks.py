@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch import rebuild_buckets, uncompiled
+from .._torch.compiler import uncompiled
+from .._torch.ddp import rebuild_buckets
 
 __all__ = ["Ranks"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import _division as division
+from ..grads import divide as division
 from .window import Window
 
 __all__ = ["restore", "state_of"]

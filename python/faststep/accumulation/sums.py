@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import disable_dynamo, get_grad_dtype, set_grad_dtype
-from .additions import Addition, add_all, add_to
+from .._torch.compiler import disable_dynamo
+from .._torch.optim import get_grad_dtype, set_grad_dtype
+from ..grads.add import Addition, add_all, add_to
 
 __all__ = ["LOW_PRECISION", "Sums"]
 

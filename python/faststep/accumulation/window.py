@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .. import _division as division
-from .._reduced import reducing_model
-from .._released import is_released
-from ..optim._base import FusedOptimizer
-from ..optim._norm import BackwardNorm
+from ..grads import divide as division
+from ..grads.buckets import reducing_model
+from ..grads.norm import BackwardNorm
+from ..grads.released import is_released
+from ..optim.base import FusedOptimizer
 from .owners import StepHooks, owner_of
 from .ranks import Ranks
 from .sums import Sums

@@ -13,18 +13,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
-from .. import _division as division
-from .._torch import (
-    OptState,
-    cuda_amp_is_unavailable,
-    dtypes_of,
-    increment_version,
-    is_watched,
-)
+from .._devices import has_kernels_for, ordinal_of
+from .._torch.modes import is_watched
+from .._torch.optim import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
 from ..clip import clip_grad_norm_
-from ..optim._base import FusedOptimizer
-from ..optim._checks import check_limit, has_grads, refuse_shards, refuse_unchecked
-from ..optim._devices import has_kernels_for, ordinal_of
+from ..grads import divide as division
+from ..optim.base import FusedOptimizer
+from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
 from .protocol import any_found, lent_attributes, takes_found_inf
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
 

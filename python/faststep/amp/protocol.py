@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ..optim._base import FusedOptimizer
+from ..optim.base import FusedOptimizer
 
 __all__ = ["AskedToUnscale", "any_found", "lent_attributes", "takes_found_inf"]
 

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._torch import increment_version, is_watched, update_scale_as_torch
-from ..optim._devices import has_kernels_for
+from .._devices import has_kernels_for
+from .._torch.modes import is_watched
+from .._torch.optim import increment_version, update_scale_as_torch
 
 __all__ = ["ScaleRule", "check_bounds", "check_hysteresis"]
 

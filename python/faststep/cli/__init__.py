@@ -8,7 +8,8 @@ import sys
 from collections.abc import Sequence
 
 import faststep
-from faststep.cli.console import CommandError
+
+from .console import CommandError
 
 __all__ = ["main"]
 
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 after Ctrl-C, 141 where nobody reads the output (``| head``). Wrong arguments exit with
         argparse's status 2.
     """
-    from faststep.cli import bench, convert, demo, info
+    from . import bench, convert, demo, info
 
     parser = argparse.ArgumentParser(
         prog="python -m faststep",

@@ -9,11 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from faststep.cli import plots
-from faststep.cli.console import CommandError, Progress
-from faststep.cli.report import as_json, as_text, machine
-from faststep.cli.timing import CopyMeter, Outcome, run_contest
-from faststep.cli.workloads import FAMILIES, MAX_NORM, SHAPES, Work
+from . import plots
+from .console import CommandError, Progress
+from .report import as_json, as_text, machine
+from .timing import CopyMeter, Outcome, run_contest
+from .workloads import FAMILIES, MAX_NORM, SHAPES, Work
 
 __all__ = ["HELP", "add_arguments", "run"]
 

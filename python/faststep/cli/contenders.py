@@ -14,7 +14,8 @@ import torch
 from torch.nn import Parameter
 
 import faststep
-from faststep.cli.workloads import INIT_SCALE, MAX_NORM, Work
+
+from .workloads import INIT_SCALE, MAX_NORM, Work
 
 __all__ = [
     "CONTENDERS",

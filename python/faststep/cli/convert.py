@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from faststep.cli.console import CommandError, Progress
+from .console import CommandError, Progress
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Convert, with a progress bar."""
-    from faststep.data import convert
+    from ..data import convert
 
     if arguments.image_size is not None and arguments.image_size < 1:
         raise CommandError(f"--image-size {arguments.image_size} must be at least 1")

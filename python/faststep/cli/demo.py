@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import faststep
-from faststep.cli import plots
-from faststep.cli.console import CommandError, Progress, table
-from faststep.cli.gpt import GPT, GPTConfig, standard_library_text, windows
-from faststep.cli.report import times
+
+from . import plots
+from .console import CommandError, Progress, table
+from .gpt import GPT, GPTConfig, standard_library_text, windows
+from .report import times
 
 __all__ = ["HELP", "Run", "add_arguments", "run", "train"]
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from faststep.cli.console import CommandError
+from .console import CommandError
 
 __all__ = ["GPT", "GPTConfig", "standard_library_text", "windows"]
 

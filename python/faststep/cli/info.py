@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 import faststep
-from faststep import _C
-from faststep._torch import address_of_has_callbacks
+
+from .. import _C
+from .._torch.library import address_of_has_callbacks
 
 __all__ = ["HELP", "add_arguments", "collect", "cpu_model", "run", "version_of"]
 

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from faststep.cli.console import CommandError
-from faststep.cli.contenders import OURS
-from faststep.cli.report import times
-from faststep.cli.timing import Outcome
-from faststep.cli.workloads import ALL_FAMILIES
+from .console import CommandError
+from .contenders import OURS
+from .report import times
+from .timing import Outcome
+from .workloads import ALL_FAMILIES
 
 __all__ = ["add_arguments", "plot_curves", "plot_outcomes", "plot_path"]
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from faststep import _C
-from faststep.cli.console import table
-from faststep.cli.contenders import OURS
-from faststep.cli.info import cpu_model, version_of
-from faststep.cli.timing import Outcome
-from faststep.cli.workloads import ALL_FAMILIES
+from .. import _C
+from .console import table
+from .contenders import OURS
+from .info import cpu_model, version_of
+from .timing import Outcome
+from .workloads import ALL_FAMILIES
 
 __all__ = ["as_json", "as_text", "duration", "machine", "times"]
 

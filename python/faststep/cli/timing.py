@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from faststep.cli.contenders import OURS, Contender, Round, UnavailableError, contenders_of
-from faststep.cli.workloads import Arena, Work, available_bytes
+from .contenders import OURS, Contender, Round, UnavailableError, contenders_of
+from .workloads import Arena, Work, available_bytes
 
 __all__ = ["Contest", "CopyMeter", "Outcome", "run_contest", "warm_up"]
 

@@ -2,12 +2,12 @@
 
 from . import transforms
 from .accelerated import prepare_loader
-from .arrays import ArrayDataset
-from .converted import converted
+from .arrays.array_dataset import ArrayDataset
+from .arrays.converted import converted
+from .arrays.tokens import TokenDataset, TokenWindow, cu_seqlens
 from .formats import FormatError, convert, open
-from .keyed import KeyedSampler
 from .loader import DataLoader
-from .tokens import TokenDataset, TokenWindow, cu_seqlens
+from .order.keyed import KeyedSampler
 from .workers.frozen import freeze
 
 __all__ = [

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from .loader import DataLoader
-from .own import OPTIONS, Own
+from .options import OPTIONS, Own
 
 __all__ = ["prepare_loader"]
 

@@ -9,23 +9,22 @@ from typing import Any, TypeVar
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset
 
-from faststep import _C
-from faststep._torch import collates_as_default
-
-from . import states
-from .columns import NotArrays
-from .copies import copier_of
-from .iterator import ArrayIterator
-from .orders import order_of
-from .own import OPTIONS, Own, Path, Unprepared, checked
-from .placed import MultiIterator, SingleIterator
-from .plan import Plan
-from .prefetch import DeviceIterator
+from .. import _C
+from .._torch.loader import collates_as_default
+from .arrays.array_iterator import ArrayIterator
+from .arrays.columns import NotArrays
+from .arrays.gather_plan import Plan
+from .deliver.copies import copier_of
+from .deliver.prefetch import DeviceIterator
+from .deliver.transformed import Transformed
+from .options import OPTIONS, Own, Path, Unprepared, checked
+from .order.of_sampler import order_of
+from .plain import MultiIterator, SingleIterator
+from .resume import states
+from .resume.loader_view import keeps_seed
+from .resume.torchdata_states import is_of_torchdata, translated
 from .stats import Meter, Metered
-from .torchdata_states import is_of_torchdata, translated
-from .transformed import Transformed
 from .transforms import Compose
-from .view import keeps_seed
 from .workers.route import Workers, is_of_parent
 
 __all__ = ["DataLoader"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from faststep._torch import nbytes_of
+from .._torch.tensors import nbytes_of
 
 __all__ = ["Layer", "Meter", "Metered"]
 

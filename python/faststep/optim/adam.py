@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
-from .._torch import is_capturing, step_dtype
-from ._base import FusedOptimizer, Rule, number
+from .._torch.optim import is_capturing, step_dtype
+from .base import FusedOptimizer, Rule, number
 
 __all__ = ["Adam", "AdamW"]
 

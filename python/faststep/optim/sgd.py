@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
-from ._base import FusedOptimizer, Rule, number
+from .base import FusedOptimizer, Rule, number
 
 __all__ = ["SGD"]
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.utils.data import ConcatDataset, Dataset, IterableDataset
 
-from ..arrays import ArrayDataset
-from ..converted import Converted
-from ..structure import Structure, flatten
+from ..arrays.array_dataset import ArrayDataset
+from ..arrays.converted import Converted
+from ..arrays.structure import Structure, flatten
 from .columns_out import FieldWriter
 from .common import FormatError, PathLike, naming
 from .detect import format_of

@@ -7,7 +7,15 @@ from typing import Any
 
 import torch
 
-from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular, same_rows
+from .common import (
+    FormatError,
+    PathLike,
+    check_unchanged,
+    library,
+    naming,
+    open_regular,
+    same_rows,
+)
 from .handles import RecordDataset
 from .hdf5_sources import refuse_other_files
 from .mapped import MappedArrays

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..lending import LentRows, Samples, copy_image, new_rows
+from ..deliver.lending import LentRows, Samples, copy_image, new_rows
 from .common import PathLike, library, naming, open_regular, position
 from .jpeg import decoder_name, jpeg_decoder
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..structure import LEAF, Structure
+from ..arrays.structure import LEAF, Structure
 from .common import PathLike, check_unchanged, naming, open_regular, position
 from .mapped import MappedArrays, map_npy, viewed_as
 

@@ -9,8 +9,16 @@ from typing import Any
 
 import torch
 
-from ..arrays import ArrayDataset
-from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular, same_rows
+from ..arrays.array_dataset import ArrayDataset
+from .common import (
+    FormatError,
+    PathLike,
+    check_unchanged,
+    library,
+    naming,
+    open_regular,
+    same_rows,
+)
 
 __all__ = [
     "BAD_HEADER",

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from faststep import _C
-
+from ... import _C
 from .common import FormatError, PathLike, naming, open_regular, position
 from .example import parse_example
 from .shards import ShardedStream, shard_names

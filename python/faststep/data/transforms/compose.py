@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from faststep import _C
-from faststep._torch import is_capturing
-
-from ..structure import Structure
+from ... import _C
+from ..._torch.optim import is_capturing
+from ..arrays.structure import Structure
 from .geometry import Geometry
 from .mixing import Labels, Mix
 from .pixels import Normalize, ToFloat
@@ -226,7 +225,7 @@ def _size(view: View) -> tuple[int, int]:
 
 
 def _samples(view: View, mix: Mix, count: int, rows: Tensor | None) -> Tensor:
-    """A row for each sample, as csrc/base/image.h has it."""
+    """A row for each sample, as csrc/base/image_sample.h has it."""
     flip: Place = 0 if view.flip is None else view.flip
     partner: Place = 0 if not mix.mixes else torch.arange(count, device="cpu").roll(1)
     weights = struct.unpack("=ii", struct.pack("=ff", mix.own, mix.other))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from faststep import _C
+from ... import _C
 
 __all__ = ["Arena", "ArenaPool", "arena_of", "page_locked"]
 

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from faststep import _C
-from faststep._torch import (
+from ... import _C
+from ..._torch.loader import (
     collate_tensors,
     collates_as_default,
     let_errors_travel,
     let_fetch,
     stacking_tensors_by,
 )
-
-from ..lending import Lender, Samples
+from ..deliver.lending import Lender, Samples
 from .arena import Arena
 from .parcel import Parcel, pack, tensor_over, why_not_plain
 from .rows import CONTAINERS, Rows
@@ -75,7 +74,7 @@ class Packer:
         return self._parcel(stack, batch, [samples] if isinstance(samples, Samples) else [])
 
     def fetch(self, dataset: Any, indices: Any) -> Any:
-        """The parcel of the samples of a map-style dataset; see faststep._torch.let_fetch."""
+        """The parcel of the samples of a map-style dataset; see `let_fetch` in _torch/loader.py."""
         if (
             type(indices) is not list
             or getattr(dataset, "__getitems__", None)

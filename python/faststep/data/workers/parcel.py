@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from faststep import _C
-
+from ... import _C
 from .arena import arena_of
 
 __all__ = ["Parcel", "pack", "tensor_over", "why_not_plain"]

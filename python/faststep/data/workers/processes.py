@@ -6,11 +6,10 @@ import os
 import traceback
 from typing import Any
 
-from faststep._torch import MultiProcessingDataLoaderIter
-
-from ..copies import copier_of
-from ..placed import PlacedWorkers
-from ..view import LoaderView
+from ..._torch.loader import MultiProcessingDataLoaderIter
+from ..deliver.copies import copier_of
+from ..plain import PlacedWorkers
+from ..resume.loader_view import LoaderView
 from .arena import Arena, ArenaPool
 from .packer import Packer, Start
 

@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from faststep._torch import uses_of
-
+from ..._torch.tensors import uses_of
 from .parcel import why_not_plain
 
 __all__ = ["CONTAINERS", "Rows"]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
-from faststep._torch import pin_memory, set_worker_dataset
-
-from ..stateful import is_stateful, load_map, snapshot, states_of
-from ..stream import Source
+from ..._torch.loader import pin_memory, set_worker_dataset
+from ..resume.stateful import is_stateful, load_map, snapshot, states_of
+from ..resume.stream import Source
 
 __all__ = ["Init", "Stated", "Stating"]
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from faststep._torch import (
+from ..._torch.loader import (
     ExceptionWrapper,
     IterableEnded,
     MultiProcessingDataLoaderIter,
@@ -27,11 +27,16 @@ from faststep._torch import (
     new_worker_info,
     worker_info_of_thread,
 )
-
-from ..lending import Lender, LendingCollate, LendingIterator, lending_by, lending_collate
-from ..placed import PlacedWorkers
-from ..stream import Source
-from ..view import LoaderView
+from ..deliver.lending import (
+    Lender,
+    LendingCollate,
+    LendingIterator,
+    lending_by,
+    lending_collate,
+)
+from ..plain import PlacedWorkers
+from ..resume.loader_view import LoaderView
+from ..resume.stream import Source
 from .stated import Stating
 
 __all__ = ["ThreadIterator"]

@@ -1,0 +1,36 @@
+/* launch.h - passes of a CUDA device: each is one launch on the stream that the tables were set
+ * for, or one per round where it writes. Nothing waits for the device.
+ *
+ * The caller describes a launch (base/device.h); its tables are filled in here. */
+#ifndef FST_GPU_LAUNCH_H
+#define FST_GPU_LAUNCH_H
+
+#include "base/device.h"
+#include "base/status.h"
+#include "gpu/tables.h"
+
+/* Measures if asked and decides what fst_gpu_update does. An update must follow. */
+fst_code fst_gpu_begin(fst_gpu_tables *tables, const fst_begin_launch *launch, fst_status *status);
+
+fst_code fst_gpu_update(fst_gpu_tables *tables, const fst_update_launch *launch,
+                        fst_status *status);
+
+fst_code fst_gpu_unscale(fst_gpu_tables *tables, const fst_unscale_launch *launch,
+                         fst_status *status);
+
+fst_code fst_gpu_norm(fst_gpu_tables *tables, const fst_norm_launch *launch, fst_status *status);
+
+/* With `from_outcome` the norm is the one that an earlier pass over the same tables left. */
+fst_code fst_gpu_scale(fst_gpu_tables *tables, const fst_scale_launch *launch, int from_outcome,
+                       fst_status *status);
+
+fst_code fst_gpu_clamp(fst_gpu_tables *tables, const fst_clamp_launch *launch, fst_status *status);
+
+fst_code fst_gpu_accumulate(fst_gpu_tables *tables, const fst_accumulate_launch *launch,
+                            fst_status *status);
+
+/* The loss scale's update; needs no tables. */
+fst_code fst_gpu_loss_scale(int device, const fst_loss_scale_launch *launch, void *stream,
+                            fst_status *status);
+
+#endif

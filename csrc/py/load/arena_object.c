@@ -1,0 +1,293 @@
+/* The type faststep._C.Arena: tensors over memory that processes share. */
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "py/load/arena_object.h"
+#include "py/docs.h"
+
+PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    fst_keep_freed_memory();
+    return Py_NewRef(Py_None);
+}
+
+/* The bytes of a block as a tensor; ended when the last tensor over the same memory is gone. */
+typedef struct {
+    fst_dl_managed managed;
+    fst_arena *arena;
+    size_t block;
+    void (*end)(fst_arena *arena, size_t block);
+    pid_t process;
+    int64_t size, stride;
+} block_export;
+
+/* Any thread may call this, with the GIL or without. A forked child only has a copy of the export:
+ * the block is not its own. */
+static void end_export(fst_dl_managed *managed)
+{
+    block_export *export = (block_export *)managed;
+    if (export->process == getpid())
+        export->end(export->arena, export->block);
+    fst_arena_drop(export->arena);
+    free(export);
+}
+
+PyObject *fst_arena_tensor(const fst_arena_object *self, size_t block, void *data, size_t size,
+                           void (*end)(fst_arena *, size_t))
+{
+    int (*to_object)(fst_dl_managed *, void **) =
+        (int (*)(fst_dl_managed *, void **))self->api->managed_tensor_to_py_object;
+    block_export *export = malloc(sizeof *export);
+    void *tensor = NULL;
+    if (!export) {
+        end(self->arena, block);
+        return PyErr_NoMemory();
+    }
+    *export = (block_export){
+        .arena = self->arena,
+        .block = block,
+        .end = end,
+        .process = getpid(),
+        .size = (int64_t)size,
+        .stride = 1,
+        .managed = {.version = {1, 0},
+                    .deleter = end_export,
+                    .tensor = {.data = data,
+                               .device = {FST_DL_CPU, 0},
+                               .ndim = 1,
+                               .dtype = {FST_DL_UINT, 8, 1},
+                               .shape = &export->size,
+                               .strides = &export->stride}},
+    };
+    fst_arena_keep(self->arena);
+    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
+    return to_object(&export->managed, &tensor) ? NULL : tensor;
+}
+
+static PyObject *tensor_over(const fst_arena_object *self, size_t block, size_t size,
+                             void (*end)(fst_arena *, size_t))
+{
+    return fst_arena_tensor(self, block, fst_arena_data(self->arena, block), size, end);
+}
+
+/* Arena() makes one; Arena(file, reserve) attaches to that of another process, and owns the file.
+ */
+static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    const fst_module *state = PyType_GetModuleState(type);
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    fst_status status = {0};
+    fst_arena_object *self = NULL;
+    int file = -1;
+    Py_ssize_t reserve = 0;
+    if (keywords && PyDict_Size(keywords)) {
+        PyErr_SetString(PyExc_TypeError, "Arena() takes no keywords");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "|in", &file, &reserve))
+        return NULL;
+    if (PyTuple_Size(args) && (file < 0 || reserve <= 0))
+        return PyErr_Format(PyExc_ValueError, "no arena of %zd bytes in file %d", reserve, file);
+    self = (fst_arena_object *)alloc(type, 0);
+    if (!self || !(self->api = fst_torch_api(state)))
+        goto error;
+    self->arena =
+        file < 0 ? fst_arena_new(&status) : fst_arena_attach(file, (size_t)reserve, &status);
+    if (self->arena)
+        return (PyObject *)self;
+    file = -1; /* is closed */
+    fst_raise(&status);
+error:
+    if (file >= 0)
+        close(file);
+    Py_XDECREF(self);
+    return NULL;
+}
+
+static void arena_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    fst_arena_object *self = (fst_arena_object *)object;
+    if (self->arena)
+        fst_arena_drop(self->arena);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+/* The number of a block that was made; -1 with a Python error. */
+static Py_ssize_t read_block(const fst_arena_object *self, PyObject *number)
+{
+    const Py_ssize_t block = PyLong_AsSsize_t(number);
+    if (PyErr_Occurred())
+        return -1;
+    if (block < 0 || (size_t)block >= fst_arena_made(self->arena)) {
+        PyErr_Format(PyExc_ValueError, "the arena has no block %zd", block);
+        return -1;
+    }
+    return block;
+}
+
+static PyObject *arena_take(PyObject *object, PyObject *number)
+{
+    const fst_arena_object *self = (fst_arena_object *)object;
+    fst_status status = {0};
+    size_t block = 0;
+    const size_t size = PyLong_AsSize_t(number);
+    if (PyErr_Occurred())
+        return NULL;
+    if (fst_arena_take(self->arena, size, &block, &status))
+        return fst_raise(&status);
+    fst_arena_lend(self->arena, block);
+    PyObject *tensor = tensor_over(self, block, size, fst_arena_end_loan);
+    return tensor ? Py_BuildValue("nN", (Py_ssize_t)block, tensor) : NULL;
+}
+
+/* A new block with a copy of the memory at an address. */
+static PyObject *arena_put(PyObject *object, PyObject *args)
+{
+    const fst_arena_object *self = (fst_arena_object *)object;
+    fst_status status = {0};
+    unsigned long long address;
+    Py_ssize_t size;
+    size_t block = 0;
+    if (!PyArg_ParseTuple(args, "Kn", &address, &size))
+        return NULL;
+    if (size < 0 || (size && !address))
+        return PyErr_Format(PyExc_ValueError, "no %zd bytes at address %llu", size, address);
+    Py_BEGIN_ALLOW_THREADS;
+    if (!fst_arena_take(self->arena, (size_t)size, &block, &status))
+        memcpy(fst_arena_data(self->arena, block), (const void *)(uintptr_t)address, (size_t)size);
+    Py_END_ALLOW_THREADS;
+    return status.code ? fst_raise(&status) : PyLong_FromSize_t(block);
+}
+
+static PyObject *arena_send(PyObject *object, PyObject *number)
+{
+    const fst_arena_object *self = (fst_arena_object *)object;
+    const Py_ssize_t block = read_block(self, number);
+    if (block < 0)
+        return NULL;
+    fst_arena_send(self->arena, (size_t)block);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *arena_sent(PyObject *object, PyObject *number)
+{
+    const fst_arena_object *self = (fst_arena_object *)object;
+    const Py_ssize_t block = read_block(self, number);
+    return block < 0 ? NULL : PyBool_FromLong(fst_arena_sent(self->arena, (size_t)block));
+}
+
+static PyObject *arena_give_back(PyObject *object, PyObject *number)
+{
+    const fst_arena_object *self = (fst_arena_object *)object;
+    const Py_ssize_t block = read_block(self, number);
+    if (block < 0)
+        return NULL;
+    fst_arena_give_back(self->arena, (size_t)block);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *arena_hold(PyObject *object, PyObject *args)
+{
+    const fst_arena_object *self = (fst_arena_object *)object;
+    fst_status status = {0};
+    Py_ssize_t block, size;
+    if (!PyArg_ParseTuple(args, "nn", &block, &size))
+        return NULL;
+    if (block < 0 || size < 0)
+        return PyErr_Format(PyExc_ValueError, "no block %zd of %zd bytes", block, size);
+    if (fst_arena_hold(self->arena, (size_t)block, (size_t)size, &status))
+        return fst_raise(&status);
+    return tensor_over(self, (size_t)block, (size_t)size, fst_arena_release);
+}
+
+static PyObject *arena_pin(PyObject *object, PyObject *unused)
+{
+    const fst_arena_object *self = (fst_arena_object *)object;
+    const size_t made = fst_arena_made(self->arena);
+    PyObject *pinned = PyList_New(0);
+    (void)unused;
+    for (size_t b = 0; pinned && b < made; b++) {
+        if (!fst_arena_pin(self->arena, b))
+            continue;
+        PyObject *number = PyLong_FromSize_t(b);
+        if (!number || PyList_Append(pinned, number))
+            Py_CLEAR(pinned);
+        Py_XDECREF(number);
+    }
+    return pinned;
+}
+
+static PyObject *arena_unpin(PyObject *object, PyObject *number)
+{
+    const fst_arena_object *self = (fst_arena_object *)object;
+    const Py_ssize_t block = read_block(self, number);
+    if (block < 0)
+        return NULL;
+    fst_arena_release(self->arena, (size_t)block);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *arena_sweep(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(fst_arena_sweep(((fst_arena_object *)object)->arena));
+}
+
+static PyObject *arena_counts(PyObject *object, PyObject *unused)
+{
+    const fst_arena_counts c = fst_arena_counted(((fst_arena_object *)object)->arena);
+    (void)unused;
+    return Py_BuildValue("{s:n,s:n,s:n,s:n,s:n,s:n,s:n}", "made", (Py_ssize_t)c.made, "free",
+                         (Py_ssize_t)c.free, "taken", (Py_ssize_t)c.taken, "held",
+                         (Py_ssize_t)c.held, "gone", (Py_ssize_t)c.gone, "locked",
+                         (Py_ssize_t)c.locked, "backed", (Py_ssize_t)c.backed);
+}
+
+static PyObject *arena_fileno(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return PyLong_FromLong(fst_arena_file(((fst_arena_object *)object)->arena));
+}
+
+static PyObject *arena_reserve(PyObject *object, PyObject *unused)
+{
+    (void)unused;
+    return PyLong_FromSize_t(fst_arena_reserve(((fst_arena_object *)object)->arena));
+}
+
+static PyMethodDef arena_methods[] = {
+    {"counts", arena_counts, METH_NOARGS, FST_DOC_ARENA_COUNTS},
+    {"fileno", arena_fileno, METH_NOARGS, FST_DOC_ARENA_FILENO},
+    {"give_back", arena_give_back, METH_O, FST_DOC_ARENA_GIVE_BACK},
+    {"hold", arena_hold, METH_VARARGS, FST_DOC_ARENA_HOLD},
+    {"locked", fst_py_arena_locked, METH_VARARGS, FST_DOC_ARENA_LOCKED},
+    {"pin", arena_pin, METH_NOARGS, FST_DOC_ARENA_PIN},
+    {"prepare_locks", fst_py_arena_prepare_locks, METH_O, FST_DOC_ARENA_PREPARE_LOCKS},
+    {"put", arena_put, METH_VARARGS, FST_DOC_ARENA_PUT},
+    {"reserve", arena_reserve, METH_NOARGS, FST_DOC_ARENA_RESERVE},
+    {"send", arena_send, METH_O, FST_DOC_ARENA_SEND},
+    {"sent", arena_sent, METH_O, FST_DOC_ARENA_SENT},
+    {"sweep", arena_sweep, METH_NOARGS, FST_DOC_ARENA_SWEEP},
+    {"take", arena_take, METH_O, FST_DOC_ARENA_TAKE},
+    {"unpin", arena_unpin, METH_O, FST_DOC_ARENA_UNPIN},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot arena_slots[] = {
+    {Py_tp_doc, FST_DOC_ARENA},
+    {Py_tp_new, arena_new},
+    {Py_tp_dealloc, arena_dealloc},
+    {Py_tp_methods, arena_methods},
+    {0, NULL},
+};
+
+PyType_Spec fst_arena_spec = {
+    .name = "faststep._C.Arena",
+    .basicsize = sizeof(fst_arena_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = arena_slots,
+};

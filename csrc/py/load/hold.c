@@ -1,0 +1,161 @@
+/* Memory that stays where it is as long as somebody reads it, whatever becomes of the tensor.
+ *
+ * A reference to a tensor or to its storage does not keep the memory: torch moves a storage in
+ * place (share_memory_, pickling for a worker, resize_), and frees what was there. The storage's
+ * record names an owner and a function that frees it. A hold puts itself there, with a count: the
+ * memory goes back to the owner when the storage and all who hold it have let go. */
+#include "py/load/gather.h"
+
+#include <stdatomic.h>
+#include <stdlib.h>
+
+typedef void (*free_function)(void *owner);
+
+typedef struct {
+    atomic_size_t users; /* the storage, as long as it has the memory, and each tensor over it */
+    void *owner;
+    free_function free;
+} hold;
+
+static atomic_size_t holds, moves;
+
+/* Any thread may call this, with the GIL or without. */
+static void let_go(void *argument)
+{
+    hold *held = argument;
+    if (atomic_fetch_sub(&held->users, 1) > 1)
+        return;
+    held->free(held->owner);
+    free(held);
+    atomic_fetch_sub(&holds, 1);
+}
+
+/* What a storage calls when it has other memory, or ends. */
+static void let_go_of_storage(void *argument)
+{
+    let_go(argument);
+    atomic_fetch_add(&moves, 1);
+}
+
+size_t fst_hold_moves(void)
+{
+    return atomic_load(&moves);
+}
+
+/* The words of a storage's record that own its memory. Threads without the GIL may read one. */
+static void *read_word(uint64_t *words, int place)
+{
+    return (void *)(uintptr_t)__atomic_load_n(&words[place], __ATOMIC_RELAXED);
+}
+
+static void write_word(uint64_t *words, int place, uintptr_t value)
+{
+    __atomic_store_n(&words[place], value, __ATOMIC_RELAXED);
+}
+
+/* What holds the memory of a storage, with one more user; NULL with a Python error. */
+static hold *hold_storage(const fst_owner_places *at, uint64_t *words)
+{
+    void *owner = read_word(words, at->owner);
+    if ((uintptr_t)read_word(words, at->free) == (uintptr_t)let_go_of_storage) {
+        hold *held = owner;
+        atomic_fetch_add(&held->users, 1);
+        return held;
+    }
+    hold *held = malloc(sizeof *held);
+    if (!held) {
+        PyErr_NoMemory();
+        return NULL;
+    }
+    atomic_init(&held->users, 2);
+    held->owner = owner;
+    held->free = (free_function)(uintptr_t)read_word(words, at->free);
+    write_word(words, at->owner, (uintptr_t)held);
+    write_word(words, at->free, (uintptr_t)let_go_of_storage);
+    atomic_fetch_add(&holds, 1);
+    return held;
+}
+
+typedef struct {
+    fst_dl_managed managed;
+    hold *held;
+    int64_t sizes[]; /* shape, then strides */
+} hold_export;
+
+static void end_export(fst_dl_managed *managed)
+{
+    hold_export *export = (hold_export *)managed;
+    let_go(export->held);
+    free(export);
+}
+
+/* A tensor like `like` over the memory, whose user it takes over, in any case. */
+static PyObject *tensor_over(const fst_dl_api *api, const fst_dl_tensor *like, hold *held)
+{
+    int (*to_object)(fst_dl_managed *, void **) =
+        (int (*)(fst_dl_managed *, void **))api->managed_tensor_to_py_object;
+    const size_t dims = (size_t)like->ndim;
+    hold_export *export = malloc(sizeof *export + 2 * dims * sizeof(int64_t));
+    void *tensor = NULL;
+    if (!export) {
+        let_go(held);
+        return PyErr_NoMemory();
+    }
+    memcpy(export->sizes, like->shape, dims * sizeof(int64_t));
+    memcpy(export->sizes + dims, like->strides, dims * sizeof(int64_t));
+    export->held = held;
+    export->managed = (fst_dl_managed){.version = {1, 0}, .deleter = end_export, .tensor = *like};
+    export->managed.tensor.shape = export->sizes;
+    export->managed.tensor.strides = export->sizes + dims;
+    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
+    return to_object(&export->managed, &tensor) ? NULL : tensor;
+}
+
+PyObject *fst_py_hold(PyObject *module, PyObject *args)
+{
+    const fst_module *state = fst_module_state(module);
+    const fst_dl_api *api = fst_torch_api(state);
+    unsigned long long record;
+    PyObject *object;
+    fst_dl_tensor tensor;
+    if (!api || !PyArg_ParseTuple(args, "OK", &object, &record) ||
+        fst_read_tensor(state, api, object, &tensor))
+        return NULL;
+    uint64_t *words = (uint64_t *)(uintptr_t)record;
+    if (!state->owners.known || !words || !tensor.strides) {
+        PyErr_SetString(PyExc_RuntimeError, "it is not known who owns the memory of a tensor");
+        return NULL;
+    }
+    const uintptr_t start = (uintptr_t)read_word(words, state->owners.data);
+    if (!start || start > (uintptr_t)tensor.data + tensor.byte_offset ||
+        !read_word(words, state->owners.owner) || !read_word(words, state->owners.free)) {
+        PyErr_SetString(PyExc_ValueError, "the tensor has no memory, or not that of this storage");
+        return NULL;
+    }
+    hold *held = hold_storage(&state->owners, words);
+    return held ? tensor_over(api, &tensor, held) : NULL;
+}
+
+PyObject *fst_py_holds(PyObject *module, PyObject *unused)
+{
+    (void)module, (void)unused;
+    return PyLong_FromSize_t(atomic_load(&holds));
+}
+
+PyObject *fst_py_use_owners(PyObject *module, PyObject *args)
+{
+    fst_owner_places found = {.known = 0};
+    if (PyTuple_Size(args) == 0) {
+        fst_module_state(module)->owners = found;
+        return Py_NewRef(Py_None);
+    }
+    if (!PyArg_ParseTuple(args, "iii", &found.data, &found.free, &found.owner))
+        return NULL;
+    const int all[] = {found.data, found.free, found.owner};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i] < 0 || all[i] >= FST_RECORD_WORDS)
+            return PyErr_Format(PyExc_ValueError, "no record has a word %d", all[i]);
+    found.known = 1;
+    fst_module_state(module)->owners = found;
+    return Py_NewRef(Py_None);
+}

@@ -1,0 +1,213 @@
+/* The type faststep._C.Slots, and functions on lists of indices. */
+#include "io/shuffle.h"
+#include "py/docs.h"
+#include "py/load/gather.h"
+
+#include <stdlib.h>
+
+typedef struct {
+    fst_dl_managed managed;
+    fst_slot *slot;
+    int64_t sizes[]; /* shape, then strides */
+} slot_export;
+
+/* Any thread may call this, with the GIL or without. */
+static void end_export(fst_dl_managed *managed)
+{
+    slot_export *export = (slot_export *)managed;
+    fst_slot_give_back(export->slot);
+    free(export);
+}
+
+PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, const int64_t *shape,
+                          const int64_t *strides, fst_slot *slot)
+{
+    int (*to_object)(fst_dl_managed *, void **) =
+        (int (*)(fst_dl_managed *, void **))api->managed_tensor_to_py_object;
+    const size_t dims = (size_t)ndim;
+    slot_export *export = malloc(sizeof *export + 2 * dims * sizeof(int64_t));
+    void *tensor = NULL;
+    if (!export) {
+        fst_slot_give_back(slot);
+        return PyErr_NoMemory();
+    }
+    int64_t *sizes = export->sizes, stride = 1;
+    for (size_t d = dims; d-- > 0;) {
+        sizes[d] = shape[d];
+        sizes[dims + d] = strides ? strides[d] : stride;
+        stride *= shape[d] > 1 ? shape[d] : 1;
+    }
+    export->slot = slot;
+    export->managed = (fst_dl_managed){
+        .version = {1, 0},
+        .deleter = end_export,
+        .tensor = {.data = slot->data,
+                   .device = {FST_DL_CPU, 0},
+                   .ndim = ndim,
+                   .dtype = dtype,
+                   .shape = sizes,
+                   .strides = sizes + dims},
+    };
+    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
+    return to_object(&export->managed, &tensor) ? NULL : tensor;
+}
+
+PyObject *fst_py_copy_indices(PyObject *module, PyObject *args)
+{
+    fst_module *state = fst_module_state(module);
+    const fst_dl_api *api = fst_torch_api(state);
+    PyObject *sequence, *out;
+    Py_ssize_t count = 0;
+    if (!api || !PyArg_ParseTuple(args, "OO", &sequence, &out))
+        return NULL;
+    int64_t *indices = fst_read_indices(state, api, out, &count);
+    if (!indices && PyErr_Occurred())
+        return NULL;
+    const int whole =
+        fst_sequence_size(sequence) == count && fst_copy_ints(sequence, indices, count);
+    return PyErr_Occurred() ? NULL : PyBool_FromLong(whole);
+}
+
+PyObject *fst_py_permute(PyObject *module, PyObject *args)
+{
+    fst_module *state = fst_module_state(module);
+    const fst_dl_api *api = fst_torch_api(state);
+    unsigned long long length, seed, epoch, start, step;
+    PyObject *out;
+    Py_ssize_t count = 0;
+    fst_shuffle shuffle;
+    if (!api || !PyArg_ParseTuple(args, "OKKKKK", &out, &length, &seed, &epoch, &start, &step))
+        return NULL;
+    if (length < 1 || length > INT64_MAX || start > INT64_MAX || step > INT64_MAX)
+        return PyErr_Format(PyExc_ValueError, "no permutation of %llu numbers from place %llu on",
+                            length, start);
+    int64_t *indices = fst_read_indices(state, api, out, &count);
+    if (!indices && PyErr_Occurred())
+        return NULL;
+    fst_shuffle_init(&shuffle, length, seed, epoch);
+    for (Py_ssize_t i = 0; i < count; i++, start += step)
+        indices[i] = (int64_t)fst_shuffle_at(&shuffle, start % length);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *slots_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
+{
+    fst_status status = {0};
+    allocfunc alloc = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    if (PyTuple_Size(args) || (keywords && PyDict_Size(keywords))) {
+        PyErr_SetString(PyExc_TypeError, "Slots() takes no arguments");
+        return NULL;
+    }
+    fst_slots_object *self = (fst_slots_object *)alloc(type, 0);
+    if (self && !(self->pool = fst_slots_new(&status))) {
+        Py_DECREF(self);
+        return fst_raise(&status);
+    }
+    return (PyObject *)self;
+}
+
+static void slots_dealloc(PyObject *object)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    fst_slots_object *self = (fst_slots_object *)object;
+    if (self->pool)
+        fst_slots_close(self->pool);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyObject *slots_keep(PyObject *object, PyObject *number)
+{
+    const size_t keep = PyLong_AsSize_t(number);
+    if (keep == (size_t)-1 && PyErr_Occurred())
+        return NULL;
+    fst_slots_keep(((fst_slots_object *)object)->pool, keep);
+    return Py_NewRef(Py_None);
+}
+
+static PyObject *slots_counts(PyObject *object, PyObject *unused)
+{
+    const fst_slots_counts counts = fst_slots_counted(((fst_slots_object *)object)->pool);
+    (void)unused;
+    return Py_BuildValue("nnn", (Py_ssize_t)counts.made, (Py_ssize_t)counts.free,
+                         (Py_ssize_t)counts.held);
+}
+
+/* Bytes of a tensor with the strides of `form`, which are of dense memory. */
+static size_t bytes_of(const fst_dl_tensor *form, int64_t count)
+{
+    size_t bytes = form->dtype.bits / 8u * form->dtype.lanes * (size_t)count;
+    for (int d = 1; d < form->ndim; d++)
+        bytes *= (size_t)form->shape[d];
+    return bytes;
+}
+
+/* Whether `count` rows with the strides of `form` lie in the memory of so many dense ones. */
+static int is_inside(const fst_dl_tensor *form, int64_t count)
+{
+    int64_t items = count, last = 0; /* the last element's place */
+    for (int d = 1; d < form->ndim; d++)
+        if (__builtin_mul_overflow(items, form->shape[d], &items))
+            return 0;
+    for (int d = 0; d < form->ndim; d++) {
+        const int64_t size = d ? form->shape[d] : count, stride = form->strides[d];
+        if (size < 2 || items == 0)
+            continue;
+        if (stride < 0 || stride > (items - 1 - last) / (size - 1))
+            return 0;
+        last += (size - 1) * stride;
+    }
+    return 1;
+}
+
+static PyObject *slots_empty(PyObject *object, PyObject *args)
+{
+    fst_module *state = PyType_GetModuleState(Py_TYPE(object));
+    const fst_dl_api *api = fst_torch_api(state);
+    fst_status status = {0};
+    PyObject *like;
+    fst_dl_tensor form;
+    int64_t shape[FST_MAX_ROW_DIMS + 1];
+    long long count;
+    if (!api || !PyArg_ParseTuple(args, "OL", &like, &count))
+        return NULL;
+    if ((PyObject *)Py_TYPE(like) != state->tensors.tensor_type) {
+        PyErr_SetString(PyExc_TypeError, "expected a torch.Tensor");
+        return NULL;
+    }
+    if (api->tensor_from_py_object(like, &form))
+        return NULL;
+    if (count < 0 || form.ndim < 1 || form.ndim > FST_MAX_ROW_DIMS + 1 || form.dtype.bits % 8 ||
+        (count > 0 && bytes_of(&form, 1) > SIZE_MAX / 2 / (size_t)count) ||
+        !is_inside(&form, count))
+        return PyErr_Format(PyExc_ValueError, "no memory has %lld rows of that form", count);
+    fst_slot *slot =
+        fst_slots_take(((fst_slots_object *)object)->pool, bytes_of(&form, count), &status);
+    if (!slot)
+        return fst_raise(&status);
+    memcpy(shape, form.shape, (size_t)form.ndim * sizeof *shape);
+    shape[0] = count;
+    return fst_slot_tensor(api, form.dtype, form.ndim, shape, form.strides, slot);
+}
+
+static PyMethodDef slots_methods[] = {
+    {"counts", slots_counts, METH_NOARGS, FST_DOC_SLOTS_COUNTS},
+    {"empty", slots_empty, METH_VARARGS, FST_DOC_SLOTS_EMPTY},
+    {"keep", slots_keep, METH_O, FST_DOC_SLOTS_KEEP},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot slots_slots[] = {
+    {Py_tp_doc, "Memory for batches, used again when the tensors over it are gone."},
+    {Py_tp_new, slots_new},
+    {Py_tp_dealloc, slots_dealloc},
+    {Py_tp_methods, slots_methods},
+    {0, NULL},
+};
+
+PyType_Spec fst_slots_spec = {
+    .name = "faststep._C.Slots",
+    .basicsize = sizeof(fst_slots_object),
+    .flags = Py_TPFLAGS_DEFAULT,
+    .slots = slots_slots,
+};

@@ -1,0 +1,387 @@
+/* Binding: one loop over all parameters that reads every pointer anew, and looks closer only at
+ * what changed. */
+#include "py/step/bind.h"
+#include "py/torch/quiet.h"
+
+enum { FETCH_AHEAD = 4 }; /* parameters */
+
+int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
+{
+    if (count < *capacity)
+        return 0;
+    const size_t wanted = *capacity ? 2 * *capacity : 64;
+    void *moved = PyMem_Realloc(*(void **)array, wanted * size);
+    if (!moved) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    *(void **)array = moved;
+    *capacity = wanted;
+    return 0;
+}
+
+void fst_params_free(fst_plan_object *self)
+{
+    for (size_t i = 0; i < self->param_count; i++)
+        fst_param_forget(&self->params[i], &self->old_pins);
+    PyMem_Free(self->params);
+    self->params = NULL;
+    self->param_count = 0;
+}
+
+int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object)
+{
+    if (fst_reserve(array, capacity, *count, sizeof **array))
+        return -1;
+    (*array)[(*count)++] = object;
+    return 0;
+}
+
+PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object)
+{
+    if (!fst_bind_note(&self->held, &self->held_count, &self->held_capacity, object))
+        return object;
+    Py_DECREF(object);
+    return NULL;
+}
+
+int fst_bind_written(fst_plan_object *self, PyObject *object)
+{
+    return fst_bind_note(&self->written, &self->written_count, &self->written_capacity, object);
+}
+
+int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
+                   const char *kind, const char *detail)
+{
+    PyObject *args = Py_BuildValue("nnsss", group, index, role, kind, detail);
+    if (args)
+        PyErr_SetObject(module->tensors.tensor_error, args);
+    Py_XDECREF(args);
+    return -1;
+}
+
+int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem)
+{
+    return fst_plan_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
+}
+
+int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
+                     const fst_view *view, int written, fst_operand *op)
+{
+    fst_plan_object *self = at->self;
+    fst_problem problem;
+    if (fst_view_is_on(view, at->share->device, &problem))
+        return fst_bind_problem(at, role, &problem);
+    *op = (fst_operand){.data = view->data, .dtype = view->dtype};
+    if (fst_param_is_packed_in(param, view))
+        return 0;
+    if (!fst_param_has_shape(param, view)) {
+        fst_problem_set(&problem, "shape", "is not of the parameter's shape");
+        return fst_bind_problem(at, role, &problem);
+    }
+    fst_layout *layout;
+    if (fst_view_layout(view, param->order_count, param->order, written, &layout, &problem))
+        return fst_bind_problem(at, role, &problem);
+    if (layout) {
+        if (fst_layout_is_for(layout, at->share->device, &problem)) {
+            PyMem_Free(layout);
+            return fst_bind_problem(at, role, &problem);
+        }
+        if (fst_reserve(&self->layouts, &self->layout_capacity, self->layout_count,
+                        sizeof *self->layouts)) {
+            PyMem_Free(layout);
+            return -1;
+        }
+        self->layouts[self->layout_count++] = layout;
+    }
+    op->layout = layout;
+    return 0;
+}
+
+/* Whether the states of the parameter at hand are new; -1 with a Python error. */
+static int is_fresh(fst_binding *at)
+{
+    Py_ssize_t group, index;
+    if (!at->fresh || at->fresh_at >= PyList_Size(at->fresh))
+        return 0;
+    PyObject *pair = PyList_GetItem(at->fresh, at->fresh_at);
+    if (!PyTuple_Check(pair)) {
+        PyErr_SetString(PyExc_TypeError, "expected (group, index) of a parameter with new states");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(pair, "nn", &group, &index))
+        return -1;
+    const int fresh = group == at->group && index == at->index;
+    at->fresh_at += fresh;
+    return fresh;
+}
+
+static int note_missing(const fst_binding *at)
+{
+    PyObject *pair = Py_BuildValue("nn", at->group, at->index);
+    const int failed = !pair || PyList_Append(at->missing, pair);
+    Py_XDECREF(pair);
+    return failed ? -1 : 0;
+}
+
+/* The share of the device that a parameter lies on. */
+static fst_share *enter_share(fst_binding *at, PyObject *object, int device)
+{
+    fst_problem problem;
+    if (!at->share || at->share->device != device)
+        at->share = fst_plan_share(at->self, device);
+    if (!at->share || device == FST_HOST || at->share->counter_count)
+        return at->share;
+    at->share->sample = object;
+    if (!fst_tensor_stream(&at->module->tensors, object, device, &at->share->stream, &problem))
+        return at->share;
+    fst_bind_problem(at, "parameter", &problem);
+    return NULL;
+}
+
+/* Notes how the parameter at hand is bound; its states follow. */
+static void trace_param(fst_binding *at, const fst_param *param, PyObject *object,
+                        const fst_view *view, PyObject *grad, const fst_view *grad_view,
+                        int64_t span)
+{
+    fst_plan_object *self = at->self;
+    self->traceable = self->traceable && param->flat;
+    at->trace =
+        fst_trace_param(&at->module->records, self, at->param_count, object, view, grad, grad_view);
+    if (at->trace) {
+        at->trace->span = (int32_t)span;
+        at->trace->share = (int16_t)(at->share - self->shares);
+    }
+}
+
+/* Binds one parameter and its gradient, straight into the operands of a new span. */
+static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObject *grad)
+{
+    fst_plan_object *self = at->self;
+    fst_tensors *tensors = &at->module->tensors;
+    fst_operand of_empty[FST_OP_COUNT], *ops = of_empty;
+    fst_view view, grad_view;
+    fst_problem problem;
+    fst_status status = {0};
+    if (fst_tensor_view(tensors, object, &view, &problem))
+        return fst_bind_problem(at, "parameter", &problem);
+    if (fst_tensor_view(tensors, grad, &grad_view, &problem))
+        return fst_bind_problem(at, "gradient", &problem);
+    param->record = view.shape;
+    param->grad = grad;
+    param->grad_record = grad_view.shape;
+    if ((param->param != object || !fst_param_fits(param, &view)) &&
+        fst_param_learn(param, &self->old_pins, object, &view, &problem))
+        return fst_bind_problem(at, "parameter", &problem);
+    fst_share *share = enter_share(at, object, view.device);
+    if (!share || fst_reserve(&share->counters, &share->counter_capacity, share->counter_count,
+                              sizeof *share->counters))
+        return -1;
+    fst_counter *counter = &share->counters[share->counter_count];
+    *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
+    counter->param = (uint32_t)at->param_count;
+    counter->index = (uint32_t)at->index;
+    if (param->count > 0) {
+        ops = fst_plan_add(&share->plan, param->count, 0, &status);
+        if (!ops)
+            return fst_raise_int(&status);
+        counter->span = (int64_t)share->plan.span_count - 1;
+        self->total += share->device == FST_HOST ? param->count : 0;
+        self->written_total += param->count;
+    }
+    if (fst_bind_operand(at, param, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
+        fst_bind_operand(at, param, "gradient", &grad_view, at->write_grads, &ops[FST_OP_GRAD]))
+        return -1;
+    trace_param(at, param, object, &view, grad, &grad_view, counter->span);
+    const int found = fst_bind_states(at, param, object, view.dtype, ops, counter);
+    if (found < 0)
+        return -1;
+    if (!found)
+        return note_missing(at);
+    const int fresh = is_fresh(at);
+    if (fresh < 0)
+        return -1;
+    if (fresh)
+        counter->value = 1.0;
+    share->counter_count++;
+    /* `moments` leaves the parameter as it is: forward passes that used it may still run backward.
+     */
+    const int moves = self->groups[at->group].rule != FST_RULE_moments;
+    if (moves && fst_bind_written(self, object))
+        return -1;
+    return fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad);
+}
+
+/* Finds the parameter at hand and its gradient, borrowed: the step holds them. 0, or -1 with a
+ * Python error. */
+static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyObject **grad)
+{
+    if (at->again) {
+        *object = fst_bind_found(at);
+        *grad = fst_bind_found(at);
+        return 0;
+    }
+    if (at->index >= PyList_Size(params)) {
+        PyErr_Format(
+            PyExc_RuntimeError,
+            "the parameters of group %zd were changed during the step; nothing was updated",
+            at->group);
+        return -1;
+    }
+    *object = PyList_GetItem(params, at->index);
+    if (!fst_bind_hold(at->self, Py_NewRef(*object)))
+        return -1;
+    *grad = fst_tensor_grad(&at->module->tensors, *object);
+    return *grad && fst_bind_hold(at->self, *grad) ? 0 : -1;
+}
+
+static int bind_group(fst_binding *at, PyObject *params)
+{
+    fst_plan_object *self = at->self;
+    fst_tensors *tensors = &at->module->tensors;
+    const Py_ssize_t count = self->groups[at->group].size;
+    for (at->index = 0; at->index < count; at->index++, at->param_count++) {
+        PyObject *object, *grad;
+        if (at->param_count + FETCH_AHEAD < self->param_count)
+            fst_param_fetch(&self->params[at->param_count + FETCH_AHEAD]);
+        if (find_param(at, params, &object, &grad))
+            return -1;
+        at->ran_python |= tensors->ran_python;
+        tensors->ran_python = 0;
+        if (!fst_tensor_is_plain(tensors, object))
+            self->traceable = 0; /* what is no tensor has no record */
+        if (grad == Py_None)
+            fst_trace_idle(&at->module->records, self, at->param_count, object);
+        else if (bind_param(at, &self->params[at->param_count], object, grad))
+            return -1;
+        if (tensors->ran_python)
+            self->traceable = 0; /* between torch's answer and a look at its record */
+    }
+    return 0;
+}
+
+/* Binds all groups; 0, or -1 with a Python error. */
+static int bind_groups(fst_binding *at, PyObject *param_lists)
+{
+    int failed = 0;
+    for (; !failed && (size_t)at->group < at->self->group_count; at->group++) {
+        PyObject *params = PyList_GetItem(param_lists, at->group);
+        if (!params)
+            return -1;
+        Py_INCREF(params);
+        failed = bind_group(at, params);
+        Py_DECREF(params);
+    }
+    return failed;
+}
+
+/* Makes one entry per parameter; those of a changed list are learnt again as they are met. */
+static int count_params(fst_plan_object *self, PyObject *param_lists)
+{
+    size_t count = 0;
+    for (size_t g = 0; g < self->group_count; g++) {
+        PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
+        if (params && !PyList_Check(params)) {
+            PyErr_Format(PyExc_TypeError, "the parameters of group %zu are not a list", g);
+            return -1;
+        }
+        const Py_ssize_t size = params ? PyList_Size(params) : -1;
+        if (size < 0)
+            return -1;
+        self->groups[g].size = size;
+        count += (size_t)size;
+    }
+    if (count == self->param_count)
+        return 0;
+    fst_params_free(self);
+    self->params = PyMem_Calloc(count + 1, sizeof *self->params);
+    if (!self->params) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->param_count = count;
+    return 0;
+}
+
+/* Forgets what was bound in this step, but not the groups and what is held. */
+static void unbind(fst_plan_object *self)
+{
+    for (size_t i = 0; i < self->layout_count; i++)
+        PyMem_Free(self->layouts[i]);
+    for (size_t i = 0; i < self->share_count; i++)
+        self->shares[i].counter_count = 0;
+    self->layout_count = self->grad_count = 0;
+    self->written_count = self->counted_count = 0;
+}
+
+static PyObject *bind_all(fst_binding at, PyObject *param_lists)
+{
+    fst_plan_object *self = at.self;
+    at.missing = PyList_New(0);
+    fst_trace_forget(self); /* what was bound no longer stands, even if this fails */
+    unbind(self);
+    self->bindings++;
+    self->total = self->written_total = 0;
+    for (size_t i = 0; i < self->share_count; i++)
+        fst_plan_begin(&self->shares[i].plan);
+    if (!at.missing || (!at.again && count_params(self, param_lists)))
+        goto error;
+    fst_trace_begin(&at.module->records, self, at.again);
+    if (bind_groups(&at, param_lists))
+        goto error;
+    if (PyList_Size(at.missing) == 0)
+        fst_trace_end(self);
+    at.module->tensors.ran_python |= at.ran_python;
+    return at.missing;
+error:
+    Py_XDECREF(at.missing);
+    return NULL;
+}
+
+/* Whether everything that was bound is as it was, although Python code has run. */
+static int is_still_so(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                       PyObject *state)
+{
+    const uint64_t moves = self->moves;
+    return fst_trace_holds(module, self, param_lists, state) && moves == self->moves;
+}
+
+PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                        PyObject *state, PyObject *fresh, int write_grads)
+{
+    fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
+    at.fresh = fresh == Py_None ? NULL : fresh;
+    at.held_at = self->held_count; /* of a bind before, in the same step */
+    module->tensors.ran_python = 0;
+    PyObject *missing = bind_all(at, param_lists);
+    for (at.again = 1; at.again < FST_ATTEMPTS; at.again++) {
+        if (!missing || PyList_Size(missing) > 0 || !module->tensors.ran_python)
+            break;
+        if (!write_grads && is_still_so(module, self, param_lists, state))
+            break;
+        Py_DECREF(missing);
+        module->tensors.ran_python = 0;
+        missing = bind_all(at, param_lists);
+    }
+    self->is_long = self->total > FST_SHORT_STEP;
+    return missing;
+}
+
+/* Python code that runs here finds a plan that is ready for another step. */
+void fst_plan_release(fst_plan_object *self)
+{
+    fst_group *groups = self->groups;
+    PyObject **held = self->held;
+    const size_t group_count = self->group_count, held_count = self->held_count;
+    if (!self->traced)
+        unbind(self);
+    self->groups = NULL;
+    self->held = NULL;
+    self->group_count = self->held_count = self->held_capacity = 0;
+    self->busy = 0;
+    fst_groups_free(groups, group_count);
+    for (size_t i = 0; i < held_count; i++)
+        Py_DECREF(held[i]);
+    PyMem_Free(held);
+    fst_old_pins_free(&self->old_pins);
+}

@@ -1,0 +1,51 @@
+/* bind.h - a step in the making, shared by the files that bind it. */
+#ifndef FST_PY_STEP_BIND_H
+#define FST_PY_STEP_BIND_H
+
+#include "py/step/trace.h"
+
+typedef struct {
+    fst_module *module;
+    fst_plan_object *self;
+    fst_share *share; /* of the parameter at hand */
+    PyObject *state, *missing, *fresh;
+    Py_ssize_t fresh_at;
+    Py_ssize_t group, index; /* of the parameter at hand */
+    fst_trace *trace;        /* of the parameter at hand; NULL: none */
+    const void *counter;     /* the version counter of the state that was noted last */
+    int write_grads, rescanned;
+    int ran_python; /* for one of the parameters before: what was found may have moved */
+    int again;      /* what was found before is bound once more: nothing is looked for */
+    size_t held_at; /* then: the next object among what is held */
+    size_t param_count;
+} fst_binding;
+
+/* fst_plan_raise() for the parameter at hand. */
+int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem);
+
+/* Takes a reference over, to hold it to the end of the step; the object, or NULL with a Python
+ * error. */
+PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object);
+
+/* The object that was held next when this was bound before. */
+static inline PyObject *fst_bind_found(fst_binding *at)
+{
+    return at->self->held[at->held_at++];
+}
+
+/* Notes a tensor that the step writes. */
+int fst_bind_written(fst_plan_object *self, PyObject *object);
+
+/* Appends to an array of borrowed references. */
+int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object);
+
+/* Makes an operand of a tensor that must have the parameter's shape and device. */
+int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
+                     const fst_view *view, int written, fst_operand *op);
+
+/* Binds the states of the parameter at hand (states.c): 1 if all are there, 0 if one is missing, -1
+ * with an error. */
+int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
+                    fst_operand *ops, fst_counter *counter);
+
+#endif

@@ -1,0 +1,109 @@
+/* The groups of a step, as Python hands them over. */
+#include "py/step/step_plan.h"
+
+/* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None).
+ */
+static int parse_group(PyObject *spec, fst_group *group)
+{
+    PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the caller holds */
+    int rule, has_step, maximize;
+    if (!PyTuple_Check(spec)) {
+        PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
+        return -1;
+    }
+    if (!PyArg_ParseTuple(spec, "iO!pO!pO", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type,
+                          &hyper, &maximize, &lr))
+        return -1;
+    if (rule < 0 || rule >= FST_RULE_COUNT) {
+        PyErr_Format(PyExc_ValueError, "no rule %d", rule);
+        return -1;
+    }
+    if (lr != Py_None && !PyDict_Check(lr)) {
+        PyErr_SetString(PyExc_TypeError, "expected lr per device, or None");
+        return -1;
+    }
+    *group = (fst_group){
+        .rule = (fst_rule)rule, .keys = keys, .has_step = has_step, .maximize = maximize, .lr = lr};
+    group->key_count = (unsigned)PyTuple_Size(keys);
+    if (group->key_count != fst_rule_states(group->rule) + (unsigned)has_step ||
+        (size_t)PyTuple_Size(hyper) != fst_rule_hyper_count(group->rule)) {
+        PyErr_Format(PyExc_ValueError, "rule %s takes %u states and %u hyper-parameters",
+                     fst_rule_name(group->rule), fst_rule_states(group->rule),
+                     fst_rule_hyper_count(group->rule));
+        return -1;
+    }
+    for (unsigned i = 0; i < group->key_count; i++)
+        if (!PyUnicode_CheckExact(PyTuple_GetItem(keys, (Py_ssize_t)i))) {
+            PyErr_SetString(PyExc_TypeError, "the name of a state is not a str");
+            return -1;
+        }
+    for (unsigned i = 0; i < fst_rule_hyper_count(group->rule); i++) {
+        group->hyper[i] = PyFloat_AsDouble(PyTuple_GetItem(hyper, (Py_ssize_t)i));
+        if (group->hyper[i] == -1.0 && PyErr_Occurred())
+            return -1;
+    }
+    Py_INCREF(keys);
+    Py_INCREF(lr);
+    return 0;
+}
+
+int fst_groups_parse(fst_plan_object *self, PyObject *specs)
+{
+    const Py_ssize_t count = PyList_Size(specs);
+    self->groups = PyMem_Calloc((size_t)count + 1, sizeof *self->groups);
+    if (!self->groups) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (Py_ssize_t i = 0; i < count; i++, self->group_count++) {
+        PyObject *spec = PyList_GetItem(specs, i);
+        if (!spec)
+            return -1;
+        Py_INCREF(spec);
+        const int failed = parse_group(spec, &self->groups[i]);
+        Py_DECREF(spec);
+        if (failed)
+            return -1;
+    }
+    return 0;
+}
+
+/* Learns the types of what is in a dictionary {device: tensors}, which may run Python code: it does
+ * not when they are read. 0, or -1 with a Python error. */
+static int meet_tensors(fst_tensors *tensors, PyObject *of_devices)
+{
+    PyObject *key, *value;
+    for (Py_ssize_t at = 0; PyDict_Next(of_devices, &at, &key, &value);) {
+        if (!PyLong_CheckExact(key)) {
+            PyErr_SetString(PyExc_TypeError, "the number of a device is not an int");
+            return -1;
+        }
+        Py_INCREF(value);
+        const Py_ssize_t count = PyTuple_Check(value) ? PyTuple_Size(value) : 0;
+        for (Py_ssize_t i = 0; i < count; i++)
+            fst_tensors_meet(tensors, PyTuple_GetItem(value, i));
+        if (!PyTuple_Check(value))
+            fst_tensors_meet(tensors, value);
+        Py_DECREF(value);
+    }
+    return 0;
+}
+
+int fst_groups_meet(fst_module *module, const fst_plan_object *self, PyObject *scalars)
+{
+    if (meet_tensors(&module->tensors, scalars))
+        return -1;
+    for (size_t g = 0; g < self->group_count; g++)
+        if (self->groups[g].lr != Py_None && meet_tensors(&module->tensors, self->groups[g].lr))
+            return -1;
+    return 0;
+}
+
+void fst_groups_free(fst_group *groups, size_t count)
+{
+    for (size_t g = 0; g < count; g++) {
+        Py_DECREF(groups[g].keys);
+        Py_DECREF(groups[g].lr);
+    }
+    PyMem_Free(groups);
+}

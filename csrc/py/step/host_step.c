@@ -1,0 +1,221 @@
+/* A step of the parameters in CPU memory. */
+#include "core/passes.h"
+#include "py/step/step_plan.h"
+#include "py/torch/quiet.h"
+#include "rules/loss_scale.h"
+
+/* What the passes need besides the share, and what they found. */
+typedef struct {
+    double inv_scale, max_norm, norm;
+    int measure, measure_found_inf, write_grads, skip, only_measure;
+    int measured; /* in backward: the partial sums are there */
+    fst_measurement seen;
+} step_work;
+
+static double read_scalar(const fst_view *view)
+{
+    const double held =
+        view->dtype == FST_F64 ? *(const double *)view->data : (double)*(const float *)view->data;
+    return view->negated ? -held : held;
+}
+
+static void write_scalar(const fst_view *view, double value)
+{
+    const double held = view->negated ? -value : value;
+    if (view->dtype == FST_F64)
+        *(double *)view->data = held;
+    else
+        *(float *)view->data = (float)held;
+}
+
+/* The index of the folded scalars for a group, a step count and a type. */
+static int fold(fst_share *share, const fst_group *groups, uint32_t group, double step, int wide,
+                double coefficient, uint32_t *index)
+{
+    for (size_t back = 0; back < share->arg_count && back < 64; back++) {
+        const size_t i = share->arg_count - 1 - back;
+        if (share->fold_keys[i].group == group && share->fold_keys[i].step == step &&
+            share->args[i].wide == wide) {
+            *index = (uint32_t)i;
+            return 0;
+        }
+    }
+    size_t capacity = share->arg_capacity;
+    if (fst_reserve(&share->args, &capacity, share->arg_count, sizeof *share->args) ||
+        fst_reserve(&share->fold_keys, &share->arg_capacity, share->arg_count,
+                    sizeof *share->fold_keys))
+        return -1;
+    fst_update_args *args = &share->args[share->arg_count];
+    args->rule = groups[group].rule;
+    args->wide = wide;
+    args->clip_coefficient = coefficient;
+    args->sign = groups[group].maximize ? -1.0 : 1.0;
+    fst_rule_fold(args, groups[group].hyper, step);
+    share->fold_keys[share->arg_count] = (fst_fold_key){step, group};
+    *index = (uint32_t)share->arg_count++;
+    return 0;
+}
+
+/* The number of the step that comes, as the rule reads it. */
+static double counted(const fst_counter *c)
+{
+    if (!c->data)
+        return c->value;
+    const double held = c->is_double ? *(const double *)c->data : (double)*(const float *)c->data;
+    return 1.0 + (c->negated ? -held : held);
+}
+
+static void advance(const fst_counter *c, double by)
+{
+    const double change = c->negated ? -by : by;
+    if (c->data && c->is_double)
+        *(double *)c->data += change;
+    else if (c->data)
+        *(float *)c->data = (float)((double)*(float *)c->data + change);
+}
+
+/* Advances every step counter and gives every span its scalars. If memory runs out the counters go
+ * back. */
+static int fold_all(fst_share *share, const fst_group *groups, double coefficient)
+{
+    share->arg_count = 0;
+    for (size_t i = 0; i < share->counter_count; i++) {
+        const fst_counter *c = &share->counters[i];
+        const double step = counted(c);
+        uint32_t index = 0;
+        if (c->span >= 0) {
+            const fst_operand *ops = &share->plan.operands[(size_t)c->span * FST_OP_COUNT];
+            if (fold(share, groups, c->group, step, ops[FST_OP_PARAM].dtype == FST_F64, coefficient,
+                     &index)) {
+                while (i-- > 0)
+                    advance(&share->counters[i], -1.0);
+                return -1;
+            }
+            share->plan.spans[c->span].args = index;
+        }
+        advance(c, 1.0);
+    }
+    return 0;
+}
+
+static int run_measure(fst_share *share, step_work *work, fst_status *status)
+{
+    if (work->measured)
+        fst_conclude(&share->plan, FST_OP_GRAD, &work->seen);
+    else if (fst_measure(&share->plan, FST_OP_GRAD, work->inv_scale, &work->seen, status))
+        return -1;
+    work->norm = sqrt(work->seen.square_sum);
+    work->skip = work->measure_found_inf && work->seen.nonfinite;
+    return 0;
+}
+
+/* Both passes, with the GIL released unless the step is short. */
+static int run_passes(fst_tensors *tensors, fst_plan_object *self, step_work *work,
+                      fst_status *status)
+{
+    fst_share *share = &self->shares[0];
+    fst_released released = {.thread = NULL};
+    if (self->is_long)
+        released = fst_quiet_release(tensors);
+    int failed = work->measure && run_measure(share, work, status);
+    if (self->is_long)
+        fst_quiet_acquire(tensors, released);
+    if (failed || work->skip || work->only_measure)
+        return failed;
+    double coefficient = 1.0;
+    if (!isnan(work->max_norm))
+        coefficient = fst_clip_coefficient(work->norm, work->max_norm);
+    if (fold_all(share, self->groups, coefficient))
+        return -1;
+    if (self->is_long)
+        released = fst_quiet_release(tensors);
+    failed =
+        fst_update(&share->plan, share->args, work->inv_scale, work->write_grads, status) != FST_OK;
+    if (self->is_long)
+        fst_quiet_acquire(tensors, released);
+    return failed;
+}
+
+/* Of a fp32 scale as torch has it, rounded to fp32. */
+double fst_inverse_of(const fst_view *scale)
+{
+    const double inverse = scale->data ? 1.0 / read_scalar(scale) : 1.0;
+    return scale->dtype == FST_F64 ? inverse : (double)(float)inverse;
+}
+
+/* What the options mean for the host. Returns 0, or -1 with a Python error. */
+static int read_options(fst_module *module, const fst_step_options *options, step_work *work,
+                        fst_view *found, fst_view *norm)
+{
+    fst_view scale;
+    const int clips = !isnan(options->max_norm), apply = options->phase == FST_STEP_APPLY;
+    if (fst_plan_scalar(module, options, FST_HOST, 0, "grad_scale", &scale) ||
+        fst_plan_scalar(module, options, FST_HOST, 1, "found_inf", found) ||
+        fst_plan_scalar(module, options, FST_HOST, 2, "norm", norm))
+        return -1;
+    if ((options->measure_found_inf && !found->data) || (apply && clips && !norm->data)) {
+        PyErr_SetString(PyExc_ValueError, "expected found_inf and norm to measure or apply");
+        return -1;
+    }
+    *work = (step_work){
+        .inv_scale = fst_inverse_of(&scale),
+        .max_norm = options->max_norm,
+        .norm = apply && norm->data ? read_scalar(norm) : (double)NAN,
+        .measure = !apply && (options->measure_found_inf || clips),
+        .measure_found_inf = !apply && options->measure_found_inf,
+        .only_measure = options->phase == FST_STEP_MEASURE,
+        .write_grads = options->write_grads,
+    };
+    work->skip = found->data && !work->measure_found_inf && read_scalar(found) != 0.0;
+    return 0;
+}
+
+/* Takes over what was measured in backward: 1 if all of it fits, 0 if not, -1 with a Python error.
+ */
+static int take_squares(fst_share *share, const fst_step_options *options, double inv_scale)
+{
+    uint32_t *slot_of = PyMem_Malloc((share->plan.span_count + 1) * sizeof *slot_of);
+    if (!slot_of) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < share->counter_count; i++)
+        if (share->counters[i].span >= 0)
+            slot_of[share->counters[i].span] = share->counters[i].param;
+    const int fits =
+        fst_squares_fill(options->squares, &share->plan, FST_OP_GRAD, slot_of, inv_scale);
+    PyMem_Free(slot_of);
+    return fits;
+}
+
+int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+                  fst_step_outcome *outcome)
+{
+    fst_share *share = &self->shares[0];
+    fst_status status = {0};
+    fst_view found, norm;
+    step_work work;
+    if (read_options(module, options, &work, &found, &norm))
+        return -1;
+    if (fst_plan_seal(&share->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
+        return fst_raise_int(&status);
+    if (work.measure && !work.skip && options->squares) {
+        work.measured = take_squares(share, options, work.inv_scale);
+        outcome->refused = work.measured == 0;
+        if (work.measured <= 0)
+            return work.measured;
+    }
+    outcome->measured = work.measure && !work.skip;
+    if (!work.skip && run_passes(&module->tensors, self, &work, &status)) {
+        if (status.code)
+            fst_raise(&status);
+        return -1;
+    }
+    outcome->skipped = work.skip;
+    outcome->norm = work.norm;
+    if (work.measure_found_inf && work.skip)
+        write_scalar(&found, 1.0);
+    if (work.measure && norm.data)
+        write_scalar(&norm, work.norm);
+    return 0;
+}

@@ -1,0 +1,192 @@
+/* The type faststep._C.ReleaseHook: updates a parameter in backward and frees its gradient. What is
+ * not as it was in the step before is left to Python. */
+#include "py/step/step_plan.h"
+
+#include <structmember.h>
+
+#include "py/docs.h"
+
+typedef struct {
+    PyObject_HEAD
+    PyObject *plan;      /* of this parameter alone */
+    PyObject *otherwise; /* called with the parameter */
+    PyObject *optimizer; /* a weak reference */
+    PyObject *rules;     /* {group: rule} of the step that runs; shared by all hooks */
+    PyObject *group;
+    int64_t (*mode_depth)(void); /* libtorch's; NULL: nobody watches operators */
+    char plain;                  /* there is nothing to do but to step and to free */
+    char updated;                /* since the last optimizer.step() */
+} release_hook;
+
+/* Whether an attribute is this object; -1 with a Python error. */
+static int has(PyObject *object, PyObject *name, const PyObject *value)
+{
+    PyObject *found = PyObject_GetAttr(object, name);
+    Py_XDECREF(found);
+    return found ? found == value : -1;
+}
+
+/* [object] or [[object]] */
+static PyObject *listed(PyObject *object, int deep)
+{
+    PyObject *list = PyList_New(1);
+    PyObject *item = list && deep ? listed(object, 0) : Py_NewRef(object);
+    if (list && item)
+        PyList_SetItem(list, 0, item);
+    else
+        Py_XDECREF(item);
+    if (list && !item)
+        Py_CLEAR(list);
+    return list;
+}
+
+static int step_alike(fst_module *module, const release_hook *self, PyObject *optimizer,
+                      PyObject *rule, PyObject *param)
+{
+    int done = has(optimizer, module->names.max_grad_norm, Py_None);
+    if (done > 0)
+        done = has(optimizer, module->names.norm_in_backward, Py_False);
+    if (done <= 0)
+        return done;
+    PyObject *state = PyObject_GetAttr(optimizer, module->names.state);
+    PyObject *params = listed(param, 1), *rules = listed(rule, 0);
+    done = state && params && rules ? 0 : -1;
+    if (!done && PyDict_Check(state))
+        done = fst_plan_step_alike(module, (fst_plan_object *)self->plan, params, rules, state);
+    Py_XDECREF(state);
+    Py_XDECREF(params);
+    Py_XDECREF(rules);
+    return done;
+}
+
+/* 1 if the parameter was updated, 0 if Python has to look, -1 with a Python error. */
+static int try_step(fst_module *module, const release_hook *self, PyObject *param)
+{
+    if (!self->plain || self->updated || !self->group || (self->mode_depth && self->mode_depth()))
+        return 0;
+    PyObject *group = Py_NewRef(self->group); /* comparing it may run Python code */
+    PyObject *rule = PyDict_GetItemWithError(self->rules, group);
+    Py_XINCREF(rule);
+    Py_DECREF(group);
+    if (!rule)
+        return PyErr_Occurred() ? -1 : 0;
+    PyObject *optimizer = Py_XNewRef(PyWeakref_GetObject(self->optimizer));
+    if (!optimizer || optimizer == Py_None) {
+        Py_DECREF(rule);
+        Py_XDECREF(optimizer);
+        return optimizer ? 0 : -1;
+    }
+    const int done = step_alike(module, self, optimizer, rule, param);
+    Py_DECREF(rule);
+    Py_DECREF(optimizer);
+    return done;
+}
+
+static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *kwargs)
+{
+    release_hook *self = (release_hook *)object;
+    fst_module *module = PyType_GetModuleState(Py_TYPE(object));
+    PyObject *param;
+    if (!PyArg_ParseTuple(args, "O", &param))
+        return NULL;
+    if (kwargs && PyDict_Size(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "a ReleaseHook takes no keyword arguments");
+        return NULL;
+    }
+    const int done = try_step(module, self, param);
+    if (done < 0)
+        return NULL;
+    if (!done)
+        return PyObject_CallFunctionObjArgs(self->otherwise, param, NULL);
+    self->updated = 1;
+    return PyObject_SetAttr(param, module->names.grad, Py_None) ? NULL : Py_NewRef(Py_None);
+}
+
+/* ReleaseHook(otherwise, optimizer, rules[, mode_depth]): the last is the address of libtorch's
+ * function that counts the TorchDispatchModes of a thread, inside of which Python has to look. */
+static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    fst_module *module = PyType_GetModuleState(type);
+    PyObject *otherwise, *optimizer, *rules;
+    unsigned long long mode_depth = 0;
+    if (kwargs && PyDict_Size(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "ReleaseHook() takes no keyword arguments");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "OOO!|K", &otherwise, &optimizer, &PyDict_Type, &rules,
+                          &mode_depth))
+        return NULL;
+    if (!PyCallable_Check(otherwise) || !PyWeakref_Check(optimizer)) {
+        PyErr_SetString(PyExc_TypeError, "expected a callable and a weak reference");
+        return NULL;
+    }
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    release_hook *self = (release_hook *)allocate(type, 0); /* zeroed */
+    if (!self)
+        return NULL;
+    self->otherwise = Py_NewRef(otherwise);
+    self->optimizer = Py_NewRef(optimizer);
+    self->rules = Py_NewRef(rules);
+    self->mode_depth = (int64_t (*)(void))(uintptr_t)mode_depth;
+    self->plan = PyObject_CallNoArgs((PyObject *)module->plan_type);
+    if (!self->plan)
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static int hook_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    const release_hook *self = (const release_hook *)object;
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(self->plan);
+    Py_VISIT(self->otherwise);
+    Py_VISIT(self->optimizer);
+    Py_VISIT(self->rules);
+    Py_VISIT(self->group);
+    return 0;
+}
+
+/* What a call needs stays: others break the cycles that it is in. */
+static int hook_clear(PyObject *object)
+{
+    release_hook *self = (release_hook *)object;
+    self->plain = 0;
+    Py_CLEAR(self->group);
+    return 0;
+}
+
+static void hook_dealloc(PyObject *object)
+{
+    release_hook *self = (release_hook *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    Py_XDECREF(self->plan);
+    Py_XDECREF(self->otherwise);
+    Py_XDECREF(self->optimizer);
+    Py_XDECREF(self->rules);
+    Py_XDECREF(self->group);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static PyMemberDef hook_members[] = {
+    {"group", T_OBJECT, offsetof(release_hook, group), 0, FST_DOC_RELEASE_HOOK_GROUP},
+    {"plain", T_BOOL, offsetof(release_hook, plain), 0, FST_DOC_RELEASE_HOOK_PLAIN},
+    {"plan", T_OBJECT, offsetof(release_hook, plan), READONLY, FST_DOC_RELEASE_HOOK_PLAN},
+    {"updated", T_BOOL, offsetof(release_hook, updated), 0, FST_DOC_RELEASE_HOOK_UPDATED},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyType_Slot hook_slots[] = {
+    {Py_tp_doc, FST_DOC_RELEASE_HOOK}, {Py_tp_new, hook_new},
+    {Py_tp_dealloc, hook_dealloc},     {Py_tp_traverse, hook_traverse},
+    {Py_tp_clear, hook_clear},         {Py_tp_call, hook_call},
+    {Py_tp_members, hook_members},     {0, NULL},
+};
+
+PyType_Spec fst_release_hook_spec = {
+    .name = "faststep._C.ReleaseHook",
+    .basicsize = sizeof(release_hook),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = hook_slots,
+};

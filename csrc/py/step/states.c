@@ -1,0 +1,220 @@
+/* Binding a parameter's states, which lie in optimizer.state. */
+#include "py/step/bind.h"
+#include "py/torch/quiet.h"
+
+/* Finds out again where each parameter's entry of optimizer.state lies; once per step at most. */
+static void rescan_state(fst_binding *at)
+{
+    fst_plan_object *self = at->self;
+    Py_ssize_t next = 0, here = 0;
+    PyObject *key, *value;
+    size_t guess = 0;
+    at->rescanned = 1;
+    for (size_t i = 0; i < self->param_count; i++)
+        self->params[i].state_at = -1;
+    for (; PyDict_Next(at->state, &next, &key, &value); here = next)
+        for (size_t tried = 0; tried < self->param_count; tried++, guess++) {
+            fst_param *param = &self->params[guess % self->param_count];
+            if (param->param == key) {
+                param->state_at = here;
+                break;
+            }
+        }
+}
+
+/* The state dictionary of a parameter, which the step holds; NULL if it has none. */
+static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *object)
+{
+    PyObject *key = NULL, *value = NULL;
+    fst_tensors *tensors = &at->module->tensors;
+    if (at->again)
+        return fst_bind_found(at);
+    if (PyDict_Size(at->state) == 0)
+        return NULL;
+    for (int again = 0; again < 2; again++) {
+        Py_ssize_t position = param->state_at;
+        if (position >= 0 && PyDict_Next(at->state, &position, &key, &value) && key == object)
+            return PyDict_Check(value) ? fst_bind_hold(at->self, Py_NewRef(value)) : NULL;
+        if (!at->rescanned)
+            rescan_state(at);
+    }
+    /* torch hashes tensors in Python: slow, and needed only for a parameter that is listed twice or
+     * new */
+    const int paused = fst_quiet_pause(tensors);
+    value = PyDict_GetItemWithError(at->state, object);
+    Py_XINCREF(value);
+    fst_quiet_resume_after_python(tensors, paused);
+    if (value && !PyDict_Check(value))
+        Py_CLEAR(value);
+    return value ? fst_bind_hold(at->self, value) : NULL;
+}
+
+/* Refuses to count outside of inference mode in a tensor that was made there; 0, or -1 with a
+ * Python error. */
+static int check_counter(const fst_binding *at, PyObject *object)
+{
+    fst_problem problem;
+    if (at->again || fst_record_counter(&at->module->records, object))
+        return 0;
+    at->self->traceable = 0; /* the next step may not be in inference mode */
+    const int frozen = fst_plan_is_frozen(at->module, object);
+    if (frozen <= 0)
+        return frozen;
+    fst_problem_set(&problem, "inference", FST_INFERENCE);
+    return fst_bind_problem(at, "state 'step'", &problem);
+}
+
+/* 1 if the counter is there, 0 if it must be brought to the parameter's device first: torch keeps
+ * it in CPU memory where neither `fused` nor `capturable` is set. */
+static int bind_counter(const fst_binding *at, fst_param *param, PyObject *object,
+                        fst_counter *counter, fst_view *view)
+{
+    fst_problem problem;
+    if (fst_tensor_view(&at->module->tensors, object, view, &problem))
+        return fst_bind_problem(at, "state 'step'", &problem);
+    if (check_counter(at, object))
+        return -1;
+    if (view->device == FST_HOST && at->share->device != FST_HOST)
+        return 0;
+    if (fst_view_is_scalar(view, at->share->device, &problem))
+        return fst_bind_problem(at, "state 'step'", &problem);
+    fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, 0, object, view);
+    counter->data = view->data;
+    counter->is_double = view->dtype == FST_F64;
+    counter->negated = view->negated;
+    return 1;
+}
+
+/* Notes state `k` of the parameter at hand, entry `k` of its dictionary. */
+static void trace_state(const fst_binding *at, const fst_param *param, unsigned k,
+                        const PyObject *key, PyObject *value, const fst_view *view)
+{
+    if (at->trace)
+        fst_trace_state(&at->module->records, at->self, at->trace, key, value, view,
+                        param->states[k].pin != NULL);
+}
+
+/* Notes a state that the step writes. Small ones share version counters, and each moves once. */
+static int note_written(fst_binding *at, PyObject *value)
+{
+    const void *counter = fst_record_counter(&at->module->records, value);
+    if (counter && counter == at->counter)
+        return 0;
+    at->counter = counter;
+    return fst_bind_written(at->self, value);
+}
+
+/* Whether two names are the same: 1, 0, or -1 with a Python error. Runs no Python code. */
+static int same_name(PyObject *a, PyObject *b)
+{
+    if (a == b)
+        return 1;
+    const int order = PyUnicode_Compare(a, b);
+    return order == -1 && PyErr_Occurred() ? -1 : order == 0;
+}
+
+/* Looks the state called `wanted` up as a dictionary does, whose other keys may compare themselves
+ * with it in Python. A new reference. */
+static PyObject *ask_for_state(fst_tensors *tensors, PyObject *state, PyObject *wanted)
+{
+    const int paused = fst_quiet_pause(tensors);
+    PyObject *value = PyDict_GetItemWithError(state, wanted);
+    Py_XINCREF(value);
+    fst_quiet_resume_after_python(tensors, paused);
+    return value;
+}
+
+/* The state called `wanted`, a new reference. Where it is the next entry of the dictionary, as it
+ * should be, *key becomes its key, borrowed, else NULL. */
+static PyObject *next_state(fst_tensors *tensors, PyObject *state, Py_ssize_t *position,
+                            PyObject *wanted, PyObject **key)
+{
+    PyObject *value, *name;
+    int same = 0, foreign = 0;
+    if (PyDict_Next(state, position, key, &value) && PyUnicode_CheckExact(*key))
+        same = same_name(*key, wanted);
+    if (same)
+        return same > 0 ? Py_NewRef(value) : NULL;
+    *key = NULL;
+    for (Py_ssize_t at = 0; !same && PyDict_Next(state, &at, &name, &value);)
+        if (PyUnicode_CheckExact(name))
+            same = same_name(name, wanted);
+        else
+            foreign = 1;
+    if (same)
+        return same > 0 ? Py_NewRef(value) : NULL;
+    return foreign ? ask_for_state(tensors, state, wanted) : NULL;
+}
+
+/* The same, borrowed: the step holds it. */
+static PyObject *find_state(fst_binding *at, PyObject *state, Py_ssize_t *position,
+                            PyObject *wanted, PyObject **key)
+{
+    *key = NULL;
+    if (at->again)
+        return fst_bind_found(at);
+    PyObject *value = next_state(&at->module->tensors, state, position, wanted, key);
+    return value ? fst_bind_hold(at->self, value) : NULL;
+}
+
+/* Why a state that does not fit its parameter cannot be used, if it cannot. */
+static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *view,
+                        fst_dtype dtype, int bad, fst_problem *problem, char role[64])
+{
+    PyObject *bytes = PyUnicode_AsUTF8String(name);
+    if (!bytes)
+        return -1;
+    PyOS_snprintf(role, 64, "state '%s'", PyBytes_AsString(bytes));
+    Py_DECREF(bytes);
+    if (!bad && view->dtype == dtype)
+        return 0;
+    if (!bad)
+        fst_problem_set(problem, "dtype", "has dtype %s, not %s as the parameter has",
+                        fst_dtype_name(view->dtype), fst_dtype_name(dtype));
+    return fst_bind_problem(at, role, problem);
+}
+
+int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
+                    fst_operand *ops, fst_counter *counter)
+{
+    const fst_group *group = &at->self->groups[at->group];
+    if (group->key_count == 0)
+        return 1;
+    PyObject *state = state_of(at, param, object), *key;
+    Py_ssize_t position = 0;
+    if (!state)
+        return PyErr_Occurred() ? -1 : 0;
+    param->dict = state;
+    if (at->trace)
+        fst_trace_dict(at->trace, state, param->state_at);
+    for (unsigned k = 0; k < group->key_count; k++) {
+        PyObject *wanted = PyTuple_GetItem(group->keys, k);
+        PyObject *value = find_state(at, state, &position, wanted, &key);
+        fst_view view;
+        if (!value || value == Py_None)
+            return PyErr_Occurred() ? -1 : 0;
+        if (k == 0 && group->has_step) {
+            const int there = bind_counter(at, param, value, counter, &view);
+            if (there <= 0)
+                return there;
+            trace_state(at, param, k, key, value, &view);
+            continue;
+        }
+        fst_problem problem;
+        char role[64] = "state";
+        const int bad = fst_tensor_view(&at->module->tensors, value, &view, &problem);
+        if ((bad || view.dtype != dtype || view.device != at->share->device ||
+             !fst_param_is_packed_in(param, &view)) &&
+            refuse_state(at, wanted, &view, dtype, bad, &problem, role))
+            return -1;
+        const unsigned slot = k - (unsigned)group->has_step;
+        fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, &view);
+        if (fst_bind_operand(at, param, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
+            note_written(at, value))
+            return -1;
+        trace_state(at, param, k, key, value, &view);
+        if (ops[FST_OP_STATE + slot].layout)
+            at->self->traceable = 0;
+    }
+    return 1;
+}

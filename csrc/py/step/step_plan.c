@@ -1,0 +1,326 @@
+/* The type faststep._C.Plan: one call per optimizer step. */
+#include "py/step/step_plan.h"
+
+#include "py/step/bind.h"
+#include "py/docs.h"
+#include "py/torch/quiet.h"
+
+static PyObject *list_of(PyObject *const *objects, size_t count)
+{
+    PyObject *list = PyList_New((Py_ssize_t)count);
+    for (size_t i = 0; list && i < count; i++)
+        PyList_SetItem(list, (Py_ssize_t)i, Py_NewRef(objects[i]));
+    return list;
+}
+
+/* Finds the records of what is written; up to the first that has none. Where what was bound still
+ * stands they do too. */
+static int count_written(const fst_module *module, fst_plan_object *self)
+{
+    while (self->counted_count < self->written_count) {
+        const void *impl = fst_record_counted(&module->records, self->written[self->counted_count]);
+        if (!impl)
+            return 0;
+        if (fst_reserve(&self->counted, &self->counted_capacity, self->counted_count,
+                        sizeof *self->counted))
+            return -1;
+        self->counted[self->counted_count++] = impl;
+    }
+    return 0;
+}
+
+/* Moves the version counters of what the step wrote, or lists the tensors for Python to do so. A
+ * short step keeps the list for the next one; a long one, on any device, does not: it would keep
+ * large states alive that a user replaces. */
+static PyObject *list_written(fst_module *module, fst_plan_object *self)
+{
+    const size_t moved = self->counted_count;
+    fst_record_move_versions(&module->records, self->counted, moved);
+    if (moved)
+        return list_of(self->written + moved, self->written_count - moved);
+    const int keep = self->written_total <= FST_SHORT_STEP;
+    const Py_ssize_t count = (Py_ssize_t)self->written_count;
+    int same = keep && self->last_written && PyList_Size(self->last_written) == count;
+    for (Py_ssize_t i = 0; same && i < count; i++)
+        same = PyList_GetItem(self->last_written, i) == self->written[i];
+    if (same)
+        return Py_NewRef(self->last_written);
+    PyObject *list = list_of(self->written, self->written_count), *before = self->last_written;
+    self->last_written = keep && list ? Py_NewRef(list) : NULL;
+    if (before && !fst_bind_hold(self, before))
+        Py_CLEAR(list);
+    return list;
+}
+
+/* The devices whose parameters have gradients: a list of -1 for the host and CUDA ordinals. *known
+ * becomes 0 if one of them is not a key of `scalars`. */
+static PyObject *list_devices(const fst_plan_object *self, PyObject *scalars, int *known)
+{
+    PyObject *devices = PyList_New(0);
+    *known = 1;
+    for (size_t i = 0; devices && i < self->share_count; i++) {
+        if (self->shares[i].counter_count == 0)
+            continue;
+        PyObject *device = PyLong_FromLong(self->shares[i].device);
+        const int has = device ? PyDict_Contains(scalars, device) : -1;
+        *known = *known && has;
+        if (has < 0 || PyList_Append(devices, device))
+            Py_CLEAR(devices);
+        Py_XDECREF(device);
+    }
+    return devices;
+}
+
+/* Everything a step needs of its devices, before it changes anything. */
+static int prepare_shares(fst_module *module, fst_plan_object *self,
+                          const fst_step_options *options)
+{
+    for (size_t i = 1; i < self->share_count; i++)
+        if (self->shares[i].counter_count &&
+            fst_device_prepare(module, self, &self->shares[i], options))
+            return -1;
+    return 0;
+}
+
+static int run_shares(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+                      fst_step_outcome *outcome)
+{
+    for (size_t i = 1; i < self->share_count; i++)
+        if (self->shares[i].counter_count && fst_device_step(module, &self->shares[i], options))
+            return -1;
+    return self->shares[0].counter_count ? fst_host_step(module, self, options, outcome) : 0;
+}
+
+/* (what, value) of step(); takes over `value`. */
+static PyObject *answer(const char *what, PyObject *value)
+{
+    return value ? Py_BuildValue("sN", what, value) : NULL;
+}
+
+/* Runs the passes on a bound plan: "done" and (skipped, norm or None, what was written, gradients
+ * that were or None). */
+static PyObject *run(fst_module *module, fst_plan_object *self, const fst_step_options *options)
+{
+    fst_step_outcome outcome = {0};
+    if (run_shares(module, self, options, &outcome))
+        return NULL;
+    if (outcome.refused)
+        return answer("squares", Py_NewRef(Py_None));
+    PyObject *norm = outcome.measured ? PyFloat_FromDouble(outcome.norm) : Py_NewRef(Py_None);
+    PyObject *written = outcome.skipped ? PyList_New(0) : list_written(module, self);
+    PyObject *grads = outcome.skipped || !options->write_grads
+                          ? Py_NewRef(Py_None)
+                          : list_of(self->grads, self->grad_count);
+    if (norm && written && grads)
+        return answer(
+            "done", Py_BuildValue("NNNN", PyBool_FromLong(outcome.skipped), norm, written, grads));
+    Py_XDECREF(norm);
+    Py_XDECREF(written);
+    Py_XDECREF(grads);
+    return NULL;
+}
+
+/* The text of the Python error that is set, and no longer is. */
+static PyObject *error_text(void)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *text = value ? PyObject_Str(value) : NULL;
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    return text;
+}
+
+/* Binds what is not bound yet, and runs if nothing is missing. */
+static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                              PyObject *state, PyObject *fresh, const fst_step_options *options)
+{
+    int known, inference = 0;
+    int bound = fresh == Py_None && !options->write_grads &&
+                fst_trace_holds(module, self, param_lists, state);
+    if (bound && count_written(module, self))
+        return NULL;
+    for (int checked = 0; !bound; checked = 1) {
+        PyObject *missing =
+            fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
+        if (!missing || PyList_Size(missing) > 0)
+            return answer("missing", missing);
+        Py_DECREF(missing);
+        module->tensors.ran_python = 0;
+        if (count_written(module, self))
+            return NULL;
+        if (!checked)
+            inference = fst_plan_check_inference(module, self, param_lists);
+        if (inference)
+            fst_trace_forget(self); /* the next step may not be in the mode that this one is in */
+        if (inference < 0)
+            return NULL;
+        bound = !module->tensors.ran_python;
+    }
+    PyObject *devices = list_devices(self, options->scalars, &known);
+    if (!devices || !known)
+        return answer("devices", devices);
+    Py_DECREF(devices);
+    if (prepare_shares(module, self, options))
+        return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text()) : NULL;
+    return run(module, self, options);
+}
+
+/* step(param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, write_grads, phase,
+ * squares) */
+static PyObject *plan_step(PyObject *object, PyObject *args)
+{
+    fst_plan_object *self = (fst_plan_object *)object;
+    fst_module *module = PyType_GetModuleState(Py_TYPE(object));
+    PyObject *param_lists, *specs, *state, *fresh, *squares = Py_None, *result = NULL;
+    fst_step_options options;
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!pdpi|O", &PyList_Type, &param_lists, &PyList_Type, &specs,
+                          &PyDict_Type, &state, &fresh, &PyDict_Type, &options.scalars,
+                          &options.measure_found_inf, &options.max_norm, &options.write_grads,
+                          &options.phase, &squares))
+        return NULL;
+    if (squares != Py_None && !PyObject_TypeCheck(squares, module->squares_type)) {
+        PyErr_SetString(PyExc_TypeError, "squares must be a Squares or None");
+        return NULL;
+    }
+    options.squares = squares == Py_None ? NULL : (fst_squares_object *)squares;
+    if (PyList_Size(param_lists) != PyList_Size(specs) ||
+        (fresh != Py_None && !PyList_Check(fresh))) {
+        PyErr_SetString(PyExc_ValueError, "expected one group per list of parameters");
+        return NULL;
+    }
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError,
+                        "this optimizer is stepping already, in another thread");
+        return NULL;
+    }
+    self->busy = 1;
+    if (!fst_groups_parse(self, specs) && !fst_groups_meet(module, self, options.scalars)) {
+        fst_quiet_begin(&module->tensors);
+        result = bind_and_run(module, self, param_lists, state, fresh, &options);
+        fst_quiet_end(&module->tensors);
+    }
+    fst_plan_release(self);
+    return result;
+}
+
+static int is_on_host(const fst_plan_object *self)
+{
+    for (size_t i = 1; i < self->share_count; i++)
+        if (self->shares[i].counter_count)
+            return 0;
+    return self->shares[0].counter_count > 0;
+}
+
+static int step_if_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                         PyObject *state)
+{
+    const fst_step_options options = {.max_norm = (double)NAN, .phase = FST_STEP_WHOLE};
+    fst_step_outcome outcome = {0};
+    if (!fst_trace_holds(module, self, param_lists, state) || !is_on_host(self))
+        return 0;
+    if (count_written(module, self))
+        return -1;
+    if (self->counted_count < self->written_count)
+        return 0;
+    if (fst_host_step(module, self, &options, &outcome))
+        return -1;
+    fst_record_move_versions(&module->records, self->counted, self->counted_count);
+    return 1;
+}
+
+int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                        PyObject *specs, PyObject *state)
+{
+    if (self->busy || !self->traced)
+        return 0;
+    self->busy = 1;
+    const int done =
+        fst_groups_parse(self, specs) ? -1 : step_if_alike(module, self, param_lists, state);
+    fst_plan_release(self);
+    return done;
+}
+
+static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    if (PyTuple_Size(args) || (kwargs && PyDict_Size(kwargs))) {
+        PyErr_SetString(PyExc_TypeError, "Plan() takes no arguments");
+        return NULL;
+    }
+    allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+    fst_plan_object *self = (fst_plan_object *)allocate(type, 0); /* zeroed */
+    if (self && !fst_plan_share(self, FST_HOST))
+        Py_CLEAR(self);
+    return (PyObject *)self;
+}
+
+static void plan_dealloc(PyObject *object)
+{
+    fst_plan_object *self = (fst_plan_object *)object;
+    PyTypeObject *type = Py_TYPE(object);
+    PyObject_GC_UnTrack(object);
+    fst_trace_free(self);
+    fst_params_free(self);
+    fst_plan_release(self);
+    Py_XDECREF(self->last_written);
+    fst_plan_free_shares(self);
+    PyMem_Free(self->written);
+    PyMem_Free(self->counted);
+    PyMem_Free(self->grads);
+    PyMem_Free(self->layouts);
+    ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
+    Py_DECREF(type);
+}
+
+static int plan_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Py_VISIT(Py_TYPE(object));
+    Py_VISIT(((fst_plan_object *)object)->last_written);
+    return 0;
+}
+
+static int plan_clear(PyObject *object)
+{
+    Py_CLEAR(((fst_plan_object *)object)->last_written);
+    return 0;
+}
+
+/* forget(): lets go of the tensors, but keeps the tables: a CUDA graph may read them. */
+static PyObject *plan_forget(PyObject *object, PyObject *unused)
+{
+    fst_plan_object *self = (fst_plan_object *)object;
+    (void)unused;
+    if (self->busy) {
+        PyErr_SetString(PyExc_RuntimeError, "this optimizer is stepping");
+        return NULL;
+    }
+    fst_trace_forget(self);
+    fst_params_free(self);
+    Py_CLEAR(self->last_written);
+    fst_old_pins_free(&self->old_pins);
+    return Py_NewRef(Py_None);
+}
+
+static PyMethodDef plan_methods[] = {
+    {"forget", plan_forget, METH_NOARGS, FST_DOC_PLAN_FORGET},
+    {"step", plan_step, METH_VARARGS, FST_DOC_PLAN_STEP},
+    {NULL, NULL, 0, NULL},
+};
+
+static PyType_Slot plan_slots[] = {
+    {Py_tp_doc, "What an optimizer remembers of its parameters between steps."},
+    {Py_tp_new, plan_new},
+    {Py_tp_dealloc, plan_dealloc},
+    {Py_tp_traverse, plan_traverse},
+    {Py_tp_clear, plan_clear},
+    {Py_tp_methods, plan_methods},
+    {0, NULL},
+};
+
+PyType_Spec fst_plan_spec = {
+    .name = "faststep._C.Plan",
+    .basicsize = sizeof(fst_plan_object),
+    .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .slots = plan_slots,
+};

@@ -1,0 +1,202 @@
+/* step_plan.h - an optimizer's plan: what is remembered of its parameters between steps. */
+#ifndef FST_PY_STEP_STEP_PLAN_H
+#define FST_PY_STEP_STEP_PLAN_H
+
+#include "core/fold.h"
+#include "core/plan.h"
+#include "gpu/tables.h"
+#include "py/module.h"
+#include "py/step/param.h"
+#include "py/torch/record.h"
+#include "py/step/squares.h"
+
+enum { FST_SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
+
+/* What one step needs of a group; parsed from the tuple that Python hands over. */
+typedef struct {
+    fst_rule rule;
+    PyObject *keys;  /* owned: names of the states, "step" first where has_step */
+    PyObject *lr;    /* owned: {device: hyper-parameter 0 as a tensor in its memory}, or None */
+    Py_ssize_t size; /* parameters, when the step began */
+    unsigned key_count;
+    int has_step, maximize;
+    double hyper[FST_MAX_HYPER];
+} fst_group;
+
+/* The step counter of a parameter: a 0-d tensor of the optimizer's state, or none for rules that do
+ * not count. */
+typedef struct {
+    void *data;
+    double value;          /* where there is no tensor: 1 for a new state, else 2 */
+    int64_t span;          /* -1 for a parameter without elements: it only counts */
+    uint32_t group, param; /* place among the parameters of all groups */
+    uint32_t index;        /* in its group */
+    int is_double, negated;
+} fst_counter;
+
+/* The scalars folded for one group and step count, as the update pass reads them, and what they are
+ * for. */
+typedef struct {
+    double step;
+    uint32_t group;
+} fst_fold_key;
+
+/* The part of a plan that lies on one device. */
+typedef struct {
+    int device; /* FST_HOST or a CUDA ordinal */
+    fst_plan plan;
+    fst_counter *counters; /* of the parameters that have a gradient in the step that runs */
+    size_t counter_count, counter_capacity;
+    /* on the host */
+    fst_update_args *args;
+    fst_fold_key *fold_keys;
+    size_t arg_count, arg_capacity;
+    /* on a CUDA device */
+    void *stream;     /* of the step that runs */
+    PyObject *sample; /* a parameter there; borrowed */
+    fst_gpu_tables *tables;
+    fst_device_span *spans;
+    fst_device_group *groups;
+    size_t span_capacity, group_capacity;
+    size_t distinct; /* spans whose counters are known to differ; 0: look again */
+    uint64_t listed; /* the binding that `spans` were listed for */
+} fst_share;
+
+/* A group of a traced step (trace.h). */
+typedef struct {
+    PyObject *keys; /* owned */
+    fst_rule rule;
+    int maximize;
+    Py_ssize_t size;
+} fst_traced_group;
+
+typedef struct fst_trace fst_trace;
+typedef struct fst_traced_state fst_traced_state;
+
+typedef struct {
+    PyObject_HEAD
+    fst_share *shares; /* the host's comes first */
+    size_t share_count;
+    fst_param *params;
+    size_t param_count;
+    PyObject *last_written; /* the list that the last short step returned */
+    int64_t total;          /* elements of the last step that the host worked on */
+    int64_t written_total;  /* elements of its parameters on all devices */
+    int busy;
+    int is_long; /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
+    /* What tells that the next step is like this one, and what was bound, below, still stands. */
+    fst_trace *traces;
+    fst_traced_state *traced_states;
+    fst_traced_group *traced_groups;
+    size_t trace_capacity, traced_state_capacity, traced_state_count, traced_group_count;
+    int traceable, traced;
+    uint64_t bindings; /* how often the parameters were bound; 0 never stands for one of them */
+    uint64_t moves;    /* how often a trace followed a gradient to other memory */
+    /* for the step that runs */
+    fst_group *groups;
+    size_t group_count;
+    PyObject **held; /* owned: every object that is bound, in the order in which they were found */
+    size_t held_count, held_capacity;
+    fst_old_pins old_pins;
+    PyObject **written; /* parameters and moments, which the step writes; borrowed */
+    size_t written_count, written_capacity;
+    const void **counted; /* torch's records of the first of them, to move version counters by */
+    size_t counted_count, counted_capacity;
+    PyObject **grads; /* borrowed */
+    size_t grad_count, grad_capacity;
+    fst_layout **layouts;
+    size_t layout_count, layout_capacity;
+} fst_plan_object;
+
+/* Where parameters lie on several devices they agree first: one call measures, into the flag and
+ * norm of each device, and another one reads there what they agreed on. */
+typedef enum { FST_STEP_WHOLE, FST_STEP_MEASURE, FST_STEP_APPLY } fst_step_phase;
+
+/* What the caller of step() asked for. */
+typedef struct {
+    /* {device: (grad_scale, found_inf, norm)}, tensors or None; NULL: all None */
+    PyObject *scalars;
+    int measure_found_inf, write_grads;
+    double max_norm; /* NaN: no clipping */
+    int phase;
+    const fst_squares_object *squares; /* for the host; NULL: measured in the step */
+} fst_step_options;
+
+/* What a step found on the host; a CUDA device keeps that to itself. */
+typedef struct {
+    int skipped, measured;
+    int refused; /* the squares do not fit: nothing was done */
+    double norm;
+} fst_step_outcome;
+
+/* Raises TensorError(group, index, role, kind, detail), which Python turns into the error that
+ * users see; returns -1 (bind.c). */
+int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
+                   const char *kind, const char *detail);
+
+/* Reads the list of groups (groups.c); 0, or -1 with a Python error. */
+int fst_groups_parse(fst_plan_object *self, PyObject *specs);
+void fst_groups_free(fst_group *groups, size_t count);
+
+/* Learns the types of the tensors of {device: tuple} and of the groups' learning rates, which may
+ * run Python code: it does not when they are read. 0, or -1 with a Python error. */
+int fst_groups_meet(fst_module *module, const fst_plan_object *self, PyObject *scalars);
+
+/* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose
+ * state is missing, empty if all is bound, or NULL with a Python error; nothing is changed in
+ * either case. `fresh` is such a list of an earlier call whose states are new, or None. */
+PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                        PyObject *state, PyObject *fresh, int write_grads);
+
+#define FST_INFERENCE                                                                         \
+    "was made in inference mode, and torch does not write such a tensor outside of it; call " \
+    ".clone() on it"
+
+/* Refuses to write tensors that were made in inference mode outside of it (inference.c): 1 if there
+ * are such tensors, 0 if not, or -1 with a Python error. Tensors whose version counters were found
+ * are none. */
+int fst_plan_check_inference(fst_module *module, const fst_plan_object *self,
+                             PyObject *param_lists);
+
+/* The same for one tensor: whether it must not be written now; -1 with a Python error. */
+int fst_plan_is_frozen(fst_module *module, PyObject *object);
+
+/* Ends a step. Lets go, at its very end, of what it held: Python code may run then. */
+void fst_plan_release(fst_plan_object *self);
+
+/* The host's share, or that of a CUDA device, which is made when it is first asked for; NULL with a
+ * Python error. Shares may move then (share.c). */
+fst_share *fst_plan_share(fst_plan_object *self, int device);
+void fst_plan_free_shares(fst_plan_object *self);
+
+/* A scalar of the options for a device, or NULL with a Python error that calls it `name`; `view`
+ * has no data where it is None. */
+int fst_plan_scalar(fst_module *module, const fst_step_options *options, int device,
+                    Py_ssize_t which, const char *name, fst_view *view);
+
+/* The passes of the host's share (host_step.c): 0, or -1 with a Python error. */
+int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+                  fst_step_outcome *outcome);
+
+/* The factor that a scale on the host means; 1 where the view has no data. */
+double fst_inverse_of(const fst_view *scale);
+
+/* Those of a CUDA device (device_step.c): everything that can fail for want of anything comes in
+ * the first, the launches in the second. */
+int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *share,
+                       const fst_step_options *options);
+int fst_device_step(fst_module *module, fst_share *share, const fst_step_options *options);
+
+/* A step that neither measures nor divides, of parameters in CPU memory, where nothing but the
+ * gradients' memory has changed since the last one, and no Python code has to run: 1 if it was
+ * made, 0 if nothing was done, -1 with a Python error (step_plan.c). */
+int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                        PyObject *specs, PyObject *state);
+
+/* Frees what is remembered of the parameters, but the old pins. */
+void fst_params_free(fst_plan_object *self);
+
+/* Makes room for one more element; 0, or -1 with a Python error. */
+int fst_reserve(void *array, size_t *capacity, size_t count, size_t size);
+
+#endif

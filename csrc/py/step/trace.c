@@ -1,0 +1,299 @@
+/* A step like the one before: nothing but the gradients' memory may have changed. All that was
+ * bound then still stands, and is not bound again. */
+#include "py/step/trace.h"
+
+#include "py/torch/record_read.h"
+
+enum { FETCH_AHEAD = 6 }; /* parameters */
+
+void fst_trace_forget(fst_plan_object *self)
+{
+    for (size_t g = 0; g < self->traced_group_count; g++)
+        Py_DECREF(self->traced_groups[g].keys);
+    self->traced_group_count = 0;
+    self->traced = 0;
+}
+
+void fst_trace_free(fst_plan_object *self)
+{
+    fst_trace_forget(self);
+    PyMem_Free(self->traces);
+    PyMem_Free(self->traced_states);
+    PyMem_Free(self->traced_groups);
+    self->traces = NULL;
+    self->traced_states = NULL;
+    self->traced_groups = NULL;
+    self->trace_capacity = self->traced_state_capacity = 0;
+}
+
+/* An array of `wanted` elements where the one there is has fewer; its contents are lost. */
+static void *make_room(void *array, size_t *capacity, size_t wanted, size_t size)
+{
+    if (*capacity >= wanted && array)
+        return array;
+    PyMem_Free(array);
+    array = PyMem_Calloc(wanted + 1, size);
+    *capacity = array ? wanted : 0;
+    return array;
+}
+
+void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, int again)
+{
+    size_t states = 0;
+    self->traceable = layout->known && !again && !self->is_long && self->param_count <= INT32_MAX;
+    if (!self->traceable)
+        return;
+    for (size_t g = 0; g < self->group_count; g++)
+        states += (size_t)self->groups[g].size * self->groups[g].key_count;
+    self->traced_state_count = 0;
+    self->traces =
+        make_room(self->traces, &self->trace_capacity, self->param_count, sizeof *self->traces);
+    self->traced_states = make_room(self->traced_states, &self->traced_state_capacity, states,
+                                    sizeof *self->traced_states);
+    self->traceable = self->traces && self->traced_states && states <= UINT32_MAX;
+}
+
+/* Where a dictionary keeps its entries in CPython: it is only asked for early, so that another
+ * place would be slower, no more. */
+static const void *entries_of(PyObject *dict)
+{
+    return ((const void *const *)dict)[4];
+}
+
+fst_trace *fst_trace_param(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+                           PyObject *object, const fst_view *view, PyObject *grad,
+                           const fst_view *grad_view)
+{
+    if (!self->traceable)
+        return NULL;
+    fst_trace *trace = &self->traces[index];
+    *trace = (fst_trace){.type = Py_TYPE(object),
+                         .has_grad = 1,
+                         .pinned = 1,
+                         .states = (uint32_t)self->traced_state_count};
+    self->traceable = fst_record_take(layout, object, view, &trace->param, &trace->hash) &&
+                      fst_moving_take(layout, grad, grad_view, &trace->grad);
+    if (!self->traceable)
+        return NULL;
+    trace->meta = fst_record_meta(layout, trace->param.impl);
+    return trace;
+}
+
+void fst_trace_idle(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+                    PyObject *object)
+{
+    if (!self->traceable)
+        return;
+    const void *impl = fst_record_of(layout, object);
+    self->traceable = impl != NULL;
+    if (impl)
+        self->traces[index] = (fst_trace){
+            .param = {.object = object, .impl = impl},
+            .type = Py_TYPE(object),
+            .grad.impl = fst_record_grad(layout, impl),
+            .meta = fst_record_meta(layout, impl),
+        };
+}
+
+void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at)
+{
+    trace->dict = dict;
+    trace->entries = entries_of(dict);
+    trace->state_at = state_at;
+}
+
+void fst_trace_state(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
+                     const PyObject *key, PyObject *value, const fst_view *view, int pinned)
+{
+    if (!self->traceable)
+        return;
+    fst_traced_state *state = &self->traced_states[self->traced_state_count++];
+    state->key = key;
+    trace->pinned = trace->pinned && pinned;
+    self->traceable = key && fst_record_take(layout, value, view, &state->value, &trace->hash);
+}
+
+/* Whether a rule without a step counter is at a first step, which the next one is not. */
+static int is_first(const fst_share *share)
+{
+    for (size_t i = 0; i < share->counter_count; i++)
+        if (!share->counters[i].data && share->counters[i].value != 2.0)
+            return 1;
+    return 0;
+}
+
+void fst_trace_end(fst_plan_object *self)
+{
+    self->traceable = self->traceable && self->total <= FST_SHORT_STEP;
+    for (size_t i = 0; i < self->share_count; i++)
+        self->traceable = self->traceable && !is_first(&self->shares[i]);
+    if (!self->traceable)
+        return;
+    PyMem_Free(self->traced_groups);
+    self->traced_groups = PyMem_Calloc(self->group_count + 1, sizeof *self->traced_groups);
+    if (!self->traced_groups)
+        return;
+    for (size_t g = 0; g < self->group_count; g++) {
+        const fst_group *group = &self->groups[g];
+        self->traced_groups[g] = (fst_traced_group){
+            .keys = group->keys,
+            .rule = group->rule,
+            .maximize = group->maximize,
+            .size = group->size,
+        };
+        Py_INCREF(group->keys);
+    }
+    self->traced_group_count = self->group_count;
+    self->traced = 1;
+}
+
+static Py_ssize_t size_of(PyObject *params)
+{
+    return params && PyList_Check(params) ? PyList_Size(params) : -1;
+}
+
+static int same_groups(const fst_plan_object *self, PyObject *param_lists)
+{
+    int same = self->group_count == self->traced_group_count;
+    for (size_t g = 0; same && g < self->group_count; g++) {
+        const fst_traced_group *before = &self->traced_groups[g];
+        same = before->keys == self->groups[g].keys && before->rule == self->groups[g].rule &&
+               before->maximize == self->groups[g].maximize &&
+               before->size == size_of(PyList_GetItem(param_lists, (Py_ssize_t)g));
+    }
+    return same;
+}
+
+/* Whether the parameter has the same states, in the same dictionary, as they were; their part of
+ * the hash is added. */
+static int same_states(const fst_record_layout *layout, const fst_trace *trace,
+                       const fst_traced_state *states, PyObject *state, unsigned key_count,
+                       uint64_t *hash)
+{
+    PyObject *key, *value;
+    Py_ssize_t position = trace->state_at;
+    if (!PyDict_Next(state, &position, &key, &value) || key != trace->param.object ||
+        value != trace->dict)
+        return 0;
+    position = 0;
+    for (unsigned k = 0; k < key_count; k++) {
+        const fst_record *was = &states[k].value;
+        if (!PyDict_Next(trace->dict, &position, &key, &value) || key != states[k].key ||
+            value != was->object || (!trace->pinned && fst_record_of(layout, value) != was->impl))
+            return 0;
+        fst_record_add(layout, was->impl, hash);
+    }
+    return 1;
+}
+
+/* Whether the gradient is as it was, or like it in other memory, which the span then reads. Its
+ * Python object may have gone: that is not looked at. */
+static int same_grad(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace)
+{
+    const void *impl = fst_record_grad(layout, trace->param.impl);
+    uint64_t by = 0;
+    if (!impl || !fst_moving_follow(layout, &trace->grad, impl, &by))
+        return 0;
+    if (by && trace->span >= 0) {
+        fst_operand *ops = self->shares[trace->share].plan.operands + trace->span * FST_OP_COUNT;
+        ops[FST_OP_GRAD].data = (char *)ops[FST_OP_GRAD].data + (int64_t)by;
+        self->moves++;
+    }
+    return 1;
+}
+
+static int same_param(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
+                      PyObject *object, PyObject *state, unsigned key_count)
+{
+    const void *impl = trace->param.impl;
+    uint64_t hash = 0;
+    if (object != trace->param.object || fst_record_of(layout, object) != impl ||
+        (const void *)Py_TYPE(object) != trace->type)
+        return 0;
+    if (!trace->has_grad)
+        return fst_record_grad(layout, impl) == trace->grad.impl;
+    fst_record_add(layout, impl, &hash);
+    if (key_count &&
+        !same_states(layout, trace, self->traced_states + trace->states, state, key_count, &hash))
+        return 0;
+    return hash == trace->hash && same_grad(layout, self, trace);
+}
+
+static void fetch_bytes(const void *from, size_t size)
+{
+    for (size_t at = 0; at < size; at += 64)
+        __builtin_prefetch((const char *)from + at);
+}
+
+/* Between two steps the model runs and the records leave the cache: those of a parameter further on
+ * are asked for early, and what says where they are still earlier. */
+static void fetch(const fst_record_layout *layout, const fst_plan_object *self,
+                  const fst_trace *trace, size_t left, unsigned key_count)
+{
+    const size_t bytes_of_states = key_count * sizeof *self->traced_states;
+    if (left > 2 * FETCH_AHEAD) {
+        const fst_trace *later = trace + 2 * FETCH_AHEAD;
+        fetch_bytes(later, sizeof *later);
+        fetch_bytes((const char *)(self->traced_states + trace->states) +
+                        2 * FETCH_AHEAD * bytes_of_states,
+                    bytes_of_states);
+    }
+    if (left <= FETCH_AHEAD)
+        return;
+    trace += FETCH_AHEAD;
+    __builtin_prefetch(trace->param.object);
+    __builtin_prefetch(trace->meta);
+    fst_record_fetch(layout, &trace->param);
+    fst_moving_fetch(layout, &trace->grad);
+    if (!key_count || !trace->has_grad)
+        return;
+    __builtin_prefetch(trace->dict);
+    fetch_bytes(trace->entries, 2 * 64);
+    for (unsigned k = 0; k < key_count; k++) {
+        const fst_record *value = &self->traced_states[trace->states + k].value;
+        if (!trace->pinned)
+            __builtin_prefetch(value->object);
+        fst_record_fetch(layout, value);
+    }
+}
+
+static int same_params(const fst_record_layout *layout, fst_plan_object *self, PyObject *params,
+                       fst_trace *trace, PyObject *state, unsigned key_count)
+{
+    const Py_ssize_t count = PyList_Size(params);
+    for (Py_ssize_t i = 0; i < count; i++, trace++) {
+        fetch(layout, self, trace, (size_t)(count - i), key_count);
+        if (!same_param(layout, self, trace, PyList_GetItem(params, i), state, key_count))
+            return 0;
+    }
+    return 1;
+}
+
+static int find_streams(fst_module *module, fst_plan_object *self)
+{
+    for (size_t s = 0; s < self->share_count; s++) {
+        fst_share *share = &self->shares[s];
+        fst_problem problem;
+        if (share->device != FST_HOST && share->counter_count &&
+            fst_tensor_stream(&module->tensors, share->sample, share->device, &share->stream,
+                              &problem))
+            return -1;
+    }
+    return 0;
+}
+
+int fst_trace_holds(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+                    PyObject *state)
+{
+    if (!self->traced || !same_groups(self, param_lists))
+        return 0;
+    module->tensors.ran_python = 0; /* by others, before */
+    fst_trace *trace = self->traces;
+    for (size_t g = 0; g < self->group_count; g++) {
+        PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
+        if (!same_params(&module->records, self, params, trace, state, self->groups[g].key_count))
+            return 0;
+        trace += self->traced_groups[g].size;
+    }
+    return !find_streams(module, self) && !module->tensors.ran_python;
+}

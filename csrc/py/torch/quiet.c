@@ -1,0 +1,45 @@
+#include "py/torch/quiet.h"
+
+void fst_quiet_begin(fst_tensors *tensors)
+{
+    if (tensors->quiet++ == 0)
+        tensors->collects = PyGC_Disable();
+}
+
+void fst_quiet_end(fst_tensors *tensors)
+{
+    if (--tensors->quiet == 0 && tensors->collects)
+        PyGC_Enable();
+}
+
+int fst_quiet_pause(fst_tensors *tensors)
+{
+    const int paused = tensors->quiet > 0;
+    if (paused)
+        fst_quiet_end(tensors);
+    return paused;
+}
+
+void fst_quiet_resume(fst_tensors *tensors, int paused)
+{
+    if (paused)
+        fst_quiet_begin(tensors);
+}
+
+void fst_quiet_resume_after_python(fst_tensors *tensors, int paused)
+{
+    fst_quiet_resume(tensors, paused);
+    tensors->ran_python = 1; /* now, as that code may have called what clears it */
+}
+
+fst_released fst_quiet_release(fst_tensors *tensors)
+{
+    const int paused = fst_quiet_pause(tensors);
+    return (fst_released){.thread = PyEval_SaveThread(), .paused = paused};
+}
+
+void fst_quiet_acquire(fst_tensors *tensors, fst_released released)
+{
+    PyEval_RestoreThread(released.thread);
+    fst_quiet_resume(tensors, released.paused);
+}

@@ -1,0 +1,133 @@
+/* record_read.h - reading torch's records, as a step does for each of thousands of tensors. */
+#ifndef FST_PY_TORCH_RECORD_READ_H
+#define FST_PY_TORCH_RECORD_READ_H
+
+#include "py/torch/record.h"
+
+static inline uint64_t fst_word(const void *base, int index)
+{
+    return ((const uint64_t *)base)[index];
+}
+
+static inline const void *fst_word_pointer(const void *base, int index)
+{
+    return (const void *)(uintptr_t)fst_word(base, index);
+}
+
+/* The record of an object; NULL if that cannot be said. */
+static inline const void *fst_record_of(const fst_record_layout *layout, PyObject *object)
+{
+    return fst_word_pointer(object, layout->at.impl_in_object);
+}
+
+/* Products with odd factors add up in any order: no chain of waits, as in a usual hash. */
+static inline uint64_t fst_record_describe(const fst_record_layout *layout, const void *impl)
+{
+    const fst_record_places *at = &layout->at;
+    const uint64_t *factors = layout->factors;
+    const uint64_t ndim = fst_word(impl, at->ndim);
+    uint64_t sum = ndim * factors[0] + fst_word(impl, at->offset) * factors[1] +
+                   fst_word(impl, at->numel) * factors[2] +
+                   (fst_word(impl, at->kind) & layout->masks[0]) * factors[3] +
+                   (fst_word(impl, at->kind + 1) & layout->masks[1]) * factors[4];
+    for (int d = 0; d < FST_RECORD_DIMS && (uint64_t)d < ndim; d++)
+        sum += fst_word(impl, at->sizes + d) * factors[5 + 2 * d] +
+               fst_word(impl, at->strides + d) * factors[6 + 2 * d];
+    return sum;
+}
+
+static inline const uint64_t *fst_record_memory(const fst_record_layout *layout,
+                                                const void *storage)
+{
+    return (const uint64_t *)storage + layout->at.data_in_storage;
+}
+
+/* Adds what the records of a live tensor hold now. */
+static inline void fst_record_add(const fst_record_layout *layout, const void *impl, uint64_t *hash)
+{
+    const uint64_t *factors = layout->factors + FST_RECORD_WORDS - 5;
+    const void *storage = fst_word_pointer(impl, layout->at.storage_in_impl);
+    uint64_t sum = fst_record_describe(layout, impl) + (uint64_t)(uintptr_t)storage * factors[0];
+    for (int i = 0; storage && i < 3; i++)
+        sum += fst_record_memory(layout, storage)[i] * factors[1 + i];
+    *hash = (*hash + sum) * factors[4]; /* tensors do not change places */
+}
+
+/* What autograd knows of the tensor with this record, NULL if nothing; and the record of its
+ * gradient there: torch's one for none where there is none, NULL if it cannot be said. */
+static inline const void *fst_record_meta(const fst_record_layout *layout, const void *impl)
+{
+    return fst_word_pointer(impl, layout->at.meta_in_impl);
+}
+
+static inline const void *fst_record_grad(const fst_record_layout *layout, const void *impl)
+{
+    const void *meta = fst_record_meta(layout, impl);
+    return meta ? fst_word_pointer(meta, layout->at.grad_in_meta) : NULL;
+}
+
+/* Whether an owner is what it was, or moved with the memory. */
+static inline int fst_same_owner(uint64_t before, uint64_t now, uint64_t data_before,
+                                 uint64_t data_now)
+{
+    return now == before || (before == data_before && now == data_now);
+}
+
+/* Whether the tensor is in memory that is owned in the same way; none is only like none. */
+static inline int fst_same_owners(const uint64_t *before, const uint64_t *now)
+{
+    return (now[0] == 0) == (before[0] == 0) &&
+           fst_same_owner(before[1], now[1], before[0], now[0]) &&
+           fst_same_owner(before[2], now[2], before[0], now[0]);
+}
+
+/* Whether the tensor with this record is as it was, or like it but for its memory, which `moving`
+ * then follows; *by becomes the bytes that its data moved by. Nothing changes where it is not. */
+static inline int fst_moving_follow(const fst_record_layout *layout, fst_moving *moving,
+                                    const void *impl, uint64_t *by)
+{
+    const void *storage = fst_word_pointer(impl, layout->at.storage_in_impl);
+    if (!storage || fst_record_describe(layout, impl) != moving->description)
+        return 0;
+    const uint64_t *now = fst_record_memory(layout, storage);
+    if (!fst_same_owners(moving->memory, now))
+        return 0;
+    *by = now[0] - moving->memory[0]; /* the offset in the storage is the same */
+    moving->impl = impl;
+    moving->storage = storage;
+    memcpy(moving->memory, now, sizeof moving->memory);
+    return 1;
+}
+
+/* The lines of words `first` to `last`. */
+static inline void fst_fetch_words(const void *base, int first, int last)
+{
+    for (int index = first; index < last; index += 8)
+        __builtin_prefetch((const uint64_t *)base + index);
+    __builtin_prefetch((const uint64_t *)base + last);
+}
+
+static inline void fst_fetch_impl(const fst_record_places *at, const void *impl)
+{
+    fst_fetch_words(impl, at->storage_in_impl, at->kind + 1);
+}
+
+static inline void fst_fetch_storage(const fst_record_places *at, const void *storage)
+{
+    fst_fetch_words(storage, at->data_in_storage, at->data_in_storage + 2);
+}
+
+/* Asks early for what tells whether the records still hold. */
+static inline void fst_record_fetch(const fst_record_layout *layout, const fst_record *record)
+{
+    fst_fetch_impl(&layout->at, record->impl);
+    fst_fetch_storage(&layout->at, record->storage);
+}
+
+static inline void fst_moving_fetch(const fst_record_layout *layout, const fst_moving *moving)
+{
+    fst_fetch_impl(&layout->at, moving->impl);
+    fst_fetch_storage(&layout->at, moving->storage);
+}
+
+#endif

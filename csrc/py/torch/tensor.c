@@ -1,0 +1,467 @@
+#include "py/torch/tensor.h"
+
+#include <stdarg.h>
+#include <stdio.h>
+
+#include "core/layout.h"
+#include "py/docs.h"
+#include "py/torch/quiet.h"
+
+int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(problem->detail, sizeof problem->detail, format, arguments);
+    va_end(arguments);
+    problem->kind = kind;
+    return -1;
+}
+
+/* Turns the Python error that is set into the detail of a problem. */
+static int problem_from_error(fst_problem *problem, const char *kind)
+{
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *text = value ? PyObject_Str(value) : NULL;
+    PyObject *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
+    const char *message = bytes ? PyBytes_AsString(bytes) : "unknown error";
+    const char *end = strchr(message, '\n'); /* torch adds a stack trace */
+    fst_problem_set(problem, kind, "%.*s", end ? (int)(end - message) : 150, message);
+    Py_XDECREF(bytes);
+    Py_XDECREF(text);
+    Py_XDECREF(type);
+    Py_XDECREF(value);
+    Py_XDECREF(trace);
+    PyErr_Clear();
+    return -1;
+}
+
+/* What a type offers, its newest version first; NULL where it offers nothing. */
+static const fst_dl_header *offered_api(PyObject *type)
+{
+    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    const fst_dl_header *header =
+        capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
+    Py_XDECREF(capsule);
+    PyErr_Clear();
+    return header;
+}
+
+static const fst_dl_api *exchange_api(PyObject *type)
+{
+    const fst_dl_header *header = offered_api(type);
+    while (header && header->version.major != 1)
+        header = header->previous;
+    return (const fst_dl_api *)header;
+}
+
+/* Sets an ImportError where this torch's tensors cannot be read. */
+static int need_exchange_api(PyObject *torch, PyObject *tensor_type)
+{
+    if (exchange_api(tensor_type))
+        return 0;
+    const fst_dl_header *offered = offered_api(tensor_type);
+    PyObject *version = PyObject_GetAttrString(torch, "__version__");
+    if (version && offered)
+        PyErr_Format(PyExc_ImportError,
+                     "faststep reads tensors by version 1 of DLPack's C exchange API; torch %S "
+                     "offers version %u: it needs a newer faststep, or this one an older torch",
+                     version, (unsigned)offered->version.major);
+    else if (version)
+        PyErr_Format(PyExc_ImportError,
+                     "faststep reads tensors by DLPack's C exchange API, which torch has from 2.10 "
+                     "on; this is torch %S: pip install 'torch>=2.10'",
+                     version);
+    Py_XDECREF(version);
+    return -1;
+}
+
+/* Types with a __torch_dispatch__ of their own (DTensor, FakeTensor, wrappers) inherit the exchange
+ * API but have no memory of their own behind it. */
+static int has_own_dispatch(const fst_tensors *tensors, PyTypeObject *type)
+{
+    PyObject *dispatch = PyObject_GetAttrString((PyObject *)type, "__torch_dispatch__");
+    const int own = dispatch != tensors->plain_dispatch;
+    Py_XDECREF(dispatch);
+    PyErr_Clear();
+    return own;
+}
+
+static void forget_type(fst_tensor_type *known)
+{
+    Py_CLEAR(known->type);
+    Py_CLEAR(known->grad);
+    known->api = NULL;
+}
+
+static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *type,
+                                         fst_problem *problem)
+{
+    const int paused = fst_quiet_pause(tensors);
+    PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");
+    PyObject *bytes = name ? PyUnicode_AsUTF8String(name) : NULL;
+    const char *text = bytes ? PyBytes_AsString(bytes) : "?";
+    const fst_dl_api *api = exchange_api((PyObject *)type);
+    PyObject *grad = NULL;
+    fst_tensor_type *known = NULL;
+    PyErr_Clear();
+    if (!api || !PyType_IsSubtype(type, (PyTypeObject *)tensors->tensor_type))
+        fst_problem_set(problem, "type", "is a %s, not a torch.Tensor", text);
+    else if (has_own_dispatch(tensors, type))
+        fst_problem_set(problem, "type",
+                        "is a %s, a tensor subclass with its own __torch_dispatch__", text);
+    else if (!(grad = PyObject_GetAttrString((PyObject *)type, "grad")))
+        problem_from_error(problem, "type");
+    else {
+        known = &tensors->types[tensors->next_type];
+        tensors->next_type = (tensors->next_type + 1) % FST_KNOWN_TYPES;
+        tensors->type_count += tensors->type_count < FST_KNOWN_TYPES;
+        fst_tensor_type before = *known;
+        Py_INCREF(type);
+        known->type = type;
+        known->api = api;
+        known->grad = grad;
+        known->read_grad = (descrgetfunc)PyType_GetSlot(Py_TYPE(grad), Py_tp_descr_get);
+        known->runs_python =
+            (PyObject *)type != tensors->tensor_type && (PyObject *)type != tensors->parameter_type;
+        forget_type(&before);
+    }
+    Py_XDECREF(bytes);
+    Py_XDECREF(name);
+    fst_quiet_resume_after_python(tensors, paused);
+    return known;
+}
+
+static const fst_tensor_type *type_of(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+{
+    PyTypeObject *type = Py_TYPE(object);
+    for (unsigned i = 0; i < tensors->type_count; i++)
+        if (tensors->types[i].type == type)
+            return &tensors->types[i];
+    return learn_type(tensors, type, problem);
+}
+
+void fst_tensors_meet(fst_tensors *tensors, PyObject *object)
+{
+    fst_problem unused;
+    if (object != Py_None)
+        type_of(tensors, object, &unused);
+}
+
+static int dtype_of(fst_dl_dtype type, fst_dtype *dtype)
+{
+    if (type.lanes != 1)
+        return -1;
+    if (type.code == FST_DL_FLOAT && (type.bits == 16 || type.bits == 32 || type.bits == 64))
+        *dtype = type.bits == 64 ? FST_F64 : type.bits == 32 ? FST_F32 : FST_F16;
+    else if (type.code == FST_DL_BFLOAT && type.bits == 16)
+        *dtype = FST_BF16;
+    else
+        return -1;
+    return 0;
+}
+
+int64_t fst_view_count(const fst_view *view)
+{
+    return fst_layout_count(view->ndim, view->shape);
+}
+
+int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
+                    fst_problem *problem)
+{
+    const fst_tensor_type *known = type_of(tensors, object, problem);
+    if (!known)
+        return -1;
+    if (known->api->tensor_from_py_object(object, tensor))
+        return problem_from_error(problem, "storage");
+    return 0;
+}
+
+/* Whether a TorchFunctionMode may be active. */
+static int may_have_modes(const fst_tensors *tensors)
+{
+    return !tensors->has_modes || tensors->has_modes();
+}
+
+/* Whether reading attributes of such a tensor runs Python code. */
+static int runs_python(const fst_tensors *tensors, const fst_tensor_type *known)
+{
+    return !known || known->runs_python || may_have_modes(tensors);
+}
+
+/* What a method of torch.Tensor without arguments says, yes or no; -1 with a Python error. torch
+ * may let go of the GIL to answer. A subclass is not asked: its code would run for each tensor, and
+ * each time after others were read. */
+static int ask(fst_tensors *tensors, PyObject *method, PyObject *object)
+{
+    const int python = may_have_modes(tensors);
+    const int paused = fst_quiet_pause(tensors);
+    Py_INCREF(object);
+    PyObject *answer =
+        fst_tensor_is_plain(tensors, object)
+            ? PyObject_CallFunctionObjArgs(method, object, NULL)
+            : PyObject_CallFunction(tensors->without_overrides, "O()(O)", method, object);
+    const int truth = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    Py_DECREF(object);
+    (python ? fst_quiet_resume_after_python : fst_quiet_resume)(tensors, paused);
+    return truth;
+}
+
+int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+{
+    if (tensors->negated) {
+        const uint64_t *impl =
+            (const uint64_t *)(uintptr_t)((const uint64_t *)object)[tensors->impl_in_object];
+        return (impl[tensors->negated_in_impl] & tensors->negated) != 0;
+    }
+    const int negated = ask(tensors, tensors->is_neg, object);
+    return negated < 0 ? problem_from_error(problem, "type") : negated;
+}
+
+int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object)
+{
+    return ask(tensors, tensors->is_inference, object);
+}
+
+int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
+                          fst_problem *problem)
+{
+    if (fst_tensor_read(tensors, object, tensor, problem))
+        return -1;
+    const int negated = fst_tensor_is_negated(tensors, object, problem);
+    if (negated > 0)
+        fst_problem_set(problem, "negated", "is a lazily negated view; call .resolve_neg() on it");
+    return negated ? -1 : 0;
+}
+
+int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
+{
+    fst_dl_tensor tensor;
+    if (fst_tensor_read(tensors, object, &tensor, problem))
+        return -1;
+    if (dtype_of(tensor.dtype, &view->dtype))
+        return fst_problem_set(problem, "dtype",
+                               tensor.dtype.code == FST_DL_COMPLEX
+                                   ? "is complex; expected float32, float64, bfloat16 or float16"
+                                   : "is not of type float32, float64, bfloat16 or float16");
+    if (tensor.device.device_type != FST_DL_CPU && tensor.device.device_type != FST_DL_CUDA)
+        return fst_problem_set(problem, "device", "is neither in CPU nor in CUDA memory");
+    if (tensor.ndim > FST_MAX_DIMS)
+        return fst_problem_set(problem, "shape", "has %d dimensions; at most %d are supported",
+                               (int)tensor.ndim, (int)FST_MAX_DIMS);
+    view->data = (char *)tensor.data + tensor.byte_offset;
+    view->shape = tensor.shape;
+    view->strides = tensor.strides;
+    view->ndim = tensor.ndim;
+    view->device = tensor.device.device_type == FST_DL_CPU ? FST_HOST : tensor.device.device_id;
+    if (!tensor.data && fst_view_count(view) > 0)
+        return fst_problem_set(problem, "storage", "has no memory behind it");
+    view->negated = fst_tensor_is_negated(tensors, object, problem);
+    return view->negated < 0 ? -1 : 0;
+}
+
+static const char *device_name(int device, char name[16])
+{
+    snprintf(name, 16, device == FST_HOST ? "cpu" : "cuda:%d", device);
+    return name;
+}
+
+int fst_view_misplaced(const fst_view *view, int device, fst_problem *problem)
+{
+    char is[16], must[16];
+    return fst_problem_set(problem, "device", "is on %s, not on %s", device_name(view->device, is),
+                           device_name(device, must));
+}
+
+int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem)
+{
+    if (fst_view_is_on(view, device, problem))
+        return -1;
+    if (fst_view_count(view) != 1 || (view->dtype != FST_F32 && view->dtype != FST_F64))
+        return fst_problem_set(problem, "dtype",
+                               "is not a one-element tensor of type float32 or float64");
+    return 0;
+}
+
+int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
+                      fst_problem *problem)
+{
+    return fst_tensor_view(tensors, object, view, problem) ||
+                   fst_view_is_scalar(view, device, problem)
+               ? -1
+               : 0;
+}
+
+int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void **stream,
+                      fst_problem *problem)
+{
+    const fst_tensor_type *known = type_of(tensors, object, problem);
+    if (!known)
+        return -1;
+    if (known->api->current_work_stream(FST_DL_CUDA, device, stream))
+        return problem_from_error(problem, "device");
+    return 0;
+}
+
+int fst_view_is_packed(const fst_view *view)
+{
+    int64_t stride = 1;
+    for (int d = view->ndim; d-- > 0;) {
+        if (view->strides[d] != stride)
+            return 0;
+        stride *= view->shape[d];
+    }
+    return !view->negated;
+}
+
+PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const char *name)
+{
+    fst_problem unused;
+    if (!runs_python(tensors, type_of(tensors, object, &unused)))
+        return PyObject_GetAttrString(object, name);
+    const int paused = fst_quiet_pause(tensors);
+    Py_INCREF(object);
+    PyObject *value = PyObject_GetAttrString(object, name);
+    Py_DECREF(object);
+    fst_quiet_resume_after_python(tensors, paused);
+    return value;
+}
+
+/* torch warns of a gradient that is asked of a tensor that autograd made, and Python code shows the
+ * warning. 0, or -1 with a Python error. */
+static int note_warning(fst_tensors *tensors, PyObject *object)
+{
+    PyObject *answer = PyObject_GetAttr(object, tensors->is_leaf);
+    const int leaf = answer ? PyObject_IsTrue(answer) : -1;
+    Py_XDECREF(answer);
+    tensors->ran_python |= leaf == 0;
+    return leaf < 0 ? -1 : 0;
+}
+
+PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
+{
+    fst_problem unused;
+    const fst_tensor_type *known = type_of(tensors, object, &unused);
+    if (!known || !known->read_grad || runs_python(tensors, known))
+        return fst_tensor_attribute(tensors, object, "grad");
+    PyObject *grad = known->read_grad(known->grad, object, (PyObject *)known->type);
+    if (grad == Py_None && note_warning(tensors, object))
+        Py_CLEAR(grad);
+    return grad;
+}
+
+fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object)
+{
+    fst_problem unused;
+    fst_dl_managed *pin = NULL;
+    const fst_tensor_type *known = type_of(tensors, object, &unused);
+    if (known && known->api->managed_tensor_from_py_object(object, &pin)) {
+        PyErr_Clear();
+        return NULL;
+    }
+    return pin;
+}
+
+void fst_tensor_unpin(fst_dl_managed *pin)
+{
+    if (pin && pin->deleter)
+        pin->deleter(pin);
+}
+
+int fst_view_layout(const fst_view *view, int order_count, const int *order, int written,
+                    fst_layout **layout, fst_problem *problem)
+{
+    fst_layout described;
+    *layout = NULL;
+    const int packed =
+        fst_layout_describe(order_count, order, view->shape, view->strides, &described);
+    if (packed && !view->negated)
+        return 0;
+    if (written && fst_layout_overlaps(&described))
+        return fst_problem_set(problem, "overlap",
+                               "has several elements in one memory location and is written to; "
+                               "call .clone() on it");
+    *layout = PyMem_Malloc(sizeof **layout);
+    if (!*layout)
+        return fst_problem_set(problem, "storage", "cannot be described for lack of memory");
+    **layout = described;
+    (*layout)->negated = view->negated;
+    return 0;
+}
+
+int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem)
+{
+    if (device == FST_HOST || layout->ndim <= FST_DEVICE_MAX_DIMS)
+        return 0;
+    return fst_problem_set(problem, "shape",
+                           "needs %d strides to be described, of which kernels take %d; "
+                           "call .contiguous() on it",
+                           layout->ndim, (int)FST_DEVICE_MAX_DIMS);
+}
+
+int fst_tensors_init(fst_tensors *tensors, PyObject *module)
+{
+    PyObject *nn = PyImport_ImportModule("torch.nn");
+    PyObject *torch = nn ? PyImport_ImportModule("torch") : NULL;
+    tensors->tensor_type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
+    tensors->parameter_type = tensors->tensor_type ? PyObject_GetAttrString(nn, "Parameter") : NULL;
+    const int failed = !tensors->parameter_type || need_exchange_api(torch, tensors->tensor_type);
+    Py_XDECREF(torch);
+    Py_XDECREF(nn);
+    if (failed)
+        return -1;
+    tensors->plain_dispatch = PyObject_GetAttrString(tensors->tensor_type, "__torch_dispatch__");
+    if (!tensors->plain_dispatch)
+        return -1;
+    tensors->is_neg = PyObject_GetAttrString(tensors->tensor_type, "is_neg");
+    tensors->is_inference = PyObject_GetAttrString(tensors->tensor_type, "is_inference");
+    tensors->is_leaf = PyUnicode_InternFromString("is_leaf");
+    tensors->without_overrides =
+        PyObject_GetAttrString(tensors->parameter_type, "__torch_function__");
+    if (!tensors->is_neg || !tensors->is_inference || !tensors->is_leaf ||
+        !tensors->without_overrides)
+        return -1;
+    tensors->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError",
+                                                      FST_DOC_TENSOR_ERROR, PyExc_TypeError, NULL);
+    if (!tensors->tensor_error)
+        return -1;
+    Py_INCREF(tensors->tensor_error);
+    if (PyModule_AddObject(module, "TensorError", tensors->tensor_error)) {
+        Py_DECREF(tensors->tensor_error);
+        return -1;
+    }
+    return 0;
+}
+
+int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
+{
+    for (unsigned i = 0; i < FST_KNOWN_TYPES; i++) {
+        Py_VISIT(tensors->types[i].type);
+        Py_VISIT(tensors->types[i].grad);
+    }
+    Py_VISIT(tensors->plain_dispatch);
+    Py_VISIT(tensors->tensor_type);
+    Py_VISIT(tensors->parameter_type);
+    Py_VISIT(tensors->is_neg);
+    Py_VISIT(tensors->is_inference);
+    Py_VISIT(tensors->is_leaf);
+    Py_VISIT(tensors->without_overrides);
+    Py_VISIT(tensors->tensor_error);
+    return 0;
+}
+
+void fst_tensors_clear(fst_tensors *tensors)
+{
+    for (unsigned i = 0; i < FST_KNOWN_TYPES; i++)
+        forget_type(&tensors->types[i]);
+    tensors->type_count = tensors->next_type = 0;
+    Py_CLEAR(tensors->plain_dispatch);
+    Py_CLEAR(tensors->tensor_type);
+    Py_CLEAR(tensors->parameter_type);
+    Py_CLEAR(tensors->is_neg);
+    Py_CLEAR(tensors->is_inference);
+    Py_CLEAR(tensors->is_leaf);
+    Py_CLEAR(tensors->without_overrides);
+    Py_CLEAR(tensors->tensor_error);
+}

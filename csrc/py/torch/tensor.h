@@ -1,0 +1,153 @@
+/* tensor.h - reads torch tensors through DLPack's C exchange API, without libtorch. */
+#ifndef FST_PY_TORCH_TENSOR_H
+#define FST_PY_TORCH_TENSOR_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include "base/device.h"
+#include "py/torch/dlpack.h"
+
+enum { FST_KNOWN_TYPES = 32 };
+
+/* What is known of a tensor type (torch.Tensor, Parameter, a user's subclass). */
+typedef struct {
+    PyTypeObject *type;
+    const fst_dl_api *api;
+    PyObject *grad; /* the descriptor of the attribute `grad` */
+    descrgetfunc read_grad;
+    int runs_python; /* reading its attributes may run Python code: it is neither Tensor nor
+                        Parameter */
+} fst_tensor_type;
+
+typedef struct {
+    fst_tensor_type types[FST_KNOWN_TYPES];
+    unsigned type_count, next_type;
+    PyObject *plain_dispatch; /* torch.Tensor.__torch_dispatch__: what a type without its own has */
+    PyObject *tensor_type, *parameter_type;
+    int ran_python; /* set when a function of this file may have run Python code; the caller clears
+                       it */
+    int quiet, collects;      /* of quiet.h: open stretches; whether to turn the collector on */
+    _Bool (*has_modes)(void); /* libtorch's: whether a TorchFunctionMode is active, whose Python
+                                 code then reads attributes; NULL: not known */
+    PyObject *tensor_error;
+    /* The bit of a word of torch's record of a tensor that only a lazily negated view has
+     * (record.h); 0: torch is asked, by `is_neg`. */
+    int impl_in_object, negated_in_impl;
+    uint64_t negated;
+    PyObject *is_neg, *is_inference; /* methods of torch.Tensor */
+    PyObject *is_leaf;               /* the name of that attribute */
+    PyObject *without_overrides; /* calls a method of torch.Tensor without a subclass's own code */
+} fst_tensors;
+
+enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */
+
+/* A tensor's memory; valid while the tensor lives and nobody changes it. */
+typedef struct {
+    void *data; /* an address of the device */
+    const int64_t *shape, *strides;
+    int ndim;
+    int device;
+    fst_dtype dtype;
+    int negated; /* the memory holds the elements with their signs flipped */
+} fst_view;
+
+int64_t fst_view_count(const fst_view *view);
+
+/* Learns the type of an object, so that reading it later need not run Python code. */
+void fst_tensors_meet(fst_tensors *tensors, PyObject *object);
+
+/* Why a tensor cannot be used: a word for programs and a clause for people. */
+typedef struct {
+    const char *kind; /* "type", "storage", "dtype", "device", "shape" or "overlap" */
+    char detail[200];
+} fst_problem;
+
+/* Fills `problem` and returns -1. */
+int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
+
+/* Reads a tensor of any type of elements and on any device. Returns 0, or -1 with `problem` filled
+ * and no Python error. The memory of a lazily negated or conjugated view is not what the tensor
+ * holds. */
+int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
+                    fst_problem *problem);
+
+/* Whether a tensor that was read is a lazily negated view: 1 or 0, or -1 with `problem` filled. May
+ * run Python code where torch's records are not known. */
+int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem);
+
+/* Whether a tensor was made in inference mode; -1 with a Python error. */
+int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object);
+
+/* fst_tensor_read for what is not read through a layout: a lazily negated view is a problem. */
+int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
+                          fst_problem *problem);
+
+/* Reads a tensor of a supported type in CPU or CUDA memory. Returns 0, or -1 with `problem` filled
+ * and no Python error. */
+int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);
+
+/* Fills `problem` with where the tensor is and where it must be; returns -1. */
+int fst_view_misplaced(const fst_view *view, int device, fst_problem *problem);
+
+static inline int fst_view_is_on(const fst_view *view, int device, fst_problem *problem)
+{
+    return view->device == device ? 0 : fst_view_misplaced(view, device, problem);
+}
+
+/* Whether a view is one fp32 or fp64 number on `device`; 0, or -1 with `problem` filled. */
+int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem);
+
+/* What a kernel is told of it; absent where the view has no data. */
+static inline fst_device_scalar fst_view_as_scalar(const fst_view *view)
+{
+    return (fst_device_scalar){.data = (uint64_t)(uintptr_t)view->data,
+                               .is_double = view->dtype == FST_F64,
+                               .negated = view->negated};
+}
+
+/* Reads such a tensor. */
+int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
+                      fst_problem *problem);
+
+/* Torch's current stream, a CUstream, on the CUDA device that the tensor lies on. Returns 0, or -1
+ * with `problem` filled. */
+int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void **stream,
+                      fst_problem *problem);
+
+/* Whether the elements lie one after another in the order of the shape, and as they are. */
+int fst_view_is_packed(const fst_view *view);
+
+/* Whether it is a tensor without Python code of its own. */
+static inline int fst_tensor_is_plain(const fst_tensors *tensors, const PyObject *object)
+{
+    const PyObject *type = (const PyObject *)Py_TYPE(object);
+    return type == tensors->parameter_type || type == tensors->tensor_type;
+}
+
+/* object.grad, or another attribute: a new reference, or NULL with a Python error. */
+PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object);
+PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const char *name);
+
+/* Keeps a tensor alive, in C++ only. torch's functions on a tensor that nothing but its Python
+ * object owns spend most of their time on the two reference counts: a tensor that is read at every
+ * step is read in half the time when it is pinned. Returns NULL where that fails, with no Python
+ * error: a pin is never necessary. The garbage collector does not see pins: pin only what refers to
+ * nothing. */
+fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object);
+void fst_tensor_unpin(fst_dl_managed *pin);
+
+/* Describes a view in the given order of dimensions. *layout is NULL if none is needed, else the
+ * caller frees it. Returns 0, or -1 with `problem` filled. */
+int fst_view_layout(const fst_view *view, int order_count, const int *order, int written,
+                    fst_layout **layout, fst_problem *problem);
+
+/* Whether the tables of a device can hold the layout; 0, or -1 with `problem` filled. */
+int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem);
+
+int fst_tensors_init(fst_tensors *tensors, PyObject *module);
+int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg);
+void fst_tensors_clear(fst_tensors *tensors);
+
+#endif

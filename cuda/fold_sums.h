@@ -1,0 +1,131 @@
+/* fold_sums.h - the tree of rules/tree.h beyond a thread: over a warp, over a block, over the grid.
+ */
+#ifndef FST_CUDA_FOLD_SUMS_H
+#define FST_CUDA_FOLD_SUMS_H
+
+#include "rules/tree.h"
+#include "read_tables.h"
+
+/* What the threads of a block share. */
+typedef struct {
+    double lanes[FST_LANES];
+    int last, skip;
+} fst_shared;
+
+/* What a pass reduces. */
+typedef struct {
+    fst_norm_kind kind;
+    double power, factor;
+    int write; /* the products with the factor replace the elements */
+    int deep;  /* many loads at a time, for code that knows the kind */
+} fst_reduction;
+
+/* Of all kinds of norms only this one needs a function of the library, which is long. */
+FST_DEVICE_CALL double fst_power(double x, double power)
+{
+    return pow(fabs(x), power);
+}
+
+/* What a norm sums or compares of x. */
+FST_DEVICE double fst_term(double x, const fst_reduction *what)
+{
+    return what->kind == FST_NORM_SQUARES   ? x * x
+           : what->kind == FST_NORM_NONZERO ? (x != 0.0 ? 1.0 : 0.0)
+           : what->kind == FST_NORM_POWER   ? fst_power(x, what->power)
+                                            : fabs(x);
+}
+
+/* Folds 8 lanes of each thread of a warp into the first lane of its first thread. The bits of a
+ * lane's number are, from the highest, those of its place in the thread above `shift`, those of the
+ * thread, and the other bits of the place; see tile.h. */
+FST_DEVICE double fst_fold_shifted(double *lanes, unsigned shift, fst_norm_kind kind)
+{
+    const unsigned run = 1u << shift;
+    FST_UNROLL
+    for (unsigned half = 4; half >= run; half /= 2)
+        FST_UNROLL
+    for (unsigned q = 0; q < half; q++)
+        lanes[q] = fst_tree_join(lanes[q], lanes[q + half], kind);
+    FST_UNROLL
+    for (unsigned half = FST_WARP / 2; half > 0; half /= 2)
+        FST_UNROLL
+    for (unsigned q = 0; q < run; q++)
+        lanes[q] = fst_tree_join(lanes[q], __shfl_down_sync(0xFFFFFFFFu, lanes[q], half), kind);
+    FST_UNROLL
+    for (unsigned half = run / 2; half > 0; half /= 2)
+        FST_UNROLL
+    for (unsigned q = 0; q < half; q++)
+        lanes[q] = fst_tree_join(lanes[q], lanes[q + half], kind);
+    return lanes[0];
+}
+
+FST_DEVICE double fst_fold_warp(double *lanes, unsigned shift, fst_norm_kind kind)
+{
+    switch (shift) {
+    case 0:
+        return fst_fold_shifted(lanes, 0, kind);
+    case 1:
+        return fst_fold_shifted(lanes, 1, kind);
+    case 2:
+        return fst_fold_shifted(lanes, 2, kind);
+    default:
+        return fst_fold_shifted(lanes, 3, kind);
+    }
+}
+
+/* Folds one lane per thread; the result is thread 0's. */
+FST_DEVICE double fst_fold_block(fst_shared *shared, double lane, fst_norm_kind kind)
+{
+    shared->lanes[threadIdx.x] = lane;
+    for (unsigned half = FST_LANES / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half)
+            shared->lanes[threadIdx.x] =
+                fst_tree_join(shared->lanes[threadIdx.x], shared->lanes[threadIdx.x + half], kind);
+    }
+    return shared->lanes[threadIdx.x];
+}
+
+/* Folds the results of chunks [0, count) by one block; the result is thread 0's. */
+FST_DEVICE double fst_fold_partial(fst_shared *shared, const double *partial, uint32_t count,
+                                   fst_norm_kind kind)
+{
+    double lane = fst_tree_neutral(kind);
+    for (uint32_t base = threadIdx.x; base < count; base += FST_LANES * FST_AT_ONCE) {
+        double values[FST_AT_ONCE];
+        FST_UNROLL
+        for (uint32_t k = 0; k < FST_AT_ONCE; k++) {
+            const uint32_t i = base + k * FST_LANES;
+            values[k] = i < count ? partial[i] : fst_tree_neutral(kind);
+        }
+        FST_UNROLL
+        for (uint32_t k = 0; k < FST_AT_ONCE; k++)
+            lane = fst_tree_join(lane, values[k], kind);
+    }
+    return fst_fold_block(shared, lane, kind);
+}
+
+/* Called by all threads when a block has done its part. Returns 1 in the block that comes last: it
+ * sees what every other wrote before. The ticket is then 0 again. `seen` is noted for it if any
+ * thread says so. */
+FST_DEVICE int fst_is_last_block(fst_shared *shared, fst_device_outcome *outcome, int seen)
+{
+    const int any = __syncthreads_or(seen);
+    if (threadIdx.x == 0) {
+        if (any)
+            atomicOr(&outcome->seen, 1u);
+        __threadfence();
+        shared->last = atomicInc(&outcome->ticket, gridDim.x - 1u) == gridDim.x - 1u;
+        __threadfence();
+    }
+    __syncthreads();
+    return shared->last;
+}
+
+/* By one thread of the last block: whether any block saw an infinity or NaN. */
+FST_DEVICE int fst_any_seen(fst_device_outcome *outcome)
+{
+    return atomicExch(&outcome->seen, 0u) != 0u;
+}
+
+#endif

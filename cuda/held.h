@@ -1,0 +1,129 @@
+/* held.h - load/store pairs between operands of any type and layout and the HELD elements that a
+ * thread works on at a time; included once for float and once for double. Bringing words and making
+ * numbers of them are two steps, so that a thread has all its loads under way before it waits for
+ * the first. */
+
+enum {
+    FST_T(SELF) = sizeof(REAL) == 4 ? FST_F32 : FST_F64,
+    FST_T(SIZE_LOG2) = sizeof(REAL) == 4 ? 2 : 3,
+    FST_T(HELD_LOG2) = sizeof(REAL) == 4 ? 3 : 2,
+    FST_T(HELD) = 1 << FST_T(HELD_LOG2), /* two words of 16 bytes */
+};
+#define HELD FST_T(HELD)
+
+/* Whether the operands of a chunk go by words is settled for all of them: see tile.h. Halves in
+ * double do not: a thread holds too few. */
+FST_DEVICE void FST_T(share_with)(fst_share *share, const fst_device_operand *op)
+{
+    const unsigned size = fst_size_log2(op->dtype);
+    const uint64_t address = op->data + ((uint64_t)share->begin << size);
+    if (!op->data)
+        return;
+    if (op->layout >= 0 || (address & 15u) || size > FST_T(SIZE_LOG2) ||
+        size + FST_T(HELD_LOG2) < 4)
+        share->whole = 0;
+    else if (share->shift < 4u - size)
+        share->shift = 4u - size;
+}
+
+/* Whether the thread holds word n of an operand: there are two of REAL, one of anything narrower.
+ */
+FST_DEVICE int FST_T(has_word)(const fst_share *share, uint32_t base, const fst_device_operand *op,
+                               unsigned n)
+{
+    return (n == 0 || fst_size_log2(op->dtype) == FST_T(SIZE_LOG2)) &&
+           fst_share_element(share, base, n * HELD / 2) < share->whole;
+}
+
+FST_DEVICE fst_words *FST_T(word_at)(const fst_share *share, uint32_t base,
+                                     const fst_device_operand *op, unsigned n)
+{
+    const int64_t element = share->begin + fst_share_element(share, base, n * HELD / 2);
+    return (fst_words *)fst_global(op->data + ((uint64_t)element << fst_size_log2(op->dtype)));
+}
+
+FST_DEVICE void FST_T(fetch)(const fst_share *share, uint32_t base, const fst_device_operand *op,
+                             fst_words *words)
+{
+    FST_UNROLL
+    for (unsigned n = 0; n < 2; n++) {
+        words[n] = fst_words_zero();
+        if (FST_T(has_word)(share, base, op, n))
+            words[n] = *FST_T(word_at)(share, base, op, n);
+    }
+}
+
+/* From words to numbers. */
+FST_DEVICE void FST_T(widen)(const fst_words *words, int32_t dtype, REAL *x)
+{
+    FST_UNROLL
+    for (unsigned q = 0; q < HELD; q++) {
+        const uint32_t half = words[0].word[q / 2 % 4] >> q % 2 * 16;
+        if (dtype == (int32_t)FST_T(SELF))
+            memcpy(&x[q], &words[q / (HELD / 2)].word[q % (HELD / 2) * sizeof(REAL) / 4],
+                   sizeof(REAL));
+        else if (sizeof(REAL) == 8)
+            x[q] = (REAL)fst_f32_of_bits(words[0].word[q % 4]);
+        else if (dtype == FST_BF16)
+            x[q] = (REAL)fst_bf16_to_f32((uint16_t)half);
+        else
+            x[q] = (REAL)fst_f16_to_f32((uint16_t)half);
+    }
+}
+
+/* From numbers to words. */
+FST_DEVICE void FST_T(narrow)(const REAL *x, int32_t dtype, fst_words *words)
+{
+    words[0] = words[1] = fst_words_zero();
+    FST_UNROLL
+    for (unsigned q = 0; q < HELD; q++) {
+        const unsigned shift = q % 2 * 16;
+        if (dtype == (int32_t)FST_T(SELF))
+            memcpy(&words[q / (HELD / 2)].word[q % (HELD / 2) * sizeof(REAL) / 4], &x[q],
+                   sizeof(REAL));
+        else if (sizeof(REAL) == 8)
+            words[0].word[q % 4] = fst_bits_of_f32((float)x[q]);
+        else if (dtype == FST_BF16)
+            words[0].word[q / 2 % 4] |= (uint32_t)fst_f32_to_bf16((float)x[q]) << shift;
+        else
+            words[0].word[q / 2 % 4] |= (uint32_t)fst_f32_to_f16((float)x[q]) << shift;
+    }
+}
+
+FST_DEVICE void FST_T(store)(const fst_share *share, uint32_t base, const fst_device_operand *op,
+                             const REAL *x)
+{
+    fst_words words[2];
+    FST_T(narrow)(x, op->dtype, words);
+    FST_UNROLL
+    for (unsigned n = 0; n < 2; n++)
+        if (FST_T(has_word)(share, base, op, n))
+            *FST_T(word_at)(share, base, op, n) = words[n];
+}
+
+/* One element of any operand. */
+FST_DEVICE REAL FST_T(get)(const fst_share *share, const fst_device_operand *op, uint32_t element)
+{
+    const void *data = (const void *)fst_global(op->data);
+    const int64_t at = fst_share_place(share, op, element);
+    const REAL held = op->dtype == FST_F32    ? (REAL)((const float *)data)[at]
+                      : op->dtype == FST_F64  ? (REAL)((const double *)data)[at]
+                      : op->dtype == FST_BF16 ? (REAL)fst_bf16_to_f32(((const uint16_t *)data)[at])
+                                              : (REAL)fst_f16_to_f32(((const uint16_t *)data)[at]);
+    return fst_share_flips(share, op) ? -held : held;
+}
+
+FST_DEVICE void FST_T(set)(const fst_share *share, const fst_device_operand *op, uint32_t element,
+                           REAL x)
+{
+    void *data = (void *)fst_global(op->data);
+    const int64_t at = fst_share_place(share, op, element);
+    const REAL held = fst_share_flips(share, op) ? -x : x;
+    if (op->dtype == FST_F32)
+        ((float *)data)[at] = (float)held;
+    else if (op->dtype == FST_F64)
+        ((double *)data)[at] = (double)held;
+    else
+        ((uint16_t *)data)[at] =
+            op->dtype == FST_BF16 ? fst_f32_to_bf16((float)held) : fst_f32_to_f16((float)held);
+}

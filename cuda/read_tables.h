@@ -1,0 +1,76 @@
+/* read_tables.h - reads the tables of base/device.h. */
+#ifndef FST_CUDA_READ_TABLES_H
+#define FST_CUDA_READ_TABLES_H
+
+#include "words.h"
+
+FST_DEVICE double fst_scalar_read(const fst_device_scalar *scalar)
+{
+    const double held = scalar->is_double ? *(const double *)fst_global(scalar->data)
+                                          : (double)*(const float *)fst_global(scalar->data);
+    return scalar->negated ? -held : held;
+}
+
+/* Does nothing where the scalar is absent. */
+FST_DEVICE void fst_scalar_write(const fst_device_scalar *scalar, double value)
+{
+    const double held = scalar->negated ? -value : value;
+    if (scalar->data && scalar->is_double)
+        *(double *)fst_global(scalar->data) = held;
+    else if (scalar->data)
+        *(float *)fst_global(scalar->data) = (float)held;
+}
+
+FST_DEVICE fst_device_outcome *fst_outcome_of(const fst_device_tables *tables)
+{
+    return (fst_device_outcome *)fst_global(tables->outcome);
+}
+
+FST_DEVICE double *fst_partial_of(const fst_device_tables *tables)
+{
+    return (double *)fst_global(tables->partial);
+}
+
+FST_DEVICE const fst_device_chunk *fst_chunks_of(const fst_device_tables *tables)
+{
+    return (const fst_device_chunk *)fst_global(tables->chunks);
+}
+
+FST_DEVICE const fst_device_span *fst_spans_of(const fst_device_tables *tables)
+{
+    return (const fst_device_span *)fst_global(tables->spans);
+}
+
+/* The operands of a span. */
+FST_DEVICE const fst_device_operand *fst_operands_of(const fst_device_tables *tables, uint32_t span)
+{
+    return (const fst_device_operand *)fst_global(tables->operands) + (size_t)span * tables->width;
+}
+
+FST_DEVICE void *fst_args_of(const fst_device_tables *tables, uint32_t span)
+{
+    return (char *)fst_global(tables->args) + (size_t)span * FST_DEVICE_ARGS;
+}
+
+/* Where an element lies, in elements. A division of 32-bit numbers is several times as fast as one
+ * of 64-bit numbers. Not inlined: kernels would be ten times as long. */
+FST_DEVICE_CALL int64_t fst_offset(const fst_device_layout *layout, int64_t element)
+{
+    uint64_t left = (uint64_t)element;
+    int64_t offset = 0;
+    for (int d = layout->ndim - 1; d > 0; d--) {
+        const uint64_t size = (uint64_t)layout->shape[d];
+        const uint64_t outer = (left | size) >> 32 ? left / size : (uint32_t)left / (uint32_t)size;
+        offset += (int64_t)(left - outer * size) * layout->stride[d];
+        left = outer;
+    }
+    return offset + (int64_t)left * layout->stride[0];
+}
+
+/* Bytes of an element, as a power of two. */
+FST_DEVICE unsigned fst_size_log2(int32_t dtype)
+{
+    return dtype == FST_F64 ? 3u : dtype == FST_F32 ? 2u : 1u;
+}
+
+#endif

@@ -1,0 +1,86 @@
+/* reduce_chunk.h - reduces a chunk by a warp, over the lanes of rules/tree.h; included once for
+ * float and once for double. A row of 256 elements gives each thread 8 lanes. */
+
+enum {
+    FST_T(TILE) = FST_WARP * FST_T(HELD),
+    FST_T(TILES_OF_ROW) = 8 / FST_T(HELD),
+    FST_T(MOST_TILES) = 4, /* whose loads are under way together */
+};
+
+FST_DEVICE unsigned FST_T(tiles)(const fst_reduction *what)
+{
+    return what->deep ? FST_T(MOST_TILES) : FST_T(TILES_OF_ROW);
+}
+
+/* Takes an element, times the factor, into a lane and returns the product. `seen` is set for an
+ * element that is infinite or NaN: x - x is 0 for a finite x only. */
+FST_DEVICE REAL FST_T(take)(REAL x, REAL factor, const fst_reduction *what, double *lane, int *seen)
+{
+    const REAL product = x * factor;
+    *seen = x - x != (REAL)0 ? 1 : *seen;
+    *lane = fst_tree_join(*lane, fst_term((double)product, what), what->kind);
+    return product;
+}
+
+FST_DEVICE void FST_T(reduce_words)(const fst_share *share, uint32_t base,
+                                    const fst_device_operand *op, const fst_reduction *what,
+                                    double *lanes, int *seen)
+{
+    const int two_words = fst_size_log2(op->dtype) == FST_T(SIZE_LOG2);
+    fst_words words[FST_T(MOST_TILES)][2];
+    FST_UNROLL
+    for (unsigned n = 0; n < FST_T(tiles)(what); n++)
+        FST_T(fetch)(share, base + n * FST_T(TILE), op, words[n]);
+    FST_UNROLL
+    for (unsigned n = 0; n < FST_T(tiles)(what); n++) {
+        const uint32_t at = base + n * FST_T(TILE);
+        const int first = FST_T(has_word)(share, at, op, 0);
+        const int second = two_words ? FST_T(has_word)(share, at, op, 1) : first;
+        double *own = lanes + HELD * (n % FST_T(TILES_OF_ROW));
+        REAL x[HELD];
+        FST_T(widen)(words[n], op->dtype, x);
+        FST_UNROLL
+        for (unsigned q = 0; q < HELD; q++)
+            if (q < HELD / 2 ? first : second)
+                x[q] = FST_T(take)(x[q], (REAL)what->factor, what, &own[q], seen);
+        if (what->write)
+            FST_T(store)(share, at, op, x);
+    }
+}
+
+/* What does not go by words, row by row, in the lanes that its words would have gone to. */
+FST_DEVICE void FST_T(reduce_rest)(const fst_share *share, const fst_device_operand *op,
+                                   const fst_reduction *what, double *lanes, int *seen)
+{
+    const uint32_t first = share->whole - share->whole % FST_LANES;
+    for (uint32_t row = first; row < share->count; row += FST_LANES) {
+        FST_UNROLL
+        for (unsigned q = 0; q < 8; q++) {
+            const uint32_t i = fst_share_element(share, row, q);
+            if (i < share->whole || i >= share->count)
+                continue;
+            const REAL x =
+                FST_T(take)(FST_T(get)(share, op, i), (REAL)what->factor, what, &lanes[q], seen);
+            if (what->write)
+                FST_T(set)(share, op, i, x);
+        }
+    }
+}
+
+/* The reduction of a chunk, in thread 0 of the warp. */
+FST_DEVICE double FST_T(reduce)(const fst_device_tables *tables, const fst_device_operand *op,
+                                const fst_device_chunk *chunk, const fst_reduction *what, int *seen)
+{
+    double lanes[8];
+    fst_share share = fst_share_of(tables, chunk, threadIdx.x % FST_WARP, FST_WARP);
+    FST_T(share_with)(&share, op);
+    fst_share_close(&share);
+    FST_UNROLL
+    for (unsigned q = 0; q < 8; q++)
+        lanes[q] = fst_tree_neutral(what->kind);
+    for (uint32_t base = 0; base < share.whole; base += FST_T(tiles)(what) * FST_T(TILE))
+        FST_T(reduce_words)(&share, base, op, what, lanes, seen);
+    if (share.whole < share.count)
+        FST_T(reduce_rest)(&share, op, what, lanes, seen);
+    return fst_fold_warp(lanes, share.shift, what->kind);
+}

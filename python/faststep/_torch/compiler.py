@@ -1,0 +1,38 @@
+"""What torch keeps private of torch.compile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+__all__ = [
+    "disable_dynamo",
+    "is_compiling",
+    "uncompiled",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def disable_dynamo(function: _Function) -> _Function:
+    """Keep torch.compile out of `function`: a compiled caller breaks its graph and calls it.
+
+    Uses torch's own lazy decorator where there is one, because `torch.compiler.disable` imports
+    the compiler at once, which costs seconds at `import faststep`.
+    """
+    lazy = getattr(torch, "_disable_dynamo", None)
+    disabled: _Function = (lazy or torch.compiler.disable)(function)
+    return disabled
+
+
+def is_compiling() -> bool:
+    """True while torch.compile traces or exports the caller."""
+    return torch.compiler.is_compiling()
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile wrapped, or `module` itself."""
+    inner = getattr(module, "_orig_mod", None)
+    return uncompiled(inner) if isinstance(inner, torch.nn.Module) else module

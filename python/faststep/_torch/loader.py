@@ -1,0 +1,242 @@
+"""What torch keeps private of the DataLoader, its workers and its collate functions."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import pickle
+import random
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data._utils import worker as _worker
+from torch.utils.data._utils.collate import (
+    collate,
+    collate_tensor_fn,
+    default_collate,
+    default_collate_fn_map,
+)
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data._utils.pin_memory import pin_memory as _pin_memory
+from torch.utils.data._utils.worker import _IterableDatasetStopIteration as IterableEnded
+from torch.utils.data._utils.worker import _ResumeIteration as ResumeIteration
+from torch.utils.data.dataloader import _BaseDataLoaderIter as BaseDataLoaderIter
+from torch.utils.data.dataloader import _DatasetKind
+from torch.utils.data.dataloader import (
+    _MultiProcessingDataLoaderIter as MultiProcessingDataLoaderIter,
+)
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter as SingleProcessDataLoaderIter
+
+__all__ = [
+    "BaseDataLoaderIter",
+    "ExceptionWrapper",
+    "IterableEnded",
+    "MultiProcessingDataLoaderIter",
+    "ResumeIteration",
+    "SingleProcessDataLoaderIter",
+    "collate_stacking_by",
+    "collate_tensors",
+    "collates_as_default",
+    "dataset_fetcher",
+    "dataset_kind_fetcher",
+    "dataset_of_worker",
+    "let_errors_travel",
+    "let_fetch",
+    "new_worker_info",
+    "pin_memory",
+    "set_worker_dataset",
+    "stacking_tensors_by",
+    "worker_info_of_thread",
+]
+
+
+def collates_as_default(function: Any, containers: Iterable[type]) -> bool:
+    """Whether `function` is torch's default_collate and treats tensors and these types as usual.
+
+    Users may register functions for further types in `default_collate_fn_map`.
+    """
+    if function is not default_collate:
+        return False
+    if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
+        return False
+    return not any(issubclass(kind, key) for kind in containers for key in default_collate_fn_map)
+
+
+def collate_stacking_by(function: Callable[..., torch.Tensor]) -> Callable[[Any], Any]:
+    """torch's default_collate, with `function(batch, *, collate_fn_map)` for lists of tensors.
+
+    A function for tensors that the user registered stays.
+    """
+
+    def collated(samples: Any) -> Any:
+        functions = default_collate_fn_map
+        if functions.get(torch.Tensor) is collate_tensor_fn:
+            functions = {**functions, torch.Tensor: function}
+        return collate(samples, collate_fn_map=functions)
+
+    return collated
+
+
+def collate_tensors(batch: list[torch.Tensor]) -> torch.Tensor:
+    """What torch's default_collate makes of tensors, with its errors."""
+    collated: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=default_collate_fn_map)
+    return collated
+
+
+@contextlib.contextmanager
+def stacking_tensors_by(function: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Lets default_collate stack tensors by `function(batch, *, collate_fn_map)` for a while.
+
+    A function for tensors that the user registered stays.
+    """
+    if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
+        yield
+        return
+    default_collate_fn_map[torch.Tensor] = function
+    try:
+        yield
+    finally:
+        if default_collate_fn_map.get(torch.Tensor) is function:
+            default_collate_fn_map[torch.Tensor] = collate_tensor_fn
+
+
+def let_fetch(kind: type) -> None:
+    """Lets collate functions of a class fetch the samples of map-style datasets too.
+
+    For the rest of this process: `fetch(dataset, indices)` of the collate function returns what
+    torch's fetcher would, or NotImplemented if that is to do it.
+    """
+    fetch: Any = _MapDatasetFetcher.fetch
+
+    def fetch_or_let(self: Any, indices: Any) -> Any:
+        if self.auto_collation and isinstance(self.collate_fn, kind):
+            batch = self.collate_fn.fetch(self.dataset, indices)  # type: ignore[attr-defined]
+            if batch is not NotImplemented:
+                return batch
+        return fetch(self, indices)
+
+    _MapDatasetFetcher.fetch = fetch_or_let  # type: ignore[method-assign]
+
+
+def let_errors_travel() -> None:
+    """In a worker process: sends an exception of a class that cannot be pickled as one of its base.
+
+    For the rest of this process. Torch's queue would print that it cannot send it, and drop it: the
+    main process then waits without end, or takes the end of an iterable dataset for its last batch.
+    """
+    vars(_worker)["ExceptionWrapper"] = _wrapped
+
+
+def _wrapped(exc_info: Any = None, where: str = "in background") -> Any:
+    wrapper: Any = ExceptionWrapper(exc_info, where)  # type: ignore[no-untyped-call]
+    wrapper.exc_type = next(filter(_can_be_pickled, wrapper.exc_type.__mro__))
+    return wrapper
+
+
+def _can_be_pickled(kind: type) -> bool:
+    try:
+        pickle.dumps(kind)
+    except Exception:
+        return False
+    return True
+
+
+def dataset_fetcher(dataset: Any, collate_fn: Any) -> Any:
+    """What fetches a batch of a map-style dataset: an object with `fetch(indices)`."""
+    return _MapDatasetFetcher(dataset, True, collate_fn, False)
+
+
+def dataset_kind_fetcher(
+    kind: int, dataset: Any, auto_collation: bool, collate_fn: Any, drop_last: bool
+) -> Any:
+    """What fetches the batches of a worker."""
+    create: Any = _DatasetKind.create_fetcher
+    return create(kind, dataset, auto_collation, collate_fn, drop_last)
+
+
+def new_worker_info(worker: int, workers: int, seed: int, dataset: Any) -> Any:
+    """The info of a worker that is a thread.
+
+    Where torch's has the field `rng`, it has generators of its own there, seeded with `seed`.
+    """
+    info = _worker.WorkerInfo
+    arguments = {"id": worker, "num_workers": workers, "seed": seed, "dataset": dataset}
+    declared = dataclasses.fields(info) if dataclasses.is_dataclass(info) else ()
+    fields = {field.name for field in declared}
+    if "worker_method" in fields:
+        arguments["worker_method"] = "thread"
+    if "rng" in fields:
+        numpy = sys.modules.get("numpy")
+        arguments["rng"] = _worker._RNG(
+            random.Random(seed),
+            torch.Generator().manual_seed(seed),
+            None if numpy is None else numpy.random.default_rng(seed),
+        )
+    return info(**arguments)
+
+
+def dataset_of_worker(arguments: dict[str, Any]) -> Any:
+    """The dataset among the arguments, by name, of torch's function for a worker process.
+
+    From 2.14 on it comes in a list that the worker empties.
+    """
+    holder = arguments.get("dataset_holder")
+    return arguments["dataset"] if holder is None else holder.pop()
+
+
+def set_worker_dataset(dataset: Any) -> None:
+    """In a worker process: lets get_worker_info() have this dataset."""
+    info: Any = _worker._worker_info
+    if info is not None:
+        info = copy.copy(info)
+        object.__setattr__(info, "dataset", dataset)  # its own lets nobody assign to it
+        _worker._worker_info = info
+
+
+_infos = threading.local()
+
+
+_unpublished = object()
+
+
+@contextlib.contextmanager
+def worker_info_of_thread(info: Any) -> Iterator[None]:
+    """What get_worker_info() returns in this thread meanwhile.
+
+    torch keeps one info per process, and its function is imported under many names: its code is
+    replaced, once, by one that looks for the thread's info first.
+    """
+    function = _worker.get_worker_info
+    names = vars(_worker)
+    if "_faststep_infos" not in names:
+        names["_faststep_original"] = types.FunctionType(function.__code__, names)
+        names["_faststep_infos"] = _infos
+        function.__code__ = _get_worker_info.__code__
+    before = getattr(_infos, "info", _unpublished)
+    _infos.info = info
+    try:
+        yield
+    finally:
+        if before is _unpublished:
+            del _infos.info
+        else:
+            _infos.info = before
+
+
+def _get_worker_info() -> Any:
+    try:
+        return _faststep_infos.info  # type: ignore[name-defined]  # noqa: F821
+    except AttributeError:
+        return _faststep_original()  # type: ignore[name-defined]  # noqa: F821
+
+
+def pin_memory(data: Any, device: str | None) -> Any:
+    """The same batch in page-locked memory, with torch's rules for containers."""
+    function: Any = _pin_memory
+    return function(data, device)

@@ -1,0 +1,21 @@
+"""Whether torch's operators are watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+__all__ = [
+    "is_watched",
+]
+
+_mode_depth: Callable[[], int] = getattr(torch._C, "_len_torch_dispatch_stack", None) or (
+    lambda: int(_get_current_dispatch_mode() is not None)
+)
+
+
+def is_watched() -> bool:
+    """True inside a TorchDispatchMode, which sees torch's operators and nothing that C does."""
+    return _mode_depth() != 0

@@ -1,0 +1,95 @@
+"""What torch keeps private of optimizers and the GradScaler."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+
+import torch
+from torch.amp.grad_scaler import OptState
+from torch.autograd.graph import increment_version
+from torch.optim import optimizer as _step_hooks
+
+__all__ = [
+    "OptState",
+    "cuda_amp_is_unavailable",
+    "dtypes_of",
+    "get_grad_dtype",
+    "has_global_step_hooks",
+    "increment_version",
+    "is_capturing",
+    "set_grad_dtype",
+    "step_dtype",
+    "update_scale_as_torch",
+]
+
+
+def has_global_step_hooks() -> bool:
+    """True if a hook on the steps of all optimizers is set."""
+    return bool(_step_hooks._global_optimizer_pre_hooks or _step_hooks._global_optimizer_post_hooks)
+
+
+def is_capturing() -> bool:
+    """True while torch's current CUDA stream is captured into a graph."""
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return bool(initialized and torch.cuda.is_current_stream_capturing())
+
+
+def get_grad_dtype(tensor: torch.Tensor) -> torch.dtype | None:
+    """The dtype that `tensor.grad` must have; None if it may have any.
+
+    Raises:
+        RuntimeError: this torch has no such setting (before 2.10).
+    """
+    if not hasattr(torch.Tensor, "grad_dtype"):
+        raise RuntimeError(
+            f"torch {torch.__version__} does not let .grad have another dtype than its parameter; "
+            "gradients in float32 need torch 2.10 or later"
+        )
+    dtype: torch.dtype | None = tensor.grad_dtype
+    return dtype
+
+
+def set_grad_dtype(tensor: torch.Tensor, dtype: torch.dtype | None) -> None:
+    """Set what `get_grad_dtype` returns."""
+    tensor.grad_dtype = dtype
+
+
+def dtypes_of(tensors: Iterable[torch.Tensor]) -> set[torch.dtype]:
+    """The element types that occur in `tensors`."""
+    return set(map(operator.attrgetter("dtype"), tensors))
+
+
+def step_dtype(fused: bool | None) -> torch.dtype:
+    """The dtype of the `step` entry that torch's optimizers create.
+
+    float32 with `fused=True`; without it float64 where that is the default dtype, else float32
+    (`_get_scalar_dtype` in torch/optim/optimizer.py).
+    """
+    if not fused and torch.get_default_dtype() == torch.float64:
+        return torch.float64
+    return torch.float32
+
+
+def cuda_amp_is_unavailable() -> bool:
+    """True where torch.amp.GradScaler("cuda") warns and disables itself."""
+    common = getattr(torch.cuda.amp, "common", None)
+    test = getattr(common, "amp_definitely_not_available", None)
+    return bool(test()) if test is not None else not torch.cuda.is_available()
+
+
+def update_scale_as_torch(
+    scale: torch.Tensor,
+    growth_tracker: torch.Tensor,
+    found_inf: torch.Tensor,
+    growth_factor: float,
+    backoff_factor: float,
+    growth_interval: int,
+) -> None:
+    """torch's own scale update, in place and without a synchronisation, on any device.
+
+    `scale` is 0-d float32, `growth_tracker` 0-d int32, `found_inf` 0-d float32 on one device.
+    """
+    torch._amp_update_scale_(
+        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval
+    )

@@ -1,0 +1,1 @@
+"""Datasets whose samples are rows of arrays, and the iterator that gathers them in C threads."""

@@ -1,0 +1,350 @@
+"""One epoch of a dataset that lies in arrays."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import weakref
+from collections import deque
+from typing import Any, NamedTuple
+
+import torch
+
+from ... import _C
+from ..._torch.loader import BaseDataLoaderIter, dataset_fetcher, pin_memory
+from ..order.base import Block, Order
+from ..order.of_sampler import order_of
+from ..resume.loader_view import LoaderView
+from ..resume.progress import Progress
+from ..stats import Metered
+from .columns import NotArrays
+from .gather_plan import Arrays, Plan
+
+__all__ = ["ArrayIterator"]
+
+AHEAD = 4  # batches gathered ahead without workers; prefetch_factor * num_workers with
+MOST_BYTES_AHEAD = 1 << 29
+BATCHES_AT_ONCE = 64  # whose indices are asked of an order
+
+_living: weakref.WeakSet[ArrayIterator] = weakref.WeakSet()
+_process = os.getpid()  # asking the system for each batch would take 0.15 us
+
+
+def _note_fork() -> None:
+    global _process
+    _process = os.getpid()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
+@atexit.register
+def _end_threads() -> None:
+    for iterator in list(_living):
+        iterator.close()
+
+
+class _Entry(NamedTuple):
+    """A batch that is not delivered."""
+
+    number: int
+    indices: Any  # a Block of a known order, else what the sampler gave
+    arrays: Arrays | None  # whose threads gather it; None if torch's fetcher has to
+    ticket: int  # its number there
+    error: Exception | None  # what stands in its place
+
+
+class _Run(NamedTuple):
+    """Indices of some batches of a known order."""
+
+    first: int  # batch
+    block: Block
+    submits: bool  # whether they can be handed to the threads
+
+
+_NO_RUN = _Run(0, ((), 0, 0), False)
+
+
+def _run_of(order: Order, first: int) -> _Run:
+    block = order.block(first, 1 if order.in_lists else BATCHES_AT_ONCE)  # of a list all is taken
+    return _Run(first, block, _is_submittable(block[0]))
+
+
+class ArrayIterator(Metered, BaseDataLoaderIter):
+    """Delivers what torch's iterator would, with batches gathered ahead by threads.
+
+    The sampler is asked when torch would ask it: without workers for one batch at a time, with
+    workers for prefetch_factor * num_workers ahead. Where the order is known (order/of_sampler.py)
+    batches are gathered further ahead than that, from the same indices.
+
+    Args:
+        loader: the DataLoader.
+        plan: the arrays of its dataset.
+        slots: the memory of its batches.
+        state: of an epoch to go on with, or of the end of one; None for a new one.
+    """
+
+    progress: Progress
+
+    def __init__(
+        self, loader: Any, plan: Plan, slots: _C.Slots, state: dict[str, Any] | None = None
+    ) -> None:
+        view = LoaderView(loader, state, ahead=1)
+        super().__init__(view)  # type: ignore[arg-type]
+        if self._timeout != 0 and self._num_workers == 0:
+            raise AssertionError("a DataLoader without workers requires timeout == 0")
+        self._plan = plan
+        self._arrays: Arrays | None = None  # what new batches are gathered from
+        self._bytes = 0  # of the newest batch, if it was gathered
+        self._slots = slots
+        self._batch_sampler = loader.batch_sampler
+        self._window = AHEAD
+        self._asked_ahead = 1  # batches that torch has asked for when it hands one out
+        self._run = _NO_RUN
+        if self._num_workers:
+            self._window = max(1, loader.prefetch_factor * self._num_workers)
+            self._asked_ahead += self._window
+            self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
+        device = loader._faststep.device
+        self._held = 0 if device is None else loader._faststep.prefetch_to_device
+        self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
+        self._lock = threading.Lock()
+        self._process = _process
+        if view.base_seed is not None:
+            self._base_seed = view.base_seed
+        if state and view.resumes:
+            self._num_yielded = state["_num_yielded"]
+            self._begin(state)
+        else:
+            self._begin(None)
+        self._index_sampler.state = None  # for epochs to come
+        _living.add(self)
+
+    def _begin(self, state: dict[str, Any] | None) -> None:
+        order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
+        self._order = order
+        self._run = _NO_RUN
+        source = self._index_sampler.source if order is None else order
+        self.progress = Progress(source, int(self._base_seed), self._num_yielded)
+        self._limit = 0 if order is None else self._most_ahead(order)
+        self._requested = 0  # up to which request a known order was asked, or need not be
+        self._ended = False  # the sampler has no more
+        self._is_fetched = False  # the arrays are gone: the rest is left to torch's fetcher
+        self._queue: deque[_Entry] = deque()  # what is not delivered, in order
+        slots_per_batch = len(self._plan.forms)
+        self._slots.keep((min(self._window, AHEAD * 4) + self._held + 3) * slots_per_batch)
+        if self._num_workers:
+            self._request_until(self._window)
+            if order is not None:
+                self._add_known(order)
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        """Starts the next epoch; a DataLoader with persistent workers calls it."""
+        with self._lock:
+            super()._reset(loader, first_iter)
+            self._stop()
+            self._begin(None)
+
+    def _request_until(self, count: int) -> None:
+        """Asks the sampler until torch would have asked so often."""
+        order = self._order
+        if order is None:
+            while not self._ended and self._next_number() < count:
+                self._request()
+        else:
+            while not self._ended and self._requested < count:
+                self._requested = order.next_draw(self._requested)
+                if self._requested >= count:
+                    return
+                self._ended = True  # if it raises: a generator of torch's would be done for, too
+                order.request(self._requested)
+                self._ended = self._requested >= order.batches
+                self._requested += 1
+
+    def _request(self) -> None:
+        """Asks a sampler of unknown order once more."""
+        try:
+            indices = next(self._sampler_iter)
+        except StopIteration:
+            self._ended = True
+        except Exception as error:
+            self._queue.append(_Entry(self._next_number(), None, None, 0, error))
+        else:
+            self._add(self._next_number(), indices, (indices,), _is_submittable(indices))
+
+    def _next_number(self) -> int:
+        """The number of the next batch for the queue.
+
+        Counted from what is there: an interrupt between two lines must not lead to another count.
+        """
+        return self._queue[-1].number + 1 if self._queue else self.progress.delivered
+
+    def _add_known(self, order: Order) -> None:
+        if not order.drawn:
+            return
+        number, size = self._next_number(), order.batch_size
+        while len(self._queue) <= self._limit and number < order.batches:
+            first, (items, start, count), submits = self._run
+            place = (number - first) * size
+            if not 0 <= place < count:
+                try:
+                    self._run = _run_of(order, number)
+                except Exception:
+                    if self._queue:  # not before its place
+                        return
+                    order.batches = number
+                    raise
+                continue
+            block = (items, start + place, min(size, count - place))
+            self._add(number, block, block, submits)
+            number += 1
+
+    def _most_ahead(self, order: Order) -> int:
+        """How many batches may be in the queue: fewer if they are very large."""
+        size = max(1, order.batch_size * self._plan.row_bytes)
+        return max(2, min(self._window, MOST_BYTES_AHEAD // size))
+
+    def _add(self, number: int, indices: Any, arguments: Any, submits: bool) -> None:
+        arrays, ticket = self._submit(arguments) if submits else (None, 0)
+        self._queue.append(_Entry(number, indices, arrays, ticket, None))
+
+    def _submit(self, arguments: Any) -> tuple[Arrays | None, int]:
+        """Has a batch gathered from where the arrays are now; (None, 0) if that cannot be done."""
+        while not self._is_fetched:
+            arrays = self._arrays or self._place()
+            if arrays is None:
+                break
+            given = self._with_pinned_outputs(*arguments) if self._gathers_pinned else arguments
+            ticket = arrays.gather.submit(*given)
+            if ticket is not None:
+                return (arrays, ticket) if ticket else (None, 0)
+            self._arrays = None  # one has moved; those in the queue have what was there before
+        return None, 0
+
+    def _place(self) -> Arrays | None:
+        """Finds out where the arrays are now; None if they cannot be gathered from any more."""
+        try:
+            self._arrays = Arrays(self._plan, self._slots, self._num_workers)
+            self._plan = self._arrays.plan
+        except NotArrays:
+            self._is_fetched = True
+        return self._arrays
+
+    def _with_pinned_outputs(self, items: Any, start: int = 0, count: int = -1) -> Any:
+        """Arguments of `submit`, with page-locked memory for the batch.
+
+        It is torch's, not ours: torch gives it to nobody else while a copy that a user started with
+        `non_blocking=True` is on its way. Of other memory torch does not know who reads it.
+        """
+        rows = len(items) if count < 0 else count
+        outputs = tuple(
+            torch.empty(
+                (rows, *form.prototype.shape[1:]),
+                dtype=form.prototype.dtype,
+                device="cpu",
+                pin_memory=True,
+            )
+            for form in self._plan.gathered
+        )
+        return items, start, count, outputs
+
+    def _next(self) -> Any:
+        if _C.is_recorded():
+            return super()._next()  # under the name that torch's iterator has in profiles
+        data = self._next_data()
+        self._num_yielded += 1
+        return data
+
+    def _next_data(self) -> Any:
+        if self._process != _process:
+            self._go_on_in_child()
+        with self._lock:
+            progress, order = self.progress, self._order
+            while self._queue and self._queue[0].number < progress.delivered:
+                self._queue.popleft()  # an interrupt came when it was being delivered
+            asked = progress.delivered + self._asked_ahead
+            if order is None or asked > self._requested:
+                self._request_until(asked)
+            if order is not None:
+                self._add_known(order)
+            if not self._queue:
+                self._finish()
+                raise StopIteration
+            return self._deliver(self._queue[0])
+
+    def _deliver(self, entry: _Entry) -> Any:
+        arrays, tensors = entry.arrays, None
+        if arrays is not None:
+            tensors = arrays.gather.take(entry.ticket)
+        self.progress.delivered = entry.number + 1
+        self._queue.popleft()
+        if entry.error is not None:
+            raise entry.error
+        if arrays is not None and tensors is not None:
+            rows = len(entry.indices) if self._order is None else entry.indices[2]
+            self._bytes = rows * arrays.row_bytes
+            plan = arrays.plan
+            if plan.in_place is not None:
+                plan.in_place.put(tensors)
+            return tensors if plan.structure.is_flat else plan.structure.batch(iter(tensors))
+        self._bytes = 0
+        data = self._fetch(entry.indices)
+        return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
+
+    def bytes_of(self, batch: Any) -> int | None:
+        return self._bytes or super().bytes_of(batch)
+
+    def _fetch(self, indices: Any) -> Any:
+        """A batch that cannot be gathered, as torch fetches it; mostly it raises torch's error."""
+        if self._order is not None:
+            items, start, count = indices
+            part = items[start : start + count]
+            indices = part.tolist() if isinstance(part, torch.Tensor) else part
+        return dataset_fetcher(self._dataset, self._collate_fn).fetch(indices)
+
+    def _go_on_in_child(self) -> None:
+        """A forked child has none of the threads: it starts its own for what is in the queue."""
+        self._process = _process
+        self._lock = threading.Lock()
+        queue, self._queue, self._arrays = self._queue, deque(), None
+        for entry in queue:
+            if entry.arrays is not None:
+                arguments = entry.indices if self._order else (entry.indices,)
+                self._add(entry.number, entry.indices, arguments, True)
+            else:
+                self._queue.append(entry)
+
+    def _stop(self) -> None:
+        arrays, self._arrays = self._arrays, None
+        for each in {arrays, *(entry.arrays for entry in self._queue)}:
+            if each is not None:
+                each.gather.close()
+        self._queue.clear()
+
+    def _finish(self) -> None:
+        self.progress.finished = True
+        self._stop()
+
+    def close(self) -> None:
+        """Ends the threads. An iterator that is dropped does so by itself."""
+        if self._process == _process and self._lock.acquire(blocking=False):
+            try:
+                self._ended = True
+                self._order = None  # knows no more
+                self._stop()
+            finally:
+                self._lock.release()
+
+
+def _is_submittable(indices: Any) -> bool:
+    """Whether a batch of indices can be handed to the threads; a tensor must be packed int64."""
+    if type(indices) is not torch.Tensor:
+        return type(indices) in (list, tuple)
+    return (
+        indices.dtype == torch.int64
+        and indices.dim() == 1
+        and indices.device.type == "cpu"
+        and indices.is_contiguous()
+        and not indices.is_neg()
+    )

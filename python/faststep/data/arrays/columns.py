@@ -1,0 +1,229 @@
+"""One array of a dataset: where its rows lie, and what a batch of them looks like."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ..._torch.held import NotHeld, hold
+
+__all__ = [
+    "AS_IS",
+    "CONVERSIONS",
+    "NUMBERS",
+    "ROW_NUMBERS",
+    "TO_FLOATS",
+    "WIDENED",
+    "Column",
+    "NotArrays",
+    "check_array",
+    "column_of",
+]
+
+AS_IS = 0
+# (type in the array, type in the batch) -> the number of the conversion in csrc/io/table.h
+CONVERSIONS = {
+    ("uint16", torch.int32): 1,
+    ("uint16", torch.int64): 2,
+    ("uint32", torch.int64): 3,
+}
+WIDENED = {
+    ("uint8", torch.int64): 10,
+    ("int8", torch.int64): 11,
+    ("int16", torch.int64): 12,
+    ("int32", torch.int64): 13,
+}
+TO_FLOATS = 14
+ROW_NUMBERS = 15  # instead of a row, which one it is
+# the types of which floats are made, and their numbers in csrc/base/widen.h
+NUMBERS = {"bool": 0, "uint8": 0, "int8": 1, "int16": 2, "int32": 3}
+NUMBERS |= {"float16": 4, "bfloat16": 5, "float32": 6, "float64": 7}
+# what DLPack takes and gives back as it was: no bits, no quantized numbers, not several in a byte
+KINDS = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
+KINDS |= {"bfloat16", "float16", "float32", "float64", "complex32", "complex64", "complex128"}
+POSITIONS, DOCUMENTS = 3, 6  # added to a number above: places in documents, and their numbers
+
+
+class NotArrays(Exception):  # noqa: N818 - it says why another way is taken, and is not an error
+    """Why a dataset cannot be read as arrays."""
+
+
+class Column:
+    """The rows of one array, in memory that `owner` keeps.
+
+    Args:
+        prototype: an empty tensor of a batch's type and row shape.
+        address: of the first row.
+        stride: bytes from row to row.
+        length: rows.
+        owner: the array.
+        mapped: the memory is a file's, and may have to be read first.
+        conversion: a value of CONVERSIONS, with POSITIONS or DOCUMENTS added, or of WIDENED, or
+            TO_FLOATS, ROW_NUMBERS or AS_IS.
+        boundary: for POSITIONS and DOCUMENTS, the token between documents, and whether it is the
+            first of one.
+        watched: the tensor whose rows these are, if it can move; `owner` is then one over the same
+            memory that nobody else has.
+        floats: for TO_FLOATS, a value of NUMBERS, the scale, means and stds.
+    """
+
+    __slots__ = (
+        "address",
+        "boundary",
+        "conversion",
+        "floats",
+        "length",
+        "mapped",
+        "owner",
+        "prototype",
+        "stride",
+        "watched",
+    )
+
+    def __init__(
+        self,
+        prototype: torch.Tensor,
+        address: int,
+        stride: int,
+        length: int,
+        owner: Any,
+        mapped: bool = False,
+        conversion: int = AS_IS,
+        boundary: tuple[int, bool] = (0, False),
+        watched: torch.Tensor | None = None,
+    ) -> None:
+        self.prototype = prototype
+        self.address = address
+        self.stride = stride
+        self.length = length
+        self.owner = owner
+        self.mapped = mapped
+        self.conversion = conversion
+        self.boundary = boundary
+        self.watched = watched
+        self.floats: tuple[int, float, tuple[float, ...], tuple[float, ...]] | None = None
+
+    @property
+    def spec(self) -> tuple[Any, ...]:
+        """What Gather takes for a field."""
+        spec = (self.prototype, self.conversion, *self.boundary)
+        return spec if self.floats is None else (*spec, self.floats)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the tensor is where it was, in the form that it had."""
+        if self.watched is None:
+            return True
+        is_there = self.watched.data_ptr() == self.address  # one that is not held moves with it
+        return is_there and _place_of(self.watched) == _place_of(self.owner)
+
+    def has_form_of(self, other: Column) -> bool:
+        return (
+            self.prototype.dtype == other.prototype.dtype
+            and self.prototype.shape == other.prototype.shape
+            and self.conversion == other.conversion
+            and self.boundary == other.boundary
+            and self.floats == other.floats
+        )
+
+
+def is_packed(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
+    """Whether elements of `item` units lie one after another."""
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size == 0:
+            return True
+        if size > 1 and stride != item:
+            return 0 in shape
+        item *= size
+    return True
+
+
+def column_of(array: Any, name: str) -> Column:
+    """The column of a tensor or a numpy array.
+
+    Raises:
+        NotArrays: it must be read in another way.
+    """
+    if isinstance(array, torch.Tensor):
+        return _of_tensor(array, name)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(array, numpy.ndarray):
+        return _of_numpy(numpy, array, name)
+    raise NotArrays(f"{name} is a {type(array).__name__}, neither a tensor nor a numpy array")
+
+
+def check_array(array: Any, name: str) -> None:
+    """Whether torch can hold rows of `array`.
+
+    Raises:
+        TypeError: it is no tensor and no numpy array of a type that torch has, or has no rows.
+    """
+    numpy = sys.modules.get("numpy")
+    if not isinstance(array, torch.Tensor):
+        if numpy is None or not isinstance(array, numpy.ndarray):
+            raise TypeError(f"{name} is a {type(array).__name__}, not a tensor or a numpy array")
+        try:
+            torch.from_numpy(numpy.empty(0, array.dtype))
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name}: {error}") from None
+    if not array.ndim:
+        raise TypeError(f"{name} has no rows")
+
+
+def _of_tensor(tensor: torch.Tensor, name: str) -> Column:
+    why = None
+    if type(tensor) is not torch.Tensor:
+        why = f"is a {type(tensor).__name__}"
+    elif tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        why = "is not a dense tensor"
+    elif tensor.device.type != "cpu":
+        why = f"is on {tensor.device}"
+    elif (kind := str(tensor.dtype).removeprefix("torch.")) not in KINDS and kind[:6] != "float8":
+        why = f"is of the type {kind}"
+    elif tensor.requires_grad:
+        why = "requires a gradient"
+    elif tensor.is_conj() or tensor.is_neg():
+        why = "is a conjugated or negated view"
+    elif tensor.dim() == 0:
+        why = "has no rows"
+    elif not is_packed(tuple(tensor.shape[1:]), tensor.stride()[1:], 1):
+        why = f"has rows that are not packed (strides {tensor.stride()})"
+    elif not _fits_in_storage(tensor):
+        why = "has a storage that is too small for it"
+    if why:
+        raise NotArrays(f"{name} {why}")
+    try:
+        owner = hold(tensor)
+    except NotHeld as reason:
+        raise NotArrays(f"{name}: {reason}") from None
+    stride = owner.stride(0) * owner.element_size()
+    prototype = torch.empty((0, *owner.shape[1:]), dtype=owner.dtype, device="cpu")
+    return Column(prototype, owner.data_ptr(), stride, len(owner), owner, watched=tensor)
+
+
+def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, strides
+
+
+def _fits_in_storage(tensor: torch.Tensor) -> bool:
+    """Whether a dense tensor's storage has all its elements: it may have been made smaller."""
+    if not tensor.numel():
+        return True
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return end <= tensor.untyped_storage().nbytes()
+
+
+def _of_numpy(numpy: Any, array: Any, name: str) -> Column:
+    if array.ndim == 0:
+        raise NotArrays(f"{name} has no rows")
+    if not is_packed(array.shape[1:], array.strides[1:], array.itemsize):
+        raise NotArrays(f"{name} has rows that are not packed (strides {array.strides})")
+    prototype = torch.from_numpy(numpy.empty((0, *array.shape[1:]), array.dtype))
+    base, mapped = array, False
+    while base is not None and not mapped:
+        mapped, base = isinstance(base, numpy.memmap), getattr(base, "base", None)
+    return Column(prototype, array.ctypes.data, array.strides[0], len(array), array, mapped)

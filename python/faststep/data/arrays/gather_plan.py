@@ -1,0 +1,210 @@
+"""How a dataset lies in arrays, as the tree of tables that csrc/io/table.h describes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+
+from ... import _C
+from .array_dataset import ArrayDataset
+from .columns import Column, NotArrays, column_of
+from .converted import column_of_leaf
+from .in_place import InPlace, images_of, row_numbers
+from .structure import LEAF, Structure
+from .tokens import TokenDataset
+
+__all__ = ["Arrays", "Plan"]
+
+ROWS, CHOSEN, JOINED = 0, 1, 2  # kinds of nodes
+READS_A_SAMPLE = ("__getitem__", "__getitems__", "__len__")
+MOST_THREADS = 4  # without num_workers: more do not help memory that two or three saturate
+
+
+def _is(dataset: Any, base: type) -> bool:
+    """Whether the dataset reads its samples as `base` does: a subclass may do it differently."""
+    return isinstance(dataset, base) and all(
+        getattr(type(dataset), name, None) is getattr(base, name, None) for name in READS_A_SAMPLE
+    )
+
+
+class Plan:
+    """The arrays behind a dataset.
+
+    Raises:
+        NotArrays: it has samples that are not rows of arrays; says which and why.
+    """
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.structure = LEAF
+        self.names: list[str] = []
+        self.forms: tuple[Column, ...] = ()
+        self.mapped = False
+        self.in_place: InPlace | None = None
+        self._dataset = dataset
+        self._columns: list[Column] = []
+        self._nodes: list[tuple[Any, ...]] = []
+        self._owners: list[Any] = []
+        self.length = self._add(dataset, "dataset")[1]
+
+    @property
+    def gathered(self) -> tuple[Column, ...]:
+        """What a batch of the threads has: numbers of rows for the field that stays in place."""
+        if self.in_place is None:
+            return self.forms
+        field = self.in_place.field
+        return (*self.forms[:field], row_numbers(), *self.forms[field + 1 :])
+
+    def leave_in_place(self, field: int) -> None:
+        """Let a batch have numbers of rows for a field of images, if a Compose can read these."""
+        of_rows = [node for node in self._nodes if node[0] == ROWS]
+        images = images_of(self.forms[field]) if len(of_rows) == 1 else None
+        if images is not None:
+            self.in_place = InPlace(field, images)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample in a batch."""
+        prototypes = [form.prototype for form in self.gathered]
+        return sum(math.prod(p.shape[1:]) * p.element_size() for p in prototypes)
+
+    def again(self) -> Plan:
+        """The arrays as they are now.
+
+        Raises:
+            NotArrays: as the constructor.
+        """
+        plan = Plan(self._dataset)
+        if self.in_place is not None and plan.structure == self.structure:
+            plan.leave_in_place(self.in_place.field)
+        return plan
+
+    @property
+    def is_current(self) -> bool:
+        """Whether no tensor has moved, or got another form, since this plan was made."""
+        return all(column.is_current for column in self._columns)
+
+    def gather(self, slots: _C.Slots, workers: int) -> _C.Gather:
+        """Threads that gather batches: one per worker, within what the machine has.
+
+        Whoever waits for a batch copies too and needs a core; threads that wait for a file do not.
+        """
+        cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+        threads = min(cores if self.mapped else max(1, cores - 1), workers or MOST_THREADS)
+        fields = tuple(form.spec for form in self.gathered)
+        nodes = tuple(self._nodes)
+        return _C.Gather(slots, fields, nodes, threads, self.mapped, tuple(self._owners))
+
+    def _add(self, dataset: Any, name: str) -> tuple[int, int]:
+        """Adds the nodes of a dataset; returns the number of its own, and its length."""
+        if _is(dataset, TensorDataset):
+            return self._add_tensors(dataset, name)
+        if _is(dataset, ArrayDataset):
+            columns = tuple(column_of_leaf(array, f"{name}.{n}") for n, array in dataset.leaves)
+            return self._add_rows(columns, dataset.structure, [n for n, _ in dataset.leaves], name)
+        if _is(dataset, TokenDataset):
+            window, names = dataset.structure()
+            rows = [self._add_rows(found, window, names, name) for found in dataset.columns()]
+            return self._add_joined(rows)
+        if _is(dataset, Subset):
+            return self._add_subset(dataset, name)
+        if _is(dataset, ConcatDataset):
+            parts = [
+                self._add(part, f"{name}.datasets[{i}]") for i, part in enumerate(dataset.datasets)
+            ]
+            if [*itertools.accumulate(length for _, length in parts)] != dataset.cumulative_sizes:
+                raise NotArrays(f"a part of {name} has changed its length")
+            return self._add_joined(parts)
+        raise NotArrays(f"{name} is a {type(dataset).__name__}, which is not known to be arrays")
+
+    def _add_node(self, length: int, *node: Any) -> tuple[int, int]:
+        self._nodes.append(node)
+        return len(self._nodes) - 1, length
+
+    def _add_tensors(self, dataset: TensorDataset, name: str) -> tuple[int, int]:
+        names = [f"tensors[{i}]" for i in range(len(dataset.tensors))]
+        columns = tuple(
+            column_of(tensor, f"{name}.{n}")
+            for n, tensor in zip(names, dataset.tensors, strict=True)
+        )
+        if not columns:
+            raise NotArrays(f"{name}.tensors is empty")
+        if len({column.length for column in columns}) > 1:
+            raise NotArrays(f"{name}.tensors have changed their lengths")
+        structure = Structure(tuple, (), (LEAF,) * len(columns))
+        return self._add_rows(columns, structure, names, name)
+
+    def _add_rows(
+        self, columns: tuple[Column, ...], structure: Structure, names: list[str], name: str
+    ) -> tuple[int, int]:
+        if not self.forms:
+            self.forms, self.structure, self.names = columns, structure, names
+        elif structure != self.structure:
+            raise NotArrays(f"{name} has samples of another structure than the datasets before")
+        for field, column, form in zip(names, columns, self.forms, strict=True):
+            if not column.has_form_of(form):
+                raise NotArrays(f"{name}.{field} has another shape or type than in those before")
+        self.mapped |= any(column.mapped for column in columns)
+        self._columns += columns
+        self._owners += (column.owner for column in columns)
+        places = tuple((column.address, column.stride, column.watched) for column in columns)
+        return self._add_node(columns[0].length, ROWS, columns[0].length, places)
+
+    def _add_joined(self, parts: list[tuple[int, int]]) -> tuple[int, int]:
+        if len(parts) == 1:
+            return parts[0]
+        return self._add_node(
+            sum(length for _, length in parts), JOINED, tuple(number for number, _ in parts)
+        )
+
+    def _add_subset(self, dataset: Subset[Any], name: str) -> tuple[int, int]:
+        child, _ = self._add(dataset.dataset, f"{name}.dataset")
+        indices: Any = dataset.indices
+        if type(indices) is range:
+            step = (0, indices.start, indices.step)
+            return self._add_node(len(indices), CHOSEN, child, len(indices), *step)
+        chosen = _as_int64(indices, f"{name}.indices")
+        self._owners.append(chosen)
+        node = (CHOSEN, child, len(chosen), chosen.data_ptr(), 0, 0)
+        return self._add_node(len(chosen), *node)
+
+
+class Arrays:
+    """A plan, and the threads that gather by it.
+
+    Raises:
+        NotArrays: as Plan: the arrays may have moved since `plan` was made.
+    """
+
+    def __init__(self, plan: Plan, slots: _C.Slots, workers: int) -> None:
+        self.gather = plan.gather(slots, workers)
+        while not plan.is_current:
+            plan = plan.again()
+            self.gather = plan.gather(slots, workers)
+        self.plan = plan
+        self.row_bytes = plan.row_bytes
+
+
+def _as_int64(indices: Any, name: str) -> torch.Tensor:
+    """A copy of the indices: the threads read them, and the user may change them."""
+    numpy = sys.modules.get("numpy")
+    if type(indices) in (list, tuple):
+        copied = torch.empty(len(indices), dtype=torch.int64, device="cpu")
+        if _C.copy_indices(indices, copied):
+            return copied
+    elif type(indices) is torch.Tensor:
+        if indices.dtype == torch.int64 and indices.dim() == 1 and indices.device.type == "cpu":
+            return indices.clone(memory_format=torch.contiguous_format)
+    elif (
+        numpy is not None
+        and type(indices) is numpy.ndarray
+        and indices.ndim == 1
+        and indices.dtype.kind == "i"
+    ):
+        return torch.from_numpy(indices.astype("int64"))
+    raise NotArrays(f"{name} are not a list, range, tensor or array of plain integers")

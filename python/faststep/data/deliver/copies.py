@@ -1,0 +1,253 @@
+"""Copies of batches to one device, on a stream of their own.
+
+Between this stream and the consumer's there are events both ways, and nothing waits on the host:
+
+- Device memory is allocated on the consumer's stream, so it is the consumer's like any other, and
+  what torch knows about its own tensors is all there is to know. The work before it that may still
+  use that memory is waited for by the copy: the event is recorded after the allocation, so
+  that it covers whatever was freed before, by any thread.
+- The consumer's stream waits for the copy when a batch is handed out. If that is another stream
+  than the one the memory is of, the memory is lent to it by `record_stream`.
+- A copy that has not passed keeps the host's memory, and the device's until it is handed out: so
+  batches may be dropped at any time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import threading
+from collections import deque
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from ..._torch.optim import is_capturing
+from ..workers.arena import page_locked
+from .nest import convert
+
+__all__ = ["Copier", "Copy", "copier_of"]
+
+
+class Streams(Protocol):
+    """Streams and events of one device."""
+
+    device: torch.device
+    copies: Any  # the stream of the copies
+
+    def current(self) -> Any:
+        """The consumer's stream."""
+
+    def mark(self, stream: Any) -> Any:
+        """An event that passes when the work that the stream has by now is done."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Let what the stream gets from now on wait for the event."""
+
+    def copying(self) -> AbstractContextManager[Any]:
+        """Within it, work goes to the stream of the copies."""
+
+    def allocate(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Memory on the device, and the tensor where a copy to it can read; None if neither."""
+
+    def move(self, item: Any) -> Any:
+        """The tensor or object on the device, by its own `to`."""
+
+
+class HostStreams:
+    """The CPU, where everything is done at once: nothing waits, and no tensor moves."""
+
+    class Passed:
+        def query(self) -> bool:
+            return True
+
+    device = torch.device("cpu")
+    copies = None
+
+    def current(self) -> None:
+        return None
+
+    def mark(self, stream: Any) -> Passed:
+        return self.Passed()
+
+    def wait(self, stream: Any, event: Any) -> None:
+        pass
+
+    def copying(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def allocate(self, tensor: torch.Tensor) -> None:
+        return None  # on another device: the copy from there has to be waited for
+
+    def move(self, item: Any) -> Any:
+        return item.to(self.device)
+
+
+class CudaStreams:
+    """A CUDA device, and a stream for copies to it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def current(self) -> torch.cuda.Stream:
+        if is_capturing():
+            raise RuntimeError(
+                "a batch cannot be fetched while the current stream is captured into a graph"
+            )
+        return torch.cuda.current_stream(self.device)
+
+    def mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
+        stream.wait_event(event)
+
+    def copying(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self.copies)
+
+    def allocate(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        if (
+            type(tensor) not in (torch.Tensor, torch.nn.Parameter)
+            or tensor.device.type != "cpu"
+            or tensor.layout != torch.strided
+            or tensor.is_nested
+            or tensor.is_quantized
+        ):
+            return None
+        target = torch.empty_like(tensor, device=self.device)
+        source = tensor
+        if tensor.stride() != target.stride():  # of one with holes the host would wait for the copy
+            source = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+        elif not tensor.is_pinned():  # as it would of memory that can be swapped out
+            locked = page_locked(tensor)
+            if locked is None:
+                locked = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+            source = locked
+        return target, source
+
+    def move(self, item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return item.to(self.device, non_blocking=True)
+        if not _accepts_non_blocking(item.to):
+            return item.to(self.device)
+        pinned = item.pin_memory() if hasattr(item, "pin_memory") else item
+        return pinned.to(self.device, non_blocking=True)
+
+
+def _accepts_non_blocking(function: Any) -> bool:
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # one that is not written in Python may not say
+        return False
+    return any(p.name == "non_blocking" or p.kind is p.VAR_KEYWORD for p in parameters)
+
+
+class Copy:
+    """A batch on its way."""
+
+    __slots__ = ("consumer", "data", "event", "later", "sources", "tensors")
+
+    def __init__(self, consumer: Any) -> None:
+        self.consumer = consumer  # the stream that the memory is of
+        self.data: Any = None  # None once it is handed out
+        self.later: list[Any] = []  # what moves when it is handed out
+        self.tensors: list[torch.Tensor] = []  # on the device
+        self.sources: list[torch.Tensor] = []
+        self.event: Any = None
+
+
+class Copier:
+    """Copies batches to a device. Any thread may use it."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self._pending: deque[Copy] = deque()  # in the order of the stream
+        self._forgetting = threading.Lock()
+
+    def start(self, data: Any) -> Copy:
+        """Start the copy of a batch."""
+        streams = self.streams
+        copy = Copy(streams.current())
+        targets: list[torch.Tensor] = []
+
+        def place(item: Any) -> Any:
+            if not isinstance(item, torch.Tensor):
+                copy.later.append(item)
+                return item
+            if item.device == streams.device:
+                copy.tensors.append(item)
+                return item
+            pair = streams.allocate(item)
+            if pair is None:
+                copy.later.append(item)
+                return item
+            targets.append(pair[0])
+            copy.tensors.append(pair[0])
+            copy.sources.append(pair[1])
+            return pair[0]
+
+        copy.data = convert(data, place)
+        streams.wait(streams.copies, streams.mark(copy.consumer))
+        try:
+            with streams.copying():
+                for target, source in zip(targets, copy.sources, strict=True):
+                    target.copy_(source, non_blocking=True)
+        finally:
+            copy.event = streams.mark(streams.copies)
+            self._pending.append(copy)
+        return copy
+
+    def finish(self, copy: Copy) -> Any:
+        """Hand out a batch: the current stream waits for its copy."""
+        streams = self.streams
+        consumer = streams.current()
+        streams.wait(consumer, copy.event)
+        data = copy.data
+        if consumer != copy.consumer:
+            for tensor in copy.tensors:
+                if tensor.layout == torch.strided:
+                    tensor.record_stream(consumer)
+        if copy.later:
+            data = convert(data, streams.move)
+            moved = Copy(consumer)
+            moved.sources, moved.event = copy.later, streams.mark(consumer)
+            self._pending.append(moved)
+        copy.data, copy.tensors, copy.later = None, [], []
+        self.forget_passed()
+        return data
+
+    def forget_passed(self) -> None:
+        """Let go of what copies that are done have read."""
+        if not self._forgetting.acquire(blocking=False):
+            return  # another thread is about it
+        try:
+            while self._pending and self._pending[0].event.query():
+                self._pending.popleft()
+        finally:
+            self._forgetting.release()
+
+
+_copiers: dict[torch.device, Copier] = {}  # one stream per device, however many loaders there are
+os.register_at_fork(after_in_child=_copiers.clear)
+
+
+def copier_of(device: torch.device) -> Copier:
+    """The copier to a device, which lives as long as the process.
+
+    Raises:
+        RuntimeError: torch finds no such device.
+    """
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError(f"device={str(device)!r}, but torch finds no CUDA device")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+    copier = _copiers.get(device)
+    if copier is None:
+        streams = CudaStreams(device) if device.type == "cuda" else HostStreams()
+        copier = _copiers.setdefault(device, Copier(streams))
+    return copier

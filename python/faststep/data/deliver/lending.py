@@ -1,0 +1,231 @@
+"""Batches that a dataset fills row by row, so that collating them copies nothing.
+
+A loader that collates by torch's default_collate lends memory while it fetches a batch. A dataset
+that makes several samples at once puts its tensors there, and stacking them is then to find out
+that they lie one after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ... import _C
+from ..._torch.loader import collate_stacking_by, collate_tensors, collates_as_default
+from ..workers.parcel import tensor_over, why_not_plain
+
+__all__ = [
+    "Lender",
+    "LendingCollate",
+    "LendingIterator",
+    "LentRows",
+    "Samples",
+    "copy_image",
+    "lending_by",
+    "lending_collate",
+    "new_rows",
+]
+
+_here = threading.local()  # .lender: of the loader that this thread fetches for
+
+
+class Samples(list[Any]):
+    """Samples with rows of one batch in them; a worker empties it when that has left."""
+
+
+class Lender:
+    """Lends memory for batches to the datasets that a loader asks.
+
+    Args:
+        take: makes a uint8 tensor of so many bytes, or raises MemoryError.
+    """
+
+    def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
+        self._take = take
+        self._batches: dict[int, torch.Tensor] = {}  # those that are lent, by address
+
+    def begin(self) -> None:
+        """Datasets that this thread asks from now on get memory here."""
+        _here.lender = self
+
+    def forget(self) -> None:
+        """What was lent and not given back as a batch is the borrower's alone."""
+        self._batches.clear()
+
+    @contextlib.contextmanager
+    def lending(self) -> Iterator[None]:
+        """Lends to the datasets that this thread asks for a while."""
+        before = getattr(_here, "lender", None)
+        self.begin()
+        try:
+            yield
+        finally:
+            _here.lender = before
+            self.forget()
+
+    def lend(
+        self, shape: tuple[int, ...], stride: tuple[int, ...] | None, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Memory for a batch of this shape; None if there is none."""
+        count = int(torch.Size(shape).numel())
+        if not count:
+            return None
+        try:
+            memory = self._take(count * dtype.itemsize)
+        except MemoryError:  # torch's way to collate has its own memory, and its own error
+            return None
+        batch = tensor_over(memory, dtype, 0, shape, stride)
+        self._batches[batch.data_ptr()] = batch
+        return batch
+
+    def whole(self, rows: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The batch that was lent, if `rows` are all of its rows, in their order."""
+        batch = self._batches.get(rows[0].data_ptr()) if why_not_plain(rows[0]) is None else None
+        if batch is None or len(batch) != len(rows):
+            return None
+        form = batch.shape[1:], batch.stride()[1:], batch.dtype
+        start, step = batch.data_ptr(), batch.stride(0) * batch.element_size()
+        for i, row in enumerate(rows):
+            if (
+                type(row) is not torch.Tensor
+                or row.data_ptr() != start + i * step
+                or (row.shape, row.stride(), row.dtype) != form
+                or row.requires_grad
+                or row.is_conj()
+                or row.is_neg()
+            ):
+                return None
+        return self._batches.pop(start)
+
+    def stack(self, rows: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+        """torch's function for a list of tensors."""
+        whole = self.whole(rows)
+        return collate_tensors(rows) if whole is None else whole
+
+
+class LentRows:
+    """The rows of one batch while they are made. The first decides on their form.
+
+    Args:
+        lender: whose memory it is.
+        count: of rows.
+        channels_last: rows of three dimensions lie in memory as (height, width, channels).
+    """
+
+    def __init__(self, lender: Lender, count: int, channels_last: bool) -> None:
+        self._lender = lender
+        self._count = count
+        self._channels_last = channels_last
+        self._batch: torch.Tensor | None = None
+        self._form: tuple[tuple[int, ...], torch.dtype] | None = None
+
+    def room(self, place: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """Row `place`, to be written; None if the first had another form, or without memory."""
+        form = tuple(shape), dtype
+        if self._form is None:
+            self._form = form
+            self._batch = self._lender.lend((self._count, *shape), self._stride(shape), dtype)
+        return None if self._batch is None or form != self._form else self._batch[place]
+
+    def _stride(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        if not self._channels_last or len(shape) != 3:
+            return None
+        channels, height, width = shape
+        return channels * height * width, 1, width * channels, channels
+
+    def put(self, place: int, value: Any) -> Any:
+        """`value` as row `place`; `value` itself if it is no plain tensor of the rows' form."""
+        if not isinstance(value, torch.Tensor) or why_not_plain(value) is not None:
+            return value
+        row = self.room(place, value.shape, value.dtype)
+        if row is None:
+            return value
+        if row.data_ptr() != value.data_ptr():
+            copy_image(value, row)
+        return row
+
+
+def copy_image(image: torch.Tensor, out: torch.Tensor) -> None:
+    """out.copy_(image); bytes of RGB that are brought to planes take a tenth of torch's time."""
+    pixels = image.permute(1, 2, 0) if image.dim() == 3 and len(image) == 3 else None
+    if (
+        pixels is not None
+        and image.dtype == out.dtype == torch.uint8
+        and pixels.is_contiguous()
+        and out.is_contiguous()
+    ):
+        _C.split_channels(pixels, out)
+    else:
+        out.copy_(image)
+
+
+def new_rows(count: int, channels_last: bool = False) -> LentRows | None:
+    """For `count` samples that a loader asks for at once; None if nobody lends memory."""
+    lender = getattr(_here, "lender", None)
+    return None if lender is None else LentRows(lender, count, channels_last)
+
+
+class LendingCollate:
+    """torch's default_collate, where samples may be rows of a batch that was lent.
+
+    Args:
+        take: as for Lender.
+    """
+
+    def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
+        self._take = take
+        self.lender = Lender(take)
+        self._collate = collate_stacking_by(self.lender.stack)
+
+    def __call__(self, samples: Any) -> Any:
+        return self._collate(samples)
+
+    def for_thread(self) -> LendingCollate:
+        """Another one, of the same memory, for another thread."""
+        return LendingCollate(self._take)
+
+
+def lending_by(lender: Lender | None) -> contextlib.AbstractContextManager[None]:
+    """`lender.lending()`, or nothing where there is none."""
+    return contextlib.nullcontext() if lender is None else lender.lending()
+
+
+class LendingIterator:
+    """Before one of torch's iterators that collate in this process: collates what was lent.
+
+    `_lending` is set first, to what `lending_collate` gives for the loader.
+    """
+
+    _lending: LendingCollate | None
+
+    @property
+    def _collate_fn(self) -> Any:
+        return self._collate
+
+    @_collate_fn.setter
+    def _collate_fn(self, collate_fn: Any) -> None:
+        self._collate = self._lending or collate_fn
+
+
+def lending_collate(loader: Any) -> LendingCollate | None:
+    """For a loader without worker processes, whose memory is used again.
+
+    None if nothing would be lent: only datasets with a true `fills_rows`, and torch's Subsets of
+    these, ask for memory, and only with default_collate does nobody else see their samples.
+    """
+    dataset = loader.dataset
+    while type(dataset) is torch.utils.data.Subset:
+        dataset = dataset.dataset
+    if not getattr(dataset, "fills_rows", False) or not collates_as_default(loader.collate_fn, ()):
+        return None
+    own = loader._faststep
+    if own.slots is None:
+        own.slots = _C.Slots()
+    slots: _C.Slots = own.slots
+    slots.keep(3 + loader.num_workers * (loader.prefetch_factor or 0))
+    form = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return LendingCollate(lambda size: slots.empty(form, size))

@@ -1,0 +1,127 @@
+"""What a DataLoader has besides torch's attributes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch
+
+from .. import _C
+from .resume.progress import Progress
+from .stats import Meter
+from .workers.route import Workers
+
+__all__ = ["OPTIONS", "Own", "Path", "Unprepared", "checked"]
+
+OPTIONS = {  # of the constructor, and what they are where nothing is said
+    "device": None,
+    "prefetch_to_device": 2,
+    "transforms": None,
+    "worker_method": "process",
+    "snapshot_every_n_steps": None,
+}
+
+
+@dataclasses.dataclass
+class Own:
+    """All of it under one name, as a subclass in a script may have attributes of any other.
+
+    Args:
+        device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps: of the
+            constructor.
+        slots: memory for batches that are made in this process.
+        workers: what is kept for workers from epoch to epoch.
+        epoch: of the iterator, where persistent workers share one.
+        progress: of the newest epoch.
+        stranger: the type of the newest iterator, if a subclass has made one of its own.
+        meter: of the newest epoch.
+        resume: a state that was loaded, for the next iteration.
+    """
+
+    device: torch.device | None
+    prefetch_to_device: int
+    transforms: Callable[[Any], Any] | None
+    worker_method: str
+    snapshot_every_n_steps: int | None
+    slots: _C.Slots | None = None
+    workers: Workers | None = None
+    epoch: int = 0
+    progress: Progress | None = None
+    stranger: str | None = None
+    meter: Meter | None = None
+    resume: dict[str, Any] | None = None
+
+    def explain_device(self) -> str:
+        if self.device is None:
+            return ""
+        return f"; up to {self.prefetch_to_device} more are on {self.device}, or on their way"
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle and copy: without what belongs to this process."""
+        of_process = dict.fromkeys(("slots", "workers", "progress", "stranger", "meter"))
+        return vars(self) | of_process
+
+
+class Path:
+    """How the batches come.
+
+    "arrays" if threads gather them, "workers" if processes fetch them into shared memory,
+    "threads" if Python threads do so, "torch" if torch's own iterator loads them.
+
+    Unlike a property's, the name is free for an attribute of a subclass.
+    """
+
+    def __init__(self, find: Callable[[Any], str]) -> None:
+        self._find = find
+
+    @overload
+    def __get__(self, loader: None, owner: type) -> Path: ...
+    @overload
+    def __get__(self, loader: object, owner: type) -> str: ...
+    def __get__(self, loader: Any, owner: type) -> Path | str:
+        return self if loader is None else self._find(loader)
+
+
+class Unprepared:
+    """What accelerate looks up before it makes a loader of torch's from the attributes of one.
+
+    That would have neither transforms nor device. A loader without them, and an attribute of this
+    name that a script has set, are not in its way.
+    """
+
+    def __get__(self, loader: Any, owner: type) -> Any:
+        lost = []
+        if loader is not None:
+            own: Own = loader._faststep
+            lost = [name for name in ("transforms", "device") if getattr(own, name) is not None]
+        if lost:
+            raise ValueError(
+                f"accelerate would make another DataLoader of this one, without its "
+                f"{' and '.join(lost)}: instead of accelerator.prepare(loader) call "
+                "faststep.data.prepare_loader(accelerator, loader)"
+            )
+        raise AttributeError("_is_accelerate_prepared")
+
+
+def checked(
+    device: Any, prefetch_to_device: Any, transforms: Any, worker_method: Any, every: Any
+) -> Own:
+    """The arguments of a DataLoader that torch's does not have.
+
+    Raises:
+        TypeError, ValueError: one cannot be used; names it.
+    """
+    if transforms is not None and not callable(transforms):
+        raise TypeError(f"transforms must be a function of a batch, not {transforms!r}")
+    if worker_method not in ("process", "thread"):
+        raise ValueError(f"worker_method must be 'process' or 'thread', not {worker_method!r}")
+    if every is not None and (type(every) is not int or every < 0):
+        raise ValueError(f"snapshot_every_n_steps must be an int from 0 on or None, not {every!r}")
+    target = None if device is None else torch.device(device)
+    if target is not None and target.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")
+    if type(prefetch_to_device) is not int or prefetch_to_device < 0:
+        raise ValueError(f"prefetch_to_device must be an int from 0 on, not {prefetch_to_device!r}")
+    return Own(target, prefetch_to_device, transforms, worker_method, every)

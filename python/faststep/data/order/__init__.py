@@ -1,0 +1,1 @@
+"""Which sample comes when: the draws of torch's samplers, repeated."""

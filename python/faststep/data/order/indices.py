@@ -1,0 +1,118 @@
+"""The indices of an epoch, as torch's iterators ask for them, from a place that is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from .asked import AskedOrder
+from .base import Order
+from .of_sampler import order_of
+
+__all__ = ["Indices", "batches_of"]
+
+AT_ONCE = 1024  # indices
+
+
+class Indices:
+    """Stands for a loader's index sampler; each `iter` begins an epoch, or goes on with one.
+
+    Args:
+        sampler: the index sampler: of batches, or with batch_size=None of samples.
+        ahead, every: as in AskedOrder.
+    """
+
+    source: Order | AskedOrder
+    drawn: _KnownIndices | AskedOrder | _Without  # the newest iterator
+
+    def __init__(self, sampler: Any, ahead: int, every: int | None) -> None:
+        self._sampler = sampler
+        self.ahead = ahead
+        self._every = every
+        self.state: dict[str, Any] | None = None  # what the next `iter` goes on with
+        self.delivered: tuple[int, ...] = ()  # numbers of batches that it leaves out
+        self.discards = False  # whether that of the next `iter` is not used, so not asked for
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.discards:
+            self.discards = False
+            return iter(())
+        batches = batches_of(self._sampler)
+        order = order_of(batches, self.state)
+        if order is None:
+            self.drawn = self.source = AskedOrder(
+                self._sampler, self.ahead, self._every, self.state
+            )
+        else:
+            self.source = order
+            self.drawn = _KnownIndices(order, batched=batches is self._sampler)
+        if self.delivered:
+            self.drawn = _Without(self.drawn, self.delivered)
+        return self.drawn
+
+
+def batches_of(sampler: Any) -> Any:
+    """An index sampler of batches; one of samples in batches of one, if its order can be known."""
+    if type(sampler) is BatchSampler or not isinstance(sampler, torch.utils.data.Sampler):
+        return sampler
+    batches = BatchSampler(sampler, 1, False)
+    return sampler if order_of(batches) is None else batches
+
+
+class _Without(Iterator[Any]):
+    """Leaves out the batches with some numbers."""
+
+    def __init__(self, drawn: Iterator[Any], numbers: tuple[int, ...]) -> None:
+        self._drawn = drawn
+        self._numbers = numbers
+        self.position = 0
+
+    def __next__(self) -> Any:
+        while True:
+            indices = next(self._drawn)
+            self.position += 1
+            if self.position - 1 not in self._numbers:
+                return indices
+
+
+class _KnownIndices(Iterator[Any]):
+    """What torch's batch sampler yields, and draws, where all of it is known at once."""
+
+    def __init__(self, order: Order, batched: bool) -> None:
+        self._order = order
+        self._batched = batched
+        self.position = 0
+        self._ended = False
+        self._size = order.batch_size
+        self._indices: list[int] = []
+        self._at = 0  # of the next batch among them
+
+    def __next__(self) -> Any:
+        number = self.position
+        if not self._ended:
+            self._ended = True  # if it raises: a generator of torch's would be done for, too
+            self._order.request(number)  # the last time for nothing, as torch's
+            self._ended = number >= self._order.batches
+        if self._ended:
+            raise StopIteration
+        self.position += 1
+        if self._at >= len(self._indices):
+            self._convert(number)
+        start, self._at = self._at, self._at + self._size
+        return self._indices[start : self._at] if self._batched else self._indices[start]
+
+    def _convert(self, batch: int) -> None:
+        """Some batches at a time, as that takes longer than a list's slice."""
+        ahead = 1 if self._order.in_lists else max(1, AT_ONCE // self._size)
+        self._ended = True  # as above
+        items, start, count = self._order.block(batch, ahead)
+        self._ended = False
+        part = items[start : start + count]
+        self._indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]
+        self._at = 0

@@ -1,0 +1,180 @@
+"""Orders of samples that can be known ahead: without a draw that torch would make at another time.
+
+torch's samplers draw when the first index is asked for. What they do then is repeated here with the
+same generators at the same moment, so that the indices of later batches are known at once, and
+an epoch can be taken up again in its middle. Anything else is asked batch by batch, as torch does.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
+
+from .base import Block, Order, SequentialOrder
+from .draws import generator_of
+from .keyed import KeyedSampler
+from .random_order import RandomOrder, between_epochs, not_drawn
+from .ranked import DistributedOrder, KeyedOrder
+
+__all__ = ["epoch_of", "order_of", "parts_of", "restore"]
+
+
+class OnceDrawnOrder(Order):
+    """Samplers that draw all they ever draw for the first index, from their generator or torch's.
+
+    That is no seed which could be kept, so the state has the whole generator's, 5 kB. The sampler
+    is asked for indices as batches are: those it has drawn need not be made into a list of all.
+    """
+
+    in_lists = True
+    _resumes = False
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state["length"] = len(self.sampler)
+        self._items: Iterator[Any] = iter(())
+        self._list: list[Any] = []  # from this place on
+        self._list_from = 0
+        self._error: Exception | None = None  # of the sampler, for the batch that it is about
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._must_equal(state, "length", len(self.sampler), "a number of samples of")
+        self.state.update({k: state[k] for k in ("generator", "global") if k in state})
+        self._resumes = "global" in state
+
+    def _draw(self) -> None:
+        own = generator_of(self.sampler)
+        if own is not None:
+            if "generator" in self.state:
+                own.set_state(self.state["generator"])
+            self.state["generator"] = own.get_state()
+            self._begin()
+            return
+        generator = self._global()
+        before = generator.get_state()
+        generator.set_state(self.state.setdefault("global", before))
+        self._begin()
+        if self._resumes:
+            generator.set_state(before)  # it was drawn from before the state was saved
+
+    def _begin(self) -> None:
+        self._items = iter(self.sampler)
+        self._list = [*islice(self._items, 1)]
+        if self.skipped:
+            self._list = [*islice(self._items, self.skipped - 1, self.skipped)]
+
+    def _indices(self, start: int, count: int) -> Block:
+        del self._list[: start - self._list_from]
+        self._list_from = start
+        if self._error is not None:
+            raise self._error
+        try:
+            self._list += islice(self._items, max(0, count - len(self._list)))
+        except Exception as error:
+            self._error = error
+            raise
+        return self._list[:count], 0, count
+
+    def _global(self) -> torch.Generator:
+        weights = getattr(self.sampler, "weights", None)
+        if isinstance(weights, torch.Tensor) and weights.device.type == "cuda":
+            return torch.cuda.default_generators[weights.get_device()]
+        return torch.default_generator
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        return {**not_drawn(self), **super().state_after(batches)}
+
+    def finished_state(self) -> dict[str, Any]:
+        return between_epochs(self)
+
+
+def parts_of(sampler: Any) -> list[Any]:
+    """A sampler, and the one that it asks if it is a batch sampler."""
+    return [sampler, getattr(sampler, "sampler", None)]
+
+
+def _with_epoch(sampler: Any) -> Any:
+    for part in parts_of(sampler):
+        if type(getattr(part, "epoch", None)) is int and hasattr(part, "set_epoch"):
+            return part
+    return None
+
+
+def epoch_of(sampler: Any) -> int | None:
+    """The epoch that a sampler was set to; None if it has none."""
+    return getattr(_with_epoch(sampler), "epoch", None)
+
+
+def restore(sampler: Any, state: dict[str, Any], finished: bool) -> None:
+    """Sets what belongs to a sampler or dataset itself: epoch, and generator between two epochs."""
+    counting = _with_epoch(sampler)
+    # the epoch of a DistributedSampler is set by the script
+    if "epoch" in state and not (finished and isinstance(counting, DistributedSampler)):
+        counting.set_epoch(state["epoch"])
+    generator = generator_of(*parts_of(sampler))
+    if finished and "generator" in state and generator is not None:
+        generator.set_state(state["generator"])
+
+
+@functools.cache
+def _draws_as_torch() -> bool:
+    """Whether this torch's RandomSampler draws as RandomOrder does: tried, on a few numbers."""
+    with torch.random.fork_rng(devices=[]):
+        for seed, count, replacement in ((1, 7, False), (2, 1000, True), (3, 17, False)):
+            states = []
+            for is_ours in (True, False):
+                torch.default_generator.manual_seed(seed)
+                sampler = RandomSampler(range(7), replacement, count)
+                if is_ours:
+                    order = RandomOrder(sampler, 3, False, None)
+                    for batch in range(order.batches + 1):
+                        order.request(batch)
+                    items, start, size = order.block(0, order.batches)
+                    indices = items[start : start + size].tolist()
+                else:
+                    indices = list(sampler)
+                states.append((indices, torch.default_generator.get_state().tolist()))
+            if states[0] != states[1]:
+                return False
+    return True
+
+
+def order_of(batch_sampler: Any, state: dict[str, Any] | None = None) -> Order | None:
+    """The order that a batch sampler will give; None if it has to be asked.
+
+    Args:
+        batch_sampler: of a DataLoader, or None.
+        state: of an epoch to go on with.
+    """
+    if type(batch_sampler) is not BatchSampler:
+        return None
+    sampler: Any = batch_sampler.sampler
+    kind: type[Order] | None = {
+        SequentialSampler: SequentialOrder,
+        KeyedSampler: KeyedOrder,
+        DistributedSampler: DistributedOrder,
+        SubsetRandomSampler: OnceDrawnOrder,
+        WeightedRandomSampler: OnceDrawnOrder,
+        RandomSampler: RandomOrder,
+    }.get(type(sampler))
+    if kind is RandomOrder:
+        # with a generator of the user's, torch draws more whenever it needs more
+        lazy = sampler.replacement or sampler.num_samples > len(sampler.data_source)
+        is_global = sampler.generator is torch.default_generator
+        if (sampler.generator is not None and lazy) or is_global or not _draws_as_torch():
+            return None
+    if kind is None:
+        return None
+    return kind(sampler, batch_sampler.batch_size, batch_sampler.drop_last, state)

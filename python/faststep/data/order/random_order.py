@@ -1,0 +1,151 @@
+"""The order of torch's RandomSampler, drawn a part at a time where torch draws it so."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+
+from .base import Block, Order
+from .draws import generator_of
+
+__all__ = ["RandomOrder", "between_epochs", "not_drawn"]
+
+PART = 1 << 14  # indices drawn at once, about
+PARTS_NOTED = 64  # states of the generator that are kept: of places that may not be delivered yet
+OF_AN_EPOCH = ("seed", "generator", "global", "drawn", "then")  # in a state
+
+
+class RandomOrder(Order):
+    """As torch.utils.data.RandomSampler draws (torch/utils/data/sampler.py, RandomSampler).
+
+    It draws 32 indices at a time with replacement, and without a permutation of all, as often as
+    it takes. Where that is more than one, which only a generator of its own can draw ahead, they
+    are drawn in parts: a state then has the generator as it was before the part that it is in.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state["length"] = len(self.sampler.data_source)
+        self.state["num_samples"] = self.sampler.num_samples
+        self._indices_from = self.state.get("drawn", 0)  # samples of the epoch before these
+        self._drawn = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._noted: deque[tuple[int, torch.Tensor]] = deque(maxlen=PARTS_NOTED)
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
+        self._must_equal(state, "num_samples", self.sampler.num_samples, "num_samples")
+        if ("drawn" in state) != ("then" in state):
+            raise KeyError("drawn" if "then" in state else "then")
+        self.state.update({k: state[k] for k in OF_AN_EPOCH if k in state})
+
+    def _draw(self) -> None:
+        generator = self.sampler.generator
+        if generator is None:
+            if not self.state.keys() & {"seed", "generator"}:
+                self.state["seed"] = int(torch.empty((), dtype=torch.int64).random_().item())
+            generator = torch.Generator()
+            self._to_start(generator)
+            if "drawn" in self.state:
+                generator.set_state(self.state["then"])
+        elif "generator" in self.state:
+            generator.set_state(self.state["generator"])
+        else:
+            self.state["generator"] = generator.get_state()
+        self._generator = generator
+        self._n, self._all = len(self.sampler.data_source), self.sampler.num_samples
+        at_once = max(PART, 64 * self.batch_size)
+        # torch's generator gives the same numbers, however many are asked for at once
+        self._part = -(-at_once // 32) * 32 if self.sampler.replacement else self._n
+        self._passes = 1 if self.sampler.replacement else max(1, at_once // self._n)
+        if not self._is_in_parts:
+            self._draw_part()
+
+    def _to_start(self, generator: torch.Generator) -> None:
+        """Brings the epoch's generator to its start."""
+        if "seed" in self.state:
+            generator.manual_seed(self.state["seed"])
+        else:  # a state of torchdata's, which keeps no seed
+            generator.set_state(self.state["generator"])
+
+    @property
+    def _is_in_parts(self) -> bool:
+        return bool(self.sampler.replacement) or self._all > self._n
+
+    def _draw_part(self) -> None:
+        """Goes on to the next part; of the one before it keeps what is asked for."""
+        end = self._indices_from + len(self._drawn)
+        if self._is_in_parts:
+            self._noted.append((end, self._generator.get_state()))
+        if self.sampler.replacement:
+            size = min(self._part, self._all - end)
+            drawn = torch.randint(
+                self._n, (size,), dtype=torch.int64, generator=self._generator, device="cpu"
+            )
+        else:
+            passes = min(self._passes, -(-(self._all - end) // self._n))
+            permutations = [
+                torch.randperm(self._n, generator=self._generator, device="cpu")
+                for _ in range(passes)
+            ]
+            drawn = permutations[0] if passes == 1 else torch.cat(permutations)
+        self._drawn = torch.cat((self._drawn, drawn)) if len(self._drawn) else drawn
+
+    def _indices(self, start: int, count: int) -> Block:
+        start += self.skipped
+        if start < self._indices_from:
+            self._go_back(start)
+        while start + count > self._indices_from + len(self._drawn):
+            done = min(start - self._indices_from, len(self._drawn))
+            self._drawn = self._drawn[done:].clone()  # without the memory of those before
+            self._indices_from += done
+            self._draw_part()
+        return self._drawn, start - self._indices_from, count
+
+    def _go_back(self, start: int) -> None:
+        """To the part that has a sample, or to the first one if it is not known any more."""
+        place = max((i for i, (at, _) in enumerate(self._noted) if at <= start), default=None)
+        if place is None:
+            self._indices_from = 0
+            self._to_start(self._generator)
+            self._noted.clear()
+        else:
+            self._indices_from, then = self._noted[place]
+            self._generator.set_state(then)
+            while len(self._noted) > place:
+                self._noted.pop()
+        self._drawn = self._drawn[:0]
+
+    def _draw_at_end(self) -> None:
+        """RandomSampler ends with one more permutation, of which it takes what is missing."""
+        n, generator = len(self.sampler.data_source), self.sampler.generator
+        if generator is not None and self.sampler.num_samples % n == 0:
+            torch.randperm(n, generator=generator)
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        state = {**not_drawn(self), **super().state_after(batches)}
+        if self.drawn:
+            of_place = [each for each in self._noted if each[0] <= state["samples_yielded"]]
+            for key in ("drawn", "then") if self._noted else ():
+                state.pop(key, None)
+            if of_place and of_place[-1][0]:
+                state["drawn"], state["then"] = of_place[-1]
+        return state
+
+    def finished_state(self) -> dict[str, Any]:
+        return between_epochs(self)
+
+
+def not_drawn(order: Order) -> dict[str, Any]:
+    """The state of the sampler's own generator where the epoch has not drawn from it yet."""
+    own = generator_of(order.sampler)
+    return {} if own is None or order.drawn else {"generator": own.get_state()}
+
+
+def between_epochs(order: Order) -> dict[str, Any]:
+    state = {k: v for k, v in order.state.items() if k not in OF_AN_EPOCH}
+    own = generator_of(order.sampler)
+    if own is not None:
+        state["generator"] = own.get_state()
+    return state

@@ -1,0 +1,124 @@
+"""Orders of samplers that ranks share: a state counts what all of them had."""
+
+from __future__ import annotations
+
+import copy
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+from .base import Block, ListOrder, SequentialOrder, other_epoch
+from .keyed import KeyedSampler
+
+__all__ = ["DistributedOrder", "KeyedOrder"]
+
+
+class KeyedOrder(SequentialOrder):
+    """Of a KeyedSampler."""
+
+    sampler: KeyedSampler
+    position = 0
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
+        self._must_equal(state, "seed", self.sampler.seed, "the seed")
+        self.position = state["position"]
+        self.state["epoch"] = state["epoch"]
+
+    def _count(self) -> int:
+        return self.sampler.count_from(self.position)
+
+    def _draw(self) -> None:
+        super()._draw()
+        self.epoch = self.state.get("epoch", self.sampler.epoch)
+        if self.sampler.epoch != self.epoch:
+            raise other_epoch(self.epoch, self.sampler.epoch)
+        self.sampler.epoch += 1
+        self.state.update(epoch=self.epoch)
+
+    def _compute(self, start: int, stop: int) -> torch.Tensor:
+        return self.sampler.indices(self.epoch, self.position, start, stop)
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        return {
+            **self.finished_state(),
+            "epoch": self.state.get("epoch", self.sampler.epoch),
+            "position": _position_after(self, len(self.sampler.data_source), batches),
+            "samples_yielded": self.samples_in(batches),
+        }
+
+    def finished_state(self) -> dict[str, Any]:
+        return {
+            **self.state,
+            "length": len(self.sampler.data_source),
+            "seed": self.sampler.seed,
+            "epoch": self.sampler.epoch,
+        }
+
+
+class DistributedOrder(ListOrder):
+    """Of a DistributedSampler."""
+
+    sampler: DistributedSampler[Any]
+    KEYS = ("seed", "shuffle", "drop_last")
+    position = 0
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.state.update({key: getattr(self.sampler, key) for key in self.KEYS})
+        self.state["length"] = self._length()
+
+    def _length(self) -> int:
+        return len(self.sampler.dataset)  # type: ignore[arg-type]
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._must_equal(state, "length", self._length(), "a number of samples of")
+        for key in self.KEYS:
+            self._must_equal(
+                state, key, getattr(self.sampler, key), f"a DistributedSampler's {key}"
+            )
+        self.position = state["position"]
+        self.state["epoch"] = state["epoch"]
+
+    def _count(self) -> int:
+        if not self.position:
+            return len(self.sampler)
+        left, ranks = self._length() - self.position, self.sampler.num_replicas
+        return left // ranks if self.sampler.drop_last else -(-left // ranks)
+
+    def _draw(self) -> None:
+        epoch = self.state.setdefault("epoch", self.sampler.epoch)
+        if self.sampler.epoch != epoch:
+            raise other_epoch(epoch, self.sampler.epoch)
+        super()._draw()
+        if self.position:
+            self._list = self._rest()
+
+    def _rest(self) -> list[int]:
+        """This rank's part of what all ranks have left, filled up as torch fills up an epoch."""
+        alone = copy.copy(self.sampler)
+        alone.num_replicas, alone.rank, alone.drop_last = 1, 0, False
+        alone.num_samples = alone.total_size = self._length()
+        everything = [*alone]
+        ranks, rest = self.sampler.num_replicas, everything[self.position :]
+        total = self._samples * ranks
+        rest += islice(cycle(everything), max(0, total - len(rest)))
+        return rest[self.sampler.rank : total : ranks]
+
+    def _indices(self, start: int, count: int) -> Block:
+        return self._list[start : start + count], 0, count
+
+    def state_after(self, batches: int) -> dict[str, Any]:
+        return {
+            "epoch": self.sampler.epoch,
+            **super().state_after(batches),
+            "position": _position_after(self, self._length(), batches),
+        }
+
+
+def _position_after(order: KeyedOrder | DistributedOrder, length: int, batches: int) -> int:
+    """How many samples all ranks had, if each had so many batches since the epoch was taken up."""
+    since = order.samples_in(batches) - order.skipped
+    return min(length, order.position + since * order.sampler.num_replicas)

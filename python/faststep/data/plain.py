@@ -1,0 +1,268 @@
+"""torch's iterators, which keep the place in their epoch and can go on from one."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pickle
+import sys
+from typing import Any
+
+from .._torch.loader import (
+    ExceptionWrapper,
+    MultiProcessingDataLoaderIter,
+    SingleProcessDataLoaderIter,
+)
+from .deliver.lending import LendingIterator, lending_by, lending_collate
+from .order.asked import AskedOrder
+from .order.indices import Indices
+from .order.of_sampler import epoch_of
+from .resume.loader_view import LoaderView
+from .resume.progress import Progress, Worker, worker_of
+from .resume.stateful import is_stateful, snapshot, states_of
+from .resume.stream import Source
+from .stats import Metered
+from .workers.stated import Stated
+
+__all__ = ["MultiIterator", "Placed", "PlacedWorkers", "SingleIterator"]
+
+
+class Placed(Metered):
+    """Before one of torch's iterators among the bases.
+
+    Args:
+        view: of the DataLoader.
+    """
+
+    progress: Progress
+    _num_workers: int
+    _persistent_workers: bool
+    _index_sampler: Any
+    _dataset: Any
+
+    def __init__(self, view: LoaderView) -> None:
+        self._kept_seed = view.base_seed
+        self._samples = view.batch_size or 1  # in a batch of an iterable dataset
+        super().__init__(view)  # type: ignore[call-arg]
+        if isinstance(self._index_sampler, Indices):
+            self._index_sampler.state = None  # for epochs to come
+            self._index_sampler.delivered = ()
+        self._begin(view.state if view.resumes else {}, view.records)
+
+    @property
+    def _base_seed(self) -> Any:
+        return self._seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: Any) -> None:
+        self._seed = drawn if self._kept_seed is None else self._kept_seed
+
+    def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
+        """Notes that an epoch begins, or goes on with a state."""
+        source = self._index_sampler.source if isinstance(self._index_sampler, Indices) else None
+        progress = Progress(source, int(self._base_seed), state.get("_sampler_iter_yielded", 0))
+        progress.beyond = tuple(state.get("_beyond", ()))
+        if isinstance(self._dataset, Source):
+            progress.dataset_epoch = epoch_of(self._dataset.dataset)
+        progress.num_workers = self._num_workers
+        progress.keeps_workers = self._persistent_workers or not self._num_workers
+        progress.last_worker = state.get("_last_worker", -1)
+        self.progress = progress
+        self._num_yielded = progress.count
+
+
+class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
+    """torch's iterator without workers; datasets that make whole batches get memory for them.
+
+    Args:
+        loader: the DataLoader.
+        state: of an epoch to go on with, or of the end of one; None for a new one.
+    """
+
+    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
+        self._lending = lending_collate(loader)
+        view = LoaderView(loader, state)
+        view.load_into_dataset()
+        super().__init__(view)
+
+    def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
+        super()._begin(state, records)
+        self._drawn = None
+        if isinstance(self._index_sampler, Indices):
+            self._drawn = self._index_sampler.drawn
+        if isinstance(self._dataset, Source):
+            begun = worker_of(records[0]) if state and records else None
+            self.progress.ask = _PlaceInStream(self._dataset, begun, self._samples)
+        elif is_stateful(self._dataset):
+            self.progress.ask = functools.partial(_ask_map, self._dataset)
+
+    def _next_data(self) -> Any:
+        progress = self.progress
+        try:
+            with lending_by(None if self._lending is None else self._lending.lender):
+                return super()._next_data()  # type: ignore[no-untyped-call]
+        except StopIteration:
+            progress.finished = True
+            raise
+        except Exception:
+            if isinstance(progress.ask, _PlaceInStream):
+                progress.ask.failed.append(progress.delivered)
+            raise
+        finally:
+            if self._drawn is None:
+                progress.delivered += not progress.finished
+            else:  # a batch whose samples cannot be read is lost
+                progress.delivered = self._drawn.position
+                if progress.beyond:
+                    progress.beyond = tuple(n for n in progress.beyond if n >= progress.delivered)
+
+
+class _PlaceInStream:
+    """Says where this process is in an iterable dataset.
+
+    Args:
+        source: stands for the dataset.
+        begun: where the epoch was taken up again; None for a new one.
+        samples: in a batch.
+    """
+
+    def __init__(self, source: Source, begun: Worker | None, samples: int) -> None:
+        self._source = source
+        self._begun = begun
+        self._samples = samples
+        self._newest: tuple[int, Worker] | None = None
+        self.failed: list[int] = []  # batches since it began in whose place an error came
+
+    def __call__(self, batches: int, paced: bool) -> Worker:
+        source = self._source
+        if not batches and self._begun is not None:
+            return self._begun  # what has to be read again was not read yet
+        if not source.keeps_state():
+            begun = self._begun or Worker()
+            return self._later(begun._replace(draws=source.draws()), 0, batches)
+        if self._newest is not None and paced and not source.pace.is_due():
+            number, worker = self._newest
+            return self._later(worker, number, batches)
+        self._newest = batches, Worker(source.pace.take(source.states))
+        return self._newest[1]
+
+    def _later(self, worker: Worker, begin: int, end: int) -> Worker:
+        """A worker that was at batch `begin`, at another one."""
+        size, at = self._samples, worker.samples
+        failed = tuple((at + size * (n - begin), size) for n in self.failed if begin <= n < end)
+        samples = at + size * (end - begin)
+        return worker._replace(samples=samples, failed=worker.failed + failed)
+
+
+def _ask_map(dataset: Any, batches: int, paced: bool) -> Worker:
+    return Worker(snapshot(lambda: states_of(dataset, None, False)))
+
+
+class PlacedWorkers(Placed):
+    """Before torch's iterator with workers among the bases."""
+
+    _in_order: bool
+    _send_idx: int
+    _task_info: dict[int, Any]
+    _worker_queue_idx_cycle: Any
+    _shutdown = True  # until torch has begun, and where it never does
+    _workers: Any = ()
+
+    def __init__(self, view: LoaderView) -> None:
+        self._asks_workers = view.asks_workers or isinstance(view.dataset, Source)
+        own = view._faststep
+        self._lag = 0 if own.device is None else own.prefetch_to_device + 1
+        self._turns = 0  # of workers that had theirs
+        if view.resumes:
+            last = view.state.get("_last_worker", -1)
+            is_map = isinstance(view._index_sampler, Indices)
+            place = view.state["_sampler_iter_yielded"] if is_map else last + 1
+            self._turns = place % view.num_workers
+        early = not view.in_order or view.state.get("_beyond")
+        if early and isinstance(view._index_sampler, Indices):
+            view._index_sampler.ahead = sys.maxsize  # the oldest may come at any time
+        if "numpy" in sys.modules:  # what each worker would do: threads of them at the same time
+            importlib.import_module("numpy.random")
+        super().__init__(view)
+
+    def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
+        super()._begin(state, records)
+        self._left_out = self.progress.beyond
+        if self._asks_workers:
+            saved = records or [{}] * self._num_workers
+            self.progress.workers = [worker_of(record) for record in saved]
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        super()._reset(loader, first_iter)  # type: ignore[misc]
+        if not first_iter:
+            workers, ended = self.progress.workers, self.progress.finished
+            self._begin({}, None)
+            if workers is not None:
+                self.progress.workers = [worker.in_next_epoch(ended) for worker in workers]
+
+    def _next_data(self) -> Any:
+        try:
+            return super()._next_data()  # type: ignore[misc]
+        except StopIteration:
+            self.progress.finished = True
+            raise
+
+    def _try_put_index(self) -> None:
+        turns, self._turns = self._turns, 0
+        for _ in range(turns):
+            next(self._worker_queue_idx_cycle)
+        super()._try_put_index()  # type: ignore[misc]
+
+    def _process_data(self, data: Any, worker: int) -> Any:
+        states, draws = None, None
+        if isinstance(data, Stated):
+            data, states, draws = data.batch, data.states, data.draws
+        self._count(worker, states, draws, isinstance(data, ExceptionWrapper))
+        return super()._process_data(data, worker)  # type: ignore[misc]
+
+    def _count(self, worker: int, states: bytes | None, draws: bytes | None, failed: bool) -> None:
+        """A batch of a worker, or the error in its place, is about to be delivered."""
+        progress = self.progress
+        progress.last_worker = worker
+        if progress.workers is not None:
+            before = progress.workers[worker]
+            if states is None:
+                after = before.after_batch(self._samples, failed)
+                if draws is not None:
+                    after = after._replace(draws=pickle.loads(draws))
+            else:
+                after = Worker(states)
+            progress.workers[worker] = after
+        if isinstance(self._index_sampler, Indices) and (self._left_out or not self._in_order):
+            self._count_out_of_order()
+        else:
+            progress.delivered += 1
+
+    def _count_out_of_order(self) -> None:
+        waiting, progress = self._task_info, self.progress
+        first = next(iter(waiting), self._send_idx)
+        progress.delivered = self._number_of(first)
+        done = {self._number_of(task) for task in range(first, self._send_idx)}
+        done -= {self._number_of(task) for task in waiting}
+        done.update(number for number in self._left_out if number > progress.delivered)
+        progress.beyond = tuple(sorted(done))
+        if isinstance(progress.source, AskedOrder):
+            progress.source.forget(progress.delivered - self._lag)
+
+    def _number_of(self, task: int) -> int:
+        """The number of a task's batch, where some were delivered before."""
+        for number in self._left_out:
+            if number <= task:
+                task += 1
+        return task
+
+
+class MultiIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
+    """torch's iterator with worker processes.
+
+    Args:
+        loader, state: as of SingleIterator.
+    """
+
+    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
+        super().__init__(LoaderView(loader, state, has_processes=True))

@@ -1,0 +1,1 @@
+"""The position in an epoch: saved, restored, and shown to torch's iterators."""

@@ -1,0 +1,102 @@
+"""What torch's iterators see of a DataLoader: one that begins at a place."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset, IterDataPipe
+
+from ..order.base import other_epoch
+from ..order.indices import Indices
+from ..order.of_sampler import epoch_of
+from ..workers.stated import Init, Stating
+from .stateful import is_stateful, load_map
+from .stream import Source
+
+__all__ = ["LoaderView", "is_stream", "keeps_seed"]
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset is an iterable one whose place can be kept."""
+    return isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
+
+
+def keeps_seed(loader: Any, state: dict[str, Any]) -> bool:
+    """Whether an iterator with that state has its base seed: torch's persistent workers keep it."""
+    goes_on = loader.persistent_workers or not state["_iterator_finished"]
+    return goes_on and state["_base_seed"] is not None
+
+
+class LoaderView:
+    """A DataLoader for the constructor of one of torch's iterators.
+
+    Args:
+        loader: the DataLoader.
+        state: of an epoch to go on with, or of the end of one; None for a new one.
+        has_processes: whether its workers are processes, which send the states of their dataset.
+        context: instead of the loader's `multiprocessing_context`.
+        ahead: batches that are asked for ahead, besides those of torch's workers.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        state: dict[str, Any] | None,
+        has_processes: bool = False,
+        context: Any = None,
+        ahead: int = 0,
+    ) -> None:
+        self._loader = loader
+        self.resumes = state is not None and not state["_iterator_finished"]
+        self.state: dict[str, Any] = state or {}
+        self.base_seed: int | None = None  # to keep
+        if state is not None and keeps_seed(loader, state):
+            self.base_seed = state["_base_seed"]
+            self.generator = torch.Generator()  # torch draws another one
+        if context is not None:
+            self.multiprocessing_context = context
+        self.records: list[dict[str, Any]] | None = self.state.get("_workers")
+        # pickled: torch would give each tensor in it a file on its way to a worker
+        packed = None if self.records is None else [*map(pickle.dumps, self.records)]
+        every = loader._faststep.snapshot_every_n_steps
+        if is_stream(loader.dataset):
+            saved, epoch = self.state.get("_dataset_epoch"), epoch_of(loader.dataset)
+            if saved not in (None, epoch):
+                raise other_epoch(saved, epoch, "dataset")
+            self.dataset = Source(loader.dataset, packed, every, loader.num_workers > 0)
+        elif not isinstance(loader.dataset, IterableDataset):
+            self._index_sampler = self._indices(ahead, every)
+        asks = isinstance(self.dataset, Source) or is_stateful(loader.dataset)
+        self.asks_workers = has_processes and asks
+        if self.asks_workers:
+            is_map = not isinstance(self.dataset, Source)
+            self.collate_fn = Stating(loader.collate_fn, self.dataset)
+            self.worker_init_fn = Init(
+                loader.worker_init_fn, self.dataset, packed if is_map else None
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def _indices(self, ahead: int, every: int | None) -> Indices:
+        loader = self._loader
+        if loader._faststep.device is not None:
+            ahead += loader._faststep.prefetch_to_device + 1
+        if loader.num_workers:
+            ahead += loader.prefetch_factor * loader.num_workers + 1
+        indices = Indices(loader._index_sampler, ahead, every)
+        saved = self.state.get("_sampler_iter_state") or {}
+        if self.resumes or "states" in saved:
+            indices.state = saved
+        if self.resumes:
+            indices.delivered = tuple(self.state.get("_beyond", ()))
+        # for its first epoch, torch's iterator with workers begins twice
+        indices.discards = bool(loader.num_workers) and self.base_seed is not None
+        return indices
+
+    def load_into_dataset(self) -> None:
+        """Loads the state of a map-style dataset in this process."""
+        if self.records is not None and not isinstance(self.dataset, Source):
+            load_map(self.dataset, self.records[0])

@@ -1,0 +1,1 @@
+"""What happens to gradients between backward and the step: divided, measured, clipped, added."""

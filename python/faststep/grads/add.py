@@ -1,0 +1,69 @@
+"""Sums of tensors of any two dtypes, in one kernel where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._devices import has_kernels_for
+from .._torch.modes import is_watched
+from .._torch.optim import increment_version
+
+__all__ = ["Addition", "add_all", "add_to"]
+
+
+class Addition(NamedTuple):
+    """total += factor * term, and then += factor * more; with `start` from nothing."""
+
+    total: Tensor
+    term: Tensor
+    more: Tensor | None
+    factor: float
+    start: bool
+
+
+def add_to(total: Tensor, term: Tensor, factor: float, start: bool) -> None:
+    """One addition, in one kernel."""
+    _add_alike([Addition(total, term, None, factor, start)])
+
+
+def add_all(additions: Iterable[Addition]) -> None:
+    """Many additions: one kernel for those alike."""
+    alike: dict[tuple[Any, ...], list[Addition]] = {}
+    for one in additions:
+        key = (one.total.device, one.more is None, one.factor, one.start)
+        alike.setdefault(key, []).append(one)
+    for these in alike.values():
+        _add_alike(these)
+
+
+def _add_alike(additions: list[Addition]) -> None:
+    """One kernel for additions of one device, number of terms, factor and `start`."""
+    if is_watched():
+        _add_by_torch(additions)
+        return
+    totals, terms = [one.total for one in additions], [one.term for one in additions]
+    more = [one.more for one in additions if one.more is not None]
+    on_device = totals[0].is_cuda and has_kernels_for(totals[0])
+    add = _C.device_accumulate if on_device else _C.accumulate
+    try:
+        add(totals, terms, additions[0].factor, additions[0].start, more or None)
+    except TypeError:  # on a device without our kernels, or a layout that they do not know
+        _add_by_torch(additions)
+    else:
+        increment_version(totals)
+
+
+def _add_by_torch(additions: Iterable[Addition]) -> None:
+    with torch.no_grad():
+        for total, term, more, factor, start in additions:
+            if start:
+                total.copy_(term).mul_(factor)
+            else:
+                total.add_(term, alpha=factor)
+            if more is not None:
+                total.add_(more, alpha=factor)

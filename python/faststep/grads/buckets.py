@@ -1,0 +1,159 @@
+"""Gradients as DistributedDataParallel reduces them, for those who use them in backward.
+
+A communication hook takes the place of the model's own reduction and does the same; when a bucket
+is there it hands each gradient to the release of gradients, or to the norm that is measured in
+backward. The hook cannot be taken away again, so there is one per model for good, which serves them
+one after the other.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from .._torch.ddp import after_backward
+
+__all__ = ["Pairs", "Reduced", "User", "reducing_model"]
+
+Pairs = list[tuple[Tensor, Tensor]]  # a parameter, and the part of the bucket that is its gradient
+
+
+def reducing_model(params: Iterable[Tensor]) -> DistributedDataParallel | None:
+    """A DistributedDataParallel that reduces the gradient of one of these, if there is one.
+
+    Looked for among all objects, which takes some time: a module does not know what wraps it.
+    """
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return None
+    wanted = set(map(id, params))
+    # by their type, as some proxies act when they are asked for their class
+    models = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
+    for model in cast("list[DistributedDataParallel]", models):
+        complete = hasattr(model, "reducer")
+        if complete and any(id(param) in wanted for param in _reduced_params(model)):
+            return model
+    return None
+
+
+def _reduced_params(model: DistributedDataParallel) -> Iterator[Tensor]:
+    ignored = model.parameters_to_ignore
+    for name, param in model.module.named_parameters():
+        if name not in ignored and param.requires_grad:
+            yield param
+
+
+class User(Protocol):
+    """Who is told of reduced gradients; parameters that are not its own come too."""
+
+    def reduced(self, param: Tensor, values: Tensor) -> None:
+        """`values` are the gradient of a parameter; from a thread of the process group."""
+
+    def ending(self, pairs: Pairs) -> None:
+        """Backward is over; DistributedDataParallel will put the values into `.grad` next."""
+
+    def ended(self, pairs: Pairs) -> None:
+        """The values are in `.grad`."""
+
+
+class Reduced:
+    """The communication hook of one model, and for whom it works."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._group = model.process_group
+        self._factor = 1.0 / dist.get_world_size(self._group)
+        self._users: list[weakref.ref[User]] = []
+        self._params = {id(param): weakref.ref(param) for param in _reduced_params(model)}
+        model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
+
+    @staticmethod
+    def of(model: DistributedDataParallel, wanted_by: str) -> Reduced:
+        """That of a model, which is made at first; TypeError where that is impossible."""
+        if (known := _hooks.get(model)) is not None:
+            return known
+        for option in ("find_unused_parameters", "static_graph"):
+            if getattr(model, option, False):
+                raise TypeError(
+                    f"{wanted_by} does not support DistributedDataParallel({option}=True): which "
+                    "parameters were unused on all ranks is known only after their buckets are "
+                    "reduced"
+                )
+        try:
+            reduced = Reduced(model)
+        except RuntimeError as error:
+            raise TypeError(
+                f"{wanted_by} needs the communication hook of the DistributedDataParallel "
+                f"model, which has one already: {error}"
+            ) from error
+        _hooks[model] = reduced
+        return reduced
+
+    def __contains__(self, param: Tensor) -> bool:
+        known = self._params.get(id(param))
+        return known is not None and known() is param
+
+    def users(self) -> Iterator[User]:
+        """Those that gradients are handed to."""
+        for reference in self._users:
+            if (user := reference()) is not None:
+                yield user
+
+    def add(self, user: User) -> None:
+        """Hand gradients to this object from now on, which is not kept alive."""
+        self._users = [weakref.ref(one) for one in (*self.users(), user)]
+
+    def drop(self, user: User) -> None:
+        """Hand it no more gradients."""
+        self._users = [weakref.ref(one) for one in self.users() if one is not user]
+
+    def _reduce(self, bucket: Any) -> Future[Tensor]:
+        """The mean over the ranks, as without a hook."""
+        values = bucket.buffer().mul_(self._factor)
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        users = list(self.users())
+        pairs = _pairs_of(bucket) if users else []
+        if users:  # the model asks to be called at the end of backward later, after its last bucket
+            after_backward(lambda: _end(users, pairs))
+
+        def use(future: Future[list[Tensor]]) -> Tensor:
+            value: Tensor = future.value()[0]
+            for user in users:
+                for param, part in pairs:
+                    user.reduced(param, part)
+            return value
+
+        reduced: Future[Tensor] = work.get_future().then(use)
+        return reduced
+
+
+def _pairs_of(bucket: Any) -> Pairs:
+    """The gradients in the order of their parameters' memory, where bucket.gradients() has not."""
+    pairs = []
+    for param, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        if part.stride() != param.stride():
+            dense = torch.empty_like(param, device="meta").stride()
+            if dense == param.stride():  # else the bucket has its elements one after another
+                part = part.as_strided(param.shape, dense)
+        pairs.append((param, part))
+    return pairs
+
+
+def _end(users: list[User], pairs: Pairs) -> None:
+    for user in users:
+        user.ending(pairs)
+    after_backward(lambda: _ended(users, pairs))
+
+
+def _ended(users: list[User], pairs: Pairs) -> None:
+    for user in users:
+        user.ended(pairs)
+
+
+_hooks: weakref.WeakKeyDictionary[DistributedDataParallel, Reduced] = weakref.WeakKeyDictionary()

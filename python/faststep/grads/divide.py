@@ -1,0 +1,219 @@
+"""Divisions that wait for an optimizer's step.
+
+The sum of a window is divided by its count as part of the pass that reads the gradients anyway: the
+divisor is handed to the optimizer as `grad_scale`, the attribute by which torch's GradScaler hands
+over its scale, and both multiply. Until the step `.grad` holds the sum; what needs the quotient
+before that (unscaling, clipping) asks here.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import _C
+from .._torch.modes import is_watched
+from .._torch.optim import increment_version
+from ..optim.base import FusedOptimizer
+
+__all__ = [
+    "Division",
+    "check",
+    "defer",
+    "divide",
+    "divide_grads_of",
+    "divide_these",
+    "divisor_of",
+    "params_of",
+    "repeat",
+    "scale",
+    "settle",
+    "those_with",
+    "unscaled",
+]
+
+_ATTRIBUTE = "grad_scale"
+
+
+class Division:
+    """One optimizer's division: the number, the tensor lent to it, the gradients as they were."""
+
+    def __init__(self, optimizer: Optimizer, divisor: float) -> None:
+        fused = isinstance(optimizer, FusedOptimizer)
+        self.divisor = divisor
+        # torch's fused kernels read a float32; ours take the divisor of fp64 parameters unrounded.
+        dtype = torch.float64 if fused else torch.float32
+        grads = grads_of(optimizer)
+        device = grads[0].device if grads else "cpu"
+        self.scale = torch.tensor(divisor, dtype=dtype, device=device)
+        dense = _dense(grads)
+        self.versions = _versions_of(dense)
+        self.first = weakref.ref(dense[0]) if dense else None
+
+
+_waiting: weakref.WeakKeyDictionary[Optimizer, Division] = weakref.WeakKeyDictionary()
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """All parameters, group after group."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def grads_of(optimizer: Optimizer) -> list[Tensor]:
+    """The gradients that are there, in the order of the parameters."""
+    return _C.collect_grads(params_of(optimizer))
+
+
+def _dense(grads: Iterable[Tensor]) -> list[Tensor]:
+    return [grad for grad in grads if grad.layout is torch.strided]
+
+
+def _versions_of(grads: Iterable[Tensor]) -> list[tuple[int, int]]:
+    return [(grad.data_ptr(), grad._version) for grad in grads]
+
+
+def takes_gradscale(optimizer: Optimizer) -> bool:
+    """Whether the step divides by `grad_scale`: that of faststep's and of torch's fused classes.
+
+    A subclass with a step of its own may read `.grad` there, which must not be the sum.
+    """
+    if isinstance(optimizer, FusedOptimizer):
+        return not optimizer._has_own_step()
+    official = type(optimizer).__module__.startswith("torch.optim.")
+    return official and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def defer(optimizer: Optimizer, divisor: float) -> None:
+    """Let the next step divide; at once, in place, where the step cannot.
+
+    Raises:
+        RuntimeError: the optimizer carries a `grad_scale` of somebody else.
+    """
+    settle(optimizer)
+    if divisor == 1.0:
+        return
+    if not takes_gradscale(optimizer):
+        scale(grads_of(optimizer), 1.0 / divisor)
+        return
+    if getattr(optimizer, _ATTRIBUTE, None) is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__}.grad_scale is set already: it cannot carry the division "
+            "of accumulated gradients as well"
+        )
+    division = Division(optimizer, divisor)
+    _waiting[optimizer] = division
+    setattr(optimizer, _ATTRIBUTE, division.scale)
+
+
+def divisor_of(optimizer: Optimizer) -> float | None:
+    """What the optimizer's next step divides by, if anything."""
+    division = _waiting.get(optimizer)
+    return None if division is None else division.divisor
+
+
+def settle(optimizer: Optimizer) -> Division | None:
+    """The division, if one waited, has been made or is not wanted any more; returns it."""
+    division = _waiting.pop(optimizer, None)
+    # While a scaler steps the attribute is the scaler's to remove.
+    lent = vars(optimizer).get(_ATTRIBUTE)
+    if division is not None and lent is division.scale and "found_inf" not in vars(optimizer):
+        delattr(optimizer, _ATTRIBUTE)
+    return division
+
+
+def repeat(optimizer: Optimizer, made: Division | None) -> None:
+    """Let another step of the same gradients divide too, if the last one has left them a sum.
+
+    faststep's steps that clip do; others write the quotient. Addresses alone do not tell: gradients
+    of a later backward pass may lie where those of the window lay.
+
+    Raises:
+        RuntimeError: a GradScaler makes the step.
+    """
+    if made is None or made.first is None or not isinstance(optimizer, FusedOptimizer):
+        return
+    grads = _dense(grads_of(optimizer))
+    if not grads or grads[0] is not made.first() or _versions_of(grads) != made.versions:
+        return
+    if getattr(optimizer, _ATTRIBUTE, None) is not None:
+        raise RuntimeError(
+            f"another step of {type(optimizer).__name__} under a GradScaler finds the sum of the "
+            "last accumulation window, still scaled as it was then: call optimizer.zero_grad() "
+            "after the step"
+        )
+    defer(optimizer, made.divisor)
+
+
+def check(optimizer: Optimizer) -> None:
+    """Refuse a step that would divide gradients that are not the window's sum any more."""
+    division = _waiting.get(optimizer)
+    if division is None:
+        return
+    if getattr(optimizer, _ATTRIBUTE, None) is None:  # an older torch's scaler drops it
+        setattr(optimizer, _ATTRIBUTE, division.scale)
+    if _versions_of(_dense(grads_of(optimizer))) != division.versions:
+        raise RuntimeError(
+            "gradients were changed (by clipping?) between the end of the accumulation window and "
+            f"step(), where they are still a sum that step() divides by {division.divisor:g}. "
+            "Clip with max_grad_norm= of the optimizer, with the clip_grad_norm_() of the object "
+            "that accumulate() returned or, outside torch.compile, of faststep; or call "
+            "normalize_() of that object before you change gradients"
+        )
+
+
+def divide(optimizer: Optimizer) -> None:
+    """Divide in place, now; a pass of its own."""
+    division = _waiting.get(optimizer)
+    if division is not None:
+        scale(grads_of(optimizer), 1.0 / division.divisor if division.divisor else math.inf)
+        settle(optimizer)
+
+
+def those_with(
+    tensors: Iterable[Tensor],
+    optimizers: Collection[Optimizer],
+    tensors_of: Callable[[Optimizer], list[Tensor]],
+) -> list[Optimizer]:
+    """The optimizers that have one of these tensors; nothing is looked at where there are none."""
+    if not optimizers:
+        return []
+    wanted = set(map(id, tensors))
+    return [one for one in list(optimizers) if any(id(t) in wanted for t in tensors_of(one))]
+
+
+def divide_grads_of(parameters: Iterable[Tensor]) -> None:
+    """`divide` for each optimizer that has one of these parameters."""
+    for optimizer in those_with(parameters, _waiting, params_of):
+        divide(optimizer)
+
+
+def divide_these(tensors: Iterable[Tensor]) -> None:
+    """`divide` for each optimizer that has a gradient among these tensors."""
+    for optimizer in those_with(tensors, _waiting, grads_of):
+        divide(optimizer)
+
+
+def unscaled(optimizer: Optimizer, inv_scale: Tensor) -> Tensor:
+    """What to multiply gradients by so that they are unscaled and divided in one pass."""
+    division = _waiting.get(optimizer)
+    if division is None:
+        return inv_scale
+    return (inv_scale.double() / division.divisor).float()
+
+
+def scale(grads: list[Tensor], factor: float) -> None:
+    """Multiply in place; no pass for a factor of 1."""
+    if factor == 1.0 or not grads:
+        return
+    if not is_watched() and _C.fusable(grads):
+        _C.scale(grads, factor)
+        increment_version(grads)
+        return
+    with torch.no_grad():
+        for grad in grads:
+            grad.mul_(factor)

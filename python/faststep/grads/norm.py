@@ -1,0 +1,218 @@
+"""Gradients measured in backward, so that a step that clips is a single pass.
+
+The hook of each parameter takes the sums of squares of its gradient, chunk by chunk over the tree
+of csrc/rules/tree.h, while the gradient is in the cache. The step folds them in the order of its
+own pass: norm, clip coefficient and parameters have the same bits. Before that it makes sure that
+each `.grad` is the tensor that was measured, with the same version and the same scale; else it
+measures by itself, as without hooks, and counts that.
+
+Under DistributedDataParallel the gradients are measured in its buckets, as soon as one is reduced,
+and found again in `.grad` after the model has put them there.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _C
+from .._devices import HOST_ONLY
+from .._torch.compiler import disable_dynamo
+from .._torch.modes import is_watched
+from .buckets import Pairs, Reduced
+
+if TYPE_CHECKING:
+    from ..optim.base import FusedOptimizer
+
+__all__ = ["BackwardNorm"]
+
+_REASONS = {
+    "changed": "the gradient of {} was changed or replaced after its hook",
+    "unmeasured": "the gradient of {} was not measured in its last backward",
+    "scale": "the scale of the gradients changed again, so that the hooks multiplied by an old one",
+    "distributed": "there are several ranks, which may reduce gradients after the hooks without "
+    "a sign; give norm_in_backward the DistributedDataParallel model",
+    "device": "parameters are on CUDA, and hooks measure on the CPU only",
+}
+
+
+class BackwardNorm:
+    """The hooks of one optimizer, and what they measured since its last step."""
+
+    def __init__(
+        self, optimizer: FusedOptimizer, model: DistributedDataParallel | None = None
+    ) -> None:
+        self.fallbacks: Counter[str] = Counter()
+        self.wanted = True  # whether the next step measures, as the last one did
+        self.idle = False  # until the last micro-step of an accumulation window
+        self._squares = _C.Squares()
+        self._slots: dict[int, tuple[weakref.ref[Tensor], list[int], Any]] = {}
+        self._scale_changed = False
+        self._loss_scale = self._divisor = 1.0  # of the last step, of the next
+        self._warned: set[str] = set()
+        self._moving: dict[int, int] = {}  # slot: the version that `.grad` will have
+        self._reduced: Reduced | None = None
+        if model is not None:
+            self._reduced = Reduced.of(model, "norm_in_backward")
+            self._reduced.add(self)
+        weakref.finalize(self, _remove, self._slots).atexit = False
+        self.attach(optimizer)
+
+    def attach(self, optimizer: FusedOptimizer) -> None:
+        """Hook parameters that are new or were unfrozen; note where the others are now."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, param in enumerate(params):
+            known = self._slots.get(id(param))
+            if known is not None and known[0]() is param:
+                known[1][0] = index
+            elif param.requires_grad:
+                slot = [index]
+                handle = None
+                if self._reduced is None:
+                    handle = _hook(weakref.ref(self), slot, param)
+                self._slots[id(param)] = weakref.ref(param), slot, handle
+
+    def reattach(self, optimizer: FusedOptimizer) -> None:
+        """Let the hooks run after those that were set meanwhile."""
+        _remove(self._slots)
+        self.attach(optimizer)
+
+    def measure(self, slot: int, param: Tensor) -> None:
+        """From the hook of a parameter."""
+        if self.wanted and not self.idle and not is_watched():
+            self._squares.measure(slot, param)
+
+    def measure_reduced(self, param: Tensor) -> None:
+        """`.grad` is reduced over the ranks, and the model's hook did not see that."""
+        slot = self._slot_of(param)
+        if slot is not None and self._reduced is not None and self.wanted and not is_watched():
+            self._squares.measure(slot, param)
+
+    def _slot_of(self, param: Tensor) -> int | None:
+        known = self._slots.get(id(param))
+        return known[1][0] if known is not None and known[0]() is param else None
+
+    def reduced(self, param: Tensor, values: Tensor) -> None:
+        """A gradient in a bucket that was reduced."""
+        slot = self._slot_of(param)
+        if slot is not None and self.wanted and not self.idle and not is_watched():
+            self._squares.measure(slot, param, values)
+
+    def ending(self, pairs: Pairs) -> None:
+        """Between this and `ended` nobody writes gradients but DistributedDataParallel, once."""
+        for param, values in pairs:
+            slot, grad = self._slot_of(param), param.grad
+            if slot is not None and grad is not None:
+                copied = grad.data_ptr() != values.data_ptr()  # else it is part of the bucket
+                self._moving[slot] = grad._version + copied
+
+    def ended(self, pairs: Pairs) -> None:
+        """What was measured in a bucket is in `.grad`."""
+        for param, _ in pairs:
+            slot = self._slot_of(param)
+            if slot is not None and (version := self._moving.pop(slot, None)) is not None:
+                self._squares.adopt(slot, param, version)
+
+    def expect(self, divisor: float) -> None:
+        """The next step divides by this, and most likely by the loss scale of the last."""
+        self._divisor = divisor
+        # As the step will have it: of a float32 scale alone the inverse is rounded.
+        dtype = torch.float32 if divisor == 1.0 else torch.float64
+        self._squares.expect(torch.tensor(self._loss_scale * divisor, dtype=dtype, device="cpu"))
+
+    def for_step(
+        self,
+        optimizer: FusedOptimizer,
+        params: list[list[Tensor]],
+        grad_scale: Tensor | None,
+        measures: bool,
+    ) -> _C.Squares | None:
+        """What was measured, if the step needs it and all of it still holds."""
+        self.wanted, self.idle = measures, False
+        if not measures:
+            return None
+        if optimizer._devices != HOST_ONLY:
+            self._refuse(optimizer, "device")
+            return None
+        if self._reduced is None and _ranks() > 1:
+            self.wanted = False
+            self._refuse(optimizer, "distributed")
+            return None
+        scale = 1.0 if grad_scale is None else grad_scale.item()
+        self._loss_scale, self._divisor = scale / self._divisor, 1.0
+        problem = self._squares.check(params, grad_scale)
+        if problem is not None:
+            self._refuse(optimizer, *problem)
+            return None
+        self._scale_changed = False
+        return self._squares
+
+    def _refuse(self, optimizer: FusedOptimizer, why: str, group: int = 0, index: int = 0) -> None:
+        """Count a step that measures by itself; warn once for each reason."""
+        self.fallbacks[why] += 1
+        # One change of scale is a matter of course: the first step, an overflow, growth.
+        tolerable = why == "scale" and not self._scale_changed
+        self._scale_changed = why == "scale"
+        if why not in self._warned and not tolerable:
+            self._warned.add(why)
+            names = optimizer.param_groups[group].get("param_names")
+            name = repr(names[index]) if names else f"parameter {index} of group {group}"
+            warnings.warn(
+                f"{type(optimizer).__name__}(norm_in_backward=True): {_REASONS[why].format(name)}; "
+                "the step measured all gradients in a pass of its own. Such steps are counted in "
+                "norm_fallbacks",
+                stacklevel=_callers_level(),
+            )
+        self.attach(optimizer)
+
+    def moved(self, optimizer: FusedOptimizer) -> None:
+        """The step found gradients elsewhere than the check did: Python code ran in between."""
+        self._refuse(optimizer, "changed")
+
+    def forget(self) -> None:
+        """Let go of the gradients that were measured."""
+        self._squares.forget()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        _remove(self._slots)
+        if self._reduced is not None:
+            self._reduced.drop(self)
+        self.forget()
+
+
+def _callers_level() -> int:
+    """The stacklevel by which the function that calls this warns about the line of the user."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals["__name__"].startswith(("faststep.", "torch.")):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def _ranks() -> int:
+    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
+    return 1 if alone else torch.distributed.get_world_size()
+
+
+def _hook(owner: Callable[[], BackwardNorm | None], slot: list[int], param: Tensor) -> Any:
+    @disable_dynamo
+    def measure(param: Tensor) -> None:
+        if (norm := owner()) is not None:
+            norm.measure(slot[0], param)
+
+    return param.register_post_accumulate_grad_hook(measure)  # type: ignore[no-untyped-call]
+
+
+def _remove(slots: dict[int, tuple[weakref.ref[Tensor], list[int], Any]]) -> None:
+    for _, _, handle in slots.values():
+        if handle is not None:
+            handle.remove()
+    slots.clear()

@@ -1,0 +1,88 @@
+"""The step by torch's operators, for those who watch operators and for tensors without memory.
+
+A TorchDispatchMode (FakeTensorMode, a counter of operations) sees operators only, and a tensor on
+"meta", of FakeTensor or of mkldnn has no memory that C could work on. torch's own loop then makes
+the update, with what a step of ours does around it: unscaling, the check for overflow, clipping.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .base import FusedOptimizer
+
+__all__ = ["Request", "step_by_torch", "update_by_torch"]
+
+
+class Request(NamedTuple):
+    """What a step is asked to do beside the update."""
+
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+    measures: bool  # whether it looks for overflows itself, and tells `found_inf`
+    max_norm: float | None
+    write_grads: bool
+
+
+@torch.no_grad()
+def step_by_torch(optimizer: FusedOptimizer, request: Request) -> tuple[bool, Tensor | None]:
+    """Make the step; whether it was skipped, and the norm if it was measured."""
+    groups = optimizer.param_groups
+    params = [p for group in groups for p in group["params"] if p.grad is not None]
+    before: list[Tensor] = [p.grad for p in params]
+    grads = before
+    if request.grad_scale is not None:
+        inverse = request.grad_scale.double().reciprocal()
+        grads = [grad * inverse.to(grad.device, grad.dtype) for grad in grads]
+    norm = None
+    if grads and (request.measures or request.max_norm is not None):
+        norm = torch.nn.utils.get_total_norm(grads)
+    found = request.found_inf
+    if request.measures and found is not None:
+        finite = [torch.isfinite(grad).all().to(found.device) for grad in grads]
+        found.fill_(0.0) if not finite else found.copy_(~torch.stack(finite).all())
+    if found is not None and bool(found != 0.0):
+        return True, norm
+    if request.max_norm is not None and norm is not None:
+        coefficient = torch.clamp(request.max_norm / (norm + 1e-6), max=1.0)
+        grads = [grad * coefficient.to(grad.device, grad.dtype) for grad in grads]
+    # torch's loops take no fp32 sum of bf16 gradients.
+    cast = [grad.to(param.dtype) for param, grad in zip(params, grads, strict=True)]
+    try:
+        _set(params, cast)
+        _update_without_scaler(optimizer)
+    finally:
+        _set(params, before)
+    if request.write_grads:
+        for old, new in zip(before, grads, strict=True):
+            if new is not old:
+                old.copy_(new)
+    return False, norm
+
+
+def _set(params: list[Tensor], grads: list[Tensor]) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        if param.grad is not grad:
+            param.grad = grad
+
+
+def _update_without_scaler(optimizer: FusedOptimizer) -> None:
+    """The update alone: torch's loops refuse what a scaler has set, which is done already."""
+    lent = {name: vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")}
+    try:
+        optimizer._update_by_torch()
+    finally:
+        vars(optimizer).update({name: value for name, value in lent.items() if value is not None})
+
+
+def update_by_torch(optimizer: FusedOptimizer, after: type) -> None:
+    """torch's own update, by the class that follows `after` in the order of bases."""
+    order = type(optimizer).__mro__
+    following = order[order.index(after) + 1 :]
+    torchs = next(cls for cls in following if "step" in vars(cls))
+    inspect.unwrap(vars(torchs)["step"])(optimizer)  # without the hooks, which run around ours

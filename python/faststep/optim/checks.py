@@ -1,0 +1,91 @@
+"""Checks that optimizers and the scaler share, with torch's errors where torch has them."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from .._torch.ddp import is_fsdp_shard
+
+__all__ = ["check_limit", "has_grads", "refuse_group_options", "refuse_shards", "refuse_unchecked"]
+
+_OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "norm_in_backward")
+
+
+def check_limit(name: str, value: float | None) -> None:
+    """Raise for a norm that nothing can be clipped to; None is no limit."""
+    if value is not None and not value >= 0.0:
+        raise ValueError(f"Invalid {name} value: {value}")
+
+
+def has_grads(optimizer: Optimizer) -> bool:
+    """True if any parameter has a gradient."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.grad is not None:
+                return True
+    return False
+
+
+def refuse_unchecked(optimizer: Optimizer) -> None:
+    """Raise for gradients that came after the scaler had looked for some, and found none."""
+    if has_grads(optimizer):
+        raise AssertionError("No inf checks were recorded for this optimizer.")
+
+
+def refuse_group_options(group: dict[str, Any]) -> None:
+    """Raise for options of the whole optimizer in a parameter group.
+
+    ZeroRedundancyOptimizer and others that make an optimizer of some of the parameters on each rank
+    put the options that they were given there.
+    """
+    for name in _OF_ALL_GROUPS:
+        value = group.get(name)
+        if value is not None and value is not False:
+            raise ValueError(
+                f"{name} is an option of the whole optimizer, but a parameter group has it. A "
+                "wrapper that gives this rank's optimizer a part of the parameters "
+                "(ZeroRedundancyOptimizer) passes options like that, and the norm of a part would "
+                f"be wrong: leave {name} away, and call "
+                "faststep.clip_grad_norm_(model.parameters(), max_norm) before the wrapper's step()"
+            )
+
+
+def refuse_shards(optimizer: Optimizer) -> None:
+    """Raise if the norm of the gradients here would be that of one rank's part of them."""
+    if _is_inside_zero(optimizer):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: this optimizer is that of one rank in a "
+            "ZeroRedundancyOptimizer, and its step would clip by the norm of a part of the "
+            "gradients: call faststep.clip_grad_norm_(model.parameters(), max_norm) before the "
+            "wrapper's step(), without max_grad_norm= and max_norm=; nothing was updated"
+        )
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if is_fsdp_shard(param):
+                raise RuntimeError(
+                    f"{type(optimizer).__name__}: parameter {index} in group {number} is the part "
+                    "of this rank (FullyShardedDataParallel), and its step would clip by the norm "
+                    "of that part: call model.clip_grad_norm_(max_norm) before the step, without "
+                    "max_grad_norm= and max_norm=; nothing was updated"
+                )
+
+
+def _is_inside_zero(optimizer: Optimizer) -> bool:
+    """Whether a ZeroRedundancyOptimizer has made this one; it leaves no mark there.
+
+    Looks at every object, so only scripts that can use it should pay for that: it cannot be made
+    without a process group.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not (dist.is_available() and dist.is_initialized()):
+        return False
+    zero = module.ZeroRedundancyOptimizer
+    return any(
+        issubclass(type(owner), zero) and vars(owner).get("optim") is optimizer
+        for owner in gc.get_objects()
+    )

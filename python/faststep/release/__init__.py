@@ -1,0 +1,149 @@
+"""Gradient release: each parameter is updated during backward, and its gradient freed at once."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .._torch.compiler import uncompiled
+from .._torch.ddp import is_fsdp_shard
+from ..accumulation.owners import owner_of
+from ..grads.buckets import Reduced
+from ..grads.released import is_released, set_released
+from ..optim.base import FusedOptimizer
+from ..optim.wrapped import unwrapped
+from .hooks import Clip, Release, check_clipping
+from .moments import Moments
+
+__all__ = ["Release", "release_gradients"]
+
+
+def release_gradients(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    clip: Clip | None = None,
+    accumulate_into_states: bool = False,
+) -> Release:
+    """Update each parameter in backward, while its gradient is in the cache, and free the gradient.
+
+    The bits are those of `optimizer.step()`. The loop stays as it is: `optimizer.step()` finds no
+    gradients and only ends the step; schedulers, parameter groups and `state_dict` work as ever.
+
+    The optimizer's states are made at once: made in backward they would lie between gradients, and
+    malloc could not give back what is freed there.
+
+    With `max_grad_norm` set on the optimizer exact clipping would need all gradients before the
+    first update. Two approximations take its place, if asked for:
+
+    * `clip="per_parameter"`: each gradient is clipped by its own norm to `max_grad_norm`, so
+      the norm of all may be larger than that.
+    * `clip="lagged"`: all gradients are clipped by the global norm of the step before, measured in
+      the hooks; a spike acts once before it is clipped. The first step clips per parameter.
+
+    With `accumulate_into_states=True` several backward passes may come before each
+    `optimizer.step()`: every gradient is added to the moments of Adam or AdamW and freed, and the
+    step updates the parameters from them. Divide the losses by their number. The first moment is
+    that of the accumulated gradient. The second is an APPROXIMATION: a sum of squares instead of
+    the square of the sum, smaller by a factor of up to their number.
+
+    Under DistributedDataParallel parameters are updated as soon as their bucket is reduced, with
+    the bits of the step after backward; gradients are freed at the end of backward. Its buckets
+    stay, so that less memory is saved. Micro-steps inside `no_sync()` are added up before.
+    DistributedDataParallel cannot let go of a communication hook: after `remove()` the one set here
+    reduces as if there were none.
+
+    Args:
+        model: the module that the optimizer trains.
+        optimizer: an optimizer of faststep.optim; one that accelerate has wrapped is unwrapped.
+        clip: what `max_grad_norm` means. Default: None, it must not be set.
+        accumulate_into_states: accumulate gradients in the moments. Adam and AdamW without amsgrad
+            and with decoupled weight decay or none. Default: False.
+
+    Returns:
+        A :class:`.Release`; keep it. `remove()` undoes the release, as does dropping it.
+
+    Raises:
+        TypeError: an optimizer not of faststep, a subclass with a step of its own, or one whose
+            states gradients cannot be added to; a DistributedDataParallel model with a
+            communication hook of its own, with `find_unused_parameters` or with `static_graph`;
+            parameters of FullyShardedDataParallel or of a tensor class with operators of its own,
+            as `fully_shard` has them (DTensor).
+        ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
+            parameter is on CUDA; or `norm_in_backward` is set; or a group has amsgrad or coupled
+            weight decay although gradients go into the states; or accelerate's own accumulation
+            is on.
+        RuntimeError: accelerate steps with a GradScaler; the optimizer accumulates, or is released
+            already. During training: a second gradient before `optimizer.step()`; a learning rate
+            (or another number of a group) that changes between backward and step; a GradScaler; or
+            gradients that a DistributedDataParallel reduces, which is not `model`.
+
+    Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
+    (LOMO), arXiv:2306.09782; torch's tutorial on optimizer steps in backward. Accumulation in the
+    states: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and
+    Gradients for Large-scale DNN Training" (AdamA), arXiv:2305.19982.
+    """
+    scaler = getattr(optimizer, "scaler", None)
+    inside = unwrapped(optimizer, "release_gradients()")
+    if inside is not optimizer and scaler is not None:
+        raise RuntimeError(
+            f"{type(optimizer).__name__} steps with a {type(scaler).__name__}, which looks at all "
+            "gradients before the first update: train in bfloat16, or without release_gradients()"
+        )
+    optimizer = inside
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"release_gradients() takes optimizers of faststep.optim, not "
+            f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+        )
+    if optimizer._has_own_step():
+        raise TypeError(
+            f"release_gradients() would pass by {type(optimizer).__name__}.step(), which finds no "
+            "gradients: it takes optimizers with the step of faststep.optim"
+        )
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if clip not in (None, "per_parameter", "lagged"):
+        raise ValueError(f'clip must be None, "per_parameter" or "lagged", not {clip!r}')
+    _refuse_wrappers(optimizer)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if clip == "lagged" and any(param.is_cuda for param in params):
+        raise ValueError('clip="lagged" measures on the CPU only, and a parameter is on CUDA')
+    if owner_of(optimizer) is not None:
+        raise RuntimeError(
+            "gradients of this optimizer are accumulated (faststep.accumulate), so they cannot be "
+            "released: call remove() on the accumulation first"
+        )
+    if is_released(optimizer):
+        raise RuntimeError("gradients of this optimizer are released already")
+    check_clipping(optimizer, clip)
+    moments = Moments(optimizer) if accumulate_into_states else None
+    if moments is not None and clip is not None:
+        raise ValueError("accumulate_into_states=True adds gradients up unclipped: leave clip=None")
+    inner = uncompiled(model)
+    reduced = None
+    if isinstance(inner, DistributedDataParallel):
+        reduced = Reduced.of(inner, "release_gradients()")
+        if any(isinstance(user, Release) for user in reduced.users()):
+            raise RuntimeError(
+                "gradients of this DistributedDataParallel model are released already, with "
+                "another optimizer: give all parameters to one optimizer"
+            )
+    release = Release(optimizer, clip, moments, reduced, inner)
+    set_released(optimizer, release)
+    return release
+
+
+def _refuse_wrappers(optimizer: FusedOptimizer) -> None:
+    """Raise for parameters whose gradients are not in the memory that a hook would update."""
+    for number, group in enumerate(optimizer.param_groups):
+        for index, param in enumerate(group["params"]):
+            if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+                what = f"is a {type(param).__name__}, a tensor subclass with operators of its own"
+            elif is_fsdp_shard(param):
+                what = "is reduced and sharded after its hook, by FullyShardedDataParallel"
+            else:
+                continue
+            what += ", which release_gradients() does not support"
+            raise optimizer._explained(number, index, "parameter", "type", what)

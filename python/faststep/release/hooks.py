@@ -1,0 +1,386 @@
+"""What `release_gradients` sets up: hooks that update parameters and free gradients."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import _C
+from .._devices import HOST, Scalars, on_device, ordinal_of
+from .._torch.compiler import disable_dynamo
+from .._torch.library import address_of_mode_depth
+from .._torch.modes import is_watched
+from .._torch.optim import increment_version
+from ..amp.protocol import AskedToUnscale
+from ..grads.buckets import Pairs, Reduced, reducing_model
+from ..grads.divide import params_of
+from ..grads.released import refuse_clipping, set_released
+from ..optim.base import FusedOptimizer, Phase, Rule
+from ..optim.by_torch import Request
+from .moments import Moments
+from .tied import give_rows, tied_embeddings
+
+__all__ = ["Clip", "Release", "check_clipping"]
+
+Clip = Literal["per_parameter", "lagged"]
+_NO_CLIPPING = math.nan
+_NO_SCALARS = {HOST: Scalars(None, None, None)}
+_WHOLE = int(Phase.WHOLE)
+_MODE_DEPTH = address_of_mode_depth()
+
+
+class _Place:
+    """Where a parameter is in the optimizer, and its hook."""
+
+    def __init__(self, hook: _C.ReleaseHook, param: Tensor) -> None:
+        self.hook = hook  # has the group, and whether there was an update since the last step
+        self.index = 0
+        self.param = weakref.ref(param)
+        self.tied = False  # the weight of an embedding and of another module
+        self.square_sum = 0.0  # with clip="lagged": of its gradient in this step
+        self.handle: Any = None
+
+
+class Release:
+    """The hooks that `release_gradients` has set; `remove()` takes them away."""
+
+    def __init__(
+        self,
+        optimizer: FusedOptimizer,
+        clip: Clip | None,
+        moments: Moments | None,
+        reduced: Reduced | None,
+        model: nn.Module,
+    ) -> None:
+        self._clip = clip
+        self._moments = moments
+        self._reduced = reduced
+        self._places: dict[int, _Place] = {}
+        self._rules: dict[int, Rule] = {}  # of this step; the hooks look here too
+        self._ids: list[list[int]] = []  # of the parameters, group by group
+        self._scale: Tensor | None = None  # what this step's gradients are divided by
+        self._norm: float | None = None  # of all gradients of the last step
+        self._model_checked = False
+        self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
+        self._optimizer = weakref.ref(optimizer)
+        check_clipping(optimizer, clip)
+        owner = weakref.ref(self)
+
+        @disable_dynamo
+        def otherwise(param: Tensor) -> None:
+            if (release := owner()) is not None:
+                release.hooked(param)
+
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (release := owner()) is None:
+                return
+            if getattr(optimizer, "grad_scale", None) is not None:
+                raise RuntimeError(
+                    "release_gradients() cannot skip a step for an overflow or unscale before it: "
+                    "parameters were updated in backward already. Train in bfloat16 without a "
+                    "GradScaler, or remove() the release"
+                )
+            release._check_step()
+
+        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (release := owner()) is not None:
+                release._finish_step()
+
+        self._otherwise: Callable[[Tensor], None] = otherwise
+        self._handles: list[Any] = [
+            optimizer.register_step_pre_hook(before),
+            optimizer.register_step_post_hook(after),
+            AskedToUnscale(optimizer),
+        ]
+        weakref.finalize(self, _undo, self._handles, self._places).atexit = False
+        self._attach(optimizer)
+        if reduced is not None:
+            reduced.add(self)
+            return
+        for module in tied_embeddings(model):
+            if (place := self._places.get(id(module.weight))) is not None:
+                place.tied, place.hook.plain = True, False
+                self._handles.append(give_rows(module))
+
+    def _attach(self, optimizer: FusedOptimizer) -> None:
+        """Hook parameters that are new or were unfrozen; note where the others are now.
+
+        Those that have left the optimizer are let go.
+        """
+        self._ids = _ids_of(optimizer)
+        for key in self._places.keys() - {key for keys in self._ids for key in keys}:
+            self._places.pop(key).handle.remove()
+        for group, entry in enumerate(optimizer.param_groups):
+            for index, param in enumerate(entry["params"]):
+                place = self._places.get(id(param))
+                if place is None or place.param() is not param:
+                    if not param.requires_grad:
+                        continue
+                    _make_state(optimizer, group, index)
+                    place = self._places[id(param)] = self._hooked(param)
+                place.hook.group, place.index = group, index
+
+    def _hooked(self, param: Tensor) -> _Place:
+        hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
+        plain = self._clip is None and self._moments is None and self._reduced is None
+        hook.plain = plain and _MODE_DEPTH != 0
+        place = _Place(hook, param)
+        place.handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        return place
+
+    def hooked(self, param: Tensor) -> None:
+        """From the hook of a parameter, where it has more to do than the same step again."""
+        place = self._places.get(id(param))
+        if place is None:
+            return
+        if place.tied and param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()  # of the uses, only the embedding was one
+        if self._reduced is None or param not in self._reduced:
+            self._check_model()
+            self._update(place, param)
+
+    def reduced(self, param: Tensor, values: Tensor) -> None:
+        """The gradient is reduced: use it, but do not free it yet."""
+        place = self._places.get(id(param))
+        if place is not None and place.param() is param:
+            param.grad = values
+            self._update(place, param)
+            self._used.append(param)
+
+    def ending(self, pairs: Pairs) -> None:
+        """DistributedDataParallel still looks at `.grad`."""
+
+    def ended(self, pairs: Pairs) -> None:
+        """It no longer does."""
+        for param in self._used:
+            param.grad = None
+        self._used.clear()
+
+    def _update(self, place: _Place, param: Tensor) -> None:
+        """The step of one parameter, or the part of it that a gradient is needed for."""
+        optimizer = self._optimizer()
+        grad = param.grad
+        if optimizer is None or grad is None:
+            return
+        if not self._rules and self._ids != _ids_of(optimizer):  # changed since the last step
+            self._attach(optimizer)
+            if self._places.get(id(param)) is not place:
+                return
+        if place.hook.updated and self._moments is None:
+            raise RuntimeError(
+                f"a second gradient of {_name(optimizer, place)} before optimizer.step(): with "
+                "release_gradients() it was updated with the first one. Gradients cannot be "
+                "accumulated; remove() the release for that"
+            )
+        check_clipping(optimizer, self._clip)
+        rule = self._rule_of(optimizer, place)
+        try:
+            max_norm = self._coefficient(optimizer, place, grad)
+            _step(optimizer, place, param, rule, self._scale, max_norm)
+        except _C.TensorError as error:
+            if self._moments is None and optimizer._is_for_torch(place.hook.group, place.index):
+                _step_by_torch(optimizer, place, param, self._scale, max_norm)
+            else:
+                where = (place.hook.group, place.index)
+                raise optimizer._explained(*where, *error.args[2:]) from None
+        place.hook.updated = True
+        if self._reduced is None or param not in self._reduced:
+            param.grad = None
+
+    def _check_model(self) -> None:
+        """Raise if gradients that are not reduced yet would be used; looks only once."""
+        if self._model_checked:
+            return
+        params = [param for place in self._places.values() if (param := place.param()) is not None]
+        known = () if self._reduced is None else self._reduced
+        if reducing_model(param for param in params if param not in known):
+            raise RuntimeError(
+                "a DistributedDataParallel model reduces these gradients after their hooks, and "
+                "release_gradients() was not given it, so that each rank would use its own: pass "
+                "the DistributedDataParallel itself, after it was made, not the module inside"
+            )
+        self._model_checked = True
+
+    def _rule_of(self, optimizer: FusedOptimizer, place: _Place) -> Rule:
+        rule = self._rules.get(place.hook.group)
+        if rule is None:
+            rule = optimizer._checked_rule_of(optimizer.param_groups[place.hook.group])
+            self._rules[place.hook.group] = rule
+        return rule if self._moments is None else self._moments.rule(rule, place.hook.updated)
+
+    def _coefficient(self, optimizer: FusedOptimizer, place: _Place, grad: Tensor) -> float:
+        """Measure for the next step, scale this one; returns the norm to clip `grad` alone by."""
+        limit = optimizer.max_grad_norm
+        if limit is None or self._clip is None:
+            return _NO_CLIPPING
+        if self._clip == "lagged":
+            place.square_sum = _C.measure([grad], 1.0)[0]
+            if self._norm is not None:
+                coefficient = limit / (self._norm + 1e-6)
+                if coefficient >= 1.0:
+                    self._scale = None
+                elif self._scale is None:
+                    divisor = 1.0 / coefficient if coefficient else math.inf
+                    self._scale = torch.tensor(divisor, dtype=torch.float64, device="cpu")
+                return _NO_CLIPPING
+        return limit
+
+    def _check_step(self) -> None:
+        """Raise if the script wants something of a step whose updates are over."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        if optimizer._step_max_norm is not None:
+            refuse_clipping(params_of(optimizer))
+        if self._moments is not None:  # they are applied by the step
+            return
+        for number, group in enumerate(optimizer.param_groups):
+            rule = self._rules.get(number)
+            # But for a learning rate on a device, which nothing may wait for.
+            if rule is not None and rule[:-1] != optimizer._checked_rule_of(group)[:-1]:
+                raise RuntimeError(
+                    f"the learning rate or another number of group {number} was changed between "
+                    "backward and optimizer.step(): with release_gradients() backward has updated "
+                    "the parameters already, with the number of before. Change it before backward"
+                )
+
+    def _finish_step(self) -> None:
+        """What is per step: after optimizer.step each parameter may be updated again."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        updated = [place for place in self._places.values() if place.hook.updated]
+        if updated and self._clip == "lagged":
+            # Exact, so that ranks whose buckets arrive in another order get the same.
+            self._norm = math.sqrt(math.fsum(place.square_sum for place in updated))
+            optimizer._last_norm = self._norm
+        if self._moments is not None:
+            params = [param for place in updated if (param := place.param()) is not None]
+            self._moments.apply(optimizer, params)
+        for place in updated:
+            place.hook.updated = False
+        self._scale = None
+        self._rules.clear()
+        self._attach(optimizer)
+
+    def remove(self) -> None:
+        """Undo the release: gradients stay in `.grad` again, and `optimizer.step` uses them."""
+        for place in self._places.values():
+            place.handle.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._places.clear()
+        self._handles.clear()
+        if self._reduced is not None:
+            self._reduced.drop(self)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            set_released(optimizer, None)
+
+
+def _undo(handles: list[Any], places: dict[int, _Place]) -> None:
+    for handle in (*handles, *(place.handle for place in places.values())):
+        handle.remove()
+
+
+def _ids_of(optimizer: FusedOptimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
+    """Make the state before the first backward, where zeros are as good as no state.
+
+    States made in backward would lie between gradients, and what is freed there is too small for
+    the next gradient: malloc would keep most of what release saves.
+    """
+    entry = optimizer.param_groups[group]
+    param = entry["params"][index]
+    keys = optimizer._checked_rule_of(entry).state_keys
+    known = optimizer.state.get(param, {})
+    if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
+        return
+    try:
+        optimizer._refuse_half_state(group, index, keys)
+    except _C.TensorError as error:
+        raise optimizer._explained(*error.args) from None
+    with torch.no_grad():
+        optimizer._new_state(entry, param)
+
+
+def _name(optimizer: Optimizer, place: _Place) -> str:
+    group, index = place.hook.group, place.index
+    names = optimizer.param_groups[group].get("param_names")
+    return repr(names[index]) if names else f"parameter {index} of group {group}"
+
+
+def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
+    """Raise where gradients would have to wait for the step, and no approximation is chosen."""
+    if optimizer.norm_in_backward:
+        raise ValueError(
+            "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
+            "them before: set optimizer.norm_in_backward = False"
+        )
+    if optimizer.max_grad_norm is not None and clip is None:
+        raise ValueError(
+            "max_grad_norm needs all gradients before the first update, which release_gradients() "
+            'does not have. Set it to None, or pass clip="per_parameter" (each gradient by its own '
+            'norm) or clip="lagged" (all by the norm of the step before)'
+        )
+
+
+def _step_by_torch(
+    optimizer: FusedOptimizer,
+    place: _Place,
+    param: Tensor,
+    scale: Tensor | None,
+    max_norm: float,
+) -> None:
+    """The step of one parameter by operators of torch."""
+    groups = optimizer.param_groups
+    limit = None if math.isnan(max_norm) else max_norm
+    optimizer.param_groups = [{**groups[place.hook.group], "params": [param]}]
+    try:
+        optimizer._step_by_torch(Request(scale, None, False, limit, False))
+    finally:
+        optimizer.param_groups = groups
+
+
+def _step(
+    optimizer: FusedOptimizer,
+    place: _Place,
+    param: Tensor,
+    rule: Rule,
+    scale: Tensor | None,
+    max_norm: float,
+) -> None:
+    if is_watched():
+        _step_by_torch(optimizer, place, param, scale, max_norm)
+        return
+    scalars = _NO_SCALARS
+    if scale is not None or param.device.type != "cpu":
+        device = ordinal_of(param)
+        scale = None if scale is None else on_device(scale, device)
+        scalars = {device: Scalars(scale, None, None)}
+    options = (scalars, False, max_norm, False, _WHOLE)
+    what, value = place.hook.plan.step([[param]], [rule], optimizer.state, None, *options)
+    if what == "missing":
+        optimizer._refuse_half_state(place.hook.group, place.index, rule.state_keys)
+        with torch.no_grad():
+            optimizer._new_state(optimizer.param_groups[place.hook.group], param)
+        try:
+            what, value = place.hook.plan.step([[param]], [rule], optimizer.state, value, *options)
+        except BaseException:
+            optimizer._drop_new_state(param)
+            raise
+    if what == "memory":
+        raise torch.OutOfMemoryError(f"{value}; the parameter was not updated")
+    if what != "done":
+        raise _C.TensorError(0, 0, "state", "value", "is None")
+    if written := value[2]:
+        increment_version(written)

@@ -1,0 +1,97 @@
+"""Gradients that are accumulated in the moments of Adam instead of in `.grad` (AdamA).
+
+Zhang et al. 2023, arXiv:2305.19982: each micro-gradient g enters the moments as it comes,
+m = m + (1 - beta1) g and v = v + (1 - beta2) g^2, after the first has made them decay; the step
+then updates the parameters. m is that of the sum of the gradients. v is not: it has the sum of the
+squares instead of the square of the sum.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._devices import Scalars, devices_of
+from .._torch.modes import is_watched
+from .._torch.optim import increment_version
+from ..optim.adam import Adam, AdamW
+from ..optim.base import FusedOptimizer, Phase, Rule
+
+__all__ = ["Moments"]
+
+
+_KEYS = ("exp_avg", "exp_avg_sq")
+
+
+class Moments:
+    """Rules for the two halves of a step of Adam: with gradients, and without."""
+
+    def __init__(self, optimizer: FusedOptimizer) -> None:
+        if not isinstance(optimizer, (Adam, AdamW)):
+            raise TypeError(
+                "accumulate_into_states=True adds gradients to the moments of Adam and AdamW; "
+                f"{type(optimizer).__name__} is neither"
+            )
+        self._numbers = {name: row[0] for name, row in _C.rules().items()}
+        self._plan = _C.Plan()
+        for group in optimizer.param_groups:
+            _check(group)
+
+    def rule(self, adam: Rule, later: bool) -> Rule:
+        """What a gradient does to the moments: the first of a step lets them decay."""
+        _refuse_watched()
+        _, beta1, beta2, *_ = adam.hyper
+        keep = (1.0, 1.0) if later else (beta1, beta2)
+        hyper = (*keep, beta1, beta2)
+        return Rule(self._numbers["moments"], _KEYS, False, hyper, adam.maximize)
+
+    def apply(self, optimizer: FusedOptimizer, params: list[Tensor]) -> None:
+        """Update these parameters from their moments, and count the step."""
+        if params:
+            _refuse_watched()
+        wanted = set(map(id, params))
+        lists, rules = [], []
+        for group in optimizer.param_groups:
+            _check(group)
+            adam = optimizer._checked_rule_of(group)
+            number = self._numbers["from_moments"]
+            lists.append([param for param in group["params"] if id(param) in wanted])
+            rules.append(Rule(number, adam.state_keys[:3], True, adam.hyper, False, adam.lr))
+        scalars = {device: Scalars(None, None, None) for device in devices_of(params)}
+        # A step takes parameters that have a gradient, which this rule does not read.
+        for param in params:
+            param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
+        try:
+            what, value = self._plan.step(
+                lists, rules, optimizer.state, None, scalars, False, math.nan, False, Phase.WHOLE
+            )
+        finally:
+            for param in params:
+                param.grad = None
+        if what == "memory":
+            raise torch.OutOfMemoryError(f"{value}; no parameter was updated")
+        if what != "done":
+            raise RuntimeError(
+                "the moments of a parameter were taken out of the optimizer's state between "
+                "backward and step(); no parameter was updated"
+            )
+        increment_version(value[2])
+
+
+def _refuse_watched() -> None:
+    if is_watched():
+        raise RuntimeError(
+            "accumulate_into_states=True has no operators that the TorchDispatchMode around this "
+            "call would see: leave the mode, or leave the option away"
+        )
+
+
+def _check(group: dict[str, object]) -> None:
+    if group["amsgrad"] or (group["weight_decay"] and not group["decoupled_weight_decay"]):
+        raise ValueError(
+            "accumulate_into_states=True takes neither amsgrad nor weight decay that is added to "
+            "the gradient (use AdamW, or decoupled_weight_decay=True)"
+        )
