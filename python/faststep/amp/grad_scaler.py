@@ -20,6 +20,7 @@ from ..clip import clip_grad_norm_
 from ..grads import divide as division
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
+from ..optim.request import ScalerRequest
 from .protocol import any_found, lent_attributes, takes_found_inf
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
 
@@ -200,7 +201,7 @@ class GradScaler(torch.amp.GradScaler):
         fused = isinstance(optimizer, FusedOptimizer)
         lent: dict[str, Any] = {}
         if max_norm is not None and fused:
-            lent["_step_max_norm"] = max_norm
+            lent["_asked"] = ScalerRequest(max_norm=max_norm)
         elif max_norm is not None:
             self._clip_before_step(optimizer, max_norm, args, kwargs)
         if not self._enabled:
@@ -222,7 +223,7 @@ class GradScaler(torch.amp.GradScaler):
         measures = fused and ready and self._checks_like_ours()
         if measures:
             lent["found_inf"] = torch.zeros((), dtype=torch.float32, device=scale.device)
-            lent["_measure_found_inf"] = True
+            lent["_asked"] = ScalerRequest(looks_for_inf=True, max_norm=max_norm)
             had_grads = has_grads(optimizer)
         else:
             if ready:
