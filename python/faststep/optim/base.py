@@ -117,9 +117,10 @@ class FusedOptimizer(ClippedOptimizer):
     def _lr_of(self, group: dict[str, Any]) -> tuple[float, dict[int, Tensor] | None]:
         """The learning rate, as a number or as a tensor that each device reads for itself."""
         lr = group["lr"]
-        devices = self._devices
-        if isinstance(lr, Tensor) and lr.is_cuda and devices and HOST not in devices:
-            return math.nan, {device: on_device(lr, device) for device in devices}
+        if type(lr) is not float and isinstance(lr, Tensor) and lr.is_cuda:
+            devices = self._devices
+            if devices and HOST not in devices:
+                return math.nan, {device: on_device(lr, device) for device in devices}
         return number(lr), None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -252,7 +253,8 @@ class FusedOptimizer(ClippedOptimizer):
             raise RuntimeError(self._unsupported("differentiable=True"))
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
-        self._refuse_differentiable(group)
+        if group.get("differentiable"):
+            self._refuse_differentiable(group)
         return self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,13 +71,8 @@ class Work(NamedTuple):
         return group, next((i for i, other in enumerate(params) if other is param), index)
 
 
-class _Done(NamedTuple):
-    """What the plan found and wrote."""
-
-    skipped: bool
-    norm: float | None
-    written: list[Tensor]
-    written_grads: list[Tensor] | None
+# What the plan found and wrote: (skipped, norm, tensors written, gradients written).
+_Done = tuple[bool, float | None, list[Tensor], list[Tensor] | None]
 
 
 class Stepper:
@@ -94,8 +89,7 @@ class Stepper:
 
     def find_devices(self, work: Work) -> None:
         """Set `devices` before the first step."""
-        if not self.devices:
-            self.devices = devices_of(param for params in work.params for param in params)
+        self.devices = devices_of(param for params in work.params for param in params)
 
     def step(self, work: Work, request: StepRequest) -> StepAnswer:
         """Update all parameters of `work` that have a gradient, or none of them.
@@ -106,42 +100,52 @@ class Stepper:
             MissingStateError: a state is missing, and `work.creates_states` is not set.
             OutOfMemoryError: a device has no room for the tables of the step.
         """
-        self.find_devices(work)
+        if not self.devices:
+            self.find_devices(work)
         calls = _Calls(self._plan, work, request)
+        measures = request.looks_for_inf or request.max_norm is not None
         try:
-            done, scalars = self._measure_and_apply(calls, request)
+            done, scalars = self._measure_and_apply(calls, request, measures)
         except BaseException:
             calls.drop_new_states()
             raise
-        increment_version(done.written)
-        if done.written_grads is not None:
-            increment_version(done.written_grads)
-        answer = self._answer(done, scalars, request)
+        skipped, norm, written, written_grads = done
+        if written:  # not those that C has counted
+            increment_version(written)
+        if written_grads is not None:
+            increment_version(written_grads)
+        if request.looks_for_inf and request.found_inf is not None:
+            self._tell(request.found_inf, scalars)
+        answer = StepAnswer(skipped, norm)
+        if self.devices != HOST_ONLY:
+            answer = self._answer_of_devices(answer, scalars, measures)
         if calls.new and calls.are_new_states_void(answer.skipped):
             calls.drop_new_states()
         return answer
 
     def _measure_and_apply(
-        self, calls: _Calls, request: StepRequest
+        self, calls: _Calls, request: StepRequest, measures: bool
     ) -> tuple[_Done, dict[int, Scalars]]:
         while True:
             try:
                 calls.rules = calls.work.rules()
-                if request.measures and len(self.devices) > 1:
+                if measures and len(self.devices) > 1:
                     scalars = agree(self._measure(calls, request))
                     return calls.run(scalars, _Phase.APPLY), scalars
-                scalars = self._scalars(request)
+                scalars = self._scalars(request, measures)
                 return calls.run(scalars, _Phase.WHOLE), scalars
             except _DevicesChangedError as changed:
                 self.devices = changed.devices
 
     def _measure(self, calls: _Calls, request: StepRequest) -> dict[int, Scalars]:
         """Each device's own norm and flag."""
-        scalars = self._scalars(request, apart=True)
+        scalars = self._scalars(request, True, apart=True)
         calls.run(scalars, _Phase.MEASURE)
         return scalars
 
-    def _scalars(self, request: StepRequest, apart: bool = False) -> dict[int, Scalars]:
+    def _scalars(
+        self, request: StepRequest, measures: bool, apart: bool = False
+    ) -> dict[int, Scalars]:
         """The scale and the flag on every device in use, and room for the norm.
 
         Where devices measure `apart`, each has a flag and a float64 norm of its own.
@@ -155,7 +159,7 @@ class Stepper:
             norm = None
             if apart:
                 norm = new_scalar(device, torch.float64)
-            elif request.measures and device != HOST:
+            elif measures and device != HOST:
                 norm = self._norm_on(device)
             scalars[device] = Scalars(scale, flag, norm)
         return scalars
@@ -166,20 +170,25 @@ class Stepper:
             self._norms[device] = new_scalar(device, torch.float64)
         return self._norms[device]
 
-    def _answer(self, done: _Done, scalars: dict[int, Scalars], request: StepRequest) -> StepAnswer:
-        """What the host found, or where a device has written what it found."""
+    def _tell(self, found_inf: Tensor, scalars: dict[int, Scalars]) -> None:
+        """Write what was found to the scaler's flag, where a copy of it was sent to a device."""
+        flag = next(iter(scalars.values())).found_inf
+        if flag is not None and flag is not found_inf:
+            found_inf.copy_(flag, non_blocking=True)
+
+    def _answer_of_devices(
+        self, answer: StepAnswer, scalars: dict[int, Scalars], measures: bool
+    ) -> StepAnswer:
+        """Where the devices have written what they found."""
         first = next(iter(scalars.values()))
-        flag, asked = first.found_inf, request.found_inf
-        if request.looks_for_inf and flag is not None and asked is not None and flag is not asked:
-            asked.copy_(flag, non_blocking=True)
-        if self.devices == HOST_ONLY:
-            return StepAnswer(done.skipped, done.norm)
-        skipped = done.skipped if flag is None else flag
-        return StepAnswer(skipped, first.norm if request.measures else done.norm)
+        skipped = answer.skipped if first.found_inf is None else first.found_inf
+        return StepAnswer(skipped, first.norm if measures else answer.norm)
 
 
 class _Calls:
     """The calls of the plan for one step, and the states that were created for it."""
+
+    __slots__ = ("_has_emptied_cache", "_options", "_plan", "_squares", "new", "rules", "work")
 
     def __init__(self, plan: _C.Plan, work: Work, request: StepRequest) -> None:
         self.work = work
@@ -193,10 +202,24 @@ class _Calls:
 
     def run(self, scalars: dict[int, Scalars], phase: _Phase) -> _Done:
         """Call the plan until nothing that could be had is missing."""
+        work = self.work
         while True:
-            what, value = self._call(scalars, phase)
+            try:
+                what, value = self._plan.step(
+                    work.params,
+                    self.rules,
+                    work.optimizer.state,
+                    self.new or None,
+                    scalars,
+                    *self._options,
+                    phase,
+                    self._squares,
+                )
+            except _C.TensorError as error:
+                raise _C.TensorError(*work.place(*error.args[:2]), *error.args[2:]) from None
             if what == "done":
-                return _Done(*value)
+                done: _Done = value
+                return done
             if what == "missing":
                 self._create_states(value)
             elif what == "memory":
@@ -205,22 +228,6 @@ class _Calls:
                 raise _DevicesChangedError(tuple(value))
             else:
                 raise StaleSquaresError
-
-    def _call(self, scalars: dict[int, Scalars], phase: _Phase) -> tuple[str, Any]:
-        work = self.work
-        try:
-            return self._plan.step(
-                work.params,
-                self.rules,
-                work.optimizer.state,
-                self.new or None,
-                scalars,
-                *self._options,
-                phase,
-                self._squares,
-            )
-        except _C.TensorError as error:
-            raise _C.TensorError(*work.place(*error.args[:2]), *error.args[2:]) from None
 
     def _create_states(self, missing: list[tuple[int, int]]) -> None:
         """Create states that were found missing; an error for those that still are."""
