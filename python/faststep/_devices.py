@@ -18,7 +18,7 @@ __all__ = [
     "HOST",
     "HOST_ONLY",
     "Scalars",
-    "agreed",
+    "agree",
     "devices_of",
     "has_kernels_for",
     "new_scalar",
@@ -79,8 +79,8 @@ def on_device(scalar: Tensor, number: int) -> Tensor:
     return scalar.to(_device(number), non_blocking=number != HOST)
 
 
-def agreed(scalars: dict[int, Scalars]) -> dict[int, Scalars]:
-    """The devices' common norm (the root of the sum of squares) and flag, given back to each."""
+def agree(scalars: dict[int, Scalars]) -> dict[int, Scalars]:
+    """Give each device the common norm (the root of the sum of squares) and the common flag."""
     rows = list(scalars.values())
     first = next(iter(scalars))
     norms = [on_device(row.norm, first) for row in rows if row.norm is not None]

@@ -160,7 +160,7 @@ class Watched(torch.optim.SGD):
     error: Exception | None = None
 
     def step(self, closure: Any = None) -> Any:
-        names = ("grad_scale", "found_inf", "_measure_found_inf", "_step_max_norm")
+        names = ("grad_scale", "found_inf", "_asked")
         self.seen = {name: getattr(self, name) for name in names if hasattr(self, name)}
         if self.error is not None:
             raise self.error

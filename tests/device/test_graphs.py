@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import faststep
+from faststep.optim.request import ScalerRequest
 from optim.declarations import ADAMW, LION, SGD, Declaration
 
 from . import fake
@@ -80,11 +81,11 @@ def test_chain_with_overflow(machine: fake.Machine) -> None:
     stream = machine.stream()
     machine.use(stream)
     flag = fake.claim(torch.zeros(()))  # what a graph writes has to live as long as the graph
-    b.found_inf, b.grad_scale, b._measure_found_inf = flag, theirs._scale, True
+    b.found_inf, b.grad_scale, b._asked = flag, theirs._scale, ScalerRequest(looks_for_inf=True)
     machine.capture(stream)
     b.step()
     graph = machine.captured(stream)
-    del b.found_inf, b.grad_scale, b._measure_found_inf
+    del b.found_inf, b.grad_scale, b._asked
     for step in range(3):
         refill(pair, step, scale=float(ours._scale))
         fake.plain(theirs._scale).copy_(ours._scale)

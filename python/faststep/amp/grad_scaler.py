@@ -13,15 +13,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
-from .._devices import has_kernels_for, ordinal_of
+from .._devices import has_kernels_for
 from .._torch.modes import is_watched
-from .._torch.optim import OptState, cuda_amp_is_unavailable, dtypes_of, increment_version
+from .._torch.optim import OptState, cuda_amp_is_unavailable, dtypes_of
 from ..clip import clip_grad_norm_
 from ..grads import divide as division
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
+from ..optim.request import ScalerRequest
 from .protocol import any_found, lent_attributes, takes_found_inf
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
+from .unscale import flag_on, unscale, unscale_on_devices
 
 __all__ = ["GradScaler"]
 
@@ -139,13 +141,13 @@ class GradScaler(torch.amp.GradScaler):
         if is_watched():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # Only a scale in host memory can be read without waiting for a device.
-        if inv_scale.is_cpu and (done := _unscale(params, inv_scale, allow_fp16)) is not None:
+        if inv_scale.is_cpu and (done := unscale(params, inv_scale, allow_fp16)) is not None:
             any_grad, overflow = done
             host = torch.device("cpu")
-            return {host: _flag(found_inf, host, overflow)} if any_grad else {}
+            return {host: flag_on(found_inf, host, overflow)} if any_grad else {}
         grads = _C.collect_grads(params)
         if grads and all(g.is_cuda and has_kernels_for(g) for g in grads):
-            found = _unscale_on_devices(grads, inv_scale, found_inf, allow_fp16)
+            found = unscale_on_devices(grads, inv_scale, found_inf, allow_fp16)
             if found is not None:
                 return found
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -161,9 +163,9 @@ class GradScaler(torch.amp.GradScaler):
             allow_fp16,
         )
         if ours:
-            _, overflow = cast("tuple[bool, bool]", _unscale(ours, inv_scale, allow_fp16))
+            _, overflow = cast("tuple[bool, bool]", unscale(ours, inv_scale, allow_fp16))
             host = torch.device("cpu")
-            per_device[host] = _flag(per_device.get(host, found_inf), host, overflow)
+            per_device[host] = flag_on(per_device.get(host, found_inf), host, overflow)
         return per_device
 
     def step(
@@ -200,7 +202,7 @@ class GradScaler(torch.amp.GradScaler):
         fused = isinstance(optimizer, FusedOptimizer)
         lent: dict[str, Any] = {}
         if max_norm is not None and fused:
-            lent["_step_max_norm"] = max_norm
+            lent["_asked"] = ScalerRequest(max_norm=max_norm)
         elif max_norm is not None:
             self._clip_before_step(optimizer, max_norm, args, kwargs)
         if not self._enabled:
@@ -222,7 +224,7 @@ class GradScaler(torch.amp.GradScaler):
         measures = fused and ready and self._checks_like_ours()
         if measures:
             lent["found_inf"] = torch.zeros((), dtype=torch.float32, device=scale.device)
-            lent["_measure_found_inf"] = True
+            lent["_asked"] = ScalerRequest(looks_for_inf=True, max_norm=max_norm)
             had_grads = has_grads(optimizer)
         else:
             if ready:
@@ -354,50 +356,3 @@ class GradScaler(torch.amp.GradScaler):
             cls._unscale_grads_ is GradScaler._unscale_grads_
             and cls._check_inf_per_device is GradScaler._check_inf_per_device
         )
-
-
-def _unscale(params: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, bool] | None:
-    """Multiply the gradients in place; times 1 nothing is written.
-
-    Returns whether there is a gradient, and whether one was not finite before; None, and nothing is
-    written, if one of them is not for the C passes. ValueError for a float16 gradient if they are
-    not allowed.
-    """
-    try:
-        found, overflow, written = _C.unscale_grads(params, inv_scale.item(), allow_fp16)
-    except TypeError:
-        return None
-    increment_version(written)
-    return found, overflow
-
-
-def _unscale_on_devices(
-    grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-) -> dict[torch.device, Tensor] | None:
-    """Multiply in place, one launch per device; a flag for each, set at an overflow there.
-
-    None, and nothing is written, if one of the gradients is not for the C passes.
-    """
-    lists: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        lists[grad.device].append(grad)
-    if len(lists) > 1 and not allow_fp16 and torch.float16 in dtypes_of(grads):
-        raise ValueError("Attempting to unscale FP16 gradients.")  # before any list is written
-    if len(lists) > 1 and not all(_C.fusable(some, ordinal_of(some[0])) for some in lists.values()):
-        return None
-    flags = {}
-    for device, some in lists.items():
-        flag = flags[device] = found_inf.to(device=device, copy=True, non_blocking=True)
-        scale = inv_scale.to(device=device, non_blocking=True)
-        try:
-            _C.device_unscale(some, scale, flag, allow_fp16)
-        except TypeError:
-            return None  # the only list, then
-        increment_version(some)
-    return flags
-
-
-def _flag(found_inf: Tensor, device: torch.device, overflow: bool) -> Tensor:
-    """A copy of `found_inf` on `device`, set to 1 at an overflow."""
-    copy = found_inf.to(device=device, copy=True)
-    return copy.fill_(1.0) if overflow else copy

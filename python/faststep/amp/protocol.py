@@ -3,8 +3,8 @@
 The scaler sets attributes for the time of one step: `grad_scale`, the 0-d float32 scale that is
 still in the gradients (None where they are unscaled), and `found_inf`, 0-d float32, not 0 where
 the step must be skipped. This is torch's protocol for its fused optimizers. faststep's optimizers
-know two more: with `_measure_found_inf` their own first pass looks for overflows and writes
-`found_inf`; `_step_max_norm` is the global norm to clip to in this step.
+know one more, `_asked`: a `ScalerRequest` says whether the step itself looks for overflows and
+writes `found_inf`, and to which global norm it clips. FusedOptimizer._request reads all three.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from .._torch.modes import is_watched
 from .buckets import Pairs, Reduced
 
 if TYPE_CHECKING:
-    from ..optim.base import FusedOptimizer
+    from ..optim.clipping import ClippedOptimizer
 
 __all__ = ["BackwardNorm"]
 
@@ -48,7 +48,7 @@ class BackwardNorm:
     """The hooks of one optimizer, and what they measured since its last step."""
 
     def __init__(
-        self, optimizer: FusedOptimizer, model: DistributedDataParallel | None = None
+        self, optimizer: ClippedOptimizer, model: DistributedDataParallel | None = None
     ) -> None:
         self.fallbacks: Counter[str] = Counter()
         self.wanted = True  # whether the next step measures, as the last one did
@@ -66,7 +66,7 @@ class BackwardNorm:
         weakref.finalize(self, _remove, self._slots).atexit = False
         self.attach(optimizer)
 
-    def attach(self, optimizer: FusedOptimizer) -> None:
+    def attach(self, optimizer: ClippedOptimizer) -> None:
         """Hook parameters that are new or were unfrozen; note where the others are now."""
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for index, param in enumerate(params):
@@ -80,7 +80,7 @@ class BackwardNorm:
                     handle = _hook(weakref.ref(self), slot, param)
                 self._slots[id(param)] = weakref.ref(param), slot, handle
 
-    def reattach(self, optimizer: FusedOptimizer) -> None:
+    def reattach(self, optimizer: ClippedOptimizer) -> None:
         """Let the hooks run after those that were set meanwhile."""
         _remove(self._slots)
         self.attach(optimizer)
@@ -130,7 +130,7 @@ class BackwardNorm:
 
     def for_step(
         self,
-        optimizer: FusedOptimizer,
+        optimizer: ClippedOptimizer,
         params: list[list[Tensor]],
         grad_scale: Tensor | None,
         measures: bool,
@@ -155,7 +155,9 @@ class BackwardNorm:
         self._scale_changed = False
         return self._squares
 
-    def _refuse(self, optimizer: FusedOptimizer, why: str, group: int = 0, index: int = 0) -> None:
+    def _refuse(
+        self, optimizer: ClippedOptimizer, why: str, group: int = 0, index: int = 0
+    ) -> None:
         """Count a step that measures by itself; warn once for each reason."""
         self.fallbacks[why] += 1
         # One change of scale is a matter of course: the first step, an overflow, growth.
@@ -173,7 +175,7 @@ class BackwardNorm:
             )
         self.attach(optimizer)
 
-    def moved(self, optimizer: FusedOptimizer) -> None:
+    def moved(self, optimizer: ClippedOptimizer) -> None:
         """The step found gradients elsewhere than the check did: Python code ran in between."""
         self._refuse(optimizer, "changed")
 

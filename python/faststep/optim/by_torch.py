@@ -8,30 +8,22 @@ the update, with what a step of ours does around it: unscaling, the check for ov
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from .request import StepAnswer, StepRequest
+
 if TYPE_CHECKING:
     from .base import FusedOptimizer
 
-__all__ = ["Request", "step_by_torch", "update_by_torch"]
-
-
-class Request(NamedTuple):
-    """What a step is asked to do beside the update."""
-
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
-    measures: bool  # whether it looks for overflows itself, and tells `found_inf`
-    max_norm: float | None
-    write_grads: bool
+__all__ = ["step_by_torch", "update_by_torch"]
 
 
 @torch.no_grad()
-def step_by_torch(optimizer: FusedOptimizer, request: Request) -> tuple[bool, Tensor | None]:
-    """Make the step; whether it was skipped, and the norm if it was measured."""
+def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer:
+    """Make the step."""
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"] if p.grad is not None]
     before: list[Tensor] = [p.grad for p in params]
@@ -40,14 +32,14 @@ def step_by_torch(optimizer: FusedOptimizer, request: Request) -> tuple[bool, Te
         inverse = request.grad_scale.double().reciprocal()
         grads = [grad * inverse.to(grad.device, grad.dtype) for grad in grads]
     norm = None
-    if grads and (request.measures or request.max_norm is not None):
+    if grads and request.measures:
         norm = torch.nn.utils.get_total_norm(grads)
     found = request.found_inf
-    if request.measures and found is not None:
+    if request.looks_for_inf and found is not None:
         finite = [torch.isfinite(grad).all().to(found.device) for grad in grads]
         found.fill_(0.0) if not finite else found.copy_(~torch.stack(finite).all())
     if found is not None and bool(found != 0.0):
-        return True, norm
+        return StepAnswer(True, norm)
     if request.max_norm is not None and norm is not None:
         coefficient = torch.clamp(request.max_norm / (norm + 1e-6), max=1.0)
         grads = [grad * coefficient.to(grad.device, grad.dtype) for grad in grads]
@@ -62,7 +54,7 @@ def step_by_torch(optimizer: FusedOptimizer, request: Request) -> tuple[bool, Te
         for old, new in zip(before, grads, strict=True):
             if new is not old:
                 old.copy_(new)
-    return False, norm
+    return StepAnswer(False, norm)
 
 
 def _set(params: list[Tensor], grads: list[Tensor]) -> None:

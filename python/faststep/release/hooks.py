@@ -12,26 +12,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .. import _C
-from .._devices import HOST, Scalars, on_device, ordinal_of
 from .._torch.compiler import disable_dynamo
 from .._torch.library import address_of_mode_depth
 from .._torch.modes import is_watched
-from .._torch.optim import increment_version
 from ..amp.protocol import AskedToUnscale
 from ..grads.buckets import Pairs, Reduced, reducing_model
 from ..grads.divide import params_of
 from ..grads.released import refuse_clipping, set_released
-from ..optim.base import FusedOptimizer, Phase, Rule
-from ..optim.by_torch import Request
+from ..optim.base import FusedOptimizer, Rule
+from ..optim.request import StepRequest
+from ..optim.step import Stepper, Work
 from .moments import Moments
 from .tied import give_rows, tied_embeddings
 
 __all__ = ["Clip", "Release", "check_clipping"]
 
 Clip = Literal["per_parameter", "lagged"]
-_NO_CLIPPING = math.nan
-_NO_SCALARS = {HOST: Scalars(None, None, None)}
-_WHOLE = int(Phase.WHOLE)
 _MODE_DEPTH = address_of_mode_depth()
 
 
@@ -39,6 +35,7 @@ class _Place:
     """Where a parameter is in the optimizer, and its hook."""
 
     def __init__(self, hook: _C.ReleaseHook, param: Tensor) -> None:
+        self.stepper = Stepper(hook.plan)
         self.hook = hook  # has the group, and whether there was an update since the last step
         self.index = 0
         self.param = weakref.ref(param)
@@ -182,10 +179,11 @@ class Release:
         rule = self._rule_of(optimizer, place)
         try:
             max_norm = self._coefficient(optimizer, place, grad)
-            _step(optimizer, place, param, rule, self._scale, max_norm)
+            request = StepRequest(self._scale, max_norm=max_norm)
+            _step(optimizer, place, param, rule, request)
         except _C.TensorError as error:
             if self._moments is None and optimizer._is_for_torch(place.hook.group, place.index):
-                _step_by_torch(optimizer, place, param, self._scale, max_norm)
+                _step_by_torch(optimizer, place, param, request)
             else:
                 where = (place.hook.group, place.index)
                 raise optimizer._explained(*where, *error.args[2:]) from None
@@ -214,11 +212,11 @@ class Release:
             self._rules[place.hook.group] = rule
         return rule if self._moments is None else self._moments.rule(rule, place.hook.updated)
 
-    def _coefficient(self, optimizer: FusedOptimizer, place: _Place, grad: Tensor) -> float:
-        """Measure for the next step, scale this one; returns the norm to clip `grad` alone by."""
+    def _coefficient(self, optimizer: FusedOptimizer, place: _Place, grad: Tensor) -> float | None:
+        """Measure for the next step, scale this one; returns the limit of `grad` alone."""
         limit = optimizer.max_grad_norm
         if limit is None or self._clip is None:
-            return _NO_CLIPPING
+            return None
         if self._clip == "lagged":
             place.square_sum = _C.measure([grad], 1.0)[0]
             if self._norm is not None:
@@ -228,7 +226,7 @@ class Release:
                 elif self._scale is None:
                     divisor = 1.0 / coefficient if coefficient else math.inf
                     self._scale = torch.tensor(divisor, dtype=torch.float64, device="cpu")
-                return _NO_CLIPPING
+                return None
         return limit
 
     def _check_step(self) -> None:
@@ -236,7 +234,7 @@ class Release:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        if optimizer._step_max_norm is not None:
+        if optimizer._asked.max_norm is not None:
             refuse_clipping(params_of(optimizer))
         if self._moments is not None:  # they are applied by the step
             return
@@ -335,52 +333,22 @@ def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
 
 
 def _step_by_torch(
-    optimizer: FusedOptimizer,
-    place: _Place,
-    param: Tensor,
-    scale: Tensor | None,
-    max_norm: float,
+    optimizer: FusedOptimizer, place: _Place, param: Tensor, request: StepRequest
 ) -> None:
     """The step of one parameter by operators of torch."""
     groups = optimizer.param_groups
-    limit = None if math.isnan(max_norm) else max_norm
     optimizer.param_groups = [{**groups[place.hook.group], "params": [param]}]
     try:
-        optimizer._step_by_torch(Request(scale, None, False, limit, False))
+        optimizer._step_by_torch(request)
     finally:
         optimizer.param_groups = groups
 
 
 def _step(
-    optimizer: FusedOptimizer,
-    place: _Place,
-    param: Tensor,
-    rule: Rule,
-    scale: Tensor | None,
-    max_norm: float,
+    optimizer: FusedOptimizer, place: _Place, param: Tensor, rule: Rule, request: StepRequest
 ) -> None:
     if is_watched():
-        _step_by_torch(optimizer, place, param, scale, max_norm)
-        return
-    scalars = _NO_SCALARS
-    if scale is not None or param.device.type != "cpu":
-        device = ordinal_of(param)
-        scale = None if scale is None else on_device(scale, device)
-        scalars = {device: Scalars(scale, None, None)}
-    options = (scalars, False, max_norm, False, _WHOLE)
-    what, value = place.hook.plan.step([[param]], [rule], optimizer.state, None, *options)
-    if what == "missing":
-        optimizer._refuse_half_state(place.hook.group, place.index, rule.state_keys)
-        with torch.no_grad():
-            optimizer._new_state(optimizer.param_groups[place.hook.group], param)
-        try:
-            what, value = place.hook.plan.step([[param]], [rule], optimizer.state, value, *options)
-        except BaseException:
-            optimizer._drop_new_state(param)
-            raise
-    if what == "memory":
-        raise torch.OutOfMemoryError(f"{value}; the parameter was not updated")
-    if what != "done":
-        raise _C.TensorError(0, 0, "state", "value", "is None")
-    if written := value[2]:
-        increment_version(written)
+        _step_by_torch(optimizer, place, param, request)
+    else:
+        work = Work(optimizer, [[param]], lambda: [rule], [place.hook.group])
+        place.stepper.step(work, request)

@@ -8,17 +8,15 @@ squares instead of the square of the sum.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import Scalars, devices_of
 from .._torch.modes import is_watched
-from .._torch.optim import increment_version
 from ..optim.adam import Adam, AdamW
-from ..optim.base import FusedOptimizer, Phase, Rule
+from ..optim.base import FusedOptimizer, Rule
+from ..optim.request import StepRequest
+from ..optim.step import MissingStateError, Stepper, Work
 
 __all__ = ["Moments"]
 
@@ -36,7 +34,7 @@ class Moments:
                 f"{type(optimizer).__name__} is neither"
             )
         self._numbers = {name: row[0] for name, row in _C.rules().items()}
-        self._plan = _C.Plan()
+        self._stepper = Stepper()
         for group in optimizer.param_groups:
             _check(group)
 
@@ -60,25 +58,21 @@ class Moments:
             number = self._numbers["from_moments"]
             lists.append([param for param in group["params"] if id(param) in wanted])
             rules.append(Rule(number, adam.state_keys[:3], True, adam.hyper, False, adam.lr))
-        scalars = {device: Scalars(None, None, None) for device in devices_of(params)}
         # A step takes parameters that have a gradient, which this rule does not read.
         for param in params:
             param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
+        groups = list(range(len(lists)))
         try:
-            what, value = self._plan.step(
-                lists, rules, optimizer.state, None, scalars, False, math.nan, False, Phase.WHOLE
-            )
-        finally:
-            for param in params:
-                param.grad = None
-        if what == "memory":
-            raise torch.OutOfMemoryError(f"{value}; no parameter was updated")
-        if what != "done":
+            work = Work(optimizer, lists, lambda: rules, groups, creates_states=False)
+            self._stepper.step(work, StepRequest())
+        except MissingStateError:
             raise RuntimeError(
                 "the moments of a parameter were taken out of the optimizer's state between "
                 "backward and step(); no parameter was updated"
-            )
-        increment_version(value[2])
+            ) from None
+        finally:
+            for param in params:
+                param.grad = None
 
 
 def _refuse_watched() -> None:

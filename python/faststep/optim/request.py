@@ -1,0 +1,59 @@
+"""What a step is asked for, how a group is stepped, and what the step answers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .. import _C
+
+__all__ = ["Rule", "ScalerRequest", "StepAnswer", "StepRequest", "number"]
+
+
+class ScalerRequest(NamedTuple):
+    """What faststep's GradScaler asks of a step, beside torch's `grad_scale` and `found_inf`."""
+
+    looks_for_inf: bool = False  # the step checks the gradients, and writes `found_inf`
+    max_norm: float | None = None  # takes the place of the optimizer's `max_grad_norm`
+
+
+class StepRequest(NamedTuple):
+    """What one step does beside the update."""
+
+    grad_scale: Tensor | None = None  # gradients are divided by it; 0-d
+    found_inf: Tensor | None = None  # the step is skipped where it is not 0; 0-d
+    looks_for_inf: bool = False  # the step checks the gradients, and writes `found_inf`
+    max_norm: float | None = None  # gradients are clipped to this global 2-norm
+    write_grads: bool = False  # unscaled and clipped gradients are written back to `.grad`
+    squares: _C.Squares | None = None  # of the gradients, measured in backward
+
+    @property
+    def measures(self) -> bool:
+        """Whether all gradients are read before the first parameter is written."""
+        return self.looks_for_inf or self.max_norm is not None
+
+
+class StepAnswer(NamedTuple):
+    """What a step found. Tensors are on a CUDA device, where nobody has waited for them."""
+
+    skipped: bool | Tensor  # a tensor that is not 0 where the step was skipped
+    norm: float | Tensor | None  # before clipping; None where nothing was measured
+
+
+class Rule(NamedTuple):
+    """How one parameter group is stepped; the C side reads it by position."""
+
+    number: int
+    state_keys: tuple[str, ...]  # "step" first where has_step, then the states in the rule's order
+    has_step: bool
+    hyper: tuple[float, ...]  # in the order of the rule's row in csrc/rules/rules.def, lr first
+    maximize: bool
+    lr: dict[int, Tensor] | None = None  # per CUDA device: read there instead of from `hyper`
+
+
+def number(value: float | Tensor) -> float:
+    """A hyper-parameter that may be a one-element tensor."""
+    if type(value) is float:  # isinstance() with Tensor takes as long as all the rest
+        return value
+    return float(value.item() if isinstance(value, Tensor) else value)
