@@ -44,7 +44,7 @@ class SortingGPT(nn.Module):
         self.head = nn.Linear(width, 11)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits of the next token at every position; tokens is int64 (batch, length)."""
+        """Return logits of the next token at every position; tokens is int64 (batch, length)."""
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         x = self.token(tokens) + self.position.weight[:length]
