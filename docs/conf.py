@@ -42,5 +42,5 @@ nitpick_ignore_regex = [
     ("py:.*", r"(torch|collections|os|nn)\..*"),
     ("py:.*", r"faststep\.data\.transforms\.mixing\.Labels"),
     ("py:.*", r"faststep\.data\.workers\.frozen\..*"),
-    ("py:.*", r"faststep\.data\.(converted\.Converted|loader\._T_co)"),
+    ("py:.*", r"faststep\.data\.(arrays\.converted\.Converted|loader\._T_co)"),
 ]

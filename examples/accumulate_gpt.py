@@ -1,19 +1,19 @@
-"""A byte-level GPT trained in windows of eight micro-batches: before, after, and wrong.
+"""Gradient accumulation: a byte-level GPT trained by torch, by faststep, and with three mistakes.
 
-    pip install faststep
+    pip install .
     python examples/accumulate_gpt.py
 
-Its text is the standard library's own source, in pieces of uneven length, as documents are. Five
-ways to train on windows of eight are compared with one large batch of the same documents:
+The text is the standard library's own source, cut into documents of uneven length. Five ways to
+train on windows of eight micro-batches are compared with one large batch of the same documents:
 
-    one large batch       what the others should be equal to
+    one large batch       the result that the others should have
     before: torch         loss / count, and everything once per window, by hand
     after: faststep       accumulate(normalize="tokens")
     a mean of means       loss_mean / 8: short documents weigh as much as long ones
     clipped too early     clip_grad_norm_ in every micro-step
-    zeroed too early      zero_grad in every micro-step: the last document is left
+    zeroed too early      zero_grad in every micro-step: only the last document counts
 
-What differs from the script with torch alone, once it is right:
+The difference between the correct script with torch alone and the one with faststep:
 
     -optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     +optimizer = faststep.optim.AdamW(model.parameters(), lr=LR, max_grad_norm=LIMIT)
@@ -51,7 +51,7 @@ Window = list[Tensor]
 
 
 def windows(steps: int) -> Iterator[Window]:
-    """Windows of documents, 8 to 96 bytes long; the same ones at each call."""
+    """Yield windows of documents of 8 to 96 bytes; the same ones at each call."""
     text, source = standard_library_text(4 << 20), torch.Generator().manual_seed(1)
     for _ in range(steps):
         lengths = 8 + torch.rand(WINDOW, generator=source).pow(2.0).mul(LONGEST - 8).long()
@@ -66,18 +66,18 @@ def new_model() -> GPT:
 
 
 def tokens_of(document: Tensor) -> int:
-    """The bytes that are predicted."""
+    """The number of bytes that the model predicts."""
     return len(document) - 1
 
 
 def loss_of(model: GPT, document: Tensor) -> Tensor:
-    """The sum over the document's bytes."""
+    """The loss, summed over the document's bytes."""
     tokens, targets = document[None, :-1], document[None, 1:]
     return model(tokens, targets) * tokens_of(document)
 
 
 def large_batch(model: GPT, window: Window) -> Tensor:
-    """The same documents at once, padded; the mean over all of their bytes."""
+    """The loss of all documents at once, padded: the mean over their bytes."""
     rows = nn.utils.rnn.pad_sequence(window, batch_first=True, padding_value=-100)
     tokens, targets = rows[:, :-1].clamp(min=0), rows[:, 1:]
     places = torch.arange(tokens.shape[1])
@@ -89,7 +89,10 @@ def large_batch(model: GPT, window: Window) -> Tensor:
 
 
 def train_by_hand(backward: Callable[[GPT, Window], None], clip: bool = True) -> list[float]:
-    """torch alone: `backward` fills the gradients of a window; the loss of every window before."""
+    """Train with torch alone, and return each window's loss before its step.
+
+    `backward` makes the gradients of a window.
+    """
     model, curve = new_model(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     for window in windows(STEPS):

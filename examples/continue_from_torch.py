@@ -1,9 +1,9 @@
-"""Move a running training from torch's AdamW to faststep's and back: the checkpoints are the same.
+"""Move a training from torch's AdamW to faststep's and back, by ordinary checkpoints.
 
-    pip install faststep
+    pip install .
     python examples/continue_from_torch.py
 
-What differs in a script that resumes:
+The change in a script that resumes:
 
     -optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     +optimizer = faststep.optim.AdamW(model.parameters(), lr=3e-3)
@@ -45,7 +45,7 @@ def train(
 
 
 def main() -> tuple[float, float]:
-    """Return the last loss of torch alone and of torch, faststep, torch in turn."""
+    """Return two last losses: of torch alone, and of torch, faststep and torch in turn."""
     ours, theirs = faststep.optim.AdamW, torch.optim.AdamW
     with tempfile.TemporaryDirectory() as folder:
         a, b, c = (Path(folder) / f"{name}.pt" for name in "abc")

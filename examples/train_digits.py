@@ -1,9 +1,9 @@
 """An MLP on scikit-learn's digits with mixed precision and gradient clipping.
 
-    pip install faststep scikit-learn
+    pip install . scikit-learn
     python examples/train_digits.py
 
-What differs from the script with torch alone:
+The change from a script with torch alone:
 
     -from torch.amp import GradScaler
     -from torch.optim import AdamW
@@ -16,8 +16,8 @@ What differs from the script with torch alone:
     +scaler.step(optimizer, max_norm=1.0)
      scaler.update()
 
-With the two imports alone the script runs as well; the last change lets the step do the
-unscaling and the clipping in its own two passes over memory.
+A change of the two imports is enough to run the script. With the last change the step unscales and
+clips in its own two passes over memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH_SIZE = 64
 
 
 def load() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images in [0, 1] and labels of a training and a test set."""
+    """Return images in [0, 1] and labels of a training set, and the same of a test set."""
     digits = load_digits()
     images = torch.tensor(digits.data, dtype=torch.float32) / 16
     labels = torch.tensor(digits.target)

@@ -1,9 +1,9 @@
-"""A tiny character-level GPT that learns to sort, with the limit on the gradient in the optimizer.
+"""A tiny GPT that learns to sort digits; the optimizer clips the gradients inside its step.
 
-    pip install faststep
+    pip install .
     python examples/train_gpt.py
 
-What differs from the script with torch alone:
+The change from a script with torch alone:
 
     -from torch.optim import AdamW
     +from faststep.optim import AdamW
@@ -44,7 +44,7 @@ class SortingGPT(nn.Module):
         self.head = nn.Linear(width, 11)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token at every place; tokens is int64 (batch, length)."""
+        """Return logits of the next token at every position; tokens is int64 (batch, length)."""
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length)
         x = self.token(tokens) + self.position.weight[:length]
@@ -52,7 +52,7 @@ class SortingGPT(nn.Module):
 
 
 def batch_of(size: int) -> Tensor:
-    """Rows of eight digits, the separator, and the same digits in order."""
+    """Return rows of eight digits, the separator, and the same digits in order."""
     digits = torch.randint(10, (size, DIGITS))
     return torch.cat([digits, torch.full((size, 1), SEPARATOR), digits.sort(1).values], 1)
 
@@ -68,7 +68,7 @@ def accuracy(model: SortingGPT) -> float:
 
 
 def main() -> float:
-    """Train and return the share of rows sorted right."""
+    """Train, and return the share of rows that the model sorts without a mistake."""
     torch.manual_seed(0)
     model = SortingGPT()
     optimizer = AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)

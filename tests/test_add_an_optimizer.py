@@ -7,21 +7,10 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-
-CLASS = """
-from faststep.optim.base import FusedOptimizer, Rule
-
-
-class SignSGD(FusedOptimizer):
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    def _rule_of(self, group):
-        return Rule(self._number_of["signsgd"], (), False, (float(group["lr"]),), False)
-"""
 
 SCRIPT = """
 import torch
@@ -35,10 +24,13 @@ assert param.tolist() == [1.5, 2.0, 2.5], param
 
 
 def test_the_walk_through_works(tmp_path: Path) -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text()
-    header = re.search(r"```c\n(.*?)```", text, re.DOTALL)
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    text = page.split("\n## Add an optimizer\n")[1].split("\n## ")[0]
+    rule, python = (
+        textwrap.dedent(code)
+        for code in re.findall(r" ```(?:c|python)\n(.*?) ```", text, re.DOTALL)
+    )
     row = re.search(r"`(RULE\(signsgd,.*?\))`", text)
-    assert header
     assert row
     for name in ("csrc", "python", "setup.py", "pyproject.toml", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
@@ -47,8 +39,7 @@ def test_the_walk_through_works(tmp_path: Path) -> None:
         else:
             shutil.copy(ROOT / name, tmp_path / name)
     rules = tmp_path / "csrc" / "rules"
-    rule = "\n".join(line.removeprefix("   ") for line in header[1].splitlines())
-    (rules / "signsgd.h").write_text(rule + "\n")
+    (rules / "signsgd.h").write_text(rule)
     include = '#include "rules/sgd.h"\n'
     all_rules = (rules / "rules.h").read_text()
     assert all_rules.count(include) == 2, "once for float and once for double"
@@ -57,7 +48,7 @@ def test_the_walk_through_works(tmp_path: Path) -> None:
     )
     with (rules / "rules.def").open("a") as table:
         table.write(row[1] + "\n")
-    (tmp_path / "python" / "faststep" / "optim" / "signsgd.py").write_text(CLASS)
+    (tmp_path / "python" / "faststep" / "optim" / "signsgd.py").write_text(python)
     build = [sys.executable, "setup.py", "-q", "build_ext", "--inplace"]
     cpu_only = {**os.environ, "FASTSTEP_CUDA": "0"}
     subprocess.run(build, cwd=tmp_path, check=True, timeout=300, env=cpu_only)

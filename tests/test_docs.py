@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import re
 import types
 from pathlib import Path
@@ -16,6 +17,21 @@ NOT_OURS = {"build", "dist"}  # as are folders whose names begin with a dot
 CODE = re.compile(r"^( *)```.*?^\1```|`[^`\n]*`", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^()\s]+)(?:\s+\"[^\"]*\")?\)|\b(?:src|href)=\"([^\"]+)\"")
 ELSEWHERE = re.compile(r"[a-z]+:")
+FILE = re.compile(r"[\w*]+\.(py|pyi|c|h|cu|def|md)")
+# What a reader of CONTRIBUTING writes, what `make bench` writes, and what CPython has.
+NOT_HERE = {
+    "benchmarks/results/local",
+    "Python.h",
+    "csrc/rules/signsgd.h",
+    "python/faststep/optim/signsgd.py",
+    "python/faststep/data/formats/points.py",
+    "tests/data/test_formats_points.py",
+}
+NAMES = {
+    path.name
+    for top in ("csrc", "cuda", "docs", "python", "tests", "benchmarks")
+    for path in (ROOT / top).rglob("*.*")
+}
 HEADING = re.compile(r"^#+ +(.*?) *#*$", re.MULTILINE)
 
 
@@ -86,6 +102,33 @@ def test_a_broken_link_is_caught(tmp_path: Path, text: str, complaint: str | Non
     (root / "page.md").write_text(f"# Here\n\n{text}\n")
     (tmp_path / "other.md").write_text("outside")
     assert broken(root) == ([] if complaint is None else [f"page.md: {complaint}"])
+
+
+def is_there(name: str) -> bool:
+    """Whether a path, from the root or a folder that pages write for, or a file's name, exists."""
+    tops = [
+        ROOT,
+        *(ROOT / top for top in ("csrc", "docs", "python/faststep", "python/faststep/data")),
+    ]
+    return any(any(top.glob(name)) for top in tops) or bool(fnmatch.filter(NAMES, name))
+
+
+def test_files_that_pages_name_are_there() -> None:
+    tops = {path.name for path in ROOT.iterdir()} | {"_torch", "data", "optim", "rules"}
+    missing = []
+    for page in pages(ROOT):
+        text = re.sub(r"^( *)```.*?^\1```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for name in re.findall(r"`([\w.*/-]+)`", text):
+            is_path = name.split("/")[0] in tops if "/" in name else FILE.fullmatch(name)
+            if is_path and name not in NOT_HERE and not is_there(name):
+                missing.append(f"{page.relative_to(ROOT).as_posix()}: {name}")
+    assert missing == []
+
+
+def test_the_architecture_is_one_page() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    assert len(page.split()) <= 1000
+    assert page.count("\n```\n") >= 6, "the pictures of the rooms, a gradient and a batch"
 
 
 def test_the_reference_has_all_public_names() -> None:

@@ -13,8 +13,8 @@ from .console import CommandError
 
 __all__ = ["main"]
 
-INTERRUPTED = 130  # what shells show of a program that SIGINT ended
-PIPE_CLOSED = 141  # and of one that SIGPIPE ended
+INTERRUPTED = 130  # the status that shells give a program that SIGINT ended
+PIPE_CLOSED = 141  # and one that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,8 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 for success, 1 for an error that was reported on stderr,
-        130 after Ctrl-C, 141 where nobody reads the output (``| head``). Wrong arguments exit with
-        argparse's status 2.
+        130 after Ctrl-C, 141 if the reader of the output has gone (``| head``). Wrong arguments
+        exit with argparse's status 2.
     """
     from . import bench, convert, demo, info
 
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         arguments.run(arguments)
-        sys.stdout.flush()  # an error shows here, and not when Python ends
+        sys.stdout.flush()  # a write error is reported here, not when Python ends
     except CommandError as error:
         print(f"faststep {arguments.command}: {error}", file=sys.stderr)
         return 1
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drop_output() -> None:
-    """Let what is left in stdout's buffer go nowhere: Python writes it when it ends."""
+    """Discard what is left in stdout's buffer, which Python would write when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

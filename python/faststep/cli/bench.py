@@ -1,4 +1,4 @@
-"""``python -m faststep bench``: ratios on this machine against torch and the rivals installed."""
+"""``python -m faststep bench``: ratios on this machine against torch and installed rivals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .workloads import FAMILIES, MAX_NORM, SHAPES, Work
 
 __all__ = ["HELP", "add_arguments", "run"]
 
-HELP = "measure optimizers, scaling and clipping against torch and the rivals installed"
+HELP = "measure optimizers, scaling and clipping against torch and installed rivals"
 
 _PLOT = "bench.png"
 _QUICK_SHAPES = ("2000 x 64", "16 x 1M")
@@ -37,14 +37,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"any of {', '.join(SHAPES)} (GPT-2 small takes 8 GiB)",
     )
     parser.add_argument(
-        "--seconds", type=_seconds, help="time per row of the tables; default 3, quick 0.5"
+        "--seconds", type=_seconds, help="time per row of the tables; default 3, with --quick 0.5"
     )
     plots.add_arguments(parser, _PLOT)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the time of every round")
 
 
 def _seconds(text: str) -> float:
-    """An argument of argparse: a time."""
+    """A time in seconds, as an argument of argparse."""
     try:
         seconds = float(text)
     except ValueError:
@@ -59,7 +59,7 @@ def _works(shapes: Sequence[str]) -> list[Work]:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Measure and print tables, and write the plot."""
+    """Measure, print tables, and write the plot."""
     output = plots.plot_path(arguments, _PLOT)
     if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
         raise CommandError(f"--json {arguments.json}: there is no such folder")
@@ -79,8 +79,8 @@ def run(arguments: argparse.Namespace) -> None:
 
     print(f"{machine()}\n")
     print(
-        f"fp32 on the CPU; the gradients' norm is {works[0].true_norm:g} and the limit "
-        f"{MAX_NORM:g}, so clipping acts. Contenders take turns; medians.\n"
+        f"fp32 on the CPU. The gradients' norm is {works[0].true_norm:g} and the limit "
+        f"{MAX_NORM:g}, so gradients are clipped. Contenders take turns; times are medians.\n"
     )
     print(as_text(outcomes))
     if arguments.json is not None:

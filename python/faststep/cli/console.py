@@ -43,7 +43,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool =
 
 
 class Progress:
-    """A progress bar on a terminal, and a line per tenth of the way elsewhere.
+    """A progress bar on a terminal; elsewhere a line per tenth of the steps.
 
     Args:
         total: number of steps.
@@ -61,7 +61,7 @@ class Progress:
         self._last_length = 0
 
     def show(self, done: int, note: str = "") -> None:
-        """Show that ``done`` of the steps are behind us, with a short note beside the bar."""
+        """Show that ``done`` of the steps are done, with a short note beside the bar."""
         elapsed = time.monotonic() - self._started
         left = elapsed / max(1, done) * (self.total - done)
         filled = self.width * done // self.total
@@ -76,7 +76,7 @@ class Progress:
         self.stream.flush()
 
     def count(self, done: int, note: str = "") -> None:
-        """Show that ``done`` steps are behind us where their number is not known."""
+        """Show that ``done`` steps are done, if the total is not known."""
         if self._live:
             self.stream.write(f"\r{done} {note}")
             self.stream.flush()

@@ -1,4 +1,4 @@
-"""Who is measured: faststep, torch and the rivals, each as a function that does one round."""
+"""The contenders: faststep, torch and the rivals, each a function that does one round."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def torch_chain(parameters: Sequence[Parameter], **options: Any) -> Round:
 
 
 def swapped_chain(parameters: Sequence[Parameter]) -> Round:
-    """The same calls, of faststep's functions and classes."""
+    """The same calls with faststep's functions and classes."""
     optimizer = faststep.optim.AdamW(parameters, lr=1e-4)
     scaler = faststep.amp.GradScaler(parameters[0].device.type, init_scale=INIT_SCALE)
     _make_scale(scaler, parameters)
@@ -101,7 +101,7 @@ def swapped_chain(parameters: Sequence[Parameter]) -> Round:
 
 
 def fused_chain(parameters: Sequence[Parameter]) -> Round:
-    """faststep's own way: the step unscales and clips."""
+    """faststep's shorter chain, in which the step unscales and clips."""
     optimizer = faststep.optim.AdamW(parameters, lr=1e-4)
     scaler = faststep.amp.GradScaler(parameters[0].device.type, init_scale=INIT_SCALE)
     _make_scale(scaler, parameters)
@@ -179,6 +179,6 @@ CONTENDERS: Mapping[str, tuple[Contender, ...]] = MappingProxyType(
 
 
 def contenders_of(work: Work) -> tuple[Contender, ...]:
-    """Those who take part in a work, ours first."""
+    """The contenders of a work, ours first."""
     everyone = CONTENDERS[work.family]
     return tuple(c for c in everyone if not work.only or c.name in work.only)

@@ -10,7 +10,7 @@ from .console import CommandError, Progress
 __all__ = ["HELP", "add_arguments", "run"]
 
 HELP = "write a dataset of any format as memory-mapped arrays, for the loader's C threads"
-BETWEEN = 0.1  # seconds between two looks of the progress bar
+BETWEEN = 0.1  # seconds between two updates of the progress bar
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,14 +21,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file, directory or pattern: .npy, .npz, safetensors, HDF5, Arrow, Parquet, LMDB, "
         "TFRecord, tar (WebDataset) or folders of images",
     )
-    parser.add_argument("destination", metavar="DST", help="directory to make")
+    parser.add_argument("destination", metavar="DST", help="the directory to write")
     parser.add_argument(
         "--force", action="store_true", help="replace an earlier result; other files stay"
     )
     parser.add_argument(
         "--columns",
         metavar="A,B",
-        help="these fields only (HDF5, Parquet, Arrow, tar, safetensors, .npz)",
+        help="convert these fields only (HDF5, Parquet, Arrow, tar, safetensors, .npz)",
     )
     parser.add_argument(
         "--image-size",

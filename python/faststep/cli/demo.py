@@ -1,4 +1,4 @@
-"""``python -m faststep demo``: one small GPT trained twice, with torch alone and with faststep."""
+"""``python -m faststep demo``: trains one small GPT twice, with torch alone and with faststep."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _model(seed: int, config: GPTConfig) -> GPT:
 def _batches(
     loader: type[DataLoader[Any]], dataset: TensorDataset, batch_size: int, seed: int
 ) -> Iterator[tuple[Tensor]]:
-    """Epoch after epoch, in an order that the seed alone decides."""
+    """Yield batches without end, in an order that follows from the seed alone."""
     generator = torch.Generator().manual_seed(seed)
     made = loader(dataset, batch_size, shuffle=True, drop_last=True, generator=generator)
     while True:
@@ -151,7 +151,7 @@ def faststep_run(seed: int, config: GPTConfig, dataset: TensorDataset, batch_siz
 
 
 def train(arguments: argparse.Namespace) -> tuple[Run, Run]:
-    """Train both runs; they take turns, so that noise on the machine meets both alike."""
+    """Train both runs. They take turns, so that other programs slow both alike."""
     if arguments.steps < 1 or arguments.batch_size < 1:
         raise CommandError("--steps and --batch-size must be at least 1")
     text, config = standard_library_text(), GPTConfig()
@@ -178,14 +178,14 @@ def train(arguments: argparse.Namespace) -> tuple[Run, Run]:
 
 
 def report(theirs: Run, ours: Run) -> str:
-    """The table of phases and what is to be said about it."""
+    """The table of phases, the losses and a summary, as text."""
     a, b = theirs.medians(), ours.medians()
     rows = [
         [phase, f"{1e3 * a[phase]:.2f}", f"{1e3 * b[phase]:.2f}", times(a[phase] / b[phase])]
         for phase in (*PHASES, WHOLE)
     ]
     gaps = [abs(x - y) for x, y in zip(theirs.losses, ours.losses, strict=True)]
-    # max() passes over NaN, which a diverged run must show.
+    # max() ignores NaN, and a diverged run must show it.
     gap = math.nan if any(map(math.isnan, gaps)) else max(gaps)
     other = 100 * (1 - a[CHAIN] / a[WHOLE])
     chain, whole = times(a[CHAIN] / b[CHAIN]), times(a[WHOLE] / b[WHOLE])
@@ -200,9 +200,9 @@ def report(theirs: Run, ours: Run) -> str:
             ),
             f"Largest difference between the loss curves: {gap:.2e}",
             "",
-            f"Forward and backward, which faststep leaves as they are, and the data take "
-            f"{other:.0f} % of torch's step on this CPU:",
-            f"the optimizer chain is {chain} as fast, the whole step {whole}.",
+            f"Data, forward and backward take {other:.0f} % of torch's step on this CPU; faststep "
+            f"does not change forward and backward.",
+            f"The optimizer chain is {chain} as fast as torch's, the whole step {whole}.",
         ]
     )
 

@@ -108,11 +108,11 @@ def standard_library_text(limit: int = 16 << 20) -> Tensor:
 
 
 def windows(text: Tensor, context: int) -> TensorDataset:
-    """Samples of `context` + 1 bytes: the tokens, and moved on by one byte the targets.
+    """Samples of `context` + 1 bytes; the targets are the tokens one byte later.
 
     Args:
         text: 1-d uint8 tensor of more than `context` bytes.
-        context: bytes from window to window.
+        context: bytes from the start of a window to that of the next.
 
     Returns:
         A dataset over the text's own memory.

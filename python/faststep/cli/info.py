@@ -1,4 +1,4 @@
-"""``python -m faststep info``: what this build uses on this machine, and why not more."""
+"""``python -m faststep info``: what is in use on this machine, and what is missing."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def _version_counters() -> str:
         return "moved by libtorch's own function"
     slower = "moved by torch.autograd.graph.increment_version, which takes longer"
     if faststep._layout is None:
-        return f"{slower}: it takes torch's records to do without"
+        return f"{slower}: the faster way needs torch's records"
     missing = "this torch exports no torch::autograd::impl::bump_version that works"
     return f"{slower}: {missing}"
 
 
 def _profilers() -> str:
     if address_of_has_callbacks():
-        return "told of a step where one runs"
+        return "told of a step only while one runs"
     return "told of every step: this torch exports no at::hasCallbacks, which says whether one runs"
 
 

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def _cache() -> Path:
-    """The folder for what a user can do without, by the XDG Base Directory Specification."""
+    """The folder for files that can be made again, by the XDG Base Directory Specification."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if given.is_absolute():  # the specification: others are to be ignored
         return given / "faststep"

@@ -23,7 +23,7 @@ _DISTRIBUTIONS = ("torch", "deepspeed", "torch-optimi", "bitsandbytes")
 
 
 def machine() -> str:
-    """One line about where the figures come from."""
+    """One line with the processor, the threads and the versions."""
     versions = [f"{name} {version_of(name)}" for name in _DISTRIBUTIONS if version_of(name)]
     cpu = _C.cpu_info()
     return (
@@ -33,7 +33,7 @@ def machine() -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in ms, with three digits that count."""
+    """A time in ms, with three significant digits."""
     return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
 
 

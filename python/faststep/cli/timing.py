@@ -1,4 +1,4 @@
-"""How it is measured: rounds in turn, medians, and the copy rate of the same minutes."""
+"""Measures contenders: they take turns, and the copy rate is taken in the same minutes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Contest", "CopyMeter", "Outcome", "run_contest", "warm_up"]
 
 @dataclass
 class Outcome:
-    """What one work gave.
+    """What was measured of one work.
 
     Args:
         work: what was measured.
@@ -92,8 +92,8 @@ class Contest:
         work: what is measured.
         seed: seed of the tensors.
 
-    A contender is built on first use and does one untimed round, which must have changed the
-    tensors: a contender that does nothing is not a rival.
+    A contender is built on first use and does one untimed round. That round must change the
+    tensors, so that nobody wins by doing nothing.
     """
 
     def __init__(self, work: Work, seed: int = 0) -> None:

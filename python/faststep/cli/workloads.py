@@ -77,8 +77,7 @@ class Family:
     Args:
         title: what is timed.
         bytes_per_element: the least traffic of fp32 work: every operand is read once in each pass
-            that needs it, and written once.
-            0 where time does not depend on it.
+            that needs it, and written once. 0 if the time does not depend on it.
         states: how many tensors of a parameter's size the optimizer keeps for it.
         scaled: whether the gradients arrive multiplied by the loss scale.
     """
@@ -133,7 +132,7 @@ class Work:
         fresh_gradients: every round gets newly allocated gradients, as after
             ``zero_grad(set_to_none=True)``; otherwise the same tensors are refilled.
         cold: before every round something larger than the caches is read and written.
-        sweep: the sweep that the work is a point of: "tensors", "elements" or "".
+        sweep: the sweep that the work belongs to: "tensors", "elements" or "" for none.
         only: names of the contenders to measure; empty for all of the family.
         dtype: of parameters, gradients and states.
     """
@@ -207,7 +206,7 @@ class Arena:
             parameter.grad = gradient.clone()
 
     def refill(self) -> None:
-        """Give every parameter its gradient back, the last one's first, as backward does.
+        """Restore every parameter's gradient, the last one first, as backward does.
 
         Belongs before each round, untimed.
         """
