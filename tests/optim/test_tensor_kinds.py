@@ -14,7 +14,7 @@ from torch.nn import Parameter
 from torch.utils._pytree import tree_map
 
 import faststep
-from faststep._torch import kinds as _tensor_kinds
+from faststep._torch import kinds
 from faststep._torch import records as _records
 
 from .common import assert_same_bits, parameters
@@ -92,7 +92,7 @@ def described(tensor: Tensor) -> tuple[int, ...]:
 @pytest.mark.parametrize("kind", FURTHER)
 def test_a_kind_that_the_experiment_does_not_make_is_told_apart(kind: str) -> None:
     tensor = FURTHER[kind]()
-    others = {name: described(other) for name, other in _tensor_kinds.different_tensors()}
+    others = {name: described(other) for name, other in kinds.different_tensors()}
     if kind == "wrapped":  # to C a subclass is a subclass
         del others["a subclass with its own __torch_dispatch__"]
     assert described(tensor) not in others.values()
@@ -125,11 +125,11 @@ def test_ordinary_tensors_are_alike(kind: str) -> None:
     assert described(tensor) == described(torch.zeros(4))
 
 
-@pytest.mark.parametrize("kind", ["of the same kind", *_tensor_kinds._KINDS])
+@pytest.mark.parametrize("kind", ["of the same kind", *kinds._KINDS])
 def test_a_kind_that_looks_like_another_turns_records_off(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setitem(_tensor_kinds._KINDS, kind, lambda: torch.zeros(4))
+    monkeypatch.setitem(kinds._KINDS, kind, lambda: torch.zeros(4))
     layout, reason = _records.find()
     assert layout is None
     assert reason == f"{kind} has a record like that of a tensor of torch.float32"
@@ -146,7 +146,7 @@ def test_a_mask_without_the_bits_of_a_kind_turns_records_off(
     layout, mask = _records.find()[0], _records._mask
     assert layout is not None
     plain = described(torch.zeros(4))
-    own = [a ^ b for a, b in zip(described(_tensor_kinds._KINDS[kind]()), plain, strict=True)]
+    own = [a ^ b for a, b in zip(described(kinds._KINDS[kind]()), plain, strict=True)]
     assert any(own)
     monkeypatch.setattr(_records, "_mask", lambda at: mask(at) & ~own[at - layout.kind])
     found, reason = _records.find()
