@@ -47,7 +47,7 @@ from ._torch.compiler import is_compiling
 from ._torch.modes import is_watched
 from ._torch.optim import increment_version
 from .grads.divide import divide_grads_of, divide_these
-from .grads.released import refuse_clipping
+from .grads.owners import refuse_clipping
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 

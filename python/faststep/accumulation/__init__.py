@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .._distributed import is_distributed
 from ..optim.wrapped import unwrapped
 from .helper import Accumulation
 from .window import Normalize, Window
@@ -87,8 +88,7 @@ def accumulate(
         raise ValueError(f"dtype must be None or torch.float32, not {dtype}")
     if in_pairs and dtype is None:
         raise ValueError("in_pairs=True is for sums in fp32: pass dtype=torch.float32 too")
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    if model is None and normalize == "tokens" and not alone:
+    if model is None and normalize == "tokens" and is_distributed():
         raise ValueError(
             'normalize="tokens" on several ranks needs model=: the DistributedDataParallel module, '
             "over whose ranks tokens are counted, or a plain module to count on each rank alone"

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._torch.compiler import disable_dynamo
 from ..amp.protocol import AskedToUnscale
 from ..grads import divide as division
+from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from .window import Window
 
@@ -181,7 +182,7 @@ class Installed:
                 division.divide(optimizer)
             return self._pass(inner, optimizer)
         # What follows, until scaler.step, is clipping: it finds no gradients inside a window.
-        hidden = [(p, p.grad) for p in division.params_of(optimizer) if p.grad is not None]
+        hidden = [(p, p.grad) for p in params_of(optimizer) if p.grad is not None]
         self._hidden[id(optimizer)] = hidden
         for param, _ in hidden:
             param.grad = None
@@ -192,7 +193,7 @@ class Installed:
         window = self._window
         if window.micro_step and not window.ready:
             return None
-        params = division.params_of(optimizer)
+        params = params_of(optimizer)
         if window.sums is not None:
             window.sums.clear(params)
         for param in params:

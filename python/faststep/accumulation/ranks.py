@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._distributed import world_size
 from .._torch.compiler import uncompiled
 from .._torch.ddp import rebuild_buckets
 
@@ -61,7 +62,7 @@ class Ranks:
     @property
     def world(self) -> int:
         """How many ranks there are."""
-        return 1 if self._model is None else dist.get_world_size(self._model.process_group)
+        return 1 if self._model is None else world_size(self._model.process_group)
 
     def set_quiet(self, quiet: bool) -> None:
         """Keep the model from communicating in forward and backward, or let it."""

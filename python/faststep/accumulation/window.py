@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 from ..grads import divide as division
 from ..grads.buckets import reducing_model
 from ..grads.norm import BackwardNorm
-from ..grads.released import is_released
+from ..grads.owners import accumulating, releasing
+from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
-from .owners import StepHooks, owner_of
 from .ranks import Ranks
+from .step_hooks import StepHooks
 from .sums import Sums
 
 __all__ = ["Normalize", "Window"]
@@ -37,12 +38,12 @@ class Window:
         in_pairs: bool,
     ) -> None:
         for optimizer in optimizers:
-            if is_released(optimizer):
+            if optimizer in releasing:
                 raise RuntimeError(
                     f"gradients of this {type(optimizer).__name__} are released in backward "
                     "(release_gradients), so they cannot be accumulated: remove() the release first"
                 )
-            if owner_of(optimizer) is not None:
+            if optimizer in accumulating:
                 raise RuntimeError(
                     f"gradients of this {type(optimizer).__name__} are accumulated already; call "
                     "remove() on what accumulate() returned before"
@@ -78,10 +79,9 @@ class Window:
         found: dict[int, tuple[str, Tensor]] = {}
         for optimizer in self.optimizers:
             for number, group in enumerate(optimizer.param_groups):
-                given = group.get("param_names")
+                whose = "" if group.get("param_names") else f" of {type(optimizer).__name__}"
                 for index, param in enumerate(group["params"]):
-                    name = f"parameter {index} of group {number} of {type(optimizer).__name__}"
-                    name = repr(given[index]) if given else name
+                    name = name_of(optimizer, number, index) + whose
                     found.setdefault(id(param), (repr(names.get(id(param), name)), param))
         for name, param in self.model.named_parameters() if self.model else ():
             if param.requires_grad:
@@ -197,7 +197,7 @@ class Window:
         for optimizer, hooks in zip(self.optimizers, self._hooks, strict=True):
             hooks.come_last(optimizer)
             if self.sums and not isinstance(optimizer, FusedOptimizer):
-                params = division.params_of(optimizer)
+                params = params_of(optimizer)
                 rest = [p.grad for p in params if p.grad is not None and p not in self.sums]
                 self.sums.round(params, 1.0 / divisor)
                 division.scale(rest, 1.0 / divisor)
@@ -250,7 +250,7 @@ class Window:
     def _measure_again(self) -> None:
         """Gradients were measured in buckets that are no more."""
         for optimizer, _ in self._backward_norms():
-            for param in division.params_of(optimizer):
+            for param in params_of(optimizer):
                 self._measure(param)
 
     def _start_with_zeros(self, param: Tensor) -> None:
@@ -374,7 +374,7 @@ def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
     """Raise if two of the optimizers have a parameter in common."""
     seen: set[int] = set()
     for number, optimizer in enumerate(optimizers):
-        params = division.params_of(optimizer)
+        params = params_of(optimizer)
         for index, param in enumerate(params):
             if id(param) in seen:
                 raise ValueError(

@@ -8,10 +8,9 @@ one after the other.
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from .._distributed import instances_of, world_size
 from .._torch.ddp import after_backward
 
 __all__ = ["Pairs", "Reduced", "User", "reducing_model"]
@@ -31,12 +31,10 @@ def reducing_model(params: Iterable[Tensor]) -> DistributedDataParallel | None:
 
     Looked for among all objects, which takes some time: a module does not know what wraps it.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if world_size() <= 1:
         return None
     wanted = set(map(id, params))
-    # by their type, as some proxies act when they are asked for their class
-    models = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-    for model in cast("list[DistributedDataParallel]", models):
+    for model in list(instances_of(DistributedDataParallel)):
         complete = hasattr(model, "reducer")
         if complete and any(id(param) in wanted for param in _reduced_params(model)):
             return model
@@ -68,7 +66,7 @@ class Reduced:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
-        self._factor = 1.0 / dist.get_world_size(self._group)
+        self._factor = 1.0 / world_size(self._group)
         self._users: list[weakref.ref[User]] = []
         self._params = {id(param): weakref.ref(param) for param in _reduced_params(model)}
         model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))

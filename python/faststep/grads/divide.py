@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from .. import _C
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version
-from ..optim.base import FusedOptimizer
+from .owners import ByOptimizer
+from .params import grads_of, is_ours
 
 __all__ = [
     "Division",
@@ -29,11 +30,9 @@ __all__ = [
     "divide_grads_of",
     "divide_these",
     "divisor_of",
-    "params_of",
     "repeat",
     "scale",
     "settle",
-    "those_with",
     "unscaled",
 ]
 
@@ -44,10 +43,10 @@ class Division:
     """One optimizer's division: the number, the tensor lent to it, the gradients as they were."""
 
     def __init__(self, optimizer: Optimizer, divisor: float) -> None:
-        fused = isinstance(optimizer, FusedOptimizer)
         self.divisor = divisor
+        self.sum_may_stay = is_ours(optimizer)  # torch's steps write the quotient to `.grad`
         # torch's fused kernels read a float32; ours take the divisor of fp64 parameters unrounded.
-        dtype = torch.float64 if fused else torch.float32
+        dtype = torch.float64 if self.sum_may_stay else torch.float32
         grads = grads_of(optimizer)
         device = grads[0].device if grads else "cpu"
         self.scale = torch.tensor(divisor, dtype=dtype, device=device)
@@ -56,17 +55,7 @@ class Division:
         self.first = weakref.ref(dense[0]) if dense else None
 
 
-_waiting: weakref.WeakKeyDictionary[Optimizer, Division] = weakref.WeakKeyDictionary()
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters, group after group."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def grads_of(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that are there, in the order of the parameters."""
-    return _C.collect_grads(params_of(optimizer))
+_waiting: ByOptimizer[Division] = ByOptimizer(weakly=False)
 
 
 def _dense(grads: Iterable[Tensor]) -> list[Tensor]:
@@ -82,7 +71,7 @@ def takes_gradscale(optimizer: Optimizer) -> bool:
 
     A subclass with a step of its own may read `.grad` there, which must not be the sum.
     """
-    if isinstance(optimizer, FusedOptimizer):
+    if is_ours(optimizer):
         return not optimizer._has_own_step()
     official = type(optimizer).__module__.startswith("torch.optim.")
     return official and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
@@ -106,19 +95,19 @@ def defer(optimizer: Optimizer, divisor: float) -> None:
             "of accumulated gradients as well"
         )
     division = Division(optimizer, divisor)
-    _waiting[optimizer] = division
+    _waiting.set(optimizer, division)
     setattr(optimizer, _ATTRIBUTE, division.scale)
 
 
 def divisor_of(optimizer: Optimizer) -> float | None:
     """What the optimizer's next step divides by, if anything."""
-    division = _waiting.get(optimizer)
+    division = _waiting.of(optimizer)
     return None if division is None else division.divisor
 
 
 def settle(optimizer: Optimizer) -> Division | None:
     """The division, if one waited, has been made or is not wanted any more; returns it."""
-    division = _waiting.pop(optimizer, None)
+    division = _waiting.pop(optimizer)
     # While a scaler steps the attribute is the scaler's to remove.
     lent = vars(optimizer).get(_ATTRIBUTE)
     if division is not None and lent is division.scale and "found_inf" not in vars(optimizer):
@@ -135,7 +124,7 @@ def repeat(optimizer: Optimizer, made: Division | None) -> None:
     Raises:
         RuntimeError: a GradScaler makes the step.
     """
-    if made is None or made.first is None or not isinstance(optimizer, FusedOptimizer):
+    if made is None or made.first is None or not made.sum_may_stay:
         return
     grads = _dense(grads_of(optimizer))
     if not grads or grads[0] is not made.first() or _versions_of(grads) != made.versions:
@@ -151,7 +140,7 @@ def repeat(optimizer: Optimizer, made: Division | None) -> None:
 
 def check(optimizer: Optimizer) -> None:
     """Refuse a step that would divide gradients that are not the window's sum any more."""
-    division = _waiting.get(optimizer)
+    division = _waiting.of(optimizer)
     if division is None:
         return
     if getattr(optimizer, _ATTRIBUTE, None) is None:  # an older torch's scaler drops it
@@ -168,39 +157,27 @@ def check(optimizer: Optimizer) -> None:
 
 def divide(optimizer: Optimizer) -> None:
     """Divide in place, now; a pass of its own."""
-    division = _waiting.get(optimizer)
+    division = _waiting.of(optimizer)
     if division is not None:
         scale(grads_of(optimizer), 1.0 / division.divisor if division.divisor else math.inf)
         settle(optimizer)
 
 
-def those_with(
-    tensors: Iterable[Tensor],
-    optimizers: Collection[Optimizer],
-    tensors_of: Callable[[Optimizer], list[Tensor]],
-) -> list[Optimizer]:
-    """The optimizers that have one of these tensors; nothing is looked at where there are none."""
-    if not optimizers:
-        return []
-    wanted = set(map(id, tensors))
-    return [one for one in list(optimizers) if any(id(t) in wanted for t in tensors_of(one))]
-
-
 def divide_grads_of(parameters: Iterable[Tensor]) -> None:
     """`divide` for each optimizer that has one of these parameters."""
-    for optimizer in those_with(parameters, _waiting, params_of):
+    for optimizer in _waiting.having(parameters):
         divide(optimizer)
 
 
 def divide_these(tensors: Iterable[Tensor]) -> None:
     """`divide` for each optimizer that has a gradient among these tensors."""
-    for optimizer in those_with(tensors, _waiting, grads_of):
+    for optimizer in _waiting.having(tensors, grads_of):
         divide(optimizer)
 
 
 def unscaled(optimizer: Optimizer, inv_scale: Tensor) -> Tensor:
     """What to multiply gradients by so that they are unscaled and divided in one pass."""
-    division = _waiting.get(optimizer)
+    division = _waiting.of(optimizer)
     if division is None:
         return inv_scale
     return (inv_scale.double() / division.divisor).float()

@@ -17,7 +17,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,12 +25,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from .._devices import HOST_ONLY
+from .._distributed import world_size
 from .._torch.compiler import disable_dynamo
 from .._torch.modes import is_watched
 from .buckets import Pairs, Reduced
-
-if TYPE_CHECKING:
-    from ..optim.base import FusedOptimizer
+from .params import Stepped, name_of, params_of
 
 __all__ = ["BackwardNorm"]
 
@@ -47,9 +46,7 @@ _REASONS = {
 class BackwardNorm:
     """The hooks of one optimizer, and what they measured since its last step."""
 
-    def __init__(
-        self, optimizer: FusedOptimizer, model: DistributedDataParallel | None = None
-    ) -> None:
+    def __init__(self, optimizer: Stepped, model: DistributedDataParallel | None = None) -> None:
         self.fallbacks: Counter[str] = Counter()
         self.wanted = True  # whether the next step measures, as the last one did
         self.idle = False  # until the last micro-step of an accumulation window
@@ -66,10 +63,9 @@ class BackwardNorm:
         weakref.finalize(self, _remove, self._slots).atexit = False
         self.attach(optimizer)
 
-    def attach(self, optimizer: FusedOptimizer) -> None:
+    def attach(self, optimizer: Stepped) -> None:
         """Hook parameters that are new or were unfrozen; note where the others are now."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for index, param in enumerate(params):
+        for index, param in enumerate(params_of(optimizer)):
             known = self._slots.get(id(param))
             if known is not None and known[0]() is param:
                 known[1][0] = index
@@ -80,7 +76,7 @@ class BackwardNorm:
                     handle = _hook(weakref.ref(self), slot, param)
                 self._slots[id(param)] = weakref.ref(param), slot, handle
 
-    def reattach(self, optimizer: FusedOptimizer) -> None:
+    def reattach(self, optimizer: Stepped) -> None:
         """Let the hooks run after those that were set meanwhile."""
         _remove(self._slots)
         self.attach(optimizer)
@@ -130,7 +126,7 @@ class BackwardNorm:
 
     def for_step(
         self,
-        optimizer: FusedOptimizer,
+        optimizer: Stepped,
         params: list[list[Tensor]],
         grad_scale: Tensor | None,
         measures: bool,
@@ -142,7 +138,7 @@ class BackwardNorm:
         if optimizer._devices != HOST_ONLY:
             self._refuse(optimizer, "device")
             return None
-        if self._reduced is None and _ranks() > 1:
+        if self._reduced is None and world_size() > 1:
             self.wanted = False
             self._refuse(optimizer, "distributed")
             return None
@@ -155,7 +151,7 @@ class BackwardNorm:
         self._scale_changed = False
         return self._squares
 
-    def _refuse(self, optimizer: FusedOptimizer, why: str, group: int = 0, index: int = 0) -> None:
+    def _refuse(self, optimizer: Stepped, why: str, group: int = 0, index: int = 0) -> None:
         """Count a step that measures by itself; warn once for each reason."""
         self.fallbacks[why] += 1
         # One change of scale is a matter of course: the first step, an overflow, growth.
@@ -163,8 +159,7 @@ class BackwardNorm:
         self._scale_changed = why == "scale"
         if why not in self._warned and not tolerable:
             self._warned.add(why)
-            names = optimizer.param_groups[group].get("param_names")
-            name = repr(names[index]) if names else f"parameter {index} of group {group}"
+            name = name_of(optimizer, group, index)
             warnings.warn(
                 f"{type(optimizer).__name__}(norm_in_backward=True): {_REASONS[why].format(name)}; "
                 "the step measured all gradients in a pass of its own. Such steps are counted in "
@@ -173,7 +168,7 @@ class BackwardNorm:
             )
         self.attach(optimizer)
 
-    def moved(self, optimizer: FusedOptimizer) -> None:
+    def moved(self, optimizer: Stepped) -> None:
         """The step found gradients elsewhere than the check did: Python code ran in between."""
         self._refuse(optimizer, "changed")
 
@@ -195,11 +190,6 @@ def _callers_level() -> int:
     while frame is not None and frame.f_globals["__name__"].startswith(("faststep.", "torch.")):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _ranks() -> int:
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    return 1 if alone else torch.distributed.get_world_size()
 
 
 def _hook(owner: Callable[[], BackwardNorm | None], slot: list[int], param: Tensor) -> Any:

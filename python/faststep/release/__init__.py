@@ -8,9 +8,9 @@ from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
 from .._torch.ddp import is_fsdp_shard
-from ..accumulation.owners import owner_of
 from ..grads.buckets import Reduced
-from ..grads.released import is_released, set_released
+from ..grads.owners import accumulating, releasing
+from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.wrapped import unwrapped
 from .hooks import Clip, Release, check_clipping
@@ -107,15 +107,14 @@ def release_gradients(
     if clip not in (None, "per_parameter", "lagged"):
         raise ValueError(f'clip must be None, "per_parameter" or "lagged", not {clip!r}')
     _refuse_wrappers(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if clip == "lagged" and any(param.is_cuda for param in params):
+    if clip == "lagged" and any(param.is_cuda for param in params_of(optimizer)):
         raise ValueError('clip="lagged" measures on the CPU only, and a parameter is on CUDA')
-    if owner_of(optimizer) is not None:
+    if optimizer in accumulating:
         raise RuntimeError(
             "gradients of this optimizer are accumulated (faststep.accumulate), so they cannot be "
             "released: call remove() on the accumulation first"
         )
-    if is_released(optimizer):
+    if optimizer in releasing:
         raise RuntimeError("gradients of this optimizer are released already")
     check_clipping(optimizer, clip)
     moments = Moments(optimizer) if accumulate_into_states else None
@@ -131,7 +130,7 @@ def release_gradients(
                 "another optimizer: give all parameters to one optimizer"
             )
     release = Release(optimizer, clip, moments, reduced, inner)
-    set_released(optimizer, release)
+    releasing.set(optimizer, release)
     return release
 
 

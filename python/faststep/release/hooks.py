@@ -19,8 +19,8 @@ from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 from ..amp.protocol import AskedToUnscale
 from ..grads.buckets import Pairs, Reduced, reducing_model
-from ..grads.divide import params_of
-from ..grads.released import refuse_clipping, set_released
+from ..grads.owners import refuse_clipping, releasing
+from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer, Phase, Rule
 from ..optim.by_torch import Request
 from .moments import Moments
@@ -173,8 +173,9 @@ class Release:
             if self._places.get(id(param)) is not place:
                 return
         if place.hook.updated and self._moments is None:
+            name = name_of(optimizer, place.hook.group, place.index)
             raise RuntimeError(
-                f"a second gradient of {_name(optimizer, place)} before optimizer.step(): with "
+                f"a second gradient of {name} before optimizer.step(): with "
                 "release_gradients() it was updated with the first one. Gradients cannot be "
                 "accumulated; remove() the release for that"
             )
@@ -281,7 +282,7 @@ class Release:
             self._reduced.drop(self)
         optimizer = self._optimizer()
         if optimizer is not None:
-            set_released(optimizer, None)
+            releasing.pop(optimizer)
 
 
 def _undo(handles: list[Any], places: dict[int, _Place]) -> None:
@@ -311,12 +312,6 @@ def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
         raise optimizer._explained(*error.args) from None
     with torch.no_grad():
         optimizer._new_state(entry, param)
-
-
-def _name(optimizer: Optimizer, place: _Place) -> str:
-    group, index = place.hook.group, place.index
-    names = optimizer.param_groups[group].get("param_names")
-    return repr(names[index]) if names else f"parameter {index} of group {group}"
 
 
 def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:

@@ -1,4 +1,4 @@
-"""Which optimizers accumulate, and the hooks around their step."""
+"""The hooks around the step of an optimizer that accumulates."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from .._torch.compiler import disable_dynamo
+from ..grads.owners import accumulating
 
 if TYPE_CHECKING:
     from .window import Window
 
-__all__ = ["StepHooks", "owner_of", "release"]
-
-_owners: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Window]] = weakref.WeakKeyDictionary()
-
-
-def owner_of(optimizer: Optimizer) -> Window | None:
-    """The window that accumulates for this optimizer."""
-    owner = _owners.get(optimizer)
-    return None if owner is None else owner()
-
-
-def release(optimizer: Optimizer) -> None:
-    """The optimizer accumulates no longer."""
-    _owners.pop(optimizer, None)
+__all__ = ["StepHooks"]
 
 
 class StepHooks:
@@ -33,7 +21,7 @@ class StepHooks:
 
     def __init__(self, window: Window, optimizer: Optimizer) -> None:
         owner = weakref.ref(window)
-        _owners[optimizer] = owner
+        accumulating.set(optimizer, window)
 
         @disable_dynamo
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
