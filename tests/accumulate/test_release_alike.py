@@ -179,7 +179,7 @@ def test_nothing_is_held(calls: list[int]) -> None:
         model, optimizer, release = warm(MAKE["AdamW"])
         loss_of(model, DATA[0]).backward()
         dead = [weakref.ref(x) for x in (optimizer, release, model, *model.parameters())]
-        hooks = [weakref.ref(place.handle) for place in release._places.values()]
+        hooks = [weakref.ref(known.handle) for known in release._places._known.values()]
         del model, optimizer, release
         # torch's optimizers are in a cycle of their own (zero_grad is wrapped around itself)
         gc.collect()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from .._torch.compiler import disable_dynamo
 from .._torch.optim import get_grad_dtype, set_grad_dtype
 from ..grads.add import Addition, add_all, add_to
+from ..grads.hooks import Hooked
 
 __all__ = ["LOW_PRECISION", "Sums"]
 
@@ -25,7 +25,6 @@ class _Sum:
     """
 
     def __init__(self, param: Tensor, name: str) -> None:
-        self.param = weakref.ref(param)
         self.name = name
         self.grad_dtype = get_grad_dtype(param)
         self.buffer: Tensor | None = None
@@ -33,7 +32,6 @@ class _Sum:
         self.hidden = False  # the buffer was taken out of `.grad` here, and cleared by nobody
         self.held: Tensor | None = None  # the first gradient of a pair
         self.held_version = 0
-        self.handle: Any = None
 
 
 class Sums:
@@ -49,17 +47,17 @@ class Sums:
     """
 
     def __init__(self, in_pairs: bool = False) -> None:
-        self._sums: dict[int, _Sum] = {}
+        self._sums: Hooked[_Sum] = Hooked()
         self._generation = 1
         self._in_pairs = in_pairs
         self._holding = False  # in pairs, and this is not a window's last micro-step
         self._came = False  # whether a gradient came since `mark`
 
     def __bool__(self) -> bool:
-        return bool(self._sums)
+        return len(self._sums) > 0
 
     def __contains__(self, param: Tensor) -> bool:
-        return self._of(param) is not None
+        return self._sums.of(param) is not None
 
     def attach(self, params: Iterable[tuple[str, Tensor]]) -> bool:
         """Hook the low-precision parameters among (name, parameter) that have no hook yet.
@@ -68,13 +66,9 @@ class Sums:
         """
         before = len(self._sums)
         for name, param in params:
-            if param.requires_grad and param.dtype in LOW_PRECISION and not self._of(param):
+            if param.requires_grad and param.dtype in LOW_PRECISION and param not in self:
                 self._hook(name, param)
         return len(self._sums) > before
-
-    def _of(self, param: Tensor) -> _Sum | None:
-        mine = self._sums.get(id(param))
-        return mine if mine is not None and mine.param() is param else None
 
     def _hook(self, name: str, param: Tensor) -> None:
         mine = _Sum(param, name)
@@ -87,8 +81,7 @@ class Sums:
             if sums is not None:
                 sums._add(mine, param, sums._holding)
 
-        mine.handle = param.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-        self._sums[id(param)] = mine
+        self._sums.add(param, mine, add)
         if param.grad is not None:
             self._add(mine, param)
 
@@ -172,7 +165,7 @@ class Sums:
         """
         hold = self._in_pairs and not last
         found = []
-        for mine, param in self._each():
+        for param, mine in self._sums:
             if (addition := self._taken(mine, param, hold)) is not None:
                 found.append((mine, param, addition))
             elif not hold and param.grad is None and mine.generation == self._generation:
@@ -185,7 +178,7 @@ class Sums:
     def add_held(self) -> None:
         """Let the buffers hold all that has come."""
         found = []
-        for mine, _ in self._each():
+        for _, mine in self._sums:
             if (addition := self._addition(mine, None)) is not None:
                 found.append((mine, addition))
         add_all([addition for _, addition in found])
@@ -202,7 +195,7 @@ class Sums:
 
     def release_grads(self) -> None:
         """Take the buffers out of `.grad` for the next micro-step of the window."""
-        for mine, param in self._each():
+        for param, mine in self._sums:
             if self._in_pairs and param.grad is None:
                 continue
             if self._in_pairs or mine.generation == self._generation:
@@ -216,7 +209,7 @@ class Sums:
     def begin_window(self) -> None:
         """Forget the sums; what is left in `.grad` counts as the first term, as in torch."""
         self._generation += 1
-        for mine, param in self._each():
+        for param, mine in self._sums:
             if param.grad is None:
                 continue
             if param.grad is mine.buffer:
@@ -231,7 +224,7 @@ class Sums:
 
     def put(self, param: Tensor, value: Tensor) -> bool:
         """Make `value` the sum of a parameter; False if it has no buffer here."""
-        mine = self._of(param)
+        mine = self._sums.of(param)
         if mine is None:
             return False
         mine.buffer = value.to(device=param.device, dtype=torch.float32, copy=True)
@@ -241,14 +234,14 @@ class Sums:
 
     def hidden(self, param: Tensor) -> Tensor | None:
         """The sum so far of the open window, where it is not in `.grad`."""
-        mine = self._of(param)
+        mine = self._sums.of(param)
         live = mine is not None and mine.generation == self._generation and param.grad is None
         return mine.buffer if mine is not None and live else None
 
     def clear(self, params: Iterable[Tensor]) -> None:
         """The gradients of these parameters are cleared: what has come of them is in no sum."""
         for param in params:
-            mine = self._of(param)
+            mine = self._sums.of(param)
             if mine is not None:
                 mine.generation, mine.held = 0, None
 
@@ -256,7 +249,7 @@ class Sums:
         """Drop the sums of the open window."""
         self._generation += 1
         self._holding = False
-        for mine, param in self._each():
+        for param, mine in self._sums:
             mine.held = None
             if param.grad is mine.buffer:
                 param.grad = None
@@ -264,7 +257,7 @@ class Sums:
     def round(self, params: Iterable[Tensor], factor: float) -> None:
         """Replace the sums by their product with factor in the parameter's own dtype."""
         for param in params:
-            mine = self._of(param)
+            mine = self._sums.of(param)
             if mine is None or mine.buffer is None or param.grad is not mine.buffer:
                 continue
             low = torch.empty_like(mine.buffer, dtype=param.dtype)
@@ -273,25 +266,17 @@ class Sums:
 
     def remove(self) -> None:
         """Undo everything; sums are rounded to the parameter's dtype, and what is held put back."""
-        found = list(self._each())
-        for mine, param in found:
+        found = list(self._sums)
+        for param, mine in found:
             if self._holding and param.grad is None:
                 live = mine.generation == self._generation
                 if live and mine.buffer is not None and mine.held is not None:
                     add_to(mine.buffer, mine.held, 1.0, False)
                 param.grad = mine.buffer if live else mine.held
-        self.round([param for _, param in found], 1.0)
-        for mine in self._sums.values():
-            mine.handle.remove()
-        for mine, param in found:
+        self.round([param for param, _ in found], 1.0)
+        self._sums.remove()
+        for param, mine in found:
             set_grad_dtype(param, mine.grad_dtype)
-        self._sums.clear()
-
-    def _each(self) -> Iterable[tuple[_Sum, Tensor]]:
-        for mine in self._sums.values():
-            param = mine.param()
-            if param is not None:
-                yield mine, param
 
 
 def _fits(buffer: Tensor, grad: Tensor) -> bool:

@@ -17,7 +17,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ from .._distributed import world_size
 from .._torch.compiler import disable_dynamo
 from .._torch.modes import is_watched
 from .buckets import Pairs, Reduced
+from .hooks import Hooked
 from .params import Stepped, name_of, params_of
 
 __all__ = ["BackwardNorm"]
@@ -43,6 +43,15 @@ _REASONS = {
 }
 
 
+class _Slot:
+    """Where in `_C.Squares` a parameter is measured: its place among all of the optimizer."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
 class BackwardNorm:
     """The hooks of one optimizer, and what they measured since its last step."""
 
@@ -51,7 +60,7 @@ class BackwardNorm:
         self.wanted = True  # whether the next step measures, as the last one did
         self.idle = False  # until the last micro-step of an accumulation window
         self._squares = _C.Squares()
-        self._slots: dict[int, tuple[weakref.ref[Tensor], list[int], Any]] = {}
+        self._slots: Hooked[_Slot] = Hooked()
         self._scale_changed = False
         self._loss_scale = self._divisor = 1.0  # of the last step, of the next
         self._warned: set[str] = set()
@@ -60,25 +69,23 @@ class BackwardNorm:
         if model is not None:
             self._reduced = Reduced.of(model, "norm_in_backward")
             self._reduced.add(self)
-        weakref.finalize(self, _remove, self._slots).atexit = False
         self.attach(optimizer)
 
     def attach(self, optimizer: Stepped) -> None:
         """Hook parameters that are new or were unfrozen; note where the others are now."""
         for index, param in enumerate(params_of(optimizer)):
-            known = self._slots.get(id(param))
-            if known is not None and known[0]() is param:
-                known[1][0] = index
+            slot = self._slots.of(param)
+            if slot is not None:
+                slot.index = index
             elif param.requires_grad:
-                slot = [index]
-                handle = None
-                if self._reduced is None:
-                    handle = _hook(weakref.ref(self), slot, param)
-                self._slots[id(param)] = weakref.ref(param), slot, handle
+                slot = _Slot(index)
+                # Under DistributedDataParallel its buckets are measured instead.
+                hook = _hook(weakref.ref(self), slot) if self._reduced is None else None
+                self._slots.add(param, slot, hook)
 
     def reattach(self, optimizer: Stepped) -> None:
         """Let the hooks run after those that were set meanwhile."""
-        _remove(self._slots)
+        self._slots.remove()
         self.attach(optimizer)
 
     def measure(self, slot: int, param: Tensor) -> None:
@@ -93,8 +100,8 @@ class BackwardNorm:
             self._squares.measure(slot, param)
 
     def _slot_of(self, param: Tensor) -> int | None:
-        known = self._slots.get(id(param))
-        return known[1][0] if known is not None and known[0]() is param else None
+        slot = self._slots.of(param)
+        return None if slot is None else slot.index
 
     def reduced(self, param: Tensor, values: Tensor) -> None:
         """A gradient in a bucket that was reduced."""
@@ -178,7 +185,7 @@ class BackwardNorm:
 
     def remove(self) -> None:
         """Take the hooks away."""
-        _remove(self._slots)
+        self._slots.remove()
         if self._reduced is not None:
             self._reduced.drop(self)
         self.forget()
@@ -192,17 +199,10 @@ def _callers_level() -> int:
     return level
 
 
-def _hook(owner: Callable[[], BackwardNorm | None], slot: list[int], param: Tensor) -> Any:
+def _hook(owner: Callable[[], BackwardNorm | None], slot: _Slot) -> Callable[[Tensor], None]:
     @disable_dynamo
     def measure(param: Tensor) -> None:
         if (norm := owner()) is not None:
-            norm.measure(slot[0], param)
+            norm.measure(slot.index, param)
 
-    return param.register_post_accumulate_grad_hook(measure)  # type: ignore[no-untyped-call]
-
-
-def _remove(slots: dict[int, tuple[weakref.ref[Tensor], list[int], Any]]) -> None:
-    for _, _, handle in slots.values():
-        if handle is not None:
-            handle.remove()
-    slots.clear()
+    return measure

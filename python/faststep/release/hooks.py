@@ -19,6 +19,7 @@ from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 from ..amp.protocol import AskedToUnscale
 from ..grads.buckets import Pairs, Reduced, reducing_model
+from ..grads.hooks import Hooked
 from ..grads.owners import refuse_clipping, releasing
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer, Phase, Rule
@@ -36,15 +37,13 @@ _MODE_DEPTH = address_of_mode_depth()
 
 
 class _Place:
-    """Where a parameter is in the optimizer, and its hook."""
+    """Where a parameter is in the optimizer, and what its hook needs."""
 
-    def __init__(self, hook: _C.ReleaseHook, param: Tensor) -> None:
+    def __init__(self, hook: _C.ReleaseHook) -> None:
         self.hook = hook  # has the group, and whether there was an update since the last step
         self.index = 0
-        self.param = weakref.ref(param)
         self.tied = False  # the weight of an embedding and of another module
         self.square_sum = 0.0  # with clip="lagged": of its gradient in this step
-        self.handle: Any = None
 
 
 class Release:
@@ -61,7 +60,7 @@ class Release:
         self._clip = clip
         self._moments = moments
         self._reduced = reduced
-        self._places: dict[int, _Place] = {}
+        self._places: Hooked[_Place] = Hooked()
         self._rules: dict[int, Rule] = {}  # of this step; the hooks look here too
         self._ids: list[list[int]] = []  # of the parameters, group by group
         self._scale: Tensor | None = None  # what this step's gradients are divided by
@@ -98,13 +97,13 @@ class Release:
             optimizer.register_step_post_hook(after),
             AskedToUnscale(optimizer),
         ]
-        weakref.finalize(self, _undo, self._handles, self._places).atexit = False
+        weakref.finalize(self, _undo, self._handles).atexit = False
         self._attach(optimizer)
         if reduced is not None:
             reduced.add(self)
             return
         for module in tied_embeddings(model):
-            if (place := self._places.get(id(module.weight))) is not None:
+            if (place := self._places.of(module.weight)) is not None:
                 place.tied, place.hook.plain = True, False
                 self._handles.append(give_rows(module))
 
@@ -113,30 +112,39 @@ class Release:
 
         Those that have left the optimizer are let go.
         """
-        self._ids = _ids_of(optimizer)
-        for key in self._places.keys() - {key for keys in self._ids for key in keys}:
-            self._places.pop(key).handle.remove()
+        ids = _ids_of(optimizer)
+        moved, self._ids = ids != self._ids, ids
+        if moved:
+            self._places.keep_only(params_of(optimizer))
         for group, entry in enumerate(optimizer.param_groups):
-            for index, param in enumerate(entry["params"]):
-                place = self._places.get(id(param))
-                if place is None or place.param() is not param:
-                    if not param.requires_grad:
-                        continue
+            known = self._places.of_each(entry["params"])
+            if moved or not all(known):
+                self._attach_group(optimizer, group, known)
+
+    def _attach_group(
+        self, optimizer: FusedOptimizer, group: int, known: list[_Place | None]
+    ) -> None:
+        params = optimizer.param_groups[group]["params"]
+        for index, (param, place) in enumerate(zip(params, known, strict=True)):
+            if place is None and param.requires_grad:
+                place = self._places.of(param)  # it is in the optimizer twice
+                if place is None:
                     _make_state(optimizer, group, index)
-                    place = self._places[id(param)] = self._hooked(param)
+                    place = self._new_place(param)
+            if place is not None:
                 place.hook.group, place.index = group, index
 
-    def _hooked(self, param: Tensor) -> _Place:
+    def _new_place(self, param: Tensor) -> _Place:
         hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
         plain = self._clip is None and self._moments is None and self._reduced is None
         hook.plain = plain and _MODE_DEPTH != 0
-        place = _Place(hook, param)
-        place.handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        place = _Place(hook)
+        self._places.add(param, place, hook)
         return place
 
     def hooked(self, param: Tensor) -> None:
         """From the hook of a parameter, where it has more to do than the same step again."""
-        place = self._places.get(id(param))
+        place = self._places.of(param)
         if place is None:
             return
         if place.tied and param.grad is not None and param.grad.is_sparse:
@@ -147,8 +155,8 @@ class Release:
 
     def reduced(self, param: Tensor, values: Tensor) -> None:
         """The gradient is reduced: use it, but do not free it yet."""
-        place = self._places.get(id(param))
-        if place is not None and place.param() is param:
+        place = self._places.of(param)
+        if place is not None:
             param.grad = values
             self._update(place, param)
             self._used.append(param)
@@ -170,7 +178,7 @@ class Release:
             return
         if not self._rules and self._ids != _ids_of(optimizer):  # changed since the last step
             self._attach(optimizer)
-            if self._places.get(id(param)) is not place:
+            if self._places.of(param) is not place:
                 return
         if place.hook.updated and self._moments is None:
             name = name_of(optimizer, place.hook.group, place.index)
@@ -198,9 +206,8 @@ class Release:
         """Raise if gradients that are not reduced yet would be used; looks only once."""
         if self._model_checked:
             return
-        params = [param for place in self._places.values() if (param := place.param()) is not None]
         known = () if self._reduced is None else self._reduced
-        if reducing_model(param for param in params if param not in known):
+        if reducing_model(param for param, _ in self._places if param not in known):
             raise RuntimeError(
                 "a DistributedDataParallel model reduces these gradients after their hooks, and "
                 "release_gradients() was not given it, so that each rank would use its own: pass "
@@ -256,13 +263,13 @@ class Release:
         optimizer = self._optimizer()
         if optimizer is None:
             return
-        updated = [place for place in self._places.values() if place.hook.updated]
+        updated = [place for place in self._places.entries() if place.hook.updated]
         if updated and self._clip == "lagged":
             # Exact, so that ranks whose buckets arrive in another order get the same.
             self._norm = math.sqrt(math.fsum(place.square_sum for place in updated))
             optimizer._last_norm = self._norm
         if self._moments is not None:
-            params = [param for place in updated if (param := place.param()) is not None]
+            params = [param for param, place in self._places if place.hook.updated]
             self._moments.apply(optimizer, params)
         for place in updated:
             place.hook.updated = False
@@ -272,11 +279,9 @@ class Release:
 
     def remove(self) -> None:
         """Undo the release: gradients stay in `.grad` again, and `optimizer.step` uses them."""
-        for place in self._places.values():
-            place.handle.remove()
+        self._places.remove()
         for handle in self._handles:
             handle.remove()
-        self._places.clear()
         self._handles.clear()
         if self._reduced is not None:
             self._reduced.drop(self)
@@ -285,8 +290,8 @@ class Release:
             releasing.pop(optimizer)
 
 
-def _undo(handles: list[Any], places: dict[int, _Place]) -> None:
-    for handle in (*handles, *(place.handle for place in places.values())):
+def _undo(handles: list[Any]) -> None:
+    for handle in handles:
         handle.remove()
 
 
