@@ -59,6 +59,23 @@ _NONFINITE = (  # torch's text
 )
 
 
+def _is_for_torch() -> bool:
+    """Whether torch's own functions must run: somebody traces or watches torch's operators."""
+    return is_compiling() or is_watched()
+
+
+def _ready(parameters: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
+    """These parameters, whose gradients are there and divided: they can be clipped.
+
+    Raises:
+        RuntimeError: gradients were used and freed in backward.
+    """
+    parameters = _as_sequence(parameters)
+    refuse_clipping(parameters)
+    divide_grads_of(parameters)
+    return parameters
+
+
 def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
     if isinstance(tensors, Tensor):
         return [tensors]
@@ -178,17 +195,15 @@ def clip_grad_norm_(
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks",
     arXiv:1211.5063; formula and defaults of `torch.nn.utils.clip_grad_norm_`.
     """
-    if is_compiling() or is_watched():
+    if _is_for_torch():
         return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     is_generator = isinstance(parameters, types.GeneratorType)
-    parameters = _as_sequence(parameters)
+    parameters = _ready(parameters)
     if is_generator and not parameters:
         warnings.warn(
             "`parameters` is an empty generator, no gradient clipping will occur.",
             stacklevel=2,
         )
-    refuse_clipping(parameters)
-    divide_grads_of(parameters)
     norm = _clip(parameters, max_norm, norm_type, error_if_nonfinite)
     if norm is not None:
         return norm
@@ -227,7 +242,7 @@ def get_total_norm(
 
     Source: `torch.nn.utils.get_total_norm`.
     """
-    if is_compiling() or is_watched():
+    if _is_for_torch():
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     tensors = _as_sequence(tensors)
     if not tensors:
@@ -262,11 +277,9 @@ def clip_grads_with_norm_(
 
     Source: `torch.nn.utils.clip_grads_with_norm_`.
     """
-    if is_compiling() or is_watched():
+    if _is_for_torch():
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-    parameters = _as_sequence(parameters)
-    refuse_clipping(parameters)
-    divide_grads_of(parameters)
+    parameters = _ready(parameters)
     grads = _C.collect_grads(parameters)
     on_device = _for_device(total_norm)
     if not (on_device or _is_wide(total_norm)) or total_norm.dim() != 0:
@@ -300,12 +313,10 @@ def clip_grad_value_(
 
     Source: `torch.nn.utils.clip_grad_value_`.
     """
-    if is_compiling() or is_watched():
+    if _is_for_torch():
         return _torch_clip_grad_value_(parameters, clip_value, foreach)
-    parameters = _as_sequence(parameters)
     limit = float(clip_value)
-    refuse_clipping(parameters)
-    divide_grads_of(parameters)
+    parameters = _ready(parameters)
     grads = _C.collect_grads(parameters)
     if not grads or not limit >= 0.0:
         return _torch_clip_grad_value_(parameters, limit, foreach)

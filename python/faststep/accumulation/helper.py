@@ -64,7 +64,7 @@ class Accumulation:
     def discarded(self) -> int:
         """Complete windows whose step did not happen, mostly because of an overflow."""
         window = self._window
-        known = window.ready and window.all_stepped() and window.was_skipped()
+        known = window.ready and window.steps_taken.are_all() and window.steps_taken.were_skipped()
         return window.skipped + int(known)
 
     # ---- the loop

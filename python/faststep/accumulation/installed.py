@@ -17,6 +17,7 @@ from ..amp.protocol import AskedToUnscale
 from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
+from .marks import Mark, mark_of
 from .window import Window
 
 __all__ = ["Installed"]
@@ -48,7 +49,7 @@ class Installed:
         self._stepped: set[int] = set()  # optimizers whose step was called in this micro-step
         self._uncleared: set[int] = set()  # optimizers that wait for zero_grad
         self._hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._backwards: dict[int, tuple[Tensor, int, int]] = {}  # gradients as backward left them
+        self._marks: dict[int, Mark] = {}  # of gradients as backward left them
         for optimizer in window.optimizers:
             self._replace(optimizer, "step", self._step)
             self._replace(optimizer, "zero_grad", self._zero_grad)
@@ -90,23 +91,21 @@ class Installed:
                     self._handles.append(first.register_post_accumulate_grad_hook(self._note))
 
     def _note(self, param: Tensor) -> None:
-        if (grad := param.grad) is not None and grad.layout is torch.strided:
-            self._backwards[id(param)] = (param, grad.data_ptr(), grad._version)
+        if (mark := mark_of(param)) is not None:
+            self._marks[id(param)] = mark
 
     def _check_unchanged(self) -> None:
         """Raise if gradients were clipped, cleared or unscaled between backward and step."""
         window = self._window
-        noted, self._backwards = self._backwards, {}
+        marks, self._marks = self._marks, {}
         if window.ranks.world > 1 and window.micro_step == window.steps - 1 and not window.sums:
             return  # DistributedDataParallel has written the mean over the ranks
-        for param, place, version in noted.values():
-            grad = param.grad
-            if grad is None or (grad.data_ptr(), grad._version) != (place, version):
-                raise RuntimeError(
-                    "gradients were changed or cleared between backward and step, where they are "
-                    "part of a sum: clip with max_grad_norm= of the optimizer instead of in the "
-                    "loop, pass the GradScaler to install(scaler=...), or use `with accum:`"
-                )
+        if any(mark.change() for mark in marks.values()):
+            raise RuntimeError(
+                "gradients were changed or cleared between backward and step, where they are "
+                "part of a sum: clip with max_grad_norm= of the optimizer instead of in the "
+                "loop, pass the GradScaler to install(scaler=...), or use `with accum:`"
+            )
 
     def _end_micro_step(self, optimizer: Optimizer) -> bool:
         """End the micro-step unless it has ended; whether it completed a window."""
@@ -197,7 +196,7 @@ class Installed:
         if window.sums is not None:
             window.sums.clear(params)
         for param in params:
-            self._backwards.pop(id(param), None)
+            self._marks.pop(id(param), None)
         return inner(*args, **kwargs)
 
     def _when_ready(self, inner: _Method, _: Any, *args: Any, **kwargs: Any) -> Any:
@@ -241,7 +240,7 @@ class Installed:
     def restart(self) -> None:
         """Expect a micro-step; the last one of a window communicates."""
         self._ended = False
-        for some in (self._stepped, self._uncleared, self._hidden, self._backwards):
+        for some in (self._stepped, self._uncleared, self._hidden, self._marks):
             some.clear()
         self._window.quiet_ranks()
 
@@ -272,4 +271,4 @@ class Installed:
             handle.remove()
         self._replaced.clear()
         self._handles.clear()
-        self._backwards.clear()
+        self._marks.clear()

@@ -19,7 +19,7 @@ _NAMES = (
 
 def state_of(window: Window) -> dict[str, Any]:
     """Numbers, strings and tensors only; gradients as they are, not copied."""
-    over = window.ready and window.all_stepped()
+    over = window.ready and window.steps_taken.are_all()
     ready = window.ready and not over
     open_window = bool(window.micro_step or ready)
     if open_window and window.sums is not None:
@@ -35,7 +35,7 @@ def state_of(window: Window) -> dict[str, Any]:
         "divisors": divisors if ready else None,
         "windows": window.windows,
         "empty": window.empty,
-        "discarded": window.skipped + int(over and window.was_skipped()),
+        "discarded": window.skipped + int(over and window.steps_taken.were_skipped()),
         "gradients": grads,
     }
 

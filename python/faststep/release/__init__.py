@@ -13,7 +13,8 @@ from ..grads.owners import accumulating, releasing
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.wrapped import unwrapped
-from .hooks import Clip, Release, check_clipping
+from .clipping import Clip, check_clipping
+from .hooks import Release
 from .moments import Moments
 
 __all__ = ["Release", "release_gradients"]

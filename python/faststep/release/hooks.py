@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,26 +24,25 @@ from ..grads.owners import refuse_clipping, releasing
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer, Phase, Rule
 from ..optim.by_torch import Request
+from .clipping import Clip, Clipping, Measured, check_clipping
 from .moments import Moments
+from .states import make_state
 from .tied import give_rows, tied_embeddings
 
-__all__ = ["Clip", "Release", "check_clipping"]
+__all__ = ["Release"]
 
-Clip = Literal["per_parameter", "lagged"]
-_NO_CLIPPING = math.nan
 _NO_SCALARS = {HOST: Scalars(None, None, None)}
 _WHOLE = int(Phase.WHOLE)
 _MODE_DEPTH = address_of_mode_depth()
 
 
-class _Place:
+class _Place(Measured):
     """Where a parameter is in the optimizer, and what its hook needs."""
 
     def __init__(self, hook: _C.ReleaseHook) -> None:
         self.hook = hook  # has the group, and whether there was an update since the last step
         self.index = 0
         self.tied = False  # the weight of an embedding and of another module
-        self.square_sum = 0.0  # with clip="lagged": of its gradient in this step
 
 
 class Release:
@@ -57,14 +56,12 @@ class Release:
         reduced: Reduced | None,
         model: nn.Module,
     ) -> None:
-        self._clip = clip
+        self._clipping = Clipping(clip)
         self._moments = moments
         self._reduced = reduced
         self._places: Hooked[_Place] = Hooked()
         self._rules: dict[int, Rule] = {}  # of this step; the hooks look here too
         self._ids: list[list[int]] = []  # of the parameters, group by group
-        self._scale: Tensor | None = None  # what this step's gradients are divided by
-        self._norm: float | None = None  # of all gradients of the last step
         self._model_checked = False
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
         self._optimizer = weakref.ref(optimizer)
@@ -129,14 +126,14 @@ class Release:
             if place is None and param.requires_grad:
                 place = self._places.of(param)  # it is in the optimizer twice
                 if place is None:
-                    _make_state(optimizer, group, index)
+                    make_state(optimizer, group, index)
                     place = self._new_place(param)
             if place is not None:
                 place.hook.group, place.index = group, index
 
     def _new_place(self, param: Tensor) -> _Place:
         hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
-        plain = self._clip is None and self._moments is None and self._reduced is None
+        plain = self._clipping.way is None and self._moments is None and self._reduced is None
         hook.plain = plain and _MODE_DEPTH != 0
         place = _Place(hook)
         self._places.add(param, place, hook)
@@ -187,14 +184,14 @@ class Release:
                 "release_gradients() it was updated with the first one. Gradients cannot be "
                 "accumulated; remove() the release for that"
             )
-        check_clipping(optimizer, self._clip)
+        check_clipping(optimizer, self._clipping.way)
         rule = self._rule_of(optimizer, place)
         try:
-            max_norm = self._coefficient(optimizer, place, grad)
-            _step(optimizer, place, param, rule, self._scale, max_norm)
+            max_norm = self._clipping.limit_of(grad, optimizer.max_grad_norm, place)
+            _step(optimizer, place, param, rule, self._clipping.scale, max_norm)
         except _C.TensorError as error:
             if self._moments is None and optimizer._is_for_torch(place.hook.group, place.index):
-                _step_by_torch(optimizer, place, param, self._scale, max_norm)
+                _step_by_torch(optimizer, place, param, self._clipping.scale, max_norm)
             else:
                 where = (place.hook.group, place.index)
                 raise optimizer._explained(*where, *error.args[2:]) from None
@@ -222,23 +219,6 @@ class Release:
             self._rules[place.hook.group] = rule
         return rule if self._moments is None else self._moments.rule(rule, place.hook.updated)
 
-    def _coefficient(self, optimizer: FusedOptimizer, place: _Place, grad: Tensor) -> float:
-        """Measure for the next step, scale this one; returns the norm to clip `grad` alone by."""
-        limit = optimizer.max_grad_norm
-        if limit is None or self._clip is None:
-            return _NO_CLIPPING
-        if self._clip == "lagged":
-            place.square_sum = _C.measure([grad], 1.0)[0]
-            if self._norm is not None:
-                coefficient = limit / (self._norm + 1e-6)
-                if coefficient >= 1.0:
-                    self._scale = None
-                elif self._scale is None:
-                    divisor = 1.0 / coefficient if coefficient else math.inf
-                    self._scale = torch.tensor(divisor, dtype=torch.float64, device="cpu")
-                return _NO_CLIPPING
-        return limit
-
     def _check_step(self) -> None:
         """Raise if the script wants something of a step whose updates are over."""
         optimizer = self._optimizer()
@@ -264,16 +244,14 @@ class Release:
         if optimizer is None:
             return
         updated = [place for place in self._places.entries() if place.hook.updated]
-        if updated and self._clip == "lagged":
-            # Exact, so that ranks whose buckets arrive in another order get the same.
-            self._norm = math.sqrt(math.fsum(place.square_sum for place in updated))
-            optimizer._last_norm = self._norm
+        if updated and self._clipping.way == "lagged":
+            optimizer._last_norm = self._clipping.end_step(updated)
         if self._moments is not None:
             params = [param for param, place in self._places if place.hook.updated]
             self._moments.apply(optimizer, params)
         for place in updated:
             place.hook.updated = False
-        self._scale = None
+        self._clipping.scale = None
         self._rules.clear()
         self._attach(optimizer)
 
@@ -297,41 +275,6 @@ def _undo(handles: list[Any]) -> None:
 
 def _ids_of(optimizer: FusedOptimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
-
-
-def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
-    """Make the state before the first backward, where zeros are as good as no state.
-
-    States made in backward would lie between gradients, and what is freed there is too small for
-    the next gradient: malloc would keep most of what release saves.
-    """
-    entry = optimizer.param_groups[group]
-    param = entry["params"][index]
-    keys = optimizer._checked_rule_of(entry).state_keys
-    known = optimizer.state.get(param, {})
-    if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
-        return
-    try:
-        optimizer._refuse_half_state(group, index, keys)
-    except _C.TensorError as error:
-        raise optimizer._explained(*error.args) from None
-    with torch.no_grad():
-        optimizer._new_state(entry, param)
-
-
-def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
-    """Raise where gradients would have to wait for the step, and no approximation is chosen."""
-    if optimizer.norm_in_backward:
-        raise ValueError(
-            "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
-            "them before: set optimizer.norm_in_backward = False"
-        )
-    if optimizer.max_grad_norm is not None and clip is None:
-        raise ValueError(
-            "max_grad_norm needs all gradients before the first update, which release_gradients() "
-            'does not have. Set it to None, or pass clip="per_parameter" (each gradient by its own '
-            'norm) or clip="lagged" (all by the norm of the step before)'
-        )
 
 
 def _step_by_torch(
