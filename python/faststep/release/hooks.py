@@ -73,25 +73,9 @@ class Release:
             if (release := owner()) is not None:
                 release.hooked(param)
 
-        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (release := owner()) is None:
-                return
-            if getattr(optimizer, "grad_scale", None) is not None:
-                raise RuntimeError(
-                    "release_gradients() cannot skip a step for an overflow or unscale before it: "
-                    "parameters were updated in backward already. Train in bfloat16 without a "
-                    "GradScaler, or remove() the release"
-                )
-            release._check_step()
-
-        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (release := owner()) is not None:
-                release._finish_step()
-
         self._otherwise: Callable[[Tensor], None] = otherwise
         self._handles: list[Any] = [
-            optimizer.register_step_pre_hook(before),
-            optimizer.register_step_post_hook(after),
+            *_hook_step(owner, optimizer),
             AskedToUnscale(optimizer),
         ]
         weakref.finalize(self, _undo, self._handles).atexit = False
@@ -110,17 +94,19 @@ class Release:
         Those that have left the optimizer are let go.
         """
         ids = _ids_of(optimizer)
-        moved, self._ids = ids != self._ids, ids
+        moved = ids != self._ids
         if moved:
             self._places.keep_only(params_of(optimizer))
         for group, entry in enumerate(optimizer.param_groups):
             known = self._places.of_each(entry["params"])
             if moved or not all(known):
                 self._attach_group(optimizer, group, known)
+        self._ids = ids
 
     def _attach_group(
         self, optimizer: FusedOptimizer, group: int, known: list[_Place | None]
     ) -> None:
+        """`known` are the places that the group's parameters have, None for those without."""
         params = optimizer.param_groups[group]["params"]
         for index, (param, place) in enumerate(zip(params, known, strict=True)):
             if place is None and param.requires_grad:
@@ -132,6 +118,7 @@ class Release:
                 place.hook.group, place.index = group, index
 
     def _new_place(self, param: Tensor) -> _Place:
+        """Hook a parameter; its place is not known yet."""
         hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
         plain = self._clipping.way is None and self._moments is None and self._reduced is None
         hook.plain = plain and _MODE_DEPTH != 0
@@ -266,6 +253,27 @@ class Release:
         optimizer = self._optimizer()
         if optimizer is not None:
             releasing.pop(optimizer)
+
+
+def _hook_step(owner: Callable[[], Release | None], optimizer: FusedOptimizer) -> tuple[Any, Any]:
+    """Let the release check each step before and end it after; the handles to undo that."""
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (release := owner()) is None:
+            return
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "release_gradients() cannot skip a step for an overflow or unscale before it: "
+                "parameters were updated in backward already. Train in bfloat16 without a "
+                "GradScaler, or remove() the release"
+            )
+        release._check_step()
+
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (release := owner()) is not None:
+            release._finish_step()
+
+    return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
 
 
 def _undo(handles: list[Any]) -> None:
