@@ -1,4 +1,4 @@
-"""The state of a window, to go on inside it after a restart."""
+"""The state of a window, from which training resumes inside the window."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def restore(window: Window, state: dict[str, Any]) -> None:
         param.grad = None
         if grad is None:
             continue
-        # An optimizer not of faststep waits with gradients that were rounded already.
+        # Gradients of a complete window were rounded for optimizers that are not of faststep.
         rounded = state["ready"] and grad.dtype == param.dtype
         if rounded or window.sums is None or not window.sums.put(param, grad):
             param.grad = grad.detach().to(param.device, copy=True)

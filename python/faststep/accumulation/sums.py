@@ -19,17 +19,17 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class _Sum:
-    """What is known of one parameter.
+    """The sum of one parameter.
 
-    `.grad` is the buffer once a gradient was added to it; but in pairs at the window's end only.
+    `.grad` is the buffer after a gradient was added to it; in pairs, only at the window's end.
     """
 
     def __init__(self, param: Tensor, name: str) -> None:
         self.name = name
         self.grad_dtype = get_grad_dtype(param)
         self.buffer: Tensor | None = None
-        self.generation = 0  # of the window whose sum the buffer holds
-        self.hidden = False  # the buffer was taken out of `.grad` here, and cleared by nobody
+        self.generation = 0  # the number of the window whose sum the buffer holds
+        self.hidden = False  # the buffer holds a sum, but was taken out of `.grad` here
         self.held: Tensor | None = None  # the first gradient of a pair
         self.held_version = 0
 
@@ -37,20 +37,20 @@ class _Sum:
 class Sums:
     """The buffers, and the hooks that fill them.
 
-    After each gradient's hook `.grad` is the fp32 buffer. The low-precision gradient is freed at
-    once. At the start of a micro-step `.grad` is taken away, so that autograd hands over the next
-    gradient as it is, without a pass; where it is left, or a parameter is reached twice in a
-    backward (reentrant checkpointing), autograd adds into the buffer by itself.
+    The hook of a parameter adds its gradient to an fp32 buffer, frees the gradient and puts the
+    buffer into `.grad`. Before the next micro-step the buffer is taken out of `.grad`, so that
+    autograd hands over the next gradient without adding it. Where the buffer stays in `.grad`, or a
+    backward reaches a parameter twice (reentrant checkpointing), autograd adds into the buffer.
 
-    In pairs every other gradient of a parameter is held instead, and the next one's hook adds both
-    in one pass. `.grad` is None then, until the last micro-step, which shows the buffer.
+    In pairs, the hook holds every other gradient of a parameter and adds it together with the next
+    one, in one pass. `.grad` is None until the last micro-step of the window.
     """
 
     def __init__(self, in_pairs: bool = False) -> None:
         self._sums: Hooked[_Sum] = Hooked()
         self._generation = 1
         self._in_pairs = in_pairs
-        self._holding = False  # in pairs, and this is not a window's last micro-step
+        self._holding = False  # in pairs, before the last micro-step of a window
         self._came = False  # whether a gradient came since `mark`
 
     def __bool__(self) -> bool:
@@ -86,20 +86,20 @@ class Sums:
             self._add(mine, param)
 
     def _add(self, mine: _Sum, param: Tensor, hold: bool = False) -> None:
-        """Take in `.grad`: hold it, or add it to the buffer and put the buffer in its place."""
+        """Hold `.grad`, or add it to the buffer and put the buffer into `.grad`."""
         if (addition := self._taken(mine, param, hold)) is not None:
             add_all([addition])
             self._added(mine)
             self._show(mine, param, not hold)
 
     def _taken(self, mine: _Sum, param: Tensor, hold: bool) -> Addition | None:
-        """Hold `.grad`, if wanted and nothing is held; else what is to be added, if anything is."""
+        """Hold `.grad` if wanted and none is held; else return the addition that takes it in."""
         grad = param.grad
         if grad is not None and grad is mine.buffer:
             mine.generation = self._generation
             grad = None
         elif grad is not None:
-            if not mine.hidden:  # somebody has cleared `.grad`, or no sum was begun
+            if not mine.hidden:  # the script has cleared `.grad`, or this is the first gradient
                 mine.generation = 0
             self._check(mine, grad)
             self._came = True
@@ -110,7 +110,7 @@ class Sums:
         return None if hold and grad is None else self._addition(mine, grad)
 
     def _show(self, mine: _Sum, param: Tensor, shown: bool = True) -> None:
-        """Let `.grad` be the buffer, or None until the next gradient."""
+        """Put the buffer into `.grad`, or None."""
         mine.hidden = not shown
         param.grad = mine.buffer if shown else None
 
@@ -133,7 +133,7 @@ class Sums:
             )
 
     def _addition(self, mine: _Sum, grad: Tensor | None) -> Addition | None:
-        """What is held and `grad`, as far as there are such, to be added to the buffer."""
+        """The addition of the held gradient and `grad` to the buffer; None if there is neither."""
         term, more = (grad, None) if mine.held is None else (mine.held, grad)
         if term is None:
             return None
@@ -150,18 +150,19 @@ class Sums:
         return Addition(mine.buffer, term, more, 1.0, start)
 
     def _added(self, mine: _Sum) -> None:
-        """The buffer holds the sum: free the gradients."""
+        """After an addition: the buffer holds the sum, and the held gradient is freed."""
         mine.generation = self._generation
         mine.held = None
 
     def expect(self, last: bool) -> None:
-        """The next micro-step is a window's last one, or not."""
+        """Say whether the next micro-step is the last of a window."""
         self._holding = self._in_pairs and not last
 
     def collect(self, last: bool) -> None:
-        """After a micro-step: take in what came without a hook, show the sums that got no term.
+        """After a micro-step, take in gradients that no hook has seen, and fill `.grad`.
 
-        In pairs gradients may be held, and nothing is shown, unless this was the last one.
+        Parameters without a gradient in this micro-step get their buffer back into `.grad`. In
+        pairs this waits for the last micro-step, and gradients may be held until then.
         """
         hold = self._in_pairs and not last
         found = []
@@ -176,7 +177,7 @@ class Sums:
             self._show(mine, param, not hold)
 
     def add_held(self) -> None:
-        """Let the buffers hold all that has come."""
+        """Add the gradients that are held."""
         found = []
         for _, mine in self._sums:
             if (addition := self._addition(mine, None)) is not None:
@@ -186,11 +187,11 @@ class Sums:
             self._added(mine)
 
     def mark(self) -> None:
-        """All gradients that came so far belong to micro-steps."""
+        """From here on, `came_since_mark` counts."""
         self._came = False
 
     def came_since_mark(self) -> bool:
-        """Whether a gradient was taken in since; in pairs, where `.grad` shows no sign of it."""
+        """In pairs: whether a gradient was taken in since `mark`; `.grad` does not show that."""
         return self._in_pairs and self._came
 
     def release_grads(self) -> None:
@@ -207,7 +208,7 @@ class Sums:
                 self._show(mine, param, False)
 
     def begin_window(self) -> None:
-        """Forget the sums; what is left in `.grad` counts as the first term, as in torch."""
+        """Forget the sums. A gradient that is left in `.grad` is the first term, as in torch."""
         self._generation += 1
         for param, mine in self._sums:
             if param.grad is None:
@@ -239,7 +240,7 @@ class Sums:
         return mine.buffer if mine is not None and live else None
 
     def clear(self, params: Iterable[Tensor]) -> None:
-        """The gradients of these parameters are cleared: what has come of them is in no sum."""
+        """The script clears these gradients: drop their sums and what is held of them."""
         for param in params:
             mine = self._sums.of(param)
             if mine is not None:
@@ -265,7 +266,7 @@ class Sums:
             param.grad = low
 
     def remove(self) -> None:
-        """Undo everything; sums are rounded to the parameter's dtype, and what is held put back."""
+        """Remove the hooks. `.grad` gets the sum so far, rounded to the parameter's dtype."""
         found = list(self._sums)
         for param, mine in found:
             if self._holding and param.grad is None:

@@ -1,4 +1,4 @@
-"""A window of micro-steps: when it begins and ends, and what happens to gradients on the way."""
+"""A window of micro-steps: when it begins and ends, and what happens to its gradients."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Normalize = Literal["mean", "sum", "tokens"]
 
 
 class Window:
-    """The state machine; `Accumulation` is its public face."""
+    """The state of a window; `Accumulation` is the public class."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Window:
         self.micro_step = 0
         self.windows = 0
         self.empty = 0
-        self.skipped = 0  # complete windows without a step, but the last one
+        self.skipped = 0  # complete windows without a step, the last window not counted
         self.count = 0.0  # tokens of the window
         self.counted = False  # in this micro-step
         self.broken = False
@@ -62,7 +62,7 @@ class Window:
         self.undo.atexit = False
 
     def named_params(self) -> list[tuple[str, Tensor]]:
-        """All parameters of the optimizers, then what else the model trains; with their names."""
+        """All parameters with their names: those of the optimizers, then the model's others."""
         names = {id(p): name for name, p in self.model.named_parameters()} if self.model else {}
         found: dict[int, tuple[str, Tensor]] = {}
         for optimizer in self.optimizers:
@@ -79,7 +79,7 @@ class Window:
     # ---- micro-steps
 
     def check_model(self) -> None:
-        """Raise if a model communicates that accumulation does not silence; looks only once."""
+        """Raise if an unknown DistributedDataParallel reduces the gradients; looks only once."""
         if self._model_checked or self.ranks.knows_model:
             return
         if reducing_model(param for _, param in self.named_params()) is not None:
@@ -103,7 +103,7 @@ class Window:
         self.quiet_ranks()
 
     def quiet_ranks(self) -> None:
-        """The next micro-step communicates and measures only if it completes the window."""
+        """Let the next micro-step communicate and measure only if it completes the window."""
         last = self.micro_step % self.steps == self.steps - 1
         self.ranks.set_quiet(not last or bool(self.sums))
         if self.sums is not None:
@@ -113,16 +113,16 @@ class Window:
             self.expect_division()
 
     def expect_division(self) -> None:
-        """Gradients measured in backward from now on are the whole window's: say by how many.
+        """Announce the divisor to the norms in backward, in the last micro-step of a window.
 
-        Tokens are known as far as they were counted before backward, and on this rank.
+        Only tokens that this rank has counted before backward are known.
         """
         divisors = {"mean": float(self.steps), "tokens": self.count, "sum": 1.0}
         if (divisor := divisors[self.normalize]) > 0.0:
             self._norms.expect(divisor, of_idle=False)
 
     def _attach_sums(self, sums: Sums) -> None:
-        """Sum up gradients of new parameters too; what measures them must see the sums."""
+        """Sum up the gradients of new parameters too; norms in backward must measure the sums."""
         if sums.attach(self.named_params()):
             self._norms.run_last()
 
@@ -183,7 +183,7 @@ class Window:
         self.mark()
 
     def _reduce(self, synchronized: bool) -> float | None:
-        """The divisor; None if no rank did anything."""
+        """Reduce what no backward has reduced; the divisor, or None if no rank did anything."""
         world = self.ranks.world
         if synchronized and self.ranks.synchronized():
             self._norms.measure_all()
@@ -194,9 +194,9 @@ class Window:
         return self._add_up_over_ranks()
 
     def _add_up_over_ranks(self) -> float | None:
-        """What no model has reduced; the divisor, or None if no rank did anything."""
+        """Add up the gradients of all ranks; the divisor, or None if no rank did anything."""
         params = [param for _, param in self.named_params() if param.requires_grad]
-        mine = self.micro_step > 0  # else what is in .grad is of the window before
+        mine = self.micro_step > 0  # else `.grad` is of the window before
         has = [float(mine and param.grad is not None) for param in params]
         micro_steps, count, *has = self.ranks.total([float(self.micro_step), self.count, *has])
         if micro_steps == 0.0:
@@ -237,7 +237,7 @@ class Window:
             )
 
     def close(self, counts: bool = True) -> None:
-        """The complete window is over, whether there was a step or not."""
+        """End the complete window, whether there was a step or not."""
         for optimizer in self.optimizers:
             division.settle(optimizer)
         if self.ready and counts and self.steps_taken.were_skipped():
@@ -255,7 +255,7 @@ class Window:
         self.micro_step, self.count, self.counted = 0, 0.0, False
 
     def mark(self) -> None:
-        """Remember one gradient per parameter group: where it lies, and its version."""
+        """Mark one gradient per parameter group."""
         self._marks = []
         if self.sums is not None:
             self.sums.mark()
@@ -266,7 +266,7 @@ class Window:
                     self._marks.append(mark)
 
     def check_marks(self, when: str) -> None:
-        """Raise if somebody has changed or cleared gradients since `mark`."""
+        """Raise if gradients were changed or cleared since `mark`."""
         if self.sums is not None and self.sums.came_since_mark():
             raise RuntimeError(
                 f"gradients came {when} of an accumulation window, from a backward pass that is no "
@@ -306,12 +306,12 @@ class Window:
         division.check(optimizer)
 
     def repeat_divisions(self) -> None:
-        """Let sums that a step has left in `.grad` be divided again, by whoever reads them next."""
+        """Divide sums that a step has left in `.grad` again, in the next step or by clipping."""
         for optimizer in self.optimizers:
             self.steps_taken.repeat_division(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """The division is made; remember whether the step was skipped."""
+        """Note what the step of a complete window did."""
         if self.ready:
             self.steps_taken.note(optimizer)
             self.mark()

@@ -1,9 +1,10 @@
-"""Divisions that wait for an optimizer's step.
+"""Divisions of accumulated gradients, left to the optimizer's step.
 
-The sum of a window is divided by its count as part of the pass that reads the gradients anyway: the
-divisor is handed to the optimizer as `grad_scale`, the attribute by which torch's GradScaler hands
-over its scale, and both multiply. Until the step `.grad` holds the sum; what needs the quotient
-before that (unscaling, clipping) asks here.
+A window ends with the sum of its gradients in `.grad`. The step divides the sum in the pass that
+reads the gradients anyway, so that no pass is spent on the division. The divisor is handed over as
+the optimizer's attribute `grad_scale`, as torch's GradScaler hands over its scale; under a scaler
+it is the product of both. Code that needs the quotient before the step, such as unscaling and
+clipping, asks this module to divide.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _ATTRIBUTE = "grad_scale"
 
 
 class Division:
-    """One optimizer's division: the number, the tensor lent to it, the gradients as they were."""
+    """The division of one optimizer: divisor, `grad_scale`, and the versions of the sums."""
 
     def __init__(self, optimizer: Optimizer, divisor: float) -> None:
         self.divisor = divisor
@@ -67,9 +68,9 @@ def _versions_of(grads: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def takes_gradscale(optimizer: Optimizer) -> bool:
-    """Whether the step divides by `grad_scale`: that of faststep's and of torch's fused classes.
+    """Whether the step divides by `grad_scale`, as faststep's and torch's fused classes do.
 
-    A subclass with a step of its own may read `.grad` there, which must not be the sum.
+    The step of a script's subclass may read `.grad`, where it must not find the sum.
     """
     if is_ours(optimizer):
         return not optimizer._has_own_step()
@@ -78,7 +79,7 @@ def takes_gradscale(optimizer: Optimizer) -> bool:
 
 
 def defer(optimizer: Optimizer, divisor: float) -> None:
-    """Let the next step divide; at once, in place, where the step cannot.
+    """Let the next step divide. Where it cannot, divide in place now.
 
     Raises:
         RuntimeError: the optimizer carries a `grad_scale` of somebody else.
@@ -100,15 +101,15 @@ def defer(optimizer: Optimizer, divisor: float) -> None:
 
 
 def divisor_of(optimizer: Optimizer) -> float | None:
-    """What the optimizer's next step divides by, if anything."""
+    """The divisor of the optimizer's next step, None if it does not divide."""
     division = _waiting.of(optimizer)
     return None if division is None else division.divisor
 
 
 def settle(optimizer: Optimizer) -> Division | None:
-    """The division, if one waited, has been made or is not wanted any more; returns it."""
+    """End the division that waits, if any, because it was made or dropped; returns it."""
     division = _waiting.pop(optimizer)
-    # While a scaler steps the attribute is the scaler's to remove.
+    # While a scaler steps, the scaler removes the attribute.
     lent = vars(optimizer).get(_ATTRIBUTE)
     if division is not None and lent is division.scale and "found_inf" not in vars(optimizer):
         delattr(optimizer, _ATTRIBUTE)
@@ -116,10 +117,10 @@ def settle(optimizer: Optimizer) -> Division | None:
 
 
 def repeat(optimizer: Optimizer, made: Division | None) -> None:
-    """Let another step of the same gradients divide too, if the last one has left them a sum.
+    """Let another step of the same gradients divide too, if the last step has left the sum.
 
-    faststep's steps that clip do; others write the quotient. Addresses alone do not tell: gradients
-    of a later backward pass may lie where those of the window lay.
+    faststep's steps that clip leave the sum in `.grad`; others write the quotient. The gradients
+    must be the same tensors, as those of a later backward may lie at the same addresses.
 
     Raises:
         RuntimeError: a GradScaler makes the step.
@@ -139,7 +140,7 @@ def repeat(optimizer: Optimizer, made: Division | None) -> None:
 
 
 def check(optimizer: Optimizer) -> None:
-    """Refuse a step that would divide gradients that are not the window's sum any more."""
+    """Raise if the gradients that the step will divide are not the window's sum."""
     division = _waiting.of(optimizer)
     if division is None:
         return
@@ -156,7 +157,7 @@ def check(optimizer: Optimizer) -> None:
 
 
 def divide(optimizer: Optimizer) -> None:
-    """Divide in place, now; a pass of its own."""
+    """Divide in place now, in a pass of its own."""
     division = _waiting.of(optimizer)
     if division is not None:
         scale(grads_of(optimizer), 1.0 / division.divisor if division.divisor else math.inf)
@@ -176,7 +177,7 @@ def divide_these(tensors: Iterable[Tensor]) -> None:
 
 
 def unscaled(optimizer: Optimizer, inv_scale: Tensor) -> Tensor:
-    """What to multiply gradients by so that they are unscaled and divided in one pass."""
+    """The factor that unscales gradients and divides them in one pass."""
     division = _waiting.of(optimizer)
     if division is None:
         return inv_scale

@@ -1,13 +1,13 @@
 """Gradients measured in backward, so that a step that clips is a single pass.
 
-The hook of each parameter takes the sums of squares of its gradient, chunk by chunk over the tree
-of csrc/rules/tree.h, while the gradient is in the cache. The step folds them in the order of its
-own pass: norm, clip coefficient and parameters have the same bits. Before that it makes sure that
-each `.grad` is the tensor that was measured, with the same version and the same scale; else it
-measures by itself, as without hooks, and counts that.
+The hook of each parameter measures its gradient while it is in the cache: it takes the sums of
+squares, chunk by chunk over the tree of csrc/rules/tree.h. The step adds these sums up in the order
+of its own pass, so norm, clip coefficient and parameters have the same bits. First the step checks
+that each `.grad` is the tensor that was measured, with the same version and the same scale. If one
+is not, the step measures all gradients itself, as without hooks, and counts that.
 
-Under DistributedDataParallel the gradients are measured in its buckets, as soon as one is reduced,
-and found again in `.grad` after the model has put them there.
+Under DistributedDataParallel each bucket is measured as soon as it is reduced. After backward the
+model puts the gradients into `.grad`, and the measurements are assigned to those tensors.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class BackwardNorm:
         self._squares = _C.Squares()
         self._slots: Hooked[_Slot] = Hooked()
         self._scale_changed = False
-        self._loss_scale = self._divisor = 1.0  # of the last step, of the next
+        self._loss_scale = self._divisor = 1.0  # of the last step; of the next step
         self._warned: set[str] = set()
         self._moving: dict[int, int] = {}  # slot: the version that `.grad` will have
         self._reduced: Reduced | None = None
@@ -72,7 +72,7 @@ class BackwardNorm:
         self.attach(optimizer)
 
     def attach(self, optimizer: Stepped) -> None:
-        """Hook parameters that are new or were unfrozen; note where the others are now."""
+        """Hook parameters that are new or were unfrozen, and update the slots of the others."""
         for index, param in enumerate(params_of(optimizer)):
             slot = self._slots.of(param)
             if slot is not None:
@@ -84,17 +84,17 @@ class BackwardNorm:
                 self._slots.add(param, slot, hook)
 
     def reattach(self, optimizer: Stepped) -> None:
-        """Let the hooks run after those that were set meanwhile."""
+        """Set the hooks anew, so that they run after those that others have set since."""
         self._slots.remove()
         self.attach(optimizer)
 
     def measure(self, slot: int, param: Tensor) -> None:
-        """From the hook of a parameter."""
+        """Called by the hook of a parameter."""
         if self.wanted and not self.idle and not is_watched():
             self._squares.measure(slot, param)
 
     def measure_reduced(self, param: Tensor) -> None:
-        """`.grad` is reduced over the ranks, and the model's hook did not see that."""
+        """Measure a `.grad` that was reduced over the ranks outside of the model's hook."""
         slot = self._slot_of(param)
         if slot is not None and self._reduced is not None and self.wanted and not is_watched():
             self._squares.measure(slot, param)
@@ -104,13 +104,13 @@ class BackwardNorm:
         return None if slot is None else slot.index
 
     def reduced(self, param: Tensor, values: Tensor) -> None:
-        """A gradient in a bucket that was reduced."""
+        """Measure a gradient in a bucket that is reduced."""
         slot = self._slot_of(param)
         if slot is not None and self.wanted and not self.idle and not is_watched():
             self._squares.measure(slot, param, values)
 
     def ending(self, pairs: Pairs) -> None:
-        """Between this and `ended` nobody writes gradients but DistributedDataParallel, once."""
+        """Note which version each `.grad` has once DistributedDataParallel has written it."""
         for param, values in pairs:
             slot, grad = self._slot_of(param), param.grad
             if slot is not None and grad is not None:
@@ -118,16 +118,16 @@ class BackwardNorm:
                 self._moving[slot] = grad._version + copied
 
     def ended(self, pairs: Pairs) -> None:
-        """What was measured in a bucket is in `.grad`."""
+        """The gradients measured in a bucket are in `.grad`: assign the measurements to those."""
         for param, _ in pairs:
             slot = self._slot_of(param)
             if slot is not None and (version := self._moving.pop(slot, None)) is not None:
                 self._squares.adopt(slot, param, version)
 
     def expect(self, divisor: float) -> None:
-        """The next step divides by this, and most likely by the loss scale of the last."""
+        """Measure for a step that divides by this and by the loss scale of the last step."""
         self._divisor = divisor
-        # As the step will have it: of a float32 scale alone the inverse is rounded.
+        # The dtype that the step will get: the inverse of a float32 scale is rounded.
         dtype = torch.float32 if divisor == 1.0 else torch.float64
         self._squares.expect(torch.tensor(self._loss_scale * divisor, dtype=dtype, device="cpu"))
 
@@ -138,7 +138,7 @@ class BackwardNorm:
         grad_scale: Tensor | None,
         measures: bool,
     ) -> _C.Squares | None:
-        """What was measured, if the step needs it and all of it still holds."""
+        """The measurements, if the step needs them and every gradient is as it was measured."""
         self.wanted, self.idle = measures, False
         if not measures:
             return None
@@ -159,9 +159,9 @@ class BackwardNorm:
         return self._squares
 
     def _refuse(self, optimizer: Stepped, why: str, group: int = 0, index: int = 0) -> None:
-        """Count a step that measures by itself; warn once for each reason."""
+        """Count a step that measures all gradients itself, and warn once per reason."""
         self.fallbacks[why] += 1
-        # One change of scale is a matter of course: the first step, an overflow, growth.
+        # A single change of scale is ordinary: the first step, an overflow, growth.
         tolerable = why == "scale" and not self._scale_changed
         self._scale_changed = why == "scale"
         if why not in self._warned and not tolerable:
@@ -176,11 +176,11 @@ class BackwardNorm:
         self.attach(optimizer)
 
     def moved(self, optimizer: Stepped) -> None:
-        """The step found gradients elsewhere than the check did: Python code ran in between."""
+        """Count a step during which Python code ran and replaced gradients after the check."""
         self._refuse(optimizer, "changed")
 
     def forget(self) -> None:
-        """Let go of the gradients that were measured."""
+        """Drop the measurements and the gradients that they hold."""
         self._squares.forget()
 
     def remove(self) -> None:
@@ -192,7 +192,7 @@ class BackwardNorm:
 
 
 def _callers_level() -> int:
-    """The stacklevel by which the function that calls this warns about the line of the user."""
+    """The `stacklevel` with which the caller of this function warns about the user's line."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals["__name__"].startswith(("faststep.", "torch.")):
         frame, level = frame.f_back, level + 1

@@ -1,4 +1,4 @@
-"""What `release_gradients` sets up: hooks that update parameters and free gradients."""
+"""The hooks of `release_gradients`, which update parameters and free gradients."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Release:
         self._moments = moments
         self._reduced = reduced
         self._places: Hooked[_Place] = Hooked()
-        self._rules: dict[int, Rule] = {}  # of this step; the hooks look here too
+        self._rules: dict[int, Rule] = {}  # of this step, by group; the hooks read it too
         self._ids: list[list[int]] = []  # of the parameters, group by group
         self._model_checked = False
         self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
@@ -89,9 +89,9 @@ class Release:
                 self._handles.append(give_rows(module))
 
     def _attach(self, optimizer: FusedOptimizer) -> None:
-        """Hook parameters that are new or were unfrozen; note where the others are now.
+        """Hook parameters that are new or were unfrozen, and drop those that left the optimizer.
 
-        Those that have left the optimizer are let go.
+        The others may have moved to another group or index.
         """
         ids = _ids_of(optimizer)
         moved = ids != self._ids
@@ -127,18 +127,18 @@ class Release:
         return place
 
     def hooked(self, param: Tensor) -> None:
-        """From the hook of a parameter, where it has more to do than the same step again."""
+        """Called by the hook of a parameter that cannot repeat its last step as it was."""
         place = self._places.of(param)
         if place is None:
             return
         if place.tied and param.grad is not None and param.grad.is_sparse:
-            param.grad = param.grad.to_dense()  # of the uses, only the embedding was one
+            param.grad = param.grad.to_dense()  # only the embedding was used in this forward
         if self._reduced is None or param not in self._reduced:
             self._check_model()
             self._update(place, param)
 
     def reduced(self, param: Tensor, values: Tensor) -> None:
-        """The gradient is reduced: use it, but do not free it yet."""
+        """Update by a gradient that was reduced; it is freed in `ended`."""
         place = self._places.of(param)
         if place is not None:
             param.grad = values
@@ -146,16 +146,16 @@ class Release:
             self._used.append(param)
 
     def ending(self, pairs: Pairs) -> None:
-        """DistributedDataParallel still looks at `.grad`."""
+        """Nothing: DistributedDataParallel still reads `.grad`."""
 
     def ended(self, pairs: Pairs) -> None:
-        """It no longer does."""
+        """Free the gradients."""
         for param in self._used:
             param.grad = None
         self._used.clear()
 
     def _update(self, place: _Place, param: Tensor) -> None:
-        """The step of one parameter, or the part of it that a gradient is needed for."""
+        """Step one parameter, or add its gradient to the moments."""
         optimizer = self._optimizer()
         grad = param.grad
         if optimizer is None or grad is None:
@@ -187,7 +187,7 @@ class Release:
             param.grad = None
 
     def _check_model(self) -> None:
-        """Raise if gradients that are not reduced yet would be used; looks only once."""
+        """Raise if an unknown DistributedDataParallel reduces the gradients; looks only once."""
         if self._model_checked:
             return
         known = () if self._reduced is None else self._reduced
@@ -207,7 +207,7 @@ class Release:
         return rule if self._moments is None else self._moments.rule(rule, place.hook.updated)
 
     def _check_step(self) -> None:
-        """Raise if the script wants something of a step whose updates are over."""
+        """Raise if the script asks the step for something that backward had to know."""
         optimizer = self._optimizer()
         if optimizer is None:
             return
@@ -217,7 +217,7 @@ class Release:
             return
         for number, group in enumerate(optimizer.param_groups):
             rule = self._rules.get(number)
-            # But for a learning rate on a device, which nothing may wait for.
+            # The last field, learning rates on devices, is left out: reading it would wait.
             if rule is not None and rule[:-1] != optimizer._checked_rule_of(group)[:-1]:
                 raise RuntimeError(
                     f"the learning rate or another number of group {number} was changed between "
@@ -226,7 +226,7 @@ class Release:
                 )
 
     def _finish_step(self) -> None:
-        """What is per step: after optimizer.step each parameter may be updated again."""
+        """Begin a new step: each parameter may be updated again."""
         optimizer = self._optimizer()
         if optimizer is None:
             return

@@ -11,10 +11,10 @@ __all__ = ["make_state"]
 
 
 def make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
-    """Make the state before the first backward, where zeros are as good as no state.
+    """Make the state of a parameter, where zeros are the same as no state.
 
-    States made in backward would lie between gradients, and what is freed there is too small for
-    the next gradient: malloc would keep most of what release saves.
+    States that are made in backward lie between gradients. The gaps that freed gradients leave
+    there are too small for the next ones, so malloc keeps most of the memory that release saves.
     """
     entry = optimizer.param_groups[group]
     param = entry["params"][index]
