@@ -54,9 +54,11 @@ def test_another_tensor_with_the_id_of_a_dead_one_is_not_found() -> None:
     params = [new_param() for _ in range(200)]
     assert dead & set(map(id, params))
     assert [param for param in params if hooked.of(param) is not None] == []
+    assert hooked.of_each(params) == [None] * 200
     for number, param in enumerate(params):
         hooked.add(param, number)
     assert [hooked.of(param) for param in params] == list(range(200))
+    assert hooked.of_each(reversed(params)) == list(range(200))[::-1]
 
 
 def test_a_copy_is_another_parameter() -> None:
