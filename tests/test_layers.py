@@ -20,6 +20,18 @@ MAY_INCLUDE = {
     "py": {"py", "core", "cpu", "gpu", "io", "rules", "base"},
     "cuda": {"cuda", "rules", "base"},
 }
+MAY_IMPORT = {
+    "_torch": set(),
+    "_distributed": set(),
+    "_devices": {"_torch"},
+    "grads": {"_devices", "_distributed", "_torch"},
+    "optim": {"grads", "_devices", "_distributed", "_torch"},
+    "clip": {"grads", "_devices", "_torch"},
+    "amp": {"clip", "optim", "grads", "_devices", "_torch"},
+    "accumulation": {"amp", "clip", "optim", "grads", "_devices", "_distributed", "_torch"},
+    "release": {"amp", "optim", "grads", "_devices", "_torch"},
+    "data": {"_devices", "_distributed", "_torch"},
+}
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
 FOREIGN = re.compile(r"(torch|ATen|c10|cuda\w*|nv\w+)(/|\.h$|_\w+\.h$)|[^.]+$|.*\.(hpp|cuh|hh)$")
@@ -105,6 +117,27 @@ def python_violations(root: Path) -> list[str]:
     return sorted(set(found))
 
 
+def room_violations(root: Path) -> list[str]:
+    """Imports inside the package that go up, those for type checking too."""
+    package = root / "python" / "faststep"
+    found = []
+    for path in sorted(package.glob("**/*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        room = parts[0]
+        if room not in MAY_IMPORT:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not node.level:
+                continue
+            base = parts[: len(parts) - node.level]
+            reached = [*base, *(node.module or "").split(".")] if node.module else list(base)
+            targets = [reached[0]] if reached else [alias.name for alias in node.names]
+            for target in targets:
+                if target not in {room, "_C"} | MAY_IMPORT[room]:
+                    found.append(f"{path.relative_to(root).as_posix()}: {room} imports {target}")
+    return found
+
+
 def test_sources_keep_to_their_layer() -> None:
     assert len(list(ROOT.glob("csrc/**/*.h"))) > 5
     assert c_violations(ROOT) == []
@@ -156,6 +189,30 @@ def test_a_wrong_arrow_in_c_is_caught(
     assert len(found) == 1
     assert found[0].startswith(place)
     assert complaint in found[0]
+
+
+def test_rooms_of_the_package_import_only_what_is_below_them() -> None:
+    assert room_violations(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        ("grads/x.py", "from ..optim.base import FusedOptimizer"),
+        ("grads/x.py", "if TYPE_CHECKING:\n    from ..optim import base"),
+        ("optim/x.py", "from .. import amp"),
+        ("release/x.py", "def f():\n    from ..accumulation.window import Window"),
+        ("_torch/x.py", "from .._devices import HOST"),
+        ("clip.py", "from .optim import AdamW"),
+    ],
+)
+def test_a_wrong_arrow_between_rooms_is_caught(tmp_path: Path, place: str, text: str) -> None:
+    file = tmp_path / "python" / "faststep" / place
+    file.parent.mkdir(parents=True)
+    file.write_text("from __future__ import annotations\n")
+    assert room_violations(tmp_path) == []
+    file.write_text(text)
+    assert len(room_violations(tmp_path)) == 1
 
 
 @pytest.mark.parametrize(

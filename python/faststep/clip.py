@@ -7,11 +7,11 @@ The four functions have the names, arguments, results and errors of torch.nn.uti
   torch's CPU functions sum in float32. The result is rounded to torch's result dtype at the end;
   the clip coefficient and the check for a finite norm use the unrounded value.
 * Gradients are written only where the coefficient changes them.
-* After `unscale_` of faststep's GradScaler large fp32 and fp64 gradients are measured and scaled in
-  one pass, by the norm that was measured there, which is checked chunk by chunk. Where they were
-  written since, the norm is the true one; if part of them was, and no version counter tells
-  (writes through `.data`), the others may end two roundings away. Gradients that share a version
-  counter, as views of one buffer do, take two passes as everywhere else.
+* After `unscale_` of faststep's GradScaler, large fp32 and fp64 gradients take one pass instead of
+  two. It scales by the norm that `unscale_` measured, and measures again chunk by chunk. If
+  gradients were written in between, the norm and the coefficient are those of the new values. If
+  only some were, by writes that move no version counter (through `.data`), the others may be
+  rounded twice. Gradients that share a version counter, as views of one buffer do, take two passes.
 * CUDA gradients take one launch to measure and one to scale, which reads the norm on the device;
   nothing waits for the device unless `error_if_nonfinite` is set, as in torch.
 
@@ -20,9 +20,9 @@ wrapper classes, integer, CUDA where this build has no kernels), those on severa
 inside torch.compile or a TorchDispatchMode, go to torch's function of the same name; a list with
 one such gradient goes there as a whole.
 
-Accumulated gradients that wait for their division (faststep.accumulate) are divided first. Those
-that were used in backward (faststep.release_gradients) are an error: nothing is left to clip.
-Neither is known inside torch.compile.
+Sums of faststep.accumulate that wait for their division are divided first. Parameters that
+faststep.release_gradients has updated in backward raise an error, as no gradient is left to clip.
+Neither is looked for inside torch.compile.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from ._torch.compiler import is_compiling
 from ._torch.modes import is_watched
 from ._torch.optim import increment_version
 from .grads.divide import divide_grads_of, divide_these
-from .grads.released import refuse_clipping
+from .grads.owners import refuse_clipping
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -59,6 +59,23 @@ _NONFINITE = (  # torch's text
 )
 
 
+def _is_for_torch() -> bool:
+    """Whether torch's own functions must run, because its operators are traced or watched."""
+    return is_compiling() or is_watched()
+
+
+def _ready(parameters: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
+    """The parameters as a sequence, after their gradients were divided where they are sums.
+
+    Raises:
+        RuntimeError: gradients were used and freed in backward.
+    """
+    parameters = _as_sequence(parameters)
+    refuse_clipping(parameters)
+    divide_grads_of(parameters)
+    return parameters
+
+
 def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:
     if isinstance(tensors, Tensor):
         return [tensors]
@@ -67,7 +84,7 @@ def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Ten
 
 @functools.cache
 def _promoted(dtypes: int) -> torch.dtype:
-    """The common dtype of those whose bits are set."""
+    """The promoted dtype of a set of dtypes, given as bits in the order of `every`."""
     every = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
     return functools.reduce(
         torch.promote_types, [dtype for bit, dtype in enumerate(every) if dtypes >> bit & 1]
@@ -77,7 +94,7 @@ def _promoted(dtypes: int) -> torch.dtype:
 def _norm(
     tensors: list[Tensor] | tuple[Tensor, ...], norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
-    """The norm; TypeError if one of the tensors is for torch."""
+    """The norm; TypeError if one of the tensors must go to torch."""
     norm, dtypes = _C.norm(tensors, norm_type)
     return _checked(norm, dtypes, norm_type, error_if_nonfinite)
 
@@ -94,7 +111,7 @@ def _clip(
     norm_type: float,
     error_if_nonfinite: bool,
 ) -> Tensor | None:
-    """The norm, after clipping by it; None, and nothing is written, if that is for others."""
+    """Clip and return the norm; None, with nothing written, if the gradients must go elsewhere."""
     try:
         norm_type = float(norm_type)
         norm, found, dtypes, written = _C.clip_grads(
@@ -109,12 +126,12 @@ def _clip(
 
 
 def _is_wide(norm: Tensor) -> bool:
-    """Whether the coefficient made of a norm in CPU memory is not rounded to 16 bits by torch."""
+    """Whether this is a norm in CPU memory whose clip coefficient torch keeps in 32 or 64 bits."""
     return _C.fusable([norm]) and norm.dtype in (torch.float32, torch.float64)
 
 
 def _for_device(tensor: object) -> bool:
-    """Whether a list with this tensor is for our kernels for CUDA."""
+    """Whether a list that begins with this tensor goes to the CUDA kernels."""
     return isinstance(tensor, Tensor) and tensor.is_cuda and has_kernels_for(tensor)
 
 
@@ -124,7 +141,7 @@ def _norm_on_device(
     error_if_nonfinite: bool,
     max_norm: float | None = None,
 ) -> Tensor:
-    """The norm, after clipping by it if asked; waits for the device only to raise an error."""
+    """The norm, after clipping if `max_norm` is given; waits only for `error_if_nonfinite`."""
     wide = torch.empty((), dtype=torch.float64, device=tensors[0].device)
     norm = wide.to(_promoted(_C.device_norm(tensors, float(norm_type), wide)))
     if error_if_nonfinite and not bool(torch.isfinite(wide)):
@@ -178,17 +195,15 @@ def clip_grad_norm_(
     Source: Pascanu, Mikolov, Bengio, "On the difficulty of training recurrent neural networks",
     arXiv:1211.5063; formula and defaults of `torch.nn.utils.clip_grad_norm_`.
     """
-    if is_compiling() or is_watched():
+    if _is_for_torch():
         return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     is_generator = isinstance(parameters, types.GeneratorType)
-    parameters = _as_sequence(parameters)
+    parameters = _ready(parameters)
     if is_generator and not parameters:
         warnings.warn(
             "`parameters` is an empty generator, no gradient clipping will occur.",
             stacklevel=2,
         )
-    refuse_clipping(parameters)
-    divide_grads_of(parameters)
     norm = _clip(parameters, max_norm, norm_type, error_if_nonfinite)
     if norm is not None:
         return norm
@@ -227,7 +242,7 @@ def get_total_norm(
 
     Source: `torch.nn.utils.get_total_norm`.
     """
-    if is_compiling() or is_watched():
+    if _is_for_torch():
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
     tensors = _as_sequence(tensors)
     if not tensors:
@@ -262,11 +277,9 @@ def clip_grads_with_norm_(
 
     Source: `torch.nn.utils.clip_grads_with_norm_`.
     """
-    if is_compiling() or is_watched():
+    if _is_for_torch():
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
-    parameters = _as_sequence(parameters)
-    refuse_clipping(parameters)
-    divide_grads_of(parameters)
+    parameters = _ready(parameters)
     grads = _C.collect_grads(parameters)
     on_device = _for_device(total_norm)
     if not (on_device or _is_wide(total_norm)) or total_norm.dim() != 0:
@@ -300,12 +313,10 @@ def clip_grad_value_(
 
     Source: `torch.nn.utils.clip_grad_value_`.
     """
-    if is_compiling() or is_watched():
+    if _is_for_torch():
         return _torch_clip_grad_value_(parameters, clip_value, foreach)
-    parameters = _as_sequence(parameters)
     limit = float(clip_value)
-    refuse_clipping(parameters)
-    divide_grads_of(parameters)
+    parameters = _ready(parameters)
     grads = _C.collect_grads(parameters)
     if not grads or not limit >= 0.0:
         return _torch_clip_grad_value_(parameters, limit, foreach)

@@ -84,7 +84,7 @@ def test_a_compiled_loop_calls_the_hooks_as_they_are() -> None:
     assert_equal(*results)
     codes = [node.meta.get("stack_trace") or "" for graph in traced for node in graph.graph.nodes]
     assert any("loss_of" in code for code in codes)
-    assert not any("release/hooks" in code for code in codes)
+    assert not any("release/updates" in code for code in codes)
 
 
 def test_gradients_do_not_live_together() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import faststep
 from faststep import _C
-from faststep.release.hooks import Release
+from faststep.release.updates import Release
 
 from .common import assert_equal, batches, loss_of, make_model, values
 from .test_release import MAKE, states
@@ -179,7 +179,7 @@ def test_nothing_is_held(calls: list[int]) -> None:
         model, optimizer, release = warm(MAKE["AdamW"])
         loss_of(model, DATA[0]).backward()
         dead = [weakref.ref(x) for x in (optimizer, release, model, *model.parameters())]
-        hooks = [weakref.ref(place.handle) for place in release._places.values()]
+        hooks = [weakref.ref(known.handle) for known in release._places._known.values()]
         del model, optimizer, release
         # torch's optimizers are in a cycle of their own (zero_grad is wrapped around itself)
         gc.collect()

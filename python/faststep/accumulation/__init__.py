@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .._distributed import is_distributed
+from ..grads.owners import accumulating, releasing
+from ..grads.params import params_of
 from ..optim.wrapped import unwrapped
 from .helper import Accumulation
 from .window import Normalize, Window
@@ -70,6 +73,15 @@ def accumulate(
             parameter of two optimizers, or accelerate's own accumulation is on.
         RuntimeError: the optimizer accumulates already; or torch is too old for `dtype`.
     """
+    optimizers = _unwrapped(optimizer)
+    _check_options(steps, model, normalize, dtype, in_pairs)
+    _check_unowned(optimizers)
+    _check_disjoint(optimizers)
+    return Accumulation(Window(optimizers, steps, model, normalize, dtype, in_pairs))
+
+
+def _unwrapped(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """The optimizers whose steps divide, taken out of what accelerate has put around them."""
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
     for one in optimizers:
         if not isinstance(one, Optimizer):
@@ -77,6 +89,16 @@ def accumulate(
     optimizers = [unwrapped(one, "accumulate()") for one in optimizers]
     if not optimizers:
         raise ValueError("accumulate() got no optimizer")
+    return optimizers
+
+
+def _check_options(
+    steps: int,
+    model: nn.Module | None,
+    normalize: Normalize,
+    dtype: torch.dtype | None,
+    in_pairs: bool,
+) -> None:
     if not isinstance(steps, int) or isinstance(steps, bool):
         raise TypeError(f"steps must be an int, not {type(steps).__name__}")
     if steps < 1:
@@ -87,10 +109,37 @@ def accumulate(
         raise ValueError(f"dtype must be None or torch.float32, not {dtype}")
     if in_pairs and dtype is None:
         raise ValueError("in_pairs=True is for sums in fp32: pass dtype=torch.float32 too")
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    if model is None and normalize == "tokens" and not alone:
+    if model is None and normalize == "tokens" and is_distributed():
         raise ValueError(
             'normalize="tokens" on several ranks needs model=: the DistributedDataParallel module, '
             "over whose ranks tokens are counted, or a plain module to count on each rank alone"
         )
-    return Accumulation(Window(optimizers, steps, model, normalize, dtype, in_pairs))
+
+
+def _check_unowned(optimizers: Sequence[Optimizer]) -> None:
+    """Raise if the gradients of one of the optimizers are handled already."""
+    for optimizer in optimizers:
+        if optimizer in releasing:
+            raise RuntimeError(
+                f"gradients of this {type(optimizer).__name__} are released in backward "
+                "(release_gradients), so they cannot be accumulated: remove() the release first"
+            )
+        if optimizer in accumulating:
+            raise RuntimeError(
+                f"gradients of this {type(optimizer).__name__} are accumulated already; call "
+                "remove() on what accumulate() returned before"
+            )
+
+
+def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
+    """Raise if two of the optimizers have a parameter in common."""
+    seen: set[int] = set()
+    for number, optimizer in enumerate(optimizers):
+        params = params_of(optimizer)
+        for index, param in enumerate(params):
+            if id(param) in seen:
+                raise ValueError(
+                    f"parameter {index} of optimizer {number} ({type(optimizer).__name__}) is in "
+                    "another optimizer too: its gradient would be divided by both"
+                )
+        seen.update(map(id, params))

@@ -16,9 +16,10 @@ from .._torch.compiler import disable_dynamo
 from .._torch.modes import is_watched
 from ..clip import clip_grad_norm_
 from ..grads import divide as division
+from ..grads.owners import accumulating
+from ..grads.params import params_of
 from . import saved
 from .installed import Installed
-from .owners import release
 from .ranks import Ranks
 from .window import Window
 
@@ -63,7 +64,7 @@ class Accumulation:
     def discarded(self) -> int:
         """Complete windows whose step did not happen, mostly because of an overflow."""
         window = self._window
-        known = window.ready and window.all_stepped() and window.was_skipped()
+        known = window.ready and window.steps_taken.are_all() and window.steps_taken.were_skipped()
         return window.skipped + int(known)
 
     # ---- the loop
@@ -196,7 +197,7 @@ class Accumulation:
             raise RuntimeError("clip_grad_norm_() needs a complete window (accum.ready)")
         self._window.repeat_divisions()
         divisors = {division.divisor_of(optimizer) for optimizer in self._window.optimizers}
-        params = [p for optimizer in self._window.optimizers for p in division.params_of(optimizer)]
+        params = [p for optimizer in self._window.optimizers for p in params_of(optimizer)]
         grads = _C.collect_grads(params)
         divisor = divisors.pop()
         if divisors or divisor is None or norm_type == 0.0 or is_watched() or not _C.fusable(grads):
@@ -285,7 +286,7 @@ class Accumulation:
         window.ranks.set_quiet(False)
         window.undo()
         for optimizer in window.optimizers:
-            release(optimizer)
+            accumulating.pop(optimizer)
         window.optimizers.clear()
         window.model = window.sums = None
         window.ranks = Ranks(None)

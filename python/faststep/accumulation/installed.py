@@ -1,4 +1,4 @@
-"""accum.install(): methods of the loop's objects, replaced so that the loop need not change."""
+"""accum.install(): replaced methods of optimizer, scaler and schedulers, for unchanged loops."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from .._torch.compiler import disable_dynamo
 from ..amp.protocol import AskedToUnscale
 from ..grads import divide as division
+from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
+from .marks import Mark, mark_of
 from .window import Window
 
 __all__ = ["Installed"]
@@ -24,10 +26,10 @@ _Method = Callable[..., Any]
 
 
 class Installed:
-    """The replaced methods. Each calls the one it replaces, or does nothing inside a window.
+    """The replaced methods. Each does nothing inside a window, and calls the original at its end.
 
     A micro-step ends with the first call of `scaler.unscale_`, `scaler.step` or `optimizer.step`
-    after a backward pass; it lasts for the other optimizers' calls too.
+    after a backward pass. The same calls for further optimizers belong to that micro-step.
     """
 
     def __init__(
@@ -42,16 +44,16 @@ class Installed:
         self._replaced: list[tuple[Any, str, Any, Any]] = []  # object, name, ours, its own before
         self._handles: list[Any] = []
         self._active = True
-        self._passing = False  # a step is taken: calls go through
+        self._passing = False  # a step is taken: all methods call the originals
         self._ended = self._unscales = False
         self._stepped: set[int] = set()  # optimizers whose step was called in this micro-step
         self._uncleared: set[int] = set()  # optimizers that wait for zero_grad
         self._hidden: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        self._backwards: dict[int, tuple[Tensor, int, int]] = {}  # gradients as backward left them
+        self._marks: dict[int, Mark] = {}  # of gradients as backward left them
         for optimizer in window.optimizers:
             self._replace(optimizer, "step", self._step)
             self._replace(optimizer, "zero_grad", self._zero_grad)
-            if isinstance(optimizer, FusedOptimizer):  # a scaler then shows itself in the step
+            if isinstance(optimizer, FusedOptimizer):  # a scaler that is not known then raises
                 self._handles.append(AskedToUnscale(optimizer))
         if scaler is not None:
             self._replace(scaler, "step", self._scaler_step)
@@ -74,13 +76,13 @@ class Installed:
             return act(inner, owner, *args, **kwargs)
 
         before = vars(owner).get(name)
-        # bound, as a scheduler that is made later expects it of optimizer.step
+        # A bound method: schedulers that are made later expect that of optimizer.step.
         ours = types.MethodType(method, owner)
         setattr(owner, name, ours)
         self._replaced.append((owner, name, ours, before))
 
     def _watch_backward(self) -> None:
-        """Note one gradient per group after each backward, to notice who changes it before step."""
+        """Mark one gradient per group after each backward, to notice changes before the step."""
         window = self._window
         for optimizer in window.optimizers:
             for group in optimizer.param_groups:
@@ -89,23 +91,21 @@ class Installed:
                     self._handles.append(first.register_post_accumulate_grad_hook(self._note))
 
     def _note(self, param: Tensor) -> None:
-        if (grad := param.grad) is not None and grad.layout is torch.strided:
-            self._backwards[id(param)] = (param, grad.data_ptr(), grad._version)
+        if (mark := mark_of(param)) is not None:
+            self._marks[id(param)] = mark
 
     def _check_unchanged(self) -> None:
         """Raise if gradients were clipped, cleared or unscaled between backward and step."""
         window = self._window
-        noted, self._backwards = self._backwards, {}
+        marks, self._marks = self._marks, {}
         if window.ranks.world > 1 and window.micro_step == window.steps - 1 and not window.sums:
             return  # DistributedDataParallel has written the mean over the ranks
-        for param, place, version in noted.values():
-            grad = param.grad
-            if grad is None or (grad.data_ptr(), grad._version) != (place, version):
-                raise RuntimeError(
-                    "gradients were changed or cleared between backward and step, where they are "
-                    "part of a sum: clip with max_grad_norm= of the optimizer instead of in the "
-                    "loop, pass the GradScaler to install(scaler=...), or use `with accum:`"
-                )
+        if any(mark.change() for mark in marks.values()):
+            raise RuntimeError(
+                "gradients were changed or cleared between backward and step, where they are "
+                "part of a sum: clip with max_grad_norm= of the optimizer instead of in the "
+                "loop, pass the GradScaler to install(scaler=...), or use `with accum:`"
+            )
 
     def _end_micro_step(self, optimizer: Optimizer) -> bool:
         """End the micro-step unless it has ended; whether it completed a window."""
@@ -180,8 +180,8 @@ class Installed:
             if not getattr(scaler, "divides_in_unscale", False):
                 division.divide(optimizer)
             return self._pass(inner, optimizer)
-        # What follows, until scaler.step, is clipping: it finds no gradients inside a window.
-        hidden = [(p, p.grad) for p in division.params_of(optimizer) if p.grad is not None]
+        # Clipping comes between this and scaler.step. Inside a window it must find no gradients.
+        hidden = [(p, p.grad) for p in params_of(optimizer) if p.grad is not None]
         self._hidden[id(optimizer)] = hidden
         for param, _ in hidden:
             param.grad = None
@@ -192,11 +192,11 @@ class Installed:
         window = self._window
         if window.micro_step and not window.ready:
             return None
-        params = division.params_of(optimizer)
+        params = params_of(optimizer)
         if window.sums is not None:
             window.sums.clear(params)
         for param in params:
-            self._backwards.pop(id(param), None)
+            self._marks.pop(id(param), None)
         return inner(*args, **kwargs)
 
     def _when_ready(self, inner: _Method, _: Any, *args: Any, **kwargs: Any) -> Any:
@@ -210,7 +210,7 @@ class Installed:
             self._passing = False
 
     def take_steps(self) -> None:
-        """What the loop does after a full window, for one that flush() has completed."""
+        """Step, update and clear as the loop does, for a window that flush() has completed."""
         self._pass(self._take_steps)
         self._window.close()
         self.restart()
@@ -238,9 +238,9 @@ class Installed:
             window.close()
 
     def restart(self) -> None:
-        """Expect a micro-step; the last one of a window communicates."""
+        """Begin with a new micro-step."""
         self._ended = False
-        for some in (self._stepped, self._uncleared, self._hidden, self._backwards):
+        for some in (self._stepped, self._uncleared, self._hidden, self._marks):
             some.clear()
         self._window.quiet_ranks()
 
@@ -258,7 +258,7 @@ class Installed:
             optimizer.zero_grad()
 
     def remove(self) -> None:
-        """Put the methods back; one that was wrapped again since calls through from now on."""
+        """Put the originals back. A method that was wrapped by others since calls its original."""
         self._active = False
         for owner, name, ours, before in self._replaced:
             if vars(owner).get(name) is not ours:
@@ -271,4 +271,4 @@ class Installed:
             handle.remove()
         self._replaced.clear()
         self._handles.clear()
-        self._backwards.clear()
+        self._marks.clear()

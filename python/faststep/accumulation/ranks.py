@@ -1,4 +1,4 @@
-"""DistributedDataParallel: silence until the end of a window, then sums over the ranks."""
+"""DistributedDataParallel: no communication inside a window, sums over the ranks at its end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .._distributed import world_size
 from .._torch.compiler import uncompiled
 from .._torch.ddp import rebuild_buckets
 
 __all__ = ["Ranks"]
 
-_ALONE = 1 << 18  # elements from which a tensor is reduced in place, without a bucket
-_BUCKET = 1 << 22  # elements
+_ALONE = 1 << 18  # elements; a tensor of at least so many is reduced in place
+_BUCKET = 1 << 22  # elements; smaller tensors are copied into buckets of at most this size
 
 
 class Ranks:
@@ -55,22 +56,22 @@ class Ranks:
 
     @property
     def knows_model(self) -> bool:
-        """Whether there is a DistributedDataParallel model."""
+        """Whether the model is a DistributedDataParallel."""
         return self._model is not None
 
     @property
     def world(self) -> int:
         """How many ranks there are."""
-        return 1 if self._model is None else dist.get_world_size(self._model.process_group)
+        return 1 if self._model is None else world_size(self._model.process_group)
 
     def set_quiet(self, quiet: bool) -> None:
-        """Keep the model from communicating in forward and backward, or let it."""
+        """Keep the model from communicating in forward and backward; False allows it again."""
         self._quiet.close()
         if quiet and self._model is not None:
             self._quiet.enter_context(self._model.no_sync())
 
     def synchronized(self) -> bool:
-        """The model has communicated in backward; whether its gradients have moved since then."""
+        """After a backward that communicated: whether DistributedDataParallel moved gradients."""
         return self._model is not None and rebuild_buckets(self._model)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
@@ -112,7 +113,7 @@ class Ranks:
 
 
 def _buckets(tensors: Sequence[Tensor], alike: list[int]) -> list[list[int]]:
-    """Neighbours together, at most _BUCKET elements each."""
+    """The tensors in their order, cut into lists of at most _BUCKET elements in all."""
     buckets: list[list[int]] = []
     size = _BUCKET
     for index in alike:

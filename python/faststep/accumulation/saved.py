@@ -1,4 +1,4 @@
-"""The state of a window, to go on inside it after a restart."""
+"""The state of a window, from which training resumes inside the window."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAMES = (
 
 def state_of(window: Window) -> dict[str, Any]:
     """Numbers, strings and tensors only; gradients as they are, not copied."""
-    over = window.ready and window.all_stepped()
+    over = window.ready and window.steps_taken.are_all()
     ready = window.ready and not over
     open_window = bool(window.micro_step or ready)
     if open_window and window.sums is not None:
@@ -35,7 +35,7 @@ def state_of(window: Window) -> dict[str, Any]:
         "divisors": divisors if ready else None,
         "windows": window.windows,
         "empty": window.empty,
-        "discarded": window.skipped + int(over and window.was_skipped()),
+        "discarded": window.skipped + int(over and window.steps_taken.were_skipped()),
         "gradients": grads,
     }
 
@@ -70,7 +70,7 @@ def restore(window: Window, state: dict[str, Any]) -> None:
         param.grad = None
         if grad is None:
             continue
-        # An optimizer not of faststep waits with gradients that were rounded already.
+        # Gradients of a complete window were rounded for optimizers that are not of faststep.
         rounded = state["ready"] and grad.dtype == param.dtype
         if rounded or window.sums is None or not window.sums.put(param, grad):
             param.grad = grad.detach().to(param.device, copy=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from .._torch.compiler import disable_dynamo
 from .._torch.optim import get_grad_dtype, set_grad_dtype
 from ..grads.add import Addition, add_all, add_to
+from ..grads.hooks import Hooked
 
 __all__ = ["LOW_PRECISION", "Sums"]
 
@@ -19,47 +19,45 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class _Sum:
-    """What is known of one parameter.
+    """The sum of one parameter.
 
-    `.grad` is the buffer once a gradient was added to it; but in pairs at the window's end only.
+    `.grad` is the buffer after a gradient was added to it; in pairs, only at the window's end.
     """
 
     def __init__(self, param: Tensor, name: str) -> None:
-        self.param = weakref.ref(param)
         self.name = name
         self.grad_dtype = get_grad_dtype(param)
         self.buffer: Tensor | None = None
-        self.generation = 0  # of the window whose sum the buffer holds
-        self.hidden = False  # the buffer was taken out of `.grad` here, and cleared by nobody
+        self.generation = 0  # the number of the window whose sum the buffer holds
+        self.hidden = False  # the buffer holds a sum, but was taken out of `.grad` here
         self.held: Tensor | None = None  # the first gradient of a pair
         self.held_version = 0
-        self.handle: Any = None
 
 
 class Sums:
     """The buffers, and the hooks that fill them.
 
-    After each gradient's hook `.grad` is the fp32 buffer. The low-precision gradient is freed at
-    once. At the start of a micro-step `.grad` is taken away, so that autograd hands over the next
-    gradient as it is, without a pass; where it is left, or a parameter is reached twice in a
-    backward (reentrant checkpointing), autograd adds into the buffer by itself.
+    The hook of a parameter adds its gradient to an fp32 buffer, frees the gradient and puts the
+    buffer into `.grad`. Before the next micro-step the buffer is taken out of `.grad`, so that
+    autograd hands over the next gradient without adding it. Where the buffer stays in `.grad`, or a
+    backward reaches a parameter twice (reentrant checkpointing), autograd adds into the buffer.
 
-    In pairs every other gradient of a parameter is held instead, and the next one's hook adds both
-    in one pass. `.grad` is None then, until the last micro-step, which shows the buffer.
+    In pairs, the hook holds every other gradient of a parameter and adds it together with the next
+    one, in one pass. `.grad` is None until the last micro-step of the window.
     """
 
     def __init__(self, in_pairs: bool = False) -> None:
-        self._sums: dict[int, _Sum] = {}
+        self._sums: Hooked[_Sum] = Hooked()
         self._generation = 1
         self._in_pairs = in_pairs
-        self._holding = False  # in pairs, and this is not a window's last micro-step
+        self._holding = False  # in pairs, before the last micro-step of a window
         self._came = False  # whether a gradient came since `mark`
 
     def __bool__(self) -> bool:
-        return bool(self._sums)
+        return len(self._sums) > 0
 
     def __contains__(self, param: Tensor) -> bool:
-        return self._of(param) is not None
+        return self._sums.of(param) is not None
 
     def attach(self, params: Iterable[tuple[str, Tensor]]) -> bool:
         """Hook the low-precision parameters among (name, parameter) that have no hook yet.
@@ -68,13 +66,9 @@ class Sums:
         """
         before = len(self._sums)
         for name, param in params:
-            if param.requires_grad and param.dtype in LOW_PRECISION and not self._of(param):
+            if param.requires_grad and param.dtype in LOW_PRECISION and param not in self:
                 self._hook(name, param)
         return len(self._sums) > before
-
-    def _of(self, param: Tensor) -> _Sum | None:
-        mine = self._sums.get(id(param))
-        return mine if mine is not None and mine.param() is param else None
 
     def _hook(self, name: str, param: Tensor) -> None:
         mine = _Sum(param, name)
@@ -87,26 +81,25 @@ class Sums:
             if sums is not None:
                 sums._add(mine, param, sums._holding)
 
-        mine.handle = param.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-        self._sums[id(param)] = mine
+        self._sums.add(param, mine, add)
         if param.grad is not None:
             self._add(mine, param)
 
     def _add(self, mine: _Sum, param: Tensor, hold: bool = False) -> None:
-        """Take in `.grad`: hold it, or add it to the buffer and put the buffer in its place."""
+        """Hold `.grad`, or add it to the buffer and put the buffer into `.grad`."""
         if (addition := self._taken(mine, param, hold)) is not None:
             add_all([addition])
             self._added(mine)
             self._show(mine, param, not hold)
 
     def _taken(self, mine: _Sum, param: Tensor, hold: bool) -> Addition | None:
-        """Hold `.grad`, if wanted and nothing is held; else what is to be added, if anything is."""
+        """Hold `.grad` if wanted and none is held; else return the addition that takes it in."""
         grad = param.grad
         if grad is not None and grad is mine.buffer:
             mine.generation = self._generation
             grad = None
         elif grad is not None:
-            if not mine.hidden:  # somebody has cleared `.grad`, or no sum was begun
+            if not mine.hidden:  # the script has cleared `.grad`, or this is the first gradient
                 mine.generation = 0
             self._check(mine, grad)
             self._came = True
@@ -117,7 +110,7 @@ class Sums:
         return None if hold and grad is None else self._addition(mine, grad)
 
     def _show(self, mine: _Sum, param: Tensor, shown: bool = True) -> None:
-        """Let `.grad` be the buffer, or None until the next gradient."""
+        """Put the buffer into `.grad`, or None."""
         mine.hidden = not shown
         param.grad = mine.buffer if shown else None
 
@@ -140,7 +133,7 @@ class Sums:
             )
 
     def _addition(self, mine: _Sum, grad: Tensor | None) -> Addition | None:
-        """What is held and `grad`, as far as there are such, to be added to the buffer."""
+        """The addition of the held gradient and `grad` to the buffer; None if there is neither."""
         term, more = (grad, None) if mine.held is None else (mine.held, grad)
         if term is None:
             return None
@@ -157,22 +150,23 @@ class Sums:
         return Addition(mine.buffer, term, more, 1.0, start)
 
     def _added(self, mine: _Sum) -> None:
-        """The buffer holds the sum: free the gradients."""
+        """After an addition: the buffer holds the sum, and the held gradient is freed."""
         mine.generation = self._generation
         mine.held = None
 
     def expect(self, last: bool) -> None:
-        """The next micro-step is a window's last one, or not."""
+        """Say whether the next micro-step is the last of a window."""
         self._holding = self._in_pairs and not last
 
     def collect(self, last: bool) -> None:
-        """After a micro-step: take in what came without a hook, show the sums that got no term.
+        """After a micro-step, take in gradients that no hook has seen, and fill `.grad`.
 
-        In pairs gradients may be held, and nothing is shown, unless this was the last one.
+        Parameters without a gradient in this micro-step get their buffer back into `.grad`. In
+        pairs this waits for the last micro-step, and gradients may be held until then.
         """
         hold = self._in_pairs and not last
         found = []
-        for mine, param in self._each():
+        for param, mine in self._sums:
             if (addition := self._taken(mine, param, hold)) is not None:
                 found.append((mine, param, addition))
             elif not hold and param.grad is None and mine.generation == self._generation:
@@ -183,9 +177,9 @@ class Sums:
             self._show(mine, param, not hold)
 
     def add_held(self) -> None:
-        """Let the buffers hold all that has come."""
+        """Add the gradients that are held."""
         found = []
-        for mine, _ in self._each():
+        for _, mine in self._sums:
             if (addition := self._addition(mine, None)) is not None:
                 found.append((mine, addition))
         add_all([addition for _, addition in found])
@@ -193,16 +187,16 @@ class Sums:
             self._added(mine)
 
     def mark(self) -> None:
-        """All gradients that came so far belong to micro-steps."""
+        """From here on, `came_since_mark` counts."""
         self._came = False
 
     def came_since_mark(self) -> bool:
-        """Whether a gradient was taken in since; in pairs, where `.grad` shows no sign of it."""
+        """In pairs: whether a gradient was taken in since `mark`; `.grad` does not show that."""
         return self._in_pairs and self._came
 
     def release_grads(self) -> None:
         """Take the buffers out of `.grad` for the next micro-step of the window."""
-        for mine, param in self._each():
+        for param, mine in self._sums:
             if self._in_pairs and param.grad is None:
                 continue
             if self._in_pairs or mine.generation == self._generation:
@@ -214,9 +208,9 @@ class Sums:
                 self._show(mine, param, False)
 
     def begin_window(self) -> None:
-        """Forget the sums; what is left in `.grad` counts as the first term, as in torch."""
+        """Forget the sums. A gradient that is left in `.grad` is the first term, as in torch."""
         self._generation += 1
-        for mine, param in self._each():
+        for param, mine in self._sums:
             if param.grad is None:
                 continue
             if param.grad is mine.buffer:
@@ -231,7 +225,7 @@ class Sums:
 
     def put(self, param: Tensor, value: Tensor) -> bool:
         """Make `value` the sum of a parameter; False if it has no buffer here."""
-        mine = self._of(param)
+        mine = self._sums.of(param)
         if mine is None:
             return False
         mine.buffer = value.to(device=param.device, dtype=torch.float32, copy=True)
@@ -241,14 +235,14 @@ class Sums:
 
     def hidden(self, param: Tensor) -> Tensor | None:
         """The sum so far of the open window, where it is not in `.grad`."""
-        mine = self._of(param)
+        mine = self._sums.of(param)
         live = mine is not None and mine.generation == self._generation and param.grad is None
         return mine.buffer if mine is not None and live else None
 
     def clear(self, params: Iterable[Tensor]) -> None:
-        """The gradients of these parameters are cleared: what has come of them is in no sum."""
+        """The script clears these gradients: drop their sums and what is held of them."""
         for param in params:
-            mine = self._of(param)
+            mine = self._sums.of(param)
             if mine is not None:
                 mine.generation, mine.held = 0, None
 
@@ -256,7 +250,7 @@ class Sums:
         """Drop the sums of the open window."""
         self._generation += 1
         self._holding = False
-        for mine, param in self._each():
+        for param, mine in self._sums:
             mine.held = None
             if param.grad is mine.buffer:
                 param.grad = None
@@ -264,7 +258,7 @@ class Sums:
     def round(self, params: Iterable[Tensor], factor: float) -> None:
         """Replace the sums by their product with factor in the parameter's own dtype."""
         for param in params:
-            mine = self._of(param)
+            mine = self._sums.of(param)
             if mine is None or mine.buffer is None or param.grad is not mine.buffer:
                 continue
             low = torch.empty_like(mine.buffer, dtype=param.dtype)
@@ -272,26 +266,18 @@ class Sums:
             param.grad = low
 
     def remove(self) -> None:
-        """Undo everything; sums are rounded to the parameter's dtype, and what is held put back."""
-        found = list(self._each())
-        for mine, param in found:
+        """Remove the hooks. `.grad` gets the sum so far, rounded to the parameter's dtype."""
+        found = list(self._sums)
+        for param, mine in found:
             if self._holding and param.grad is None:
                 live = mine.generation == self._generation
                 if live and mine.buffer is not None and mine.held is not None:
                     add_to(mine.buffer, mine.held, 1.0, False)
                 param.grad = mine.buffer if live else mine.held
-        self.round([param for _, param in found], 1.0)
-        for mine in self._sums.values():
-            mine.handle.remove()
-        for mine, param in found:
+        self.round([param for param, _ in found], 1.0)
+        self._sums.remove()
+        for param, mine in found:
             set_grad_dtype(param, mine.grad_dtype)
-        self._sums.clear()
-
-    def _each(self) -> Iterable[tuple[_Sum, Tensor]]:
-        for mine in self._sums.values():
-            param = mine.param()
-            if param is not None:
-                yield mine, param
 
 
 def _fits(buffer: Tensor, grad: Tensor) -> bool:

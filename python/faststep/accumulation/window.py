@@ -1,9 +1,9 @@
-"""A window of micro-steps: when it begins and ends, and what happens to gradients on the way."""
+"""A window of micro-steps: when it begins and ends, and what happens to its gradients."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 
 from ..grads import divide as division
 from ..grads.buckets import reducing_model
-from ..grads.norm import BackwardNorm
-from ..grads.released import is_released
+from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
-from .owners import StepHooks, owner_of
+from .marks import Mark, mark_of
+from .norms import Norms
 from .ranks import Ranks
+from .steps import StepHooks, Steps
 from .sums import Sums
 
 __all__ = ["Normalize", "Window"]
@@ -25,7 +26,7 @@ Normalize = Literal["mean", "sum", "tokens"]
 
 
 class Window:
-    """The state machine; `Accumulation` is its public face."""
+    """The state of a window; `Accumulation` is the public class."""
 
     def __init__(
         self,
@@ -36,25 +37,13 @@ class Window:
         dtype: torch.dtype | None,
         in_pairs: bool,
     ) -> None:
-        for optimizer in optimizers:
-            if is_released(optimizer):
-                raise RuntimeError(
-                    f"gradients of this {type(optimizer).__name__} are released in backward "
-                    "(release_gradients), so they cannot be accumulated: remove() the release first"
-                )
-            if owner_of(optimizer) is not None:
-                raise RuntimeError(
-                    f"gradients of this {type(optimizer).__name__} are accumulated already; call "
-                    "remove() on what accumulate() returned before"
-                )
-        _check_disjoint(optimizers)
         self.steps = steps
         self.normalize = normalize
         self.ready = False
         self.micro_step = 0
         self.windows = 0
         self.empty = 0
-        self.skipped = 0  # complete windows without a step, but the last one
+        self.skipped = 0  # complete windows without a step, the last window not counted
         self.count = 0.0  # tokens of the window
         self.counted = False  # in this micro-step
         self.broken = False
@@ -63,9 +52,9 @@ class Window:
         self.ranks = Ranks(model)
         self.optimizers = list(optimizers)
         self.sums = None if dtype is None else Sums(in_pairs)
-        self._stepped: dict[int, division.Division | None] = {}  # and what the step has made
-        self._overflows: list[Tensor] = []
-        self._last: list[tuple[Tensor, int, int]] = []  # some gradients as they were, see mark()
+        self.steps_taken = Steps(self.optimizers)
+        self._norms = Norms(self.optimizers)
+        self._marks: list[Mark] = []
         if self.sums is not None:
             self._attach_sums(self.sums)
         self._hooks = [StepHooks(self, optimizer) for optimizer in optimizers]
@@ -73,15 +62,14 @@ class Window:
         self.undo.atexit = False
 
     def named_params(self) -> list[tuple[str, Tensor]]:
-        """All parameters of the optimizers, then what else the model trains; with their names."""
+        """All parameters with their names: those of the optimizers, then the model's others."""
         names = {id(p): name for name, p in self.model.named_parameters()} if self.model else {}
         found: dict[int, tuple[str, Tensor]] = {}
         for optimizer in self.optimizers:
             for number, group in enumerate(optimizer.param_groups):
-                given = group.get("param_names")
+                whose = "" if group.get("param_names") else f" of {type(optimizer).__name__}"
                 for index, param in enumerate(group["params"]):
-                    name = f"parameter {index} of group {number} of {type(optimizer).__name__}"
-                    name = repr(given[index]) if given else name
+                    name = name_of(optimizer, number, index) + whose
                     found.setdefault(id(param), (repr(names.get(id(param), name)), param))
         for name, param in self.model.named_parameters() if self.model else ():
             if param.requires_grad:
@@ -91,7 +79,7 @@ class Window:
     # ---- micro-steps
 
     def check_model(self) -> None:
-        """Raise if a model communicates that accumulation does not silence; looks only once."""
+        """Raise if an unknown DistributedDataParallel reduces the gradients; looks only once."""
         if self._model_checked or self.ranks.knows_model:
             return
         if reducing_model(param for _, param in self.named_params()) is not None:
@@ -115,45 +103,34 @@ class Window:
         self.quiet_ranks()
 
     def quiet_ranks(self) -> None:
-        """The next micro-step communicates and measures only if it completes the window."""
+        """Let the next micro-step communicate and measure only if it completes the window."""
         last = self.micro_step % self.steps == self.steps - 1
         self.ranks.set_quiet(not last or bool(self.sums))
         if self.sums is not None:
             self.sums.expect(last)
-        for _, norm in self._backward_norms():
-            norm.idle = not last
+        self._norms.set_idle(not last)
         if last:
             self.expect_division()
 
     def expect_division(self) -> None:
-        """Gradients measured in backward from now on are the whole window's: say by how many.
+        """Announce the divisor to the norms in backward, in the last micro-step of a window.
 
-        Tokens are known as far as they were counted before backward, and on this rank.
+        Only tokens that this rank has counted before backward are known.
         """
         divisors = {"mean": float(self.steps), "tokens": self.count, "sum": 1.0}
-        for _, norm in self._backward_norms():
-            if not norm.idle and (divisor := divisors[self.normalize]) > 0.0:
-                norm.expect(divisor)
-
-    def _backward_norms(self) -> Iterator[tuple[FusedOptimizer, BackwardNorm]]:
-        """The optimizers that measure gradients in backward."""
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, FusedOptimizer):
-                norm = optimizer._measured_in_backward()
-                if norm is not None:
-                    yield optimizer, norm
+        if (divisor := divisors[self.normalize]) > 0.0:
+            self._norms.expect(divisor, of_idle=False)
 
     def _attach_sums(self, sums: Sums) -> None:
-        """Sum up gradients of new parameters too; what measures them must see the sums."""
+        """Sum up the gradients of new parameters too; norms in backward must measure the sums."""
         if sums.attach(self.named_params()):
-            for optimizer, norm in self._backward_norms():
-                norm.reattach(optimizer)
+            self._norms.run_last()
 
     def begin_window(self) -> None:
         """Close the last window and start an empty one."""
         if self.micro_step == 0:
             self._check_cleared()
-        self._last.clear()
+        self._marks.clear()
         self.close()
         if self.sums is not None:
             self._attach_sums(self.sums)
@@ -197,7 +174,7 @@ class Window:
         for optimizer, hooks in zip(self.optimizers, self._hooks, strict=True):
             hooks.come_last(optimizer)
             if self.sums and not isinstance(optimizer, FusedOptimizer):
-                params = division.params_of(optimizer)
+                params = params_of(optimizer)
                 rest = [p.grad for p in params if p.grad is not None and p not in self.sums]
                 self.sums.round(params, 1.0 / divisor)
                 division.scale(rest, 1.0 / divisor)
@@ -206,10 +183,10 @@ class Window:
         self.mark()
 
     def _reduce(self, synchronized: bool) -> float | None:
-        """The divisor; None if no rank did anything."""
+        """Reduce what no backward has reduced; the divisor, or None if no rank did anything."""
         world = self.ranks.world
         if synchronized and self.ranks.synchronized():
-            self._measure_again()
+            self._norms.measure_all()
         if synchronized or world == 1:
             if self.normalize == "tokens":
                 return self.ranks.total([self.count])[0] / world
@@ -217,9 +194,9 @@ class Window:
         return self._add_up_over_ranks()
 
     def _add_up_over_ranks(self) -> float | None:
-        """What no model has reduced; the divisor, or None if no rank did anything."""
+        """Add up the gradients of all ranks; the divisor, or None if no rank did anything."""
         params = [param for _, param in self.named_params() if param.requires_grad]
-        mine = self.micro_step > 0  # else what is in .grad is of the window before
+        mine = self.micro_step > 0  # else `.grad` is of the window before
         has = [float(mine and param.grad is not None) for param in params]
         micro_steps, count, *has = self.ranks.total([float(self.micro_step), self.count, *has])
         if micro_steps == 0.0:
@@ -237,21 +214,11 @@ class Window:
         divisor = {"sum": world, "tokens": count, "mean": micro_steps}[self.normalize]
         sums = [(param, param.grad) for param in used if param.grad is not None]
         if divisor:
-            for _, norm in self._backward_norms():
-                norm.expect(divisor)
-        self.ranks.add_up([grad for _, grad in sums], lambda index: self._measure(sums[index][0]))
+            self._norms.expect(divisor, of_idle=True)
+        self.ranks.add_up(
+            [grad for _, grad in sums], lambda index: self._norms.measure(sums[index][0])
+        )
         return divisor
-
-    def _measure(self, param: Tensor) -> None:
-        """Measure a gradient for the optimizer that it belongs to; the model's hook has not."""
-        for _, norm in self._backward_norms():
-            norm.measure_reduced(param)
-
-    def _measure_again(self) -> None:
-        """Gradients were measured in buckets that are no more."""
-        for optimizer, _ in self._backward_norms():
-            for param in division.params_of(optimizer):
-                self._measure(param)
 
     def _start_with_zeros(self, param: Tensor) -> None:
         """A gradient for a parameter that only other ranks have used."""
@@ -270,23 +237,13 @@ class Window:
             )
 
     def close(self, counts: bool = True) -> None:
-        """The complete window is over, whether there was a step or not."""
+        """End the complete window, whether there was a step or not."""
         for optimizer in self.optimizers:
             division.settle(optimizer)
-        if self.ready and counts and self.was_skipped():
+        if self.ready and counts and self.steps_taken.were_skipped():
             self.skipped += 1
-        self._stepped.clear()
-        self._overflows.clear()
+        self.steps_taken.forget()
         self.ready = False
-
-    def was_skipped(self) -> bool:
-        """Whether a complete window went without the step of an optimizer."""
-        left_out = any(id(optimizer) not in self._stepped for optimizer in self.optimizers)
-        return left_out or any(bool(found) for found in self._overflows)
-
-    def all_stepped(self) -> bool:
-        """Whether each optimizer's step was called."""
-        return all(id(optimizer) in self._stepped for optimizer in self.optimizers)
 
     def drop_grads(self) -> None:
         """Remove the gradients of the open window."""
@@ -294,31 +251,29 @@ class Window:
             self.sums.forget()
         for _, param in self.named_params():
             param.grad = None
-        self._last.clear()
+        self._marks.clear()
         self.micro_step, self.count, self.counted = 0, 0.0, False
 
     def mark(self) -> None:
-        """Remember one gradient per parameter group: where it lies, and its version."""
-        self._last = []
+        """Mark one gradient per parameter group."""
+        self._marks = []
         if self.sums is not None:
             self.sums.mark()
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 first = next((p for p in group["params"] if p.grad is not None), None)
-                if first is not None and first.grad.layout is torch.strided:
-                    self._last.append((first, first.grad.data_ptr(), first.grad._version))
+                if first is not None and (mark := mark_of(first)) is not None:
+                    self._marks.append(mark)
 
     def check_marks(self, when: str) -> None:
-        """Raise if somebody has changed or cleared gradients since `mark`."""
+        """Raise if gradients were changed or cleared since `mark`."""
         if self.sums is not None and self.sums.came_since_mark():
             raise RuntimeError(
                 f"gradients came {when} of an accumulation window, from a backward pass that is no "
                 "micro-step of it"
             )
-        for param, place, version in self._last:
-            grad = param.grad
-            if grad is None or (grad.data_ptr(), grad._version) != (place, version):
-                what = "cleared" if grad is None else "changed"
+        for mark in self._marks:
+            if (what := mark.change()) is not None:
                 raise RuntimeError(
                     f"gradients were {what} {when} of an accumulation window (zero_grad or "
                     "clipping in each micro-step?): do it once per window, when accum.ready is "
@@ -326,13 +281,11 @@ class Window:
                 )
 
     def _check_cleared(self) -> None:
-        for param, place, version in self._last:
-            grad = param.grad
-            if grad is not None and (grad.data_ptr(), grad._version) == (place, version):
-                raise RuntimeError(
-                    "a new accumulation window begins, but the gradients of the last one are still "
-                    "there: call optimizer.zero_grad() after the step"
-                )
+        if any(mark.change() is None for mark in self._marks):
+            raise RuntimeError(
+                "a new accumulation window begins, but the gradients of the last one are still "
+                "there: call optimizer.zero_grad() after the step"
+            )
 
     # ---- the optimizers' step
 
@@ -343,45 +296,25 @@ class Window:
                 f"{type(optimizer).__name__}.step() after {self.micro_step} of {self.steps} "
                 "micro-steps: wait until accum.ready is true, or call accum.flush()"
             )
-        if self.ready and closure and id(optimizer) not in self._stepped:
+        if self.ready and closure and not self.steps_taken.has(optimizer):
             raise RuntimeError(
                 "a closure computes new gradients, which are no sum over a window: call step() "
                 "without one"
             )
         if not closure:
-            division.repeat(optimizer, self._stepped.get(id(optimizer)))
+            self.steps_taken.repeat_division(optimizer)
         division.check(optimizer)
 
     def repeat_divisions(self) -> None:
-        """Let sums that a step has left in `.grad` be divided again, by whoever reads them next."""
+        """Divide sums that a step has left in `.grad` again, in the next step or by clipping."""
         for optimizer in self.optimizers:
-            division.repeat(optimizer, self._stepped.get(id(optimizer)))
+            self.steps_taken.repeat_division(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """The division is made; remember whether the step was skipped."""
-        if not self.ready:
-            return
-        self._stepped[id(optimizer)] = division.settle(optimizer)
-        found = vars(optimizer).get("found_inf")
-        if isinstance(optimizer, FusedOptimizer):
-            self._overflows.append(torch.tensor(optimizer.step_was_skipped, device="cpu"))
-        elif isinstance(found, Tensor):
-            self._overflows.append(found.detach() != 0)
-        self.mark()
-
-
-def _check_disjoint(optimizers: Sequence[Optimizer]) -> None:
-    """Raise if two of the optimizers have a parameter in common."""
-    seen: set[int] = set()
-    for number, optimizer in enumerate(optimizers):
-        params = division.params_of(optimizer)
-        for index, param in enumerate(params):
-            if id(param) in seen:
-                raise ValueError(
-                    f"parameter {index} of optimizer {number} ({type(optimizer).__name__}) is in "
-                    "another optimizer too: its gradient would be divided by both"
-                )
-        seen.update(map(id, params))
+        """Note what the step of a complete window did."""
+        if self.ready:
+            self.steps_taken.note(optimizer)
+            self.mark()
 
 
 def _undo(hooks: list[StepHooks], sums: Sums | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections import defaultdict
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ from .._torch.modes import is_watched
 from .._torch.optim import OptState, cuda_amp_is_unavailable, dtypes_of
 from ..clip import clip_grad_norm_
 from ..grads import divide as division
+from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
 from ..optim.request import ScalerRequest
@@ -135,7 +135,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        params = list(itertools.chain.from_iterable(g["params"] for g in optimizer.param_groups))
+        params = params_of(optimizer)
         if not allow_fp16:  # called by unscale_, not by step
             inv_scale = division.unscaled(optimizer, inv_scale)
         if is_watched():
@@ -153,9 +153,9 @@ class GradScaler(torch.amp.GradScaler):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if not allow_fp16 and torch.float16 in dtypes_of(grads):
             raise ValueError("Attempting to unscale FP16 gradients.")
-        params = [p for p in params if p.grad is not None]
-        ours = [p for p in params if _C.fusable([p.grad])]
-        foreign = [p for p in params if not _C.fusable([p.grad])]
+        found_grads = [(p, p.grad) for p in params if p.grad is not None]
+        ours = [p for p, grad in found_grads if _C.fusable([grad])]
+        foreign = [p for p, grad in found_grads if not _C.fusable([grad])]
         per_device = super()._unscale_grads_(
             cast(Optimizer, SimpleNamespace(param_groups=[{"params": foreign}])),
             inv_scale,
@@ -347,7 +347,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         if state is not None and state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], max_norm)
+        clip_grad_norm_(params_of(optimizer), max_norm)
 
     def _checks_like_ours(self) -> bool:
         """False in a subclass with a check of its own, which `step` must then not leave out."""

@@ -17,7 +17,7 @@ __all__ = ["Addition", "add_all", "add_to"]
 
 
 class Addition(NamedTuple):
-    """total += factor * term, and then += factor * more; with `start` from nothing."""
+    """total += factor * term, then += factor * more; `start` ignores what the total held."""
 
     total: Tensor
     term: Tensor
@@ -32,7 +32,7 @@ def add_to(total: Tensor, term: Tensor, factor: float, start: bool) -> None:
 
 
 def add_all(additions: Iterable[Addition]) -> None:
-    """Many additions: one kernel for those alike."""
+    """Many additions: those that are alike share a kernel."""
     alike: dict[tuple[Any, ...], list[Addition]] = {}
     for one in additions:
         key = (one.total.device, one.more is None, one.factor, one.start)
@@ -42,7 +42,7 @@ def add_all(additions: Iterable[Addition]) -> None:
 
 
 def _add_alike(additions: list[Addition]) -> None:
-    """One kernel for additions of one device, number of terms, factor and `start`."""
+    """Additions of the same device, number of terms, factor and `start`, in one kernel."""
     if is_watched():
         _add_by_torch(additions)
         return

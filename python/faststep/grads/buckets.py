@@ -1,17 +1,15 @@
-"""Gradients as DistributedDataParallel reduces them, for those who use them in backward.
+"""Gradients that DistributedDataParallel has reduced, for code that uses them during backward.
 
-A communication hook takes the place of the model's own reduction and does the same; when a bucket
-is there it hands each gradient to the release of gradients, or to the norm that is measured in
-backward. The hook cannot be taken away again, so there is one per model for good, which serves them
-one after the other.
+A communication hook replaces the model's own reduction and computes the same mean. When a bucket is
+reduced, the hook hands each gradient to its users: the release of gradients and the norm in
+backward. torch cannot remove a communication hook, so each model gets one, which all users share.
 """
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from .._distributed import instances_of, world_size
 from .._torch.ddp import after_backward
 
 __all__ = ["Pairs", "Reduced", "User", "reducing_model"]
@@ -29,14 +28,12 @@ Pairs = list[tuple[Tensor, Tensor]]  # a parameter, and the part of the bucket t
 def reducing_model(params: Iterable[Tensor]) -> DistributedDataParallel | None:
     """A DistributedDataParallel that reduces the gradient of one of these, if there is one.
 
-    Looked for among all objects, which takes some time: a module does not know what wraps it.
+    A module does not know what wraps it, so this looks at all objects, which takes some time.
     """
-    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+    if world_size() <= 1:
         return None
     wanted = set(map(id, params))
-    # by their type, as some proxies act when they are asked for their class
-    models = [one for one in gc.get_objects() if issubclass(type(one), DistributedDataParallel)]
-    for model in cast("list[DistributedDataParallel]", models):
+    for model in list(instances_of(DistributedDataParallel)):
         complete = hasattr(model, "reducer")
         if complete and any(id(param) in wanted for param in _reduced_params(model)):
             return model
@@ -51,31 +48,31 @@ def _reduced_params(model: DistributedDataParallel) -> Iterator[Tensor]:
 
 
 class User(Protocol):
-    """Who is told of reduced gradients; parameters that are not its own come too."""
+    """Receives reduced gradients, also those of parameters that it does not know."""
 
     def reduced(self, param: Tensor, values: Tensor) -> None:
-        """`values` are the gradient of a parameter; from a thread of the process group."""
+        """`values` are the gradient of a parameter. A thread of the process group calls this."""
 
     def ending(self, pairs: Pairs) -> None:
-        """Backward is over; DistributedDataParallel will put the values into `.grad` next."""
+        """Backward is over. DistributedDataParallel puts the values into `.grad` next."""
 
     def ended(self, pairs: Pairs) -> None:
         """The values are in `.grad`."""
 
 
 class Reduced:
-    """The communication hook of one model, and for whom it works."""
+    """The communication hook of one model, and its users."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._group = model.process_group
-        self._factor = 1.0 / dist.get_world_size(self._group)
+        self._factor = 1.0 / world_size(self._group)
         self._users: list[weakref.ref[User]] = []
         self._params = {id(param): weakref.ref(param) for param in _reduced_params(model)}
         model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     @staticmethod
     def of(model: DistributedDataParallel, wanted_by: str) -> Reduced:
-        """That of a model, which is made at first; TypeError where that is impossible."""
+        """The hook of a model, made by the first call; TypeError where the model allows none."""
         if (known := _hooks.get(model)) is not None:
             return known
         for option in ("find_unused_parameters", "static_graph"):
@@ -100,13 +97,13 @@ class Reduced:
         return known is not None and known() is param
 
     def users(self) -> Iterator[User]:
-        """Those that gradients are handed to."""
+        """The objects that receive gradients."""
         for reference in self._users:
             if (user := reference()) is not None:
                 yield user
 
     def add(self, user: User) -> None:
-        """Hand gradients to this object from now on, which is not kept alive."""
+        """Hand gradients to this object from now on, without keeping it alive."""
         self._users = [weakref.ref(one) for one in (*self.users(), user)]
 
     def drop(self, user: User) -> None:
@@ -119,7 +116,7 @@ class Reduced:
         work = dist.all_reduce(values, group=self._group, async_op=True)
         users = list(self.users())
         pairs = _pairs_of(bucket) if users else []
-        if users:  # the model asks to be called at the end of backward later, after its last bucket
+        if users:  # before the model queues its own callback, which it does after the last bucket
             after_backward(lambda: _end(users, pairs))
 
         def use(future: Future[list[Tensor]]) -> Tensor:
@@ -134,7 +131,7 @@ class Reduced:
 
 
 def _pairs_of(bucket: Any) -> Pairs:
-    """The gradients in the order of their parameters' memory, where bucket.gradients() has not."""
+    """Each parameter with its part of the bucket, as a view with the parameter's own strides."""
     pairs = []
     for param, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
         if part.stride() != param.stride():

@@ -1,16 +1,17 @@
-"""Divisions that wait for an optimizer's step.
+"""Divisions of accumulated gradients, left to the optimizer's step.
 
-The sum of a window is divided by its count as part of the pass that reads the gradients anyway: the
-divisor is handed to the optimizer as `grad_scale`, the attribute by which torch's GradScaler hands
-over its scale, and both multiply. Until the step `.grad` holds the sum; what needs the quotient
-before that (unscaling, clipping) asks here.
+A window ends with the sum of its gradients in `.grad`. The step divides the sum in the pass that
+reads the gradients anyway, so that no pass is spent on the division. The divisor is handed over as
+the optimizer's attribute `grad_scale`, as torch's GradScaler hands over its scale; under a scaler
+it is the product of both. Code that needs the quotient before the step, such as unscaling and
+clipping, asks this module to divide.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from torch.optim import Optimizer
 from .. import _C
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version
-from ..optim.base import FusedOptimizer
+from .owners import ByOptimizer
+from .params import grads_of, is_ours
 
 __all__ = [
     "Division",
@@ -29,11 +31,9 @@ __all__ = [
     "divide_grads_of",
     "divide_these",
     "divisor_of",
-    "params_of",
     "repeat",
     "scale",
     "settle",
-    "those_with",
     "unscaled",
 ]
 
@@ -41,13 +41,13 @@ _ATTRIBUTE = "grad_scale"
 
 
 class Division:
-    """One optimizer's division: the number, the tensor lent to it, the gradients as they were."""
+    """The division of one optimizer: divisor, `grad_scale`, and the versions of the sums."""
 
     def __init__(self, optimizer: Optimizer, divisor: float) -> None:
-        fused = isinstance(optimizer, FusedOptimizer)
         self.divisor = divisor
+        self.sum_may_stay = is_ours(optimizer)  # torch's steps write the quotient to `.grad`
         # torch's fused kernels read a float32; ours take the divisor of fp64 parameters unrounded.
-        dtype = torch.float64 if fused else torch.float32
+        dtype = torch.float64 if self.sum_may_stay else torch.float32
         grads = grads_of(optimizer)
         device = grads[0].device if grads else "cpu"
         self.scale = torch.tensor(divisor, dtype=dtype, device=device)
@@ -56,17 +56,7 @@ class Division:
         self.first = weakref.ref(dense[0]) if dense else None
 
 
-_waiting: weakref.WeakKeyDictionary[Optimizer, Division] = weakref.WeakKeyDictionary()
-
-
-def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters, group after group."""
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def grads_of(optimizer: Optimizer) -> list[Tensor]:
-    """The gradients that are there, in the order of the parameters."""
-    return _C.collect_grads(params_of(optimizer))
+_waiting: ByOptimizer[Division] = ByOptimizer(weakly=False)
 
 
 def _dense(grads: Iterable[Tensor]) -> list[Tensor]:
@@ -78,18 +68,18 @@ def _versions_of(grads: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def takes_gradscale(optimizer: Optimizer) -> bool:
-    """Whether the step divides by `grad_scale`: that of faststep's and of torch's fused classes.
+    """Whether the step divides by `grad_scale`, as faststep's and torch's fused classes do.
 
-    A subclass with a step of its own may read `.grad` there, which must not be the sum.
+    The step of a script's subclass may read `.grad`, where it must not find the sum.
     """
-    if isinstance(optimizer, FusedOptimizer):
+    if is_ours(optimizer):
         return not optimizer._has_own_step()
     official = type(optimizer).__module__.startswith("torch.optim.")
     return official and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def defer(optimizer: Optimizer, divisor: float) -> None:
-    """Let the next step divide; at once, in place, where the step cannot.
+    """Let the next step divide. Where it cannot, divide in place now.
 
     Raises:
         RuntimeError: the optimizer carries a `grad_scale` of somebody else.
@@ -106,20 +96,20 @@ def defer(optimizer: Optimizer, divisor: float) -> None:
             "of accumulated gradients as well"
         )
     division = Division(optimizer, divisor)
-    _waiting[optimizer] = division
+    _waiting.set(optimizer, division)
     setattr(optimizer, _ATTRIBUTE, division.scale)
 
 
 def divisor_of(optimizer: Optimizer) -> float | None:
-    """What the optimizer's next step divides by, if anything."""
-    division = _waiting.get(optimizer)
+    """The divisor of the optimizer's next step, None if it does not divide."""
+    division = _waiting.of(optimizer)
     return None if division is None else division.divisor
 
 
 def settle(optimizer: Optimizer) -> Division | None:
-    """The division, if one waited, has been made or is not wanted any more; returns it."""
-    division = _waiting.pop(optimizer, None)
-    # While a scaler steps the attribute is the scaler's to remove.
+    """End the division that waits, if any, because it was made or dropped; returns it."""
+    division = _waiting.pop(optimizer)
+    # While a scaler steps, the scaler removes the attribute.
     lent = vars(optimizer).get(_ATTRIBUTE)
     if division is not None and lent is division.scale and "found_inf" not in vars(optimizer):
         delattr(optimizer, _ATTRIBUTE)
@@ -127,15 +117,15 @@ def settle(optimizer: Optimizer) -> Division | None:
 
 
 def repeat(optimizer: Optimizer, made: Division | None) -> None:
-    """Let another step of the same gradients divide too, if the last one has left them a sum.
+    """Let another step of the same gradients divide too, if the last step has left the sum.
 
-    faststep's steps that clip do; others write the quotient. Addresses alone do not tell: gradients
-    of a later backward pass may lie where those of the window lay.
+    faststep's steps that clip leave the sum in `.grad`; others write the quotient. The gradients
+    must be the same tensors, as those of a later backward may lie at the same addresses.
 
     Raises:
         RuntimeError: a GradScaler makes the step.
     """
-    if made is None or made.first is None or not isinstance(optimizer, FusedOptimizer):
+    if made is None or made.first is None or not made.sum_may_stay:
         return
     grads = _dense(grads_of(optimizer))
     if not grads or grads[0] is not made.first() or _versions_of(grads) != made.versions:
@@ -150,8 +140,8 @@ def repeat(optimizer: Optimizer, made: Division | None) -> None:
 
 
 def check(optimizer: Optimizer) -> None:
-    """Refuse a step that would divide gradients that are not the window's sum any more."""
-    division = _waiting.get(optimizer)
+    """Raise if the gradients that the step will divide are not the window's sum."""
+    division = _waiting.of(optimizer)
     if division is None:
         return
     if getattr(optimizer, _ATTRIBUTE, None) is None:  # an older torch's scaler drops it
@@ -167,40 +157,28 @@ def check(optimizer: Optimizer) -> None:
 
 
 def divide(optimizer: Optimizer) -> None:
-    """Divide in place, now; a pass of its own."""
-    division = _waiting.get(optimizer)
+    """Divide in place now, in a pass of its own."""
+    division = _waiting.of(optimizer)
     if division is not None:
         scale(grads_of(optimizer), 1.0 / division.divisor if division.divisor else math.inf)
         settle(optimizer)
 
 
-def those_with(
-    tensors: Iterable[Tensor],
-    optimizers: Collection[Optimizer],
-    tensors_of: Callable[[Optimizer], list[Tensor]],
-) -> list[Optimizer]:
-    """The optimizers that have one of these tensors; nothing is looked at where there are none."""
-    if not optimizers:
-        return []
-    wanted = set(map(id, tensors))
-    return [one for one in list(optimizers) if any(id(t) in wanted for t in tensors_of(one))]
-
-
 def divide_grads_of(parameters: Iterable[Tensor]) -> None:
     """`divide` for each optimizer that has one of these parameters."""
-    for optimizer in those_with(parameters, _waiting, params_of):
+    for optimizer in _waiting.having(parameters):
         divide(optimizer)
 
 
 def divide_these(tensors: Iterable[Tensor]) -> None:
     """`divide` for each optimizer that has a gradient among these tensors."""
-    for optimizer in those_with(tensors, _waiting, grads_of):
+    for optimizer in _waiting.having(tensors, grads_of):
         divide(optimizer)
 
 
 def unscaled(optimizer: Optimizer, inv_scale: Tensor) -> Tensor:
-    """What to multiply gradients by so that they are unscaled and divided in one pass."""
-    division = _waiting.get(optimizer)
+    """The factor that unscales gradients and divides them in one pass."""
+    division = _waiting.of(optimizer)
     if division is None:
         return inv_scale
     return (inv_scale.double() / division.divisor).float()

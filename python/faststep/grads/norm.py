@@ -1,13 +1,13 @@
 """Gradients measured in backward, so that a step that clips is a single pass.
 
-The hook of each parameter takes the sums of squares of its gradient, chunk by chunk over the tree
-of csrc/rules/tree.h, while the gradient is in the cache. The step folds them in the order of its
-own pass: norm, clip coefficient and parameters have the same bits. Before that it makes sure that
-each `.grad` is the tensor that was measured, with the same version and the same scale; else it
-measures by itself, as without hooks, and counts that.
+The hook of each parameter measures its gradient while it is in the cache: it takes the sums of
+squares, chunk by chunk over the tree of csrc/rules/tree.h. The step adds these sums up in the order
+of its own pass, so norm, clip coefficient and parameters have the same bits. First the step checks
+that each `.grad` is the tensor that was measured, with the same version and the same scale. If one
+is not, the step measures all gradients itself, as without hooks, and counts that.
 
-Under DistributedDataParallel the gradients are measured in its buckets, as soon as one is reduced,
-and found again in `.grad` after the model has put them there.
+Under DistributedDataParallel each bucket is measured as soon as it is reduced. After backward the
+model puts the gradients into `.grad`, and the measurements are assigned to those tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from .._devices import HOST_ONLY
+from .._distributed import world_size
 from .._torch.compiler import disable_dynamo
 from .._torch.modes import is_watched
 from .buckets import Pairs, Reduced
-
-if TYPE_CHECKING:
-    from ..optim.clipping import ClippedOptimizer
+from .hooks import Hooked
+from .params import OnDevices, name_of, params_of
 
 __all__ = ["BackwardNorm"]
 
@@ -44,70 +43,74 @@ _REASONS = {
 }
 
 
+class _Slot:
+    """Where in `_C.Squares` a parameter is measured: its place among all of the optimizer."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
 class BackwardNorm:
     """The hooks of one optimizer, and what they measured since its last step."""
 
-    def __init__(
-        self, optimizer: ClippedOptimizer, model: DistributedDataParallel | None = None
-    ) -> None:
+    def __init__(self, optimizer: OnDevices, model: DistributedDataParallel | None = None) -> None:
         self.fallbacks: Counter[str] = Counter()
         self.wanted = True  # whether the next step measures, as the last one did
         self.idle = False  # until the last micro-step of an accumulation window
         self._squares = _C.Squares()
-        self._slots: dict[int, tuple[weakref.ref[Tensor], list[int], Any]] = {}
+        self._slots: Hooked[_Slot] = Hooked()
         self._scale_changed = False
-        self._loss_scale = self._divisor = 1.0  # of the last step, of the next
+        self._loss_scale = self._divisor = 1.0  # of the last step; of the next step
         self._warned: set[str] = set()
         self._moving: dict[int, int] = {}  # slot: the version that `.grad` will have
         self._reduced: Reduced | None = None
         if model is not None:
             self._reduced = Reduced.of(model, "norm_in_backward")
             self._reduced.add(self)
-        weakref.finalize(self, _remove, self._slots).atexit = False
         self.attach(optimizer)
 
-    def attach(self, optimizer: ClippedOptimizer) -> None:
-        """Hook parameters that are new or were unfrozen; note where the others are now."""
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for index, param in enumerate(params):
-            known = self._slots.get(id(param))
-            if known is not None and known[0]() is param:
-                known[1][0] = index
+    def attach(self, optimizer: OnDevices) -> None:
+        """Hook parameters that are new or were unfrozen, and update the slots of the others."""
+        for index, param in enumerate(params_of(optimizer)):
+            slot = self._slots.of(param)
+            if slot is not None:
+                slot.index = index
             elif param.requires_grad:
-                slot = [index]
-                handle = None
-                if self._reduced is None:
-                    handle = _hook(weakref.ref(self), slot, param)
-                self._slots[id(param)] = weakref.ref(param), slot, handle
+                slot = _Slot(index)
+                # Under DistributedDataParallel its buckets are measured instead.
+                hook = _hook(weakref.ref(self), slot) if self._reduced is None else None
+                self._slots.add(param, slot, hook)
 
-    def reattach(self, optimizer: ClippedOptimizer) -> None:
-        """Let the hooks run after those that were set meanwhile."""
-        _remove(self._slots)
+    def reattach(self, optimizer: OnDevices) -> None:
+        """Set the hooks anew, so that they run after those that others have set since."""
+        self._slots.remove()
         self.attach(optimizer)
 
     def measure(self, slot: int, param: Tensor) -> None:
-        """From the hook of a parameter."""
+        """Called by the hook of a parameter."""
         if self.wanted and not self.idle and not is_watched():
             self._squares.measure(slot, param)
 
     def measure_reduced(self, param: Tensor) -> None:
-        """`.grad` is reduced over the ranks, and the model's hook did not see that."""
+        """Measure a `.grad` that was reduced over the ranks outside of the model's hook."""
         slot = self._slot_of(param)
         if slot is not None and self._reduced is not None and self.wanted and not is_watched():
             self._squares.measure(slot, param)
 
     def _slot_of(self, param: Tensor) -> int | None:
-        known = self._slots.get(id(param))
-        return known[1][0] if known is not None and known[0]() is param else None
+        slot = self._slots.of(param)
+        return None if slot is None else slot.index
 
     def reduced(self, param: Tensor, values: Tensor) -> None:
-        """A gradient in a bucket that was reduced."""
+        """Measure a gradient in a bucket that is reduced."""
         slot = self._slot_of(param)
         if slot is not None and self.wanted and not self.idle and not is_watched():
             self._squares.measure(slot, param, values)
 
     def ending(self, pairs: Pairs) -> None:
-        """Between this and `ended` nobody writes gradients but DistributedDataParallel, once."""
+        """Note which version each `.grad` has once DistributedDataParallel has written it."""
         for param, values in pairs:
             slot, grad = self._slot_of(param), param.grad
             if slot is not None and grad is not None:
@@ -115,34 +118,34 @@ class BackwardNorm:
                 self._moving[slot] = grad._version + copied
 
     def ended(self, pairs: Pairs) -> None:
-        """What was measured in a bucket is in `.grad`."""
+        """The gradients measured in a bucket are in `.grad`: assign the measurements to those."""
         for param, _ in pairs:
             slot = self._slot_of(param)
             if slot is not None and (version := self._moving.pop(slot, None)) is not None:
                 self._squares.adopt(slot, param, version)
 
     def expect(self, divisor: float) -> None:
-        """The next step divides by this, and most likely by the loss scale of the last."""
+        """Measure for a step that divides by this and by the loss scale of the last step."""
         self._divisor = divisor
-        # As the step will have it: of a float32 scale alone the inverse is rounded.
+        # The dtype that the step will get: the inverse of a float32 scale is rounded.
         dtype = torch.float32 if divisor == 1.0 else torch.float64
         self._squares.expect(torch.tensor(self._loss_scale * divisor, dtype=dtype, device="cpu"))
 
     def for_step(
         self,
-        optimizer: ClippedOptimizer,
+        optimizer: OnDevices,
         params: list[list[Tensor]],
         grad_scale: Tensor | None,
         measures: bool,
     ) -> _C.Squares | None:
-        """What was measured, if the step needs it and all of it still holds."""
+        """The measurements, if the step needs them and every gradient is as it was measured."""
         self.wanted, self.idle = measures, False
         if not measures:
             return None
         if optimizer._devices != HOST_ONLY:
             self._refuse(optimizer, "device")
             return None
-        if self._reduced is None and _ranks() > 1:
+        if self._reduced is None and world_size() > 1:
             self.wanted = False
             self._refuse(optimizer, "distributed")
             return None
@@ -155,18 +158,15 @@ class BackwardNorm:
         self._scale_changed = False
         return self._squares
 
-    def _refuse(
-        self, optimizer: ClippedOptimizer, why: str, group: int = 0, index: int = 0
-    ) -> None:
-        """Count a step that measures by itself; warn once for each reason."""
+    def _refuse(self, optimizer: OnDevices, why: str, group: int = 0, index: int = 0) -> None:
+        """Count a step that measures all gradients itself, and warn once per reason."""
         self.fallbacks[why] += 1
-        # One change of scale is a matter of course: the first step, an overflow, growth.
+        # A single change of scale is ordinary: the first step, an overflow, growth.
         tolerable = why == "scale" and not self._scale_changed
         self._scale_changed = why == "scale"
         if why not in self._warned and not tolerable:
             self._warned.add(why)
-            names = optimizer.param_groups[group].get("param_names")
-            name = repr(names[index]) if names else f"parameter {index} of group {group}"
+            name = name_of(optimizer, group, index)
             warnings.warn(
                 f"{type(optimizer).__name__}(norm_in_backward=True): {_REASONS[why].format(name)}; "
                 "the step measured all gradients in a pass of its own. Such steps are counted in "
@@ -175,46 +175,34 @@ class BackwardNorm:
             )
         self.attach(optimizer)
 
-    def moved(self, optimizer: ClippedOptimizer) -> None:
-        """The step found gradients elsewhere than the check did: Python code ran in between."""
+    def moved(self, optimizer: OnDevices) -> None:
+        """Count a step during which Python code ran and replaced gradients after the check."""
         self._refuse(optimizer, "changed")
 
     def forget(self) -> None:
-        """Let go of the gradients that were measured."""
+        """Drop the measurements and the gradients that they hold."""
         self._squares.forget()
 
     def remove(self) -> None:
         """Take the hooks away."""
-        _remove(self._slots)
+        self._slots.remove()
         if self._reduced is not None:
             self._reduced.drop(self)
         self.forget()
 
 
 def _callers_level() -> int:
-    """The stacklevel by which the function that calls this warns about the line of the user."""
+    """The `stacklevel` with which the caller of this function warns about the user's line."""
     frame, level = inspect.currentframe(), 0
     while frame is not None and frame.f_globals["__name__"].startswith(("faststep.", "torch.")):
         frame, level = frame.f_back, level + 1
     return level
 
 
-def _ranks() -> int:
-    alone = not (torch.distributed.is_available() and torch.distributed.is_initialized())
-    return 1 if alone else torch.distributed.get_world_size()
-
-
-def _hook(owner: Callable[[], BackwardNorm | None], slot: list[int], param: Tensor) -> Any:
+def _hook(owner: Callable[[], BackwardNorm | None], slot: _Slot) -> Callable[[Tensor], None]:
     @disable_dynamo
     def measure(param: Tensor) -> None:
         if (norm := owner()) is not None:
-            norm.measure(slot[0], param)
+            norm.measure(slot.index, param)
 
-    return param.register_post_accumulate_grad_hook(measure)  # type: ignore[no-untyped-call]
-
-
-def _remove(slots: dict[int, tuple[weakref.ref[Tensor], list[int], Any]]) -> None:
-    for _, _, handle in slots.values():
-        if handle is not None:
-            handle.remove()
-    slots.clear()
+    return measure

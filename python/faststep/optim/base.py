@@ -17,6 +17,7 @@ from .._torch.compiler import disable_dynamo, is_compiling
 from .._torch.modes import is_watched
 from .._torch.optim import has_global_step_hooks
 from .._torch.tensors import has_no_memory
+from ..grads.params import described
 from .by_torch import step_by_torch, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_shards, refuse_unchecked
 from .clipping import ClippedOptimizer
@@ -260,13 +261,8 @@ class FusedOptimizer(ClippedOptimizer):
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
         """The error for a tensor that cannot be used: torch's own where it has one."""
         param: Tensor = self.param_groups[group]["params"][index]
-        names = self.param_groups[group].get("param_names")
-        name = f"'{names[index]}', " if names else ""
         whose = "" if role == "parameter" else f"{role} of "
-        where = (
-            f"{whose}parameter {index} in group {group} "
-            f"({name}shape {tuple(param.shape)}, {param.dtype}, {param.device})"
-        )
+        where = whose + described(self, group, index)
         if role == "gradient" and param.grad is not None and param.grad.is_sparse:
             return RuntimeError(self._sparse_error(where))
         if kind == "driver":

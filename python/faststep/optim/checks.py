@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim import Optimizer
 
+from .._distributed import instances_of, is_distributed
 from .._torch.ddp import is_fsdp_shard
+from ..grads.params import place_of
 
 __all__ = ["check_limit", "has_grads", "refuse_group_options", "refuse_shards", "refuse_unchecked"]
 
@@ -68,7 +68,7 @@ def refuse_shards(optimizer: Optimizer) -> None:
         for index, param in enumerate(group["params"]):
             if is_fsdp_shard(param):
                 raise RuntimeError(
-                    f"{type(optimizer).__name__}: parameter {index} in group {number} is the part "
+                    f"{type(optimizer).__name__}: {place_of(number, index)} is the part "
                     "of this rank (FullyShardedDataParallel), and its step would clip by the norm "
                     "of that part: call model.clip_grad_norm_(max_norm) before the step, without "
                     "max_grad_norm= and max_norm=; nothing was updated"
@@ -82,10 +82,7 @@ def _is_inside_zero(optimizer: Optimizer) -> bool:
     without a process group.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    if module is None or not (dist.is_available() and dist.is_initialized()):
+    if module is None or not is_distributed():
         return False
-    zero = module.ZeroRedundancyOptimizer
-    return any(
-        issubclass(type(owner), zero) and vars(owner).get("optim") is optimizer
-        for owner in gc.get_objects()
-    )
+    zeros = instances_of(module.ZeroRedundancyOptimizer)
+    return any(vars(zero).get("optim") is optimizer for zero in zeros)

@@ -8,13 +8,14 @@ from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
 from .._torch.ddp import is_fsdp_shard
-from ..accumulation.owners import owner_of
 from ..grads.buckets import Reduced
-from ..grads.released import is_released, set_released
+from ..grads.owners import accumulating, releasing
+from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.wrapped import unwrapped
-from .hooks import Clip, Release, check_clipping
+from .clipping import Clip, check_clipping
 from .moments import Moments
+from .updates import Release
 
 __all__ = ["Release", "release_gradients"]
 
@@ -84,6 +85,28 @@ def release_gradients(
     states: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and
     Gradients for Large-scale DNN Training" (AdamA), arXiv:2305.19982.
     """
+    optimizer = _checked(optimizer)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if clip not in (None, "per_parameter", "lagged"):
+        raise ValueError(f'clip must be None, "per_parameter" or "lagged", not {clip!r}')
+    _refuse_wrappers(optimizer)
+    if clip == "lagged" and any(param.is_cuda for param in params_of(optimizer)):
+        raise ValueError('clip="lagged" measures on the CPU only, and a parameter is on CUDA')
+    _check_unowned(optimizer)
+    check_clipping(optimizer, clip)
+    moments = Moments(optimizer) if accumulate_into_states else None
+    if moments is not None and clip is not None:
+        raise ValueError("accumulate_into_states=True adds gradients up unclipped: leave clip=None")
+    inner = uncompiled(model)
+    reduced = _reduced_by(inner) if isinstance(inner, DistributedDataParallel) else None
+    release = Release(optimizer, clip, moments, reduced, inner)
+    releasing.set(optimizer, release)
+    return release
+
+
+def _checked(optimizer: Optimizer) -> FusedOptimizer:
+    """The optimizer that accelerate may have wrapped; raises for one without our step."""
     scaler = getattr(optimizer, "scaler", None)
     inside = unwrapped(optimizer, "release_gradients()")
     if inside is not optimizer and scaler is not None:
@@ -91,48 +114,39 @@ def release_gradients(
             f"{type(optimizer).__name__} steps with a {type(scaler).__name__}, which looks at all "
             "gradients before the first update: train in bfloat16, or without release_gradients()"
         )
-    optimizer = inside
-    if not isinstance(optimizer, FusedOptimizer):
+    if not isinstance(inside, FusedOptimizer):
         raise TypeError(
             f"release_gradients() takes optimizers of faststep.optim, not "
-            f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+            f"{type(inside).__module__}.{type(inside).__name__}"
         )
-    if optimizer._has_own_step():
+    if inside._has_own_step():
         raise TypeError(
-            f"release_gradients() would pass by {type(optimizer).__name__}.step(), which finds no "
+            f"release_gradients() would pass by {type(inside).__name__}.step(), which finds no "
             "gradients: it takes optimizers with the step of faststep.optim"
         )
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    if clip not in (None, "per_parameter", "lagged"):
-        raise ValueError(f'clip must be None, "per_parameter" or "lagged", not {clip!r}')
-    _refuse_wrappers(optimizer)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if clip == "lagged" and any(param.is_cuda for param in params):
-        raise ValueError('clip="lagged" measures on the CPU only, and a parameter is on CUDA')
-    if owner_of(optimizer) is not None:
+    return inside
+
+
+def _check_unowned(optimizer: FusedOptimizer) -> None:
+    """Raise if the gradients of the optimizer are handled already."""
+    if optimizer in accumulating:
         raise RuntimeError(
             "gradients of this optimizer are accumulated (faststep.accumulate), so they cannot be "
             "released: call remove() on the accumulation first"
         )
-    if is_released(optimizer):
+    if optimizer in releasing:
         raise RuntimeError("gradients of this optimizer are released already")
-    check_clipping(optimizer, clip)
-    moments = Moments(optimizer) if accumulate_into_states else None
-    if moments is not None and clip is not None:
-        raise ValueError("accumulate_into_states=True adds gradients up unclipped: leave clip=None")
-    inner = uncompiled(model)
-    reduced = None
-    if isinstance(inner, DistributedDataParallel):
-        reduced = Reduced.of(inner, "release_gradients()")
-        if any(isinstance(user, Release) for user in reduced.users()):
-            raise RuntimeError(
-                "gradients of this DistributedDataParallel model are released already, with "
-                "another optimizer: give all parameters to one optimizer"
-            )
-    release = Release(optimizer, clip, moments, reduced, inner)
-    set_released(optimizer, release)
-    return release
+
+
+def _reduced_by(model: DistributedDataParallel) -> Reduced:
+    """The communication hook of the model; raises if another release uses it."""
+    reduced = Reduced.of(model, "release_gradients()")
+    if any(isinstance(user, Release) for user in reduced.users()):
+        raise RuntimeError(
+            "gradients of this DistributedDataParallel model are released already, with "
+            "another optimizer: give all parameters to one optimizer"
+        )
+    return reduced
 
 
 def _refuse_wrappers(optimizer: FusedOptimizer) -> None:

@@ -1,9 +1,9 @@
 """Gradients that are accumulated in the moments of Adam instead of in `.grad` (AdamA).
 
-Zhang et al. 2023, arXiv:2305.19982: each micro-gradient g enters the moments as it comes,
-m = m + (1 - beta1) g and v = v + (1 - beta2) g^2, after the first has made them decay; the step
-then updates the parameters. m is that of the sum of the gradients. v is not: it has the sum of the
-squares instead of the square of the sum.
+Zhang et al. 2023, arXiv:2305.19982. The first micro-gradient of a step lets the moments decay. Then
+each micro-gradient g is added: m = m + (1 - beta1) g and v = v + (1 - beta2) g^2. The step updates
+the parameters. m is exact: it is that of the sum of the gradients. v is an approximation: it has
+the sum of the squares instead of the square of the sum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Moments:
             _check(group)
 
     def rule(self, adam: Rule, later: bool) -> Rule:
-        """What a gradient does to the moments: the first of a step lets them decay."""
+        """The rule that adds a gradient; those after the first of a step come `later`: no decay."""
         _refuse_watched()
         _, beta1, beta2, *_ = adam.hyper
         keep = (1.0, 1.0) if later else (beta1, beta2)

@@ -1,10 +1,11 @@
 """Embeddings that share their weight with another layer, as GPT-2's does with its head.
 
-autograd adds up the gradients of both uses, and that of an embedding comes last, as a tensor of the
-weight's size that is zero but for the rows of the batch's tokens: three tensors of that size, the
-sum among them, exist when every other gradient has been released. As a sparse gradient, rows only,
-it is added to the other without a tensor of its own, with the same bits. Without another it stays
-sparse until the parameter's hook: torch refuses a hook of the tensor that makes it dense before.
+autograd adds up the gradients of both uses. The embedding's comes last, when every other gradient
+has been released. It is as large as the weight, but zero outside the rows of the batch's tokens.
+Together with the other gradient and the sum, three tensors of that size are alive at once. This
+module makes the embedding's gradient sparse, with those rows only. autograd adds it to the other
+gradient without a third tensor, with the same bits. If the embedding is the only use in a forward,
+its gradient is sparse until the parameter's hook makes it dense: a tensor hook must not.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["give_rows", "tied_embeddings"]
 
 
 def tied_embeddings(model: nn.Module) -> Iterator[nn.Embedding]:
-    """Those in CPU memory whose weight is a parameter of another module too."""
+    """Embeddings in CPU memory whose weight is a parameter of another module too."""
     uses = Counter(id(p) for module in model.modules() for p in module.parameters(recurse=False))
     for module in model.modules():
         if type(module) is nn.Embedding and uses[id(module.weight)] > 1 and not _is_special(module):
@@ -37,16 +38,16 @@ def _is_special(module: nn.Embedding) -> bool:
 
 
 def give_rows(module: nn.Embedding) -> Any:
-    """Let the embedding's backward give a sparse gradient; a handle to undo it.
+    """Let the embedding's backward give a sparse gradient; returns a handle to undo it.
 
-    The hook is the first of all: those of others find what they would find without it.
+    The hook runs before all others, so that they see the output that they would see without it.
     """
     hook = _ThroughRows(module)
     return module.register_forward_hook(hook, prepend=True, with_kwargs=True)
 
 
 class _ThroughRows:
-    """A forward hook for one module; with a copy of the module it does nothing."""
+    """A forward hook for one module; for a copy of the module it does nothing."""
 
     def __init__(self, module: nn.Embedding | None = None) -> None:
         self._module = None if module is None else weakref.ref(module)
@@ -58,7 +59,7 @@ class _ThroughRows:
     def __call__(
         self, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
-        """The same output, by way of one row per token that occurs: there gradients are added."""
+        """The same output, gathered from one row per distinct token, where gradients are added."""
         if is_compiling() or not output.requires_grad:
             return None
         if self._module is None or self._module() is not module:

@@ -1,0 +1,96 @@
+"""The optimizers' steps: the hooks around them, and what they made of a complete window."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._torch.compiler import disable_dynamo
+from ..grads import divide as division
+from ..grads.owners import accumulating
+from ..optim.base import FusedOptimizer
+
+if TYPE_CHECKING:
+    from .window import Window
+
+__all__ = ["StepHooks", "Steps"]
+
+
+class Steps:
+    """What the steps of these optimizers made of the window that is complete.
+
+    `optimizers` is the window's own list, which is empty once the window is removed.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._divisions: dict[int, division.Division | None] = {}  # that the steps made
+        self._overflows: list[Tensor] = []
+
+    def has(self, optimizer: Optimizer) -> bool:
+        """Whether the step of this optimizer was called."""
+        return id(optimizer) in self._divisions
+
+    def are_all(self) -> bool:
+        """Whether each optimizer's step was called."""
+        return all(map(self.has, self._optimizers))
+
+    def were_skipped(self) -> bool:
+        """Whether an optimizer's step was not called, or skipped for an overflow."""
+        return not self.are_all() or any(bool(found) for found in self._overflows)
+
+    def note(self, optimizer: Optimizer) -> None:
+        """The step of this optimizer is over: its division is made."""
+        self._divisions[id(optimizer)] = division.settle(optimizer)
+        found = vars(optimizer).get("found_inf")
+        if isinstance(optimizer, FusedOptimizer):
+            self._overflows.append(torch.tensor(optimizer.step_was_skipped, device="cpu"))
+        elif isinstance(found, Tensor):
+            self._overflows.append(found.detach() != 0)
+
+    def repeat_division(self, optimizer: Optimizer) -> None:
+        """Let a sum that the step has left in `.grad` be divided again by the next step."""
+        division.repeat(optimizer, self._divisions.get(id(optimizer)))
+
+    def forget(self) -> None:
+        """The window is over."""
+        self._divisions.clear()
+        self._overflows.clear()
+
+
+class StepHooks:
+    """The hooks around an optimizer's step, which keep neither it nor the window alive."""
+
+    def __init__(self, window: Window, optimizer: Optimizer) -> None:
+        owner = weakref.ref(window)
+        accumulating.set(optimizer, window)
+
+        @disable_dynamo
+        def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (window := owner()) is not None:
+                closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+                window.before_step(optimizer, closure is not None)
+
+        @disable_dynamo
+        def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if (window := owner()) is not None:
+                window.after_step(optimizer)
+
+        self._check = before
+        self._before = optimizer.register_step_pre_hook(before)
+        self._after = optimizer.register_step_post_hook(after)
+
+    def come_last(self, optimizer: Optimizer) -> None:
+        """Check gradients after the script's own hooks before the step: those may change them."""
+        self._before.remove()
+        self._before = optimizer.register_step_pre_hook(self._check)
+
+    def remove(self) -> None:
+        """Take both away."""
+        self._before.remove()
+        self._after.remove()

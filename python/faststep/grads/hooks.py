@@ -1,0 +1,97 @@
+"""Parameters with a hook in backward, and what is known of each.
+
+The norm in backward, the release of gradients and the fp32 sums each keep one `Hooked`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor
+
+__all__ = ["Hooked"]
+
+_Entry = TypeVar("_Entry")
+
+
+class _Known(Generic[_Entry]):
+    __slots__ = ("entry", "handle", "param")
+
+    def __init__(self, param: Tensor, entry: _Entry, handle: Any) -> None:
+        self.param = weakref.ref(param)
+        self.entry = entry
+        self.handle = handle  # removes the hook; None without one
+
+
+class Hooked(Generic[_Entry]):
+    """An entry per parameter, and a hook that runs when the gradient is in `.grad`.
+
+    No parameter is kept alive. The hooks go when this object goes, so a hook must refer to it, or
+    to an object that has it, by a weak reference only.
+
+    A parameter is found by its `id`, which another tensor may have after it has died. Each look-up
+    makes sure that it is the same object.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known[_Entry]] = {}
+        weakref.finalize(self, _remove, self._known).atexit = False
+
+    def __len__(self) -> int:
+        """The number of entries, of dead parameters too."""
+        return len(self._known)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, _Entry]]:
+        """The parameters that live and their entries, in the order in which they came."""
+        for known in self._known.values():
+            if (param := known.param()) is not None:
+                yield param, known.entry
+
+    def of(self, param: Tensor) -> _Entry | None:
+        """The entry of a parameter, if it has one."""
+        known = self._known.get(id(param))
+        return known.entry if known is not None and known.param() is param else None
+
+    def of_each(self, params: Iterable[Tensor]) -> list[_Entry | None]:
+        """The entries of many parameters, None for those without one."""
+        found = []
+        for param in params:
+            known = self._known.get(id(param))
+            same = known is not None and known.param() is param
+            found.append(known.entry if known is not None and same else None)
+        return found
+
+    def entries(self) -> list[_Entry]:
+        """All entries, those of dead parameters too."""
+        return [known.entry for known in self._known.values()]
+
+    def add(
+        self, param: Tensor, entry: _Entry, hook: Callable[[Tensor], None] | None = None
+    ) -> None:
+        """Keep an entry, and call `hook` with the parameter after all hooks that it has."""
+        handle = None
+        if hook is not None:
+            handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._known[id(param)] = _Known(param, entry, handle)
+
+    def keep_only(self, params: Iterable[Tensor]) -> None:
+        """Let go of all other parameters."""
+        for key in self._known.keys() - set(map(id, params)):
+            _remove_one(self._known.pop(key))
+
+    def remove(self) -> None:
+        """Let go of all parameters."""
+        _remove(self._known)
+
+
+def _remove(known: dict[int, _Known[Any]]) -> None:
+    for one in known.values():
+        _remove_one(one)
+    known.clear()
+
+
+def _remove_one(known: _Known[Any]) -> None:
+    if known.handle is not None:
+        known.handle.remove()

@@ -1,0 +1,78 @@
+"""Who handles an optimizer's gradients before its step, for those who ask by the optimizer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .params import params_of
+
+__all__ = ["ByOptimizer", "accumulating", "refuse_clipping", "releasing"]
+
+_Value = TypeVar("_Value")
+
+
+class ByOptimizer(Generic[_Value]):
+    """One value per optimizer; keeps no optimizer alive, and no value if it is held `weakly`."""
+
+    def __init__(self, *, weakly: bool) -> None:
+        self._weakly = weakly
+        self._known: weakref.WeakKeyDictionary[Optimizer, Callable[[], _Value | None]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __contains__(self, optimizer: Optimizer) -> bool:
+        return self.of(optimizer) is not None
+
+    def of(self, optimizer: Optimizer) -> _Value | None:
+        """The value, if the optimizer has one that lives."""
+        known = self._known.get(optimizer)
+        return None if known is None else known()
+
+    def set(self, optimizer: Optimizer, value: _Value) -> None:
+        """Give the optimizer a value in place of the one before."""
+        self._known[optimizer] = weakref.ref(value) if self._weakly else lambda: value
+
+    def pop(self, optimizer: Optimizer) -> _Value | None:
+        """Take the value away and return it."""
+        known = self._known.pop(optimizer, None)
+        return None if known is None else known()
+
+    def having(
+        self,
+        tensors: Iterable[Tensor],
+        tensors_of: Callable[[Optimizer], list[Tensor]] = params_of,
+    ) -> list[Optimizer]:
+        """The optimizers with a value to which one of these tensors belongs.
+
+        Looks at no tensor where no optimizer has a value.
+        """
+        if not self._known:
+            return []
+        wanted = set(map(id, tensors))
+        return [
+            one
+            for one in list(self._known)
+            if one in self and any(id(tensor) in wanted for tensor in tensors_of(one))
+        ]
+
+
+accumulating: ByOptimizer[object] = ByOptimizer(weakly=True)
+"""Optimizers whose gradients `faststep.accumulate` sums up."""
+
+releasing: ByOptimizer[object] = ByOptimizer(weakly=True)
+"""Optimizers whose parameters `faststep.release_gradients` updates in backward."""
+
+
+def refuse_clipping(parameters: Iterable[Tensor]) -> None:
+    """Raise if one of these has been updated already when its gradient is to be clipped."""
+    if releasing.having(parameters):
+        raise RuntimeError(
+            "these gradients cannot be clipped: release_gradients() has used and freed them in "
+            "backward. Set max_grad_norm of the optimizer, and release with "
+            'clip="per_parameter" or clip="lagged"; or remove() the release'
+        )

@@ -1,0 +1,74 @@
+"""Clipping of gradients that are used before all of them are known: two approximations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from ..optim.base import FusedOptimizer
+
+__all__ = ["Clip", "Clipping", "Measured", "check_clipping"]
+
+Clip = Literal["per_parameter", "lagged"]
+
+
+class Measured:
+    """What clipping keeps per parameter."""
+
+    square_sum = 0.0  # with "lagged": of its gradient in this step
+
+
+class Clipping:
+    """By what the gradients of one optimizer are clipped.
+
+    "per_parameter" clips each gradient by its own norm. "lagged" clips by the norm of all gradients
+    of the step before, and measures those of this step for the next one.
+    """
+
+    def __init__(self, way: Clip | None) -> None:
+        self.way = way
+        self.scale: Tensor | None = None  # what the gradients of this step are divided by
+        self._norm: float | None = None  # of all gradients of the step before
+
+    def limit_of(self, grad: Tensor, max_norm: float | None, measured: Measured) -> float | None:
+        """The norm to clip this gradient alone by, or None; sets `scale` if that is lagged."""
+        if max_norm is None or self.way is None:
+            return None
+        if self.way == "per_parameter":
+            return max_norm
+        measured.square_sum = _C.measure([grad], 1.0)[0]
+        if self._norm is None:
+            return max_norm
+        coefficient = max_norm / (self._norm + 1e-6)
+        if coefficient >= 1.0:
+            self.scale = None
+        elif self.scale is None:
+            divisor = 1.0 / coefficient if coefficient else math.inf
+            self.scale = torch.tensor(divisor, dtype=torch.float64, device="cpu")
+        return None
+
+    def end_step(self, updated: Iterable[Measured]) -> float:
+        """The norm of these parameters' gradients, by which "lagged" clips from now on."""
+        # An exact sum: ranks whose buckets arrive in another order must get the same.
+        self._norm = math.sqrt(math.fsum(one.square_sum for one in updated))
+        return self._norm
+
+
+def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
+    """Raise where gradients would have to wait for the step, and no approximation is chosen."""
+    if optimizer.norm_in_backward:
+        raise ValueError(
+            "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
+            "them before: set optimizer.norm_in_backward = False"
+        )
+    if optimizer.max_grad_norm is not None and clip is None:
+        raise ValueError(
+            "max_grad_norm needs all gradients before the first update, which release_gradients() "
+            'does not have. Set it to None, or pass clip="per_parameter" (each gradient by its own '
+            'norm) or clip="lagged" (all by the norm of the step before)'
+        )

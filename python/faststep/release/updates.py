@@ -1,0 +1,304 @@
+"""The hooks of `release_gradients`, which update parameters and free gradients."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from .. import _C
+from .._torch.compiler import disable_dynamo
+from .._torch.library import address_of_mode_depth
+from .._torch.modes import is_watched
+from ..amp.protocol import AskedToUnscale
+from ..grads.buckets import Pairs, Reduced, reducing_model
+from ..grads.hooks import Hooked
+from ..grads.owners import refuse_clipping, releasing
+from ..grads.params import name_of, params_of
+from ..optim.base import FusedOptimizer, Rule
+from ..optim.request import StepRequest
+from ..optim.step import Stepper, Work
+from .clipping import Clip, Clipping, Measured, check_clipping
+from .moments import Moments
+from .states import make_state
+from .tied import give_rows, tied_embeddings
+
+__all__ = ["Release"]
+
+_MODE_DEPTH = address_of_mode_depth()
+
+
+class _Place(Measured):
+    """Where a parameter is in the optimizer, and what its hook needs."""
+
+    def __init__(self, hook: _C.ReleaseHook) -> None:
+        self.stepper = Stepper(hook.plan)
+        self.hook = hook  # has the group, and whether there was an update since the last step
+        self.index = 0
+        self.tied = False  # the weight of an embedding and of another module
+
+
+class Release:
+    """The hooks that `release_gradients` has set; `remove()` takes them away."""
+
+    def __init__(
+        self,
+        optimizer: FusedOptimizer,
+        clip: Clip | None,
+        moments: Moments | None,
+        reduced: Reduced | None,
+        model: nn.Module,
+    ) -> None:
+        self._clipping = Clipping(clip)
+        self._moments = moments
+        self._reduced = reduced
+        self._places: Hooked[_Place] = Hooked()
+        self._rules: dict[int, Rule] = {}  # of this step, by group; the hooks read it too
+        self._ids: list[list[int]] = []  # of the parameters, group by group
+        self._model_checked = False
+        self._used: list[Tensor] = []  # parameters whose reduced gradient can be freed
+        self._optimizer = weakref.ref(optimizer)
+        check_clipping(optimizer, clip)
+        owner = weakref.ref(self)
+
+        @disable_dynamo
+        def otherwise(param: Tensor) -> None:
+            if (release := owner()) is not None:
+                release.hooked(param)
+
+        self._otherwise: Callable[[Tensor], None] = otherwise
+        self._handles: list[Any] = [
+            *_hook_step(owner, optimizer),
+            AskedToUnscale(optimizer),
+        ]
+        weakref.finalize(self, _undo, self._handles).atexit = False
+        self._attach(optimizer)
+        if reduced is not None:
+            reduced.add(self)
+            return
+        for module in tied_embeddings(model):
+            if (place := self._places.of(module.weight)) is not None:
+                place.tied, place.hook.plain = True, False
+                self._handles.append(give_rows(module))
+
+    def _attach(self, optimizer: FusedOptimizer) -> None:
+        """Hook parameters that are new or were unfrozen, and drop those that left the optimizer.
+
+        The others may have moved to another group or index.
+        """
+        ids = _ids_of(optimizer)
+        moved = ids != self._ids
+        if moved:
+            self._places.keep_only(params_of(optimizer))
+        for group, entry in enumerate(optimizer.param_groups):
+            known = self._places.of_each(entry["params"])
+            if moved or not all(known):
+                self._attach_group(optimizer, group, known)
+        self._ids = ids
+
+    def _attach_group(
+        self, optimizer: FusedOptimizer, group: int, known: list[_Place | None]
+    ) -> None:
+        """`known` are the places that the group's parameters have, None for those without."""
+        params = optimizer.param_groups[group]["params"]
+        for index, (param, place) in enumerate(zip(params, known, strict=True)):
+            if place is None and param.requires_grad:
+                place = self._places.of(param)  # it is in the optimizer twice
+                if place is None:
+                    make_state(optimizer, group, index)
+                    place = self._new_place(param)
+            if place is not None:
+                place.hook.group, place.index = group, index
+
+    def _new_place(self, param: Tensor) -> _Place:
+        """Hook a parameter; its place is not known yet."""
+        hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
+        plain = self._clipping.way is None and self._moments is None and self._reduced is None
+        hook.plain = plain and _MODE_DEPTH != 0
+        place = _Place(hook)
+        self._places.add(param, place, hook)
+        return place
+
+    def hooked(self, param: Tensor) -> None:
+        """Called by the hook of a parameter that cannot repeat its last step as it was."""
+        place = self._places.of(param)
+        if place is None:
+            return
+        if place.tied and param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.to_dense()  # only the embedding was used in this forward
+        if self._reduced is None or param not in self._reduced:
+            self._check_model()
+            self._update(place, param)
+
+    def reduced(self, param: Tensor, values: Tensor) -> None:
+        """Update by a gradient that was reduced; it is freed in `ended`."""
+        place = self._places.of(param)
+        if place is not None:
+            param.grad = values
+            self._update(place, param)
+            self._used.append(param)
+
+    def ending(self, pairs: Pairs) -> None:
+        """Nothing: DistributedDataParallel still reads `.grad`."""
+
+    def ended(self, pairs: Pairs) -> None:
+        """Free the gradients."""
+        for param in self._used:
+            param.grad = None
+        self._used.clear()
+
+    def _update(self, place: _Place, param: Tensor) -> None:
+        """Step one parameter, or add its gradient to the moments."""
+        optimizer = self._optimizer()
+        grad = param.grad
+        if optimizer is None or grad is None:
+            return
+        if not self._rules and self._ids != _ids_of(optimizer):  # changed since the last step
+            self._attach(optimizer)
+            if self._places.of(param) is not place:
+                return
+        if place.hook.updated and self._moments is None:
+            name = name_of(optimizer, place.hook.group, place.index)
+            raise RuntimeError(
+                f"a second gradient of {name} before optimizer.step(): with "
+                "release_gradients() it was updated with the first one. Gradients cannot be "
+                "accumulated; remove() the release for that"
+            )
+        check_clipping(optimizer, self._clipping.way)
+        rule = self._rule_of(optimizer, place)
+        try:
+            max_norm = self._clipping.limit_of(grad, optimizer.max_grad_norm, place)
+            request = StepRequest(self._clipping.scale, max_norm=max_norm)
+            _step(optimizer, place, param, rule, request)
+        except _C.TensorError as error:
+            if self._moments is None and optimizer._is_for_torch(place.hook.group, place.index):
+                _step_by_torch(optimizer, place, param, request)
+            else:
+                where = (place.hook.group, place.index)
+                raise optimizer._explained(*where, *error.args[2:]) from None
+        place.hook.updated = True
+        if self._reduced is None or param not in self._reduced:
+            param.grad = None
+
+    def _check_model(self) -> None:
+        """Raise if an unknown DistributedDataParallel reduces the gradients; looks only once."""
+        if self._model_checked:
+            return
+        known = () if self._reduced is None else self._reduced
+        if reducing_model(param for param, _ in self._places if param not in known):
+            raise RuntimeError(
+                "a DistributedDataParallel model reduces these gradients after their hooks, and "
+                "release_gradients() was not given it, so that each rank would use its own: pass "
+                "the DistributedDataParallel itself, after it was made, not the module inside"
+            )
+        self._model_checked = True
+
+    def _rule_of(self, optimizer: FusedOptimizer, place: _Place) -> Rule:
+        rule = self._rules.get(place.hook.group)
+        if rule is None:
+            rule = optimizer._checked_rule_of(optimizer.param_groups[place.hook.group])
+            self._rules[place.hook.group] = rule
+        return rule if self._moments is None else self._moments.rule(rule, place.hook.updated)
+
+    def _check_step(self) -> None:
+        """Raise if the script asks the step for something that backward had to know."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        if optimizer._asked.max_norm is not None:
+            refuse_clipping(params_of(optimizer))
+        if self._moments is not None:  # they are applied by the step
+            return
+        for number, group in enumerate(optimizer.param_groups):
+            rule = self._rules.get(number)
+            # The last field, learning rates on devices, is left out: reading it would wait.
+            if rule is not None and rule[:-1] != optimizer._checked_rule_of(group)[:-1]:
+                raise RuntimeError(
+                    f"the learning rate or another number of group {number} was changed between "
+                    "backward and optimizer.step(): with release_gradients() backward has updated "
+                    "the parameters already, with the number of before. Change it before backward"
+                )
+
+    def _finish_step(self) -> None:
+        """Begin a new step: each parameter may be updated again."""
+        optimizer = self._optimizer()
+        if optimizer is None:
+            return
+        updated = [place for place in self._places.entries() if place.hook.updated]
+        if updated and self._clipping.way == "lagged":
+            optimizer._last_norm = self._clipping.end_step(updated)
+        if self._moments is not None:
+            params = [param for param, place in self._places if place.hook.updated]
+            self._moments.apply(optimizer, params)
+        for place in updated:
+            place.hook.updated = False
+        self._clipping.scale = None
+        self._rules.clear()
+        self._attach(optimizer)
+
+    def remove(self) -> None:
+        """Undo the release: gradients stay in `.grad` again, and `optimizer.step` uses them."""
+        self._places.remove()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._reduced is not None:
+            self._reduced.drop(self)
+        optimizer = self._optimizer()
+        if optimizer is not None:
+            releasing.pop(optimizer)
+
+
+def _hook_step(owner: Callable[[], Release | None], optimizer: FusedOptimizer) -> tuple[Any, Any]:
+    """Let the release check each step before and end it after; the handles to undo that."""
+
+    def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (release := owner()) is None:
+            return
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise RuntimeError(
+                "release_gradients() cannot skip a step for an overflow or unscale before it: "
+                "parameters were updated in backward already. Train in bfloat16 without a "
+                "GradScaler, or remove() the release"
+            )
+        release._check_step()
+
+    def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (release := owner()) is not None:
+            release._finish_step()
+
+    return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+
+
+def _undo(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _ids_of(optimizer: FusedOptimizer) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def _step_by_torch(
+    optimizer: FusedOptimizer, place: _Place, param: Tensor, request: StepRequest
+) -> None:
+    """The step of one parameter by operators of torch."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [{**groups[place.hook.group], "params": [param]}]
+    try:
+        optimizer._step_by_torch(request)
+    finally:
+        optimizer.param_groups = groups
+
+
+def _step(
+    optimizer: FusedOptimizer, place: _Place, param: Tensor, rule: Rule, request: StepRequest
+) -> None:
+    if is_watched():
+        _step_by_torch(optimizer, place, param, request)
+    else:
+        work = Work(optimizer, [[param]], lambda: [rule], [place.hook.group])
+        place.stepper.step(work, request)
