@@ -1,6 +1,8 @@
 """The layers of the tree: what a folder may include, import, call or name.
 
 python/faststep -> csrc/py -> csrc/core -> csrc/cpu, csrc/gpu, csrc/io -> csrc/rules -> csrc/base
+
+MAY_IMPORT has the rooms of python/faststep.
 """
 
 import ast
@@ -19,6 +21,51 @@ MAY_INCLUDE = {
     "core": {"core", "cpu", "gpu", "io", "rules", "base"},
     "py": {"py", "core", "cpu", "gpu", "io", "rules", "base"},
     "cuda": {"cuda", "rules", "base"},
+}
+# Which room of the package may import which. A room is a folder or a file; the rooms in data/ are
+# listed from the bottom up, and each imports only rooms above its own line.
+TORCH = {"_C", "_torch"}
+MAY_IMPORT = {
+    "_C": set(),
+    "_torch": {"_C"},
+    "_devices": {"_C"},
+    "grads": {*TORCH, "_devices", "optim"},
+    "optim": {*TORCH, "_devices", "grads"},
+    "clip": {*TORCH, "_devices", "grads"},
+    "amp": {*TORCH, "_devices", "clip", "grads", "optim"},
+    "accumulation": {*TORCH, "amp", "clip", "grads", "optim"},
+    "release": {*TORCH, "_devices", "accumulation", "amp", "grads", "optim"},
+    "data.types": {"_C"},
+    "data.stats": {*TORCH, "data.types"},
+    "data.order": {*TORCH, "data.types"},
+    "data.resume": {*TORCH, "data.types", "data.order"},
+    "data.arrays": {*TORCH, "data.types", "data.stats", "data.order", "data.resume"},
+    "data.transforms": {*TORCH, "data.types", "data.arrays"},
+    "data.deliver": {*TORCH, "data.types", "data.stats", "data.resume", "data.transforms"},
+    "data.formats": {*TORCH, "data.types", "data.arrays", "data.deliver"},
+    "data.plain": {*TORCH, "data.types", "data.stats", "data.order", "data.resume", "data.deliver"},
+    "data.workers": {
+        *TORCH,
+        "data.types",
+        "data.stats",
+        "data.resume",
+        "data.deliver",
+        "data.plain",
+    },
+    "data.options": {*TORCH, "data.types", "data.stats", "data.resume", "data.workers"},
+    "data.loader": {
+        *TORCH,
+        *(f"data.{name}" for name in ("types", "stats", "order", "resume", "arrays", "transforms")),
+        *(f"data.{name}" for name in ("deliver", "plain", "workers", "options")),
+    },
+    "data.accelerated": {"data.types", "data.loader", "data.options"},
+    "data": {
+        *(f"data.{name}" for name in ("order", "arrays", "transforms", "formats", "workers")),
+        *(f"data.{name}" for name in ("loader", "accelerated")),
+    },
+    "faststep": {*TORCH, "accumulation", "amp", "clip", "data", "optim", "release"},
+    "cli": {*TORCH, "faststep", "data"},
+    "__main__": {"cli"},
 }
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -105,6 +152,66 @@ def python_violations(root: Path) -> list[str]:
     return sorted(set(found))
 
 
+def room_of(parts: tuple[str, ...]) -> str:
+    """The room of a module of the package: ("data", "order", "draws") lies in "data.order"."""
+    return ".".join(parts[:2] if parts[:1] == ("data",) else parts[:1]) or "faststep"
+
+
+def imported_modules(path: Path, package: Path) -> list[tuple[int, tuple[str, ...]]]:
+    """Lines and modules of the package that a file imports, in functions and for types, too."""
+    here = path.relative_to(package).with_suffix("").parts[:-1]
+    found: list[tuple[int, tuple[str, ...]]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[tuple[str, ...]] = []
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = ("faststep", *here)[: len(here) + 2 - node.level] if node.level else ()
+            base = (*above, *(node.module.split(".") if node.module else ()))
+            names = [(*base, alias.name) for alias in node.names]
+        for name in names:
+            if name[0] == "faststep":
+                module = name[1:]
+                while module and not is_module(package.joinpath(*module)):
+                    module = module[:-1]  # a class, say
+                found.append((node.lineno, module))
+    return found
+
+
+def is_module(path: Path) -> bool:
+    suffixes = (".py", ".pyi")
+    return path.is_dir() or any(path.with_name(path.name + suffix).is_file() for suffix in suffixes)
+
+
+def room_violations(root: Path) -> list[str]:
+    package = root / "python" / "faststep"
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        room = room_of(parts[:-1] if parts[-1] == "__init__" else parts)
+        name = path.relative_to(root).as_posix()
+        if room not in MAY_IMPORT:
+            found.append(f"{name}: {room} is no room in MAY_IMPORT")
+            continue
+        for line, module in imported_modules(path, package):
+            to = room_of(module)
+            if to != room and to not in MAY_IMPORT[room]:
+                found.append(f"{name}:{line}: {room} may not import {to}")
+    return found
+
+
+def test_rooms_of_the_package_keep_to_their_order() -> None:
+    assert room_violations(ROOT) == []
+
+
+def test_the_rooms_of_the_loader_have_no_circles() -> None:
+    seen = set(MAY_IMPORT) - {room for room in MAY_IMPORT if room.split(".")[0] == "data"}
+    for room, below in MAY_IMPORT.items():
+        if room.split(".")[0] == "data":
+            assert below <= seen, f"{room} imports a room that is not listed before it"
+            seen.add(room)
+
+
 def test_sources_keep_to_their_layer() -> None:
     assert len(list(ROOT.glob("csrc/**/*.h"))) > 5
     assert c_violations(ROOT) == []
@@ -183,3 +290,58 @@ def test_a_wrong_arrow_in_python_is_caught(tmp_path: Path, text: str) -> None:
     found = python_violations(tmp_path)
     assert found
     assert all(line.startswith("python/faststep/planted.py:") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "complaint"),
+    [
+        ("data/order/x.py", "from ..resume import states", "data.order may not import data.resume"),
+        ("data/order/x.py", "from ... import optim", "data.order may not import optim"),
+        ("data/order/x.py", "import faststep.data.loader", "data.order may not import data.loader"),
+        ("data/order/x.py", "from .. import loader", "data.order may not import data.loader"),
+        (
+            "data/stats.py",
+            "from .order.draws import noting",
+            "data.stats may not import data.order",
+        ),
+        (
+            "data/order/x.py",
+            "def f():\n    from ..resume.states import check",
+            "data.order may not import data.resume",
+        ),
+        (
+            "data/order/x.py",
+            "import typing as t\nif t.TYPE_CHECKING:\n    from ..loader import DataLoader",
+            "data.order may not import data.loader",
+        ),
+        ("_torch/x.py", "from ..optim import Adam", "_torch may not import optim"),
+        ("optim/x.py", "from faststep import Adam", "optim may not import faststep"),
+        ("optim/x.py", "from ..data import DataLoader", "optim may not import data"),
+        ("elsewhere.py", "import torch", "elsewhere is no room"),
+    ],
+)
+def test_a_wrong_arrow_between_rooms_is_caught(
+    tmp_path: Path, place: str, text: str, complaint: str
+) -> None:
+    package = tmp_path / "python" / "faststep"
+    right = {
+        "_C.pyi": "",
+        "__init__.py": "from .optim import Adam",
+        "_torch/held.py": "from .. import _C",
+        "optim/__init__.py": "from .adam import Adam",
+        "optim/adam.py": "import torch.optim\nfrom .. import _C\nfrom .._torch import held",
+        "data/__init__.py": "from .loader import DataLoader",
+        "data/stats.py": "import faststep._torch.held",
+        "data/loader.py": "from .resume import states\nfrom .order.draws import noting",
+        "data/order/draws.py": "from __future__ import annotations\nfrom ... import _C",
+        "data/resume/states.py": "from ..order import draws\nfrom ..order.draws import noting",
+    }
+    for name, code in right.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(code)
+    assert room_violations(tmp_path) == []
+    (package / place).write_text(text)
+    found = room_violations(tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith(f"python/faststep/{place}:")
+    assert complaint in found[0]

@@ -32,8 +32,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from faststep import _C
 from faststep.data import DataLoader
+from faststep.data.resume.stated import Stated
 from faststep.data.transforms import Compose, RandomCrop
-from faststep.data.workers.stated import Stated
 
 from .resumable import (
     MAPS,

@@ -4,8 +4,8 @@ from . import transforms
 from .accelerated import prepare_loader
 from .arrays.array_dataset import ArrayDataset
 from .arrays.converted import converted
-from .arrays.tokens import TokenDataset, TokenWindow, cu_seqlens
 from .formats import FormatError, convert, open
+from .formats.tokens import TokenDataset, TokenWindow, cu_seqlens
 from .loader import DataLoader
 from .order.keyed import KeyedSampler
 from .workers.frozen import freeze

@@ -17,12 +17,12 @@ from .deliver.lending import LendingIterator, lending_by, lending_collate
 from .order.asked import AskedOrder
 from .order.indices import Indices
 from .order.of_sampler import epoch_of
+from .order.stateful import is_stateful, snapshot, states_of
 from .resume.loader_view import LoaderView
 from .resume.progress import Progress, Worker, worker_of
-from .resume.stateful import is_stateful, snapshot, states_of
+from .resume.stated import Stated
 from .resume.stream import Source
 from .stats import Metered
-from .workers.stated import Stated
 
 __all__ = ["MultiIterator", "Placed", "PlacedWorkers", "SingleIterator"]
 

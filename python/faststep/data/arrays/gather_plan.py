@@ -13,11 +13,11 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from ... import _C
 from .array_dataset import ArrayDataset
+from .column_dataset import ColumnDataset
 from .columns import Column, NotArrays, column_of
 from .converted import column_of_leaf
 from .in_place import InPlace, images_of, row_numbers
 from .structure import LEAF, Structure
-from .tokens import TokenDataset
 
 __all__ = ["Arrays", "Plan"]
 
@@ -107,7 +107,7 @@ class Plan:
         if _is(dataset, ArrayDataset):
             columns = tuple(column_of_leaf(array, f"{name}.{n}") for n, array in dataset.leaves)
             return self._add_rows(columns, dataset.structure, [n for n, _ in dataset.leaves], name)
-        if _is(dataset, TokenDataset):
+        if isinstance(dataset, ColumnDataset) and _is(dataset, dataset.reads_rows_as()):
             window, names = dataset.structure()
             rows = [self._add_rows(found, window, names, name) for found in dataset.columns()]
             return self._add_joined(rows)

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..transforms.rows import ImageRows
 from .columns import AS_IS, ROW_NUMBERS, Column
+from .image_rows import ImageRows
 
 __all__ = ["InPlace", "images_of", "row_numbers"]
 

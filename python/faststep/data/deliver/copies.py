@@ -24,8 +24,8 @@ from typing import Any, Protocol
 import torch
 
 from ..._torch.optim import is_capturing
-from ..workers.arena import page_locked
 from .nest import convert
+from .page_locked import page_locked
 
 __all__ = ["Copier", "Copy", "copier_of"]
 

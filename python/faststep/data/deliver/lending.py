@@ -16,7 +16,7 @@ import torch
 
 from ... import _C
 from ..._torch.loader import collate_stacking_by, collate_tensors, collates_as_default
-from ..workers.parcel import tensor_over, why_not_plain
+from .plain_tensors import tensor_over, why_not_plain
 
 __all__ = [
     "Lender",

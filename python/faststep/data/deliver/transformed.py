@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from ..._torch.loader import pin_memory
-from ..options import Own
 from ..resume.progress import Progress
 from ..stats import Layer
 from ..transforms import Compose
+from ..types import CountsEpochs
 
 __all__ = ["Transformed", "seed_of"]
 
@@ -46,7 +46,7 @@ class Transformed(Layer):
 
     stage = "transforms"
 
-    def __init__(self, iterator: Any, transforms: Callable[[Any], Any], own: Own) -> None:
+    def __init__(self, iterator: Any, transforms: Callable[[Any], Any], own: CountsEpochs) -> None:
         self._batches = iterator
         self._transforms = transforms
         self._own = own

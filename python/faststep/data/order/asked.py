@@ -9,10 +9,10 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from ..resume.stateful import Pace, begin, is_stateful, items_of, opened, snapshot, states_of
 from .base import other_epoch
 from .draws import generator_of, noting, repeating
 from .of_sampler import epoch_of, parts_of
+from .stateful import Pace, begin, is_stateful, items_of, opened, snapshot, states_of
 
 __all__ = ["AskedOrder", "asked_by", "length_of", "state_between_epochs"]
 

@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset, IterDataPipe
 from ..order.base import other_epoch
 from ..order.indices import Indices
 from ..order.of_sampler import epoch_of
-from ..workers.stated import Init, Stating
-from .stateful import is_stateful, load_map
+from ..order.stateful import is_stateful, load_map
+from .stated import Init, Stating
 from .stream import Source
 
 __all__ = ["LoaderView", "is_stream", "keeps_seed"]

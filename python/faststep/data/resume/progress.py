@@ -6,7 +6,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .stateful import opened
+from ..order.stateful import opened
 
 __all__ = ["Mark", "Progress", "Worker", "worker_of"]
 

@@ -9,10 +9,10 @@ from torch.utils.data import BatchSampler, IterDataPipe
 from ..order.asked import asked_by, length_of, state_between_epochs
 from ..order.indices import batches_of
 from ..order.of_sampler import epoch_of, order_of, restore
+from ..order.stateful import is_stateful, snapshot, states_of
 from .loader_view import is_stream
 from .progress import Progress, Worker
 from .state_form import check_form
-from .stateful import is_stateful, snapshot, states_of
 
 __all__ = ["check", "explain", "new_state", "restore_parts"]
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from ..order.draws import generator_of, noting, repeating
-from .stateful import Pace, begin, is_stateful, items_of, states_of
+from ..order.stateful import Pace, begin, is_stateful, items_of, states_of
 
 __all__ = ["Source"]
 

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ... import _C
 from ..._torch.optim import is_capturing
+from ..arrays.image_rows import ImageRows
 from ..arrays.structure import Structure
 from .geometry import Geometry
 from .mixing import Labels, Mix
 from .pixels import Normalize, ToFloat
-from .rows import ImageRows
 from .view import Place, View
 
 __all__ = ["Compose"]

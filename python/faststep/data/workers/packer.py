@@ -17,8 +17,9 @@ from ..._torch.loader import (
     stacking_tensors_by,
 )
 from ..deliver.lending import Lender, Samples
+from ..deliver.plain_tensors import tensor_over, why_not_plain
 from .arena import Arena
-from .parcel import Parcel, pack, tensor_over, why_not_plain
+from .parcel import Parcel, pack
 from .rows import CONTAINERS, Rows
 
 __all__ = ["Packer", "Start"]

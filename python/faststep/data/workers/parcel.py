@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from ... import _C
+from ..deliver.plain_tensors import tensor_over, why_not_plain
 from .arena import arena_of
 
-__all__ = ["Parcel", "pack", "tensor_over", "why_not_plain"]
+__all__ = ["Parcel", "pack"]
 
 SMALL = 1 << 14  # bytes of an array that is part of the pickle
 WASTE = 2  # a storage is sent whole if that is at most so many times what a tensor shows of it
@@ -74,19 +75,6 @@ def _unpack(
 
 def _opened(number: int) -> torch.Tensor:
     return _opening.blocks[number]
-
-
-def tensor_over(
-    block: torch.Tensor,
-    dtype: torch.dtype,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...] | None = None,
-) -> torch.Tensor:
-    """A tensor over the bytes of a block: its storage, but not a view."""
-    tensor = torch.empty(0, dtype=dtype, device="cpu")
-    where = (offset, size) if stride is None else (offset, size, stride)
-    return tensor.set_(block.untyped_storage(), *where)
 
 
 def _array_over(block: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
@@ -203,21 +191,6 @@ def _is_large_array(obj: Any) -> bool:
         and obj.dtype.isnative  # a pickle makes it so, and torch takes no other
         and (obj.flags.c_contiguous or obj.flags.f_contiguous)
     )
-
-
-def why_not_plain(tensor: torch.Tensor) -> str | None:
-    """Why torch has to handle a tensor; "" if it has no elements, None if it is a plain one."""
-    if type(tensor) is not torch.Tensor:
-        return f"a {type(tensor).__name__}"
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        return "not a dense tensor"
-    if tensor.device.type != "cpu":
-        return f"on {tensor.device}"
-    if tensor.requires_grad:
-        return "requires a gradient"
-    if tensor.is_conj() or tensor.is_neg():
-        return "a conjugated or negated tensor"
-    return None if tensor.numel() else ""
 
 
 def pack(

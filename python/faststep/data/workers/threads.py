@@ -36,8 +36,8 @@ from ..deliver.lending import (
 )
 from ..plain import PlacedWorkers
 from ..resume.loader_view import LoaderView
+from ..resume.stated import Stating
 from ..resume.stream import Source
-from .stated import Stating
 
 __all__ = ["ThreadIterator"]
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
 
-from .columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column
-from .structure import LEAF, Structure
+from ..arrays.column_dataset import ColumnDataset
+from ..arrays.columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column
+from ..arrays.structure import LEAF, Structure
+from .mapped import map_npy
 
 __all__ = ["TokenDataset", "TokenWindow", "cu_seqlens"]
 
@@ -53,7 +54,7 @@ def cu_seqlens(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     return ends, int(ends.diff().max()) if len(starts) else 0
 
 
-class TokenDataset(Dataset[Any]):
+class TokenDataset(ColumnDataset):
     """Windows x and y of token files, y one token later, for training a language model.
 
     Args:
@@ -121,8 +122,6 @@ class TokenDataset(Dataset[Any]):
 
     def _map(self, file: Path) -> Any:
         import numpy
-
-        from ..formats.mapped import map_npy
 
         if file.suffix == ".npy":
             tokens = map_npy(os.fspath(file))

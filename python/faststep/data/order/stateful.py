@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..order.draws import generator_of, repeating
+from .draws import generator_of, repeating
 
 __all__ = [
     "Pace",

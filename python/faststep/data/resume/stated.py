@@ -6,8 +6,8 @@ import pickle
 from typing import Any
 
 from ..._torch.loader import pin_memory, set_worker_dataset
-from ..resume.stateful import is_stateful, load_map, snapshot, states_of
-from ..resume.stream import Source
+from ..order.stateful import is_stateful, load_map, snapshot, states_of
+from .stream import Source
 
 __all__ = ["Init", "Stated", "Stating"]
 
