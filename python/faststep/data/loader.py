@@ -108,7 +108,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def explain(self) -> str:
         """A sentence or two: which way the data takes, and why not a faster one."""
-        plan = _plan_of(self)
+        plan = _plan_of(self, for_threads=False)
         more = states.explain(self) + self._faststep.explain_device()
         if isinstance(plan, str):
             if self.num_workers:
@@ -233,8 +233,12 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return {**vars(self), "_faststep": copy.copy(self._faststep), "_iterator": None}
 
 
-def _plan_of(loader: DataLoader[Any]) -> Plan | str:
-    """The arrays to gather from, or why there are none."""
+def _plan_of(loader: DataLoader[Any], for_threads: bool) -> Plan | str:
+    """The arrays to gather from, or why there are none.
+
+    Args:
+        for_threads: as of Plan.
+    """
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is iterable"
     if loader.batch_sampler is None:
@@ -242,7 +246,7 @@ def _plan_of(loader: DataLoader[Any]) -> Plan | str:
     if loader.num_workers and loader.worker_init_fn is not None:
         return "worker_init_fn has to run in worker processes"
     try:
-        plan = Plan(loader.dataset)
+        plan = Plan(loader.dataset, for_threads)
     except NotArrays as reason:
         return str(reason)
     if not collates_as_default(loader.collate_fn, plan.structure.container_types()):
@@ -263,13 +267,13 @@ def _workers_of(loader: DataLoader[Any]) -> Workers:
 
 
 def _path_of(loader: DataLoader[Any]) -> str:
-    if not isinstance(_plan_of(loader), str):
+    if not isinstance(_plan_of(loader, for_threads=False), str):
         return "arrays"
     return _workers_of(loader).path if loader.num_workers else "torch"
 
 
 def _host_iterator(loader: DataLoader[Any]) -> Any:
-    own, plan = loader._faststep, _plan_of(loader)
+    own, plan = loader._faststep, _plan_of(loader, for_threads=True)
     state = own.resume
     own.epoch = 0
     iterator = _iterator_from(loader, plan, state)
