@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from .loader import DataLoader
-from .options import OPTIONS, Own
+from .options import OPTIONS, Extras
 
 __all__ = ["prepare_loader"]
 
@@ -30,7 +30,7 @@ def prepare_loader(accelerator: Any, loader: DataLoader[Any]) -> Any:
     if not isinstance(loader, DataLoader):
         raise TypeError(f"prepare_loader takes a faststep.data.DataLoader, not {loader!r}")
     plain: Any = copy.copy(loader)
-    vars(plain)["_faststep"] = Own(**OPTIONS)  # type: ignore[arg-type]
+    vars(plain)["_faststep"] = Extras(**OPTIONS)  # type: ignore[arg-type]
     prepared = accelerator.prepare_data_loader(plain)
     if "base_dataloader" not in vars(prepared):
         raise TypeError(f"accelerate made a {type(prepared).__name__}, which takes no other loader")

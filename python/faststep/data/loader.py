@@ -17,11 +17,11 @@ from .arrays.gather_plan import Plan
 from .deliver.copies import copier_of
 from .deliver.prefetch import DeviceIterator
 from .deliver.transformed import Transformed
-from .options import OPTIONS, Own, Path, Unprepared, checked
+from .options import OPTIONS, Extras, Path, Unprepared, checked
 from .order.of_sampler import order_of
 from .plain import MultiIterator, SingleIterator
 from .resume import states
-from .resume.loader_view import keeps_seed
+from .resume.loader_stand_in import keeps_seed
 from .resume.torchdata_states import is_of_torchdata, translated
 from .stats import Meter, Metered
 from .transforms import Compose
@@ -76,7 +76,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             with a `multiprocessing_context`.
     """
 
-    _faststep: Own
+    _faststep: Extras
     path = Path(lambda loader: _path_of(loader))
     _is_accelerate_prepared = Unprepared()
 

@@ -13,7 +13,7 @@ from .resume.progress import Progress
 from .stats import Meter
 from .workers.route import Workers
 
-__all__ = ["OPTIONS", "Own", "Path", "Unprepared", "checked"]
+__all__ = ["OPTIONS", "Extras", "Path", "Unprepared", "checked"]
 
 OPTIONS = {  # of the constructor, and what they are where nothing is said
     "device": None,
@@ -25,7 +25,7 @@ OPTIONS = {  # of the constructor, and what they are where nothing is said
 
 
 @dataclasses.dataclass
-class Own:
+class Extras:
     """All of it under one name, as a subclass in a script may have attributes of any other.
 
     Args:
@@ -94,7 +94,7 @@ class Unprepared:
     def __get__(self, loader: Any, owner: type) -> Any:
         lost = []
         if loader is not None:
-            own: Own = loader._faststep
+            own: Extras = loader._faststep
             lost = [name for name in ("transforms", "device") if getattr(own, name) is not None]
         if lost:
             raise ValueError(
@@ -107,7 +107,7 @@ class Unprepared:
 
 def checked(
     device: Any, prefetch_to_device: Any, transforms: Any, worker_method: Any, every: Any
-) -> Own:
+) -> Extras:
     """The arguments of a DataLoader that torch's does not have.
 
     Raises:
@@ -124,4 +124,4 @@ def checked(
         raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")
     if type(prefetch_to_device) is not int or prefetch_to_device < 0:
         raise ValueError(f"prefetch_to_device must be an int from 0 on, not {prefetch_to_device!r}")
-    return Own(target, prefetch_to_device, transforms, worker_method, every)
+    return Extras(target, prefetch_to_device, transforms, worker_method, every)

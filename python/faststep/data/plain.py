@@ -18,9 +18,9 @@ from .order.asked import AskedOrder
 from .order.indices import Indices
 from .order.of_sampler import epoch_of
 from .order.stateful import is_stateful, snapshot, states_of
-from .resume.loader_view import LoaderView
+from .resume.batch_states import BatchWithStates
+from .resume.loader_stand_in import LoaderStandIn
 from .resume.progress import Progress, Worker, worker_of
-from .resume.stated import Stated
 from .resume.stream import Source
 from .stats import Metered
 
@@ -31,7 +31,7 @@ class Placed(Metered):
     """Before one of torch's iterators among the bases.
 
     Args:
-        view: of the DataLoader.
+        stand_in: of the DataLoader.
     """
 
     progress: Progress
@@ -40,14 +40,14 @@ class Placed(Metered):
     _index_sampler: Any
     _dataset: Any
 
-    def __init__(self, view: LoaderView) -> None:
-        self._kept_seed = view.base_seed
-        self._samples = view.batch_size or 1  # in a batch of an iterable dataset
-        super().__init__(view)  # type: ignore[call-arg]
+    def __init__(self, stand_in: LoaderStandIn) -> None:
+        self._kept_seed = stand_in.base_seed
+        self._samples = stand_in.batch_size or 1  # in a batch of an iterable dataset
+        super().__init__(stand_in)  # type: ignore[call-arg]
         if isinstance(self._index_sampler, Indices):
             self._index_sampler.state = None  # for epochs to come
             self._index_sampler.delivered = ()
-        self._begin(view.state if view.resumes else {}, view.records)
+        self._begin(stand_in.state if stand_in.resumes else {}, stand_in.saved_workers)
 
     @property
     def _base_seed(self) -> Any:
@@ -57,7 +57,7 @@ class Placed(Metered):
     def _base_seed(self, drawn: Any) -> None:
         self._seed = drawn if self._kept_seed is None else self._kept_seed
 
-    def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
+    def _begin(self, state: dict[str, Any], saved_workers: list[dict[str, Any]] | None) -> None:
         """Notes that an epoch begins, or goes on with a state."""
         source = self._index_sampler.source if isinstance(self._index_sampler, Indices) else None
         progress = Progress(source, int(self._base_seed), state.get("_sampler_iter_yielded", 0))
@@ -81,17 +81,17 @@ class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
 
     def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
         self._lending = lending_collate(loader)
-        view = LoaderView(loader, state)
-        view.load_into_dataset()
-        super().__init__(view)
+        stand_in = LoaderStandIn(loader, state)
+        stand_in.load_into_dataset()
+        super().__init__(stand_in)
 
-    def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
-        super()._begin(state, records)
+    def _begin(self, state: dict[str, Any], saved_workers: list[dict[str, Any]] | None) -> None:
+        super()._begin(state, saved_workers)
         self._drawn = None
         if isinstance(self._index_sampler, Indices):
             self._drawn = self._index_sampler.drawn
         if isinstance(self._dataset, Source):
-            begun = worker_of(records[0]) if state and records else None
+            begun = worker_of(saved_workers[0]) if state and saved_workers else None
             self.progress.ask = _PlaceInStream(self._dataset, begun, self._samples)
         elif is_stateful(self._dataset):
             self.progress.ask = functools.partial(_ask_map, self._dataset)
@@ -168,29 +168,29 @@ class PlacedWorkers(Placed):
     _shutdown = True  # until torch has begun, and where it never does
     _workers: Any = ()
 
-    def __init__(self, view: LoaderView) -> None:
-        self._asks_workers = view.asks_workers or isinstance(view.dataset, Source)
-        own = view._faststep
+    def __init__(self, stand_in: LoaderStandIn) -> None:
+        self._asks_workers = stand_in.asks_workers or isinstance(stand_in.dataset, Source)
+        own = stand_in._faststep
         self._lag = 0 if own.device is None else own.prefetch_to_device + 1
         self._turns = 0  # of workers that had theirs
-        if view.resumes:
-            last = view.state.get("_last_worker", -1)
-            is_map = isinstance(view._index_sampler, Indices)
-            place = view.state["_sampler_iter_yielded"] if is_map else last + 1
-            self._turns = place % view.num_workers
-        early = not view.in_order or view.state.get("_beyond")
-        if early and isinstance(view._index_sampler, Indices):
-            view._index_sampler.ahead = sys.maxsize  # the oldest may come at any time
+        if stand_in.resumes:
+            last = stand_in.state.get("_last_worker", -1)
+            is_map = isinstance(stand_in._index_sampler, Indices)
+            place = stand_in.state["_sampler_iter_yielded"] if is_map else last + 1
+            self._turns = place % stand_in.num_workers
+        early = not stand_in.in_order or stand_in.state.get("_beyond")
+        if early and isinstance(stand_in._index_sampler, Indices):
+            stand_in._index_sampler.ahead = sys.maxsize  # the oldest may come at any time
         if "numpy" in sys.modules:  # what each worker would do: threads of them at the same time
             importlib.import_module("numpy.random")
-        super().__init__(view)
+        super().__init__(stand_in)
 
-    def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
-        super()._begin(state, records)
+    def _begin(self, state: dict[str, Any], saved_workers: list[dict[str, Any]] | None) -> None:
+        super()._begin(state, saved_workers)
         self._left_out = self.progress.beyond
         if self._asks_workers:
-            saved = records or [{}] * self._num_workers
-            self.progress.workers = [worker_of(record) for record in saved]
+            all_saved = saved_workers or [{}] * self._num_workers
+            self.progress.workers = [worker_of(saved) for saved in all_saved]
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)  # type: ignore[misc]
@@ -215,7 +215,7 @@ class PlacedWorkers(Placed):
 
     def _process_data(self, data: Any, worker: int) -> Any:
         states, draws = None, None
-        if isinstance(data, Stated):
+        if isinstance(data, BatchWithStates):
             data, states, draws = data.batch, data.states, data.draws
         self._count(worker, states, draws, isinstance(data, ExceptionWrapper))
         return super()._process_data(data, worker)  # type: ignore[misc]
@@ -265,4 +265,4 @@ class MultiIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
     """
 
     def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
-        super().__init__(LoaderView(loader, state, has_processes=True))
+        super().__init__(LoaderStandIn(loader, state, has_processes=True))

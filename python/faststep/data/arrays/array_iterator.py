@@ -13,9 +13,9 @@ import torch
 
 from ... import _C
 from ..._torch.loader import BaseDataLoaderIter, dataset_fetcher, pin_memory
-from ..order.base import Block, Order
+from ..order.base import Order, Run
 from ..order.of_sampler import order_of
-from ..resume.loader_view import LoaderView
+from ..resume.loader_stand_in import LoaderStandIn
 from ..resume.progress import Progress
 from ..stats import Metered
 from .columns import NotArrays
@@ -49,26 +49,26 @@ class _Entry(NamedTuple):
     """A batch that is not delivered."""
 
     number: int
-    indices: Any  # a Block of a known order, else what the sampler gave
+    indices: Any  # a Run of a known order, else what the sampler gave
     arrays: Arrays | None  # whose threads gather it; None if torch's fetcher has to
     ticket: int  # its number there
     error: Exception | None  # what stands in its place
 
 
-class _Run(NamedTuple):
+class _Indices(NamedTuple):
     """Indices of some batches of a known order."""
 
     first: int  # batch
-    block: Block
+    run: Run
     submits: bool  # whether they can be handed to the threads
 
 
-_NO_RUN = _Run(0, ((), 0, 0), False)
+_NO_INDICES = _Indices(0, ((), 0, 0), False)
 
 
-def _run_of(order: Order, first: int) -> _Run:
-    block = order.block(first, 1 if order.in_lists else BATCHES_AT_ONCE)  # of a list all is taken
-    return _Run(first, block, _is_submittable(block[0]))
+def _indices_of(order: Order, first: int) -> _Indices:
+    run = order.run(first, 1 if order.in_lists else BATCHES_AT_ONCE)  # of a list all is taken
+    return _Indices(first, run, _is_submittable(run[0]))
 
 
 class ArrayIterator(Metered, BaseDataLoaderIter):
@@ -90,8 +90,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     def __init__(
         self, loader: Any, plan: Plan, slots: _C.Slots, state: dict[str, Any] | None = None
     ) -> None:
-        view = LoaderView(loader, state, ahead=1)
-        super().__init__(view)  # type: ignore[arg-type]
+        stand_in = LoaderStandIn(loader, state, ahead=1)
+        super().__init__(stand_in)  # type: ignore[arg-type]
         if self._timeout != 0 and self._num_workers == 0:
             raise AssertionError("a DataLoader without workers requires timeout == 0")
         self._plan = plan
@@ -101,7 +101,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._batch_sampler = loader.batch_sampler
         self._window = AHEAD
         self._asked_ahead = 1  # batches that torch has asked for when it hands one out
-        self._run = _NO_RUN
+        self._known = _NO_INDICES
         if self._num_workers:
             self._window = max(1, loader.prefetch_factor * self._num_workers)
             self._asked_ahead += self._window
@@ -111,9 +111,9 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
         self._lock = threading.Lock()
         self._process = _process
-        if view.base_seed is not None:
-            self._base_seed = view.base_seed
-        if state and view.resumes:
+        if stand_in.base_seed is not None:
+            self._base_seed = stand_in.base_seed
+        if state and stand_in.resumes:
             self._num_yielded = state["_num_yielded"]
             self._begin(state)
         else:
@@ -124,7 +124,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     def _begin(self, state: dict[str, Any] | None) -> None:
         order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
         self._order = order
-        self._run = _NO_RUN
+        self._known = _NO_INDICES
         source = self._index_sampler.source if order is None else order
         self.progress = Progress(source, int(self._base_seed), self._num_yielded)
         self._limit = 0 if order is None else self._most_ahead(order)
@@ -185,19 +185,19 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             return
         number, size = self._next_number(), order.batch_size
         while len(self._queue) <= self._limit and number < order.batches:
-            first, (items, start, count), submits = self._run
+            first, (items, start, count), submits = self._known
             place = (number - first) * size
             if not 0 <= place < count:
                 try:
-                    self._run = _run_of(order, number)
+                    self._known = _indices_of(order, number)
                 except Exception:
                     if self._queue:  # not before its place
                         return
                     order.batches = number
                     raise
                 continue
-            block = (items, start + place, min(size, count - place))
-            self._add(number, block, block, submits)
+            run = (items, start + place, min(size, count - place))
+            self._add(number, run, run, submits)
             number += 1
 
     def _most_ahead(self, order: Order) -> int:

@@ -158,9 +158,9 @@ class HDF5Dataset(RecordDataset):
             first, last = places[ranked[run.start]], places[ranked[run.stop - 1]]
             what = f"record {first}" if first == last else f"records {first} to {last}"
             with naming(f"{self.path}: {name!r}, {what}", RuntimeError):
-                block = source[first : last + 1]
+                span = source[first : last + 1]
                 for i in ranked[run.start : run.stop]:
-                    rows[i] = _value(block[places[i] - first], kind)
+                    rows[i] = _value(span[places[i] - first], kind)
         return rows
 
 

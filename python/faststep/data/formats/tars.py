@@ -22,7 +22,7 @@ from .shards import ShardedStream
 
 __all__ = ["BASIC", "TarDataset", "decode_npy"]
 
-BLOCK = 512
+TAR_BLOCK = 512  # bytes, as the format calls it
 PIECE = 1 << 20  # bytes; how much more memory than there is data a wrong length may ask for
 MOST_UNPACKED = 1 << 30  # bytes of a file in gzip
 
@@ -213,5 +213,5 @@ def _content(file: _Watched, member: tarfile.TarInfo) -> bytes | None:
 
 
 def _check_end(file: _Watched) -> None:
-    if len(file.last) != BLOCK or file.last.strip(b"\0"):
+    if len(file.last) != TAR_BLOCK or file.last.strip(b"\0"):
         raise ValueError("the archive ends here without its mark of the end, or goes on damaged")

@@ -17,7 +17,7 @@ from .shards import ShardedStream, shard_names
 __all__ = ["TFRecordDataset", "TFRecordStream", "begins_a_record"]
 
 HEAD, TAIL = 12, 4
-BLOCK = 4096  # records that one call finds
+AT_ONCE = 4096  # records that one call finds
 FAULTS = {
     1: "the file ends in the record's length",
     2: "the checksum of the record's length is wrong",
@@ -123,7 +123,7 @@ def _index(file: _File) -> torch.Tensor:
     """Start and length of each record's data."""
     parts, at, number = [torch.empty(0, dtype=torch.int64)], 0, 0
     while at < file.size:
-        places = torch.empty(2 * BLOCK, dtype=torch.int64)
+        places = torch.empty(2 * AT_ONCE, dtype=torch.int64)
         found, at = file.scan(at, number, False, places)
         parts.append(places[: 2 * found])
         number += found

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-__all__ = ["Block", "ListOrder", "Order", "SequentialOrder", "other_epoch"]
+__all__ = ["ListOrder", "Order", "Run", "SequentialOrder", "other_epoch"]
 
-BLOCK = 1 << 14  # indices computed at a time, where they are
+AT_ONCE = 1 << 14  # indices computed at a time, where they are
 
-Block = tuple[Any, int, int]  # a list or an int64 tensor; the first place in it; how many
+Run = tuple[Any, int, int]  # indices: a list or an int64 tensor; the first place in it; how many
 
 
 class Order:
@@ -23,7 +23,7 @@ class Order:
         state: what `state` returned in the epoch to go on with; None for a new one.
     """
 
-    in_lists = False  # blocks are lists, not tensors
+    in_lists = False  # runs are lists, not tensors
 
     def __init__(
         self, sampler: Any, batch_size: int, drop_last: bool, state: dict[str, Any] | None
@@ -57,7 +57,7 @@ class Order:
             return 0
         return self._last if batch <= self._last else max(batch, self.batches)
 
-    def block(self, batch: int, batches: int = 1) -> Block:
+    def run(self, batch: int, batches: int = 1) -> Run:
         """The indices of a batch, or of some from that on."""
         start = batch * self.batch_size
         return self._indices(start, min(batches * self.batch_size, self._samples - start))
@@ -92,7 +92,7 @@ class Order:
     def _draw_at_end(self) -> None:
         pass
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         raise NotImplementedError
 
 
@@ -102,7 +102,7 @@ class ListOrder(Order):
     in_lists = True
     _list: Sequence[int] | torch.Tensor = ()
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         start += self.skipped
         if isinstance(self._list, torch.Tensor):
             return self._list, start, count
@@ -121,13 +121,13 @@ class SequentialOrder(Order):
         self._must_equal(state, "length", len(self.sampler), "a number of samples of")
 
     def _draw(self) -> None:
-        self._start, self._block = 0, torch.empty(0, dtype=torch.int64, device="cpu")
+        self._start, self._computed = 0, torch.empty(0, dtype=torch.int64, device="cpu")
 
-    def _indices(self, start: int, count: int) -> Block:
-        if not self._start <= start <= start + count <= self._start + len(self._block):
-            stop = min(self._samples, start + max(count, BLOCK))
-            self._start, self._block = start, self._compute(start, stop)
-        return self._block, start - self._start, count
+    def _indices(self, start: int, count: int) -> Run:
+        if not self._start <= start <= start + count <= self._start + len(self._computed):
+            stop = min(self._samples, start + max(count, AT_ONCE))
+            self._start, self._computed = start, self._compute(start, stop)
+        return self._computed, start - self._start, count
 
     def _compute(self, start: int, stop: int) -> torch.Tensor:
         return torch.arange(self.skipped + start, self.skipped + stop, device="cpu")

@@ -111,7 +111,7 @@ class _KnownIndices(Iterator[Any]):
         """Some batches at a time, as that takes longer than a list's slice."""
         ahead = 1 if self._order.in_lists else max(1, AT_ONCE // self._size)
         self._ended = True  # as above
-        items, start, count = self._order.block(batch, ahead)
+        items, start, count = self._order.run(batch, ahead)
         self._ended = False
         part = items[start : start + count]
         self._indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from .base import Block, Order, SequentialOrder
+from .base import Order, Run, SequentialOrder
 from .draws import generator_of
 from .keyed import KeyedSampler
 from .random_order import RandomOrder, between_epochs, not_drawn
@@ -75,7 +75,7 @@ class OnceDrawnOrder(Order):
         if self.skipped:
             self._list = [*islice(self._items, self.skipped - 1, self.skipped)]
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         del self._list[: start - self._list_from]
         self._list_from = start
         if self._error is not None:
@@ -141,7 +141,7 @@ def _draws_as_torch() -> bool:
                     order = RandomOrder(sampler, 3, False, None)
                     for batch in range(order.batches + 1):
                         order.request(batch)
-                    items, start, size = order.block(0, order.batches)
+                    items, start, size = order.run(0, order.batches)
                     indices = items[start : start + size].tolist()
                 else:
                     indices = list(sampler)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .base import Block, Order
+from .base import Order, Run
 from .draws import generator_of
 
 __all__ = ["RandomOrder", "between_epochs", "not_drawn"]
@@ -92,7 +92,7 @@ class RandomOrder(Order):
             drawn = permutations[0] if passes == 1 else torch.cat(permutations)
         self._drawn = torch.cat((self._drawn, drawn)) if len(self._drawn) else drawn
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         start += self.skipped
         if start < self._indices_from:
             self._go_back(start)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from .base import Block, ListOrder, SequentialOrder, other_epoch
+from .base import ListOrder, Run, SequentialOrder, other_epoch
 from .keyed import KeyedSampler
 
 __all__ = ["DistributedOrder", "KeyedOrder"]
@@ -107,7 +107,7 @@ class DistributedOrder(ListOrder):
         rest += islice(cycle(everything), max(0, total - len(rest)))
         return rest[self.sampler.rank : total : ranks]
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         return self._list[start : start + count], 0, count
 
     def state_after(self, batches: int) -> dict[str, Any]:

@@ -156,9 +156,9 @@ def begin(obj: Any, states: dict[str, Any] | None) -> Any | None:
     return None if states["ended"] else iterator
 
 
-def load_map(dataset: Any, record: dict[str, Any]) -> None:
-    """Loads what a worker's record has of a map-style dataset."""
-    _load(dataset, (record.get("states") or {}).get("object"))
+def load_map(dataset: Any, saved: dict[str, Any]) -> None:
+    """Loads what a saved worker has of a map-style dataset."""
+    _load(dataset, (saved.get("states") or {}).get("object"))
 
 
 def _load(obj: Any, state: Any) -> None:

@@ -31,16 +31,16 @@ class Worker(NamedTuple):
         return Worker(self.states, 0, has_states, None, has_states and not ended)
 
 
-def worker_of(record: dict[str, Any]) -> Worker:
+def worker_of(saved: dict[str, Any]) -> Worker:
     """What a state says of a worker."""
-    states = record.get("states")
+    states = saved.get("states")
     return Worker(
         None if states is None else pickle.dumps(states, pickle.HIGHEST_PROTOCOL),
-        record.get("samples", 0),
-        record.get("new_epoch", False),
-        record.get("draws"),
-        record.get("left", False),
-        tuple((start, size) for start, size in record.get("failed", ())),
+        saved.get("samples", 0),
+        saved.get("new_epoch", False),
+        saved.get("draws"),
+        saved.get("left", False),
+        tuple((start, size) for start, size in saved.get("failed", ())),
     )
 
 

@@ -10,7 +10,7 @@ from ..order.asked import asked_by, length_of, state_between_epochs
 from ..order.indices import batches_of
 from ..order.of_sampler import epoch_of, order_of, restore
 from ..order.stateful import is_stateful, snapshot, states_of
-from .loader_view import is_stream
+from .loader_stand_in import is_stream
 from .progress import Progress, Worker
 from .state_form import check_form
 
@@ -146,8 +146,8 @@ def _check_asked(asked: Any, saved: dict[str, Any]) -> None:
 
 
 def _check_workers(loader: Any, state: dict[str, Any]) -> None:
-    finished, records = state["_iterator_finished"], state.get("_workers")
-    if finished and records is None:
+    finished, saved_workers = state["_iterator_finished"], state.get("_workers")
+    if finished and saved_workers is None:
         return
     workers = state.get("_num_workers", loader.num_workers)
     if workers != loader.num_workers:
@@ -156,7 +156,9 @@ def _check_workers(loader: Any, state: dict[str, Any]) -> None:
             f"of its own in the dataset; this loader has num_workers={loader.num_workers}"
         )
     name = type(loader.dataset).__name__
-    if any(((record.get("states") or {}).get("object")) is not None for record in records or []):
+    if any(
+        ((saved.get("states") or {}).get("object")) is not None for saved in saved_workers or []
+    ):
         if not is_stateful(loader.dataset):
             raise ValueError(f"this state has one of the dataset; a {name} has no load_state_dict")
         if (

@@ -23,18 +23,18 @@ class Source:
 
     Args:
         dataset: the iterable dataset.
-        records: of all workers, as in the state of a loader, each pickled; None for a new epoch.
+        saved_workers: what the loader's state has of each worker, pickled; None for a new epoch.
         every: how often states are taken, as in Pace.
         in_workers: whether workers read it, or this process.
     """
 
     def __init__(
-        self, dataset: Any, records: list[bytes] | None, every: int | None, in_workers: bool
+        self, dataset: Any, saved_workers: list[bytes] | None, every: int | None, in_workers: bool
     ) -> None:
         self.dataset = dataset
         self.pace = Pace(every)
         self._every = every
-        self._records = records
+        self._saved_workers = saved_workers
         self._own_state: Any = None  # the iterator, if it keeps a state
         self._ended = False
         self._is_fresh = True  # whether the iterator was begun anew, and not asked yet
@@ -47,19 +47,19 @@ class Source:
         return str(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        records, self._records = self._records, None
+        saved_workers, self._saved_workers = self._saved_workers, None
         self._seeded, self._is_new = self._in_workers and self._is_new, False
         self._ended = self._sent = False
         self._draws = {"iter": {}, "first": {}}
-        if records is not None:
+        if saved_workers is not None:
             info = get_worker_info() if self._in_workers else None
-            return self._from(pickle.loads(records[0 if info is None else info.id]))
+            return self._from(pickle.loads(saved_workers[0 if info is None else info.id]))
         samples = self._begin(None)
         return chain(self._first(samples), samples, self._end())
 
     def copied(self) -> Source:
         """With a dataset of its own, for a worker that is a thread."""
-        source = Source(copy.copy(self.dataset), self._records, self._every, self._in_workers)
+        source = Source(copy.copy(self.dataset), self._saved_workers, self._every, self._in_workers)
         source._is_thread = True
         return source
 
@@ -115,16 +115,16 @@ class Source:
             return nullcontext()
         return repeating(noted, generator_of(self.dataset), put_back=not self._in_workers)
 
-    def _from(self, record: dict[str, Any]) -> Iterator[Any]:
-        self._draws.update({key: dict(noted) for key, noted in record.get("draws", {}).items()})
-        samples = self._begin(record.get("states"))
-        if record.get("new_epoch", False):
-            if not record.get("left", False):
+    def _from(self, saved: dict[str, Any]) -> Iterator[Any]:
+        self._draws.update({key: dict(noted) for key, noted in saved.get("draws", {}).items()})
+        samples = self._begin(saved.get("states"))
+        if saved.get("new_epoch", False):
+            if not saved.get("left", False):
                 deque(samples, maxlen=0)  # it may only begin anew when it came to its end
             self._ended = False
             self._draws = {"iter": {}, "first": {}}
             samples = self._begin(None)
-        count, failed = record.get("samples", 0), record.get("failed", ())
+        count, failed = saved.get("samples", 0), saved.get("failed", ())
         return chain(self._skipping(samples, count, failed), samples, self._end())
 
     def _skipping(

@@ -12,7 +12,7 @@ from ..order.asked import asked_by, length_of
 from ..order.indices import batches_of
 from ..order.keyed import KeyedSampler
 from ..order.of_sampler import epoch_of, order_of
-from .loader_view import is_stream
+from .loader_stand_in import is_stream
 
 __all__ = ["is_of_torchdata", "translated"]
 
@@ -58,8 +58,8 @@ def _translated(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     }
     if not is_stream(loader.dataset):
         made["_sampler_iter_state"] = _sampler_state(loader, main, since, step, finished)
-    records = [_record(worker) for worker in workers]
-    has_states = any(record is not None for record in records)
+    saved_workers = [_record(worker) for worker in workers]
+    has_states = any(saved is not None for saved in saved_workers)
     if finished or not (has_states or is_stream(loader.dataset)):
         return made
     if since:
@@ -67,8 +67,8 @@ def _translated(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     if not has_states:
         if "_snapshot" in state:
             raise _only_there("its dataset keeps no state, and has to be read by the same workers")
-        records = [{"samples": step * (loader.batch_size or 1)}]
-    made["_workers"] = [record or {} for record in records]
+        saved_workers = [{"samples": step * (loader.batch_size or 1)}]
+    made["_workers"] = [saved or {} for saved in saved_workers]
     made["_num_workers"] = main.get("_num_workers", 0)
     if "_snapshot" in state:
         made["_last_worker"] = state["_snapshot"]["_last_yielded_worker_id"]

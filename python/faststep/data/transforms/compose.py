@@ -13,10 +13,10 @@ from ... import _C
 from ..._torch.optim import is_capturing
 from ..arrays.image_rows import ImageRows
 from ..arrays.structure import Structure
+from .framing import Framing, Place
 from .geometry import Geometry
 from .mixing import Labels, Mix
 from .pixels import Normalize, ToFloat
-from .view import Place, View
 
 __all__ = ["Compose"]
 
@@ -154,7 +154,7 @@ class Compose:
         count = len(images if rows is None else rows)
         self._check_labels(labels, count)
         channels, height, width = images.shape[1:]
-        view = View(height, width)
+        framing = Framing(height, width)
         steps: list[Geometry | Labels] = [*self._geometry]
         steps += [] if self._labels is None else [self._labels]
         uniforms = sum(step.uniforms for step in steps)
@@ -168,15 +168,15 @@ class Compose:
             numbers = u[taken : taken + step.uniforms, :count]
             taken += step.uniforms
             if isinstance(step, Geometry):
-                step.apply(view, numbers)
+                step.apply(framing, numbers)
             elif count:
-                mix = step.mix(numbers, *_size(view))
-        out = self._out(images, count, _size(view))
+                mix = step.mix(numbers, *_size(framing))
+        out = self._out(images, count, _size(framing))
         unit = 1.0 if images.is_floating_point() else 1 / 255
         factors = self._normalize.factors(channels, unit)
-        samples = _samples(view, mix, count, rows)
+        samples = _samples(framing, mix, count, rows)
         buffer = None if images.is_cpu else images.new_empty(samples.numel(), dtype=torch.int32)
-        _C.transform_images(images, out, samples, *factors, buffer, view.antialias)
+        _C.transform_images(images, out, samples, *factors, buffer, framing.antialias)
         if labels is not None and self._labels is not None:
             labels = self._labels.apply(labels, mix)
         return out, labels
@@ -217,20 +217,20 @@ class Compose:
         return self._slots.empty(form, count)
 
 
-def _size(view: View) -> tuple[int, int]:
-    height, width = view.size
+def _size(framing: Framing) -> tuple[int, int]:
+    height, width = framing.size
     assert isinstance(height, int)
     assert isinstance(width, int)
     return height, width
 
 
-def _samples(view: View, mix: Mix, count: int, rows: Tensor | None) -> Tensor:
+def _samples(framing: Framing, mix: Mix, count: int, rows: Tensor | None) -> Tensor:
     """A row for each sample, as csrc/base/image_sample.h has it."""
-    flip: Place = 0 if view.flip is None else view.flip
+    flip: Place = 0 if framing.flip is None else framing.flip
     partner: Place = 0 if not mix.mixes else torch.arange(count, device="cpu").roll(1)
     weights = struct.unpack("=ii", struct.pack("=ff", mix.own, mix.other))
     source: Place = torch.arange(count, device="cpu") if rows is None else rows
-    words: list[Place] = [*view.window, *view.grid, *view.first, flip, partner, source]
+    words: list[Place] = [*framing.window, *framing.grid, *framing.first, flip, partner, source]
     words += [*weights, *mix.box]
     same = torch.tensor([0 if isinstance(w, Tensor) else w for w in words], device="cpu")
     table = same.to(torch.int32)[:, None].repeat(1, count)

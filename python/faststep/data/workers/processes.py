@@ -9,7 +9,7 @@ from typing import Any
 from ..._torch.loader import MultiProcessingDataLoaderIter
 from ..deliver.copies import copier_of
 from ..plain import PlacedWorkers
-from ..resume.loader_view import LoaderView
+from ..resume.loader_stand_in import LoaderStandIn
 from .arena import Arena, ArenaPool
 from .packer import Packer, Start
 
@@ -36,7 +36,7 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         self._locks = False  # then batches need not be copied to be page-locked
         if device is not None and device.type == "cuda":
             self._locks = self._arena.prepare_locks(copier_of(device).streams.device.index)
-        super().__init__(LoaderView(loader, state, has_processes=True))
+        super().__init__(LoaderStandIn(loader, state, has_processes=True))
 
     @property
     def _pin_memory(self) -> bool:

@@ -35,8 +35,8 @@ from ..deliver.lending import (
     lending_collate,
 )
 from ..plain import PlacedWorkers
-from ..resume.loader_view import LoaderView
-from ..resume.stated import Stating
+from ..resume.batch_states import CollateWithStates
+from ..resume.loader_stand_in import LoaderStandIn
 from ..resume.stream import Source
 
 __all__ = ["ThreadIterator"]
@@ -68,7 +68,7 @@ class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIt
         self._lending = lending_collate(loader)
         threads = torch.get_num_threads()
         try:
-            super().__init__(LoaderView(loader, state, context=_Context))
+            super().__init__(LoaderStandIn(loader, state, context=_Context))
         finally:
             torch.set_num_threads(threads)  # a worker set it for itself, and for threads to come
         _living.add(self)
@@ -174,9 +174,9 @@ class _Loop:
             self._lender, self._collate_fn = mine.lender, _hiding_the_worker(mine)
         elif collates_as_default(self._collate_fn, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
-        self._stating: Stating | None = None
+        self._adds_states: CollateWithStates | None = None
         if isinstance(dataset, Source):
-            self._stating = Stating(None, dataset)
+            self._adds_states = CollateWithStates(None, dataset)
         self._fetcher: Any = None
         self._failure: Any = None  # at the start: it stands for every batch
 
@@ -221,7 +221,7 @@ class _Loop:
         try:
             with lending_by(self._lender):
                 batch = self._fetcher.fetch(indices)
-            return batch if self._stating is None else self._stating.stated(batch)
+            return batch if self._adds_states is None else self._adds_states.with_states(batch)
         except BaseException as error:  # as above
             iterable = isinstance(self._dataset, (Source, IterableDataset))
             if isinstance(error, StopIteration) and iterable:

@@ -9,10 +9,10 @@ from ..._torch.loader import pin_memory, set_worker_dataset
 from ..order.stateful import is_stateful, load_map, snapshot, states_of
 from .stream import Source
 
-__all__ = ["Init", "Stated", "Stating"]
+__all__ = ["BatchWithStates", "CollateWithStates", "InitWorker"]
 
 
-class Stated:
+class BatchWithStates:
     """A batch on its way from a worker, with what is known of the place only there.
 
     Args:
@@ -25,12 +25,12 @@ class Stated:
         self.states = states
         self.draws = draws
 
-    def pin_memory(self, device: str | None = None) -> Stated:
+    def pin_memory(self, device: str | None = None) -> BatchWithStates:
         """Torch's thread that pins batches calls it."""
-        return Stated(pin_memory(self.batch, device), self.states, self.draws)
+        return BatchWithStates(pin_memory(self.batch, device), self.states, self.draws)
 
 
-class Stating:
+class CollateWithStates:
     """Collates, and adds the states of the dataset if it keeps any.
 
     Args:
@@ -44,44 +44,44 @@ class Stating:
         self._has_sent = False
 
     def __call__(self, samples: Any) -> Any:
-        return self.stated(self._collate_fn(samples))
+        return self.with_states(self._collate_fn(samples))
 
-    def stated(self, batch: Any) -> Any:
+    def with_states(self, batch: Any) -> Any:
         """The batch as it leaves the worker."""
         source = self._dataset if isinstance(self._dataset, Source) else None
         if not (source.keeps_state() if source else is_stateful(self._dataset)):
             draws = source.new_draws() if source else {}
-            return Stated(batch, None, pickle.dumps(draws)) if draws else batch
+            return BatchWithStates(batch, None, pickle.dumps(draws)) if draws else batch
         if source is None:  # each time: indices cannot be read again
-            return Stated(batch, snapshot(self._states_of_map), None)
+            return BatchWithStates(batch, snapshot(self._states_of_map), None)
         is_due = source.pace.is_due()  # counts
         if not is_due and self._has_sent:
             return batch
         self._has_sent = True  # a first one in any case: without, epochs could not be told apart
-        return Stated(batch, source.pace.take(source.states), None)
+        return BatchWithStates(batch, source.pace.take(source.states), None)
 
     def _states_of_map(self) -> dict[str, Any]:
         return states_of(self._dataset, None, False)
 
 
-class Init:
+class InitWorker:
     """What a worker process runs before it reads: the loader's worker_init_fn, and what is ours.
 
     Args:
         init_fn: the loader's.
         dataset: a Source, or a map-style dataset.
-        records: where the workers of a map-style dataset go on, each pickled.
+        saved_workers: where the workers of a map-style dataset go on, each pickled.
     """
 
-    def __init__(self, init_fn: Any, dataset: Any, records: list[bytes] | None) -> None:
+    def __init__(self, init_fn: Any, dataset: Any, saved_workers: list[bytes] | None) -> None:
         self._init_fn = init_fn
         self._dataset = dataset
-        self._records = records
+        self._saved_workers = saved_workers
 
     def __call__(self, worker: int) -> None:
         if isinstance(self._dataset, Source):
             set_worker_dataset(self._dataset.dataset)
         if self._init_fn is not None:
             self._init_fn(worker)
-        if self._records is not None:
-            load_map(self._dataset, pickle.loads(self._records[worker]))
+        if self._saved_workers is not None:
+            load_map(self._dataset, pickle.loads(self._saved_workers[worker]))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Place", "View"]
+__all__ = ["Framing", "Place"]
 
 Place = int | Tensor  # the same for all samples, or (N,) int64
 
 
-class View:
+class Framing:
     """A window of each source image, resized to a grid, of which the batch shows a part.
 
     Args:

@@ -12,10 +12,10 @@ from ..order.base import other_epoch
 from ..order.indices import Indices
 from ..order.of_sampler import epoch_of
 from ..order.stateful import is_stateful, load_map
-from .stated import Init, Stating
+from .batch_states import CollateWithStates, InitWorker
 from .stream import Source
 
-__all__ = ["LoaderView", "is_stream", "keeps_seed"]
+__all__ = ["LoaderStandIn", "is_stream", "keeps_seed"]
 
 
 def is_stream(dataset: Any) -> bool:
@@ -29,7 +29,7 @@ def keeps_seed(loader: Any, state: dict[str, Any]) -> bool:
     return goes_on and state["_base_seed"] is not None
 
 
-class LoaderView:
+class LoaderStandIn:
     """A DataLoader for the constructor of one of torch's iterators.
 
     Args:
@@ -57,9 +57,9 @@ class LoaderView:
             self.generator = torch.Generator()  # torch draws another one
         if context is not None:
             self.multiprocessing_context = context
-        self.records: list[dict[str, Any]] | None = self.state.get("_workers")
+        self.saved_workers: list[dict[str, Any]] | None = self.state.get("_workers")
         # pickled: torch would give each tensor in it a file on its way to a worker
-        packed = None if self.records is None else [*map(pickle.dumps, self.records)]
+        packed = None if self.saved_workers is None else [*map(pickle.dumps, self.saved_workers)]
         every = loader._faststep.snapshot_every_n_steps
         if is_stream(loader.dataset):
             saved, epoch = self.state.get("_dataset_epoch"), epoch_of(loader.dataset)
@@ -72,8 +72,8 @@ class LoaderView:
         self.asks_workers = has_processes and asks
         if self.asks_workers:
             is_map = not isinstance(self.dataset, Source)
-            self.collate_fn = Stating(loader.collate_fn, self.dataset)
-            self.worker_init_fn = Init(
+            self.collate_fn = CollateWithStates(loader.collate_fn, self.dataset)
+            self.worker_init_fn = InitWorker(
                 loader.worker_init_fn, self.dataset, packed if is_map else None
             )
 
@@ -98,5 +98,5 @@ class LoaderView:
 
     def load_into_dataset(self) -> None:
         """Loads the state of a map-style dataset in this process."""
-        if self.records is not None and not isinstance(self.dataset, Source):
-            load_map(self.dataset, self.records[0])
+        if self.saved_workers is not None and not isinstance(self.dataset, Source):
+            load_map(self.dataset, self.saved_workers[0])
