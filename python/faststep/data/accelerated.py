@@ -11,7 +11,7 @@ from .options import OPTIONS, Extras
 __all__ = ["prepare_loader"]
 
 
-def prepare_loader(accelerator: Any, loader: DataLoader[Any]) -> Any:
+def prepare_loader(accelerator: Any, loader: DataLoader[object]) -> Any:
     """What `accelerator.prepare(loader)` gives, with our loader inside instead of torch's.
 
     Args:
@@ -29,7 +29,7 @@ def prepare_loader(accelerator: Any, loader: DataLoader[Any]) -> Any:
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"prepare_loader takes a faststep.data.DataLoader, not {loader!r}")
-    plain: Any = copy.copy(loader)
+    plain: object = copy.copy(loader)
     vars(plain)["_faststep"] = Extras(**OPTIONS)  # type: ignore[arg-type]
     prepared = accelerator.prepare_data_loader(plain)
     if "base_dataloader" not in vars(prepared):

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset
 
 from .. import _C
-from .._torch.loader import collates_as_default
+from .._torch.loader import BaseDataLoaderIter, collates_as_default
 from .arrays.array_iterator import ArrayIterator
 from .arrays.columns import NotArrays
 from .arrays.gather_plan import Plan
@@ -22,10 +21,17 @@ from .order.of_sampler import order_of
 from .plain import MultiIterator, SingleIterator
 from .resume import states
 from .resume.loader_stand_in import keeps_seed
+from .resume.progress import EpochIterator
 from .resume.torchdata_states import is_of_torchdata, translated
 from .stats import Meter, Metered
 from .transforms import Compose
+from .types import State, Transform
 from .workers.route import Workers, is_of_parent
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from .types import TorchOptions
 
 __all__ = ["DataLoader"]
 
@@ -86,10 +92,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         *arguments: Any,
         device: torch.device | str | int | None = None,
         prefetch_to_device: int = 2,
-        transforms: Callable[[Any], Any] | None = None,
+        transforms: Transform | None = None,
         worker_method: str = "process",
         snapshot_every_n_steps: int | None = None,
-        **options: Any,
+        **options: Unpack[TorchOptions],
     ) -> None:
         own = checked(device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps)
         super().__init__(dataset, *arguments, **options)
@@ -100,7 +106,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
                 setattr(self, name, getattr(own, name))
         self._faststep = own
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         own = vars(self).get("_faststep")
         if own is not None and name in OPTIONS and getattr(own, name) != OPTIONS[name]:
             raise ValueError(f"{name} of a DataLoader cannot be changed: make another one")
@@ -134,14 +140,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         if copier is not None:
             iterator = DeviceIterator(iterator, copier, own.prefetch_to_device)
         if own.transforms is not None:
-            iterator = Transformed(iterator, own.transforms, own)
+            return Transformed(iterator, own.transforms, own)
         return iterator
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> BaseDataLoaderIter:
         own = self._faststep
         if is_of_parent(self._iterator):
             self._iterator = None  # a persistent one, which a forked child cannot take over
-        iterator: Any = super().__iter__()
+        iterator = super().__iter__()
         if not isinstance(iterator, Metered):  # of a subclass, which has its own _get_iterator
             own.progress, own.meter, own.stranger = None, None, type(iterator).__name__
             return iterator
@@ -153,7 +159,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             layer = getattr(layer, "_batches", None)
         return iterator
 
-    def stats(self) -> dict[str, Any] | None:
+    def stats(self) -> State | None:
         """How the batches of the newest epoch came; None before the first.
 
         Returns:
@@ -181,7 +187,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             slots = dict(zip(("made", "free", "held"), own.slots.counts(), strict=True))
         return stats if slots is None else stats | {"slots": slots}
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The place after the last batch that was delivered, under torchdata's names.
 
         A few numbers where the order of a map-style dataset is known ahead. Besides, random states
@@ -206,7 +212,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         state = own.progress.state_dict()
         return state if own.transforms is None else state | {"_transforms_epoch": own.epoch}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Let the next iteration go on after the last batch that was delivered before `state_dict`.
 
         States of torchdata's StatefulDataLoader can be loaded, too: docs/loader.md says which.
@@ -228,7 +234,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         self._iterator = None  # a persistent one is in the middle of something else
         own.resume = state
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         """For pickle and copy: without what belongs to this process."""
         return {**vars(self), "_faststep": copy.copy(self._faststep), "_iterator": None}
 
@@ -272,7 +278,7 @@ def _path_of(loader: DataLoader[Any]) -> str:
     return _workers_of(loader).path if loader.num_workers else "torch"
 
 
-def _host_iterator(loader: DataLoader[Any]) -> Any:
+def _host_iterator(loader: DataLoader[Any]) -> EpochIterator:
     own, plan = loader._faststep, _plan_of(loader, for_threads=True)
     state = own.resume
     own.epoch = 0
@@ -283,7 +289,7 @@ def _host_iterator(loader: DataLoader[Any]) -> Any:
     return iterator
 
 
-def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: dict[str, Any] | None) -> Any:
+def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: State | None) -> EpochIterator:
     own = loader._faststep
     if not isinstance(plan, str):
         if own.slots is None:

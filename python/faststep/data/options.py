@@ -11,6 +11,7 @@ import torch
 from .. import _C
 from .resume.progress import Progress
 from .stats import Meter
+from .types import State, Transform
 from .workers.route import Workers
 
 __all__ = ["OPTIONS", "Extras", "Path", "Unprepared", "checked"]
@@ -42,7 +43,7 @@ class Extras:
 
     device: torch.device | None
     prefetch_to_device: int
-    transforms: Callable[[Any], Any] | None
+    transforms: Transform | None
     worker_method: str
     snapshot_every_n_steps: int | None
     slots: _C.Slots | None = None
@@ -51,14 +52,14 @@ class Extras:
     progress: Progress | None = None
     stranger: str | None = None
     meter: Meter | None = None
-    resume: dict[str, Any] | None = None
+    resume: State | None = None
 
     def explain_device(self) -> str:
         if self.device is None:
             return ""
         return f"; up to {self.prefetch_to_device} more are on {self.device}, or on their way"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         """For pickle and copy: without what belongs to this process."""
         of_process = dict.fromkeys(("slots", "workers", "progress", "stranger", "meter"))
         return vars(self) | of_process
@@ -80,7 +81,7 @@ class Path:
     def __get__(self, loader: None, owner: type) -> Path: ...
     @overload
     def __get__(self, loader: object, owner: type) -> str: ...
-    def __get__(self, loader: Any, owner: type) -> Path | str:
+    def __get__(self, loader: object | None, owner: type) -> Path | str:
         return self if loader is None else self._find(loader)
 
 
@@ -91,7 +92,7 @@ class Unprepared:
     name that a script has set, are not in its way.
     """
 
-    def __get__(self, loader: Any, owner: type) -> Any:
+    def __get__(self, loader: Any, owner: type) -> object:
         lost = []
         if loader is not None:
             own: Extras = loader._faststep

@@ -23,6 +23,7 @@ from .resume.loader_stand_in import LoaderStandIn
 from .resume.progress import Progress, Worker, worker_of
 from .resume.stream import Source
 from .stats import Metered
+from .types import Loader, State
 
 __all__ = ["MultiIterator", "Placed", "PlacedWorkers", "SingleIterator"]
 
@@ -37,7 +38,7 @@ class Placed(Metered):
     progress: Progress
     _num_workers: int
     _persistent_workers: bool
-    _index_sampler: Any
+    _index_sampler: object
     _dataset: Any
 
     def __init__(self, stand_in: LoaderStandIn) -> None:
@@ -54,10 +55,10 @@ class Placed(Metered):
         return self._seed
 
     @_base_seed.setter
-    def _base_seed(self, drawn: Any) -> None:
+    def _base_seed(self, drawn: object) -> None:
         self._seed = drawn if self._kept_seed is None else self._kept_seed
 
-    def _begin(self, state: dict[str, Any], saved_workers: list[dict[str, Any]] | None) -> None:
+    def _begin(self, state: State, saved_workers: list[State] | None) -> None:
         """Notes that an epoch begins, or goes on with a state."""
         source = self._index_sampler.source if isinstance(self._index_sampler, Indices) else None
         progress = Progress(source, int(self._base_seed), state.get("_sampler_iter_yielded", 0))
@@ -79,13 +80,13 @@ class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
         state: of an epoch to go on with, or of the end of one; None for a new one.
     """
 
-    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, loader: Loader, state: State | None = None) -> None:
         self._lending = lending_collate(loader)
         stand_in = LoaderStandIn(loader, state)
         stand_in.load_into_dataset()
         super().__init__(stand_in)
 
-    def _begin(self, state: dict[str, Any], saved_workers: list[dict[str, Any]] | None) -> None:
+    def _begin(self, state: State, saved_workers: list[State] | None) -> None:
         super()._begin(state, saved_workers)
         self._drawn = None
         if isinstance(self._index_sampler, Indices):
@@ -154,7 +155,7 @@ class _PlaceInStream:
         return worker._replace(samples=samples, failed=worker.failed + failed)
 
 
-def _ask_map(dataset: Any, batches: int, paced: bool) -> Worker:
+def _ask_map(dataset: object, batches: int, paced: bool) -> Worker:
     return Worker(snapshot(lambda: states_of(dataset, None, False)))
 
 
@@ -163,7 +164,7 @@ class PlacedWorkers(Placed):
 
     _in_order: bool
     _send_idx: int
-    _task_info: dict[int, Any]
+    _task_info: dict[int, object]
     _worker_queue_idx_cycle: Any
     _shutdown = True  # until torch has begun, and where it never does
     _workers: Any = ()
@@ -185,14 +186,14 @@ class PlacedWorkers(Placed):
             importlib.import_module("numpy.random")
         super().__init__(stand_in)
 
-    def _begin(self, state: dict[str, Any], saved_workers: list[dict[str, Any]] | None) -> None:
+    def _begin(self, state: State, saved_workers: list[State] | None) -> None:
         super()._begin(state, saved_workers)
         self._left_out = self.progress.beyond
         if self._asks_workers:
             all_saved = saved_workers or [{}] * self._num_workers
             self.progress.workers = [worker_of(saved) for saved in all_saved]
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)  # type: ignore[misc]
         if not first_iter:
             workers, ended = self.progress.workers, self.progress.finished
@@ -264,5 +265,5 @@ class MultiIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         loader, state: as of SingleIterator.
     """
 
-    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, loader: Loader, state: State | None = None) -> None:
         super().__init__(LoaderStandIn(loader, state, has_processes=True))

@@ -32,7 +32,7 @@ class ArrayDataset(Dataset[Any]):
         >>> dataset = ArrayDataset({"image": np.load("x.npy", mmap_mode="r"), "label": labels})
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: object) -> None:
         self.data = data
         self.structure, self.leaves = flatten(data)
         if not self.leaves:

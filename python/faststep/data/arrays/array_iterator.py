@@ -15,9 +15,10 @@ from ... import _C
 from ..._torch.loader import BaseDataLoaderIter, dataset_fetcher, pin_memory
 from ..order.base import Order, Run
 from ..order.of_sampler import order_of
-from ..resume.loader_stand_in import LoaderStandIn
+from ..resume.loader_stand_in import LoaderStandIn, asked_ahead
 from ..resume.progress import Progress
 from ..stats import Metered
+from ..types import Loader, State
 from .columns import NotArrays
 from .gather_plan import Arrays, Plan
 
@@ -88,7 +89,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     progress: Progress
 
     def __init__(
-        self, loader: Any, plan: Plan, slots: _C.Slots, state: dict[str, Any] | None = None
+        self, loader: Loader, plan: Plan, slots: _C.Slots, state: State | None = None
     ) -> None:
         stand_in = LoaderStandIn(loader, state, ahead=1)
         super().__init__(stand_in)  # type: ignore[arg-type]
@@ -103,7 +104,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._asked_ahead = 1  # batches that torch has asked for when it hands one out
         self._known = _NO_INDICES
         if self._num_workers:
-            self._window = max(1, loader.prefetch_factor * self._num_workers)
+            self._window = max(1, asked_ahead(loader))
             self._asked_ahead += self._window
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
         device = loader._faststep.device
@@ -121,7 +122,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._index_sampler.state = None  # for epochs to come
         _living.add(self)
 
-    def _begin(self, state: dict[str, Any] | None) -> None:
+    def _begin(self, state: State | None) -> None:
         order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
         self._order = order
         self._known = _NO_INDICES
@@ -139,7 +140,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             if order is not None:
                 self._add_known(order)
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         """Starts the next epoch; a DataLoader with persistent workers calls it."""
         with self._lock:
             super()._reset(loader, first_iter)
@@ -205,7 +206,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         size = max(1, order.batch_size * self._plan.row_bytes)
         return max(2, min(self._window, MOST_BYTES_AHEAD // size))
 
-    def _add(self, number: int, indices: Any, arguments: Any, submits: bool) -> None:
+    def _add(self, number: int, indices: object, arguments: object, submits: bool) -> None:
         arrays, ticket = self._submit(arguments) if submits else (None, 0)
         self._queue.append(_Entry(number, indices, arrays, ticket, None))
 
@@ -292,7 +293,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         data = self._fetch(entry.indices)
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
 
-    def bytes_of(self, batch: Any) -> int | None:
+    def bytes_of(self, batch: object) -> int | None:
         return self._bytes or super().bytes_of(batch)
 
     def _fetch(self, indices: Any) -> Any:
@@ -337,7 +338,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 self._lock.release()
 
 
-def _is_submittable(indices: Any) -> bool:
+def _is_submittable(indices: object) -> bool:
     """Whether a batch of indices can be handed to the threads; a tensor must be packed int64."""
     if type(indices) is not torch.Tensor:
         return type(indices) in (list, tuple)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..._torch.held import NotHeld, hold
+from ..types import Array
 
 __all__ = [
     "AS_IS",
@@ -106,7 +107,7 @@ class Column:
         self.floats: tuple[int, float, tuple[float, ...], tuple[float, ...]] | None = None
 
     @property
-    def spec(self) -> tuple[Any, ...]:
+    def spec(self) -> tuple[object, ...]:
         """What Gather takes for a field."""
         spec = (self.prototype, self.conversion, *self.boundary)
         return spec if self.floats is None else (*spec, self.floats)
@@ -140,7 +141,7 @@ def is_packed(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bo
     return True
 
 
-def column_of(array: Any, name: str) -> Column:
+def column_of(array: object, name: str) -> Column:
     """The column of a tensor or a numpy array.
 
     Raises:
@@ -154,7 +155,7 @@ def column_of(array: Any, name: str) -> Column:
     raise NotArrays(f"{name} is a {type(array).__name__}, neither a tensor nor a numpy array")
 
 
-def check_array(array: Any, name: str) -> None:
+def check_array(array: object, name: str) -> None:
     """Whether torch can hold rows of `array`.
 
     Raises:
@@ -203,7 +204,7 @@ def _of_tensor(tensor: torch.Tensor, name: str) -> Column:
     return Column(prototype, owner.data_ptr(), stride, len(owner), owner, watched=tensor)
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
     strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
     return tensor.data_ptr(), tensor.dtype, tensor.shape, strides
 
@@ -217,7 +218,7 @@ def _fits_in_storage(tensor: torch.Tensor) -> bool:
     return end <= tensor.untyped_storage().nbytes()
 
 
-def _of_numpy(numpy: Any, array: Any, name: str) -> Column:
+def _of_numpy(numpy: Any, array: Array, name: str) -> Column:
     if array.ndim == 0:
         raise NotArrays(f"{name} has no rows")
     if not is_packed(array.shape[1:], array.strides[1:], array.itemsize):

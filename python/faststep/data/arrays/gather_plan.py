@@ -27,7 +27,7 @@ PIECE = 1 << 14  # indices that are looked at together
 MOST_THREADS = 4  # without num_workers: more do not help memory that two or three saturate
 
 
-def _is(dataset: Any, base: type) -> bool:
+def _is(dataset: object, base: type) -> bool:
     """Whether the dataset reads its samples as `base` does: a subclass may do it differently."""
     return isinstance(dataset, base) and all(
         getattr(type(dataset), name, None) is getattr(base, name, None) for name in READS_A_SAMPLE
@@ -46,7 +46,7 @@ class Plan:
         NotArrays: it has samples that are not rows of arrays; says which and why.
     """
 
-    def __init__(self, dataset: Dataset[Any], for_threads: bool = True) -> None:
+    def __init__(self, dataset: Dataset[object], for_threads: bool = True) -> None:
         self._for_threads = for_threads
         self.structure = LEAF
         self.names: list[str] = []
@@ -55,8 +55,8 @@ class Plan:
         self.in_place: InPlace | None = None
         self._dataset = dataset
         self._columns: list[Column] = []
-        self._nodes: list[tuple[Any, ...]] = []
-        self._owners: list[Any] = []
+        self._nodes: list[tuple[object, ...]] = []
+        self._owners: list[object] = []
         self.length = self._add(dataset, "dataset")[1]
 
     @property

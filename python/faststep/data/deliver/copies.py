@@ -30,22 +30,27 @@ from .page_locked import page_locked
 __all__ = ["Copier", "Copy", "copier_of"]
 
 
+# torch.cuda.Stream and torch.cuda.Event, or what stands for them on the CPU and in tests
+Stream = Any
+Event = Any
+
+
 class Streams(Protocol):
     """Streams and events of one device."""
 
     device: torch.device
-    copies: Any  # the stream of the copies
+    copies: Stream  # the stream of the copies
 
-    def current(self) -> Any:
+    def current(self) -> Stream:
         """The consumer's stream."""
 
-    def mark(self, stream: Any) -> Any:
+    def mark(self, stream: Stream) -> Event:
         """An event that passes when the work that the stream has by now is done."""
 
-    def wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         """Let what the stream gets from now on wait for the event."""
 
-    def copying(self) -> AbstractContextManager[Any]:
+    def copying(self) -> AbstractContextManager[object]:
         """Within it, work goes to the stream of the copies."""
 
     def allocate(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -68,10 +73,10 @@ class HostStreams:
     def current(self) -> None:
         return None
 
-    def mark(self, stream: Any) -> Passed:
+    def mark(self, stream: Stream) -> Passed:
         return self.Passed()
 
-    def wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         pass
 
     def copying(self) -> AbstractContextManager[None]:
@@ -106,7 +111,7 @@ class CudaStreams:
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
 
-    def copying(self) -> AbstractContextManager[Any]:
+    def copying(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.copies)
 
     def allocate(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -151,13 +156,13 @@ class Copy:
 
     __slots__ = ("consumer", "data", "event", "later", "sources", "tensors")
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: Stream) -> None:
         self.consumer = consumer  # the stream that the memory is of
         self.data: Any = None  # None once it is handed out
         self.later: list[Any] = []  # what moves when it is handed out
         self.tensors: list[torch.Tensor] = []  # on the device
         self.sources: list[torch.Tensor] = []
-        self.event: Any = None
+        self.event: Event = None
 
 
 class Copier:

@@ -16,6 +16,8 @@ import torch
 
 from ... import _C
 from ..._torch.loader import collate_stacking_by, collate_tensors, collates_as_default
+from ..resume.loader_stand_in import asked_ahead
+from ..types import CollateFn, Loader
 from .plain_tensors import tensor_over, why_not_plain
 
 __all__ = [
@@ -137,7 +139,7 @@ class LentRows:
         channels, height, width = shape
         return channels * height * width, 1, width * channels, channels
 
-    def put(self, place: int, value: Any) -> Any:
+    def put(self, place: int, value: object) -> object:
         """`value` as row `place`; `value` itself if it is no plain tensor of the rows' form."""
         if not isinstance(value, torch.Tensor) or why_not_plain(value) is not None:
             return value
@@ -181,7 +183,7 @@ class LendingCollate:
         self.lender = Lender(take)
         self._collate = collate_stacking_by(self.lender.stack)
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: object) -> object:
         return self._collate(samples)
 
     def for_thread(self) -> LendingCollate:
@@ -203,15 +205,15 @@ class LendingIterator:
     _lending: LendingCollate | None
 
     @property
-    def _collate_fn(self) -> Any:
+    def _collate_fn(self) -> CollateFn:
         return self._collate
 
     @_collate_fn.setter
-    def _collate_fn(self, collate_fn: Any) -> None:
+    def _collate_fn(self, collate_fn: CollateFn) -> None:
         self._collate = self._lending or collate_fn
 
 
-def lending_collate(loader: Any) -> LendingCollate | None:
+def lending_collate(loader: Loader) -> LendingCollate | None:
     """For a loader without worker processes, whose memory is used again.
 
     None if nothing would be lent: only datasets with a true `fills_rows`, and torch's Subsets of
@@ -226,6 +228,6 @@ def lending_collate(loader: Any) -> LendingCollate | None:
     if own.slots is None:
         own.slots = _C.Slots()
     slots: _C.Slots = own.slots
-    slots.keep(3 + loader.num_workers * (loader.prefetch_factor or 0))
+    slots.keep(3 + asked_ahead(loader))
     form = torch.empty(0, dtype=torch.uint8, device="cpu")
     return LendingCollate(lambda size: slots.empty(form, size))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..._torch.loader import pin_memory
-from ..resume.progress import Progress
+from ..resume.progress import EpochIterator, Progress
 from ..stats import Layer
 from ..transforms import Compose
-from ..types import CountsEpochs
+from ..types import CountsEpochs, Loader, Transform
 
 __all__ = ["Transformed", "seed_of"]
 
@@ -46,12 +45,13 @@ class Transformed(Layer):
 
     stage = "transforms"
 
-    def __init__(self, iterator: Any, transforms: Callable[[Any], Any], own: CountsEpochs) -> None:
-        self._batches = iterator
+    def __init__(self, iterator: EpochIterator, transforms: Transform, own: CountsEpochs) -> None:
+        self._batches: EpochIterator = iterator
         self._transforms = transforms
         self._own = own
         self._epoch = own.epoch
-        self._base_seed = int(getattr(iterator, "_batches", iterator)._base_seed)
+        of_host: Any = getattr(iterator, "_batches", iterator)
+        self._base_seed = int(of_host._base_seed)
         self._generator = torch.Generator()
 
     @property
@@ -59,13 +59,13 @@ class Transformed(Layer):
         progress: Progress = self._batches.progress
         return progress
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         """Starts the next epoch; a DataLoader with persistent workers calls it."""
         self._batches._reset(loader, first_iter)
         self._epoch += 1
         self._own.epoch = self._epoch
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         batch = next(self._batches)
         if isinstance(self._transforms, Compose):
             batch = self._transforms(batch, generator=self._seeded())

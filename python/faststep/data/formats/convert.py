@@ -200,7 +200,7 @@ def _length(dataset: Any) -> int | None:
 
 
 def _samples(
-    dataset: Any, length: int | None, image_size: int | None, name: str
+    dataset: object, length: int | None, image_size: int | None, name: str
 ) -> Generator[Any, None, None]:
     """All samples in their order, images of one size if asked for."""
     for number, sample in enumerate(_read(dataset, length)):
@@ -224,7 +224,7 @@ def _is_image(value: Any) -> bool:
     return is_tensor and value.dtype == torch.uint8 and value.dim() == 3 and len(value) == 3
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

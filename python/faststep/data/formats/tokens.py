@@ -14,6 +14,7 @@ import torch
 from ..arrays.column_dataset import ColumnDataset
 from ..arrays.columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column
 from ..arrays.structure import LEAF, Structure
+from ..types import Array, State
 from .mapped import map_npy
 
 __all__ = ["TokenDataset", "TokenWindow", "cu_seqlens"]
@@ -120,7 +121,7 @@ class TokenDataset(ColumnDataset):
         windows = [max(0, (len(s) - self.window - 1) // self.stride + 1) for s in self.shards]
         self.ends = list(itertools.accumulate(windows))
 
-    def _map(self, file: Path) -> Any:
+    def _map(self, file: Path) -> Array:
         import numpy
 
         if file.suffix == ".npy":
@@ -203,10 +204,10 @@ class TokenDataset(ColumnDataset):
             found.append(tuple(columns))
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {k: v for k, v in vars(self).items() if k != "shards"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         vars(self).update(state)
         before = self.ends
         self._open()

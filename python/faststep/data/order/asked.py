@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
+from ..types import State
 from .base import other_epoch
 from .draws import generator_of, noting, repeating
 from .of_sampler import epoch_of, parts_of
@@ -30,9 +31,7 @@ class AskedOrder(Iterator[Any]):
         state: what `state_after` or `finished_state` returned; None for a new epoch.
     """
 
-    def __init__(
-        self, sampler: Any, ahead: int, every: int | None, state: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, sampler: Any, ahead: int, every: int | None, state: State | None) -> None:
         self.batch_size: int = sampler.batch_size if type(sampler) is BatchSampler else 0
         self._drop_last = self.batch_size > 0 and sampler.drop_last
         self._asked = asked_by(sampler)
@@ -40,7 +39,7 @@ class AskedOrder(Iterator[Any]):
         self._ahead, self._pace = ahead, Pace(every)
         self._states = None if state is None else state.get("states")
         self._resumes = state is not None and "items_yielded" in state
-        self._draws: dict[str, Any] = {"iter": {}, "first": {}}  # and what was drawn from for it
+        self._draws: State = {"iter": {}, "first": {}}  # and what was drawn from for it
         self._before = 0  # items delivered before the epoch was taken up again
         self._skips = 0  # items that are given again
         self._epoch = epoch_of(self._asked)
@@ -52,7 +51,7 @@ class AskedOrder(Iterator[Any]):
         self._given = self.position = 0  # items and batches, since
         self._snapshots: deque[tuple[int, int, bytes]] = deque()  # batches, items; states
         self._iterator: Any = None
-        self._items: Iterator[Any] = iter(())
+        self._items: Iterator[object] = iter(())
         self._started = self._ended = False
         self._is_fresh = False  # whether the iterator was begun anew, and not asked yet
         if not self.batch_size:
@@ -84,7 +83,7 @@ class AskedOrder(Iterator[Any]):
         self._items = items_of(self._iterator)
         self._keep()
 
-    def _take_first(self) -> list[Any]:
+    def _take_first(self) -> list[object]:
         noted = self._draws["first"]
         with repeating(noted, self._own) if noted or self._skips else noting(noted, self._own):
             if self._iterator is None:
@@ -126,7 +125,7 @@ class AskedOrder(Iterator[Any]):
         self._snapshots.append((self.position, self._given - self._skips, states))
         self.forget(self.position - self._ahead)
 
-    def _states_now(self) -> dict[str, Any]:
+    def _states_now(self) -> State:
         return states_of(self._asked, self._iterator, None if self._is_fresh else self._ended)
 
     def forget(self, batches: int) -> None:
@@ -134,7 +133,7 @@ class AskedOrder(Iterator[Any]):
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= batches:
             self._snapshots.popleft()
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int) -> State:
         """What is needed to go on after so many batches of those since the epoch was taken up."""
         given = self._given if batches == self.position else batches * (self.batch_size or 1)
         state = {**self._identity(), "items_yielded": self._before + given, "draws": {}}
@@ -153,29 +152,29 @@ class AskedOrder(Iterator[Any]):
             draws["first"].setdefault("own", self._own.get_state())
         return {**state, "draws": {key: noted for key, noted in draws.items() if noted}}
 
-    def _states_before(self, batches: int) -> tuple[int, dict[str, Any]]:
+    def _states_before(self, batches: int) -> tuple[int, State]:
         """The newest state of the sampler that is not of a later place, and its items."""
         for drawn, given, states in reversed(self._snapshots):
             if drawn <= batches:
                 return given, opened(states)
         return self._given - self._skips, opened(snapshot(self._states_now))
 
-    def finished_state(self) -> dict[str, Any]:
+    def finished_state(self) -> State:
         """What is needed for the next epoch."""
         return state_between_epochs(self._asked, self._iterator)
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> State:
         return {"sampler": type(self._asked).__name__, "length": length_of(self._asked)}
 
 
-def asked_by(sampler: Any) -> Any:
+def asked_by(sampler: object) -> Any:
     """Who is asked for an index sampler: torch's BatchSampler asks another one."""
     return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
-def state_between_epochs(asked: Any, iterator: Any = None) -> dict[str, Any]:
+def state_between_epochs(asked: object, iterator: object = None) -> State:
     """What a sampler needs to begin its next epoch, after the one of `iterator`."""
-    state: dict[str, Any] = {"sampler": type(asked).__name__, "length": length_of(asked)}
+    state: State = {"sampler": type(asked).__name__, "length": length_of(asked)}
     epoch, own = epoch_of(asked), generator_of(*parts_of(asked))
     if epoch is not None:
         state["epoch"] = epoch

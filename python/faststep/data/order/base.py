@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..types import State
+
 __all__ = ["ListOrder", "Order", "Run", "SequentialOrder", "other_epoch"]
 
 AT_ONCE = 1 << 14  # indices computed at a time, where they are
@@ -25,15 +27,13 @@ class Order:
 
     in_lists = False  # runs are lists, not tensors
 
-    def __init__(
-        self, sampler: Any, batch_size: int, drop_last: bool, state: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, state: State | None) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.drawn = False
         self.skipped = 0  # samples that were delivered before this epoch was taken up again
-        self.state: dict[str, Any] = {"sampler": type(sampler).__name__}
+        self.state: State = {"sampler": type(sampler).__name__}
         if state is not None:
             self._load(state)
             self.skipped = state["samples_yielded"]
@@ -42,6 +42,7 @@ class Order:
         self.batches = self._samples // batch_size + (left > 0 and not drop_last)
         # the request at which torch's sampler would run to its end
         self._last = max(0, self.batches if drop_last or not left else self.batches - 1)
+        self._complete_state()
 
     def request(self, batch: int) -> None:
         """Draws what torch's sampler draws when it is asked for this batch, which come in order."""
@@ -66,21 +67,24 @@ class Order:
         """Samples in the first batches, those before them included."""
         return self.skipped + min(self._samples, batches * self.batch_size)
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int) -> State:
         return {**self.state, "samples_yielded": self.samples_in(batches)}
 
-    def finished_state(self) -> dict[str, Any]:
+    def finished_state(self) -> State:
         return dict(self.state)
 
-    def _must_equal(self, state: dict[str, Any], key: str, value: Any, what: str) -> None:
+    def _must_equal(self, state: State, key: str, value: object, what: str) -> None:
         if state.get(key) != value:
             raise ValueError(
                 f"this state is of {what} {state.get(key)!r}, and the loader's is {value!r}"
             )
         self.state[key] = value
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: State) -> None:
         """Checks a state against the sampler, and keeps what it needs of it."""
+
+    def _complete_state(self) -> None:
+        """Adds to the state what a state is compared with when it is loaded."""
 
     def _count(self) -> int:
         """Samples that are left."""
@@ -113,11 +117,10 @@ class ListOrder(Order):
 
 
 class SequentialOrder(Order):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def _complete_state(self) -> None:
         self.state["length"] = len(self.sampler)
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: State) -> None:
         self._must_equal(state, "length", len(self.sampler), "a number of samples of")
 
     def _draw(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
+from ..types import State
 from .asked import AskedOrder
 from .base import Order
 from .of_sampler import order_of
@@ -32,7 +33,7 @@ class Indices:
         self._sampler = sampler
         self.ahead = ahead
         self._every = every
-        self.state: dict[str, Any] | None = None  # what the next `iter` goes on with
+        self.state: State | None = None  # what the next `iter` goes on with
         self.delivered: tuple[int, ...] = ()  # numbers of batches that it leaves out
         self.discards = False  # whether that of the next `iter` is not used, so not asked for
 
@@ -57,7 +58,7 @@ class Indices:
         return self.drawn
 
 
-def batches_of(sampler: Any) -> Any:
+def batches_of(sampler: object) -> object:
     """An index sampler of batches; one of samples in batches of one, if its order can be known."""
     if type(sampler) is BatchSampler or not isinstance(sampler, torch.utils.data.Sampler):
         return sampler
@@ -68,12 +69,12 @@ def batches_of(sampler: Any) -> Any:
 class _Without(Iterator[Any]):
     """Leaves out the batches with some numbers."""
 
-    def __init__(self, drawn: Iterator[Any], numbers: tuple[int, ...]) -> None:
+    def __init__(self, drawn: Iterator[object], numbers: tuple[int, ...]) -> None:
         self._drawn = drawn
         self._numbers = numbers
         self.position = 0
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         while True:
             indices = next(self._drawn)
             self.position += 1
@@ -93,7 +94,7 @@ class _KnownIndices(Iterator[Any]):
         self._indices: list[int] = []
         self._at = 0  # of the next batch among them
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         number = self.position
         if not self._ended:
             self._ended = True  # if it raises: a generator of torch's would be done for, too

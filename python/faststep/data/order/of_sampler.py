@@ -22,6 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from ..types import State
 from .base import Order, Run, SequentialOrder
 from .draws import generator_of
 from .keyed import KeyedSampler
@@ -41,15 +42,14 @@ class OnceDrawnOrder(Order):
     in_lists = True
     _resumes = False
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def _complete_state(self) -> None:
         self.state["length"] = len(self.sampler)
-        self._items: Iterator[Any] = iter(())
-        self._list: list[Any] = []  # from this place on
+        self._items: Iterator[object] = iter(())
+        self._list: list[object] = []  # from this place on
         self._list_from = 0
         self._error: Exception | None = None  # of the sampler, for the batch that it is about
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: State) -> None:
         self._must_equal(state, "length", len(self.sampler), "a number of samples of")
         self.state.update({k: state[k] for k in ("generator", "global") if k in state})
         self._resumes = "global" in state
@@ -93,31 +93,31 @@ class OnceDrawnOrder(Order):
             return torch.cuda.default_generators[weights.get_device()]
         return torch.default_generator
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int) -> State:
         return {**not_drawn(self), **super().state_after(batches)}
 
-    def finished_state(self) -> dict[str, Any]:
+    def finished_state(self) -> State:
         return between_epochs(self)
 
 
-def parts_of(sampler: Any) -> list[Any]:
+def parts_of(sampler: object) -> list[object]:
     """A sampler, and the one that it asks if it is a batch sampler."""
     return [sampler, getattr(sampler, "sampler", None)]
 
 
-def _with_epoch(sampler: Any) -> Any:
+def _with_epoch(sampler: object) -> Any:
     for part in parts_of(sampler):
         if type(getattr(part, "epoch", None)) is int and hasattr(part, "set_epoch"):
             return part
     return None
 
 
-def epoch_of(sampler: Any) -> int | None:
+def epoch_of(sampler: object) -> int | None:
     """The epoch that a sampler was set to; None if it has none."""
     return getattr(_with_epoch(sampler), "epoch", None)
 
 
-def restore(sampler: Any, state: dict[str, Any], finished: bool) -> None:
+def restore(sampler: object, state: State, finished: bool) -> None:
     """Sets what belongs to a sampler or dataset itself: epoch, and generator between two epochs."""
     counting = _with_epoch(sampler)
     # the epoch of a DistributedSampler is set by the script
@@ -151,7 +151,7 @@ def _draws_as_torch() -> bool:
     return True
 
 
-def order_of(batch_sampler: Any, state: dict[str, Any] | None = None) -> Order | None:
+def order_of(batch_sampler: object, state: State | None = None) -> Order | None:
     """The order that a batch sampler will give; None if it has to be asked.
 
     Args:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..types import State
 from .draws import generator_of, repeating
 
 __all__ = [
@@ -75,7 +76,7 @@ class Pace:
         waits = self._cost > CHEAP
         return not waits or time.perf_counter_ns() - self._last >= (SHARE - 1) * self._cost
 
-    def take(self, states: Callable[[], dict[str, Any]]) -> bytes:
+    def take(self, states: Callable[[], State]) -> bytes:
         """A snapshot, on time."""
         start = time.perf_counter_ns()
         try:
@@ -85,12 +86,12 @@ class Pace:
             self._cost = self._last - start
 
 
-def items_of(iterator: Any) -> Iterator[Any]:
+def items_of(iterator: Any) -> Iterator[object]:
     """What an iterator gives; to begin with these does not call its `__iter__`, which may reset."""
     return map(next, repeat(iterator))
 
 
-def states_of(obj: Any, iterator: Any, ended: bool | None) -> dict[str, Any]:
+def states_of(obj: Any, iterator: Any, ended: bool | None) -> State:
     """The states of an object and its iterator; None for none.
 
     Args:
@@ -106,7 +107,7 @@ def states_of(obj: Any, iterator: Any, ended: bool | None) -> dict[str, Any]:
     }
 
 
-def snapshot(states: Callable[[], dict[str, Any]]) -> bytes:
+def snapshot(states: Callable[[], State]) -> bytes:
     """States as they are now, pickled: what they hold may change with the next sample.
 
     That they cannot be taken is no error before somebody wants them.
@@ -117,7 +118,7 @@ def snapshot(states: Callable[[], dict[str, Any]]) -> bytes:
         return pickle.dumps(f"{type(error).__name__}: {error}")
 
 
-def opened(packed: bytes) -> dict[str, Any]:
+def opened(packed: bytes) -> State:
     """What `snapshot` took.
 
     Raises:
@@ -126,11 +127,11 @@ def opened(packed: bytes) -> dict[str, Any]:
     states = pickle.loads(packed)
     if isinstance(states, str):
         raise RuntimeError(f"the state_dict of a dataset or sampler cannot be kept: {states}")
-    kept: dict[str, Any] = states
+    kept: State = states
     return kept
 
 
-def begin(obj: Any, states: dict[str, Any] | None) -> Any | None:
+def begin(obj: Any, states: State | None) -> Any | None:
     """An iterator of `obj` that goes on where it had the states; None if it had ended.
 
     Raises:
@@ -156,7 +157,7 @@ def begin(obj: Any, states: dict[str, Any] | None) -> Any | None:
     return None if states["ended"] else iterator
 
 
-def load_map(dataset: Any, saved: dict[str, Any]) -> None:
+def load_map(dataset: object, saved: State) -> None:
     """Loads what a saved worker has of a map-style dataset."""
     _load(dataset, (saved.get("states") or {}).get("object"))
 

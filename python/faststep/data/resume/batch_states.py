@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
 
 from ..._torch.loader import pin_memory, set_worker_dataset
 from ..order.stateful import is_stateful, load_map, snapshot, states_of
+from ..types import CollateFn, State, WorkerInitFn
 from .stream import Source
 
-__all__ = ["BatchWithStates", "CollateWithStates", "InitWorker"]
+__all__ = ["AddStates", "BatchWithStates", "CollateWithStates", "InitWorker"]
 
 
 class BatchWithStates:
@@ -20,7 +20,7 @@ class BatchWithStates:
         draws: the random states that the epoch began with, where they are new, pickled.
     """
 
-    def __init__(self, batch: Any, states: bytes | None, draws: bytes | None) -> None:
+    def __init__(self, batch: object, states: bytes | None, draws: bytes | None) -> None:
         self.batch = batch
         self.states = states
         self.draws = draws
@@ -30,23 +30,18 @@ class BatchWithStates:
         return BatchWithStates(pin_memory(self.batch, device), self.states, self.draws)
 
 
-class CollateWithStates:
-    """Collates, and adds the states of the dataset if it keeps any.
+class AddStates:
+    """Adds the states of the dataset to the batches of a worker, if it keeps any.
 
     Args:
-        collate_fn: the loader's.
         dataset: a Source, or a map-style dataset.
     """
 
-    def __init__(self, collate_fn: Any, dataset: Any) -> None:
-        self._collate_fn = collate_fn
+    def __init__(self, dataset: object) -> None:
         self._dataset = dataset
         self._has_sent = False
 
-    def __call__(self, samples: Any) -> Any:
-        return self.with_states(self._collate_fn(samples))
-
-    def with_states(self, batch: Any) -> Any:
+    def with_states(self, batch: object) -> object:
         """The batch as it leaves the worker."""
         source = self._dataset if isinstance(self._dataset, Source) else None
         if not (source.keeps_state() if source else is_stateful(self._dataset)):
@@ -60,8 +55,24 @@ class CollateWithStates:
         self._has_sent = True  # a first one in any case: without, epochs could not be told apart
         return BatchWithStates(batch, source.pace.take(source.states), None)
 
-    def _states_of_map(self) -> dict[str, Any]:
+    def _states_of_map(self) -> State:
         return states_of(self._dataset, None, False)
+
+
+class CollateWithStates:
+    """The collate function of a worker process, whose batches leave with states.
+
+    Args:
+        collate_fn: the loader's.
+        dataset: a Source, or a map-style dataset.
+    """
+
+    def __init__(self, collate_fn: CollateFn, dataset: object) -> None:
+        self._collate_fn = collate_fn
+        self._states = AddStates(dataset)
+
+    def __call__(self, samples: object) -> object:
+        return self._states.with_states(self._collate_fn(samples))
 
 
 class InitWorker:
@@ -73,7 +84,9 @@ class InitWorker:
         saved_workers: where the workers of a map-style dataset go on, each pickled.
     """
 
-    def __init__(self, init_fn: Any, dataset: Any, saved_workers: list[bytes] | None) -> None:
+    def __init__(
+        self, init_fn: WorkerInitFn | None, dataset: object, saved_workers: list[bytes] | None
+    ) -> None:
         self._init_fn = init_fn
         self._dataset = dataset
         self._saved_workers = saved_workers

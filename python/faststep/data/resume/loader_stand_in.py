@@ -12,21 +12,27 @@ from ..order.base import other_epoch
 from ..order.indices import Indices
 from ..order.of_sampler import epoch_of
 from ..order.stateful import is_stateful, load_map
+from ..types import Loader, State
 from .batch_states import CollateWithStates, InitWorker
 from .stream import Source
 
-__all__ = ["LoaderStandIn", "is_stream", "keeps_seed"]
+__all__ = ["LoaderStandIn", "asked_ahead", "is_stream", "keeps_seed"]
 
 
-def is_stream(dataset: Any) -> bool:
+def is_stream(dataset: object) -> bool:
     """Whether a dataset is an iterable one whose place can be kept."""
     return isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
 
 
-def keeps_seed(loader: Any, state: dict[str, Any]) -> bool:
+def keeps_seed(loader: Loader, state: State) -> bool:
     """Whether an iterator with that state has its base seed: torch's persistent workers keep it."""
     goes_on = loader.persistent_workers or not state["_iterator_finished"]
     return goes_on and state["_base_seed"] is not None
+
+
+def asked_ahead(loader: Loader) -> int:
+    """Batches that torch asks its workers for before the first one is delivered."""
+    return loader.num_workers * (loader.prefetch_factor or 0)
 
 
 class LoaderStandIn:
@@ -42,22 +48,22 @@ class LoaderStandIn:
 
     def __init__(
         self,
-        loader: Any,
-        state: dict[str, Any] | None,
+        loader: Loader,
+        state: State | None,
         has_processes: bool = False,
-        context: Any = None,
+        context: object = None,
         ahead: int = 0,
     ) -> None:
         self._loader = loader
         self.resumes = state is not None and not state["_iterator_finished"]
-        self.state: dict[str, Any] = state or {}
+        self.state: State = state or {}
         self.base_seed: int | None = None  # to keep
         if state is not None and keeps_seed(loader, state):
             self.base_seed = state["_base_seed"]
             self.generator = torch.Generator()  # torch draws another one
         if context is not None:
             self.multiprocessing_context = context
-        self.saved_workers: list[dict[str, Any]] | None = self.state.get("_workers")
+        self.saved_workers: list[State] | None = self.state.get("_workers")
         # pickled: torch would give each tensor in it a file on its way to a worker
         packed = None if self.saved_workers is None else [*map(pickle.dumps, self.saved_workers)]
         every = loader._faststep.snapshot_every_n_steps
@@ -85,7 +91,7 @@ class LoaderStandIn:
         if loader._faststep.device is not None:
             ahead += loader._faststep.prefetch_to_device + 1
         if loader.num_workers:
-            ahead += loader.prefetch_factor * loader.num_workers + 1
+            ahead += asked_ahead(loader) + 1
         indices = Indices(loader._index_sampler, ahead, every)
         saved = self.state.get("_sampler_iter_state") or {}
         if self.resumes or "states" in saved:

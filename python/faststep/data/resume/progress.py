@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ..order.stateful import opened
+from ..types import Loader, State
 
-__all__ = ["Mark", "Progress", "Worker", "worker_of"]
+__all__ = ["EpochIterator", "Mark", "Progress", "Worker", "worker_of"]
 
 
 class Worker(NamedTuple):
@@ -17,7 +18,7 @@ class Worker(NamedTuple):
     states: bytes | None = None  # of its dataset, after some batch
     samples: int = 0  # delivered since
     new_epoch: bool = False  # an epoch began since the states, and the samples are of that
-    draws: dict[str, Any] | None = None  # the random states that the epoch began with
+    draws: State | None = None  # the random states that the epoch began with
     left: bool = False  # the epoch of the states was left before its end
     # of batches that an error ended, of which fewer samples may have been read: beginning and size
     failed: tuple[tuple[int, int], ...] = ()
@@ -31,7 +32,7 @@ class Worker(NamedTuple):
         return Worker(self.states, 0, has_states, None, has_states and not ended)
 
 
-def worker_of(saved: dict[str, Any]) -> Worker:
+def worker_of(saved: State) -> Worker:
     """What a state says of a worker."""
     states = saved.get("states")
     return Worker(
@@ -44,11 +45,25 @@ def worker_of(saved: dict[str, Any]) -> Worker:
     )
 
 
-def _record_of(worker: Worker) -> dict[str, Any]:
+def _record_of(worker: Worker) -> State:
     values = worker._asdict()
     if worker.states is not None:
         values["states"] = opened(worker.states)
     return {key: value for key, value in values.items() if value}
+
+
+class EpochIterator(Protocol):
+    """Delivers the batches of an epoch, as a loader's iterators do, and knows how far it is."""
+
+    @property
+    def progress(self) -> Progress: ...
+    @property
+    def _pin_memory(self) -> bool: ...
+    @property
+    def _pin_memory_device(self) -> str | None: ...
+    def __next__(self) -> Any: ...
+    def __len__(self) -> int: ...
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None: ...
 
 
 class Mark(NamedTuple):
@@ -115,9 +130,9 @@ class Progress:
         self.delivered, self.beyond, workers, self.last_worker = mark
         self.workers = None if workers is None else list(workers)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """The place, under torchdata's names where it has one."""
-        state: dict[str, Any] = {
+        state: State = {
             "_num_yielded": self.count,
             "_sampler_iter_yielded": self.before + self.delivered,
             "_sampler_iter_state": None,

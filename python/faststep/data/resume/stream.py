@@ -14,6 +14,7 @@ from torch.utils.data import get_worker_info
 
 from ..order.draws import generator_of, noting, repeating
 from ..order.stateful import Pace, begin, is_stateful, items_of, states_of
+from ..types import State
 
 __all__ = ["Source"]
 
@@ -29,19 +30,23 @@ class Source:
     """
 
     def __init__(
-        self, dataset: Any, saved_workers: list[bytes] | None, every: int | None, in_workers: bool
+        self,
+        dataset: object,
+        saved_workers: list[bytes] | None,
+        every: int | None,
+        in_workers: bool,
     ) -> None:
         self.dataset = dataset
         self.pace = Pace(every)
         self._every = every
         self._saved_workers = saved_workers
-        self._own_state: Any = None  # the iterator, if it keeps a state
+        self._own_state: object = None  # the iterator, if it keeps a state
         self._ended = False
         self._is_fresh = True  # whether the iterator was begun anew, and not asked yet
         self._in_workers = in_workers
         self._is_new = True
         self._seeded = self._is_thread = self._sent = False
-        self._draws: dict[str, Any] = {"iter": {}, "first": {}}
+        self._draws: State = {"iter": {}, "first": {}}
 
     def __str__(self) -> str:
         return str(self.dataset)
@@ -66,21 +71,21 @@ class Source:
     def keeps_state(self) -> bool:
         return is_stateful(self.dataset) or self._own_state is not None
 
-    def states(self) -> dict[str, Any]:
+    def states(self) -> State:
         """Of the dataset and its iterator, as they are."""
         ended = None if self._is_fresh else self._ended
         return states_of(self.dataset, self._own_state, ended)
 
-    def draws(self) -> dict[str, Any]:
+    def draws(self) -> State:
         """The random states that this epoch began with, of what it has drawn from."""
         return {key: noted for key, noted in self._draws.items() if noted}
 
-    def new_draws(self) -> dict[str, Any]:
+    def new_draws(self) -> State:
         """In a worker, for its first batch: `draws`, if its seed does not lead to them."""
         sent, self._sent = self._sent, True
         return {} if sent or self._seeded or self.keeps_state() else self.draws()
 
-    def _begin(self, states: dict[str, Any] | None) -> Iterator[Any]:
+    def _begin(self, states: State | None) -> Iterator[object]:
         """The samples of an iterator of the dataset, from where it had the states."""
         self._is_fresh = states is None or states["ended"] is None
         with self._drawing("iter"):
@@ -91,7 +96,7 @@ class Source:
         self._own_state = iterator if is_stateful(iterator) else None
         return items_of(iterator)
 
-    def _first(self, samples: Iterator[Any]) -> Iterator[Any]:
+    def _first(self, samples: Iterator[object]) -> Iterator[object]:
         """The first sample: many datasets draw their order for it."""
         self._is_fresh = False
         with self._drawing("first"):
@@ -99,7 +104,7 @@ class Source:
         while first:
             yield first.pop()  # not held on to
 
-    def _end(self) -> Iterator[Any]:
+    def _end(self) -> Iterator[object]:
         self._ended = True
         yield from ()
 
@@ -110,12 +115,12 @@ class Source:
         # an order that follows from the worker's seed is drawn again as it was
         return nullcontext() if self._seeded or self._is_thread else noting(noted, own)
 
-    def _repeating(self, noted: dict[str, Any]) -> AbstractContextManager[None]:
+    def _repeating(self, noted: State) -> AbstractContextManager[None]:
         if self._is_thread or (self._seeded and not noted):
             return nullcontext()
         return repeating(noted, generator_of(self.dataset), put_back=not self._in_workers)
 
-    def _from(self, saved: dict[str, Any]) -> Iterator[Any]:
+    def _from(self, saved: State) -> Iterator[object]:
         self._draws.update({key: dict(noted) for key, noted in saved.get("draws", {}).items()})
         samples = self._begin(saved.get("states"))
         if saved.get("new_epoch", False):
@@ -128,8 +133,8 @@ class Source:
         return chain(self._skipping(samples, count, failed), samples, self._end())
 
     def _skipping(
-        self, samples: Iterator[Any], count: int, failed: Iterable[tuple[int, int]]
-    ) -> Iterator[Any]:
+        self, samples: Iterator[object], count: int, failed: Iterable[tuple[int, int]]
+    ) -> Iterator[object]:
         """Reads and drops what was delivered before, as far as an error let it be read."""
         if not count:
             yield from self._first(samples)

@@ -13,6 +13,7 @@ from ... import _C
 from ..._torch.optim import is_capturing
 from ..arrays.image_rows import ImageRows
 from ..arrays.structure import Structure
+from ..types import State
 from .framing import Framing, Place
 from .geometry import Geometry
 from .mixing import Labels, Mix
@@ -41,7 +42,11 @@ class Compose:
         TypeError, ValueError: `transforms` cannot be folded; says which and why.
     """
 
-    def __init__(self, transforms: Sequence[Any], fields: tuple[Any, Any] | None = None) -> None:
+    def __init__(
+        self,
+        transforms: Sequence[Geometry | Normalize | ToFloat | Labels],
+        fields: tuple[object, object] | None = None,
+    ) -> None:
         self.transforms = tuple(transforms)
         self.fields = fields
         self._slots: _C.Slots | None = None
@@ -57,7 +62,7 @@ class Compose:
             if sum(isinstance(t, kind) for t in self.transforms) > 1:
                 raise ValueError(f"transforms has more than one {kind.__name__}")
 
-    def _add(self, transform: Any, name: str) -> None:
+    def _add(self, transform: object, name: str) -> None:
         if self._labels is not None:
             raise ValueError(f"{name}, {transform!r}, comes after {self._labels!r}")
         if isinstance(transform, ToFloat):
@@ -76,12 +81,16 @@ class Compose:
     def __repr__(self) -> str:
         return f"Compose({list(self.transforms)!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         """For pickle and copy: without what belongs to this process."""
         return {**vars(self), "_slots": None}
 
     def __call__(
-        self, batch: Any, labels: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        batch: object,
+        labels: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Any:
         """The transformed images, with the labels if there are any, or the batch with both in it.
 
@@ -108,7 +117,7 @@ class Compose:
             raise TypeError("labels are given twice: batch is not a tensor")
         return self._in_container(batch, generator)
 
-    def _in_container(self, batch: Any, generator: torch.Generator | None) -> Any:
+    def _in_container(self, batch: Any, generator: torch.Generator | None) -> object:
         is_mapping = isinstance(batch, Mapping)
         if not is_mapping and not isinstance(batch, (list, tuple)):
             raise TypeError(f"batch is a {type(batch).__name__}, not images or a container of them")
@@ -135,7 +144,7 @@ class Compose:
         make = getattr(type(batch), "_make", tuple)
         return make(items)
 
-    def _keys(self, is_mapping: bool) -> tuple[Any, Any]:
+    def _keys(self, is_mapping: bool) -> tuple[object, object]:
         return self.fields or (("image", "label") if is_mapping else (0, 1))
 
     def leaf_of_images(self, structure: Structure) -> int | None:

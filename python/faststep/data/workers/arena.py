@@ -9,6 +9,7 @@ import select
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -42,7 +43,7 @@ class Arena:
         self._kept: list[tuple[_Child, list[int]]] = []  # blocks that children see
         _arenas[self.key] = self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """For workers that are not forked; only while one is started."""
         return _Attached, (self.key, DupFd(self.memory.fileno()), self.memory.reserve())
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, overload
 from zlib import crc32
@@ -15,7 +15,7 @@ __all__ = ["FrozenDict", "FrozenList", "freeze"]
 LARGE = 64  # items of a list or dict inside another one that is frozen by itself
 
 
-def freeze(obj: Any) -> FrozenList | FrozenDict:
+def freeze(obj: object) -> FrozenList | FrozenDict:
     """A read-only copy of a list, tuple or dict, in one piece of memory that processes share.
 
     A worker process that reads Python objects writes their reference counts, and so gets a copy of
@@ -48,7 +48,7 @@ def freeze(obj: Any) -> FrozenList | FrozenDict:
     return frozen
 
 
-def _write(writer: Writer, obj: Any, name: str) -> Any:
+def _write(writer: Writer, obj: object, name: str) -> object:
     """Writes a list, tuple or dict; returns what `_read` needs."""
     if type(obj) is not dict:
         return type(obj), _write_items(writer, obj, name)
@@ -62,7 +62,7 @@ def _write(writer: Writer, obj: Any, name: str) -> Any:
     return dict, keys, table, _write_items(writer, list(obj.values()), f"the values of {name}")
 
 
-def _write_items(writer: Writer, items: Any, name: str) -> Any:
+def _write_items(writer: Writer, items: Any, name: str) -> object:
     if any(type(item) in (list, tuple, dict) and len(item) > LARGE for item in items):
         parts = [
             _write(writer, item, f"{name}[{index}]")
@@ -150,10 +150,10 @@ class FrozenList(Sequence[Any]):
     def __copy__(self) -> FrozenList:
         return self
 
-    def __deepcopy__(self, memo: Any) -> FrozenList:
+    def __deepcopy__(self, memo: object) -> FrozenList:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return FrozenList, (*self._spec, self._places)
 
     def __repr__(self) -> str:
@@ -175,13 +175,13 @@ class FrozenDict(Mapping[Any, Any]):
     def __len__(self) -> int:
         return self._spec[1].length
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         place = self._place(key)
         if place < 0:
             raise KeyError(key)
         return self._value(place)
 
-    def _place(self, key: Any) -> int:
+    def _place(self, key: object) -> int:
         """Where the key is; -1 if it is not there."""
         hash(key)  # unhashable ones are errors, as in a dict
         if not isinstance(key, (str, bytes, int)):
@@ -215,10 +215,10 @@ class FrozenDict(Mapping[Any, Any]):
     def __copy__(self) -> FrozenDict:
         return self
 
-    def __deepcopy__(self, memo: Any) -> FrozenDict:
+    def __deepcopy__(self, memo: object) -> FrozenDict:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return FrozenDict, self._spec
 
     def __repr__(self) -> str:

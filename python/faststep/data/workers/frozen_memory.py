@@ -59,7 +59,7 @@ class FrozenMemory:
             writer.close()
             raise
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         if get_spawning_popen() is not None:
             return FrozenMemory.of_worker, (DupFd(self._file),)
         return FrozenMemory.of_bytes, (bytes(self.content),)

@@ -7,7 +7,7 @@ import pickle
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 
 from ... import _C
 from ..deliver.plain_tensors import tensor_over, why_not_plain
+from ..types import Array
 from .arena import arena_of
 
 __all__ = ["Parcel", "pack"]
@@ -38,7 +39,7 @@ class Parcel:
     ) -> None:
         self._parts = (key, payload, blocks, otherwise)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return _unpack, self._parts
 
 
@@ -48,7 +49,7 @@ class _Reference:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return _opened, (self.number,)
 
 
@@ -61,7 +62,7 @@ _opening = _Opening()
 
 def _unpack(
     key: int, payload: bytes, blocks: list[tuple[int, int]], otherwise: dict[str, int]
-) -> Any:
+) -> object:
     arena = arena_of(key)
     arena.unpin_what_no_child_sees()
     arena.in_blocks += len(blocks)
@@ -77,7 +78,7 @@ def _opened(number: int) -> torch.Tensor:
     return _opening.blocks[number]
 
 
-def _array_over(block: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+def _array_over(block: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> object:
     return block.numpy().view(dtype).reshape(shape, order=order)
 
 
@@ -92,7 +93,7 @@ class _Contents:
         self.otherwise: Counter[str] = Counter()
         self._whole: dict[int, _Reference] = {}  # by address of the storage
 
-    def put_tensor(self, tensor: torch.Tensor) -> Any:
+    def put_tensor(self, tensor: torch.Tensor) -> object:
         """How to make the tensor again; NotImplemented if torch has to transport it."""
         storage = tensor.untyped_storage()
         item, offset = tensor.element_size(), tensor.storage_offset()
@@ -120,7 +121,7 @@ class _Contents:
         self.blocks.append((block, size))
         return _Reference(len(self.blocks) - 1)
 
-    def put_array(self, array: Any) -> Any:
+    def put_array(self, array: Array) -> object:
         """How to make a packed array again."""
         reference = self._put(array.ctypes.data, array.nbytes)
         order = "C" if array.flags.c_contiguous else "F"
@@ -162,7 +163,7 @@ class _Pickler(ForkingPickler):
         super().__init__(file)
         self._contents = contents
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         try:
             if isinstance(obj, torch.Tensor):
                 reason = why_not_plain(obj)
@@ -196,9 +197,9 @@ def _is_large_array(obj: Any) -> bool:
 def pack(
     key: int,
     memory: _C.Arena,
-    batch: list[Any],
+    batch: list[object],
     stacked: dict[int, int],
-    leaving: Sequence[list[Any]] = (),
+    leaving: Sequence[list[object]] = (),
 ) -> Parcel:
     """The parcel of a batch, in a worker.
 

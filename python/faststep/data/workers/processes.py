@@ -10,6 +10,7 @@ from ..._torch.loader import MultiProcessingDataLoaderIter
 from ..deliver.copies import copier_of
 from ..plain import PlacedWorkers
 from ..resume.loader_stand_in import LoaderStandIn
+from ..types import CollateFn, Loader, State, WorkerInitFn
 from .arena import Arena, ArenaPool
 from .packer import Packer, Start
 
@@ -28,7 +29,7 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         MemoryError: there is no shared memory.
     """
 
-    def __init__(self, loader: Any, pool: ArenaPool, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, loader: Loader, pool: ArenaPool, state: State | None = None) -> None:
         self._pool = pool
         self._process = os.getpid()
         self._arena: Arena | None = pool.lend()
@@ -47,20 +48,20 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         self._pins = pins
 
     @property
-    def _collate_fn(self) -> Any:
+    def _collate_fn(self) -> Packer:
         return self._packer
 
     @_collate_fn.setter
-    def _collate_fn(self, collate_fn: Any) -> None:
+    def _collate_fn(self, collate_fn: CollateFn) -> None:
         assert self._arena is not None
         self._packer = Packer(collate_fn, self._arena)
 
     @property
-    def _worker_init_fn(self) -> Any:
+    def _worker_init_fn(self) -> Start:
         return self._start
 
     @_worker_init_fn.setter
-    def _worker_init_fn(self, init_fn: Any) -> None:
+    def _worker_init_fn(self, init_fn: WorkerInitFn | None) -> None:
         self._start = Start(init_fn, self._packer)
 
     def _next_data(self) -> Any:

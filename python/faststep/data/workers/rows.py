@@ -39,11 +39,11 @@ class Rows:
     def __init__(self, begin: Begin, count: int) -> None:
         self._begin = begin
         self._count = count
-        self._rows: dict[Any, list[torch.Tensor]] = {}  # by key within a sample
+        self._rows: dict[object, list[torch.Tensor]] = {}  # by key within a sample
 
-    def fetch(self, dataset: Any, indices: list[Any]) -> list[Any]:
+    def fetch(self, dataset: Any, indices: list[object]) -> list[object]:
         """The samples, with rows for the tensors that were copied."""
-        samples: list[Any] = []
+        samples: list[object] = []
         for number, index in enumerate(indices):
             holder = [dataset[index]]
             self._place_all_in(holder, number)

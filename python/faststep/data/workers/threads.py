@@ -35,9 +35,10 @@ from ..deliver.lending import (
     lending_collate,
 )
 from ..plain import PlacedWorkers
-from ..resume.batch_states import CollateWithStates
+from ..resume.batch_states import AddStates
 from ..resume.loader_stand_in import LoaderStandIn
 from ..resume.stream import Source
+from ..types import CollateFn, Fetcher, Loader, State
 
 __all__ = ["ThreadIterator"]
 
@@ -63,7 +64,7 @@ class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIt
         state: of an epoch to go on with, or of the end of one; None for a new one.
     """
 
-    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, loader: Loader, state: State | None = None) -> None:
         self._process = os.getpid()
         self._lending = lending_collate(loader)
         threads = torch.get_num_threads()
@@ -111,7 +112,7 @@ class _Worker:
         target: torch's function for a worker process, which gives `args` their names.
     """
 
-    def __init__(self, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, target: Callable[..., object], args: tuple[object, ...]) -> None:
         arguments = inspect.signature(target).bind(*args).arguments
         self._ready = threading.Event()
         name = f"faststep-worker-{arguments['worker_id']}"
@@ -141,7 +142,7 @@ class _Context:
     Process = _Worker
 
 
-def _run(arguments: dict[str, Any], ready: threading.Event) -> None:
+def _run(arguments: State, ready: threading.Event) -> None:
     """What torch's worker processes do, in a thread."""
     torch.get_num_threads()  # the first call in a thread sets the process's number
     torch.set_num_threads(1)
@@ -163,7 +164,7 @@ def _run(arguments: dict[str, Any], ready: threading.Event) -> None:
 class _Loop:
     """Takes indices, and puts batches or what stands in their place."""
 
-    def __init__(self, arguments: dict[str, Any], dataset: Any) -> None:
+    def __init__(self, arguments: State, dataset: object) -> None:
         self._arguments = arguments
         self._dataset = dataset
         self._worker = arguments["worker_id"]
@@ -174,11 +175,11 @@ class _Loop:
             self._lender, self._collate_fn = mine.lender, _hiding_the_worker(mine)
         elif collates_as_default(self._collate_fn, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
-        self._adds_states: CollateWithStates | None = None
+        self._states: AddStates | None = None
         if isinstance(dataset, Source):
-            self._adds_states = CollateWithStates(None, dataset)
-        self._fetcher: Any = None
-        self._failure: Any = None  # at the start: it stands for every batch
+            self._states = AddStates(dataset)
+        self._fetcher: Fetcher  # once it has started without a failure
+        self._failure: object = None  # at the start: it stands for every batch
 
     def run(self) -> None:
         tasks, results = self._arguments["index_queue"], self._arguments["data_queue"]
@@ -206,22 +207,23 @@ class _Loop:
         except BaseException:  # it would end this thread, and nobody would know
             self._failure = self._wrapped()
 
-    def _new_fetcher(self) -> Any:
-        return dataset_kind_fetcher(
+    def _new_fetcher(self) -> Fetcher:
+        fetcher: Fetcher = dataset_kind_fetcher(
             self._arguments["dataset_kind"],
             self._dataset,
             self._arguments["auto_collation"],
             self._collate_fn,
             self._arguments["drop_last"],
         )
+        return fetcher
 
-    def _fetch(self, indices: Any) -> Any:
+    def _fetch(self, indices: object) -> Any:
         if self._failure is not None:
             return self._failure
         try:
             with lending_by(self._lender):
                 batch = self._fetcher.fetch(indices)
-            return batch if self._adds_states is None else self._adds_states.with_states(batch)
+            return batch if self._states is None else self._states.with_states(batch)
         except BaseException as error:  # as above
             iterable = isinstance(self._dataset, (Source, IterableDataset))
             if isinstance(error, StopIteration) and iterable:
@@ -233,10 +235,10 @@ class _Loop:
         return wrapper(where=f"in DataLoader worker thread {self._worker}")
 
 
-def _hiding_the_worker(collate_fn: Any) -> Any:
+def _hiding_the_worker(collate_fn: CollateFn) -> CollateFn:
     """torch's default_collate puts batches into files where it finds a worker: not needed here."""
 
-    def collate(samples: Any) -> Any:
+    def collate(samples: object) -> Any:
         with worker_info_of_thread(None):
             return collate_fn(samples)
 
