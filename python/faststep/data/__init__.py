@@ -1,4 +1,4 @@
-"""Loading: torch's DataLoader, with faster ways for the data, and formats that it opens."""
+"""torch's DataLoader with faster paths, datasets in files, and transforms of batches."""
 
 from . import transforms
 from .accelerated import prepare_loader

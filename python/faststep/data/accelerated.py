@@ -1,4 +1,4 @@
-"""Loaders for accelerate, which makes a loader of its own from the attributes of torch's."""
+"""Loaders for Hugging Face accelerate, which wraps a DataLoader in one of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["prepare_loader"]
 
 
 def prepare_loader(accelerator: Any, loader: DataLoader[object]) -> Any:
-    """What `accelerator.prepare(loader)` gives, with our loader inside instead of torch's.
+    """`accelerator.prepare(loader)`, with a loader of faststep inside instead of torch's.
 
     Args:
         accelerator: an `accelerate.Accelerator`.

@@ -1,4 +1,4 @@
-"""torch's DataLoader, with a faster way for data that lies in arrays."""
+"""DataLoader: chooses the path of the batches, and keeps the position in an epoch."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     ConcatDataset of these) with torch's default collate function is read by threads without the
     GIL, ahead of the consumer, into memory that is used again; `num_workers` is then the number of
     threads, as far as there are cores, and no process is started. Workers of any other dataset are
-    torch's, but hand over their batches in shared memory that is used again. `path` says which way
-    it is, and `explain()` why.
+    torch's, but hand over their batches in shared memory that is used again. `path` names the
+    path that the batches take, and `explain()` gives the reason.
 
-    `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
+    `state_dict()` and `load_state_dict()` save and restore the position in an epoch.
 
     Args:
         dataset, *arguments, **options: torch's.
@@ -61,8 +61,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             from page-locked memory and on a stream of their own, and the current stream waits for
             them. Default: on the host, and nothing is copied.
         prefetch_to_device: with `device`, how many batches are on it, or on their way, besides the
-            one that is delivered. The sampler is asked for them, and the dataset's code runs, so
-            much earlier. Default: 2.
+            one that is delivered. Random numbers are drawn and the dataset's code runs when a batch
+            is fetched, up to `prefetch_to_device` batches before it is delivered. Default: 2.
         transforms: what every batch goes through when it is delivered, with `device` on the device:
             a faststep.data.transforms.Compose, whose random numbers follow from the epoch's base
             seed and the batch's number, or any other function of a batch. Default: nothing.
@@ -101,7 +101,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         super().__init__(dataset, *arguments, **options)
         if worker_method == "thread" and self.multiprocessing_context is not None:
             raise ValueError("worker_method='thread' starts no process: no multiprocessing_context")
-        for name in OPTIONS:  # to be looked at; a subclass may have something else of that name
+        for name in OPTIONS:  # for the user to read; a subclass may use the name
             if name not in vars(self) and not hasattr(type(self), name):
                 setattr(self, name, getattr(own, name))
         self._faststep = own
@@ -113,7 +113,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         super().__setattr__(name, value)
 
     def explain(self) -> str:
-        """A sentence or two: which way the data takes, and why not a faster one."""
+        """Which path the batches take, and why not a faster one, in a sentence or two."""
         plan = _plan_of(self, for_threads=False)
         more = states.explain(self) + self._faststep.explain_device()
         if isinstance(plan, str):
@@ -135,7 +135,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _get_iterator(self) -> Any:
         own = self._faststep
-        copier = None if own.device is None else copier_of(own.device)  # before anything is drawn
+        copier = (
+            None if own.device is None else copier_of(own.device)
+        )  # may raise: before any random number is drawn
         iterator = _host_iterator(self)
         if copier is not None:
             iterator = DeviceIterator(iterator, copier, own.prefetch_to_device)
@@ -188,7 +190,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return stats if slots is None else stats | {"slots": slots}
 
     def state_dict(self) -> State:
-        """The place after the last batch that was delivered, under torchdata's names.
+        """The position after the last delivered batch, under torchdata's names.
 
         A few numbers where the order of a map-style dataset is known ahead. Besides, random states
         that a sampler or dataset began its epoch with, and the states of those that have the
@@ -231,7 +233,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         states.restore_parts(self, state)
         own = self._faststep
         own.progress = own.stranger = None
-        self._iterator = None  # a persistent one is in the middle of something else
+        self._iterator = None  # a persistent iterator is at another position
         own.resume = state
 
     def __getstate__(self) -> State:
@@ -240,7 +242,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
 
 def _plan_of(loader: DataLoader[Any], for_threads: bool) -> Plan | str:
-    """The arrays to gather from, or why there are none.
+    """The plan by which threads gather the batches, or why there is none.
 
     Args:
         for_threads: as of Plan.

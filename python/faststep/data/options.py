@@ -27,7 +27,7 @@ OPTIONS = {  # of the constructor, and what they are where nothing is said
 
 @dataclasses.dataclass
 class Extras:
-    """All of it under one name, as a subclass in a script may have attributes of any other.
+    """All of it, in one attribute: a subclass in a script may use any other name.
 
     Args:
         device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps: of the
@@ -66,7 +66,7 @@ class Extras:
 
 
 class Path:
-    """How the batches come.
+    """The path that the batches take.
 
     "arrays" if threads gather them, "workers" if processes fetch them into shared memory,
     "threads" if Python threads do so, "torch" if torch's own iterator loads them.
@@ -86,7 +86,7 @@ class Path:
 
 
 class Unprepared:
-    """What accelerate looks up before it makes a loader of torch's from the attributes of one.
+    """Refuses `accelerator.prepare(loader)` where it would lose transforms or device.
 
     That would have neither transforms nor device. A loader without them, and an attribute of this
     name that a script has set, are not in its way.

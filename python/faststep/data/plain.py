@@ -1,4 +1,4 @@
-"""torch's iterators, which keep the place in their epoch and can go on from one."""
+"""torch's iterators, extended: they know their position in an epoch and can resume."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["MultiIterator", "Placed", "PlacedWorkers", "SingleIterator"]
 
 
 class Placed(Metered):
-    """Before one of torch's iterators among the bases.
+    """A base class before one of torch's iterators: it keeps the position in the epoch.
 
     Args:
         stand_in: of the DataLoader.
@@ -137,7 +137,7 @@ class _PlaceInStream:
     def __call__(self, batches: int, paced: bool) -> Worker:
         source = self._source
         if not batches and self._begun is not None:
-            return self._begun  # what has to be read again was not read yet
+            return self._begun  # the samples before were not read again yet
         if not source.keeps_state():
             begun = self._begun or Worker()
             return self._later(begun._replace(draws=source.draws()), 0, batches)
@@ -160,20 +160,20 @@ def _ask_map(dataset: object, batches: int, paced: bool) -> Worker:
 
 
 class PlacedWorkers(Placed):
-    """Before torch's iterator with workers among the bases."""
+    """A base class before torch's iterator with workers: it keeps the position of each worker."""
 
     _in_order: bool
     _send_idx: int
     _task_info: dict[int, object]
     _worker_queue_idx_cycle: Any
-    _shutdown = True  # until torch has begun, and where it never does
+    _shutdown = True  # until torch's constructor sets it; it may fail before
     _workers: Any = ()
 
     def __init__(self, stand_in: LoaderStandIn) -> None:
         self._asks_workers = stand_in.asks_workers or isinstance(stand_in.dataset, Source)
         own = stand_in._faststep
         self._lag = 0 if own.device is None else own.prefetch_to_device + 1
-        self._turns = 0  # of workers that had theirs
+        self._turns = 0  # of workers, in this round, that were served before the state was saved
         if stand_in.resumes:
             last = stand_in.state.get("_last_worker", -1)
             is_map = isinstance(stand_in._index_sampler, Indices)
@@ -181,8 +181,8 @@ class PlacedWorkers(Placed):
             self._turns = place % stand_in.num_workers
         early = not stand_in.in_order or stand_in.state.get("_beyond")
         if early and isinstance(stand_in._index_sampler, Indices):
-            stand_in._index_sampler.ahead = sys.maxsize  # the oldest may come at any time
-        if "numpy" in sys.modules:  # what each worker would do: threads of them at the same time
+            stand_in._index_sampler.ahead = sys.maxsize  # the oldest batch may come last
+        if "numpy" in sys.modules:  # each worker thread would import it, all at the same time
             importlib.import_module("numpy.random")
         super().__init__(stand_in)
 

@@ -1,4 +1,4 @@
-"""What a DataLoader knows of its own speed."""
+"""Measures of an epoch: waits, bytes and stages, for DataLoader.stats()."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _bytes_of(batch: Any) -> int | None:
 
 
 class Metered:
-    """An iterator that is measured; before one of torch's among the bases, that one."""
+    """A base class of iterators that are measured; it comes before one of torch's."""
 
     stage = "load"
     meter: Meter | None = None

@@ -1,4 +1,4 @@
-"""A dataset over arrays."""
+"""ArrayDataset: samples that are rows of tensors and numpy arrays."""
 
 from __future__ import annotations
 

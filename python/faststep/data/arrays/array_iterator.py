@@ -1,4 +1,4 @@
-"""One epoch of a dataset that lies in arrays."""
+"""The iterator over an epoch whose batches C threads gather from arrays."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .gather_plan import Arrays, Plan
 
 __all__ = ["ArrayIterator"]
 
-AHEAD = 4  # batches gathered ahead without workers; prefetch_factor * num_workers with
+AHEAD = 4  # batches gathered ahead without workers; with them prefetch_factor * num_workers
 MOST_BYTES_AHEAD = 1 << 29
 BATCHES_AT_ONCE = 64  # whose indices are asked of an order
 
@@ -47,7 +47,7 @@ def _end_threads() -> None:
 
 
 class _Entry(NamedTuple):
-    """A batch that is not delivered."""
+    """A batch in the queue: it is gathered, or waits for that."""
 
     number: int
     indices: Any  # a Run of a known order, else what the sampler gave
@@ -57,7 +57,7 @@ class _Entry(NamedTuple):
 
 
 class _Indices(NamedTuple):
-    """Indices of some batches of a known order."""
+    """The indices of consecutive batches of a known order."""
 
     first: int  # batch
     run: Run
@@ -68,7 +68,7 @@ _NO_INDICES = _Indices(0, ((), 0, 0), False)
 
 
 def _indices_of(order: Order, first: int) -> _Indices:
-    run = order.run(first, 1 if order.in_lists else BATCHES_AT_ONCE)  # of a list all is taken
+    run = order.run(first, 1 if order.in_lists else BATCHES_AT_ONCE)  # a list is complete
     return _Indices(first, run, _is_submittable(run[0]))
 
 
@@ -131,7 +131,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._limit = 0 if order is None else self._most_ahead(order)
         self._requested = 0  # up to which request a known order was asked, or need not be
         self._ended = False  # the sampler has no more
-        self._is_fetched = False  # the arrays are gone: the rest is left to torch's fetcher
+        self._is_fetched = False  # the arrays are gone: torch's fetcher makes the rest
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
         slots_per_batch = len(self._plan.forms)
         self._slots.keep((min(self._window, AHEAD * 4) + self._held + 3) * slots_per_batch)
@@ -158,7 +158,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 self._requested = order.next_draw(self._requested)
                 if self._requested >= count:
                     return
-                self._ended = True  # if it raises: a generator of torch's would be done for, too
+                self._ended = True  # stays if `request` raises, as a generator in torch would end
                 order.request(self._requested)
                 self._ended = self._requested >= order.batches
                 self._requested += 1
@@ -211,7 +211,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._queue.append(_Entry(number, indices, arrays, ticket, None))
 
     def _submit(self, arguments: Any) -> tuple[Arrays | None, int]:
-        """Has a batch gathered from where the arrays are now; (None, 0) if that cannot be done."""
+        """Gives a batch to the threads; returns (None, 0) if it cannot be gathered."""
         while not self._is_fetched:
             arrays = self._arrays or self._place()
             if arrays is None:
@@ -220,11 +220,11 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             ticket = arrays.gather.submit(*given)
             if ticket is not None:
                 return (arrays, ticket) if ticket else (None, 0)
-            self._arrays = None  # one has moved; those in the queue have what was there before
+            self._arrays = None  # a tensor has moved; batches in the queue read its old memory
         return None, 0
 
     def _place(self) -> Arrays | None:
-        """Finds out where the arrays are now; None if they cannot be gathered from any more."""
+        """Plans anew, as tensors may have moved; None if the dataset is not in arrays any more."""
         try:
             self._arrays = Arrays(self._plan, self._slots, self._num_workers)
             self._plan = self._arrays.plan
@@ -297,7 +297,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         return self._bytes or super().bytes_of(batch)
 
     def _fetch(self, indices: Any) -> Any:
-        """A batch that cannot be gathered, as torch fetches it; mostly it raises torch's error."""
+        """Fetches a batch that cannot be gathered by torch's fetcher, whose errors are torch's."""
         if self._order is not None:
             items, start, count = indices
             part = items[start : start + count]
@@ -305,7 +305,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         return dataset_fetcher(self._dataset, self._collate_fn).fetch(indices)
 
     def _go_on_in_child(self) -> None:
-        """A forked child has none of the threads: it starts its own for what is in the queue."""
+        """In a forked child, which has none of the threads: starts new ones for the queue."""
         self._process = _process
         self._lock = threading.Lock()
         queue, self._queue, self._arrays = self._queue, deque(), None
@@ -332,7 +332,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         if self._process == _process and self._lock.acquire(blocking=False):
             try:
                 self._ended = True
-                self._order = None  # knows no more
+                self._order = None  # asked no more
                 self._stop()
             finally:
                 self._lock.release()

@@ -1,4 +1,4 @@
-"""Datasets that say themselves which columns their samples are rows of."""
+"""Datasets that name the columns of which their samples are rows."""
 
 from __future__ import annotations
 

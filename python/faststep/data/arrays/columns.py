@@ -1,4 +1,4 @@
-"""One array of a dataset: where its rows lie, and what a batch of them looks like."""
+"""A column: where the rows of one array lie, and what a batch of them looks like."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WIDENED = {
     ("int32", torch.int64): 13,
 }
 TO_FLOATS = 14
-ROW_NUMBERS = 15  # instead of a row, which one it is
+ROW_NUMBERS = 15  # the row's number instead of the row
 # the types of which floats are made, and their numbers in csrc/base/widen.h
 NUMBERS = {"bool": 0, "uint8": 0, "int8": 1, "int16": 2, "int32": 3}
 NUMBERS |= {"float16": 4, "bfloat16": 5, "float32": 6, "float64": 7}
@@ -48,7 +48,7 @@ POSITIONS, DOCUMENTS = 3, 6  # added to a number above: places in documents, and
 
 
 class NotArrays(Exception):  # noqa: N818 - it says why another way is taken, and is not an error
-    """Why a dataset cannot be read as arrays."""
+    """The dataset cannot be read as arrays; the message says why."""
 
 
 class Column:
@@ -114,7 +114,7 @@ class Column:
 
     @property
     def is_current(self) -> bool:
-        """Whether the tensor is where it was, in the form that it had."""
+        """Whether the tensor still has its address, type, shape and strides."""
         if self.watched is None:
             return True
         is_there = self.watched.data_ptr() == self.address  # one that is not held moves with it

@@ -1,4 +1,4 @@
-"""Arrays whose rows come out in another type, normalized if asked."""
+"""Arrays whose rows are converted to another type, and normalized if asked."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def converted(
 
 
 class Converted:
-    """What `converted` gives; `check` comes before all else."""
+    """The result of `converted`. `check` is called before all other methods."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Converted:
         return str(self.dtype) == f"torch.{self._source}" and self._normal is None
 
     def check(self, name: str) -> None:
-        """Whether it can be done; keeps scale, mean and std as float32.
+        """Checks the arguments, and keeps scale, mean and std as float32.
 
         Raises:
             TypeError, ValueError: as `converted` says.
@@ -114,7 +114,7 @@ class Converted:
         return scale, mean.expand(form), std.expand(form)
 
     def row(self, index: int) -> torch.Tensor:
-        """A sample by torch's operators; its bits are those of a gathered one."""
+        """Converts one row with torch's operators, to the same bits as the C threads."""
         row = row_of_leaf(self.array, index)
         if self.dtype in FLOATS and not self._keeps_type:
             row = row.to(torch.float32)

@@ -1,4 +1,4 @@
-"""How a dataset lies in arrays, as the tree of tables that csrc/io/table.h describes."""
+"""The plan by which C threads gather batches: a dataset as the tree of csrc/io/table.h."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _is(dataset: object, base: type) -> bool:
 
 
 class Plan:
-    """The arrays behind a dataset.
+    """The columns of a dataset, and which of their rows are its samples.
 
     Args:
         dataset: of a loader.
@@ -61,14 +61,14 @@ class Plan:
 
     @property
     def gathered(self) -> tuple[Column, ...]:
-        """What a batch of the threads has: numbers of rows for the field that stays in place."""
+        """The columns that the threads gather. A field that stays in place gives row numbers."""
         if self.in_place is None:
             return self.forms
         field = self.in_place.field
         return (*self.forms[:field], row_numbers(), *self.forms[field + 1 :])
 
     def leave_in_place(self, field: int) -> None:
-        """Let a batch have numbers of rows for a field of images, if a Compose can read these."""
+        """Gathers row numbers instead of a field of images, if a Compose can read the images."""
         of_rows = [node for node in self._nodes if node[0] == ROWS]
         images = images_of(self.forms[field]) if len(of_rows) == 1 else None
         if images is not None:
@@ -81,7 +81,7 @@ class Plan:
         return sum(math.prod(p.shape[1:]) * p.element_size() for p in prototypes)
 
     def again(self) -> Plan:
-        """The arrays as they are now.
+        """A new plan of the same dataset.
 
         Raises:
             NotArrays: as the constructor.
@@ -97,9 +97,9 @@ class Plan:
         return all(column.is_current for column in self._columns)
 
     def gather(self, slots: _C.Slots, workers: int) -> _C.Gather:
-        """Threads that gather batches: one per worker, within what the machine has.
+        """Starts the threads: one per worker, as far as there are cores.
 
-        Whoever waits for a batch copies too and needs a core; threads that wait for a file do not.
+        The consumer copies too, and needs a core. Threads that wait for a file need none.
         """
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         threads = min(cores if self.mapped else max(1, cores - 1), workers or MOST_THREADS)
@@ -185,7 +185,7 @@ class Plan:
 
 
 class Arrays:
-    """A plan, and the threads that gather by it.
+    """A plan that is current, and the threads that gather by it.
 
     Raises:
         NotArrays: as Plan: the arrays may have moved since `plan` was made.

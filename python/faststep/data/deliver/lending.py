@@ -1,8 +1,8 @@
-"""Batches that a dataset fills row by row, so that collating them copies nothing.
+"""Memory of a batch, lent to the dataset that makes the samples: collating then copies nothing.
 
 A loader that collates by torch's default_collate lends memory while it fetches a batch. A dataset
-that makes several samples at once puts its tensors there, and stacking them is then to find out
-that they lie one after another.
+that makes several samples at once writes its tensors there. The collate function sees by the
+addresses that they are the rows of one batch, in order, and returns that batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _here = threading.local()  # .lender: of the loader that this thread fetches for
 
 
 class Samples(list[Any]):
-    """Samples with rows of one batch in them; a worker empties it when that has left."""
+    """Samples that are rows of one batch. A worker empties the list when the batch has left."""
 
 
 class Lender:
@@ -51,16 +51,16 @@ class Lender:
         self._batches: dict[int, torch.Tensor] = {}  # those that are lent, by address
 
     def begin(self) -> None:
-        """Datasets that this thread asks from now on get memory here."""
+        """Lends to the datasets that this thread reads from, from this call on."""
         _here.lender = self
 
     def forget(self) -> None:
-        """What was lent and not given back as a batch is the borrower's alone."""
+        """Forgets what was lent and did not come back as a batch: its borrower keeps it."""
         self._batches.clear()
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        """Lends to the datasets that this thread asks for a while."""
+        """Lends, within the context, to the datasets that this thread reads from."""
         before = getattr(_here, "lender", None)
         self.begin()
         try:
@@ -152,7 +152,7 @@ class LentRows:
 
 
 def copy_image(image: torch.Tensor, out: torch.Tensor) -> None:
-    """out.copy_(image); bytes of RGB that are brought to planes take a tenth of torch's time."""
+    """out.copy_(image). RGB bytes to planes take a tenth of torch's time."""
     pixels = image.permute(1, 2, 0) if image.dim() == 3 and len(image) == 3 else None
     if (
         pixels is not None
@@ -166,7 +166,7 @@ def copy_image(image: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def new_rows(count: int, channels_last: bool = False) -> LentRows | None:
-    """For `count` samples that a loader asks for at once; None if nobody lends memory."""
+    """Rows for `count` samples of one batch; None if no loader lends memory."""
     lender = getattr(_here, "lender", None)
     return None if lender is None else LentRows(lender, count, channels_last)
 
@@ -197,7 +197,7 @@ def lending_by(lender: Lender | None) -> contextlib.AbstractContextManager[None]
 
 
 class LendingIterator:
-    """Before one of torch's iterators that collate in this process: collates what was lent.
+    """A base class beside one of torch's iterators: collates lent rows in this process.
 
     `_lending` is set first, to what `lending_collate` gives for the loader.
     """
@@ -214,7 +214,7 @@ class LendingIterator:
 
 
 def lending_collate(loader: Loader) -> LendingCollate | None:
-    """For a loader without worker processes, whose memory is used again.
+    """The collate function that lends memory, for a loader without worker processes.
 
     None if nothing would be lent: only datasets with a true `fills_rows`, and torch's Subsets of
     these, ask for memory, and only with default_collate does nobody else see their samples.

@@ -1,4 +1,4 @@
-"""Batches as users nest them: a change of every leaf, with the containers that were there."""
+"""Nested batches: a function applied to every leaf, in containers of the same types."""
 
 from __future__ import annotations
 

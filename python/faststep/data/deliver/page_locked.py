@@ -1,4 +1,4 @@
-"""Page-locked memory that a copy to a device reads in the place of the memory of a batch."""
+"""Memory of batches that is also mapped page-locked, for copies to a device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["OwnsLockedMemory", "ask_for_locked_memory", "page_locked"]
 
 
 class OwnsLockedMemory(Protocol):
-    """Has memory that is mapped at two places, of which one is page-locked."""
+    """Has memory with two mappings, one of which is page-locked."""
 
     def locked(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
         """The bytes of a storage where they are page-locked; None if they are not."""

@@ -1,4 +1,4 @@
-"""An epoch whose batches are on a device before they are asked for."""
+"""The iterator that copies batches to a device ahead of the script."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["DeviceIterator"]
 
 
 class _Ahead(NamedTuple):
-    """A batch that is not delivered."""
+    """A batch whose copy was started, or the error in its place."""
 
     copy: Copy | None
     error: Exception | None  # what stands in its place

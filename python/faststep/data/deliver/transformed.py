@@ -1,4 +1,4 @@
-"""The batches of an iterator, each transformed when it is delivered."""
+"""The iterator that transforms each batch at delivery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Transformed", "seed_of"]
 def seed_of(base_seed: int, epoch: int, number: int) -> int:
     """The seed of a batch's random numbers: SplitMix64 (Steele, Lea & Flood 2014) over all three.
 
-    So many seeds that lie close together would not do: torch's generator takes 32 bits of one.
+    The inputs are small numbers close together, and torch's generator uses 32 bits of a seed.
     """
     mask = (1 << 64) - 1
     state = 0
@@ -31,7 +31,7 @@ def seed_of(base_seed: int, epoch: int, number: int) -> int:
 
 
 class Transformed(Layer):
-    """What an iterator of a DataLoader delivers, transformed by the one who asks for it.
+    """Delivers another iterator's batches, transformed in the thread that asks for them.
 
     The random numbers of a Compose depend on the epoch's base seed, which torch draws at its start,
     and on the batch's number: nothing else has to be kept to go on in the middle of an epoch.

@@ -1,4 +1,4 @@
-"""Decoders of JPEG that write to memory that they are given: simplejpeg, and libturbojpeg itself.
+"""JPEG decoders that write to given memory: simplejpeg, and the system's libturbojpeg.
 
 Both are libjpeg-turbo, as Pillow's decoder is: the pixels are the same. They stop where libjpeg
 warns, and Pillow decides then: it reads what can be repaired, and refuses what is cut off.

@@ -1,4 +1,4 @@
-"""Rows of tables that come in groups: Parquet's row groups, Arrow's record batches."""
+"""Tables whose rows are stored in groups: Parquet's row groups, Arrow's record batches."""
 
 from __future__ import annotations
 

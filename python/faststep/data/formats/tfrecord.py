@@ -1,4 +1,4 @@
-"""TFRecord files, by index or as a stream, with all checksums looked at."""
+"""TFRecord files, by index or as a stream. All checksums are verified."""
 
 from __future__ import annotations
 

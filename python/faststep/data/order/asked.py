@@ -1,4 +1,4 @@
-"""Samplers whose order is not known ahead: they are asked, and begun again to go on."""
+"""Samplers whose order cannot be known ahead: they are asked for one batch at a time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ __all__ = ["AskedOrder", "asked_by", "length_of", "state_between_epochs"]
 class AskedOrder(Iterator[Any]):
     """An index sampler that is asked for one batch after another, as torch does.
 
-    To go on in its epoch it loads its own state if it keeps one. Else its indices are drawn again,
-    from the same random states, and dropped.
+    To resume, a sampler that keeps a state loads it. Any other one draws its indices again, from
+    the same random states, and those that were delivered are dropped.
 
     Args:
         sampler: the index sampler: of batches, or with batch_size=None of samples.
@@ -39,16 +39,19 @@ class AskedOrder(Iterator[Any]):
         self._ahead, self._pace = ahead, Pace(every)
         self._states = None if state is None else state.get("states")
         self._resumes = state is not None and "items_yielded" in state
-        self._draws: State = {"iter": {}, "first": {}}  # and what was drawn from for it
+        self._draws: State = {
+            "iter": {},
+            "first": {},
+        }  # random states before `iter` and before the first item
         self._before = 0  # items delivered before the epoch was taken up again
-        self._skips = 0  # items that are given again
+        self._skips = 0  # items to drop, as they were delivered before
         self._epoch = epoch_of(self._asked)
         if state is not None and self._resumes:
             self._before = state["items_yielded"]
             self._skips = state.get("since", self._before)
             self._epoch = state.get("epoch")
             self._draws.update({key: dict(noted) for key, noted in state["draws"].items()})
-        self._given = self.position = 0  # items and batches, since
+        self._given = self.position = 0  # items and batches given since then
         self._snapshots: deque[tuple[int, int, bytes]] = deque()  # batches, items; states
         self._iterator: Any = None
         self._items: Iterator[object] = iter(())
@@ -72,7 +75,7 @@ class AskedOrder(Iterator[Any]):
         states, self._states = self._states, None
         self._is_fresh = states is None or states["ended"] is None or not self._resumes
         noted = self._draws["iter"]
-        # within a first batch, which puts back what is drawn for it
+        # with a batch size `_take_first` calls this, and puts the generators back itself
         put_back = not self.batch_size
         with repeating(noted, self._own, put_back) if noted else noting(noted, self._own):
             iterator = begin(self._asked, states)
@@ -116,7 +119,7 @@ class AskedOrder(Iterator[Any]):
         return is_stateful(self._asked) or is_stateful(self._iterator)
 
     def _keep(self) -> None:
-        """Takes a sampler's own state now, where it will be too late at the delivery."""
+        """Takes the sampler's state, which is of another position when the batch is delivered."""
         if not self._ahead or not self._keeps_state():
             return
         if self._snapshots and not self._pace.is_due():

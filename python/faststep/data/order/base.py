@@ -1,4 +1,4 @@
-"""The order of an epoch, where it is known ahead of the batches."""
+"""The order of an epoch, if it can be known before its batches are asked for."""
 
 from __future__ import annotations
 

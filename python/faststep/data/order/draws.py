@@ -1,4 +1,4 @@
-"""Random numbers that a sampler or dataset draws when it begins, so that it can begin again."""
+"""The random states with which a sampler or dataset begins an epoch, to begin it again."""
 
 from __future__ import annotations
 

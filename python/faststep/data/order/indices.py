@@ -1,4 +1,4 @@
-"""The indices of an epoch, as torch's iterators ask for them, from a place that is kept."""
+"""The index sampler that torch's iterators see: it can begin within an epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT_ONCE = 1024  # indices
 
 
 class Indices:
-    """Stands for a loader's index sampler; each `iter` begins an epoch, or goes on with one.
+    """Stands in for a loader's index sampler. Each `iter` begins an epoch, or resumes one.
 
     Args:
         sampler: the index sampler: of batches, or with batch_size=None of samples.
@@ -35,7 +35,7 @@ class Indices:
         self._every = every
         self.state: State | None = None  # what the next `iter` goes on with
         self.delivered: tuple[int, ...] = ()  # numbers of batches that it leaves out
-        self.discards = False  # whether that of the next `iter` is not used, so not asked for
+        self.discards = False  # whether torch will not use what the next `iter` returns
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -97,8 +97,8 @@ class _KnownIndices(Iterator[Any]):
     def __next__(self) -> object:
         number = self.position
         if not self._ended:
-            self._ended = True  # if it raises: a generator of torch's would be done for, too
-            self._order.request(number)  # the last time for nothing, as torch's
+            self._ended = True  # stays if `request` raises, as a generator in torch would end
+            self._order.request(number)  # one request more than there are batches, as torch's
             self._ended = number >= self._order.batches
         if self._ended:
             raise StopIteration
@@ -111,7 +111,7 @@ class _KnownIndices(Iterator[Any]):
     def _convert(self, batch: int) -> None:
         """Some batches at a time, as that takes longer than a list's slice."""
         ahead = 1 if self._order.in_lists else max(1, AT_ONCE // self._size)
-        self._ended = True  # as above
+        self._ended = True  # stays if `run` raises
         items, start, count = self._order.run(batch, ahead)
         self._ended = False
         part = items[start : start + count]

@@ -1,4 +1,4 @@
-"""A shuffle that is computed, not stored."""
+"""KeyedSampler: a shuffle that is computed index by index."""
 
 from __future__ import annotations
 

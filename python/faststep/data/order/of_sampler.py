@@ -1,8 +1,8 @@
-"""Orders of samples that can be known ahead: without a draw that torch would make at another time.
+"""The order that each of torch's samplers gives.
 
-torch's samplers draw when the first index is asked for. What they do then is repeated here with the
-same generators at the same moment, so that the indices of later batches are known at once, and
-an epoch can be taken up again in its middle. Anything else is asked batch by batch, as torch does.
+torch's samplers draw random numbers when the first index is asked for. An order draws the same
+numbers, from the same generator, at the same moment. The indices of all batches are then known, and
+an epoch can be resumed at any batch. Any other sampler is asked batch by batch, as torch does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["epoch_of", "order_of", "parts_of", "restore"]
 
 
 class OnceDrawnOrder(Order):
-    """Samplers that draw all they ever draw for the first index, from their generator or torch's.
+    """Samplers that draw all random numbers of an epoch when they are asked for the first index.
 
     That is no seed which could be kept, so the state has the whole generator's, 5 kB. The sampler
     is asked for indices as batches are: those it has drawn need not be made into a list of all.

@@ -1,4 +1,4 @@
-"""The order of torch's RandomSampler, drawn a part at a time where torch draws it so."""
+"""The order of torch's RandomSampler, in parts where torch draws in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Orders of samplers that ranks share: a state counts what all of them had."""
+"""Orders of samplers that several ranks share. A state counts the samples of all ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Samplers, datasets and their iterators that keep a state of their own, as torchdata asks for it.
 
-Whatever has the methods state_dict and load_state_dict does. An object may also be its own
-iterator: then its state is the iterator's, and loaded after `iter`, which may reset it.
+An object keeps a state if it has the methods state_dict and load_state_dict. An object may be its
+own iterator. Its state is then loaded after `iter`, which may reset it.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ def is_stateful(obj: Any) -> bool:
             answers = True
         except TypeError:
             answers = False
-        except ValueError:  # a builtin does not tell
+        except ValueError:  # the signature of a builtin may be unknown
             answers = True
         _answers_alone[type(obj)] = answers
     return answers
 
 
 class Pace:
-    """How often a state is taken that nobody may ever ask for.
+    """Decides how often a state is taken in case that somebody asks for it.
 
     Args:
         every: once in so many times, with 0 never; None: each time, but for states that would take

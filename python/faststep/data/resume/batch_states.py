@@ -13,7 +13,7 @@ __all__ = ["AddStates", "BatchWithStates", "CollateWithStates", "InitWorker"]
 
 
 class BatchWithStates:
-    """A batch on its way from a worker, with what is known of the place only there.
+    """A batch on its way from a worker, with the worker's position, which only it knows.
 
     Args:
         states: of what it was read from, after it, pickled; None if not this time.
@@ -47,12 +47,12 @@ class AddStates:
         if not (source.keeps_state() if source else is_stateful(self._dataset)):
             draws = source.new_draws() if source else {}
             return BatchWithStates(batch, None, pickle.dumps(draws)) if draws else batch
-        if source is None:  # each time: indices cannot be read again
+        if source is None:  # each time, as indices cannot be read again
             return BatchWithStates(batch, snapshot(self._states_of_map), None)
         is_due = source.pace.is_due()  # counts
         if not is_due and self._has_sent:
             return batch
-        self._has_sent = True  # a first one in any case: without, epochs could not be told apart
+        self._has_sent = True  # the first one always, so that epochs can be told apart
         return BatchWithStates(batch, source.pace.take(source.states), None)
 
     def _states_of_map(self) -> State:

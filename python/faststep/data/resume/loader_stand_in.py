@@ -1,4 +1,4 @@
-"""What torch's iterators see of a DataLoader: one that begins at a place."""
+"""The loader that torch's iterators see: it begins at a position of an epoch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["LoaderStandIn", "asked_ahead", "is_stream", "keeps_seed"]
 
 
 def is_stream(dataset: object) -> bool:
-    """Whether a dataset is an iterable one whose place can be kept."""
+    """Whether a dataset is an iterable one whose position can be saved."""
     return isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
 
 
@@ -36,7 +36,7 @@ def asked_ahead(loader: Loader) -> int:
 
 
 class LoaderStandIn:
-    """A DataLoader for the constructor of one of torch's iterators.
+    """Stands in for a DataLoader in the constructor of one of torch's iterators.
 
     Args:
         loader: the DataLoader.
@@ -57,14 +57,16 @@ class LoaderStandIn:
         self._loader = loader
         self.resumes = state is not None and not state["_iterator_finished"]
         self.state: State = state or {}
-        self.base_seed: int | None = None  # to keep
+        self.base_seed: int | None = None  # of the epoch that is resumed
         if state is not None and keeps_seed(loader, state):
             self.base_seed = state["_base_seed"]
-            self.generator = torch.Generator()  # torch draws another one
+            self.generator = (
+                torch.Generator()
+            )  # torch draws a seed, which is not used: not from the loader's generator
         if context is not None:
             self.multiprocessing_context = context
         self.saved_workers: list[State] | None = self.state.get("_workers")
-        # pickled: torch would give each tensor in it a file on its way to a worker
+        # pickled, as torch would send each tensor to a worker in a file of its own
         packed = None if self.saved_workers is None else [*map(pickle.dumps, self.saved_workers)]
         every = loader._faststep.snapshot_every_n_steps
         if is_stream(loader.dataset):
@@ -98,7 +100,7 @@ class LoaderStandIn:
             indices.state = saved
         if self.resumes:
             indices.delivered = tuple(self.state.get("_beyond", ()))
-        # for its first epoch, torch's iterator with workers begins twice
+        # torch's iterator with workers calls `iter` twice for its first epoch
         indices.discards = bool(loader.num_workers) and self.base_seed is not None
         return indices
 

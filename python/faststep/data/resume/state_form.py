@@ -1,4 +1,4 @@
-"""What the state of a DataLoader is made of, so that anything else is refused before it is used."""
+"""Checks the types of all values in a loaded state before any of them is used."""
 
 from __future__ import annotations
 

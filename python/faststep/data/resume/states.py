@@ -1,4 +1,4 @@
-"""The state of a DataLoader: what it says before the first epoch, and what fits another one."""
+"""The state of a DataLoader: before the first epoch, and checked before it is loaded."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def restore_parts(loader: Loader, state: State) -> None:
 
 
 def explain(loader: Loader) -> str:
-    """How the place in an epoch is kept."""
+    """How the position in an epoch is saved."""
     if isinstance(loader.dataset, IterDataPipe):
         return "; its place cannot be kept"
     if is_stream(loader.dataset):

@@ -1,4 +1,4 @@
-"""Iterable datasets, as the workers of a loader read them from a place that is kept."""
+"""Iterable datasets, which a worker reads from its saved position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Source"]
 
 
 class Source:
-    """Stands for an iterable dataset; `iter` goes on where the worker that calls it was.
+    """Stands in for an iterable dataset. `iter` resumes at the position of the calling worker.
 
     Args:
         dataset: the iterable dataset.
@@ -102,7 +102,7 @@ class Source:
         with self._drawing("first"):
             first = [*islice(samples, 1)]
         while first:
-            yield first.pop()  # not held on to
+            yield first.pop()  # the generator keeps no reference to it
 
     def _end(self) -> Iterator[object]:
         self._ended = True
@@ -125,7 +125,7 @@ class Source:
         samples = self._begin(saved.get("states"))
         if saved.get("new_epoch", False):
             if not saved.get("left", False):
-                deque(samples, maxlen=0)  # it may only begin anew when it came to its end
+                deque(samples, maxlen=0)  # read to its end: some datasets begin anew only then
             self._ended = False
             self._draws = {"iter": {}, "first": {}}
             samples = self._begin(None)

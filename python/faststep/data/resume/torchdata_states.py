@@ -107,7 +107,7 @@ def _sampler_state(loader: Loader, main: State, since: int, step: int, finished:
     if isinstance(asked, KeyedSampler):
         raise _only_there("torchdata does not know the place of a KeyedSampler")
     saved = main["_sampler_iter_state"] or {}
-    # of torchdata's own batch sampler, which asks another one
+    # a state of torchdata's own batch sampler, with another sampler's in it
     is_nested = type(index_sampler) is BatchSampler and "samples_yielded" in saved
     since *= index_sampler.batch_size if type(index_sampler) is BatchSampler else 1
     made: State = {"sampler": type(asked).__name__, "length": length_of(asked)}

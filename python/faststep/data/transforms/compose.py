@@ -1,4 +1,4 @@
-"""Transforms of a batch as one pass."""
+"""Compose: the transforms of a batch in one pass over its pixels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which pixels of the source a batch shows, after some transforms."""
+"""Which pixels of the source images a batch shows, after some of its transforms."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ WASTE = 2  # a storage is sent whole if that is at most so many times what a ten
 
 
 class Parcel:
-    """A batch on its way; it is the batch itself once the main process unpickled it.
+    """A batch on its way from a worker. Unpickled in the main process it is the batch.
 
     Args:
         key: of the arena.
@@ -94,7 +94,7 @@ class _Contents:
         self._whole: dict[int, _Reference] = {}  # by address of the storage
 
     def put_tensor(self, tensor: torch.Tensor) -> object:
-        """How to make the tensor again; NotImplemented if torch has to transport it."""
+        """Puts a tensor into a block; returns how to remake it. NotImplemented: left to torch."""
         storage = tensor.untyped_storage()
         item, offset = tensor.element_size(), tensor.storage_offset()
         size, stride = tuple(tensor.shape), tensor.stride()

@@ -18,7 +18,7 @@ __all__ = ["ProcessIterator"]
 
 
 class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
-    """torch's, unchanged but for what its workers start and collate with.
+    """torch's iterator, whose workers get another collate function and start another way.
 
     Args:
         loader: the DataLoader.

@@ -1,4 +1,4 @@
-"""How batches of a loader with workers come, where threads cannot gather them from arrays."""
+"""The choice of an iterator for a loader with workers, if its dataset is not in arrays."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def _end_threads() -> None:
 
 
 class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIter):
-    """torch's, unchanged but for who fetches: its order, draws, errors and time-outs stay.
+    """torch's iterator with threads for workers. Order, draws, errors and time-outs are torch's.
 
     The threads share the dataset; an iterable one is copied (`copy.copy`) for each of them. Nothing
     else is pickled or copied, and `get_worker_info()` in a thread is about that thread. The global
@@ -162,7 +162,7 @@ def _run(arguments: State, ready: threading.Event) -> None:
 
 
 class _Loop:
-    """Takes indices, and puts batches or what stands in their place."""
+    """A worker's loop: takes indices, and puts batches or errors."""
 
     def __init__(self, arguments: State, dataset: object) -> None:
         self._arguments = arguments
