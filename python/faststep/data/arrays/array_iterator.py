@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
-import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -13,12 +11,14 @@ import torch
 
 from ... import _C
 from ..._torch.loader import BaseDataLoaderIter, dataset_fetcher, pin_memory
-from ..order.base import Order, Run
+from ..at_exit import close_at_exit
+from ..order.base import Order
 from ..order.of_sampler import order_of
 from ..resume.loader_stand_in import LoaderStandIn, asked_ahead
 from ..resume.progress import Progress
 from ..stats import Metered
 from ..types import Loader, State
+from .batch_indices import NO_RUN, is_submittable, run_of_batches
 from .columns import NotArrays
 from .gather_plan import Arrays, Plan
 
@@ -26,9 +26,7 @@ __all__ = ["ArrayIterator"]
 
 AHEAD = 4  # batches gathered ahead without workers; with them prefetch_factor * num_workers
 MOST_BYTES_AHEAD = 1 << 29
-BATCHES_AT_ONCE = 64  # whose indices are asked of an order
 
-_living: weakref.WeakSet[ArrayIterator] = weakref.WeakSet()
 _process = os.getpid()  # asking the system for each batch would take 0.15 us
 
 
@@ -40,12 +38,6 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-@atexit.register
-def _end_threads() -> None:
-    for iterator in list(_living):
-        iterator.close()
-
-
 class _Entry(NamedTuple):
     """A batch in the queue: it is gathered, or waits for that."""
 
@@ -54,22 +46,6 @@ class _Entry(NamedTuple):
     arrays: Arrays | None  # whose threads gather it; None if torch's fetcher has to
     ticket: int  # its number there
     error: Exception | None  # what stands in its place
-
-
-class _Indices(NamedTuple):
-    """The indices of consecutive batches of a known order."""
-
-    first: int  # batch
-    run: Run
-    submits: bool  # whether they can be handed to the threads
-
-
-_NO_INDICES = _Indices(0, ((), 0, 0), False)
-
-
-def _indices_of(order: Order, first: int) -> _Indices:
-    run = order.run(first, 1 if order.in_lists else BATCHES_AT_ONCE)  # a list is complete
-    return _Indices(first, run, _is_submittable(run[0]))
 
 
 class ArrayIterator(Metered, BaseDataLoaderIter):
@@ -102,7 +78,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._batch_sampler = loader.batch_sampler
         self._window = AHEAD
         self._asked_ahead = 1  # batches that torch has asked for when it hands one out
-        self._known = _NO_INDICES
+        self._known = NO_RUN
         if self._num_workers:
             self._window = max(1, asked_ahead(loader))
             self._asked_ahead += self._window
@@ -120,12 +96,12 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         else:
             self._begin(None)
         self._index_sampler.state = None  # for epochs to come
-        _living.add(self)
+        close_at_exit(self)
 
     def _begin(self, state: State | None) -> None:
         order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
         self._order = order
-        self._known = _NO_INDICES
+        self._known = NO_RUN
         source = self._index_sampler.source if order is None else order
         self.progress = Progress(source, int(self._base_seed), self._num_yielded)
         self._limit = 0 if order is None else self._most_ahead(order)
@@ -172,7 +148,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         except Exception as error:
             self._queue.append(_Entry(self._next_number(), None, None, 0, error))
         else:
-            self._add(self._next_number(), indices, (indices,), _is_submittable(indices))
+            self._add(self._next_number(), indices, (indices,), is_submittable(indices))
 
     def _next_number(self) -> int:
         """The number of the next batch for the queue.
@@ -190,7 +166,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             place = (number - first) * size
             if not 0 <= place < count:
                 try:
-                    self._known = _indices_of(order, number)
+                    self._known = run_of_batches(order, number)
                 except Exception:
                     if self._queue:  # not before its place
                         return
@@ -336,16 +312,3 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 self._stop()
             finally:
                 self._lock.release()
-
-
-def _is_submittable(indices: object) -> bool:
-    """Whether a batch of indices can be handed to the threads; a tensor must be packed int64."""
-    if type(indices) is not torch.Tensor:
-        return type(indices) in (list, tuple)
-    return (
-        indices.dtype == torch.int64
-        and indices.dim() == 1
-        and indices.device.type == "cpu"
-        and indices.is_contiguous()
-        and not indices.is_neg()
-    )

@@ -179,8 +179,8 @@ class Compose:
             if isinstance(step, Geometry):
                 step.apply(framing, numbers)
             elif count:
-                mix = step.mix(numbers, *_size(framing))
-        out = self._out(images, count, _size(framing))
+                mix = step.mix(numbers, *framing.whole_size)
+        out = self._out(images, count, framing.whole_size)
         unit = 1.0 if images.is_floating_point() else 1 / 255
         factors = self._normalize.factors(channels, unit)
         samples = _samples(framing, mix, count, rows)
@@ -224,13 +224,6 @@ class Compose:
             self._slots.keep(SLOTS_KEPT)
         form = torch.empty((0, channels, *size), device="cpu", **options)
         return self._slots.empty(form, count)
-
-
-def _size(framing: Framing) -> tuple[int, int]:
-    height, width = framing.size
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    return height, width
 
 
 def _samples(framing: Framing, mix: Mix, count: int, rows: Tensor | None) -> Tensor:

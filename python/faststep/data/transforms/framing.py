@@ -31,6 +31,14 @@ class Framing:
         self._padded = self._cropped = False
 
     @property
+    def whole_size(self) -> tuple[int, int]:
+        """`size` as numbers: it is one for all samples outside of a RandomResizedCrop."""
+        height, width = self.size
+        assert isinstance(height, int)
+        assert isinstance(width, int)
+        return height, width
+
+    @property
     def grid(self) -> tuple[Place, Place]:
         """What the window is resized to."""
         return self._grid or self.window[2:]

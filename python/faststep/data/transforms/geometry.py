@@ -52,17 +52,9 @@ class Geometry:
         raise NotImplementedError
 
 
-def _whole(framing: Framing) -> tuple[int, int]:
-    """The size of the images, which is one for all outside of a RandomResizedCrop."""
-    height, width = framing.size
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    return height, width
-
-
 def _with_pixels(framing: Framing, name: str) -> tuple[int, int]:
-    """As `_whole`, for what makes new pixels of others."""
-    height, width = _whole(framing)
+    """The size of the images, which must have pixels to be resized."""
+    height, width = framing.whole_size
     if not height or not width:
         raise ValueError(f"{name}: the images have no pixels, they are {height} by {width}")
     return height, width
@@ -98,7 +90,7 @@ class CenterCrop(Geometry):
 
     def apply(self, framing: Framing, u: Tensor) -> None:
         height, width = _pair("size", self.size)
-        rows, columns = _whole(framing)
+        rows, columns = framing.whole_size
         pads = height > rows or width > columns
         framing.crop(_middle(rows, height), _middle(columns, width), height, width, pads)
 
@@ -118,7 +110,7 @@ class RandomCrop(Geometry):
 
     def apply(self, framing: Framing, u: Tensor) -> None:
         height, width = _pair("size", self.size)
-        rows, columns = (had + 2 * self.padding for had in _whole(framing))
+        rows, columns = (had + 2 * self.padding for had in framing.whole_size)
         if height > rows or width > columns:
             raise ValueError(
                 f"RandomCrop: size {(height, width)} is larger than the images, {(rows, columns)} "

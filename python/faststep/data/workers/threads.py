@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import inspect
 import os
 import queue
 import threading
 import traceback
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +25,7 @@ from ..._torch.loader import (
     new_worker_info,
     worker_info_of_thread,
 )
+from ..at_exit import close_at_exit
 from ..deliver.lending import (
     Lender,
     LendingCollate,
@@ -41,14 +40,6 @@ from ..resume.stream import Source
 from ..types import CollateFn, Fetcher, Loader, State
 
 __all__ = ["ThreadIterator"]
-
-_living: weakref.WeakSet[ThreadIterator] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_threads() -> None:
-    for iterator in list(_living):
-        iterator.close()
 
 
 class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIter):
@@ -72,7 +63,7 @@ class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIt
             super().__init__(LoaderStandIn(loader, state, context=_Context))
         finally:
             torch.set_num_threads(threads)  # a worker set it for itself, and for threads to come
-        _living.add(self)
+        close_at_exit(self)
 
     def _next_data(self) -> Any:
         if self._process != os.getpid():
