@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset
+from typing_extensions import Unpack  # torch depends on it
 
 from .. import _C
 from .._torch.loader import BaseDataLoaderIter, collates_as_default
@@ -25,13 +26,8 @@ from .resume.progress import EpochIterator
 from .resume.torchdata_states import is_of_torchdata, translated
 from .stats import Meter, Metered
 from .transforms import Compose
-from .types import State, Transform
+from .types import State, TorchOptions, Transform
 from .workers.route import Workers, is_of_parent
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from .types import TorchOptions
 
 __all__ = ["DataLoader"]
 

@@ -107,7 +107,11 @@ class Unprepared:
 
 
 def checked(
-    device: Any, prefetch_to_device: Any, transforms: Any, worker_method: Any, every: Any
+    device: torch.device | str | int | None,
+    prefetch_to_device: int,
+    transforms: Transform | None,
+    worker_method: str,
+    every: int | None,
 ) -> Extras:
     """The arguments of a DataLoader that torch's does not have.
 

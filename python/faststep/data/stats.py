@@ -157,7 +157,7 @@ class Layer(Metered):
 
     _batches: Sized
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self
 
     def __len__(self) -> int:

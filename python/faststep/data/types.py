@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from multiprocessing.context import BaseContext
+from typing import Any, Protocol, TypedDict
 
 import torch
 
 from .. import _C
-
-if TYPE_CHECKING:
-    from multiprocessing.context import BaseContext
-
-    from torch.utils.data import Sampler
 
 __all__ = [
     "Array",
@@ -46,8 +42,8 @@ class TorchOptions(TypedDict, total=False):
 
     batch_size: int | None
     shuffle: bool | None
-    sampler: Sampler[Any] | Iterable[Any] | None
-    batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None
+    sampler: Iterable[Any] | None
+    batch_sampler: Iterable[list[Any]] | None
     num_workers: int
     collate_fn: CollateFn | None
     pin_memory: bool

@@ -226,7 +226,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         )
         return items, start, count, outputs
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         if _C.is_recorded():
             return super()._next()  # under the name that torch's iterator has in profiles
         data = self._next_data()
@@ -250,7 +250,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 raise StopIteration
             return self._deliver(self._queue[0])
 
-    def _deliver(self, entry: _Entry) -> Any:
+    def _deliver(self, entry: _Entry) -> object:
         arrays, tensors = entry.arrays, None
         if arrays is not None:
             tensors = arrays.gather.take(entry.ticket)
@@ -272,7 +272,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     def bytes_of(self, batch: object) -> int | None:
         return self._bytes or super().bytes_of(batch)
 
-    def _fetch(self, indices: Any) -> Any:
+    def _fetch(self, indices: Any) -> object:
         """Fetches a batch that cannot be gathered by torch's fetcher, whose errors are torch's."""
         if self._order is not None:
             items, start, count = indices

@@ -129,7 +129,7 @@ class Plan:
             return self._add_joined(parts)
         raise NotArrays(f"{name} is a {type(dataset).__name__}, which is not known to be arrays")
 
-    def _add_node(self, length: int, *node: Any) -> tuple[int, int]:
+    def _add_node(self, length: int, *node: object) -> tuple[int, int]:
         self._nodes.append(node)
         return len(self._nodes) - 1, length
 
@@ -169,7 +169,7 @@ class Plan:
             sum(length for _, length in parts), JOINED, tuple(number for number, _ in parts)
         )
 
-    def _add_subset(self, dataset: Subset[Any], name: str) -> tuple[int, int]:
+    def _add_subset(self, dataset: Subset[object], name: str) -> tuple[int, int]:
         child, _ = self._add(dataset.dataset, f"{name}.dataset")
         indices: Any = dataset.indices
         if type(indices) is range:

@@ -46,7 +46,7 @@ class Structure:
         """A sample, in the containers it came in."""
         return self._build(leaves, tuple)
 
-    def batch(self, leaves: Iterator[Any]) -> Any:
+    def batch(self, leaves: Iterator[object]) -> object:
         """A batch, in the containers that torch's default_collate makes: tuples become lists."""
         return self._build(leaves, list)
 

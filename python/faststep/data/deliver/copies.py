@@ -55,7 +55,7 @@ class Streams(Protocol):
     def allocate(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Device memory, and the page-locked source of the copy; None if it is no plain tensor."""
 
-    def move(self, item: Any) -> Any:
+    def move(self, item: Any) -> object:
         """The tensor or object on the device, by its own `to`."""
 
 
@@ -84,7 +84,7 @@ class HostStreams:
     def allocate(self, tensor: torch.Tensor) -> None:
         return None  # on another device: the copy from there has to be waited for
 
-    def move(self, item: Any) -> Any:
+    def move(self, item: Any) -> object:
         return item.to(self.device)
 
 
@@ -133,7 +133,7 @@ class CudaStreams:
             source = locked
         return target, source
 
-    def move(self, item: Any) -> Any:
+    def move(self, item: Any) -> object:
         if isinstance(item, torch.Tensor):
             return item.to(self.device, non_blocking=True)
         if not _accepts_non_blocking(item.to):
@@ -157,7 +157,7 @@ class Copy:
 
     def __init__(self, consumer: Stream) -> None:
         self.consumer = consumer  # the stream that the memory is of
-        self.data: Any = None  # None after delivery
+        self.data: object = None  # None after delivery
         self.later: list[Any] = []  # leaves that are copied at delivery
         self.tensors: list[torch.Tensor] = []  # on the device
         self.sources: list[torch.Tensor] = []
@@ -172,13 +172,13 @@ class Copier:
         self._pending: deque[Copy] = deque()  # in the order of the stream
         self._forgetting = threading.Lock()
 
-    def start(self, data: Any) -> Copy:
+    def start(self, data: object) -> Copy:
         """Start the copy of a batch."""
         streams = self.streams
         copy = Copy(streams.current())
         targets: list[torch.Tensor] = []
 
-        def place(item: Any) -> Any:
+        def place(item: object) -> object:
             if not isinstance(item, torch.Tensor):
                 copy.later.append(item)
                 return item
@@ -205,7 +205,7 @@ class Copier:
             self._pending.append(copy)
         return copy
 
-    def finish(self, copy: Copy) -> Any:
+    def finish(self, copy: Copy) -> object:
         """Deliver a batch: the current stream waits for its copy."""
         streams = self.streams
         consumer = streams.current()

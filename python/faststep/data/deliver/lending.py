@@ -103,7 +103,7 @@ class Lender:
                 return None
         return self._batches.pop(start)
 
-    def stack(self, rows: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    def stack(self, rows: Any, *, collate_fn_map: object = None) -> torch.Tensor:
         """torch's function for a list of tensors."""
         whole = self.whole(rows)
         return collate_tensors(rows) if whole is None else whole

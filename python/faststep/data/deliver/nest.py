@@ -28,7 +28,7 @@ def convert(data: object, change: Callable[[object], object]) -> object:
     return change(data) if hasattr(data, "to") else data
 
 
-def _mapping(data: Any, items: dict[Any, Any]) -> object:
+def _mapping(data: Any, items: dict[object, object]) -> object:
     """A mapping like `data`: a copy where that can be, as one may have more than its items."""
     try:
         if isinstance(data, MutableMapping):

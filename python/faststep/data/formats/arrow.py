@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset
 
@@ -21,7 +20,7 @@ def open_arrow(
     *,
     columns: Sequence[str] | None = None,
     transform: Transform | None = None,
-) -> Dataset[Any]:
+) -> Dataset[object]:
     """The rows of an Arrow IPC file or stream, as the `datasets` library writes them.
 
     An ArrayDataset, or a ConcatDataset of one for each record batch, if all columns are numbers or

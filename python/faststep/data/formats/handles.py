@@ -129,7 +129,7 @@ class RecordDataset(FileDataset):
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def _read(self, places: Sequence[int]) -> list[Any]:
+    def _read(self, places: Sequence[int]) -> list[object]:
         """The samples of these records, counted from 0, before their transform."""
         raise NotImplementedError
 

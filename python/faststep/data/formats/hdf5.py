@@ -142,7 +142,7 @@ class HDF5Dataset(RecordDataset):
     def __len__(self) -> int:
         return self.length
 
-    def _read(self, places: Sequence[int]) -> list[Any]:
+    def _read(self, places: Sequence[int]) -> list[object]:
         file = self._handle()
         fields = [self._rows(file, name, places) for name in self.columns]
         return [dict(zip(self.columns, row, strict=True)) for row in zip(*fields, strict=True)]
@@ -153,7 +153,7 @@ class HDF5Dataset(RecordDataset):
             array = file[name]
             kind = _kind(array.dtype)
             source = array.asstr() if kind == "text" else array
-        rows: list[Any] = [None] * len(places)
+        rows: list[object] = [None] * len(places)
         ranked = sorted(range(len(places)), key=places.__getitem__)
         for run in _runs([places[i] for i in ranked], array.chunks[0] if array.chunks else 1):
             first, last = places[ranked[run.start]], places[ranked[run.stop - 1]]
@@ -174,7 +174,7 @@ def _kind(dtype: Any) -> str | None:
     return "number" if inner.kind in "biufc" and inner.itemsize <= LARGEST[inner.kind] else None
 
 
-def _value(row: Any, kind: str | None) -> Any:
+def _value(row: Any, kind: str | None) -> object:
     import numpy
 
     if kind == "text":

@@ -6,7 +6,6 @@ import os
 import struct
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -122,7 +121,7 @@ class LMDBDataset(RecordDataset):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def _read(self, places: Sequence[int]) -> list[Any]:
+    def _read(self, places: Sequence[int]) -> list[object]:
         lmdb = library("lmdb", "lmdb")
         keys = [self.key(place) for place in places]
         values = []

@@ -187,7 +187,7 @@ class GroupedDataset(RecordDataset):
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def _read(self, places: Sequence[int]) -> list[Any]:
+    def _read(self, places: Sequence[int]) -> list[object]:
         groups: dict[int, list[tuple[int, int]]] = {}
         for i, at in enumerate(places):
             groups.setdefault(bisect.bisect_right(self.ends, at), []).append((i, at))

@@ -18,7 +18,7 @@ from .stateful import Pace, begin, is_stateful, items_of, opened, snapshot, stat
 __all__ = ["AskedOrder", "asked_by", "length_of", "state_between_epochs"]
 
 
-class AskedOrder(Iterator[Any]):
+class AskedOrder(Iterator[object]):
     """An index sampler that is asked for one batch after another, as torch does.
 
     To resume, a sampler that keeps a state loads it. Any other one draws its indices again, from
@@ -60,7 +60,7 @@ class AskedOrder(Iterator[Any]):
         if not self.batch_size:
             self._begin()  # torch's BatchSampler does so for its first batch
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._ended:
             raise StopIteration
         items = self._take() if self._started else self._take_first()
@@ -106,7 +106,7 @@ class AskedOrder(Iterator[Any]):
                 "gave before the state was saved"
             )
 
-    def _take(self) -> list[Any]:
+    def _take(self) -> list[object]:
         if not self.batch_size:
             return [next(self._iterator)]
         batch = [*islice(self._items, self.batch_size)]

@@ -40,7 +40,7 @@ class Indices:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         if self.discards:
             self.discards = False
             return iter(())
@@ -66,7 +66,7 @@ def batches_of(sampler: object) -> object:
     return sampler if order_of(batches) is None else batches
 
 
-class _Without(Iterator[Any]):
+class _Without(Iterator[object]):
     """Leaves out the batches with some numbers."""
 
     def __init__(self, drawn: Iterator[object], numbers: tuple[int, ...]) -> None:
@@ -82,7 +82,7 @@ class _Without(Iterator[Any]):
                 return indices
 
 
-class _KnownIndices(Iterator[Any]):
+class _KnownIndices(Iterator[object]):
     """What torch's batch sampler yields, and draws, where all of it is known at once."""
 
     def __init__(self, order: Order, batched: bool) -> None:
