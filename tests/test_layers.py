@@ -1,6 +1,8 @@
 """The layers of the tree: what a folder may include, import, call or name.
 
 python/faststep -> csrc/py -> csrc/core -> csrc/cpu, csrc/gpu, csrc/io -> csrc/rules -> csrc/base
+
+MAY_IMPORT has the rooms of python/faststep.
 """
 
 import ast
@@ -20,17 +22,44 @@ MAY_INCLUDE = {
     "py": {"py", "core", "cpu", "gpu", "io", "rules", "base"},
     "cuda": {"cuda", "rules", "base"},
 }
+# Which room of the package may import which. A room is a folder or a file.
+TORCH = {"_C", "_torch"}
+# Those in data/, from the bottom up: each imports only rooms above its own line.
+LOADER = {
+    "at_exit": "",
+    "types": "",
+    "stats": "types",
+    "order": "types",
+    "resume": "types order",
+    "arrays": "at_exit types stats order resume",
+    "transforms": "types arrays",
+    "deliver": "types stats resume transforms",
+    "formats": "types arrays deliver",
+    "plain": "types stats order resume deliver",
+    "workers": "at_exit types stats resume deliver plain",
+    "options": "types stats resume workers",
+    "loader": "types stats order resume arrays transforms deliver plain workers options",
+    "accelerated": "types loader options",
+}
 MAY_IMPORT = {
-    "_torch": set(),
+    "_C": set(),
+    "_torch": {"_C"},
     "_distributed": set(),
-    "_devices": {"_torch"},
-    "grads": {"_devices", "_distributed", "_torch"},
-    "optim": {"grads", "_devices", "_distributed", "_torch"},
-    "clip": {"grads", "_devices", "_torch"},
-    "amp": {"clip", "optim", "grads", "_devices", "_torch"},
-    "accumulation": {"amp", "clip", "optim", "grads", "_devices", "_distributed", "_torch"},
-    "release": {"amp", "optim", "grads", "_devices", "_torch"},
-    "data": {"_devices", "_distributed", "_torch"},
+    "_devices": {"_C"},
+    "grads": {*TORCH, "_devices", "_distributed"},
+    "optim": {*TORCH, "_devices", "_distributed", "grads"},
+    "clip": {*TORCH, "_devices", "grads"},
+    "amp": {*TORCH, "_devices", "clip", "grads", "optim"},
+    "accumulation": {*TORCH, "_devices", "_distributed", "amp", "clip", "grads", "optim"},
+    "release": {*TORCH, "_devices", "amp", "grads", "optim"},
+    **{
+        f"data.{room}": {*TORCH, *(f"data.{name}" for name in below.split())}
+        for room, below in LOADER.items()
+    },
+    "data": {f"data.{room}" for room in LOADER},
+    "faststep": {*TORCH, "accumulation", "amp", "clip", "data", "optim", "release"},
+    "cli": {*TORCH, "faststep", "data"},
+    "__main__": {"cli"},
 }
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)
 INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*([<"])([^>"]+)[>"]', re.MULTILINE)
@@ -117,25 +146,63 @@ def python_violations(root: Path) -> list[str]:
     return sorted(set(found))
 
 
+def room_of(parts: tuple[str, ...]) -> str:
+    """The room of a module of the package: ("data", "order", "draws") lies in "data.order"."""
+    return ".".join(parts[:2] if parts[:1] == ("data",) else parts[:1]) or "faststep"
+
+
+def imported_modules(path: Path, package: Path) -> list[tuple[int, tuple[str, ...]]]:
+    """Lines and modules of the package that a file imports, in functions and for types, too."""
+    here = path.relative_to(package).with_suffix("").parts[:-1]
+    found: list[tuple[int, tuple[str, ...]]] = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[tuple[str, ...]] = []
+        if isinstance(node, ast.Import):
+            names = [tuple(alias.name.split(".")) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            above = ("faststep", *here)[: len(here) + 2 - node.level] if node.level else ()
+            base = (*above, *(node.module.split(".") if node.module else ()))
+            names = [(*base, alias.name) for alias in node.names]
+        for name in names:
+            if name[0] == "faststep":
+                module = name[1:]
+                while module and not is_module(package.joinpath(*module)):
+                    module = module[:-1]  # a class, say
+                found.append((node.lineno, module))
+    return found
+
+
+def is_module(path: Path) -> bool:
+    suffixes = (".py", ".pyi")
+    return path.is_dir() or any(path.with_name(path.name + suffix).is_file() for suffix in suffixes)
+
+
 def room_violations(root: Path) -> list[str]:
-    """Imports inside the package that go up, those for type checking too."""
     package = root / "python" / "faststep"
     found = []
-    for path in sorted(package.glob("**/*.py")):
+    for path in sorted(package.rglob("*.py")):
         parts = path.relative_to(package).with_suffix("").parts
-        room = parts[0]
+        room = room_of(parts[:-1] if parts[-1] == "__init__" else parts)
+        name = path.relative_to(root).as_posix()
         if room not in MAY_IMPORT:
+            found.append(f"{name}: {room} is no room in MAY_IMPORT")
             continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not node.level:
-                continue
-            base = parts[: len(parts) - node.level]
-            reached = [*base, *(node.module or "").split(".")] if node.module else list(base)
-            targets = [reached[0]] if reached else [alias.name for alias in node.names]
-            for target in targets:
-                if target not in {room, "_C"} | MAY_IMPORT[room]:
-                    found.append(f"{path.relative_to(root).as_posix()}: {room} imports {target}")
+        for line, module in imported_modules(path, package):
+            to = room_of(module)
+            if to != room and to not in MAY_IMPORT[room]:
+                found.append(f"{name}:{line}: {room} may not import {to}")
     return found
+
+
+def test_rooms_of_the_package_keep_to_their_order() -> None:
+    assert room_violations(ROOT) == []
+
+
+def test_the_rooms_of_the_loader_have_no_circles() -> None:
+    seen: set[str] = set()
+    for room, below in LOADER.items():
+        assert set(below.split()) <= seen, f"{room} imports a room that is not listed above it"
+        seen.add(room)
 
 
 def test_sources_keep_to_their_layer() -> None:
@@ -191,30 +258,6 @@ def test_a_wrong_arrow_in_c_is_caught(
     assert complaint in found[0]
 
 
-def test_rooms_of_the_package_import_only_what_is_below_them() -> None:
-    assert room_violations(ROOT) == []
-
-
-@pytest.mark.parametrize(
-    ("place", "text"),
-    [
-        ("grads/x.py", "from ..optim.base import FusedOptimizer"),
-        ("grads/x.py", "if TYPE_CHECKING:\n    from ..optim import base"),
-        ("optim/x.py", "from .. import amp"),
-        ("release/x.py", "def f():\n    from ..accumulation.window import Window"),
-        ("_torch/x.py", "from .._devices import HOST"),
-        ("clip.py", "from .optim import AdamW"),
-    ],
-)
-def test_a_wrong_arrow_between_rooms_is_caught(tmp_path: Path, place: str, text: str) -> None:
-    file = tmp_path / "python" / "faststep" / place
-    file.parent.mkdir(parents=True)
-    file.write_text("from __future__ import annotations\n")
-    assert room_violations(tmp_path) == []
-    file.write_text(text)
-    assert len(room_violations(tmp_path)) == 1
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -240,3 +283,59 @@ def test_a_wrong_arrow_in_python_is_caught(tmp_path: Path, text: str) -> None:
     found = python_violations(tmp_path)
     assert found
     assert all(line.startswith("python/faststep/planted.py:") for line in found)
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "complaint"),
+    [
+        ("data/order/x.py", "from ..resume import states", "data.order may not import data.resume"),
+        ("data/order/x.py", "from ... import optim", "data.order may not import optim"),
+        ("data/order/x.py", "import faststep.data.loader", "data.order may not import data.loader"),
+        ("data/order/x.py", "from .. import loader", "data.order may not import data.loader"),
+        (
+            "data/stats.py",
+            "from .order.draws import noting",
+            "data.stats may not import data.order",
+        ),
+        (
+            "data/order/x.py",
+            "def f():\n    from ..resume.states import check",
+            "data.order may not import data.resume",
+        ),
+        (
+            "data/order/x.py",
+            "import typing as t\nif t.TYPE_CHECKING:\n    from ..loader import DataLoader",
+            "data.order may not import data.loader",
+        ),
+        ("_torch/x.py", "from ..optim import Adam", "_torch may not import optim"),
+        ("optim/x.py", "from faststep import Adam", "optim may not import faststep"),
+        ("optim/x.py", "from ..data import DataLoader", "optim may not import data"),
+        ("grads/x.py", "from ..optim.adam import Adam", "grads may not import optim"),
+        ("elsewhere.py", "import torch", "elsewhere is no room"),
+    ],
+)
+def test_a_wrong_arrow_between_rooms_is_caught(
+    tmp_path: Path, place: str, text: str, complaint: str
+) -> None:
+    package = tmp_path / "python" / "faststep"
+    right = {
+        "_C.pyi": "",
+        "__init__.py": "from .optim import Adam",
+        "_torch/held.py": "from .. import _C",
+        "optim/__init__.py": "from .adam import Adam",
+        "optim/adam.py": "import torch.optim\nfrom .. import _C\nfrom .._torch import held",
+        "data/__init__.py": "from .loader import DataLoader",
+        "data/stats.py": "import faststep._torch.held",
+        "data/loader.py": "from .resume import states\nfrom .order.draws import noting",
+        "data/order/draws.py": "from __future__ import annotations\nfrom ... import _C",
+        "data/resume/states.py": "from ..order import draws\nfrom ..order.draws import noting",
+    }
+    for name, code in right.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(code)
+    assert room_violations(tmp_path) == []
+    (package / place).write_text(text)
+    found = room_violations(tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith(f"python/faststep/{place}:")
+    assert complaint in found[0]

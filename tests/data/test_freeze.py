@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from faststep.data import DataLoader, freeze
-from faststep.data.workers import block
+from faststep.data.workers import frozen_memory
 
 from .torch_and_ours import without_sanitizer
 
@@ -126,7 +126,7 @@ def test_any_bytes_with_shared_ends(prefix: bytes, items: list[bytes], suffix: b
 
 
 def test_more_text_than_four_bytes_can_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(block, "MOST_OF_FOUR_BYTES", 5)
+    monkeypatch.setattr(frozen_memory, "MOST_OF_FOUR_BYTES", 5)
     for want in (["abc", "d"], ["ab", "cde"], ["abc", "defghi"]):
         frozen = freeze(want)
         assert list(frozen) == want

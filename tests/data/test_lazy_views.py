@@ -10,8 +10,9 @@ from torch import Tensor
 
 from faststep import _C
 from faststep.data import transforms as T  # noqa: N812
+from faststep.data.deliver import page_locked as locked_memory
 from faststep.data.deliver.lending import Lender
-from faststep.data.workers import arena
+from faststep.data.deliver.page_locked import page_locked
 
 
 class Locked:
@@ -22,14 +23,14 @@ class Locked:
 
 
 def test_a_page_locked_block_stands_for_plain_tensors_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arena, "_arenas", {0: Locked()})
+    monkeypatch.setattr(locked_memory, "_owners", [Locked()])
     for x in (torch.arange(6.0), torch.randn(6, dtype=torch.complex64)):
-        same = arena.page_locked(x)
+        same = page_locked(x)
         assert same is not None
         assert torch.equal(same, x)
-    assert arena.page_locked(torch._neg_view(torch.arange(6.0))) is None
-    assert arena.page_locked(x.conj()) is None
-    assert arena.page_locked(x.conj().imag) is None
+    assert page_locked(torch._neg_view(torch.arange(6.0))) is None
+    assert page_locked(x.conj()) is None
+    assert page_locked(x.conj().imag) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from faststep.data.order.base.random_order import PART, PARTS_NOTED
 from torch.utils.data import (
     RandomSampler,
     SequentialSampler,
@@ -19,6 +18,7 @@ from torch.utils.data import (
 )
 
 from faststep.data import DataLoader, KeyedSampler
+from faststep.data.order.random_order import PART, PARTS_NOTED
 
 from .torch_and_ours import assert_same, without_sanitizer
 

@@ -32,8 +32,8 @@ from torch.utils.data.datapipes.iter import IterableWrapper
 
 from faststep import _C
 from faststep.data import DataLoader
+from faststep.data.resume.batch_states import BatchWithStates
 from faststep.data.transforms import Compose, RandomCrop
-from faststep.data.workers.stated import Stated
 
 from .resumable import (
     MAPS,
@@ -122,7 +122,7 @@ class Pinned:
 
 def test_a_batch_with_states_is_pinned() -> None:
     """By torch's function, as its thread for that does it."""
-    stated = pin_memory(Stated([Pinned()], b"states", None), None)
+    stated = pin_memory(BatchWithStates([Pinned()], b"states", None), None)
     assert (stated.batch, stated.states, stated.draws) == (["pinned"], b"states", None)
 
 

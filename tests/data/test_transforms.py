@@ -20,7 +20,7 @@ from torch import Tensor
 
 from faststep import _C
 from faststep.data import transforms as T  # noqa: N812
-from faststep.data.transforms.view import View
+from faststep.data.transforms.framing import Framing
 
 from . import slow_transforms
 from .image_lists import FLIP, LISTS, NORMALIZE, bits, generator, images, layouts
@@ -191,9 +191,9 @@ def test_how_often_and_where() -> None:
 
 def test_shapes_of_random_resized_crops() -> None:
     crop = T.RandomResizedCrop(4, (0.2, 0.6), (0.5, 2.0))
-    view = View(100, 80)
-    crop.apply(view, torch.rand(22, 3000, dtype=torch.float64, generator=generator()))
-    top, left, height, width = (torch.as_tensor(n).double() for n in view.window)
+    framing = Framing(100, 80)
+    crop.apply(framing, torch.rand(22, 3000, dtype=torch.float64, generator=generator()))
+    top, left, height, width = (torch.as_tensor(n).double() for n in framing.window)
     area, ratio = height * width / 8000, width / height
     assert 0.18 < area.min() < 0.22 < 0.55 < area.max() < 0.62
     assert 0.49 < ratio.min() < 0.55 < 1.8 < ratio.max() < 2.05

@@ -1,11 +1,11 @@
-"""Loading: torch's DataLoader, with faster ways for the data, and formats that it opens."""
+"""torch's DataLoader with faster paths, datasets in files, and transforms of batches."""
 
 from . import transforms
 from .accelerated import prepare_loader
 from .arrays.array_dataset import ArrayDataset
 from .arrays.converted import converted
-from .arrays.tokens import TokenDataset, TokenWindow, cu_seqlens
 from .formats import FormatError, convert, open
+from .formats.tokens import TokenDataset, TokenWindow, cu_seqlens
 from .loader import DataLoader
 from .order.keyed import KeyedSampler
 from .workers.frozen import freeze

@@ -1,4 +1,4 @@
-"""Loaders for accelerate, which makes a loader of its own from the attributes of torch's."""
+"""Loaders for Hugging Face accelerate, which wraps a DataLoader in one of its own."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import copy
 from typing import Any
 
 from .loader import DataLoader
-from .options import OPTIONS, Own
+from .options import OPTIONS, Extras
 
 __all__ = ["prepare_loader"]
 
 
-def prepare_loader(accelerator: Any, loader: DataLoader[Any]) -> Any:
-    """What `accelerator.prepare(loader)` gives, with our loader inside instead of torch's.
+def prepare_loader(accelerator: Any, loader: DataLoader[object]) -> Any:
+    """`accelerator.prepare(loader)`, with a loader of faststep inside instead of torch's.
 
     Args:
         accelerator: an `accelerate.Accelerator`.
@@ -29,8 +29,8 @@ def prepare_loader(accelerator: Any, loader: DataLoader[Any]) -> Any:
     """
     if not isinstance(loader, DataLoader):
         raise TypeError(f"prepare_loader takes a faststep.data.DataLoader, not {loader!r}")
-    plain: Any = copy.copy(loader)
-    vars(plain)["_faststep"] = Own(**OPTIONS)  # type: ignore[arg-type]
+    plain: object = copy.copy(loader)
+    vars(plain)["_faststep"] = Extras(**OPTIONS)  # type: ignore[arg-type]
     prepared = accelerator.prepare_data_loader(plain)
     if "base_dataloader" not in vars(prepared):
         raise TypeError(f"accelerate made a {type(prepared).__name__}, which takes no other loader")

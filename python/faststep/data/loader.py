@@ -1,30 +1,32 @@
-"""torch's DataLoader, with a faster way for data that lies in arrays."""
+"""DataLoader: chooses the path of the batches, and keeps the position in an epoch."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset
+from typing_extensions import Unpack  # torch depends on it
 
 from .. import _C
-from .._torch.loader import collates_as_default
+from .._torch.loader import BaseDataLoaderIter, collates_as_default
 from .arrays.array_iterator import ArrayIterator
 from .arrays.columns import NotArrays
 from .arrays.gather_plan import Plan
 from .deliver.copies import copier_of
 from .deliver.prefetch import DeviceIterator
 from .deliver.transformed import Transformed
-from .options import OPTIONS, Own, Path, Unprepared, checked
+from .options import OPTIONS, Extras, Path, Unprepared, checked
 from .order.of_sampler import order_of
 from .plain import MultiIterator, SingleIterator
 from .resume import states
-from .resume.loader_view import keeps_seed
+from .resume.loader_stand_in import keeps_seed
+from .resume.progress import EpochIterator
 from .resume.torchdata_states import is_of_torchdata, translated
 from .stats import Meter, Metered
 from .transforms import Compose
+from .types import State, TorchOptions, Transform
 from .workers.route import Workers, is_of_parent
 
 __all__ = ["DataLoader"]
@@ -44,10 +46,10 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     ConcatDataset of these) with torch's default collate function is read by threads without the
     GIL, ahead of the consumer, into memory that is used again; `num_workers` is then the number of
     threads, as far as there are cores, and no process is started. Workers of any other dataset are
-    torch's, but hand over their batches in shared memory that is used again. `path` says which way
-    it is, and `explain()` why.
+    torch's, but hand over their batches in shared memory that is used again. `path` names the
+    path that the batches take, and `explain()` gives the reason.
 
-    `state_dict()` and `load_state_dict()` save and restore the place in an epoch.
+    `state_dict()` and `load_state_dict()` save and restore the position in an epoch.
 
     Args:
         dataset, *arguments, **options: torch's.
@@ -55,8 +57,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             from page-locked memory and on a stream of their own, and the current stream waits for
             them. Default: on the host, and nothing is copied.
         prefetch_to_device: with `device`, how many batches are on it, or on their way, besides the
-            one that is delivered. The sampler is asked for them, and the dataset's code runs, so
-            much earlier. Default: 2.
+            one that is delivered. Random numbers are drawn and the dataset's code runs when a batch
+            is fetched, up to `prefetch_to_device` batches before it is delivered. Default: 2.
         transforms: what every batch goes through when it is delivered, with `device` on the device:
             a faststep.data.transforms.Compose, whose random numbers follow from the epoch's base
             seed and the batch's number, or any other function of a batch. Default: nothing.
@@ -76,7 +78,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             with a `multiprocessing_context`.
     """
 
-    _faststep: Own
+    _faststep: Extras
     path = Path(lambda loader: _path_of(loader))
     _is_accelerate_prepared = Unprepared()
 
@@ -86,29 +88,29 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         *arguments: Any,
         device: torch.device | str | int | None = None,
         prefetch_to_device: int = 2,
-        transforms: Callable[[Any], Any] | None = None,
+        transforms: Transform | None = None,
         worker_method: str = "process",
         snapshot_every_n_steps: int | None = None,
-        **options: Any,
+        **options: Unpack[TorchOptions],
     ) -> None:
         own = checked(device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps)
         super().__init__(dataset, *arguments, **options)
         if worker_method == "thread" and self.multiprocessing_context is not None:
             raise ValueError("worker_method='thread' starts no process: no multiprocessing_context")
-        for name in OPTIONS:  # to be looked at; a subclass may have something else of that name
+        for name in OPTIONS:  # for the user to read; a subclass may use the name
             if name not in vars(self) and not hasattr(type(self), name):
                 setattr(self, name, getattr(own, name))
         self._faststep = own
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         own = vars(self).get("_faststep")
         if own is not None and name in OPTIONS and getattr(own, name) != OPTIONS[name]:
             raise ValueError(f"{name} of a DataLoader cannot be changed: make another one")
         super().__setattr__(name, value)
 
     def explain(self) -> str:
-        """A sentence or two: which way the data takes, and why not a faster one."""
-        plan = _plan_of(self)
+        """Which path the batches take, and why not a faster one, in a sentence or two."""
+        plan = _plan_of(self, for_threads=False)
         more = states.explain(self) + self._faststep.explain_device()
         if isinstance(plan, str):
             if self.num_workers:
@@ -129,19 +131,21 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def _get_iterator(self) -> Any:
         own = self._faststep
-        copier = None if own.device is None else copier_of(own.device)  # before anything is drawn
+        copier = (
+            None if own.device is None else copier_of(own.device)
+        )  # may raise: before any random number is drawn
         iterator = _host_iterator(self)
         if copier is not None:
             iterator = DeviceIterator(iterator, copier, own.prefetch_to_device)
         if own.transforms is not None:
-            iterator = Transformed(iterator, own.transforms, own)
+            return Transformed(iterator, own.transforms, own)
         return iterator
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> BaseDataLoaderIter:
         own = self._faststep
         if is_of_parent(self._iterator):
             self._iterator = None  # a persistent one, which a forked child cannot take over
-        iterator: Any = super().__iter__()
+        iterator = super().__iter__()
         if not isinstance(iterator, Metered):  # of a subclass, which has its own _get_iterator
             own.progress, own.meter, own.stranger = None, None, type(iterator).__name__
             return iterator
@@ -153,7 +157,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             layer = getattr(layer, "_batches", None)
         return iterator
 
-    def stats(self) -> dict[str, Any] | None:
+    def stats(self) -> State | None:
         """How the batches of the newest epoch came; None before the first.
 
         Returns:
@@ -181,8 +185,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             slots = dict(zip(("made", "free", "held"), own.slots.counts(), strict=True))
         return stats if slots is None else stats | {"slots": slots}
 
-    def state_dict(self) -> dict[str, Any]:
-        """The place after the last batch that was delivered, under torchdata's names.
+    def state_dict(self) -> State:
+        """The position after the last delivered batch, under torchdata's names.
 
         A few numbers where the order of a map-style dataset is known ahead. Besides, random states
         that a sampler or dataset began its epoch with, and the states of those that have the
@@ -206,7 +210,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         state = own.progress.state_dict()
         return state if own.transforms is None else state | {"_transforms_epoch": own.epoch}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: State) -> None:
         """Let the next iteration go on after the last batch that was delivered before `state_dict`.
 
         States of torchdata's StatefulDataLoader can be loaded, too: docs/loader.md says which.
@@ -225,16 +229,20 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         states.restore_parts(self, state)
         own = self._faststep
         own.progress = own.stranger = None
-        self._iterator = None  # a persistent one is in the middle of something else
+        self._iterator = None  # a persistent iterator is at another position
         own.resume = state
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         """For pickle and copy: without what belongs to this process."""
         return {**vars(self), "_faststep": copy.copy(self._faststep), "_iterator": None}
 
 
-def _plan_of(loader: DataLoader[Any]) -> Plan | str:
-    """The arrays to gather from, or why there are none."""
+def _plan_of(loader: DataLoader[Any], for_threads: bool) -> Plan | str:
+    """The plan by which threads gather the batches, or why there is none.
+
+    Args:
+        for_threads: as of Plan.
+    """
     if isinstance(loader.dataset, IterableDataset):
         return "the dataset is iterable"
     if loader.batch_sampler is None:
@@ -242,7 +250,7 @@ def _plan_of(loader: DataLoader[Any]) -> Plan | str:
     if loader.num_workers and loader.worker_init_fn is not None:
         return "worker_init_fn has to run in worker processes"
     try:
-        plan = Plan(loader.dataset)
+        plan = Plan(loader.dataset, for_threads)
     except NotArrays as reason:
         return str(reason)
     if not collates_as_default(loader.collate_fn, plan.structure.container_types()):
@@ -263,13 +271,13 @@ def _workers_of(loader: DataLoader[Any]) -> Workers:
 
 
 def _path_of(loader: DataLoader[Any]) -> str:
-    if not isinstance(_plan_of(loader), str):
+    if not isinstance(_plan_of(loader, for_threads=False), str):
         return "arrays"
     return _workers_of(loader).path if loader.num_workers else "torch"
 
 
-def _host_iterator(loader: DataLoader[Any]) -> Any:
-    own, plan = loader._faststep, _plan_of(loader)
+def _host_iterator(loader: DataLoader[Any]) -> EpochIterator:
+    own, plan = loader._faststep, _plan_of(loader, for_threads=True)
     state = own.resume
     own.epoch = 0
     iterator = _iterator_from(loader, plan, state)
@@ -279,7 +287,7 @@ def _host_iterator(loader: DataLoader[Any]) -> Any:
     return iterator
 
 
-def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: dict[str, Any] | None) -> Any:
+def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: State | None) -> EpochIterator:
     own = loader._faststep
     if not isinstance(plan, str):
         if own.slots is None:

@@ -11,9 +11,10 @@ import torch
 from .. import _C
 from .resume.progress import Progress
 from .stats import Meter
+from .types import State, Transform
 from .workers.route import Workers
 
-__all__ = ["OPTIONS", "Own", "Path", "Unprepared", "checked"]
+__all__ = ["OPTIONS", "Extras", "Path", "Unprepared", "checked"]
 
 OPTIONS = {  # of the constructor, and what they are where nothing is said
     "device": None,
@@ -25,8 +26,8 @@ OPTIONS = {  # of the constructor, and what they are where nothing is said
 
 
 @dataclasses.dataclass
-class Own:
-    """All of it under one name, as a subclass in a script may have attributes of any other.
+class Extras:
+    """All of it, in one attribute: a subclass in a script may use any other name.
 
     Args:
         device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps: of the
@@ -42,7 +43,7 @@ class Own:
 
     device: torch.device | None
     prefetch_to_device: int
-    transforms: Callable[[Any], Any] | None
+    transforms: Transform | None
     worker_method: str
     snapshot_every_n_steps: int | None
     slots: _C.Slots | None = None
@@ -51,21 +52,21 @@ class Own:
     progress: Progress | None = None
     stranger: str | None = None
     meter: Meter | None = None
-    resume: dict[str, Any] | None = None
+    resume: State | None = None
 
     def explain_device(self) -> str:
         if self.device is None:
             return ""
         return f"; up to {self.prefetch_to_device} more are on {self.device}, or on their way"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         """For pickle and copy: without what belongs to this process."""
         of_process = dict.fromkeys(("slots", "workers", "progress", "stranger", "meter"))
         return vars(self) | of_process
 
 
 class Path:
-    """How the batches come.
+    """The path that the batches take.
 
     "arrays" if threads gather them, "workers" if processes fetch them into shared memory,
     "threads" if Python threads do so, "torch" if torch's own iterator loads them.
@@ -80,21 +81,21 @@ class Path:
     def __get__(self, loader: None, owner: type) -> Path: ...
     @overload
     def __get__(self, loader: object, owner: type) -> str: ...
-    def __get__(self, loader: Any, owner: type) -> Path | str:
+    def __get__(self, loader: object | None, owner: type) -> Path | str:
         return self if loader is None else self._find(loader)
 
 
 class Unprepared:
-    """What accelerate looks up before it makes a loader of torch's from the attributes of one.
+    """Refuses `accelerator.prepare(loader)` where it would lose transforms or device.
 
     That would have neither transforms nor device. A loader without them, and an attribute of this
     name that a script has set, are not in its way.
     """
 
-    def __get__(self, loader: Any, owner: type) -> Any:
+    def __get__(self, loader: Any, owner: type) -> object:
         lost = []
         if loader is not None:
-            own: Own = loader._faststep
+            own: Extras = loader._faststep
             lost = [name for name in ("transforms", "device") if getattr(own, name) is not None]
         if lost:
             raise ValueError(
@@ -106,8 +107,12 @@ class Unprepared:
 
 
 def checked(
-    device: Any, prefetch_to_device: Any, transforms: Any, worker_method: Any, every: Any
-) -> Own:
+    device: torch.device | str | int | None,
+    prefetch_to_device: int,
+    transforms: Transform | None,
+    worker_method: str,
+    every: int | None,
+) -> Extras:
     """The arguments of a DataLoader that torch's does not have.
 
     Raises:
@@ -124,4 +129,4 @@ def checked(
         raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")
     if type(prefetch_to_device) is not int or prefetch_to_device < 0:
         raise ValueError(f"prefetch_to_device must be an int from 0 on, not {prefetch_to_device!r}")
-    return Own(target, prefetch_to_device, transforms, worker_method, every)
+    return Extras(target, prefetch_to_device, transforms, worker_method, every)

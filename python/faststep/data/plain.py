@@ -1,4 +1,4 @@
-"""torch's iterators, which keep the place in their epoch and can go on from one."""
+"""torch's iterators, extended: they know their position in an epoch and can resume."""
 
 from __future__ import annotations
 
@@ -17,47 +17,48 @@ from .deliver.lending import LendingIterator, lending_by, lending_collate
 from .order.asked import AskedOrder
 from .order.indices import Indices
 from .order.of_sampler import epoch_of
-from .resume.loader_view import LoaderView
+from .order.stateful import is_stateful, snapshot, states_of
+from .resume.batch_states import BatchWithStates
+from .resume.loader_stand_in import LoaderStandIn
 from .resume.progress import Progress, Worker, worker_of
-from .resume.stateful import is_stateful, snapshot, states_of
 from .resume.stream import Source
 from .stats import Metered
-from .workers.stated import Stated
+from .types import Loader, State
 
 __all__ = ["MultiIterator", "Placed", "PlacedWorkers", "SingleIterator"]
 
 
 class Placed(Metered):
-    """Before one of torch's iterators among the bases.
+    """A base class before one of torch's iterators: it keeps the position in the epoch.
 
     Args:
-        view: of the DataLoader.
+        stand_in: of the DataLoader.
     """
 
     progress: Progress
     _num_workers: int
     _persistent_workers: bool
-    _index_sampler: Any
+    _index_sampler: object
     _dataset: Any
 
-    def __init__(self, view: LoaderView) -> None:
-        self._kept_seed = view.base_seed
-        self._samples = view.batch_size or 1  # in a batch of an iterable dataset
-        super().__init__(view)  # type: ignore[call-arg]
+    def __init__(self, stand_in: LoaderStandIn) -> None:
+        self._kept_seed = stand_in.base_seed
+        self._samples = stand_in.batch_size or 1  # in a batch of an iterable dataset
+        super().__init__(stand_in)  # type: ignore[call-arg]
         if isinstance(self._index_sampler, Indices):
             self._index_sampler.state = None  # for epochs to come
             self._index_sampler.delivered = ()
-        self._begin(view.state if view.resumes else {}, view.records)
+        self._begin(stand_in.state if stand_in.resumes else {}, stand_in.saved_workers)
 
     @property
     def _base_seed(self) -> Any:
         return self._seed
 
     @_base_seed.setter
-    def _base_seed(self, drawn: Any) -> None:
+    def _base_seed(self, drawn: object) -> None:
         self._seed = drawn if self._kept_seed is None else self._kept_seed
 
-    def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
+    def _begin(self, state: State, saved_workers: list[State] | None) -> None:
         """Notes that an epoch begins, or goes on with a state."""
         source = self._index_sampler.source if isinstance(self._index_sampler, Indices) else None
         progress = Progress(source, int(self._base_seed), state.get("_sampler_iter_yielded", 0))
@@ -79,19 +80,19 @@ class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
         state: of an epoch to go on with, or of the end of one; None for a new one.
     """
 
-    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, loader: Loader, state: State | None = None) -> None:
         self._lending = lending_collate(loader)
-        view = LoaderView(loader, state)
-        view.load_into_dataset()
-        super().__init__(view)
+        stand_in = LoaderStandIn(loader, state)
+        stand_in.load_into_dataset()
+        super().__init__(stand_in)
 
-    def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
-        super()._begin(state, records)
+    def _begin(self, state: State, saved_workers: list[State] | None) -> None:
+        super()._begin(state, saved_workers)
         self._drawn = None
         if isinstance(self._index_sampler, Indices):
             self._drawn = self._index_sampler.drawn
         if isinstance(self._dataset, Source):
-            begun = worker_of(records[0]) if state and records else None
+            begun = worker_of(saved_workers[0]) if state and saved_workers else None
             self.progress.ask = _PlaceInStream(self._dataset, begun, self._samples)
         elif is_stateful(self._dataset):
             self.progress.ask = functools.partial(_ask_map, self._dataset)
@@ -136,7 +137,7 @@ class _PlaceInStream:
     def __call__(self, batches: int, paced: bool) -> Worker:
         source = self._source
         if not batches and self._begun is not None:
-            return self._begun  # what has to be read again was not read yet
+            return self._begun  # the samples before were not read again yet
         if not source.keeps_state():
             begun = self._begun or Worker()
             return self._later(begun._replace(draws=source.draws()), 0, batches)
@@ -154,45 +155,45 @@ class _PlaceInStream:
         return worker._replace(samples=samples, failed=worker.failed + failed)
 
 
-def _ask_map(dataset: Any, batches: int, paced: bool) -> Worker:
+def _ask_map(dataset: object, batches: int, paced: bool) -> Worker:
     return Worker(snapshot(lambda: states_of(dataset, None, False)))
 
 
 class PlacedWorkers(Placed):
-    """Before torch's iterator with workers among the bases."""
+    """A base class before torch's iterator with workers: it keeps the position of each worker."""
 
     _in_order: bool
     _send_idx: int
-    _task_info: dict[int, Any]
+    _task_info: dict[int, object]
     _worker_queue_idx_cycle: Any
-    _shutdown = True  # until torch has begun, and where it never does
+    _shutdown = True  # until torch's constructor sets it; it may fail before
     _workers: Any = ()
 
-    def __init__(self, view: LoaderView) -> None:
-        self._asks_workers = view.asks_workers or isinstance(view.dataset, Source)
-        own = view._faststep
+    def __init__(self, stand_in: LoaderStandIn) -> None:
+        self._asks_workers = stand_in.asks_workers or isinstance(stand_in.dataset, Source)
+        own = stand_in._faststep
         self._lag = 0 if own.device is None else own.prefetch_to_device + 1
-        self._turns = 0  # of workers that had theirs
-        if view.resumes:
-            last = view.state.get("_last_worker", -1)
-            is_map = isinstance(view._index_sampler, Indices)
-            place = view.state["_sampler_iter_yielded"] if is_map else last + 1
-            self._turns = place % view.num_workers
-        early = not view.in_order or view.state.get("_beyond")
-        if early and isinstance(view._index_sampler, Indices):
-            view._index_sampler.ahead = sys.maxsize  # the oldest may come at any time
-        if "numpy" in sys.modules:  # what each worker would do: threads of them at the same time
+        self._turns = 0  # of workers, in this round, that were served before the state was saved
+        if stand_in.resumes:
+            last = stand_in.state.get("_last_worker", -1)
+            is_map = isinstance(stand_in._index_sampler, Indices)
+            place = stand_in.state["_sampler_iter_yielded"] if is_map else last + 1
+            self._turns = place % stand_in.num_workers
+        early = not stand_in.in_order or stand_in.state.get("_beyond")
+        if early and isinstance(stand_in._index_sampler, Indices):
+            stand_in._index_sampler.ahead = sys.maxsize  # the oldest batch may come last
+        if "numpy" in sys.modules:  # each worker thread would import it, all at the same time
             importlib.import_module("numpy.random")
-        super().__init__(view)
+        super().__init__(stand_in)
 
-    def _begin(self, state: dict[str, Any], records: list[dict[str, Any]] | None) -> None:
-        super()._begin(state, records)
+    def _begin(self, state: State, saved_workers: list[State] | None) -> None:
+        super()._begin(state, saved_workers)
         self._left_out = self.progress.beyond
         if self._asks_workers:
-            saved = records or [{}] * self._num_workers
-            self.progress.workers = [worker_of(record) for record in saved]
+            all_saved = saved_workers or [{}] * self._num_workers
+            self.progress.workers = [worker_of(saved) for saved in all_saved]
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         super()._reset(loader, first_iter)  # type: ignore[misc]
         if not first_iter:
             workers, ended = self.progress.workers, self.progress.finished
@@ -215,7 +216,7 @@ class PlacedWorkers(Placed):
 
     def _process_data(self, data: Any, worker: int) -> Any:
         states, draws = None, None
-        if isinstance(data, Stated):
+        if isinstance(data, BatchWithStates):
             data, states, draws = data.batch, data.states, data.draws
         self._count(worker, states, draws, isinstance(data, ExceptionWrapper))
         return super()._process_data(data, worker)  # type: ignore[misc]
@@ -264,5 +265,5 @@ class MultiIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         loader, state: as of SingleIterator.
     """
 
-    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
-        super().__init__(LoaderView(loader, state, has_processes=True))
+    def __init__(self, loader: Loader, state: State | None = None) -> None:
+        super().__init__(LoaderStandIn(loader, state, has_processes=True))

@@ -1,4 +1,4 @@
-"""What a DataLoader knows of its own speed."""
+"""Measures of an epoch: waits, bytes and stages, for DataLoader.stats()."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 import weakref
 from array import array
 from collections import UserDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Meter:
         self._batches = self._slowest = 0
         self._bytes: int | None = 0
 
-    def note(self, iterator: Metered, start: int, batch: Any) -> None:
+    def note(self, iterator: Metered, start: int, batch: object) -> None:
         """A stage, with those within it, has taken from `start` until now for a batch."""
         spent = time.perf_counter_ns() - start
         stage = iterator.stage
@@ -93,7 +93,7 @@ def _page_faults() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
-def _queued(iterator: Any) -> int:
+def _queued(iterator: object) -> int:
     """Batches that are loaded or being loaded for later."""
     if iterator is None:
         return 0
@@ -131,12 +131,12 @@ def _bytes_of(batch: Any) -> int | None:
 
 
 class Metered:
-    """An iterator that is measured; before one of torch's among the bases, that one."""
+    """A base class of iterators that are measured; it comes before one of torch's."""
 
     stage = "load"
     meter: Meter | None = None
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self.meter is None:
             return self._next()
         start = time.perf_counter_ns()
@@ -144,20 +144,20 @@ class Metered:
         self.meter.note(self, start, batch)
         return batch
 
-    def bytes_of(self, batch: Any) -> int | None:
+    def bytes_of(self, batch: object) -> int | None:
         """Of the newest batch; None if they are not counted."""
         return _bytes_of(batch)
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         return super().__next__()  # type: ignore[misc]
 
 
 class Layer(Metered):
     """An iterator over another one's batches."""
 
-    _batches: Any
+    _batches: Sized
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return self
 
     def __len__(self) -> int:

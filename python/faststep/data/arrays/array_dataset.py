@@ -1,4 +1,4 @@
-"""A dataset over arrays."""
+"""ArrayDataset: samples that are rows of tensors and numpy arrays."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ArrayDataset(Dataset[Any]):
         >>> dataset = ArrayDataset({"image": np.load("x.npy", mmap_mode="r"), "label": labels})
     """
 
-    def __init__(self, data: Any) -> None:
+    def __init__(self, data: object) -> None:
         self.data = data
         self.structure, self.leaves = flatten(data)
         if not self.leaves:

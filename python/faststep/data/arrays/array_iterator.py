@@ -1,11 +1,9 @@
-"""One epoch of a dataset that lies in arrays."""
+"""The iterator over an epoch whose batches C threads gather from arrays."""
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
-import weakref
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -13,21 +11,22 @@ import torch
 
 from ... import _C
 from ..._torch.loader import BaseDataLoaderIter, dataset_fetcher, pin_memory
-from ..order.base import Block, Order
+from ..at_exit import close_at_exit
+from ..order.base import Order
 from ..order.of_sampler import order_of
-from ..resume.loader_view import LoaderView
+from ..resume.loader_stand_in import LoaderStandIn, asked_ahead
 from ..resume.progress import Progress
 from ..stats import Metered
+from ..types import Loader, State
+from .batch_indices import NO_RUN, is_submittable, run_of_batches
 from .columns import NotArrays
 from .gather_plan import Arrays, Plan
 
 __all__ = ["ArrayIterator"]
 
-AHEAD = 4  # batches gathered ahead without workers; prefetch_factor * num_workers with
+AHEAD = 4  # batches gathered ahead without workers; with them prefetch_factor * num_workers
 MOST_BYTES_AHEAD = 1 << 29
-BATCHES_AT_ONCE = 64  # whose indices are asked of an order
 
-_living: weakref.WeakSet[ArrayIterator] = weakref.WeakSet()
 _process = os.getpid()  # asking the system for each batch would take 0.15 us
 
 
@@ -39,36 +38,14 @@ def _note_fork() -> None:
 os.register_at_fork(after_in_child=_note_fork)
 
 
-@atexit.register
-def _end_threads() -> None:
-    for iterator in list(_living):
-        iterator.close()
-
-
 class _Entry(NamedTuple):
-    """A batch that is not delivered."""
+    """A batch in the queue: it is gathered, or waits for that."""
 
     number: int
-    indices: Any  # a Block of a known order, else what the sampler gave
+    indices: Any  # a Run of a known order, else what the sampler gave
     arrays: Arrays | None  # whose threads gather it; None if torch's fetcher has to
     ticket: int  # its number there
     error: Exception | None  # what stands in its place
-
-
-class _Run(NamedTuple):
-    """Indices of some batches of a known order."""
-
-    first: int  # batch
-    block: Block
-    submits: bool  # whether they can be handed to the threads
-
-
-_NO_RUN = _Run(0, ((), 0, 0), False)
-
-
-def _run_of(order: Order, first: int) -> _Run:
-    block = order.block(first, 1 if order.in_lists else BATCHES_AT_ONCE)  # of a list all is taken
-    return _Run(first, block, _is_submittable(block[0]))
 
 
 class ArrayIterator(Metered, BaseDataLoaderIter):
@@ -88,10 +65,10 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     progress: Progress
 
     def __init__(
-        self, loader: Any, plan: Plan, slots: _C.Slots, state: dict[str, Any] | None = None
+        self, loader: Loader, plan: Plan, slots: _C.Slots, state: State | None = None
     ) -> None:
-        view = LoaderView(loader, state, ahead=1)
-        super().__init__(view)  # type: ignore[arg-type]
+        stand_in = LoaderStandIn(loader, state, ahead=1)
+        super().__init__(stand_in)  # type: ignore[arg-type]
         if self._timeout != 0 and self._num_workers == 0:
             raise AssertionError("a DataLoader without workers requires timeout == 0")
         self._plan = plan
@@ -101,9 +78,9 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._batch_sampler = loader.batch_sampler
         self._window = AHEAD
         self._asked_ahead = 1  # batches that torch has asked for when it hands one out
-        self._run = _NO_RUN
+        self._known = NO_RUN
         if self._num_workers:
-            self._window = max(1, loader.prefetch_factor * self._num_workers)
+            self._window = max(1, asked_ahead(loader))
             self._asked_ahead += self._window
             self._sampler_iter = iter(self._index_sampler)  # as torch does, a second time
         device = loader._faststep.device
@@ -111,26 +88,26 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         self._gathers_pinned = self._pin_memory or (device is not None and device.type == "cuda")
         self._lock = threading.Lock()
         self._process = _process
-        if view.base_seed is not None:
-            self._base_seed = view.base_seed
-        if state and view.resumes:
+        if stand_in.base_seed is not None:
+            self._base_seed = stand_in.base_seed
+        if state and stand_in.resumes:
             self._num_yielded = state["_num_yielded"]
             self._begin(state)
         else:
             self._begin(None)
         self._index_sampler.state = None  # for epochs to come
-        _living.add(self)
+        close_at_exit(self)
 
-    def _begin(self, state: dict[str, Any] | None) -> None:
+    def _begin(self, state: State | None) -> None:
         order = order_of(self._batch_sampler, state["_sampler_iter_state"] if state else None)
         self._order = order
-        self._run = _NO_RUN
+        self._known = NO_RUN
         source = self._index_sampler.source if order is None else order
         self.progress = Progress(source, int(self._base_seed), self._num_yielded)
         self._limit = 0 if order is None else self._most_ahead(order)
         self._requested = 0  # up to which request a known order was asked, or need not be
         self._ended = False  # the sampler has no more
-        self._is_fetched = False  # the arrays are gone: the rest is left to torch's fetcher
+        self._is_fetched = False  # the arrays are gone: torch's fetcher makes the rest
         self._queue: deque[_Entry] = deque()  # what is not delivered, in order
         slots_per_batch = len(self._plan.forms)
         self._slots.keep((min(self._window, AHEAD * 4) + self._held + 3) * slots_per_batch)
@@ -139,7 +116,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             if order is not None:
                 self._add_known(order)
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         """Starts the next epoch; a DataLoader with persistent workers calls it."""
         with self._lock:
             super()._reset(loader, first_iter)
@@ -157,7 +134,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 self._requested = order.next_draw(self._requested)
                 if self._requested >= count:
                     return
-                self._ended = True  # if it raises: a generator of torch's would be done for, too
+                self._ended = True  # stays if `request` raises, as a generator in torch would end
                 order.request(self._requested)
                 self._ended = self._requested >= order.batches
                 self._requested += 1
@@ -171,7 +148,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         except Exception as error:
             self._queue.append(_Entry(self._next_number(), None, None, 0, error))
         else:
-            self._add(self._next_number(), indices, (indices,), _is_submittable(indices))
+            self._add(self._next_number(), indices, (indices,), is_submittable(indices))
 
     def _next_number(self) -> int:
         """The number of the next batch for the queue.
@@ -185,19 +162,19 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             return
         number, size = self._next_number(), order.batch_size
         while len(self._queue) <= self._limit and number < order.batches:
-            first, (items, start, count), submits = self._run
+            first, (items, start, count), submits = self._known
             place = (number - first) * size
             if not 0 <= place < count:
                 try:
-                    self._run = _run_of(order, number)
+                    self._known = run_of_batches(order, number)
                 except Exception:
                     if self._queue:  # not before its place
                         return
                     order.batches = number
                     raise
                 continue
-            block = (items, start + place, min(size, count - place))
-            self._add(number, block, block, submits)
+            run = (items, start + place, min(size, count - place))
+            self._add(number, run, run, submits)
             number += 1
 
     def _most_ahead(self, order: Order) -> int:
@@ -205,12 +182,12 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         size = max(1, order.batch_size * self._plan.row_bytes)
         return max(2, min(self._window, MOST_BYTES_AHEAD // size))
 
-    def _add(self, number: int, indices: Any, arguments: Any, submits: bool) -> None:
+    def _add(self, number: int, indices: object, arguments: object, submits: bool) -> None:
         arrays, ticket = self._submit(arguments) if submits else (None, 0)
         self._queue.append(_Entry(number, indices, arrays, ticket, None))
 
     def _submit(self, arguments: Any) -> tuple[Arrays | None, int]:
-        """Has a batch gathered from where the arrays are now; (None, 0) if that cannot be done."""
+        """Gives a batch to the threads; returns (None, 0) if it cannot be gathered."""
         while not self._is_fetched:
             arrays = self._arrays or self._place()
             if arrays is None:
@@ -219,11 +196,11 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             ticket = arrays.gather.submit(*given)
             if ticket is not None:
                 return (arrays, ticket) if ticket else (None, 0)
-            self._arrays = None  # one has moved; those in the queue have what was there before
+            self._arrays = None  # a tensor has moved; batches in the queue read its old memory
         return None, 0
 
     def _place(self) -> Arrays | None:
-        """Finds out where the arrays are now; None if they cannot be gathered from any more."""
+        """Plans anew, as tensors may have moved; None if the dataset is not in arrays any more."""
         try:
             self._arrays = Arrays(self._plan, self._slots, self._num_workers)
             self._plan = self._arrays.plan
@@ -249,7 +226,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         )
         return items, start, count, outputs
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         if _C.is_recorded():
             return super()._next()  # under the name that torch's iterator has in profiles
         data = self._next_data()
@@ -273,7 +250,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
                 raise StopIteration
             return self._deliver(self._queue[0])
 
-    def _deliver(self, entry: _Entry) -> Any:
+    def _deliver(self, entry: _Entry) -> object:
         arrays, tensors = entry.arrays, None
         if arrays is not None:
             tensors = arrays.gather.take(entry.ticket)
@@ -292,11 +269,11 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         data = self._fetch(entry.indices)
         return pin_memory(data, self._pin_memory_device) if self._pin_memory else data
 
-    def bytes_of(self, batch: Any) -> int | None:
+    def bytes_of(self, batch: object) -> int | None:
         return self._bytes or super().bytes_of(batch)
 
-    def _fetch(self, indices: Any) -> Any:
-        """A batch that cannot be gathered, as torch fetches it; mostly it raises torch's error."""
+    def _fetch(self, indices: Any) -> object:
+        """Fetches a batch that cannot be gathered by torch's fetcher, whose errors are torch's."""
         if self._order is not None:
             items, start, count = indices
             part = items[start : start + count]
@@ -304,7 +281,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         return dataset_fetcher(self._dataset, self._collate_fn).fetch(indices)
 
     def _go_on_in_child(self) -> None:
-        """A forked child has none of the threads: it starts its own for what is in the queue."""
+        """In a forked child, which has none of the threads: starts new ones for the queue."""
         self._process = _process
         self._lock = threading.Lock()
         queue, self._queue, self._arrays = self._queue, deque(), None
@@ -331,20 +308,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         if self._process == _process and self._lock.acquire(blocking=False):
             try:
                 self._ended = True
-                self._order = None  # knows no more
+                self._order = None  # asked no more
                 self._stop()
             finally:
                 self._lock.release()
-
-
-def _is_submittable(indices: Any) -> bool:
-    """Whether a batch of indices can be handed to the threads; a tensor must be packed int64."""
-    if type(indices) is not torch.Tensor:
-        return type(indices) in (list, tuple)
-    return (
-        indices.dtype == torch.int64
-        and indices.dim() == 1
-        and indices.device.type == "cpu"
-        and indices.is_contiguous()
-        and not indices.is_neg()
-    )

@@ -1,4 +1,4 @@
-"""One array of a dataset: where its rows lie, and what a batch of them looks like."""
+"""A column: where the rows of one array lie, and what a batch of them looks like."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..._torch.held import NotHeld, hold
+from ..types import Array
 
 __all__ = [
     "AS_IS",
@@ -36,7 +37,7 @@ WIDENED = {
     ("int32", torch.int64): 13,
 }
 TO_FLOATS = 14
-ROW_NUMBERS = 15  # instead of a row, which one it is
+ROW_NUMBERS = 15  # the row's number instead of the row
 # the types of which floats are made, and their numbers in csrc/base/widen.h
 NUMBERS = {"bool": 0, "uint8": 0, "int8": 1, "int16": 2, "int32": 3}
 NUMBERS |= {"float16": 4, "bfloat16": 5, "float32": 6, "float64": 7}
@@ -47,7 +48,7 @@ POSITIONS, DOCUMENTS = 3, 6  # added to a number above: places in documents, and
 
 
 class NotArrays(Exception):  # noqa: N818 - it says why another way is taken, and is not an error
-    """Why a dataset cannot be read as arrays."""
+    """The dataset cannot be read as arrays; the message says why."""
 
 
 class Column:
@@ -106,14 +107,14 @@ class Column:
         self.floats: tuple[int, float, tuple[float, ...], tuple[float, ...]] | None = None
 
     @property
-    def spec(self) -> tuple[Any, ...]:
+    def spec(self) -> tuple[object, ...]:
         """What Gather takes for a field."""
         spec = (self.prototype, self.conversion, *self.boundary)
         return spec if self.floats is None else (*spec, self.floats)
 
     @property
     def is_current(self) -> bool:
-        """Whether the tensor is where it was, in the form that it had."""
+        """Whether the tensor still has its address, type, shape and strides."""
         if self.watched is None:
             return True
         is_there = self.watched.data_ptr() == self.address  # one that is not held moves with it
@@ -140,7 +141,7 @@ def is_packed(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bo
     return True
 
 
-def column_of(array: Any, name: str) -> Column:
+def column_of(array: object, name: str) -> Column:
     """The column of a tensor or a numpy array.
 
     Raises:
@@ -154,7 +155,7 @@ def column_of(array: Any, name: str) -> Column:
     raise NotArrays(f"{name} is a {type(array).__name__}, neither a tensor nor a numpy array")
 
 
-def check_array(array: Any, name: str) -> None:
+def check_array(array: object, name: str) -> None:
     """Whether torch can hold rows of `array`.
 
     Raises:
@@ -203,7 +204,7 @@ def _of_tensor(tensor: torch.Tensor, name: str) -> Column:
     return Column(prototype, owner.data_ptr(), stride, len(owner), owner, watched=tensor)
 
 
-def _place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
     strides = [s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1]
     return tensor.data_ptr(), tensor.dtype, tensor.shape, strides
 
@@ -217,7 +218,7 @@ def _fits_in_storage(tensor: torch.Tensor) -> bool:
     return end <= tensor.untyped_storage().nbytes()
 
 
-def _of_numpy(numpy: Any, array: Any, name: str) -> Column:
+def _of_numpy(numpy: Any, array: Array, name: str) -> Column:
     if array.ndim == 0:
         raise NotArrays(f"{name} has no rows")
     if not is_packed(array.shape[1:], array.strides[1:], array.itemsize):

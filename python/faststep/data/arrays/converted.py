@@ -1,20 +1,28 @@
-"""Arrays whose rows come out in another type, normalized if asked."""
+"""Arrays whose rows are converted to another type, and normalized if asked."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..types import Array
 from .columns import CONVERSIONS, NUMBERS, TO_FLOATS, WIDENED, Column, check_array, column_of
 
 __all__ = ["Converted", "check_leaf", "column_of_leaf", "converted", "row_of_leaf"]
 
+Numbers = float | Sequence[float] | torch.Tensor  # one, or one for each channel
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def converted(
-    array: Any, dtype: torch.dtype, *, scale: float = 1.0, mean: Any = None, std: Any = None
+    array: object,
+    dtype: torch.dtype,
+    *,
+    scale: float = 1.0,
+    mean: Numbers | None = None,
+    std: Numbers | None = None,
 ) -> Converted:
     """An array for ArrayDataset whose samples have another type, and are normalized if asked.
 
@@ -45,9 +53,16 @@ def converted(
 
 
 class Converted:
-    """What `converted` gives; `check` comes before all else."""
+    """The result of `converted`. `check` is called before all other methods."""
 
-    def __init__(self, array: Any, dtype: torch.dtype, scale: Any, mean: Any, std: Any) -> None:
+    def __init__(
+        self,
+        array: Array,
+        dtype: torch.dtype,
+        scale: float,
+        mean: Numbers | None,
+        std: Numbers | None,
+    ) -> None:
         self.array = array
         self.dtype = dtype
         self.scale, self.mean, self.std = scale, mean, std
@@ -65,7 +80,7 @@ class Converted:
         return str(self.dtype) == f"torch.{self._source}" and self._normal is None
 
     def check(self, name: str) -> None:
-        """Whether it can be done; keeps scale, mean and std as float32.
+        """Checks the arguments, and keeps scale, mean and std as float32.
 
         Raises:
             TypeError, ValueError: as `converted` says.
@@ -99,7 +114,7 @@ class Converted:
         return scale, mean.expand(form), std.expand(form)
 
     def row(self, index: int) -> torch.Tensor:
-        """A sample by torch's operators; its bits are those of a gathered one."""
+        """Converts one row with torch's operators, to the same bits as the C threads."""
         row = row_of_leaf(self.array, index)
         if self.dtype in FLOATS and not self._keeps_type:
             row = row.to(torch.float32)
@@ -126,7 +141,7 @@ class Converted:
         return column
 
 
-def _read_numbers(value: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+def _read_numbers(value: object, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """A number, or one per element of the first dimension, such that rows of `shape` take it."""
     try:
         if not isinstance(value, torch.Tensor):
@@ -144,7 +159,7 @@ def _read_numbers(value: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor
     return numbers.view(-1, *(1,) * (len(shape) - 1)) if numbers.dim() else numbers
 
 
-def check_leaf(leaf: Any, name: str) -> None:
+def check_leaf(leaf: object, name: str) -> None:
     """As check_array, for what ArrayDataset takes."""
     if isinstance(leaf, Converted):
         leaf.check(name)
@@ -152,7 +167,7 @@ def check_leaf(leaf: Any, name: str) -> None:
         check_array(leaf, name)
 
 
-def column_of_leaf(leaf: Any, name: str) -> Column:
+def column_of_leaf(leaf: object, name: str) -> Column:
     """As column_of, for what ArrayDataset takes."""
     return leaf.column(name) if isinstance(leaf, Converted) else column_of(leaf, name)
 

@@ -1,4 +1,4 @@
-"""How a dataset lies in arrays, as the tree of tables that csrc/io/table.h describes."""
+"""The plan by which C threads gather batches: a dataset as the tree of csrc/io/table.h."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from ... import _C
 from .array_dataset import ArrayDataset
+from .column_dataset import ColumnDataset
 from .columns import Column, NotArrays, column_of
 from .converted import column_of_leaf
 from .in_place import InPlace, images_of, row_numbers
 from .structure import LEAF, Structure
-from .tokens import TokenDataset
 
 __all__ = ["Arrays", "Plan"]
 
 ROWS, CHOSEN, JOINED = 0, 1, 2  # kinds of nodes
 READS_A_SAMPLE = ("__getitem__", "__getitems__", "__len__")
+PIECE = 1 << 14  # indices that are looked at together
 MOST_THREADS = 4  # without num_workers: more do not help memory that two or three saturate
 
 
-def _is(dataset: Any, base: type) -> bool:
+def _is(dataset: object, base: type) -> bool:
     """Whether the dataset reads its samples as `base` does: a subclass may do it differently."""
     return isinstance(dataset, base) and all(
         getattr(type(dataset), name, None) is getattr(base, name, None) for name in READS_A_SAMPLE
@@ -34,13 +35,19 @@ def _is(dataset: Any, base: type) -> bool:
 
 
 class Plan:
-    """The arrays behind a dataset.
+    """The columns of a dataset, and which of their rows are its samples.
+
+    Args:
+        dataset: of a loader.
+        for_threads: whether threads will gather by this plan, which then has a copy of the indices
+            of Subsets. Without, it only says what there is: `gather` is not called.
 
     Raises:
         NotArrays: it has samples that are not rows of arrays; says which and why.
     """
 
-    def __init__(self, dataset: Dataset[Any]) -> None:
+    def __init__(self, dataset: Dataset[object], for_threads: bool = True) -> None:
+        self._for_threads = for_threads
         self.structure = LEAF
         self.names: list[str] = []
         self.forms: tuple[Column, ...] = ()
@@ -48,20 +55,20 @@ class Plan:
         self.in_place: InPlace | None = None
         self._dataset = dataset
         self._columns: list[Column] = []
-        self._nodes: list[tuple[Any, ...]] = []
-        self._owners: list[Any] = []
+        self._nodes: list[tuple[object, ...]] = []
+        self._owners: list[object] = []
         self.length = self._add(dataset, "dataset")[1]
 
     @property
     def gathered(self) -> tuple[Column, ...]:
-        """What a batch of the threads has: numbers of rows for the field that stays in place."""
+        """The columns that the threads gather. A field that stays in place gives row numbers."""
         if self.in_place is None:
             return self.forms
         field = self.in_place.field
         return (*self.forms[:field], row_numbers(), *self.forms[field + 1 :])
 
     def leave_in_place(self, field: int) -> None:
-        """Let a batch have numbers of rows for a field of images, if a Compose can read these."""
+        """Gathers row numbers instead of a field of images, if a Compose can read the images."""
         of_rows = [node for node in self._nodes if node[0] == ROWS]
         images = images_of(self.forms[field]) if len(of_rows) == 1 else None
         if images is not None:
@@ -74,7 +81,7 @@ class Plan:
         return sum(math.prod(p.shape[1:]) * p.element_size() for p in prototypes)
 
     def again(self) -> Plan:
-        """The arrays as they are now.
+        """A new plan of the same dataset.
 
         Raises:
             NotArrays: as the constructor.
@@ -90,9 +97,9 @@ class Plan:
         return all(column.is_current for column in self._columns)
 
     def gather(self, slots: _C.Slots, workers: int) -> _C.Gather:
-        """Threads that gather batches: one per worker, within what the machine has.
+        """Starts the threads: one per worker, as far as there are cores.
 
-        Whoever waits for a batch copies too and needs a core; threads that wait for a file do not.
+        The consumer copies too, and needs a core. Threads that wait for a file need none.
         """
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         threads = min(cores if self.mapped else max(1, cores - 1), workers or MOST_THREADS)
@@ -107,7 +114,7 @@ class Plan:
         if _is(dataset, ArrayDataset):
             columns = tuple(column_of_leaf(array, f"{name}.{n}") for n, array in dataset.leaves)
             return self._add_rows(columns, dataset.structure, [n for n, _ in dataset.leaves], name)
-        if _is(dataset, TokenDataset):
+        if isinstance(dataset, ColumnDataset) and _is(dataset, dataset.reads_rows_as()):
             window, names = dataset.structure()
             rows = [self._add_rows(found, window, names, name) for found in dataset.columns()]
             return self._add_joined(rows)
@@ -122,7 +129,7 @@ class Plan:
             return self._add_joined(parts)
         raise NotArrays(f"{name} is a {type(dataset).__name__}, which is not known to be arrays")
 
-    def _add_node(self, length: int, *node: Any) -> tuple[int, int]:
+    def _add_node(self, length: int, *node: object) -> tuple[int, int]:
         self._nodes.append(node)
         return len(self._nodes) - 1, length
 
@@ -162,12 +169,15 @@ class Plan:
             sum(length for _, length in parts), JOINED, tuple(number for number, _ in parts)
         )
 
-    def _add_subset(self, dataset: Subset[Any], name: str) -> tuple[int, int]:
+    def _add_subset(self, dataset: Subset[object], name: str) -> tuple[int, int]:
         child, _ = self._add(dataset.dataset, f"{name}.dataset")
         indices: Any = dataset.indices
         if type(indices) is range:
             step = (0, indices.start, indices.step)
             return self._add_node(len(indices), CHOSEN, child, len(indices), *step)
+        if not self._for_threads:
+            _check_int64(indices, f"{name}.indices")
+            return self._add_node(len(indices), CHOSEN, child)
         chosen = _as_int64(indices, f"{name}.indices")
         self._owners.append(chosen)
         node = (CHOSEN, child, len(chosen), chosen.data_ptr(), 0, 0)
@@ -175,7 +185,7 @@ class Plan:
 
 
 class Arrays:
-    """A plan, and the threads that gather by it.
+    """A plan that is current, and the threads that gather by it.
 
     Raises:
         NotArrays: as Plan: the arrays may have moved since `plan` was made.
@@ -191,20 +201,44 @@ class Arrays:
 
 
 def _as_int64(indices: Any, name: str) -> torch.Tensor:
-    """A copy of the indices: the threads read them, and the user may change them."""
-    numpy = sys.modules.get("numpy")
+    """A copy of the indices: the threads read them, and the user may change them.
+
+    Raises:
+        NotArrays: they are not integers that can be read without Python's help.
+    """
     if type(indices) in (list, tuple):
         copied = torch.empty(len(indices), dtype=torch.int64, device="cpu")
         if _C.copy_indices(indices, copied):
             return copied
-    elif type(indices) is torch.Tensor:
-        if indices.dtype == torch.int64 and indices.dim() == 1 and indices.device.type == "cpu":
-            return indices.clone(memory_format=torch.contiguous_format)
-    elif (
-        numpy is not None
-        and type(indices) is numpy.ndarray
-        and indices.ndim == 1
-        and indices.dtype.kind == "i"
-    ):
+    elif _is_int64_tensor(indices):
+        return torch.clone(indices, memory_format=torch.contiguous_format)
+    elif _is_integer_array(indices):
         return torch.from_numpy(indices.astype("int64"))
-    raise NotArrays(f"{name} are not a list, range, tensor or array of plain integers")
+    raise _not_integers(name)
+
+
+def _check_int64(indices: Any, name: str) -> None:
+    """As `_as_int64`, without a copy of all."""
+    if type(indices) in (list, tuple):
+        piece = torch.empty(min(len(indices), PIECE), dtype=torch.int64, device="cpu")
+        for start in range(0, len(indices), PIECE):
+            part = indices[start : start + PIECE]
+            if not _C.copy_indices(part, piece[: len(part)]):
+                raise _not_integers(name)
+    elif not _is_int64_tensor(indices) and not _is_integer_array(indices):
+        raise _not_integers(name)
+
+
+def _is_int64_tensor(indices: Any) -> bool:
+    is_tensor = type(indices) is torch.Tensor and indices.dtype == torch.int64
+    return is_tensor and indices.dim() == 1 and indices.device.type == "cpu"
+
+
+def _is_integer_array(indices: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    is_array = numpy is not None and type(indices) is numpy.ndarray
+    return is_array and indices.ndim == 1 and indices.dtype.kind == "i"
+
+
+def _not_integers(name: str) -> NotArrays:
+    return NotArrays(f"{name} are not a list, range, tensor or array of plain integers")

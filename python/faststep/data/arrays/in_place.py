@@ -1,4 +1,4 @@
-"""Images that transforms read where the dataset has them: no batch of them is gathered before."""
+"""Images that transforms read directly from the dataset, without a gathered batch."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from ..transforms.rows import ImageRows
 from .columns import AS_IS, ROW_NUMBERS, Column
+from .image_rows import ImageRows
 
 __all__ = ["InPlace", "images_of", "row_numbers"]
 
@@ -19,7 +19,7 @@ MEMORY = ("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")  # what Linux maps as it
 
 @dataclass(frozen=True)
 class InPlace:
-    """The field of a batch that has numbers of rows, and all the images."""
+    """All images, and the field of a batch that gets row numbers instead of images."""
 
     field: int
     images: torch.Tensor
@@ -30,7 +30,7 @@ class InPlace:
 
 
 def row_numbers() -> Column:
-    """What is gathered instead of rows; the address and all else is that of the rows."""
+    """The column of row numbers that is gathered in the place of the images."""
     prototype = torch.empty(0, dtype=torch.int64, device="cpu")
     return Column(prototype, 0, 0, 0, None, conversion=ROW_NUMBERS)
 
@@ -38,7 +38,7 @@ def row_numbers() -> Column:
 def images_of(column: Column) -> torch.Tensor | None:
     """The rows of a column, if they are images in memory that a Compose takes.
 
-    Those of a file are None: threads that gather them wait for it ahead of the consumer.
+    Images in a file are None: threads that gather them read the file ahead of the consumer.
     """
     form = column.prototype
     if (

@@ -15,7 +15,7 @@ class Structure:
     """The containers around the leaves of a sample. A leaf itself has `kind` None."""
 
     kind: type | None
-    keys: tuple[Any, ...] = ()  # of a dict
+    keys: tuple[object, ...] = ()  # of a dict
     children: tuple[Structure, ...] = ()
 
     @functools.cached_property
@@ -23,7 +23,7 @@ class Structure:
         """Whether its batch is a list of all leaves."""
         return self.kind in (list, tuple) and all(child.kind is None for child in self.children)
 
-    def leaf_at(self, key: Any) -> int | None:
+    def leaf_at(self, key: object) -> int | None:
         """The number of the leaf that is `batch[key]`; None where that is none."""
         if self.kind is dict:
             places = [i for i, name in enumerate(self.keys) if name == key]
@@ -42,15 +42,17 @@ class Structure:
         found = {self.kind} if self.kind is not None else set()
         return found.union(*(child.container_types() for child in self.children))
 
-    def sample(self, leaves: Iterator[Any]) -> Any:
+    def sample(self, leaves: Iterator[object]) -> object:
         """A sample, in the containers it came in."""
         return self._build(leaves, tuple)
 
-    def batch(self, leaves: Iterator[Any]) -> Any:
+    def batch(self, leaves: Iterator[object]) -> object:
         """A batch, in the containers that torch's default_collate makes: tuples become lists."""
         return self._build(leaves, list)
 
-    def _build(self, leaves: Iterator[Any], of_tuple: Callable[[list[Any]], Any]) -> Any:
+    def _build(
+        self, leaves: Iterator[object], of_tuple: Callable[[list[object]], object]
+    ) -> object:
         if self.kind is None:
             return next(leaves)
         built = [child._build(leaves, of_tuple) for child in self.children]

@@ -1,1 +1,1 @@
-"""What happens to a batch on its way to the script: memory, copies to a device, transforms."""
+"""The way of a batch to the script: memory for it, copies to a device, transforms."""

@@ -1,15 +1,14 @@
-"""Copies of batches to one device, on a stream of their own.
+"""Copies of batches to a device, on a stream of their own.
 
-Between this stream and the consumer's there are events both ways, and nothing waits on the host:
+Events order the stream of the copies and the consumer's stream. The host never waits.
 
-- Device memory is allocated on the consumer's stream, so it is the consumer's like any other, and
-  what torch knows about its own tensors is all there is to know. The work before it that may still
-  use that memory is waited for by the copy: the event is recorded after the allocation, so
-  that it covers whatever was freed before, by any thread.
-- The consumer's stream waits for the copy when a batch is handed out. If that is another stream
-  than the one the memory is of, the memory is lent to it by `record_stream`.
-- A copy that has not passed keeps the host's memory, and the device's until it is handed out: so
-  batches may be dropped at any time.
+- Device memory is allocated on the consumer's stream, so torch's allocator treats it as any other
+  memory of that stream. Earlier work may still use the memory. The copy waits for that work: the
+  event for it is recorded after the allocation, and covers what any thread freed before.
+- The consumer's stream waits for the copy when a batch is delivered. If the consumer has changed
+  the stream since the allocation, `record_stream` tells torch about the new one.
+- A copy holds its host memory until it is done, and its device memory until delivery. Batches may
+  therefore be dropped at any time.
 """
 
 from __future__ import annotations
@@ -24,39 +23,44 @@ from typing import Any, Protocol
 import torch
 
 from ..._torch.optim import is_capturing
-from ..workers.arena import page_locked
 from .nest import convert
+from .page_locked import page_locked
 
 __all__ = ["Copier", "Copy", "copier_of"]
+
+
+# torch.cuda.Stream and torch.cuda.Event, or what stands for them on the CPU and in tests
+Stream = Any
+Event = Any
 
 
 class Streams(Protocol):
     """Streams and events of one device."""
 
     device: torch.device
-    copies: Any  # the stream of the copies
+    copies: Stream  # the stream of the copies
 
-    def current(self) -> Any:
+    def current(self) -> Stream:
         """The consumer's stream."""
 
-    def mark(self, stream: Any) -> Any:
-        """An event that passes when the work that the stream has by now is done."""
+    def mark(self, stream: Stream) -> Event:
+        """Records an event behind all work that the stream has."""
 
-    def wait(self, stream: Any, event: Any) -> None:
-        """Let what the stream gets from now on wait for the event."""
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Makes all later work of the stream wait for the event."""
 
-    def copying(self) -> AbstractContextManager[Any]:
-        """Within it, work goes to the stream of the copies."""
+    def copying(self) -> AbstractContextManager[object]:
+        """A context in which work goes to the stream of the copies."""
 
     def allocate(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Memory on the device, and the tensor where a copy to it can read; None if neither."""
+        """Device memory, and the page-locked source of the copy; None if it is no plain tensor."""
 
-    def move(self, item: Any) -> Any:
+    def move(self, item: Any) -> object:
         """The tensor or object on the device, by its own `to`."""
 
 
 class HostStreams:
-    """The CPU, where everything is done at once: nothing waits, and no tensor moves."""
+    """The CPU: nothing waits, and no tensor is copied."""
 
     class Passed:
         def query(self) -> bool:
@@ -68,10 +72,10 @@ class HostStreams:
     def current(self) -> None:
         return None
 
-    def mark(self, stream: Any) -> Passed:
+    def mark(self, stream: Stream) -> Passed:
         return self.Passed()
 
-    def wait(self, stream: Any, event: Any) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         pass
 
     def copying(self) -> AbstractContextManager[None]:
@@ -80,7 +84,7 @@ class HostStreams:
     def allocate(self, tensor: torch.Tensor) -> None:
         return None  # on another device: the copy from there has to be waited for
 
-    def move(self, item: Any) -> Any:
+    def move(self, item: Any) -> object:
         return item.to(self.device)
 
 
@@ -106,7 +110,7 @@ class CudaStreams:
     def wait(self, stream: torch.cuda.Stream, event: torch.cuda.Event) -> None:
         stream.wait_event(event)
 
-    def copying(self) -> AbstractContextManager[Any]:
+    def copying(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self.copies)
 
     def allocate(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -129,7 +133,7 @@ class CudaStreams:
             source = locked
         return target, source
 
-    def move(self, item: Any) -> Any:
+    def move(self, item: Any) -> object:
         if isinstance(item, torch.Tensor):
             return item.to(self.device, non_blocking=True)
         if not _accepts_non_blocking(item.to):
@@ -147,17 +151,17 @@ def _accepts_non_blocking(function: Any) -> bool:
 
 
 class Copy:
-    """A batch on its way."""
+    """A batch whose copy was started."""
 
     __slots__ = ("consumer", "data", "event", "later", "sources", "tensors")
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: Stream) -> None:
         self.consumer = consumer  # the stream that the memory is of
-        self.data: Any = None  # None once it is handed out
-        self.later: list[Any] = []  # what moves when it is handed out
+        self.data: object = None  # None after delivery
+        self.later: list[Any] = []  # leaves that are copied at delivery
         self.tensors: list[torch.Tensor] = []  # on the device
         self.sources: list[torch.Tensor] = []
-        self.event: Any = None
+        self.event: Event = None
 
 
 class Copier:
@@ -168,13 +172,13 @@ class Copier:
         self._pending: deque[Copy] = deque()  # in the order of the stream
         self._forgetting = threading.Lock()
 
-    def start(self, data: Any) -> Copy:
+    def start(self, data: object) -> Copy:
         """Start the copy of a batch."""
         streams = self.streams
         copy = Copy(streams.current())
         targets: list[torch.Tensor] = []
 
-        def place(item: Any) -> Any:
+        def place(item: object) -> object:
             if not isinstance(item, torch.Tensor):
                 copy.later.append(item)
                 return item
@@ -201,8 +205,8 @@ class Copier:
             self._pending.append(copy)
         return copy
 
-    def finish(self, copy: Copy) -> Any:
-        """Hand out a batch: the current stream waits for its copy."""
+    def finish(self, copy: Copy) -> object:
+        """Deliver a batch: the current stream waits for its copy."""
         streams = self.streams
         consumer = streams.current()
         streams.wait(consumer, copy.event)
@@ -221,7 +225,7 @@ class Copier:
         return data
 
     def forget_passed(self) -> None:
-        """Let go of what copies that are done have read."""
+        """Release the host memory of copies that are done."""
         if not self._forgetting.acquire(blocking=False):
             return  # another thread is about it
         try:

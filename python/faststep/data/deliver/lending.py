@@ -1,8 +1,8 @@
-"""Batches that a dataset fills row by row, so that collating them copies nothing.
+"""Memory of a batch, lent to the dataset that makes the samples: collating then copies nothing.
 
 A loader that collates by torch's default_collate lends memory while it fetches a batch. A dataset
-that makes several samples at once puts its tensors there, and stacking them is then to find out
-that they lie one after another.
+that makes several samples at once writes its tensors there. The collate function sees by the
+addresses that they are the rows of one batch, in order, and returns that batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import torch
 
 from ... import _C
 from ..._torch.loader import collate_stacking_by, collate_tensors, collates_as_default
-from ..workers.parcel import tensor_over, why_not_plain
+from ..resume.loader_stand_in import asked_ahead
+from ..types import CollateFn, Loader
+from .plain_tensors import tensor_over, why_not_plain
 
 __all__ = [
     "Lender",
@@ -34,7 +36,7 @@ _here = threading.local()  # .lender: of the loader that this thread fetches for
 
 
 class Samples(list[Any]):
-    """Samples with rows of one batch in them; a worker empties it when that has left."""
+    """Samples that are rows of one batch. A worker empties the list when the batch has left."""
 
 
 class Lender:
@@ -49,16 +51,16 @@ class Lender:
         self._batches: dict[int, torch.Tensor] = {}  # those that are lent, by address
 
     def begin(self) -> None:
-        """Datasets that this thread asks from now on get memory here."""
+        """Lends to the datasets that this thread reads from, from this call on."""
         _here.lender = self
 
     def forget(self) -> None:
-        """What was lent and not given back as a batch is the borrower's alone."""
+        """Forgets what was lent and did not come back as a batch: its borrower keeps it."""
         self._batches.clear()
 
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
-        """Lends to the datasets that this thread asks for a while."""
+        """Lends, within the context, to the datasets that this thread reads from."""
         before = getattr(_here, "lender", None)
         self.begin()
         try:
@@ -101,7 +103,7 @@ class Lender:
                 return None
         return self._batches.pop(start)
 
-    def stack(self, rows: Any, *, collate_fn_map: Any = None) -> torch.Tensor:
+    def stack(self, rows: Any, *, collate_fn_map: object = None) -> torch.Tensor:
         """torch's function for a list of tensors."""
         whole = self.whole(rows)
         return collate_tensors(rows) if whole is None else whole
@@ -137,7 +139,7 @@ class LentRows:
         channels, height, width = shape
         return channels * height * width, 1, width * channels, channels
 
-    def put(self, place: int, value: Any) -> Any:
+    def put(self, place: int, value: object) -> object:
         """`value` as row `place`; `value` itself if it is no plain tensor of the rows' form."""
         if not isinstance(value, torch.Tensor) or why_not_plain(value) is not None:
             return value
@@ -150,7 +152,7 @@ class LentRows:
 
 
 def copy_image(image: torch.Tensor, out: torch.Tensor) -> None:
-    """out.copy_(image); bytes of RGB that are brought to planes take a tenth of torch's time."""
+    """out.copy_(image). RGB bytes to planes take a tenth of torch's time."""
     pixels = image.permute(1, 2, 0) if image.dim() == 3 and len(image) == 3 else None
     if (
         pixels is not None
@@ -164,7 +166,7 @@ def copy_image(image: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def new_rows(count: int, channels_last: bool = False) -> LentRows | None:
-    """For `count` samples that a loader asks for at once; None if nobody lends memory."""
+    """Rows for `count` samples of one batch; None if no loader lends memory."""
     lender = getattr(_here, "lender", None)
     return None if lender is None else LentRows(lender, count, channels_last)
 
@@ -181,7 +183,7 @@ class LendingCollate:
         self.lender = Lender(take)
         self._collate = collate_stacking_by(self.lender.stack)
 
-    def __call__(self, samples: Any) -> Any:
+    def __call__(self, samples: object) -> object:
         return self._collate(samples)
 
     def for_thread(self) -> LendingCollate:
@@ -195,7 +197,7 @@ def lending_by(lender: Lender | None) -> contextlib.AbstractContextManager[None]
 
 
 class LendingIterator:
-    """Before one of torch's iterators that collate in this process: collates what was lent.
+    """A base class beside one of torch's iterators: collates lent rows in this process.
 
     `_lending` is set first, to what `lending_collate` gives for the loader.
     """
@@ -203,16 +205,16 @@ class LendingIterator:
     _lending: LendingCollate | None
 
     @property
-    def _collate_fn(self) -> Any:
+    def _collate_fn(self) -> CollateFn:
         return self._collate
 
     @_collate_fn.setter
-    def _collate_fn(self, collate_fn: Any) -> None:
+    def _collate_fn(self, collate_fn: CollateFn) -> None:
         self._collate = self._lending or collate_fn
 
 
-def lending_collate(loader: Any) -> LendingCollate | None:
-    """For a loader without worker processes, whose memory is used again.
+def lending_collate(loader: Loader) -> LendingCollate | None:
+    """The collate function that lends memory, for a loader without worker processes.
 
     None if nothing would be lent: only datasets with a true `fills_rows`, and torch's Subsets of
     these, ask for memory, and only with default_collate does nobody else see their samples.
@@ -226,6 +228,6 @@ def lending_collate(loader: Any) -> LendingCollate | None:
     if own.slots is None:
         own.slots = _C.Slots()
     slots: _C.Slots = own.slots
-    slots.keep(3 + loader.num_workers * (loader.prefetch_factor or 0))
+    slots.keep(3 + asked_ahead(loader))
     form = torch.empty(0, dtype=torch.uint8, device="cpu")
     return LendingCollate(lambda size: slots.empty(form, size))

@@ -1,4 +1,4 @@
-"""Batches as users nest them: a change of every leaf, with the containers that were there."""
+"""Nested batches: a function applied to every leaf, in containers of the same types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 __all__ = ["convert"]
 
 
-def convert(data: Any, change: Callable[[Any], Any]) -> Any:
+def convert(data: object, change: Callable[[object], object]) -> object:
     """`data` with `change` of each leaf, in containers as torch's pin_memory makes them.
 
     Leaves are tensors and objects with a method `to`; one that also has `pin_memory` is a leaf even
@@ -28,7 +28,7 @@ def convert(data: Any, change: Callable[[Any], Any]) -> Any:
     return change(data) if hasattr(data, "to") else data
 
 
-def _mapping(data: Any, items: dict[Any, Any]) -> Any:
+def _mapping(data: Any, items: dict[object, object]) -> object:
     """A mapping like `data`: a copy where that can be, as one may have more than its items."""
     try:
         if isinstance(data, MutableMapping):
@@ -40,7 +40,7 @@ def _mapping(data: Any, items: dict[Any, Any]) -> Any:
         return items
 
 
-def _sequence(data: Any, items: list[Any]) -> Any:
+def _sequence(data: Any, items: list[Any]) -> object:
     if isinstance(data, tuple):
         return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
     try:

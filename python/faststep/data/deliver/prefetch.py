@@ -1,21 +1,22 @@
-"""An epoch whose batches are on a device before they are asked for."""
+"""The iterator that copies batches to a device ahead of the script."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections import deque
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..resume.progress import Mark, Progress
+from ..resume.progress import EpochIterator, Mark, Progress
 from ..stats import Layer
+from ..types import Loader
 from .copies import Copier, Copy
 
 __all__ = ["DeviceIterator"]
 
 
 class _Ahead(NamedTuple):
-    """A batch that is not delivered."""
+    """A batch whose copy was started, or the error in its place."""
 
     copy: Copy | None
     error: Exception | None  # what stands in its place
@@ -35,8 +36,8 @@ class DeviceIterator(Layer):
 
     stage = "device"
 
-    def __init__(self, batches: Any, copier: Copier, ahead: int) -> None:
-        self._batches = batches
+    def __init__(self, batches: EpochIterator, copier: Copier, ahead: int) -> None:
+        self._batches: EpochIterator = batches
         self._copier = copier
         self._ahead = ahead
         self._lock = threading.Lock()
@@ -54,16 +55,16 @@ class DeviceIterator(Layer):
         return self._copier.streams.device.type == "cpu" and self._batches._pin_memory
 
     @property
-    def _pin_memory_device(self) -> Any:
+    def _pin_memory_device(self) -> str | None:
         return self._batches._pin_memory_device
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         """Starts the next epoch; a DataLoader with persistent workers calls it."""
         with self._lock:
             self._batches._reset(loader, first_iter)
             self._begin()
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         if self._process != os.getpid():  # another thread may have held it at the fork
             self._process, self._lock = os.getpid(), threading.Lock()
         with self._lock:
@@ -98,5 +99,5 @@ class DeviceIterator(Layer):
         else:
             self._queue.append(_Ahead(copy, None, self._batches.progress.mark()))
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> object:
         raise NotImplementedError(f"{type(self).__name__} cannot be pickled")

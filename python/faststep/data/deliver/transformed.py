@@ -1,17 +1,16 @@
-"""The batches of an iterator, each transformed when it is delivered."""
+"""The iterator that transforms each batch at delivery."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..._torch.loader import pin_memory
-from ..options import Own
-from ..resume.progress import Progress
+from ..resume.progress import EpochIterator, Progress
 from ..stats import Layer
 from ..transforms import Compose
+from ..types import CountsEpochs, Loader, Transform
 
 __all__ = ["Transformed", "seed_of"]
 
@@ -19,7 +18,7 @@ __all__ = ["Transformed", "seed_of"]
 def seed_of(base_seed: int, epoch: int, number: int) -> int:
     """The seed of a batch's random numbers: SplitMix64 (Steele, Lea & Flood 2014) over all three.
 
-    So many seeds that lie close together would not do: torch's generator takes 32 bits of one.
+    The inputs are small numbers close together, and torch's generator uses 32 bits of a seed.
     """
     mask = (1 << 64) - 1
     state = 0
@@ -32,7 +31,7 @@ def seed_of(base_seed: int, epoch: int, number: int) -> int:
 
 
 class Transformed(Layer):
-    """What an iterator of a DataLoader delivers, transformed by the one who asks for it.
+    """Delivers another iterator's batches, transformed in the thread that asks for them.
 
     The random numbers of a Compose depend on the epoch's base seed, which torch draws at its start,
     and on the batch's number: nothing else has to be kept to go on in the middle of an epoch.
@@ -46,12 +45,13 @@ class Transformed(Layer):
 
     stage = "transforms"
 
-    def __init__(self, iterator: Any, transforms: Callable[[Any], Any], own: Own) -> None:
-        self._batches = iterator
+    def __init__(self, iterator: EpochIterator, transforms: Transform, own: CountsEpochs) -> None:
+        self._batches: EpochIterator = iterator
         self._transforms = transforms
         self._own = own
         self._epoch = own.epoch
-        self._base_seed = int(getattr(iterator, "_batches", iterator)._base_seed)
+        of_host: Any = getattr(iterator, "_batches", iterator)
+        self._base_seed = int(of_host._base_seed)
         self._generator = torch.Generator()
 
     @property
@@ -59,13 +59,13 @@ class Transformed(Layer):
         progress: Progress = self._batches.progress
         return progress
 
-    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None:
         """Starts the next epoch; a DataLoader with persistent workers calls it."""
         self._batches._reset(loader, first_iter)
         self._epoch += 1
         self._own.epoch = self._epoch
 
-    def _next(self) -> Any:
+    def _next(self) -> object:
         batch = next(self._batches)
         if isinstance(self._transforms, Compose):
             batch = self._transforms(batch, generator=self._seeded())

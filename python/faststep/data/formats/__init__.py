@@ -1,4 +1,4 @@
-"""Datasets in files: one module per format, and `open`, which picks it by the content."""
+"""Datasets in files: one module per format, and `open`, which tells the format by the content."""
 
 from .arrow import ArrowDataset
 from .common import FormatError

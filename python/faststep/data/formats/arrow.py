@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch.utils.data import ConcatDataset, Dataset
 
+from ..types import Array, Handle, Transform
 from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular
 from .mapped import MappedArrays
 from .tables import Form, GroupedDataset, chosen_columns, fixed_rows, form_of, is_fixed
@@ -19,8 +19,8 @@ def open_arrow(
     path: PathLike,
     *,
     columns: Sequence[str] | None = None,
-    transform: Callable[[Any], Any] | None = None,
-) -> Dataset[Any]:
+    transform: Transform | None = None,
+) -> Dataset[object]:
     """The rows of an Arrow IPC file or stream, as the `datasets` library writes them.
 
     An ArrayDataset, or a ConcatDataset of one for each record batch, if all columns are numbers or
@@ -62,7 +62,7 @@ class ArrowDataset(GroupedDataset):
         path: PathLike,
         *,
         columns: Sequence[str] | None = None,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Transform | None = None,
     ) -> None:
         name = os.fspath(path)
         batches = _opened(name)
@@ -75,17 +75,17 @@ class ArrowDataset(GroupedDataset):
         schema = self._handle()[0].schema
         return all(is_fixed(schema.field(name).type) for name in self.columns)
 
-    def _open_handle(self) -> Any:
+    def _open_handle(self) -> object:
         batches = _opened(self.path)
         columns = [name for name in self.columns if name in batches.schema.names]
         check_unchanged(self.path, self._form, _form(batches, columns, self.path))
         return batches, self._new_cache()
 
     @staticmethod
-    def _close_handle(handle: Any) -> None:
+    def _close_handle(handle: Handle) -> None:
         handle[1].clear()  # the file is unmapped when the last array over it is gone
 
-    def _read_group(self, handle: Any, group: int) -> Any:
+    def _read_group(self, handle: Handle, group: int) -> Handle:
         return handle.get(group).select(self.columns)
 
     def _group_name(self, group: int) -> str:
@@ -99,7 +99,7 @@ class _Batches:
         arrow = library("pyarrow", "parquet")
         ipc = library("pyarrow.ipc", "parquet")
         self.buffer = arrow.memory_map(path).read_buffer()
-        self._stream: list[Any] | None = None
+        self._stream: list[object] | None = None
         if self.buffer.slice(0, 6).to_pybytes() == b"ARROW1":
             self._reader = ipc.open_file(self.buffer)
             self.count = self._reader.num_record_batches
@@ -109,10 +109,10 @@ class _Batches:
             self.count = len(self._stream)
         self.schema = self._reader.schema
 
-    def get(self, number: int) -> Any:
+    def get(self, number: int) -> Handle:
         return self._reader.get_batch(number) if self._stream is None else self._stream[number]
 
-    def holds(self, rows: Any) -> bool:
+    def holds(self, rows: Array) -> bool:
         """Whether a numpy array lies in the file."""
         first = rows.ctypes.data - self.buffer.address
         return not rows.size or 0 <= first <= self.buffer.size - rows.nbytes

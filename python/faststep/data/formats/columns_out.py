@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..types import Handle
 from .common import FormatError
 
 __all__ = ["FieldWriter"]
@@ -56,7 +57,7 @@ class FieldWriter:
         self._count = 0  # values
         self._rows = 0
 
-    def add(self, value: Any, record: str) -> None:
+    def add(self, value: object, record: str) -> None:
         """Adds the value of one record: a tensor, array, number, str or bytes."""
         rows = as_rows(value, self.name, record)
         if self._first is None:
@@ -69,7 +70,7 @@ class FieldWriter:
         self._note(len(rows.items), 1)
         self._write(rows.items)
 
-    def add_block(self, values: Any) -> None:
+    def add_block(self, values: object) -> None:
         """Adds many records: a tensor or array with one in each row."""
         if isinstance(values, torch.Tensor):
             stored = as_rows(values, self.name, "")
@@ -128,7 +129,7 @@ class FieldWriter:
         return entry
 
     @staticmethod
-    def _sync_and_close(file: Any) -> None:
+    def _sync_and_close(file: Handle) -> None:
         file.flush()
         os.fsync(file.fileno())
         file.close()
@@ -144,7 +145,7 @@ def _text(rows: Rows) -> str:
     return kind if kind in ("text", "bytes") else f"{dtype} of the shape ({shape})"
 
 
-def as_rows(value: Any, name: str, record: str) -> Rows:
+def as_rows(value: object, name: str, record: str) -> Rows:
     """A value as it is stored."""
     import numpy
 

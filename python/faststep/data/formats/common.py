@@ -8,7 +8,9 @@ import importlib
 import os
 import stat
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
+
+from ..types import Handle
 
 __all__ = [
     "SHOWN",
@@ -31,7 +33,7 @@ class FormatError(ValueError):
     """A file is not what it should be; the message names it and, if there is one, the record."""
 
 
-def library(name: str, extra: str) -> Any:
+def library(name: str, extra: str) -> Handle:
     """The module `name`, which comes with an extra of faststep.
 
     Raises:
@@ -96,7 +98,7 @@ def position(index: int, length: int, name: str) -> int:
     return at
 
 
-def check_unchanged(path: str, was: Any, now: Any) -> None:
+def check_unchanged(path: str, was: object, now: object) -> None:
     """Compares what a dataset knows of a file with the file as it is opened anew.
 
     Raises:

@@ -38,7 +38,7 @@ def convert(
     force: bool = False,
     image_size: int | None = None,
     report: Report | None = None,
-    **options: Any,
+    **options: object,
 ) -> int:
     """Writes a dataset to a directory of .npy files with a manifest, which `open` reads back.
 
@@ -85,14 +85,14 @@ def convert(
     return count
 
 
-def _open_source(path: str, options: dict[str, Any]) -> Dataset[Any]:
+def _open_source(path: str, options: dict[str, object]) -> Dataset[object]:
     if os.path.isfile(path) and format_of(path).name == "npz":
         options = {"read": True, **options}
     return open_any(path, **options)
 
 
 def _write(
-    dataset: Dataset[Any], name: str, place: Place, image_size: int | None, report: Report
+    dataset: Dataset[object], name: str, place: Place, image_size: int | None, report: Report
 ) -> int:
     writers = _Writers(place)
     try:
@@ -120,7 +120,7 @@ class _Writers(list[FieldWriter]):
         super().__init__()
         self._place = place
 
-    def begin(self, leaves: list[tuple[str, Any]]) -> None:
+    def begin(self, leaves: list[tuple[str, object]]) -> None:
         """Adds the writers. No file has the name of one that stays in the destination."""
         taken = {name.partition(".")[0] for name in self._place.others}
         for name, _ in leaves:
@@ -133,7 +133,7 @@ class _Writers(list[FieldWriter]):
             self.append(FieldWriter(self._place.folder, stem, name))
 
 
-def _array_parts(dataset: Dataset[Any]) -> list[ArrayDataset] | None:
+def _array_parts(dataset: Dataset[object]) -> list[ArrayDataset] | None:
     """The datasets whose arrays can be copied, one after another, without a look at samples."""
     parts: list[Any] = [*dataset.datasets] if type(dataset) is ConcatDataset else [dataset]
     if any(type(part) not in (ArrayDataset, MappedArrays) for part in parts):
@@ -144,7 +144,7 @@ def _array_parts(dataset: Dataset[Any]) -> list[ArrayDataset] | None:
     return parts if all(form == forms[0] for form in forms) else None
 
 
-def _forms(dataset: ArrayDataset) -> list[Any]:
+def _forms(dataset: ArrayDataset) -> list[object]:
     return [(array.dtype, tuple(array.shape[1:])) for _, array in dataset.leaves]
 
 
@@ -168,7 +168,7 @@ def _write_blocks(
 
 
 def _write_samples(
-    samples: Generator[Any, None, None],
+    samples: Generator[object, None, None],
     total: int | None,
     name: str,
     writers: _Writers,
@@ -200,8 +200,8 @@ def _length(dataset: Any) -> int | None:
 
 
 def _samples(
-    dataset: Any, length: int | None, image_size: int | None, name: str
-) -> Generator[Any, None, None]:
+    dataset: object, length: int | None, image_size: int | None, name: str
+) -> Generator[object, None, None]:
     """All samples in their order, images of one size if asked for."""
     for number, sample in enumerate(_read(dataset, length)):
         if image_size is None:
@@ -224,13 +224,13 @@ def _is_image(value: Any) -> bool:
     return is_tensor and value.dtype == torch.uint8 and value.dim() == 3 and len(value) == 3
 
 
-def _kind(value: Any) -> str:
+def _kind(value: object) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
-def _read(dataset: Any, length: int | None) -> Iterator[Any]:
+def _read(dataset: Any, length: int | None) -> Iterator[object]:
     if length is None:
         yield from dataset
     elif hasattr(dataset, "__getitems__"):

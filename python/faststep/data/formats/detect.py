@@ -77,10 +77,10 @@ class Format(NamedTuple):
 
     name: str
     fits: Callable[[bytes, int], bool]
-    opener: Callable[..., Dataset[Any]]
+    opener: Callable[..., Dataset[object]]
     many: bool = False
 
-    def open(self, path: str | list[str], options: dict[str, Any]) -> Dataset[Any]:
+    def open(self, path: str | list[str], options: dict[str, object]) -> Dataset[Any]:
         """The dataset.
 
         Raises:
@@ -119,7 +119,7 @@ FORMATS = [
 ]
 
 
-def open(path: PathLike | Sequence[PathLike], **options: Any) -> Dataset[Any]:
+def open(path: PathLike | Sequence[PathLike], **options: object) -> Dataset[Any]:
     """The dataset in a file, a directory or a list of files, whatever its format.
 
     Args:
@@ -168,7 +168,7 @@ def format_of(path: str) -> Format:
     )
 
 
-def _open_files(paths: list[str], options: dict[str, Any]) -> Dataset[Any]:
+def _open_files(paths: list[str], options: dict[str, object]) -> Dataset[object]:
     if not paths:
         raise FormatError("no file was given")
     kinds = [format_of(path) for path in paths]
@@ -181,7 +181,7 @@ def _open_files(paths: list[str], options: dict[str, Any]) -> Dataset[Any]:
     return parts[0] if len(parts) == 1 else ConcatDataset(parts)
 
 
-def _open_folder(path: str, options: dict[str, Any]) -> Dataset[Any]:
+def _open_folder(path: str, options: dict[str, object]) -> Dataset[object]:
     names = sorted(name for name in os.listdir(path) if not name.startswith("."))
     if MANIFEST in names:
         return CONVERTED.open(path, options)

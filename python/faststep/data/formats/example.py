@@ -42,9 +42,9 @@ def parse_example(data: bytes) -> dict[str, Any]:
 Reader = Callable[[memoryview, int, int], Any]
 
 
-def _named(view: memoryview, number: int, read: Reader) -> dict[str, Any]:
+def _named(view: memoryview, number: int, read: Reader) -> dict[str, object]:
     """The map in one field of the record, whose values `read` makes."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for start, end in _messages(view, 0, len(view), number):
         for entry_start, entry_end in _messages(view, start, end, 1):
             name, value = _entry(view, entry_start, entry_end, read)
@@ -94,7 +94,7 @@ def _messages(view: memoryview, at: int, end: int, wanted: int) -> Iterator[tupl
             yield start, stop
 
 
-def _entry(view: memoryview, at: int, end: int, read: Reader) -> tuple[str, Any]:
+def _entry(view: memoryview, at: int, end: int, read: Reader) -> tuple[str, object]:
     name, value = "", None
     for number, wire, start, stop in _fields(view, at, end):
         if wire == BYTES and number == 1:
@@ -104,12 +104,12 @@ def _entry(view: memoryview, at: int, end: int, read: Reader) -> tuple[str, Any]
     return name, [] if value is None else value
 
 
-def _feature_list(view: memoryview, at: int, end: int) -> list[Any]:
+def _feature_list(view: memoryview, at: int, end: int) -> list[object]:
     return [_feature(view, start, stop) for start, stop in _messages(view, at, end, 1)]
 
 
-def _feature(view: memoryview, at: int, end: int) -> Any:
-    found: Any = []
+def _feature(view: memoryview, at: int, end: int) -> object:
+    found: object = []
     for number, wire, start, stop in _fields(view, at, end):
         if number in VALUE_KINDS and wire == BYTES:
             read = (_bytes_list, _float_list, _int64_list)[number - 1]

@@ -10,21 +10,22 @@ from typing import Any
 
 from torch.utils.data import Dataset
 
+from ..types import Handle, State, Transform
 from .common import PathLike, position
 
 __all__ = ["FileDataset", "RecordDataset"]
 
 _living: weakref.WeakSet[FileDataset] = weakref.WeakSet()
 # A forked child neither uses nor closes what its parent opened: libraries keep locks there.
-_left_behind: list[Any] = []
+_left_behind: list[object] = []
 
 
-def _close_all(handles: dict[int, Any], close: Callable[[Any], None]) -> None:
+def _close_all(handles: dict[int, object], close: Callable[[object], None]) -> None:
     while handles:
         close(handles.popitem()[1])
 
 
-def _close_one(handles: dict[int, Any], key: int, close: Callable[[Any], None]) -> None:
+def _close_one(handles: dict[int, object], key: int, close: Callable[[object], None]) -> None:
     handle = handles.pop(key, None)
     if handle is not None:
         close(handle)
@@ -55,17 +56,17 @@ class FileDataset(Dataset[Any]):
     def _prepare(self) -> None:
         self._lock = threading.Lock()
         self._own = threading.local()
-        self._handles: dict[int, Any] = {}
+        self._handles: dict[int, object] = {}
         self._end = weakref.finalize(self, _close_all, self._handles, self._close_handle)
 
-    def _open_handle(self) -> Any:
+    def _open_handle(self) -> object:
         raise NotImplementedError
 
     @staticmethod
-    def _close_handle(handle: Any) -> None:
+    def _close_handle(handle: Handle) -> None:
         handle.close()
 
-    def _handle(self) -> Any:
+    def _handle(self) -> Handle:
         key = threading.get_ident() if self.per_thread else 0
         handle = self._handles.get(key)
         if handle is None:
@@ -89,17 +90,17 @@ class FileDataset(Dataset[Any]):
         with self._lock:
             _close_all(self._handles, self._close_handle)
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         own = ("_lock", "_own", "_handles", "_end")
         return {k: v for k, v in vars(self).items() if k not in own}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         vars(self).update(state)
         self._prepare()
         _living.add(self)
@@ -121,18 +122,18 @@ class RecordDataset(FileDataset):
     Subclasses define `__len__` and `_read`.
     """
 
-    def __init__(self, path: PathLike, transform: Callable[[Any], Any] | None) -> None:
+    def __init__(self, path: PathLike, transform: Transform | None) -> None:
         super().__init__(path)
         self.transform = transform
 
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def _read(self, places: Sequence[int]) -> list[Any]:
+    def _read(self, places: Sequence[int]) -> list[object]:
         """The samples of these records, counted from 0, before their transform."""
         raise NotImplementedError
 
-    def _samples(self, indices: Sequence[int]) -> list[Any]:
+    def _samples(self, indices: Sequence[int]) -> list[object]:
         places = [position(int(index), len(self), self.path) for index in indices]
         samples = self._read(places)
         return samples if self.transform is None else [*map(self.transform, samples)]

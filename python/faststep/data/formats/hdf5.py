@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from ..types import Array, Handle, Transform
 from .common import (
     FormatError,
     PathLike,
@@ -30,7 +31,7 @@ def open_hdf5(
     path: PathLike,
     *,
     columns: Sequence[str] | None = None,
-    transform: Callable[[Any], Any] | None = None,
+    transform: Transform | None = None,
     external: bool = False,
 ) -> MappedArrays | HDF5Dataset:
     """The rows of the arrays in an HDF5 file: mapped if all of them are contiguous.
@@ -77,7 +78,7 @@ class HDF5Dataset(RecordDataset):
         path: PathLike,
         *,
         columns: Sequence[str] | None = None,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Transform | None = None,
         external: bool = False,
     ) -> None:
         super().__init__(path, transform)
@@ -91,13 +92,13 @@ class HDF5Dataset(RecordDataset):
         lengths = {name: shape[0] for name, (shape, _) in self._arrays.items()}
         self.length = same_rows(self.path, lengths, "columns")
 
-    def _opened(self) -> Any:
+    def _opened(self) -> Handle:
         h5py = library("h5py", "hdf5")
         open_regular(self.path).close()
         with naming(self.path):
             return h5py.File(self.path, "r", rdcc_nbytes=CHUNK_CACHE)
 
-    def _open_handle(self) -> Any:
+    def _open_handle(self) -> Handle:
         file = self._opened()
         try:
             self._check_places(file)
@@ -107,14 +108,14 @@ class HDF5Dataset(RecordDataset):
             raise
         return file
 
-    def _shapes(self, file: Any) -> dict[str, tuple[tuple[int, ...], str]]:
+    def _shapes(self, file: Handle) -> dict[str, tuple[tuple[int, ...], str]]:
         with naming(self.path, RuntimeError):
             return {name: (file[name].shape, str(file[name].dtype)) for name in self.columns}
 
-    def _all_arrays(self, file: Any) -> list[str]:
+    def _all_arrays(self, file: Handle) -> list[str]:
         found: list[str] = []
 
-        def visit(name: str, item: Any) -> None:
+        def visit(name: str, item: Handle) -> None:
             if hasattr(item, "shape") and item.shape:
                 found.append(name)
 
@@ -122,12 +123,12 @@ class HDF5Dataset(RecordDataset):
             file.visititems(visit)
         return found
 
-    def _check_places(self, file: Any) -> None:
+    def _check_places(self, file: object) -> None:
         for name in () if self.external else self.columns:
             with naming(f"{self.path}: {name!r}", RuntimeError):
                 refuse_other_files(file, name, self.path)
 
-    def _check(self, file: Any, name: str) -> None:
+    def _check(self, file: Handle, name: str) -> None:
         with naming(f"{self.path}: {name!r}", RuntimeError):
             if name not in file or not getattr(file[name], "shape", None):
                 raise FormatError(f"{self.path}: there is no array {name!r}")
@@ -141,26 +142,26 @@ class HDF5Dataset(RecordDataset):
     def __len__(self) -> int:
         return self.length
 
-    def _read(self, places: Sequence[int]) -> list[Any]:
+    def _read(self, places: Sequence[int]) -> list[object]:
         file = self._handle()
         fields = [self._rows(file, name, places) for name in self.columns]
         return [dict(zip(self.columns, row, strict=True)) for row in zip(*fields, strict=True)]
 
-    def _rows(self, file: Any, name: str, places: Sequence[int]) -> list[Any]:
+    def _rows(self, file: Handle, name: str, places: Sequence[int]) -> list[object]:
         """The rows at `places`, which are read from the lowest to the highest."""
         with naming(f"{self.path}: {name!r}", RuntimeError):
             array = file[name]
             kind = _kind(array.dtype)
             source = array.asstr() if kind == "text" else array
-        rows: list[Any] = [None] * len(places)
+        rows: list[object] = [None] * len(places)
         ranked = sorted(range(len(places)), key=places.__getitem__)
         for run in _runs([places[i] for i in ranked], array.chunks[0] if array.chunks else 1):
             first, last = places[ranked[run.start]], places[ranked[run.stop - 1]]
             what = f"record {first}" if first == last else f"records {first} to {last}"
             with naming(f"{self.path}: {name!r}, {what}", RuntimeError):
-                block = source[first : last + 1]
+                span = source[first : last + 1]
                 for i in ranked[run.start : run.stop]:
-                    rows[i] = _value(block[places[i] - first], kind)
+                    rows[i] = _value(span[places[i] - first], kind)
         return rows
 
 
@@ -173,7 +174,7 @@ def _kind(dtype: Any) -> str | None:
     return "number" if inner.kind in "biufc" and inner.itemsize <= LARGEST[inner.kind] else None
 
 
-def _value(row: Any, kind: str | None) -> Any:
+def _value(row: Any, kind: str | None) -> object:
     import numpy
 
     if kind == "text":
@@ -196,7 +197,7 @@ def _runs(places: list[int], chunk: int) -> list[range]:
     return runs
 
 
-def _mapped(dataset: HDF5Dataset, name: str) -> Any:
+def _mapped(dataset: HDF5Dataset, name: str) -> Array:
     """The array's rows in the file, mapped; None if they do not lie there so."""
     import numpy
 

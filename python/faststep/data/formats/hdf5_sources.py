@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from ..types import Handle
 from .common import FormatError, library
 
 __all__ = ["refuse_other_files"]
@@ -11,7 +10,7 @@ __all__ = ["refuse_other_files"]
 MOST_LINKS = 100  # on the way to one array
 
 
-def refuse_other_files(file: Any, name: str, path: str) -> None:
+def refuse_other_files(file: object, name: str, path: str) -> None:
     """
     Raises:
         FormatError: the array is read from other files, through an external link, external storage
@@ -20,7 +19,7 @@ def refuse_other_files(file: Any, name: str, path: str) -> None:
     _refuse(file, name, f"{path}: {name!r}", set())
 
 
-def _refuse(file: Any, name: str, place: str, seen: set[str]) -> None:
+def _refuse(file: object, name: str, place: str, seen: set[str]) -> None:
     array = _found(file, name, place)
     if array is None or not hasattr(array, "shape") or array.name in seen:
         return
@@ -35,7 +34,7 @@ def _refuse(file: Any, name: str, place: str, seen: set[str]) -> None:
         _refuse(file, source.dset_name, place, seen)
 
 
-def _found(file: Any, name: str, place: str) -> Any:
+def _found(file: object, name: str, place: str) -> Handle:
     """What a name stands for, link by link; None if there is nothing."""
     h5py = library("h5py", "hdf5")
     found, parts, links = file, name.split("/")[::-1], 0

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset
 
 from ..deliver.lending import LentRows, Samples, copy_image, new_rows
+from ..types import Transform
 from .common import PathLike, library, naming, open_regular, position
 from .jpeg import decoder_name, jpeg_decoder
 
@@ -169,8 +170,8 @@ class ImageFolder(Dataset[Any]):
     def __init__(
         self,
         root: PathLike,
-        transform: Callable[[torch.Tensor], Any] | None = None,
-        target_transform: Callable[[int], Any] | None = None,
+        transform: Callable[[torch.Tensor], object] | None = None,
+        target_transform: Transform | None = None,
         *,
         decoder: str = "auto",
         min_size: int | None = None,
@@ -215,7 +216,7 @@ class ImageFolder(Dataset[Any]):
         rows = new_rows(len(indices), self.channels_last)
         return Samples(self._sample(index, rows, i) for i, index in enumerate(indices))
 
-    def _sample(self, index: int, rows: LentRows | None, place: int) -> tuple[Any, Any]:
+    def _sample(self, index: int, rows: LentRows | None, place: int) -> tuple[object, object]:
         path, target = self.samples[position(index, len(self.samples), self.root)]
         with open_regular(path) as file:
             data = file.read()

@@ -1,4 +1,4 @@
-"""Decoders of JPEG that write to memory that they are given: simplejpeg, and libturbojpeg itself.
+"""JPEG decoders that write to given memory: simplejpeg, and the system's libturbojpeg.
 
 Both are libjpeg-turbo, as Pillow's decoder is: the pixels are the same. They stop where libjpeg
 warns, and Pillow decides then: it reads what can be repaired, and refuses what is cut off.
@@ -13,6 +13,7 @@ import sys
 import threading
 from typing import Any, Protocol
 
+from ..types import Array, Handle
 from .common import library
 
 __all__ = ["DECODERS", "JpegDecoder", "decoder_name", "jpeg_decoder"]
@@ -27,7 +28,7 @@ class JpegDecoder(Protocol):
     def size(self, data: bytes, min_size: int | None) -> tuple[int, int] | None:
         """(height, width) of the pixels; None if this is not for it to decode."""
 
-    def decode(self, data: bytes, pixels: Any) -> bool:
+    def decode(self, data: bytes, pixels: object) -> bool:
         """Fills `pixels`, a packed uint8 array (height, width, 3); False if it cannot."""
 
 
@@ -52,7 +53,7 @@ class SimpleJpeg:
             return None
         return None if colours in ("CMYK", "YCCK") else scaled(height, width, min_size)
 
-    def decode(self, data: bytes, pixels: Any) -> bool:
+    def decode(self, data: bytes, pixels: Array) -> bool:
         height, width = pixels.shape[:2]
         try:
             self._module.decode_jpeg(data, "RGB", min_height=height, min_width=width, buffer=pixels)
@@ -79,7 +80,7 @@ class TurboJpeg:
         self._library = _turbojpeg()
         self._own = threading.local()  # a decompressor serves one thread
 
-    def _decompressor(self) -> Any:
+    def _decompressor(self) -> Handle:
         found = getattr(self._own, "decompressor", None)
         if found is None:
             found = self._own.decompressor = _Decompressor(self._library)
@@ -93,7 +94,7 @@ class TurboJpeg:
             return None  # no height: the data end before the header does
         return scaled(height.value, width.value, min_size)
 
-    def decode(self, data: bytes, pixels: Any) -> bool:
+    def decode(self, data: bytes, pixels: Array) -> bool:
         height, width = pixels.shape[:2]
         failed = self._library.tjDecompress2(
             self._decompressor(),
@@ -112,7 +113,7 @@ class TurboJpeg:
 class _Decompressor:
     """libturbojpeg's state of one thread, which ends with it."""
 
-    def __init__(self, turbojpeg: Any) -> None:
+    def __init__(self, turbojpeg: Handle) -> None:
         self._destroy = turbojpeg.tjDestroy
         self.handle = turbojpeg.tjInitDecompress()
         if not self.handle:
@@ -124,7 +125,7 @@ class _Decompressor:
 
 
 @functools.cache
-def _turbojpeg() -> Any:
+def _turbojpeg() -> Handle:
     names = {"darwin": ["libturbojpeg.dylib", "libturbojpeg.0.dylib"], "win32": ["turbojpeg.dll"]}
     for name in names.get(sys.platform, ["libturbojpeg.so.0", "libturbojpeg.so"]):
         try:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 
+from ..types import Handle, Transform
 from .common import FormatError, PathLike, library, naming, open_regular, position
 from .handles import RecordDataset
 
@@ -19,11 +19,11 @@ META = struct.Struct("<16xII8xQI92xQQ")  # magic, version, map size, page size, 
 MAGIC = 0xBEEFC0DE
 
 # A process may open an environment once only: datasets of the same path share it.
-_open: dict[str, tuple[Any, int]] = {}
+_open: dict[str, tuple[Handle, int]] = {}
 _lock = threading.Lock()
 
 
-def _acquire(path: str) -> Any:
+def _acquire(path: str) -> Handle:
     lmdb = library("lmdb", "lmdb")
     with _lock:
         environment, users = _open.get(path, (None, 0))
@@ -84,7 +84,7 @@ class LMDBDataset(RecordDataset):
         path: PathLike,
         *,
         keys: Sequence[bytes | str] | None = None,
-        transform: Callable[[bytes], Any] | None = None,
+        transform: Transform | None = None,
     ) -> None:
         library("lmdb", "lmdb")
         super().__init__(os.path.realpath(path), transform)
@@ -98,11 +98,11 @@ class LMDBDataset(RecordDataset):
         self._ends = torch.tensor([len(key) for key in chosen], dtype=torch.int64).cumsum(0)
         self._keys = b"".join(chosen)
 
-    def _open_handle(self) -> Any:
+    def _open_handle(self) -> object:
         return _acquire(self.path), self.path
 
     @staticmethod
-    def _close_handle(handle: Any) -> None:
+    def _close_handle(handle: Handle) -> None:
         _release(handle[1])
 
     def _all_keys(self) -> list[bytes]:
@@ -121,7 +121,7 @@ class LMDBDataset(RecordDataset):
     def __len__(self) -> int:
         return len(self._ends)
 
-    def _read(self, places: Sequence[int]) -> list[Any]:
+    def _read(self, places: Sequence[int]) -> list[object]:
         lmdb = library("lmdb", "lmdb")
         keys = [self.key(place) for place in places]
         values = []

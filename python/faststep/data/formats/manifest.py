@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,7 +68,9 @@ def _leaves(structure: Structure) -> int:
     return sum(_leaves(child) for child in structure.children)
 
 
-def write_manifest(folder: str, length: int, structure: Any, fields: list[dict[str, Any]]) -> None:
+def write_manifest(
+    folder: str, length: int, structure: object, fields: list[dict[str, Any]]
+) -> None:
     """Writes the manifest beside the arrays, and waits until the disk has it."""
     with open(os.path.join(folder, MANIFEST), "w", encoding="utf-8") as file:
         head = {"format": FORMAT, "version": VERSION, "length": length}
@@ -103,7 +106,7 @@ class RaggedArrays(Dataset[Any]):
         """Name, kind and number of the values of each field."""
         return [(field.name, field.kind, field.length) for field in self.fields]
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return _reopened, (self.path, self.form())
 
 
@@ -207,7 +210,7 @@ def open_manifest(path: PathLike) -> MappedArrays | RaggedArrays:
         return MappedArrays(data, open_manifest, folder)
 
 
-def _reopened(path: str, form: Any) -> Any:
+def _reopened(path: str, form: object) -> Any:
     dataset = open_manifest(path)
     check_unchanged(path, form, dataset.form())
     return dataset

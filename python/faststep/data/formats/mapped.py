@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..arrays.array_dataset import ArrayDataset
+from ..types import Array
 from .common import (
     FormatError,
     PathLike,
@@ -42,7 +43,7 @@ class MappedArrays(ArrayDataset):
         opener: makes it again, from `arguments`, of which the first is the file, or has a `path`.
     """
 
-    def __init__(self, data: Any, opener: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, data: object, opener: Callable[..., Any], *arguments: Any) -> None:
         super().__init__(data)
         self._again = opener, arguments
 
@@ -54,14 +55,14 @@ class MappedArrays(ArrayDataset):
         return [(name, str(array.dtype), tuple(array.shape)) for name, array in self.leaves]
 
 
-def _reopened(opener: Callable[..., Any], arguments: tuple[Any, ...], form: Any) -> Any:
+def _reopened(opener: Callable[..., Any], arguments: tuple[Any, ...], form: object) -> object:
     dataset = opener(*arguments)
     now = dataset.form() if isinstance(dataset, MappedArrays) else type(dataset).__name__
     check_unchanged(getattr(arguments[0], "path", arguments[0]), form, now)
     return dataset
 
 
-def map_npy(path: str) -> Any:
+def map_npy(path: str) -> Array:
     """The array in a .npy file, mapped."""
     import numpy
 
@@ -159,7 +160,7 @@ def _safetensors_again(path: str, columns: Sequence[str] | None) -> MappedArrays
     return open_safetensors(path, columns=columns)
 
 
-def viewed_as(array: Any, dtype: torch.dtype) -> Any:
+def viewed_as(array: Array, dtype: torch.dtype) -> Array:
     """A mapped numpy array of integers, seen as a type that numpy does not have."""
     import numpy
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from ..types import Handle, Transform
 from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular
 from .shards import shard_names
 from .tables import Form, GroupedDataset, chosen_columns, form_of
@@ -38,7 +38,7 @@ class ParquetDataset(GroupedDataset):
         paths: PathLike | Sequence[PathLike],
         *,
         columns: Sequence[str] | None = None,
-        transform: Callable[[Any], Any] | None = None,
+        transform: Transform | None = None,
     ) -> None:
         self.paths = shard_names(paths)
         self._forms: list[Form] = []
@@ -54,11 +54,11 @@ class ParquetDataset(GroupedDataset):
         super().__init__(", ".join(self.paths[:3]), names, transform, groups)
         self._file_ends = list(itertools.accumulate(map(len, lengths)))
 
-    def _open_handle(self) -> Any:
+    def _open_handle(self) -> object:
         return {}, self._new_cache()
 
     @staticmethod
-    def _close_handle(handle: Any) -> None:
+    def _close_handle(handle: Handle) -> None:
         for file in handle[0].values():
             file.close()
 
@@ -66,13 +66,13 @@ class ParquetDataset(GroupedDataset):
         file = bisect.bisect_right(self._file_ends, group)
         return file, group - (self._file_ends[file - 1] if file else 0)
 
-    def _read_group(self, handle: Any, group: int) -> Any:
+    def _read_group(self, handle: Handle, group: int) -> Handle:
         number, inside = self._locate(group)
         if number not in handle:
             handle[number] = self._unchanged(number)
         return handle[number].read_row_group(inside, columns=self.columns, use_threads=False)
 
-    def _unchanged(self, number: int) -> Any:
+    def _unchanged(self, number: int) -> Handle:
         file = _opened(self.paths[number])
         try:
             columns = [name for name in self.columns if name in file.schema_arrow.names]
@@ -87,7 +87,7 @@ class ParquetDataset(GroupedDataset):
         return f"{self.paths[number]}: row group {inside}"
 
 
-def _opened(path: str) -> Any:
+def _opened(path: str) -> Handle:
     arrow = library("pyarrow", "parquet")
     parquet = library("pyarrow.parquet", "parquet")
     open_regular(path).close()
@@ -95,7 +95,7 @@ def _opened(path: str) -> Any:
         return parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
 
 
-def _form(file: Any, columns: Sequence[str]) -> Form:
+def _form(file: Handle, columns: Sequence[str]) -> Form:
     groups = range(file.metadata.num_row_groups)
     lengths = [file.metadata.row_group(i).num_rows for i in groups]
     return form_of(file.schema_arrow, columns, lengths)

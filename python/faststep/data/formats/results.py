@@ -1,4 +1,4 @@
-"""Where `convert` puts its result: in the place of an earlier one, and of nothing else."""
+"""The directory of a result of `convert`. It replaces an earlier result and nothing else."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..types import State
 from .common import SHOWN, FormatError, PathLike
 
 __all__ = ["ShardedStream", "shard_names"]
@@ -144,7 +145,7 @@ class ShardedStream(IterableDataset[Any]):
         """Of one file, from number `first` on; what is before is not decoded."""
         raise NotImplementedError
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         rank, world_size = self._place()  # a spawned worker does not know them
         return {**vars(self), "rank": rank, "world_size": world_size}
 
@@ -157,9 +158,9 @@ class _Reading(Iterator[Any]):
         self._epoch: int | None = None  # known with the first sample, or from a state
         self._paths: list[str] | None = None
         self._shard = self._sample = 0
-        self._samples: Iterator[Any] | None = None  # of the file that is being read
+        self._samples: Iterator[object] | None = None  # of the file that is being read
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._paths is None:
             self._epoch = self._stream.epoch if self._epoch is None else self._epoch
             self._paths = self._stream.shards(self._epoch)
@@ -178,7 +179,7 @@ class _Reading(Iterator[Any]):
             self._shard, self._sample, self._samples = self._shard + 1, 0, None
         raise StopIteration
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> State:
         """For `load_state_dict` of a new iterator; small."""
         return {
             "epoch": self._epoch,
@@ -187,7 +188,7 @@ class _Reading(Iterator[Any]):
             "sample": self._sample,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: State) -> None:
         """Goes on in the epoch of the state, whatever `set_epoch` has set.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Rows of tables that come in groups: Parquet's row groups, Arrow's record batches."""
+"""Tables whose rows are stored in groups: Parquet's row groups, Arrow's record batches."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..types import Array, Handle, Transform
 from .common import FormatError, library, naming
 from .handles import RecordDataset
 
@@ -18,7 +19,7 @@ __all__ = ["Form", "GroupedDataset", "chosen_columns", "fixed_rows", "form_of", 
 CACHED_GROUPS = 2  # per thread; more would be a copy of the file
 
 
-def chosen_columns(schema: Any, columns: Sequence[str] | None, path: str) -> list[str]:
+def chosen_columns(schema: Handle, columns: Sequence[str] | None, path: str) -> list[str]:
     """The columns to read, of types that have a place in a sample.
 
     Raises:
@@ -45,17 +46,17 @@ class Form(NamedTuple):
     group_lengths: list[int]
 
 
-def form_of(schema: Any, columns: Sequence[str], group_lengths: Sequence[int]) -> Form:
+def form_of(schema: Handle, columns: Sequence[str], group_lengths: Sequence[int]) -> Form:
     """The form of a file with these groups."""
     return Form([(name, str(schema.field(name).type)) for name in columns], [*group_lengths])
 
 
-def _is_number(kind: Any) -> bool:
+def _is_number(kind: object) -> bool:
     types = library("pyarrow", "parquet").types
     return bool(types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind))
 
 
-def _is_list(kind: Any) -> bool:
+def _is_list(kind: object) -> bool:
     types = library("pyarrow", "parquet").types
     return bool(types.is_list(kind) or types.is_large_list(kind))
 
@@ -79,7 +80,7 @@ def _is_readable(kind: Any) -> bool:
     return is_fixed(kind) or any(is_one(kind) for is_one in _strings())
 
 
-def _strings() -> list[Callable[[Any], bool]]:
+def _strings() -> list[Callable[[object], bool]]:
     """Tests for the types of texts and bytes; older releases of pyarrow lack some."""
     types = library("pyarrow", "parquet").types
     names = [f"is_{size}{kind}" for size in ("", "large_") for kind in ("string", "binary")]
@@ -87,7 +88,7 @@ def _strings() -> list[Callable[[Any], bool]]:
     return [getattr(types, name) for name in names if hasattr(types, name)]
 
 
-def fixed_rows(array: Any) -> Any:
+def fixed_rows(array: Array) -> Array:
     """The rows of a column of numbers or fixed lists as a numpy array, without a copy if possible.
 
     Returns None for other types, and where a value is missing.
@@ -106,12 +107,12 @@ def fixed_rows(array: Any) -> Any:
 class _Values:
     """The values of one column in one group."""
 
-    def __init__(self, array: Any) -> None:
+    def __init__(self, array: Array) -> None:
         types = library("pyarrow", "parquet").types
         if types.is_dictionary(array.type):
             array = array.dictionary_decode()
-        self.valid: Any = None
-        self.places: Any = None
+        self.valid: Array = None
+        self.places: Array = None
         if array.null_count:
             self.valid = array.is_valid().to_numpy(zero_copy_only=False)
             self.places = self.valid.cumsum() - 1  # among the values that are there
@@ -145,7 +146,7 @@ class _Values:
         return self.array[int(row)].as_py()
 
 
-def _tensor(rows: Any) -> torch.Tensor:
+def _tensor(rows: object) -> torch.Tensor:
     import numpy
 
     return torch.from_numpy(numpy.array(rows))
@@ -169,14 +170,14 @@ class GroupedDataset(RecordDataset):
         self,
         path: str,
         columns: list[str],
-        transform: Callable[[Any], Any] | None,
+        transform: Transform | None,
         lengths: Iterable[int],
     ) -> None:
         super().__init__(path, transform)
         self.columns = columns
         self.ends = list(itertools.accumulate(lengths))
 
-    def _read_group(self, handle: Any, group: int) -> Any:
+    def _read_group(self, handle: object, group: int) -> Handle:
         """A RecordBatch or Table of the columns."""
         raise NotImplementedError
 
@@ -186,18 +187,18 @@ class GroupedDataset(RecordDataset):
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
 
-    def _read(self, places: Sequence[int]) -> list[Any]:
+    def _read(self, places: Sequence[int]) -> list[object]:
         groups: dict[int, list[tuple[int, int]]] = {}
         for i, at in enumerate(places):
             groups.setdefault(bisect.bisect_right(self.ends, at), []).append((i, at))
-        samples: list[Any] = [None] * len(places)
+        samples: list[object] = [None] * len(places)
         for group, wanted in groups.items():
             values, before = self._group(group), self.ends[group - 1] if group else 0
             for i, at in wanted:
                 samples[i] = self._sample(group, values, at - before)
         return samples
 
-    def _sample(self, group: int, values: dict[str, _Values], row: int) -> dict[str, Any]:
+    def _sample(self, group: int, values: dict[str, _Values], row: int) -> dict[str, object]:
         sample = {}
         for name, column in values.items():
             try:
@@ -227,7 +228,7 @@ class GroupedDataset(RecordDataset):
         return OrderedDict()
 
 
-def _one_array(column: Any) -> Any:
+def _one_array(column: Array) -> Array:
     if not hasattr(column, "chunks"):
         return column
     return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

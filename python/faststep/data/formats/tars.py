@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ..types import Handle, Parse, Transform
 from .common import FormatError, PathLike, naming, open_regular
 from .images import decode_image
 from .mapped import BAD_HEADER
@@ -22,7 +23,7 @@ from .shards import ShardedStream
 
 __all__ = ["BASIC", "TarDataset", "decode_npy"]
 
-BLOCK = 512
+TAR_BLOCK = 512  # bytes, as the format calls it
 PIECE = 1 << 20  # bytes; how much more memory than there is data a wrong length may ask for
 MOST_UNPACKED = 1 << 30  # bytes of a file in gzip
 
@@ -38,7 +39,7 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8")
 
 
-BASIC: Mapping[str, Callable[[bytes], Any]] = {
+BASIC: Mapping[str, Parse] = {
     **dict.fromkeys(("cls", "cls2", "count", "id", "index", "inx"), int),
     **dict.fromkeys(("json", "jsn"), json.loads),
     **dict.fromkeys(("txt", "text", "transcript"), _text),
@@ -76,9 +77,9 @@ class TarDataset(ShardedStream):
         self,
         paths: PathLike | Sequence[PathLike],
         *,
-        decoders: Mapping[str, Callable[[bytes], Any]] = BASIC,
+        decoders: Mapping[str, Parse] = BASIC,
         columns: Sequence[str] | None = None,
-        transform: Callable[[dict[str, Any]], Any] | None = None,
+        transform: Transform | None = None,
         **options: Any,
     ) -> None:
         super().__init__(paths, **options)
@@ -95,7 +96,7 @@ class TarDataset(ShardedStream):
             decoded = {name: self._decoded(sample[name], name, place) for name in names}
             yield decoded if self.transform is None else self.transform(decoded)
 
-    def _decoded(self, data: Any, name: str, place: str) -> Any:
+    def _decoded(self, data: Any, name: str, place: str) -> object:
         if name == "__key__":
             return data
         with naming(f"{place}, field {name!r}", *BAD_HEADER, ArithmeticError, zlib.error):
@@ -134,8 +135,8 @@ def _read_pieces(read: Callable[[int], bytes], size: int, at_once: int = PIECE) 
     return bytes(found)
 
 
-def _grouped(path: str) -> Iterator[dict[str, Any]]:
-    sample: dict[str, Any] = {}
+def _grouped(path: str) -> Iterator[dict[str, object]]:
+    sample: dict[str, object] = {}
     for name, data in _files(path):
         folder, base = posixpath.split(name)
         stem, _, field = base.partition(".")
@@ -160,7 +161,7 @@ class _Watched:
         at_once: as for `_read_pieces`.
     """
 
-    def __init__(self, file: Any, at_once: int) -> None:
+    def __init__(self, file: Handle, at_once: int) -> None:
         self.last = b""
         self._file = file
         self._at_once = at_once
@@ -182,7 +183,7 @@ def _files(path: str) -> Iterator[tuple[str, bytes]]:
         raw.seek(0)
         size = os.fstat(raw.fileno()).st_size
         unpacked: Any = gzip.GzipFile(fileobj=raw) if packed else raw
-        file: Any = _Watched(unpacked, PIECE if packed else size)
+        file: Handle = _Watched(unpacked, PIECE if packed else size)
         with naming(path, tarfile.TarError, zlib.error):
             archive = tarfile.TarFile(fileobj=file)
         with archive:
@@ -213,5 +214,5 @@ def _content(file: _Watched, member: tarfile.TarInfo) -> bytes | None:
 
 
 def _check_end(file: _Watched) -> None:
-    if len(file.last) != BLOCK or file.last.strip(b"\0"):
+    if len(file.last) != TAR_BLOCK or file.last.strip(b"\0"):
         raise ValueError("the archive ends here without its mark of the end, or goes on damaged")

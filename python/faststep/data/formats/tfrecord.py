@@ -1,15 +1,16 @@
-"""TFRecord files, by index or as a stream, with all checksums looked at."""
+"""TFRecord files, by index or as a stream. All checksums are verified."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 
 from ... import _C
+from ..types import Parse, State
 from .common import FormatError, PathLike, naming, open_regular, position
 from .example import parse_example
 from .shards import ShardedStream, shard_names
@@ -17,7 +18,7 @@ from .shards import ShardedStream, shard_names
 __all__ = ["TFRecordDataset", "TFRecordStream", "begins_a_record"]
 
 HEAD, TAIL = 12, 4
-BLOCK = 4096  # records that one call finds
+AT_ONCE = 4096  # records that one call finds
 FAULTS = {
     1: "the file ends in the record's length",
     2: "the checksum of the record's length is wrong",
@@ -60,7 +61,7 @@ class _File:
     def data(self, start: int, length: int) -> bytes:
         return bytes(self.items[start : start + length].data)
 
-    def parsed(self, number: int, start: int, length: int, parse: Callable[[bytes], Any]) -> Any:
+    def parsed(self, number: int, start: int, length: int, parse: Parse) -> object:
         with naming(f"{self.path}: record {number}, at byte {start - HEAD}"):
             return parse(self.data(start, length))
 
@@ -81,9 +82,7 @@ class TFRecordDataset(Dataset[Any]):
         FormatError: a record is damaged; names the file, the record and the byte where it begins.
     """
 
-    def __init__(
-        self, paths: PathLike | Sequence[PathLike], parse: Callable[[bytes], Any] = parse_example
-    ) -> None:
+    def __init__(self, paths: PathLike | Sequence[PathLike], parse: Parse = parse_example) -> None:
         self.paths = shard_names(paths)
         self.parse = parse
         self._map()
@@ -111,10 +110,10 @@ class TFRecordDataset(Dataset[Any]):
             )
         return file.parsed(number, start, length, self.parse)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {k: v for k, v in vars(self).items() if k != "_files"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         vars(self).update(state)
         self._map()
 
@@ -123,7 +122,7 @@ def _index(file: _File) -> torch.Tensor:
     """Start and length of each record's data."""
     parts, at, number = [torch.empty(0, dtype=torch.int64)], 0, 0
     while at < file.size:
-        places = torch.empty(2 * BLOCK, dtype=torch.int64)
+        places = torch.empty(2 * AT_ONCE, dtype=torch.int64)
         found, at = file.scan(at, number, False, places)
         parts.append(places[: 2 * found])
         number += found
@@ -145,7 +144,7 @@ class TFRecordStream(ShardedStream):
     def __init__(
         self,
         paths: PathLike | Sequence[PathLike],
-        parse: Callable[[bytes], Any] = parse_example,
+        parse: Parse = parse_example,
         **options: Any,
     ) -> None:
         super().__init__(paths, **options)

@@ -1,1 +1,1 @@
-"""Which sample comes when: the draws of torch's samplers, repeated."""
+"""Which indices an epoch has: computed ahead as torch's samplers draw them, or asked for."""

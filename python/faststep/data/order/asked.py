@@ -1,4 +1,4 @@
-"""Samplers whose order is not known ahead: they are asked, and begun again to go on."""
+"""Samplers whose order cannot be known ahead: they are asked for one batch at a time."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 
 from torch.utils.data import BatchSampler
 
-from ..resume.stateful import Pace, begin, is_stateful, items_of, opened, snapshot, states_of
+from ..types import State
 from .base import other_epoch
 from .draws import generator_of, noting, repeating
 from .of_sampler import epoch_of, parts_of
+from .stateful import Pace, begin, is_stateful, items_of, opened, snapshot, states_of
 
 __all__ = ["AskedOrder", "asked_by", "length_of", "state_between_epochs"]
 
 
-class AskedOrder(Iterator[Any]):
+class AskedOrder(Iterator[object]):
     """An index sampler that is asked for one batch after another, as torch does.
 
-    To go on in its epoch it loads its own state if it keeps one. Else its indices are drawn again,
-    from the same random states, and dropped.
+    To resume, a sampler that keeps a state loads it. Any other one draws its indices again, from
+    the same random states, and those that were delivered are dropped.
 
     Args:
         sampler: the index sampler: of batches, or with batch_size=None of samples.
@@ -30,9 +31,7 @@ class AskedOrder(Iterator[Any]):
         state: what `state_after` or `finished_state` returned; None for a new epoch.
     """
 
-    def __init__(
-        self, sampler: Any, ahead: int, every: int | None, state: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, sampler: Any, ahead: int, every: int | None, state: State | None) -> None:
         self.batch_size: int = sampler.batch_size if type(sampler) is BatchSampler else 0
         self._drop_last = self.batch_size > 0 and sampler.drop_last
         self._asked = asked_by(sampler)
@@ -40,25 +39,28 @@ class AskedOrder(Iterator[Any]):
         self._ahead, self._pace = ahead, Pace(every)
         self._states = None if state is None else state.get("states")
         self._resumes = state is not None and "items_yielded" in state
-        self._draws: dict[str, Any] = {"iter": {}, "first": {}}  # and what was drawn from for it
+        self._draws: State = {
+            "iter": {},
+            "first": {},
+        }  # random states before `iter` and before the first item
         self._before = 0  # items delivered before the epoch was taken up again
-        self._skips = 0  # items that are given again
+        self._skips = 0  # items to drop, as they were delivered before
         self._epoch = epoch_of(self._asked)
         if state is not None and self._resumes:
             self._before = state["items_yielded"]
             self._skips = state.get("since", self._before)
             self._epoch = state.get("epoch")
             self._draws.update({key: dict(noted) for key, noted in state["draws"].items()})
-        self._given = self.position = 0  # items and batches, since
+        self._given = self.position = 0  # items and batches given since then
         self._snapshots: deque[tuple[int, int, bytes]] = deque()  # batches, items; states
         self._iterator: Any = None
-        self._items: Iterator[Any] = iter(())
+        self._items: Iterator[object] = iter(())
         self._started = self._ended = False
         self._is_fresh = False  # whether the iterator was begun anew, and not asked yet
         if not self.batch_size:
             self._begin()  # torch's BatchSampler does so for its first batch
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         if self._ended:
             raise StopIteration
         items = self._take() if self._started else self._take_first()
@@ -73,7 +75,7 @@ class AskedOrder(Iterator[Any]):
         states, self._states = self._states, None
         self._is_fresh = states is None or states["ended"] is None or not self._resumes
         noted = self._draws["iter"]
-        # within a first batch, which puts back what is drawn for it
+        # with a batch size `_take_first` calls this, and puts the generators back itself
         put_back = not self.batch_size
         with repeating(noted, self._own, put_back) if noted else noting(noted, self._own):
             iterator = begin(self._asked, states)
@@ -84,7 +86,7 @@ class AskedOrder(Iterator[Any]):
         self._items = items_of(self._iterator)
         self._keep()
 
-    def _take_first(self) -> list[Any]:
+    def _take_first(self) -> list[object]:
         noted = self._draws["first"]
         with repeating(noted, self._own) if noted or self._skips else noting(noted, self._own):
             if self._iterator is None:
@@ -104,7 +106,7 @@ class AskedOrder(Iterator[Any]):
                 "gave before the state was saved"
             )
 
-    def _take(self) -> list[Any]:
+    def _take(self) -> list[object]:
         if not self.batch_size:
             return [next(self._iterator)]
         batch = [*islice(self._items, self.batch_size)]
@@ -117,7 +119,7 @@ class AskedOrder(Iterator[Any]):
         return is_stateful(self._asked) or is_stateful(self._iterator)
 
     def _keep(self) -> None:
-        """Takes a sampler's own state now, where it will be too late at the delivery."""
+        """Takes the sampler's state, which is of another position when the batch is delivered."""
         if not self._ahead or not self._keeps_state():
             return
         if self._snapshots and not self._pace.is_due():
@@ -126,7 +128,7 @@ class AskedOrder(Iterator[Any]):
         self._snapshots.append((self.position, self._given - self._skips, states))
         self.forget(self.position - self._ahead)
 
-    def _states_now(self) -> dict[str, Any]:
+    def _states_now(self) -> State:
         return states_of(self._asked, self._iterator, None if self._is_fresh else self._ended)
 
     def forget(self, batches: int) -> None:
@@ -134,7 +136,7 @@ class AskedOrder(Iterator[Any]):
         while len(self._snapshots) > 1 and self._snapshots[1][0] <= batches:
             self._snapshots.popleft()
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int) -> State:
         """What is needed to go on after so many batches of those since the epoch was taken up."""
         given = self._given if batches == self.position else batches * (self.batch_size or 1)
         state = {**self._identity(), "items_yielded": self._before + given, "draws": {}}
@@ -153,29 +155,29 @@ class AskedOrder(Iterator[Any]):
             draws["first"].setdefault("own", self._own.get_state())
         return {**state, "draws": {key: noted for key, noted in draws.items() if noted}}
 
-    def _states_before(self, batches: int) -> tuple[int, dict[str, Any]]:
+    def _states_before(self, batches: int) -> tuple[int, State]:
         """The newest state of the sampler that is not of a later place, and its items."""
         for drawn, given, states in reversed(self._snapshots):
             if drawn <= batches:
                 return given, opened(states)
         return self._given - self._skips, opened(snapshot(self._states_now))
 
-    def finished_state(self) -> dict[str, Any]:
+    def finished_state(self) -> State:
         """What is needed for the next epoch."""
         return state_between_epochs(self._asked, self._iterator)
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> State:
         return {"sampler": type(self._asked).__name__, "length": length_of(self._asked)}
 
 
-def asked_by(sampler: Any) -> Any:
+def asked_by(sampler: object) -> Any:
     """Who is asked for an index sampler: torch's BatchSampler asks another one."""
     return sampler.sampler if type(sampler) is BatchSampler else sampler
 
 
-def state_between_epochs(asked: Any, iterator: Any = None) -> dict[str, Any]:
+def state_between_epochs(asked: object, iterator: object = None) -> State:
     """What a sampler needs to begin its next epoch, after the one of `iterator`."""
-    state: dict[str, Any] = {"sampler": type(asked).__name__, "length": length_of(asked)}
+    state: State = {"sampler": type(asked).__name__, "length": length_of(asked)}
     epoch, own = epoch_of(asked), generator_of(*parts_of(asked))
     if epoch is not None:
         state["epoch"] = epoch

@@ -1,4 +1,4 @@
-"""The order of an epoch, where it is known ahead of the batches."""
+"""The order of an epoch, if it can be known before its batches are asked for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
-__all__ = ["Block", "ListOrder", "Order", "SequentialOrder", "other_epoch"]
+from ..types import State
 
-BLOCK = 1 << 14  # indices computed at a time, where they are
+__all__ = ["ListOrder", "Order", "Run", "SequentialOrder", "other_epoch"]
 
-Block = tuple[Any, int, int]  # a list or an int64 tensor; the first place in it; how many
+AT_ONCE = 1 << 14  # indices computed at a time, where they are
+
+Run = tuple[Any, int, int]  # indices: a list or an int64 tensor; the first place in it; how many
 
 
 class Order:
@@ -23,17 +25,15 @@ class Order:
         state: what `state` returned in the epoch to go on with; None for a new one.
     """
 
-    in_lists = False  # blocks are lists, not tensors
+    in_lists = False  # runs are lists, not tensors
 
-    def __init__(
-        self, sampler: Any, batch_size: int, drop_last: bool, state: dict[str, Any] | None
-    ) -> None:
+    def __init__(self, sampler: Any, batch_size: int, drop_last: bool, state: State | None) -> None:
         self.sampler = sampler
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.drawn = False
         self.skipped = 0  # samples that were delivered before this epoch was taken up again
-        self.state: dict[str, Any] = {"sampler": type(sampler).__name__}
+        self.state: State = {"sampler": type(sampler).__name__}
         if state is not None:
             self._load(state)
             self.skipped = state["samples_yielded"]
@@ -42,6 +42,7 @@ class Order:
         self.batches = self._samples // batch_size + (left > 0 and not drop_last)
         # the request at which torch's sampler would run to its end
         self._last = max(0, self.batches if drop_last or not left else self.batches - 1)
+        self._complete_state()
 
     def request(self, batch: int) -> None:
         """Draws what torch's sampler draws when it is asked for this batch, which come in order."""
@@ -57,7 +58,7 @@ class Order:
             return 0
         return self._last if batch <= self._last else max(batch, self.batches)
 
-    def block(self, batch: int, batches: int = 1) -> Block:
+    def run(self, batch: int, batches: int = 1) -> Run:
         """The indices of a batch, or of some from that on."""
         start = batch * self.batch_size
         return self._indices(start, min(batches * self.batch_size, self._samples - start))
@@ -66,21 +67,24 @@ class Order:
         """Samples in the first batches, those before them included."""
         return self.skipped + min(self._samples, batches * self.batch_size)
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int) -> State:
         return {**self.state, "samples_yielded": self.samples_in(batches)}
 
-    def finished_state(self) -> dict[str, Any]:
+    def finished_state(self) -> State:
         return dict(self.state)
 
-    def _must_equal(self, state: dict[str, Any], key: str, value: Any, what: str) -> None:
+    def _must_equal(self, state: State, key: str, value: object, what: str) -> None:
         if state.get(key) != value:
             raise ValueError(
                 f"this state is of {what} {state.get(key)!r}, and the loader's is {value!r}"
             )
         self.state[key] = value
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: State) -> None:
         """Checks a state against the sampler, and keeps what it needs of it."""
+
+    def _complete_state(self) -> None:
+        """Adds to the state what a state is compared with when it is loaded."""
 
     def _count(self) -> int:
         """Samples that are left."""
@@ -92,7 +96,7 @@ class Order:
     def _draw_at_end(self) -> None:
         pass
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         raise NotImplementedError
 
 
@@ -102,7 +106,7 @@ class ListOrder(Order):
     in_lists = True
     _list: Sequence[int] | torch.Tensor = ()
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         start += self.skipped
         if isinstance(self._list, torch.Tensor):
             return self._list, start, count
@@ -113,21 +117,20 @@ class ListOrder(Order):
 
 
 class SequentialOrder(Order):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def _complete_state(self) -> None:
         self.state["length"] = len(self.sampler)
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: State) -> None:
         self._must_equal(state, "length", len(self.sampler), "a number of samples of")
 
     def _draw(self) -> None:
-        self._start, self._block = 0, torch.empty(0, dtype=torch.int64, device="cpu")
+        self._start, self._computed = 0, torch.empty(0, dtype=torch.int64, device="cpu")
 
-    def _indices(self, start: int, count: int) -> Block:
-        if not self._start <= start <= start + count <= self._start + len(self._block):
-            stop = min(self._samples, start + max(count, BLOCK))
-            self._start, self._block = start, self._compute(start, stop)
-        return self._block, start - self._start, count
+    def _indices(self, start: int, count: int) -> Run:
+        if not self._start <= start <= start + count <= self._start + len(self._computed):
+            stop = min(self._samples, start + max(count, AT_ONCE))
+            self._start, self._computed = start, self._compute(start, stop)
+        return self._computed, start - self._start, count
 
     def _compute(self, start: int, stop: int) -> torch.Tensor:
         return torch.arange(self.skipped + start, self.skipped + stop, device="cpu")

@@ -1,4 +1,4 @@
-"""Random numbers that a sampler or dataset draws when it begins, so that it can begin again."""
+"""The random states with which a sampler or dataset begins an epoch, to begin it again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from ..types import State
 
 __all__ = ["generator_of", "noting", "repeating"]
 
@@ -23,7 +25,7 @@ def generator_of(*objects: Any) -> torch.Generator | None:
 
 
 @contextlib.contextmanager
-def noting(into: dict[str, Any], own: torch.Generator | None) -> Iterator[None]:
+def noting(into: State, own: torch.Generator | None) -> Iterator[None]:
     """Notes the states, as they are now, of the generators that are drawn from meanwhile.
 
     Args:
@@ -38,9 +40,7 @@ def noting(into: dict[str, Any], own: torch.Generator | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def repeating(
-    noted: dict[str, Any], own: torch.Generator | None, put_back: bool = True
-) -> Iterator[None]:
+def repeating(noted: State, own: torch.Generator | None, put_back: bool = True) -> Iterator[None]:
     """Sets generators to what was noted.
 
     Args:
@@ -57,8 +57,8 @@ def repeating(
             _set(name, state, None)
 
 
-def _states(own: torch.Generator | None) -> dict[str, Any]:
-    states: dict[str, Any] = {
+def _states(own: torch.Generator | None) -> State:
+    states: State = {
         "torch": torch.default_generator.get_state(),
         "python": random.getstate(),
     }
@@ -83,14 +83,14 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _savable(state: Any) -> Any:
+def _savable(state: Any) -> object:
     if isinstance(state, torch.Tensor):
         return state
     words = torch.tensor(list(map(int, state[1])), dtype=torch.int64, device="cpu")
     return [state[0], words, *state[2:]]
 
 
-def _usable(state: Any) -> Any:
+def _usable(state: Any) -> object:
     if isinstance(state, torch.Tensor):
         return state
     return (state[0], tuple(state[1].tolist()), *state[2:])

@@ -1,4 +1,4 @@
-"""The indices of an epoch, as torch's iterators ask for them, from a place that is kept."""
+"""The index sampler that torch's iterators see: it can begin within an epoch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler
 
+from ..types import State
 from .asked import AskedOrder
 from .base import Order
 from .of_sampler import order_of
@@ -18,7 +19,7 @@ AT_ONCE = 1024  # indices
 
 
 class Indices:
-    """Stands for a loader's index sampler; each `iter` begins an epoch, or goes on with one.
+    """Stands in for a loader's index sampler. Each `iter` begins an epoch, or resumes one.
 
     Args:
         sampler: the index sampler: of batches, or with batch_size=None of samples.
@@ -32,14 +33,14 @@ class Indices:
         self._sampler = sampler
         self.ahead = ahead
         self._every = every
-        self.state: dict[str, Any] | None = None  # what the next `iter` goes on with
+        self.state: State | None = None  # what the next `iter` goes on with
         self.delivered: tuple[int, ...] = ()  # numbers of batches that it leaves out
-        self.discards = False  # whether that of the next `iter` is not used, so not asked for
+        self.discards = False  # whether torch will not use what the next `iter` returns
 
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         if self.discards:
             self.discards = False
             return iter(())
@@ -57,7 +58,7 @@ class Indices:
         return self.drawn
 
 
-def batches_of(sampler: Any) -> Any:
+def batches_of(sampler: object) -> object:
     """An index sampler of batches; one of samples in batches of one, if its order can be known."""
     if type(sampler) is BatchSampler or not isinstance(sampler, torch.utils.data.Sampler):
         return sampler
@@ -65,15 +66,15 @@ def batches_of(sampler: Any) -> Any:
     return sampler if order_of(batches) is None else batches
 
 
-class _Without(Iterator[Any]):
+class _Without(Iterator[object]):
     """Leaves out the batches with some numbers."""
 
-    def __init__(self, drawn: Iterator[Any], numbers: tuple[int, ...]) -> None:
+    def __init__(self, drawn: Iterator[object], numbers: tuple[int, ...]) -> None:
         self._drawn = drawn
         self._numbers = numbers
         self.position = 0
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         while True:
             indices = next(self._drawn)
             self.position += 1
@@ -81,7 +82,7 @@ class _Without(Iterator[Any]):
                 return indices
 
 
-class _KnownIndices(Iterator[Any]):
+class _KnownIndices(Iterator[object]):
     """What torch's batch sampler yields, and draws, where all of it is known at once."""
 
     def __init__(self, order: Order, batched: bool) -> None:
@@ -93,11 +94,11 @@ class _KnownIndices(Iterator[Any]):
         self._indices: list[int] = []
         self._at = 0  # of the next batch among them
 
-    def __next__(self) -> Any:
+    def __next__(self) -> object:
         number = self.position
         if not self._ended:
-            self._ended = True  # if it raises: a generator of torch's would be done for, too
-            self._order.request(number)  # the last time for nothing, as torch's
+            self._ended = True  # stays if `request` raises, as a generator in torch would end
+            self._order.request(number)  # one request more than there are batches, as torch's
             self._ended = number >= self._order.batches
         if self._ended:
             raise StopIteration
@@ -110,8 +111,8 @@ class _KnownIndices(Iterator[Any]):
     def _convert(self, batch: int) -> None:
         """Some batches at a time, as that takes longer than a list's slice."""
         ahead = 1 if self._order.in_lists else max(1, AT_ONCE // self._size)
-        self._ended = True  # as above
-        items, start, count = self._order.block(batch, ahead)
+        self._ended = True  # stays if `run` raises
+        items, start, count = self._order.run(batch, ahead)
         self._ended = False
         part = items[start : start + count]
         self._indices = part.tolist() if isinstance(part, torch.Tensor) else [*part]

@@ -1,4 +1,4 @@
-"""A shuffle that is computed, not stored."""
+"""KeyedSampler: a shuffle that is computed index by index."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ... import _C
 
 __all__ = ["KeyedSampler"]
 
-BLOCK = 4096  # indices computed at a time
+AT_ONCE = 4096  # indices computed at a time
 
 
 class KeyedSampler(Sampler[int]):
@@ -71,13 +71,13 @@ class KeyedSampler(Sampler[int]):
 
     def indices(self, epoch: int, position: int, start: int, stop: int) -> torch.Tensor:
         """Numbers start to stop of those that this rank has from `position` on: int64, 1-d."""
-        block = torch.empty(stop - start, dtype=torch.int64, device="cpu")
+        found = torch.empty(stop - start, dtype=torch.int64, device="cpu")
         first = position + self.rank + start * self.num_replicas
-        _C.permute(block, len(self.data_source), self.seed, epoch, first, self.num_replicas)
-        return block
+        _C.permute(found, len(self.data_source), self.seed, epoch, first, self.num_replicas)
+        return found
 
     def __iter__(self) -> Iterator[int]:
         epoch, count = self.epoch, len(self)
         self.epoch += 1
-        for start in range(0, count, BLOCK):
-            yield from self.indices(epoch, 0, start, min(start + BLOCK, count)).tolist()
+        for start in range(0, count, AT_ONCE):
+            yield from self.indices(epoch, 0, start, min(start + AT_ONCE, count)).tolist()

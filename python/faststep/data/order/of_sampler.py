@@ -1,8 +1,8 @@
-"""Orders of samples that can be known ahead: without a draw that torch would make at another time.
+"""The order that each of torch's samplers gives.
 
-torch's samplers draw when the first index is asked for. What they do then is repeated here with the
-same generators at the same moment, so that the indices of later batches are known at once, and
-an epoch can be taken up again in its middle. Anything else is asked batch by batch, as torch does.
+torch's samplers draw random numbers when the first index is asked for. An order draws the same
+numbers, from the same generator, at the same moment. The indices of all batches are then known, and
+an epoch can be resumed at any batch. Any other sampler is asked batch by batch, as torch does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from .base import Block, Order, SequentialOrder
+from ..types import State
+from .base import Order, Run, SequentialOrder
 from .draws import generator_of
 from .keyed import KeyedSampler
 from .random_order import RandomOrder, between_epochs, not_drawn
@@ -32,7 +33,7 @@ __all__ = ["epoch_of", "order_of", "parts_of", "restore"]
 
 
 class OnceDrawnOrder(Order):
-    """Samplers that draw all they ever draw for the first index, from their generator or torch's.
+    """Samplers that draw all random numbers of an epoch when they are asked for the first index.
 
     That is no seed which could be kept, so the state has the whole generator's, 5 kB. The sampler
     is asked for indices as batches are: those it has drawn need not be made into a list of all.
@@ -41,15 +42,14 @@ class OnceDrawnOrder(Order):
     in_lists = True
     _resumes = False
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def _complete_state(self) -> None:
         self.state["length"] = len(self.sampler)
-        self._items: Iterator[Any] = iter(())
-        self._list: list[Any] = []  # from this place on
+        self._items: Iterator[object] = iter(())
+        self._list: list[object] = []  # from this place on
         self._list_from = 0
         self._error: Exception | None = None  # of the sampler, for the batch that it is about
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: State) -> None:
         self._must_equal(state, "length", len(self.sampler), "a number of samples of")
         self.state.update({k: state[k] for k in ("generator", "global") if k in state})
         self._resumes = "global" in state
@@ -75,7 +75,7 @@ class OnceDrawnOrder(Order):
         if self.skipped:
             self._list = [*islice(self._items, self.skipped - 1, self.skipped)]
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         del self._list[: start - self._list_from]
         self._list_from = start
         if self._error is not None:
@@ -93,31 +93,31 @@ class OnceDrawnOrder(Order):
             return torch.cuda.default_generators[weights.get_device()]
         return torch.default_generator
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int) -> State:
         return {**not_drawn(self), **super().state_after(batches)}
 
-    def finished_state(self) -> dict[str, Any]:
+    def finished_state(self) -> State:
         return between_epochs(self)
 
 
-def parts_of(sampler: Any) -> list[Any]:
+def parts_of(sampler: object) -> list[object]:
     """A sampler, and the one that it asks if it is a batch sampler."""
     return [sampler, getattr(sampler, "sampler", None)]
 
 
-def _with_epoch(sampler: Any) -> Any:
+def _with_epoch(sampler: object) -> Any:
     for part in parts_of(sampler):
         if type(getattr(part, "epoch", None)) is int and hasattr(part, "set_epoch"):
             return part
     return None
 
 
-def epoch_of(sampler: Any) -> int | None:
+def epoch_of(sampler: object) -> int | None:
     """The epoch that a sampler was set to; None if it has none."""
     return getattr(_with_epoch(sampler), "epoch", None)
 
 
-def restore(sampler: Any, state: dict[str, Any], finished: bool) -> None:
+def restore(sampler: object, state: State, finished: bool) -> None:
     """Sets what belongs to a sampler or dataset itself: epoch, and generator between two epochs."""
     counting = _with_epoch(sampler)
     # the epoch of a DistributedSampler is set by the script
@@ -141,7 +141,7 @@ def _draws_as_torch() -> bool:
                     order = RandomOrder(sampler, 3, False, None)
                     for batch in range(order.batches + 1):
                         order.request(batch)
-                    items, start, size = order.block(0, order.batches)
+                    items, start, size = order.run(0, order.batches)
                     indices = items[start : start + size].tolist()
                 else:
                     indices = list(sampler)
@@ -151,7 +151,7 @@ def _draws_as_torch() -> bool:
     return True
 
 
-def order_of(batch_sampler: Any, state: dict[str, Any] | None = None) -> Order | None:
+def order_of(batch_sampler: object, state: State | None = None) -> Order | None:
     """The order that a batch sampler will give; None if it has to be asked.
 
     Args:

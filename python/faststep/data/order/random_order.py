@@ -1,13 +1,13 @@
-"""The order of torch's RandomSampler, drawn a part at a time where torch draws it so."""
+"""The order of torch's RandomSampler, in parts where torch draws in parts."""
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import torch
 
-from .base import Block, Order
+from ..types import State
+from .base import Order, Run
 from .draws import generator_of
 
 __all__ = ["RandomOrder", "between_epochs", "not_drawn"]
@@ -25,15 +25,14 @@ class RandomOrder(Order):
     are drawn in parts: a state then has the generator as it was before the part that it is in.
     """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def _complete_state(self) -> None:
         self.state["length"] = len(self.sampler.data_source)
         self.state["num_samples"] = self.sampler.num_samples
         self._indices_from = self.state.get("drawn", 0)  # samples of the epoch before these
         self._drawn = torch.empty(0, dtype=torch.int64, device="cpu")
         self._noted: deque[tuple[int, torch.Tensor]] = deque(maxlen=PARTS_NOTED)
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: State) -> None:
         self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
         self._must_equal(state, "num_samples", self.sampler.num_samples, "num_samples")
         if ("drawn" in state) != ("then" in state):
@@ -92,7 +91,7 @@ class RandomOrder(Order):
             drawn = permutations[0] if passes == 1 else torch.cat(permutations)
         self._drawn = torch.cat((self._drawn, drawn)) if len(self._drawn) else drawn
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         start += self.skipped
         if start < self._indices_from:
             self._go_back(start)
@@ -123,7 +122,7 @@ class RandomOrder(Order):
         if generator is not None and self.sampler.num_samples % n == 0:
             torch.randperm(n, generator=generator)
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int) -> State:
         state = {**not_drawn(self), **super().state_after(batches)}
         if self.drawn:
             of_place = [each for each in self._noted if each[0] <= state["samples_yielded"]]
@@ -133,17 +132,17 @@ class RandomOrder(Order):
                 state["drawn"], state["then"] = of_place[-1]
         return state
 
-    def finished_state(self) -> dict[str, Any]:
+    def finished_state(self) -> State:
         return between_epochs(self)
 
 
-def not_drawn(order: Order) -> dict[str, Any]:
+def not_drawn(order: Order) -> State:
     """The state of the sampler's own generator where the epoch has not drawn from it yet."""
     own = generator_of(order.sampler)
     return {} if own is None or order.drawn else {"generator": own.get_state()}
 
 
-def between_epochs(order: Order) -> dict[str, Any]:
+def between_epochs(order: Order) -> State:
     state = {k: v for k, v in order.state.items() if k not in OF_AN_EPOCH}
     own = generator_of(order.sampler)
     if own is not None:

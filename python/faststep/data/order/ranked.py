@@ -1,15 +1,15 @@
-"""Orders of samplers that ranks share: a state counts what all of them had."""
+"""Orders of samplers that several ranks share. A state counts the samples of all ranks."""
 
 from __future__ import annotations
 
 import copy
 from itertools import cycle, islice
-from typing import Any
 
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
-from .base import Block, ListOrder, SequentialOrder, other_epoch
+from ..types import State
+from .base import ListOrder, Run, SequentialOrder, other_epoch
 from .keyed import KeyedSampler
 
 __all__ = ["DistributedOrder", "KeyedOrder"]
@@ -21,7 +21,7 @@ class KeyedOrder(SequentialOrder):
     sampler: KeyedSampler
     position = 0
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: State) -> None:
         self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
         self._must_equal(state, "seed", self.sampler.seed, "the seed")
         self.position = state["position"]
@@ -41,7 +41,7 @@ class KeyedOrder(SequentialOrder):
     def _compute(self, start: int, stop: int) -> torch.Tensor:
         return self.sampler.indices(self.epoch, self.position, start, stop)
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int) -> State:
         return {
             **self.finished_state(),
             "epoch": self.state.get("epoch", self.sampler.epoch),
@@ -49,7 +49,7 @@ class KeyedOrder(SequentialOrder):
             "samples_yielded": self.samples_in(batches),
         }
 
-    def finished_state(self) -> dict[str, Any]:
+    def finished_state(self) -> State:
         return {
             **self.state,
             "length": len(self.sampler.data_source),
@@ -61,19 +61,18 @@ class KeyedOrder(SequentialOrder):
 class DistributedOrder(ListOrder):
     """Of a DistributedSampler."""
 
-    sampler: DistributedSampler[Any]
+    sampler: DistributedSampler[object]
     KEYS = ("seed", "shuffle", "drop_last")
     position = 0
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def _complete_state(self) -> None:
         self.state.update({key: getattr(self.sampler, key) for key in self.KEYS})
         self.state["length"] = self._length()
 
     def _length(self) -> int:
         return len(self.sampler.dataset)  # type: ignore[arg-type]
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: State) -> None:
         self._must_equal(state, "length", self._length(), "a number of samples of")
         for key in self.KEYS:
             self._must_equal(
@@ -107,10 +106,10 @@ class DistributedOrder(ListOrder):
         rest += islice(cycle(everything), max(0, total - len(rest)))
         return rest[self.sampler.rank : total : ranks]
 
-    def _indices(self, start: int, count: int) -> Block:
+    def _indices(self, start: int, count: int) -> Run:
         return self._list[start : start + count], 0, count
 
-    def state_after(self, batches: int) -> dict[str, Any]:
+    def state_after(self, batches: int) -> State:
         return {
             "epoch": self.sampler.epoch,
             **super().state_after(batches),

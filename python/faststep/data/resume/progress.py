@@ -1,25 +1,26 @@
-"""How far an epoch has come."""
+"""The position in an epoch."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-from .stateful import opened
+from ..order.stateful import opened
+from ..types import Loader, State
 
-__all__ = ["Mark", "Progress", "Worker", "worker_of"]
+__all__ = ["EpochIterator", "Mark", "Progress", "Worker", "worker_of"]
 
 
 class Worker(NamedTuple):
-    """Where a worker is in a dataset whose place only the worker knows."""
+    """The position of a worker in a dataset of which only the worker knows it."""
 
     states: bytes | None = None  # of its dataset, after some batch
     samples: int = 0  # delivered since
-    new_epoch: bool = False  # an epoch began since the states, and the samples are of that
-    draws: dict[str, Any] | None = None  # the random states that the epoch began with
+    new_epoch: bool = False  # whether the samples are of the epoch after that of the states
+    draws: State | None = None  # the random states that the epoch began with
     left: bool = False  # the epoch of the states was left before its end
-    # of batches that an error ended, of which fewer samples may have been read: beginning and size
+    # first sample and size of batches that ended in an error; fewer samples may have been read
     failed: tuple[tuple[int, int], ...] = ()
 
     def after_batch(self, size: int, failed: bool) -> Worker:
@@ -31,28 +32,42 @@ class Worker(NamedTuple):
         return Worker(self.states, 0, has_states, None, has_states and not ended)
 
 
-def worker_of(record: dict[str, Any]) -> Worker:
+def worker_of(saved: State) -> Worker:
     """What a state says of a worker."""
-    states = record.get("states")
+    states = saved.get("states")
     return Worker(
         None if states is None else pickle.dumps(states, pickle.HIGHEST_PROTOCOL),
-        record.get("samples", 0),
-        record.get("new_epoch", False),
-        record.get("draws"),
-        record.get("left", False),
-        tuple((start, size) for start, size in record.get("failed", ())),
+        saved.get("samples", 0),
+        saved.get("new_epoch", False),
+        saved.get("draws"),
+        saved.get("left", False),
+        tuple((start, size) for start, size in saved.get("failed", ())),
     )
 
 
-def _record_of(worker: Worker) -> dict[str, Any]:
+def _record_of(worker: Worker) -> State:
     values = worker._asdict()
     if worker.states is not None:
         values["states"] = opened(worker.states)
     return {key: value for key, value in values.items() if value}
 
 
+class EpochIterator(Protocol):
+    """Delivers the batches of an epoch, as a loader's iterators do, and knows how far it is."""
+
+    @property
+    def progress(self) -> Progress: ...
+    @property
+    def _pin_memory(self) -> bool: ...
+    @property
+    def _pin_memory_device(self) -> str | None: ...
+    def __next__(self) -> Any: ...
+    def __len__(self) -> int: ...
+    def _reset(self, loader: Loader, first_iter: bool = False) -> None: ...
+
+
 class Mark(NamedTuple):
-    """A place in an epoch."""
+    """A position in an epoch."""
 
     delivered: int
     beyond: tuple[int, ...]
@@ -61,7 +76,7 @@ class Mark(NamedTuple):
 
 
 class Progress:
-    """How far an epoch has come; outlives the iterator, for `state_dict`.
+    """The position in an epoch. It outlives the iterator, for `state_dict`.
 
     Args:
         source: the Order or AskedOrder of the indices; None for an iterable dataset.
@@ -75,14 +90,14 @@ class Progress:
         self.base_seed = base_seed
         self.before = before
         self.delivered = 0  # batches since
-        self.beyond: tuple[int, ...] = ()  # numbers of those delivered after a missing one
+        self.beyond: tuple[int, ...] = ()  # numbers of batches delivered before an earlier one
         self.finished = False
         self.dataset_epoch: int | None = None  # of an iterable dataset
         self.num_workers = 0
-        self.workers: list[Worker] | None = None  # None if a place is all that they need
+        self.workers: list[Worker] | None = None  # None if the number of batches says it all
         self.last_worker = -1
-        self.keeps_workers = True  # for the next epoch
-        # after so many batches, in this process; and whether a while ago will do
+        self.keeps_workers = True  # whether they live on in the next epoch
+        # the worker that this process is, after so many batches; the flag is `paced` of `mark`
         self.ask: Callable[[int, bool], Worker] | None = None
 
     @property
@@ -91,7 +106,7 @@ class Progress:
         return self.before + self.delivered + len(self.beyond)
 
     def mark(self, paced: bool = True) -> Mark:
-        """The place now; if `paced`, states may be of a while ago, and samples since counted."""
+        """The position. If `paced`, states may be older, and the samples since are counted."""
         workers = self.workers
         if self.ask is not None:
             workers = [self.ask(self.delivered, paced)]
@@ -103,7 +118,7 @@ class Progress:
         )
 
     def twin(self) -> Progress:
-        """Of somebody who delivers the same batches later, and calls `go_to`."""
+        """The position of an iterator that delivers the same batches later, and calls `go_to`."""
         twin = Progress(self.source, self.base_seed, self.before)
         twin.dataset_epoch = self.dataset_epoch
         twin.num_workers, twin.keeps_workers = self.num_workers, self.keeps_workers
@@ -111,13 +126,13 @@ class Progress:
         return twin
 
     def go_to(self, mark: Mark) -> None:
-        """Sets the place."""
+        """Sets the position."""
         self.delivered, self.beyond, workers, self.last_worker = mark
         self.workers = None if workers is None else list(workers)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The place, under torchdata's names where it has one."""
-        state: dict[str, Any] = {
+    def state_dict(self) -> State:
+        """The position, under torchdata's names where torchdata has one."""
+        state: State = {
             "_num_yielded": self.count,
             "_sampler_iter_yielded": self.before + self.delivered,
             "_sampler_iter_state": None,

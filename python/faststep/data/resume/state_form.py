@@ -1,4 +1,4 @@
-"""What the state of a DataLoader is made of, so that anything else is refused before it is used."""
+"""Checks the types of all values in a loaded state before any of them is used."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 
+from ..types import State
+
 __all__ = ["check_form"]
 
 Test = Callable[[Any], bool]
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 63
 
 
@@ -21,11 +23,11 @@ def _is_count(value: Any) -> bool:
     return _is_int(value) and value >= 0
 
 
-def _is_seed(value: Any) -> bool:
+def _is_seed(value: object) -> bool:
     return type(value) is int and -(1 << 63) <= value < 1 << 64
 
 
-def _is_flag(value: Any) -> bool:
+def _is_flag(value: object) -> bool:
     return type(value) is bool
 
 
@@ -37,7 +39,7 @@ def _all(test: Test) -> Test:
     return lambda value: isinstance(value, (list, tuple)) and all(map(test, value))
 
 
-def _is_words(value: Any) -> bool:
+def _is_words(value: object) -> bool:
     """The state of a generator on any device; on the CPU it is tried."""
     if not (isinstance(value, torch.Tensor) and value.dtype == torch.uint8 and value.dim() == 1):
         return False
@@ -79,7 +81,7 @@ OF_DRAWS: dict[str, Test] = {
 }
 
 
-def _is_draws(value: Any) -> bool:
+def _is_draws(value: object) -> bool:
     return isinstance(value, dict) and all(
         when in ("iter", "first")
         and isinstance(noted, dict)
@@ -88,12 +90,12 @@ def _is_draws(value: Any) -> bool:
     )
 
 
-def _is_states(value: Any) -> bool:
+def _is_states(value: object) -> bool:
     keys = {"object", "iterator", "ended"}
     return isinstance(value, dict) and set(value) == keys and _or_none(_is_flag)(value["ended"])
 
 
-def _is_span(value: Any) -> bool:
+def _is_span(value: object) -> bool:
     return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_count, value))
 
 
@@ -142,7 +144,7 @@ WORKER: dict[str, Field] = {
 }
 
 
-def check_form(state: dict[str, Any]) -> None:
+def check_form(state: State) -> None:
     """
     Raises:
         ValueError: something in the state is of another type than any loader has put there.
@@ -160,7 +162,7 @@ def check_form(state: dict[str, Any]) -> None:
         )
 
 
-def _check(part: dict[str, Any], fields: dict[str, Field], name: str) -> None:
+def _check(part: State, fields: dict[str, Field], name: str) -> None:
     for key, (fits, expected) in fields.items():
         if key in part and not fits(part[key]):
             shown = repr(part[key])

@@ -1,4 +1,4 @@
-"""The state of a DataLoader: what it says before the first epoch, and what fits another one."""
+"""The state of a DataLoader: before the first epoch, and checked before it is loaded."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 from torch.utils.data import BatchSampler, IterDataPipe
 
 from ..order.asked import asked_by, length_of, state_between_epochs
+from ..order.base import Order
 from ..order.indices import batches_of
 from ..order.of_sampler import epoch_of, order_of, restore
-from .loader_view import is_stream
+from ..order.stateful import is_stateful, snapshot, states_of
+from ..types import Loader, State
+from .loader_stand_in import is_stream
 from .progress import Progress, Worker
 from .state_form import check_form
-from .stateful import is_stateful, snapshot, states_of
 
 __all__ = ["check", "explain", "new_state", "restore_parts"]
 
@@ -28,10 +30,10 @@ KEYS = {
 class _Between:
     """The indices of a loader between two epochs."""
 
-    def __init__(self, index_sampler: Any) -> None:
+    def __init__(self, index_sampler: object) -> None:
         self._sampler = index_sampler
 
-    def finished_state(self) -> dict[str, Any]:
+    def finished_state(self) -> State:
         order = order_of(batches_of(self._sampler))
         return (
             state_between_epochs(asked_by(self._sampler))
@@ -40,7 +42,7 @@ class _Between:
         )
 
 
-def new_state(loader: Any) -> dict[str, Any]:
+def new_state(loader: Loader) -> State:
     """The state of a loader before its first epoch."""
     refuse_pipes(loader.dataset)
     stream = is_stream(loader.dataset)
@@ -53,7 +55,7 @@ def new_state(loader: Any) -> dict[str, Any]:
     return progress.state_dict()
 
 
-def refuse_pipes(dataset: Any) -> None:
+def refuse_pipes(dataset: object) -> None:
     """
     Raises:
         NotImplementedError: the dataset is an IterDataPipe.
@@ -65,7 +67,7 @@ def refuse_pipes(dataset: Any) -> None:
         )
 
 
-def check(loader: Any, state: Any) -> None:
+def check(loader: Loader, state: Any) -> None:
     """
     Raises:
         ValueError: the state does not fit the loader; says what differs.
@@ -91,7 +93,7 @@ def check(loader: Any, state: Any) -> None:
     _check_workers(loader, state)
 
 
-def _check_sampler(loader: Any, state: dict[str, Any]) -> None:
+def _check_sampler(loader: Loader, state: State) -> None:
     saved, asked = state["_sampler_iter_state"], asked_by(loader._index_sampler)
     ours = type(asked).__name__
     if saved.get("sampler") != ours:
@@ -126,13 +128,13 @@ def _check_sampler(loader: Any, state: dict[str, Any]) -> None:
         )
 
 
-def _size_of(sampler: Any, order: Any) -> int:
+def _size_of(sampler: Any, order: Order | None) -> int:
     """The batch size that an index sampler's batches are counted in."""
     known = sampler if order is None else order
     return known.batch_size if order is not None or type(sampler) is BatchSampler else 0
 
 
-def _check_asked(asked: Any, saved: dict[str, Any]) -> None:
+def _check_asked(asked: object, saved: State) -> None:
     name = type(asked).__name__
     if "length" not in saved:
         raise ValueError("not a state of this DataLoader: it has no 'length'")
@@ -145,9 +147,9 @@ def _check_asked(asked: Any, saved: dict[str, Any]) -> None:
         raise ValueError(f"this state has one of a {name}, which has no load_state_dict here")
 
 
-def _check_workers(loader: Any, state: dict[str, Any]) -> None:
-    finished, records = state["_iterator_finished"], state.get("_workers")
-    if finished and records is None:
+def _check_workers(loader: Loader, state: State) -> None:
+    finished, saved_workers = state["_iterator_finished"], state.get("_workers")
+    if finished and saved_workers is None:
         return
     workers = state.get("_num_workers", loader.num_workers)
     if workers != loader.num_workers:
@@ -156,7 +158,9 @@ def _check_workers(loader: Any, state: dict[str, Any]) -> None:
             f"of its own in the dataset; this loader has num_workers={loader.num_workers}"
         )
     name = type(loader.dataset).__name__
-    if any(((record.get("states") or {}).get("object")) is not None for record in records or []):
+    if any(
+        ((saved.get("states") or {}).get("object")) is not None for saved in saved_workers or []
+    ):
         if not is_stateful(loader.dataset):
             raise ValueError(f"this state has one of the dataset; a {name} has no load_state_dict")
         if (
@@ -170,7 +174,7 @@ def _check_workers(loader: Any, state: dict[str, Any]) -> None:
             )
 
 
-def restore_parts(loader: Any, state: dict[str, Any]) -> None:
+def restore_parts(loader: Loader, state: State) -> None:
     """Sets what belongs to the sampler or the dataset itself, once the state was checked."""
     if state["_sampler_iter_state"] is not None:
         asked = asked_by(loader._index_sampler)
@@ -179,8 +183,8 @@ def restore_parts(loader: Any, state: dict[str, Any]) -> None:
         loader.dataset.set_epoch(state["_dataset_epoch"])
 
 
-def explain(loader: Any) -> str:
-    """How the place in an epoch is kept."""
+def explain(loader: Loader) -> str:
+    """How the position in an epoch is saved."""
     if isinstance(loader.dataset, IterDataPipe):
         return "; its place cannot be kept"
     if is_stream(loader.dataset):
@@ -193,7 +197,7 @@ def explain(loader: Any) -> str:
     return _explain_sampler(loader._index_sampler) + _explain_map(loader)
 
 
-def _explain_sampler(sampler: Any) -> str:
+def _explain_sampler(sampler: object) -> str:
     sized = length_of(asked_by(sampler)) is not None
     if sized and order_of(batches_of(sampler)) is not None:
         return "; state_dict() has the place in an order that can be known"
@@ -206,7 +210,7 @@ def _explain_sampler(sampler: Any) -> str:
     )
 
 
-def _explain_map(loader: Any) -> str:
+def _explain_map(loader: Loader) -> str:
     if not is_stateful(loader.dataset):
         return ""
     if loader.num_workers and loader._faststep.worker_method == "thread":

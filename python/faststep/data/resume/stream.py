@@ -1,4 +1,4 @@
-"""Iterable datasets, as the workers of a loader read them from a place that is kept."""
+"""Iterable datasets, which a worker reads from its saved position."""
 
 from __future__ import annotations
 
@@ -13,74 +13,79 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from ..order.draws import generator_of, noting, repeating
-from .stateful import Pace, begin, is_stateful, items_of, states_of
+from ..order.stateful import Pace, begin, is_stateful, items_of, states_of
+from ..types import State
 
 __all__ = ["Source"]
 
 
 class Source:
-    """Stands for an iterable dataset; `iter` goes on where the worker that calls it was.
+    """Stands in for an iterable dataset. `iter` resumes at the position of the calling worker.
 
     Args:
         dataset: the iterable dataset.
-        records: of all workers, as in the state of a loader, each pickled; None for a new epoch.
+        saved_workers: what the loader's state has of each worker, pickled; None for a new epoch.
         every: how often states are taken, as in Pace.
         in_workers: whether workers read it, or this process.
     """
 
     def __init__(
-        self, dataset: Any, records: list[bytes] | None, every: int | None, in_workers: bool
+        self,
+        dataset: object,
+        saved_workers: list[bytes] | None,
+        every: int | None,
+        in_workers: bool,
     ) -> None:
         self.dataset = dataset
         self.pace = Pace(every)
         self._every = every
-        self._records = records
-        self._own_state: Any = None  # the iterator, if it keeps a state
+        self._saved_workers = saved_workers
+        self._own_state: object = None  # the iterator, if it keeps a state
         self._ended = False
         self._is_fresh = True  # whether the iterator was begun anew, and not asked yet
         self._in_workers = in_workers
         self._is_new = True
         self._seeded = self._is_thread = self._sent = False
-        self._draws: dict[str, Any] = {"iter": {}, "first": {}}
+        self._draws: State = {"iter": {}, "first": {}}
 
     def __str__(self) -> str:
         return str(self.dataset)
 
     def __iter__(self) -> Iterator[Any]:
-        records, self._records = self._records, None
+        saved_workers, self._saved_workers = self._saved_workers, None
         self._seeded, self._is_new = self._in_workers and self._is_new, False
         self._ended = self._sent = False
         self._draws = {"iter": {}, "first": {}}
-        if records is not None:
+        if saved_workers is not None:
             info = get_worker_info() if self._in_workers else None
-            return self._from(pickle.loads(records[0 if info is None else info.id]))
+            return self._from(pickle.loads(saved_workers[0 if info is None else info.id]))
         samples = self._begin(None)
         return chain(self._first(samples), samples, self._end())
 
     def copied(self) -> Source:
         """With a dataset of its own, for a worker that is a thread."""
-        source = Source(copy.copy(self.dataset), self._records, self._every, self._in_workers)
+        source = Source(copy.copy(self.dataset), self._saved_workers, self._every, self._in_workers)
         source._is_thread = True
         return source
 
     def keeps_state(self) -> bool:
         return is_stateful(self.dataset) or self._own_state is not None
 
-    def states(self) -> dict[str, Any]:
+    def states(self) -> State:
         """Of the dataset and its iterator, as they are."""
         ended = None if self._is_fresh else self._ended
         return states_of(self.dataset, self._own_state, ended)
 
-    def draws(self) -> dict[str, Any]:
+    def draws(self) -> State:
         """The random states that this epoch began with, of what it has drawn from."""
         return {key: noted for key, noted in self._draws.items() if noted}
 
-    def new_draws(self) -> dict[str, Any]:
+    def new_draws(self) -> State:
         """In a worker, for its first batch: `draws`, if its seed does not lead to them."""
         sent, self._sent = self._sent, True
         return {} if sent or self._seeded or self.keeps_state() else self.draws()
 
-    def _begin(self, states: dict[str, Any] | None) -> Iterator[Any]:
+    def _begin(self, states: State | None) -> Iterator[object]:
         """The samples of an iterator of the dataset, from where it had the states."""
         self._is_fresh = states is None or states["ended"] is None
         with self._drawing("iter"):
@@ -91,15 +96,15 @@ class Source:
         self._own_state = iterator if is_stateful(iterator) else None
         return items_of(iterator)
 
-    def _first(self, samples: Iterator[Any]) -> Iterator[Any]:
+    def _first(self, samples: Iterator[object]) -> Iterator[object]:
         """The first sample: many datasets draw their order for it."""
         self._is_fresh = False
         with self._drawing("first"):
             first = [*islice(samples, 1)]
         while first:
-            yield first.pop()  # not held on to
+            yield first.pop()  # the generator keeps no reference to it
 
-    def _end(self) -> Iterator[Any]:
+    def _end(self) -> Iterator[object]:
         self._ended = True
         yield from ()
 
@@ -110,26 +115,26 @@ class Source:
         # an order that follows from the worker's seed is drawn again as it was
         return nullcontext() if self._seeded or self._is_thread else noting(noted, own)
 
-    def _repeating(self, noted: dict[str, Any]) -> AbstractContextManager[None]:
+    def _repeating(self, noted: State) -> AbstractContextManager[None]:
         if self._is_thread or (self._seeded and not noted):
             return nullcontext()
         return repeating(noted, generator_of(self.dataset), put_back=not self._in_workers)
 
-    def _from(self, record: dict[str, Any]) -> Iterator[Any]:
-        self._draws.update({key: dict(noted) for key, noted in record.get("draws", {}).items()})
-        samples = self._begin(record.get("states"))
-        if record.get("new_epoch", False):
-            if not record.get("left", False):
-                deque(samples, maxlen=0)  # it may only begin anew when it came to its end
+    def _from(self, saved: State) -> Iterator[object]:
+        self._draws.update({key: dict(noted) for key, noted in saved.get("draws", {}).items()})
+        samples = self._begin(saved.get("states"))
+        if saved.get("new_epoch", False):
+            if not saved.get("left", False):
+                deque(samples, maxlen=0)  # read to its end: some datasets begin anew only then
             self._ended = False
             self._draws = {"iter": {}, "first": {}}
             samples = self._begin(None)
-        count, failed = record.get("samples", 0), record.get("failed", ())
+        count, failed = saved.get("samples", 0), saved.get("failed", ())
         return chain(self._skipping(samples, count, failed), samples, self._end())
 
     def _skipping(
-        self, samples: Iterator[Any], count: int, failed: Iterable[tuple[int, int]]
-    ) -> Iterator[Any]:
+        self, samples: Iterator[object], count: int, failed: Iterable[tuple[int, int]]
+    ) -> Iterator[object]:
         """Reads and drops what was delivered before, as far as an error let it be read."""
         if not count:
             yield from self._first(samples)

@@ -12,19 +12,20 @@ from ..order.asked import asked_by, length_of
 from ..order.indices import batches_of
 from ..order.keyed import KeyedSampler
 from ..order.of_sampler import epoch_of, order_of
-from .loader_view import is_stream
+from ..types import Loader, State
+from .loader_stand_in import is_stream
 
 __all__ = ["is_of_torchdata", "translated"]
 
 CHUNK = 32  # indices that RandomSampler draws at a time, with replacement
 
 
-def is_of_torchdata(state: Any) -> bool:
+def is_of_torchdata(state: object) -> bool:
     """Whether a state is one of torchdata's, whose loaders with workers have another form."""
     return isinstance(state, dict) and ("_snapshot" in state or "fetcher_state" in state)
 
 
-def translated(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
+def translated(loader: Loader, state: State) -> State:
     """What `loader.state_dict()` would say at the place of a state of torchdata 0.8 to 0.11.
 
     Raises:
@@ -39,7 +40,7 @@ def translated(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
         ) from error
 
 
-def _translated(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
+def _translated(loader: Loader, state: State) -> State:
     finished, main, since, step = bool(state["_iterator_finished"]), state, 0, 0
     workers = [state]
     if "_snapshot" in state:
@@ -49,7 +50,7 @@ def _translated(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
         workers = [kept[f"worker_{i}"] for i in range(main["_num_workers"])]
     else:
         step = _count(state["_num_yielded"])
-    made: dict[str, Any] = {
+    made: State = {
         "_num_yielded": step + since,
         "_sampler_iter_yielded": step + since,
         "_sampler_iter_state": None,
@@ -58,8 +59,8 @@ def _translated(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     }
     if not is_stream(loader.dataset):
         made["_sampler_iter_state"] = _sampler_state(loader, main, since, step, finished)
-    records = [_record(worker) for worker in workers]
-    has_states = any(record is not None for record in records)
+    saved_workers = [_record(worker) for worker in workers]
+    has_states = any(saved is not None for saved in saved_workers)
     if finished or not (has_states or is_stream(loader.dataset)):
         return made
     if since:
@@ -67,15 +68,15 @@ def _translated(loader: Any, state: dict[str, Any]) -> dict[str, Any]:
     if not has_states:
         if "_snapshot" in state:
             raise _only_there("its dataset keeps no state, and has to be read by the same workers")
-        records = [{"samples": step * (loader.batch_size or 1)}]
-    made["_workers"] = [record or {} for record in records]
+        saved_workers = [{"samples": step * (loader.batch_size or 1)}]
+    made["_workers"] = [saved or {} for saved in saved_workers]
     made["_num_workers"] = main.get("_num_workers", 0)
     if "_snapshot" in state:
         made["_last_worker"] = state["_snapshot"]["_last_yielded_worker_id"]
     return made
 
 
-def _count(value: Any) -> int:
+def _count(value: object) -> int:
     if type(value) is not int or value < 0:
         raise TypeError(f"{value!r} is no number of batches")
     return value
@@ -89,7 +90,7 @@ def _only_there(reason: str) -> ValueError:
     )
 
 
-def _record(worker: dict[str, Any]) -> dict[str, Any] | None:
+def _record(worker: State) -> State | None:
     """The states of a worker's dataset, as ours has them; None if there are none."""
     fetcher = worker["fetcher_state"] or {"dataset_iter_state": None, "fetcher_ended": False}
     states = {
@@ -100,18 +101,16 @@ def _record(worker: dict[str, Any]) -> dict[str, Any] | None:
     return None if states["object"] is states["iterator"] is None else {"states": states}
 
 
-def _sampler_state(
-    loader: Any, main: dict[str, Any], since: int, step: int, finished: bool
-) -> dict[str, Any]:
+def _sampler_state(loader: Loader, main: State, since: int, step: int, finished: bool) -> State:
     index_sampler = loader._index_sampler
     asked, order = asked_by(index_sampler), order_of(batches_of(index_sampler))
     if isinstance(asked, KeyedSampler):
         raise _only_there("torchdata does not know the place of a KeyedSampler")
     saved = main["_sampler_iter_state"] or {}
-    # of torchdata's own batch sampler, which asks another one
+    # a state of torchdata's own batch sampler, with another sampler's in it
     is_nested = type(index_sampler) is BatchSampler and "samples_yielded" in saved
     since *= index_sampler.batch_size if type(index_sampler) is BatchSampler else 1
-    made: dict[str, Any] = {"sampler": type(asked).__name__, "length": length_of(asked)}
+    made: State = {"sampler": type(asked).__name__, "length": length_of(asked)}
     if order is not None:
         made.update(order.state)
     if epoch_of(asked) is not None:
@@ -139,7 +138,7 @@ def _sampler_state(
 
 
 def _add_generator(
-    made: dict[str, Any], sampler: RandomSampler, drawn: Any, finished: bool, is_known: bool
+    made: State, sampler: RandomSampler, drawn: object, finished: bool, is_known: bool
 ) -> None:
     """What torchdata's RandomSampler began its epoch with, from which ours draws the same."""
     if drawn is None:

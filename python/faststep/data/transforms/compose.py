@@ -1,4 +1,4 @@
-"""Transforms of a batch as one pass."""
+"""Compose: the transforms of a batch in one pass over its pixels."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ... import _C
 from ..._torch.optim import is_capturing
+from ..arrays.image_rows import ImageRows
 from ..arrays.structure import Structure
+from ..types import State
+from .framing import Framing, Place
 from .geometry import Geometry
 from .mixing import Labels, Mix
 from .pixels import Normalize, ToFloat
-from .rows import ImageRows
-from .view import Place, View
 
 __all__ = ["Compose"]
 
@@ -41,7 +42,11 @@ class Compose:
         TypeError, ValueError: `transforms` cannot be folded; says which and why.
     """
 
-    def __init__(self, transforms: Sequence[Any], fields: tuple[Any, Any] | None = None) -> None:
+    def __init__(
+        self,
+        transforms: Sequence[Geometry | Normalize | ToFloat | Labels],
+        fields: tuple[object, object] | None = None,
+    ) -> None:
         self.transforms = tuple(transforms)
         self.fields = fields
         self._slots: _C.Slots | None = None
@@ -57,7 +62,7 @@ class Compose:
             if sum(isinstance(t, kind) for t in self.transforms) > 1:
                 raise ValueError(f"transforms has more than one {kind.__name__}")
 
-    def _add(self, transform: Any, name: str) -> None:
+    def _add(self, transform: object, name: str) -> None:
         if self._labels is not None:
             raise ValueError(f"{name}, {transform!r}, comes after {self._labels!r}")
         if isinstance(transform, ToFloat):
@@ -76,12 +81,16 @@ class Compose:
     def __repr__(self) -> str:
         return f"Compose({list(self.transforms)!r})"
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         """For pickle and copy: without what belongs to this process."""
         return {**vars(self), "_slots": None}
 
     def __call__(
-        self, batch: Any, labels: Tensor | None = None, *, generator: torch.Generator | None = None
+        self,
+        batch: object,
+        labels: Tensor | None = None,
+        *,
+        generator: torch.Generator | None = None,
     ) -> Any:
         """The transformed images, with the labels if there are any, or the batch with both in it.
 
@@ -108,7 +117,7 @@ class Compose:
             raise TypeError("labels are given twice: batch is not a tensor")
         return self._in_container(batch, generator)
 
-    def _in_container(self, batch: Any, generator: torch.Generator | None) -> Any:
+    def _in_container(self, batch: Any, generator: torch.Generator | None) -> object:
         is_mapping = isinstance(batch, Mapping)
         if not is_mapping and not isinstance(batch, (list, tuple)):
             raise TypeError(f"batch is a {type(batch).__name__}, not images or a container of them")
@@ -135,7 +144,7 @@ class Compose:
         make = getattr(type(batch), "_make", tuple)
         return make(items)
 
-    def _keys(self, is_mapping: bool) -> tuple[Any, Any]:
+    def _keys(self, is_mapping: bool) -> tuple[object, object]:
         return self.fields or (("image", "label") if is_mapping else (0, 1))
 
     def leaf_of_images(self, structure: Structure) -> int | None:
@@ -154,7 +163,7 @@ class Compose:
         count = len(images if rows is None else rows)
         self._check_labels(labels, count)
         channels, height, width = images.shape[1:]
-        view = View(height, width)
+        framing = Framing(height, width)
         steps: list[Geometry | Labels] = [*self._geometry]
         steps += [] if self._labels is None else [self._labels]
         uniforms = sum(step.uniforms for step in steps)
@@ -168,15 +177,15 @@ class Compose:
             numbers = u[taken : taken + step.uniforms, :count]
             taken += step.uniforms
             if isinstance(step, Geometry):
-                step.apply(view, numbers)
+                step.apply(framing, numbers)
             elif count:
-                mix = step.mix(numbers, *_size(view))
-        out = self._out(images, count, _size(view))
+                mix = step.mix(numbers, *framing.whole_size)
+        out = self._out(images, count, framing.whole_size)
         unit = 1.0 if images.is_floating_point() else 1 / 255
         factors = self._normalize.factors(channels, unit)
-        samples = _samples(view, mix, count, rows)
+        samples = _samples(framing, mix, count, rows)
         buffer = None if images.is_cpu else images.new_empty(samples.numel(), dtype=torch.int32)
-        _C.transform_images(images, out, samples, *factors, buffer, view.antialias)
+        _C.transform_images(images, out, samples, *factors, buffer, framing.antialias)
         if labels is not None and self._labels is not None:
             labels = self._labels.apply(labels, mix)
         return out, labels
@@ -217,20 +226,13 @@ class Compose:
         return self._slots.empty(form, count)
 
 
-def _size(view: View) -> tuple[int, int]:
-    height, width = view.size
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    return height, width
-
-
-def _samples(view: View, mix: Mix, count: int, rows: Tensor | None) -> Tensor:
+def _samples(framing: Framing, mix: Mix, count: int, rows: Tensor | None) -> Tensor:
     """A row for each sample, as csrc/base/image_sample.h has it."""
-    flip: Place = 0 if view.flip is None else view.flip
+    flip: Place = 0 if framing.flip is None else framing.flip
     partner: Place = 0 if not mix.mixes else torch.arange(count, device="cpu").roll(1)
     weights = struct.unpack("=ii", struct.pack("=ff", mix.own, mix.other))
     source: Place = torch.arange(count, device="cpu") if rows is None else rows
-    words: list[Place] = [*view.window, *view.grid, *view.first, flip, partner, source]
+    words: list[Place] = [*framing.window, *framing.grid, *framing.first, flip, partner, source]
     words += [*weights, *mix.box]
     same = torch.tensor([0 if isinstance(w, Tensor) else w for w in words], device="cpu")
     table = same.to(torch.int32)[:, None].repeat(1, count)

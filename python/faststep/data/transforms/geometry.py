@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .view import Place, View
+from .framing import Framing, Place
 
 __all__ = [
     "CenterCrop",
@@ -47,22 +47,14 @@ class Geometry:
     uniforms: ClassVar[int] = 0
     resizes: ClassVar[bool] = False
 
-    def apply(self, view: View, u: Tensor) -> None:
+    def apply(self, framing: Framing, u: Tensor) -> None:
         """Change what a batch shows. `u` is (uniforms, N) float64, in [0, 1)."""
         raise NotImplementedError
 
 
-def _whole(view: View) -> tuple[int, int]:
-    """The size of the images, which is one for all outside of a RandomResizedCrop."""
-    height, width = view.size
-    assert isinstance(height, int)
-    assert isinstance(width, int)
-    return height, width
-
-
-def _with_pixels(view: View, name: str) -> tuple[int, int]:
-    """As `_whole`, for what makes new pixels of others."""
-    height, width = _whole(view)
+def _with_pixels(framing: Framing, name: str) -> tuple[int, int]:
+    """The size of the images, which must have pixels to be resized."""
+    height, width = framing.whole_size
     if not height or not width:
         raise ValueError(f"{name}: the images have no pixels, they are {height} by {width}")
     return height, width
@@ -79,8 +71,8 @@ class RandomHorizontalFlip(Geometry):
         if not 0.0 <= self.p <= 1.0:
             raise ValueError(f"p must be between 0 and 1, not {self.p!r}")
 
-    def apply(self, view: View, u: Tensor) -> None:
-        view.mirror(u[0] < self.p)
+    def apply(self, framing: Framing, u: Tensor) -> None:
+        framing.mirror(u[0] < self.p)
 
 
 def _middle(had: int, size: int) -> int:
@@ -96,11 +88,11 @@ class CenterCrop(Geometry):
     def __post_init__(self) -> None:
         _pair("size", self.size)
 
-    def apply(self, view: View, u: Tensor) -> None:
+    def apply(self, framing: Framing, u: Tensor) -> None:
         height, width = _pair("size", self.size)
-        rows, columns = _whole(view)
+        rows, columns = framing.whole_size
         pads = height > rows or width > columns
-        view.crop(_middle(rows, height), _middle(columns, width), height, width, pads)
+        framing.crop(_middle(rows, height), _middle(columns, width), height, width, pads)
 
 
 @dataclass(frozen=True)
@@ -116,9 +108,9 @@ class RandomCrop(Geometry):
         if self.padding < 0:
             raise ValueError(f"padding must not be negative: {self.padding!r}")
 
-    def apply(self, view: View, u: Tensor) -> None:
+    def apply(self, framing: Framing, u: Tensor) -> None:
         height, width = _pair("size", self.size)
-        rows, columns = (had + 2 * self.padding for had in _whole(view))
+        rows, columns = (had + 2 * self.padding for had in framing.whole_size)
         if height > rows or width > columns:
             raise ValueError(
                 f"RandomCrop: size {(height, width)} is larger than the images, {(rows, columns)} "
@@ -126,7 +118,7 @@ class RandomCrop(Geometry):
             )
         top = _up_to(u[0], rows - height) - self.padding
         left = _up_to(u[1], columns - width) - self.padding
-        view.crop(top, left, height, width, pads=self.padding > 0)
+        framing.crop(top, left, height, width, pads=self.padding > 0)
 
 
 @dataclass(frozen=True)
@@ -147,14 +139,14 @@ class Resize(Geometry):
     def __post_init__(self) -> None:
         _pair("size", self.size)
 
-    def apply(self, view: View, u: Tensor) -> None:
-        height, width = _with_pixels(view, "Resize")
+    def apply(self, framing: Framing, u: Tensor) -> None:
+        height, width = _with_pixels(framing, "Resize")
         if not isinstance(self.size, int):
-            view.resize(*_pair("size", self.size), self.antialias)
+            framing.resize(*_pair("size", self.size), self.antialias)
         elif height <= width:
-            view.resize(self.size, int(self.size * width / height), self.antialias)
+            framing.resize(self.size, int(self.size * width / height), self.antialias)
         else:
-            view.resize(int(self.size * height / width), self.size, self.antialias)
+            framing.resize(int(self.size * height / width), self.size, self.antialias)
 
 
 @dataclass(frozen=True)
@@ -180,8 +172,8 @@ class RandomResizedCrop(Geometry):
         _interval("scale", self.scale)
         _interval("ratio", self.ratio)
 
-    def apply(self, view: View, u: Tensor) -> None:
-        rows, columns = _with_pixels(view, "RandomResizedCrop")
+    def apply(self, framing: Framing, u: Tensor) -> None:
+        rows, columns = _with_pixels(framing, "RandomResizedCrop")
         low, high = self.scale
         area = rows * columns * (low + (high - low) * u[:ATTEMPTS])
         low, high = (math.log(ratio) for ratio in self.ratio)
@@ -195,8 +187,8 @@ class RandomResizedCrop(Geometry):
         width_of = torch.where(fit, widths.gather(0, attempt[None])[0].long(), width)
         top = torch.where(fit, _up_to(u[-2], rows - height_of), (rows - height) // 2)
         left = torch.where(fit, _up_to(u[-1], columns - width_of), (columns - width) // 2)
-        view.crop(top, left, height_of, width_of, pads=False)
-        view.resize(*_pair("size", self.size), self.antialias)
+        framing.crop(top, left, height_of, width_of, pads=False)
+        framing.resize(*_pair("size", self.size), self.antialias)
 
     def _fallback(self, rows: int, columns: int) -> tuple[int, int]:
         """The largest window in the middle with a ratio that is allowed."""

@@ -9,21 +9,23 @@ import select
 import threading
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from multiprocessing.reduction import DupFd
 from typing import Any
 
 import torch
 
 from ... import _C
+from ..deliver.page_locked import ask_for_locked_memory
 
-__all__ = ["Arena", "ArenaPool", "arena_of", "page_locked"]
+__all__ = ["Arena", "ArenaPool", "arena_of"]
 
 _keys = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 
 
 class Arena:
-    """A _C.Arena that parcels find by its key, and what came through it.
+    """A _C.Arena with a key, by which parcels find it, and counts of what came through it.
 
     Raises:
         MemoryError: there is no shared memory.
@@ -41,7 +43,7 @@ class Arena:
         self._kept: list[tuple[_Child, list[int]]] = []  # blocks that children see
         _arenas[self.key] = self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         """For workers that are not forked; only while one is started."""
         return _Attached, (self.key, DupFd(self.memory.fileno()), self.memory.reserve())
 
@@ -69,6 +71,7 @@ class Arena:
             self.unlocked = str(error)
         else:
             self.locks, self.unlocked = True, None
+            ask_for_locked_memory(self)
         return self.locks
 
     def locked(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
@@ -100,24 +103,6 @@ def arena_of(key: int) -> Arena:
     if arena is None or arena.process != os.getpid():
         raise RuntimeError("a batch of a DataLoader worker came to another process than its own")
     return arena
-
-
-def page_locked(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The same elements where they are page-locked, if an arena has them so.
-
-    Nothing but a copy to the device may see it: its block is used again when it and all tensors of
-    the batch are gone, whatever else still reads it.
-    """
-    if tensor.is_conj() or tensor.is_neg():
-        return None  # the block holds other elements
-    storage = tensor.untyped_storage()
-    for arena in list(_arenas.values()):
-        block = arena.locked(storage)
-        if block is not None:
-            where = tensor.storage_offset(), tensor.shape, tensor.stride()
-            same = torch.empty(0, dtype=tensor.dtype, device="cpu")
-            return same.set_(block.untyped_storage(), *where)
-    return None
 
 
 atexit.register(_C.keep_locked_memory, True)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Integral
 from typing import Any, overload
 from zlib import crc32
 
-from .block import WORD, Block, Column, Writer, reader_of
+from .frozen_memory import WORD, FrozenItems, FrozenMemory, Writer, reader_of
 
 __all__ = ["FrozenDict", "FrozenList", "freeze"]
 
 LARGE = 64  # items of a list or dict inside another one that is frozen by itself
 
 
-def freeze(obj: Any) -> FrozenList | FrozenDict:
-    """A read-only copy of a list, tuple or dict, in one block of memory that processes share.
+def freeze(obj: object) -> FrozenList | FrozenDict:
+    """A read-only copy of a list, tuple or dict, in one piece of memory that processes share.
 
     A worker process that reads Python objects writes their reference counts, and so gets a copy of
     the memory they lie in. This has no objects: an item is made when it is asked for. Forked
@@ -40,15 +40,15 @@ def freeze(obj: Any) -> FrozenList | FrozenDict:
     writer = Writer()
     try:
         spec = _write(writer, obj, "obj")
-        block = writer.block()
+        memory = writer.finish()
     except BaseException:
         writer.close()
         raise
-    frozen: FrozenList | FrozenDict = _read(block, spec)
+    frozen: FrozenList | FrozenDict = _read(memory, spec)
     return frozen
 
 
-def _write(writer: Writer, obj: Any, name: str) -> Any:
+def _write(writer: Writer, obj: object, name: str) -> object:
     """Writes a list, tuple or dict; returns what `_read` needs."""
     if type(obj) is not dict:
         return type(obj), _write_items(writer, obj, name)
@@ -56,35 +56,35 @@ def _write(writer: Writer, obj: Any, name: str) -> Any:
     if not kinds <= {str} and not kinds <= {bytes} and not kinds <= {int}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         raise TypeError(f"the keys of {name} must all be str, bytes or int to be frozen: {names}")
-    keys = writer.column(list(obj), f"the keys of {name}")
+    keys = writer.write_items(list(obj), f"the keys of {name}")
     places = _hash_table(obj)
-    table = Column("int", len(places), writer.write(places))
+    table = FrozenItems("int", len(places), writer.write(places))
     return dict, keys, table, _write_items(writer, list(obj.values()), f"the values of {name}")
 
 
-def _write_items(writer: Writer, items: Any, name: str) -> Any:
+def _write_items(writer: Writer, items: Any, name: str) -> object:
     if any(type(item) in (list, tuple, dict) and len(item) > LARGE for item in items):
         parts = [
             _write(writer, item, f"{name}[{index}]")
             if type(item) in (list, tuple, dict) and len(item) > LARGE
-            else (None, writer.column([item], f"{name}[{index}]"))
+            else (None, writer.write_items([item], f"{name}[{index}]"))
             for index, item in enumerate(items)
         ]
-        return Column("parts", len(parts), extra=parts)
-    return writer.column(items, name)
+        return FrozenItems("parts", len(parts), extra=parts)
+    return writer.write_items(items, name)
 
 
-def _read(block: Block, spec: Any) -> Any:
-    kind, column = spec[0], spec[1]
+def _read(memory: FrozenMemory, spec: Any) -> Any:
+    kind, stored = spec[0], spec[1]
     if kind is None:
-        return reader_of(block, column)(0)
-    return FrozenDict(block, *spec[1:]) if kind is dict else FrozenList(block, column, kind)
+        return reader_of(memory, stored)(0)
+    return FrozenDict(memory, *spec[1:]) if kind is dict else FrozenList(memory, stored, kind)
 
 
-def _reader(block: Block, column: Column) -> Any:
-    if column.kind != "parts":
-        return reader_of(block, column)
-    return lambda index: _read(block, column.extra[index])
+def _reader(memory: FrozenMemory, stored: FrozenItems) -> Any:
+    if stored.kind != "parts":
+        return reader_of(memory, stored)
+    return lambda index: _read(memory, stored.extra[index])
 
 
 def _hash(key: Any) -> int:
@@ -107,14 +107,14 @@ def _hash_table(keys: Any) -> array[int]:
 
 
 class FrozenList(Sequence[Any]):
-    """A list or tuple in a block; equal to one with the same items. A slice shares the block."""
+    """A list or tuple in frozen memory; equal to one with the same items. A slice shares it."""
 
     def __init__(
-        self, block: Block, column: Column, kind: type, places: range | None = None
+        self, memory: FrozenMemory, stored: FrozenItems, kind: type, places: range | None = None
     ) -> None:
-        self._spec = block, column, kind
-        self._places = range(column.length) if places is None else places
-        self._item = _reader(block, column)
+        self._spec = memory, stored, kind
+        self._places = range(stored.length) if places is None else places
+        self._item = _reader(memory, stored)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -150,10 +150,10 @@ class FrozenList(Sequence[Any]):
     def __copy__(self) -> FrozenList:
         return self
 
-    def __deepcopy__(self, memo: Any) -> FrozenList:
+    def __deepcopy__(self, memo: object) -> FrozenList:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return FrozenList, (*self._spec, self._places)
 
     def __repr__(self) -> str:
@@ -162,24 +162,26 @@ class FrozenList(Sequence[Any]):
 
 
 class FrozenDict(Mapping[Any, Any]):
-    """A dict in a block, in the order of its keys; equal to one with the same items."""
+    """A dict in frozen memory, in the order of its keys; equal to one with the same items."""
 
-    def __init__(self, block: Block, keys: Column, table: Column, values: Column) -> None:
-        self._spec = block, keys, table, values
-        self._key = reader_of(block, keys)
-        self._value = _reader(block, values)
-        self._table = block.view[table.data : table.data + table.length * WORD].cast("q")
+    def __init__(
+        self, memory: FrozenMemory, keys: FrozenItems, table: FrozenItems, values: FrozenItems
+    ) -> None:
+        self._spec = memory, keys, table, values
+        self._key = reader_of(memory, keys)
+        self._value = _reader(memory, values)
+        self._table = memory.content[table.data : table.data + table.length * WORD].cast("q")
 
     def __len__(self) -> int:
         return self._spec[1].length
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: object) -> Any:
         place = self._place(key)
         if place < 0:
             raise KeyError(key)
         return self._value(place)
 
-    def _place(self, key: Any) -> int:
+    def _place(self, key: object) -> int:
         """Where the key is; -1 if it is not there."""
         hash(key)  # unhashable ones are errors, as in a dict
         if not isinstance(key, (str, bytes, int)):
@@ -213,10 +215,10 @@ class FrozenDict(Mapping[Any, Any]):
     def __copy__(self) -> FrozenDict:
         return self
 
-    def __deepcopy__(self, memo: Any) -> FrozenDict:
+    def __deepcopy__(self, memo: object) -> FrozenDict:
         return self
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return FrozenDict, self._spec
 
     def __repr__(self) -> str:

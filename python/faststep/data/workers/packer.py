@@ -17,8 +17,10 @@ from ..._torch.loader import (
     stacking_tensors_by,
 )
 from ..deliver.lending import Lender, Samples
+from ..deliver.plain_tensors import tensor_over, why_not_plain
+from ..types import CollateFn, WorkerInitFn
 from .arena import Arena
-from .parcel import Parcel, pack, tensor_over, why_not_plain
+from .parcel import Parcel, pack
 from .rows import CONTAINERS, Rows
 
 __all__ = ["Packer", "Start"]
@@ -27,7 +29,7 @@ __all__ = ["Packer", "Start"]
 class Start:
     """What a worker process runs first, before the user's `worker_init_fn`."""
 
-    def __init__(self, init_fn: Any, packer: Packer) -> None:
+    def __init__(self, init_fn: WorkerInitFn | None, packer: Packer) -> None:
         self._init_fn = init_fn
         self._packer = packer
 
@@ -49,7 +51,7 @@ class Packer:
     for them, if nobody but default_collate sees its samples: they share it with the batch.
     """
 
-    def __init__(self, collate_fn: Any, arena: Arena) -> None:
+    def __init__(self, collate_fn: CollateFn, arena: Arena) -> None:
         self._collate_fn = collate_fn
         self._arena = arena
         self._lent: dict[int, int] = {}  # blocks for the batch that is made, by address
@@ -65,7 +67,7 @@ class Packer:
         self._lent[memory.data_ptr()] = block
         return memory
 
-    def __call__(self, samples: Any) -> Parcel:
+    def __call__(self, samples: object) -> Parcel:
         stack = _Stack(self._arena.memory, self._lender)
         batch = self._collated(stack, samples)
         self._lender.forget()
@@ -73,7 +75,7 @@ class Packer:
         self._lent = {}
         return self._parcel(stack, batch, [samples] if isinstance(samples, Samples) else [])
 
-    def fetch(self, dataset: Any, indices: Any) -> Any:
+    def fetch(self, dataset: object, indices: object) -> object:
         """The parcel of the samples of a map-style dataset; see `let_fetch` in _torch/loader.py."""
         if (
             type(indices) is not list
@@ -87,11 +89,11 @@ class Packer:
         del samples  # while there are rows of it a block cannot be sent
         return self._parcel(stack, batch, [])
 
-    def _collated(self, stack: _Stack, samples: Any) -> list[Any]:
+    def _collated(self, stack: _Stack, samples: object) -> list[object]:
         with stacking_tensors_by(stack):
             return [self._collate_fn(samples)]
 
-    def _parcel(self, stack: _Stack, batch: list[Any], leaving: list[list[Any]]) -> Parcel:
+    def _parcel(self, stack: _Stack, batch: list[object], leaving: list[list[object]]) -> Parcel:
         return pack(self._arena.key, self._arena.memory, batch, stack.blocks, leaving)
 
 

@@ -7,23 +7,25 @@ import pickle
 import sys
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 
 from ... import _C
+from ..deliver.plain_tensors import tensor_over, why_not_plain
+from ..types import Array
 from .arena import arena_of
 
-__all__ = ["Parcel", "pack", "tensor_over", "why_not_plain"]
+__all__ = ["Parcel", "pack"]
 
 SMALL = 1 << 14  # bytes of an array that is part of the pickle
 WASTE = 2  # a storage is sent whole if that is at most so many times what a tensor shows of it
 
 
 class Parcel:
-    """A batch on its way; it is the batch itself once the main process unpickled it.
+    """A batch on its way from a worker. Unpickled in the main process it is the batch.
 
     Args:
         key: of the arena.
@@ -37,7 +39,7 @@ class Parcel:
     ) -> None:
         self._parts = (key, payload, blocks, otherwise)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return _unpack, self._parts
 
 
@@ -47,7 +49,7 @@ class _Reference:
     def __init__(self, number: int) -> None:
         self.number = number
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return _opened, (self.number,)
 
 
@@ -60,7 +62,7 @@ _opening = _Opening()
 
 def _unpack(
     key: int, payload: bytes, blocks: list[tuple[int, int]], otherwise: dict[str, int]
-) -> Any:
+) -> object:
     arena = arena_of(key)
     arena.unpin_what_no_child_sees()
     arena.in_blocks += len(blocks)
@@ -76,20 +78,7 @@ def _opened(number: int) -> torch.Tensor:
     return _opening.blocks[number]
 
 
-def tensor_over(
-    block: torch.Tensor,
-    dtype: torch.dtype,
-    offset: int,
-    size: tuple[int, ...],
-    stride: tuple[int, ...] | None = None,
-) -> torch.Tensor:
-    """A tensor over the bytes of a block: its storage, but not a view."""
-    tensor = torch.empty(0, dtype=dtype, device="cpu")
-    where = (offset, size) if stride is None else (offset, size, stride)
-    return tensor.set_(block.untyped_storage(), *where)
-
-
-def _array_over(block: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+def _array_over(block: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: Any) -> object:
     return block.numpy().view(dtype).reshape(shape, order=order)
 
 
@@ -104,8 +93,8 @@ class _Contents:
         self.otherwise: Counter[str] = Counter()
         self._whole: dict[int, _Reference] = {}  # by address of the storage
 
-    def put_tensor(self, tensor: torch.Tensor) -> Any:
-        """How to make the tensor again; NotImplemented if torch has to transport it."""
+    def put_tensor(self, tensor: torch.Tensor) -> object:
+        """Puts a tensor into a block; returns how to remake it. NotImplemented: left to torch."""
         storage = tensor.untyped_storage()
         item, offset = tensor.element_size(), tensor.storage_offset()
         size, stride = tuple(tensor.shape), tensor.stride()
@@ -132,7 +121,7 @@ class _Contents:
         self.blocks.append((block, size))
         return _Reference(len(self.blocks) - 1)
 
-    def put_array(self, array: Any) -> Any:
+    def put_array(self, array: Array) -> object:
         """How to make a packed array again."""
         reference = self._put(array.ctypes.data, array.nbytes)
         order = "C" if array.flags.c_contiguous else "F"
@@ -174,7 +163,7 @@ class _Pickler(ForkingPickler):
         super().__init__(file)
         self._contents = contents
 
-    def reducer_override(self, obj: Any) -> Any:
+    def reducer_override(self, obj: object) -> Any:
         try:
             if isinstance(obj, torch.Tensor):
                 reason = why_not_plain(obj)
@@ -205,27 +194,12 @@ def _is_large_array(obj: Any) -> bool:
     )
 
 
-def why_not_plain(tensor: torch.Tensor) -> str | None:
-    """Why torch has to handle a tensor; "" if it has no elements, None if it is a plain one."""
-    if type(tensor) is not torch.Tensor:
-        return f"a {type(tensor).__name__}"
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
-        return "not a dense tensor"
-    if tensor.device.type != "cpu":
-        return f"on {tensor.device}"
-    if tensor.requires_grad:
-        return "requires a gradient"
-    if tensor.is_conj() or tensor.is_neg():
-        return "a conjugated or negated tensor"
-    return None if tensor.numel() else ""
-
-
 def pack(
     key: int,
     memory: _C.Arena,
-    batch: list[Any],
+    batch: list[object],
     stacked: dict[int, int],
-    leaving: Sequence[list[Any]] = (),
+    leaving: Sequence[list[object]] = (),
 ) -> Parcel:
     """The parcel of a batch, in a worker.
 

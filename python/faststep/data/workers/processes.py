@@ -9,7 +9,8 @@ from typing import Any
 from ..._torch.loader import MultiProcessingDataLoaderIter
 from ..deliver.copies import copier_of
 from ..plain import PlacedWorkers
-from ..resume.loader_view import LoaderView
+from ..resume.loader_stand_in import LoaderStandIn
+from ..types import CollateFn, Loader, State, WorkerInitFn
 from .arena import Arena, ArenaPool
 from .packer import Packer, Start
 
@@ -17,7 +18,7 @@ __all__ = ["ProcessIterator"]
 
 
 class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
-    """torch's, unchanged but for what its workers start and collate with.
+    """torch's iterator, whose workers get another collate function and start another way.
 
     Args:
         loader: the DataLoader.
@@ -28,7 +29,7 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         MemoryError: there is no shared memory.
     """
 
-    def __init__(self, loader: Any, pool: ArenaPool, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, loader: Loader, pool: ArenaPool, state: State | None = None) -> None:
         self._pool = pool
         self._process = os.getpid()
         self._arena: Arena | None = pool.lend()
@@ -36,7 +37,7 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         self._locks = False  # then batches need not be copied to be page-locked
         if device is not None and device.type == "cuda":
             self._locks = self._arena.prepare_locks(copier_of(device).streams.device.index)
-        super().__init__(LoaderView(loader, state, has_processes=True))
+        super().__init__(LoaderStandIn(loader, state, has_processes=True))
 
     @property
     def _pin_memory(self) -> bool:
@@ -47,20 +48,20 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         self._pins = pins
 
     @property
-    def _collate_fn(self) -> Any:
+    def _collate_fn(self) -> Packer:
         return self._packer
 
     @_collate_fn.setter
-    def _collate_fn(self, collate_fn: Any) -> None:
+    def _collate_fn(self, collate_fn: CollateFn) -> None:
         assert self._arena is not None
         self._packer = Packer(collate_fn, self._arena)
 
     @property
-    def _worker_init_fn(self) -> Any:
+    def _worker_init_fn(self) -> Start:
         return self._start
 
     @_worker_init_fn.setter
-    def _worker_init_fn(self, init_fn: Any) -> None:
+    def _worker_init_fn(self, init_fn: WorkerInitFn | None) -> None:
         self._start = Start(init_fn, self._packer)
 
     def _next_data(self) -> Any:

@@ -1,4 +1,4 @@
-"""How batches of a loader with workers come, where threads cannot gather them from arrays."""
+"""The choice of an iterator for a loader with workers, if its dataset is not in arrays."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from ..stats import Layer
+from ..types import Loader, State
 from .arena import ArenaPool
 from .processes import ProcessIterator
 from .threads import ThreadIterator
@@ -30,7 +31,9 @@ class Workers:
         self._pool = ArenaPool()
         self.reason: str | None = None  # why torch's own iterator has to do it
 
-    def iterator(self, loader: Any, state: dict[str, Any] | None = None) -> Any | None:
+    def iterator(
+        self, loader: Loader, state: State | None = None
+    ) -> ProcessIterator | ThreadIterator | None:
         """A new iterator, with a state one that goes on; None if torch's own has to do it."""
         loader.check_worker_number_rationality()
         if self._method == "thread":

@@ -1,8 +1,8 @@
-"""Samples that go to their place in the batch as soon as they are there.
+"""Samples that are copied into their batch as soon as the dataset has made them.
 
-torch collects all samples of a batch and then stacks them: by then the first ones are no longer in
-the cache, and their memory is still taken. Here a large tensor of a sample is copied into its row
-of the batch at once, and the next sample gets the memory that is in the cache.
+torch collects all samples of a batch and then stacks them. The first samples have left the cache by
+then. Here a large tensor of a sample is copied into its row of the batch at once, and the memory
+that it had, which is still in the cache, is free for the next sample.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..._torch.tensors import uses_of
-from .parcel import why_not_plain
+from ..deliver.plain_tensors import why_not_plain
 
 __all__ = ["CONTAINERS", "Rows"]
 
@@ -26,10 +26,10 @@ Begin = Callable[[torch.Tensor, int], list[torch.Tensor] | None]
 
 
 class Rows:
-    """The large tensors of a batch's samples, copied early.
+    """Copies the large tensors of samples into the rows of their batch.
 
-    Only those are that nobody else has: of any other one a batch of torch's shows what it holds
-    when the last sample is there.
+    Only tensors that nothing else refers to are copied early. Any other one may be written until
+    torch would stack it, when the last sample is there.
 
     Args:
         begin: makes memory for so many tensors like one, and returns a tensor for each, or None.
@@ -39,11 +39,11 @@ class Rows:
     def __init__(self, begin: Begin, count: int) -> None:
         self._begin = begin
         self._count = count
-        self._rows: dict[Any, list[torch.Tensor]] = {}  # by key within a sample
+        self._rows: dict[object, list[torch.Tensor]] = {}  # by key within a sample
 
-    def fetch(self, dataset: Any, indices: list[Any]) -> list[Any]:
+    def fetch(self, dataset: Any, indices: list[object]) -> list[object]:
         """The samples, with rows for the tensors that were copied."""
-        samples: list[Any] = []
+        samples: list[object] = []
         for number, index in enumerate(indices):
             holder = [dataset[index]]
             self._place_all_in(holder, number)

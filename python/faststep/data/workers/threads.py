@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import copy
 import inspect
 import os
 import queue
 import threading
 import traceback
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,6 +25,7 @@ from ..._torch.loader import (
     new_worker_info,
     worker_info_of_thread,
 )
+from ..at_exit import close_at_exit
 from ..deliver.lending import (
     Lender,
     LendingCollate,
@@ -35,23 +34,16 @@ from ..deliver.lending import (
     lending_collate,
 )
 from ..plain import PlacedWorkers
-from ..resume.loader_view import LoaderView
+from ..resume.batch_states import AddStates
+from ..resume.loader_stand_in import LoaderStandIn
 from ..resume.stream import Source
-from .stated import Stating
+from ..types import CollateFn, Fetcher, Loader, State
 
 __all__ = ["ThreadIterator"]
 
-_living: weakref.WeakSet[ThreadIterator] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_threads() -> None:
-    for iterator in list(_living):
-        iterator.close()
-
 
 class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIter):
-    """torch's, unchanged but for who fetches: its order, draws, errors and time-outs stay.
+    """torch's iterator with threads for workers. Order, draws, errors and time-outs are torch's.
 
     The threads share the dataset; an iterable one is copied (`copy.copy`) for each of them. Nothing
     else is pickled or copied, and `get_worker_info()` in a thread is about that thread. The global
@@ -63,15 +55,15 @@ class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIt
         state: of an epoch to go on with, or of the end of one; None for a new one.
     """
 
-    def __init__(self, loader: Any, state: dict[str, Any] | None = None) -> None:
+    def __init__(self, loader: Loader, state: State | None = None) -> None:
         self._process = os.getpid()
         self._lending = lending_collate(loader)
         threads = torch.get_num_threads()
         try:
-            super().__init__(LoaderView(loader, state, context=_Context))
+            super().__init__(LoaderStandIn(loader, state, context=_Context))
         finally:
             torch.set_num_threads(threads)  # a worker set it for itself, and for threads to come
-        _living.add(self)
+        close_at_exit(self)
 
     def _next_data(self) -> Any:
         if self._process != os.getpid():
@@ -111,7 +103,7 @@ class _Worker:
         target: torch's function for a worker process, which gives `args` their names.
     """
 
-    def __init__(self, target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, target: Callable[..., object], args: tuple[object, ...]) -> None:
         arguments = inspect.signature(target).bind(*args).arguments
         self._ready = threading.Event()
         name = f"faststep-worker-{arguments['worker_id']}"
@@ -141,7 +133,7 @@ class _Context:
     Process = _Worker
 
 
-def _run(arguments: dict[str, Any], ready: threading.Event) -> None:
+def _run(arguments: State, ready: threading.Event) -> None:
     """What torch's worker processes do, in a thread."""
     torch.get_num_threads()  # the first call in a thread sets the process's number
     torch.set_num_threads(1)
@@ -161,9 +153,9 @@ def _run(arguments: dict[str, Any], ready: threading.Event) -> None:
 
 
 class _Loop:
-    """Takes indices, and puts batches or what stands in their place."""
+    """A worker's loop: takes indices, and puts batches or errors."""
 
-    def __init__(self, arguments: dict[str, Any], dataset: Any) -> None:
+    def __init__(self, arguments: State, dataset: object) -> None:
         self._arguments = arguments
         self._dataset = dataset
         self._worker = arguments["worker_id"]
@@ -174,11 +166,11 @@ class _Loop:
             self._lender, self._collate_fn = mine.lender, _hiding_the_worker(mine)
         elif collates_as_default(self._collate_fn, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
-        self._stating: Stating | None = None
+        self._states: AddStates | None = None
         if isinstance(dataset, Source):
-            self._stating = Stating(None, dataset)
-        self._fetcher: Any = None
-        self._failure: Any = None  # at the start: it stands for every batch
+            self._states = AddStates(dataset)
+        self._fetcher: Fetcher  # once it has started without a failure
+        self._failure: object = None  # at the start: it stands for every batch
 
     def run(self) -> None:
         tasks, results = self._arguments["index_queue"], self._arguments["data_queue"]
@@ -206,22 +198,23 @@ class _Loop:
         except BaseException:  # it would end this thread, and nobody would know
             self._failure = self._wrapped()
 
-    def _new_fetcher(self) -> Any:
-        return dataset_kind_fetcher(
+    def _new_fetcher(self) -> Fetcher:
+        fetcher: Fetcher = dataset_kind_fetcher(
             self._arguments["dataset_kind"],
             self._dataset,
             self._arguments["auto_collation"],
             self._collate_fn,
             self._arguments["drop_last"],
         )
+        return fetcher
 
-    def _fetch(self, indices: Any) -> Any:
+    def _fetch(self, indices: object) -> Any:
         if self._failure is not None:
             return self._failure
         try:
             with lending_by(self._lender):
                 batch = self._fetcher.fetch(indices)
-            return batch if self._stating is None else self._stating.stated(batch)
+            return batch if self._states is None else self._states.with_states(batch)
         except BaseException as error:  # as above
             iterable = isinstance(self._dataset, (Source, IterableDataset))
             if isinstance(error, StopIteration) and iterable:
@@ -233,10 +226,10 @@ class _Loop:
         return wrapper(where=f"in DataLoader worker thread {self._worker}")
 
 
-def _hiding_the_worker(collate_fn: Any) -> Any:
+def _hiding_the_worker(collate_fn: CollateFn) -> CollateFn:
     """torch's default_collate puts batches into files where it finds a worker: not needed here."""
 
-    def collate(samples: Any) -> Any:
+    def collate(samples: object) -> Any:
         with worker_info_of_thread(None):
             return collate_fn(samples)
 

@@ -1,4 +1,4 @@
-"""A read-only block of memory that processes share, and how objects are written to one."""
+"""Read-only memory that processes share, and how objects are written to it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from multiprocessing.reduction import DupFd
 from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, NamedTuple
 
-__all__ = ["Block", "Column", "Writer"]
+__all__ = ["FrozenItems", "FrozenMemory", "Writer"]
 
 WORD = 8  # bytes
 MOST_OF_FOUR_BYTES = 1 << 32
@@ -21,8 +21,8 @@ AT_ONCE = 1 << 14  # items encoded before they are written
 PATHS = PosixPath, PurePosixPath, PureWindowsPath, WindowsPath  # are all that their text says
 
 
-class Column(NamedTuple):
-    """Where the items of a list are in a block."""
+class FrozenItems(NamedTuple):
+    """Where the items of a list are in frozen memory."""
 
     kind: str
     length: int
@@ -30,11 +30,11 @@ class Column(NamedTuple):
     ends: int = 0  # for items of different sizes, where it is said where each one ends ...
     width: int = WORD  # ... from `data` on, in so many bytes
     extra: Any = None  # the class of paths; the parts of "parts"
-    prefix: bytes = b""  # what all items begin with, and end with, which is not in the block
+    prefix: bytes = b""  # what all items begin with, and end with, which is not in the memory
     suffix: bytes = b""
 
 
-class Block:
+class FrozenMemory:
     """The mapped content of an anonymous file.
 
     A forked worker has it, one that is started otherwise gets the file, any other copy its bytes.
@@ -42,27 +42,27 @@ class Block:
 
     def __init__(self, file: int) -> None:
         self._map = mmap.mmap(file, os.fstat(file).st_size or 1, prot=mmap.PROT_READ)
-        self.view = memoryview(self._map)
+        self.content = memoryview(self._map)
         self._file = file  # its own from here on: where mapping it fails the caller closes it
 
     @classmethod
-    def of_worker(cls, file: Any) -> Block:
+    def of_worker(cls, file: Any) -> FrozenMemory:
         return cls(file.detach())
 
     @classmethod
-    def of_bytes(cls, content: bytes) -> Block:
+    def of_bytes(cls, content: bytes) -> FrozenMemory:
         writer = Writer()
         try:
             writer.write(content)
-            return writer.block()
+            return writer.finish()
         except BaseException:
             writer.close()
             raise
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         if get_spawning_popen() is not None:
-            return Block.of_worker, (DupFd(self._file),)
-        return Block.of_bytes, (bytes(self.view),)
+            return FrozenMemory.of_worker, (DupFd(self._file),)
+        return FrozenMemory.of_bytes, (bytes(self.content),)
 
     def __del__(self) -> None:
         if hasattr(self, "_file"):
@@ -77,7 +77,7 @@ def _anonymous_file() -> int:
 
 
 class Writer:
-    """Writes columns to a new block."""
+    """Writes lists of items to new memory."""
 
     def __init__(self) -> None:
         self._file = _anonymous_file()
@@ -86,25 +86,25 @@ class Writer:
     def close(self) -> None:
         os.close(self._file)
 
-    def block(self) -> Block:
+    def finish(self) -> FrozenMemory:
         """What was written; the writer is not used any more."""
         if not self._end:
             self.write(bytes(WORD))
-        return Block(self._file)
+        return FrozenMemory(self._file)
 
     def write(self, content: Any) -> int:
         """Where the bytes are now: at a whole word."""
         view = memoryview(content).cast("B")
         start, done = self._end, 0
         while done < len(view):
-            done += os.write(self._file, view[done:])
+            done += os.write(self._file, content[done:])
         padding = -len(view) % WORD
         if padding:
             os.write(self._file, bytes(padding))
         self._end += len(view) + padding
         return start
 
-    def column(self, items: Any, name: str) -> Column:
+    def write_items(self, items: Any, name: str) -> FrozenItems:
         """Writes a list or tuple, or another sized iterable.
 
         Raises:
@@ -113,23 +113,23 @@ class Writer:
         kinds = set(map(type, items))
         kind = kinds.pop() if len(kinds) == 1 else object
         if kind is int and all(-(1 << 63) <= item < 1 << 63 for item in items):
-            return Column("int", len(items), self.write(array("q", items)))
+            return FrozenItems("int", len(items), self.write(array("q", items)))
         if kind is float:
-            return Column("float", len(items), self.write(array("d", items)))
+            return FrozenItems("float", len(items), self.write(array("d", items)))
         if kind in PATHS:
             return self._of_texts("path", [str(item) for item in items])._replace(extra=kind)
         if kind is str or kind is bytes:
             return self._of_texts(kind.__name__, items)
         return self._of_sizes("object", _pickled(items, name))
 
-    def _of_texts(self, kind: str, items: Any) -> Column:
+    def _of_texts(self, kind: str, items: Any) -> FrozenItems:
         """Of str or bytes: without what all have in common, as paths have a root and an ending."""
         prefix, suffix = _shared_ends(items)
         begin, end = len(prefix), -len(suffix) or None
-        column = self._of_sizes(kind, (_encoded(item[begin:end]) for item in items))
-        return column._replace(prefix=_encoded(prefix), suffix=_encoded(suffix))
+        stored = self._of_sizes(kind, (_encoded(item[begin:end]) for item in items))
+        return stored._replace(prefix=_encoded(prefix), suffix=_encoded(suffix))
 
-    def _of_sizes(self, kind: str, encoded: Iterable[bytes]) -> Column:
+    def _of_sizes(self, kind: str, encoded: Iterable[bytes]) -> FrozenItems:
         start = self._end
         ends = array("q")
         end = 0
@@ -145,7 +145,7 @@ class Writer:
         self.write(bytes(-self._end % WORD))
         if end < MOST_OF_FOUR_BYTES:
             ends = array("I", ends)
-        return Column(kind, len(ends), start, self.write(ends), ends.itemsize)
+        return FrozenItems(kind, len(ends), start, self.write(ends), ends.itemsize)
 
     def _append(self, content: bytes) -> None:
         done = 0
@@ -180,26 +180,28 @@ def _pickled(items: Any, name: str) -> Iterable[bytes]:
             raise TypeError(f"{name}[{index}] cannot be frozen: {error}") from error
 
 
-def reader_of(block: Block, column: Column) -> Callable[[int], Any]:
-    """A function that returns the item at a place of a column."""
-    view = block.view
-    if column.kind in ("int", "float"):
-        size = column.length * WORD
-        numbers = view[column.data : column.data + size].cast("q" if column.kind == "int" else "d")
+def reader_of(memory: FrozenMemory, stored: FrozenItems) -> Callable[[int], Any]:
+    """A function that returns the item at a place of a stored list."""
+    content = memory.content
+    if stored.kind in ("int", "float"):
+        size = stored.length * WORD
+        numbers = content[stored.data : stored.data + size].cast(
+            "q" if stored.kind == "int" else "d"
+        )
         return numbers.__getitem__
-    size = column.length * column.width
-    ends = view[column.ends : column.ends + size].cast("q" if column.width == WORD else "I")
-    start, kind = column.data, column.extra
-    shared = column.prefix or column.suffix
+    size = stored.length * stored.width
+    ends = content[stored.ends : stored.ends + size].cast("q" if stored.width == WORD else "I")
+    start, kind = stored.data, stored.extra
+    shared = stored.prefix or stored.suffix
 
     def item_bytes(index: int) -> Any:
-        item = view[start + (ends[index - 1] if index else 0) : start + ends[index]]
-        return b"".join((column.prefix, item, column.suffix)) if shared else item
+        item = content[start + (ends[index - 1] if index else 0) : start + ends[index]]
+        return b"".join((stored.prefix, item, stored.suffix)) if shared else item
 
-    if column.kind == "str":
+    if stored.kind == "str":
         return lambda index: str(item_bytes(index), "utf-8", "surrogatepass")
-    if column.kind == "bytes":
+    if stored.kind == "bytes":
         return lambda index: bytes(item_bytes(index))
-    if column.kind == "path":
+    if stored.kind == "path":
         return lambda index: kind(str(item_bytes(index), "utf-8", "surrogatepass"))
     return lambda index: pickle.loads(item_bytes(index))

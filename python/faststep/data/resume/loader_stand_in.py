@@ -1,4 +1,4 @@
-"""What torch's iterators see of a DataLoader: one that begins at a place."""
+"""The loader that torch's iterators see: it begins at a position of an epoch."""
 
 from __future__ import annotations
 
@@ -11,26 +11,32 @@ from torch.utils.data import IterableDataset, IterDataPipe
 from ..order.base import other_epoch
 from ..order.indices import Indices
 from ..order.of_sampler import epoch_of
-from ..workers.stated import Init, Stating
-from .stateful import is_stateful, load_map
+from ..order.stateful import is_stateful, load_map
+from ..types import Loader, State
+from .batch_states import CollateWithStates, InitWorker
 from .stream import Source
 
-__all__ = ["LoaderView", "is_stream", "keeps_seed"]
+__all__ = ["LoaderStandIn", "asked_ahead", "is_stream", "keeps_seed"]
 
 
-def is_stream(dataset: Any) -> bool:
-    """Whether a dataset is an iterable one whose place can be kept."""
+def is_stream(dataset: object) -> bool:
+    """Whether a dataset is an iterable one whose position can be saved."""
     return isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
 
 
-def keeps_seed(loader: Any, state: dict[str, Any]) -> bool:
+def keeps_seed(loader: Loader, state: State) -> bool:
     """Whether an iterator with that state has its base seed: torch's persistent workers keep it."""
     goes_on = loader.persistent_workers or not state["_iterator_finished"]
     return goes_on and state["_base_seed"] is not None
 
 
-class LoaderView:
-    """A DataLoader for the constructor of one of torch's iterators.
+def asked_ahead(loader: Loader) -> int:
+    """Batches that torch asks its workers for before the first one is delivered."""
+    return loader.num_workers * (loader.prefetch_factor or 0)
+
+
+class LoaderStandIn:
+    """Stands in for a DataLoader in the constructor of one of torch's iterators.
 
     Args:
         loader: the DataLoader.
@@ -42,24 +48,26 @@ class LoaderView:
 
     def __init__(
         self,
-        loader: Any,
-        state: dict[str, Any] | None,
+        loader: Loader,
+        state: State | None,
         has_processes: bool = False,
-        context: Any = None,
+        context: object = None,
         ahead: int = 0,
     ) -> None:
         self._loader = loader
         self.resumes = state is not None and not state["_iterator_finished"]
-        self.state: dict[str, Any] = state or {}
-        self.base_seed: int | None = None  # to keep
+        self.state: State = state or {}
+        self.base_seed: int | None = None  # of the epoch that is resumed
         if state is not None and keeps_seed(loader, state):
             self.base_seed = state["_base_seed"]
-            self.generator = torch.Generator()  # torch draws another one
+            self.generator = (
+                torch.Generator()
+            )  # torch draws a seed, which is not used: not from the loader's generator
         if context is not None:
             self.multiprocessing_context = context
-        self.records: list[dict[str, Any]] | None = self.state.get("_workers")
-        # pickled: torch would give each tensor in it a file on its way to a worker
-        packed = None if self.records is None else [*map(pickle.dumps, self.records)]
+        self.saved_workers: list[State] | None = self.state.get("_workers")
+        # pickled, as torch would send each tensor to a worker in a file of its own
+        packed = None if self.saved_workers is None else [*map(pickle.dumps, self.saved_workers)]
         every = loader._faststep.snapshot_every_n_steps
         if is_stream(loader.dataset):
             saved, epoch = self.state.get("_dataset_epoch"), epoch_of(loader.dataset)
@@ -72,8 +80,8 @@ class LoaderView:
         self.asks_workers = has_processes and asks
         if self.asks_workers:
             is_map = not isinstance(self.dataset, Source)
-            self.collate_fn = Stating(loader.collate_fn, self.dataset)
-            self.worker_init_fn = Init(
+            self.collate_fn = CollateWithStates(loader.collate_fn, self.dataset)
+            self.worker_init_fn = InitWorker(
                 loader.worker_init_fn, self.dataset, packed if is_map else None
             )
 
@@ -85,18 +93,18 @@ class LoaderView:
         if loader._faststep.device is not None:
             ahead += loader._faststep.prefetch_to_device + 1
         if loader.num_workers:
-            ahead += loader.prefetch_factor * loader.num_workers + 1
+            ahead += asked_ahead(loader) + 1
         indices = Indices(loader._index_sampler, ahead, every)
         saved = self.state.get("_sampler_iter_state") or {}
         if self.resumes or "states" in saved:
             indices.state = saved
         if self.resumes:
             indices.delivered = tuple(self.state.get("_beyond", ()))
-        # for its first epoch, torch's iterator with workers begins twice
+        # torch's iterator with workers calls `iter` twice for its first epoch
         indices.discards = bool(loader.num_workers) and self.base_seed is not None
         return indices
 
     def load_into_dataset(self) -> None:
         """Loads the state of a map-style dataset in this process."""
-        if self.records is not None and not isinstance(self.dataset, Source):
-            load_map(self.dataset, self.records[0])
+        if self.saved_workers is not None and not isinstance(self.dataset, Source):
+            load_map(self.dataset, self.saved_workers[0])

@@ -1,4 +1,4 @@
-"""Images that a batch is made of, and lie elsewhere."""
+"""A batch of images given as row numbers of the dataset's array of images."""
 
 from __future__ import annotations
 

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils.data import Dataset
 
-from .columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column
-from .structure import LEAF, Structure
+from ..arrays.column_dataset import ColumnDataset
+from ..arrays.columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column
+from ..arrays.structure import LEAF, Structure
+from ..types import Array, State
+from .mapped import map_npy
 
 __all__ = ["TokenDataset", "TokenWindow", "cu_seqlens"]
 
@@ -53,7 +55,7 @@ def cu_seqlens(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
     return ends, int(ends.diff().max()) if len(starts) else 0
 
 
-class TokenDataset(Dataset[Any]):
+class TokenDataset(ColumnDataset):
     """Windows x and y of token files, y one token later, for training a language model.
 
     Args:
@@ -119,10 +121,8 @@ class TokenDataset(Dataset[Any]):
         windows = [max(0, (len(s) - self.window - 1) // self.stride + 1) for s in self.shards]
         self.ends = list(itertools.accumulate(windows))
 
-    def _map(self, file: Path) -> Any:
+    def _map(self, file: Path) -> Array:
         import numpy
-
-        from ..formats.mapped import map_npy
 
         if file.suffix == ".npy":
             tokens = map_npy(os.fspath(file))
@@ -204,10 +204,10 @@ class TokenDataset(Dataset[Any]):
             found.append(tuple(columns))
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return {k: v for k, v in vars(self).items() if k != "shards"}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         vars(self).update(state)
         before = self.ends
         self._open()

@@ -1,16 +1,16 @@
-"""Which pixels of the source a batch shows, after some transforms."""
+"""Which pixels of the source images a batch shows, after some of its transforms."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["Place", "View"]
+__all__ = ["Framing", "Place"]
 
 Place = int | Tensor  # the same for all samples, or (N,) int64
 
 
-class View:
+class Framing:
     """A window of each source image, resized to a grid, of which the batch shows a part.
 
     Args:
@@ -29,6 +29,14 @@ class View:
         self.antialias = False  # where it is resized
         self._grid: tuple[int, int] | None = None  # None: as large as the window
         self._padded = self._cropped = False
+
+    @property
+    def whole_size(self) -> tuple[int, int]:
+        """`size` as numbers: it is one for all samples outside of a RandomResizedCrop."""
+        height, width = self.size
+        assert isinstance(height, int)
+        assert isinstance(width, int)
+        return height, width
 
     @property
     def grid(self) -> tuple[Place, Place]:

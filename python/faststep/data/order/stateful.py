@@ -1,7 +1,7 @@
 """Samplers, datasets and their iterators that keep a state of their own, as torchdata asks for it.
 
-Whatever has the methods state_dict and load_state_dict does. An object may also be its own
-iterator: then its state is the iterator's, and loaded after `iter`, which may reset it.
+An object keeps a state if it has the methods state_dict and load_state_dict. An object may be its
+own iterator. Its state is then loaded after `iter`, which may reset it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..order.draws import generator_of, repeating
+from ..types import State
+from .draws import generator_of, repeating
 
 __all__ = [
     "Pace",
@@ -48,14 +49,14 @@ def is_stateful(obj: Any) -> bool:
             answers = True
         except TypeError:
             answers = False
-        except ValueError:  # a builtin does not tell
+        except ValueError:  # the signature of a builtin may be unknown
             answers = True
         _answers_alone[type(obj)] = answers
     return answers
 
 
 class Pace:
-    """How often a state is taken that nobody may ever ask for.
+    """Decides how often a state is taken in case that somebody asks for it.
 
     Args:
         every: once in so many times, with 0 never; None: each time, but for states that would take
@@ -75,7 +76,7 @@ class Pace:
         waits = self._cost > CHEAP
         return not waits or time.perf_counter_ns() - self._last >= (SHARE - 1) * self._cost
 
-    def take(self, states: Callable[[], dict[str, Any]]) -> bytes:
+    def take(self, states: Callable[[], State]) -> bytes:
         """A snapshot, on time."""
         start = time.perf_counter_ns()
         try:
@@ -85,12 +86,12 @@ class Pace:
             self._cost = self._last - start
 
 
-def items_of(iterator: Any) -> Iterator[Any]:
+def items_of(iterator: Any) -> Iterator[object]:
     """What an iterator gives; to begin with these does not call its `__iter__`, which may reset."""
     return map(next, repeat(iterator))
 
 
-def states_of(obj: Any, iterator: Any, ended: bool | None) -> dict[str, Any]:
+def states_of(obj: Any, iterator: Any, ended: bool | None) -> State:
     """The states of an object and its iterator; None for none.
 
     Args:
@@ -106,7 +107,7 @@ def states_of(obj: Any, iterator: Any, ended: bool | None) -> dict[str, Any]:
     }
 
 
-def snapshot(states: Callable[[], dict[str, Any]]) -> bytes:
+def snapshot(states: Callable[[], State]) -> bytes:
     """States as they are now, pickled: what they hold may change with the next sample.
 
     That they cannot be taken is no error before somebody wants them.
@@ -117,7 +118,7 @@ def snapshot(states: Callable[[], dict[str, Any]]) -> bytes:
         return pickle.dumps(f"{type(error).__name__}: {error}")
 
 
-def opened(packed: bytes) -> dict[str, Any]:
+def opened(packed: bytes) -> State:
     """What `snapshot` took.
 
     Raises:
@@ -126,11 +127,11 @@ def opened(packed: bytes) -> dict[str, Any]:
     states = pickle.loads(packed)
     if isinstance(states, str):
         raise RuntimeError(f"the state_dict of a dataset or sampler cannot be kept: {states}")
-    kept: dict[str, Any] = states
+    kept: State = states
     return kept
 
 
-def begin(obj: Any, states: dict[str, Any] | None) -> Any | None:
+def begin(obj: Any, states: State | None) -> Any | None:
     """An iterator of `obj` that goes on where it had the states; None if it had ended.
 
     Raises:
@@ -156,9 +157,9 @@ def begin(obj: Any, states: dict[str, Any] | None) -> Any | None:
     return None if states["ended"] else iterator
 
 
-def load_map(dataset: Any, record: dict[str, Any]) -> None:
-    """Loads what a worker's record has of a map-style dataset."""
-    _load(dataset, (record.get("states") or {}).get("object"))
+def load_map(dataset: object, saved: State) -> None:
+    """Loads what a saved worker has of a map-style dataset."""
+    _load(dataset, (saved.get("states") or {}).get("object"))
 
 
 def _load(obj: Any, state: Any) -> None:

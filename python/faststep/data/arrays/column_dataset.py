@@ -1,0 +1,29 @@
+"""Datasets that name the columns of which their samples are rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from .columns import Column
+from .structure import Structure
+
+__all__ = ["ColumnDataset"]
+
+
+class ColumnDataset(Dataset[Any]):
+    """A dataset whose samples threads can gather; `__getitem__` gives the same ones."""
+
+    def structure(self) -> tuple[Structure, list[str]]:
+        """The containers of a sample, and the names of its parts."""
+        raise NotImplementedError
+
+    def columns(self) -> list[tuple[Column, ...]]:
+        """The columns of each part of the dataset, one after another: one column per leaf."""
+        raise NotImplementedError
+
+    @classmethod
+    def reads_rows_as(cls) -> type:
+        """The class whose `columns` this is: one that derives from it may read in another way."""
+        return next(kind for kind in cls.__mro__ if "columns" in vars(kind))

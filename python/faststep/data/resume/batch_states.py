@@ -1,0 +1,100 @@
+"""The states of datasets in worker processes, which travel with the batches."""
+
+from __future__ import annotations
+
+import pickle
+
+from ..._torch.loader import pin_memory, set_worker_dataset
+from ..order.stateful import is_stateful, load_map, snapshot, states_of
+from ..types import CollateFn, State, WorkerInitFn
+from .stream import Source
+
+__all__ = ["AddStates", "BatchWithStates", "CollateWithStates", "InitWorker"]
+
+
+class BatchWithStates:
+    """A batch on its way from a worker, with the worker's position, which only it knows.
+
+    Args:
+        states: of what it was read from, after it, pickled; None if not this time.
+        draws: the random states that the epoch began with, where they are new, pickled.
+    """
+
+    def __init__(self, batch: object, states: bytes | None, draws: bytes | None) -> None:
+        self.batch = batch
+        self.states = states
+        self.draws = draws
+
+    def pin_memory(self, device: str | None = None) -> BatchWithStates:
+        """Torch's thread that pins batches calls it."""
+        return BatchWithStates(pin_memory(self.batch, device), self.states, self.draws)
+
+
+class AddStates:
+    """Adds the states of the dataset to the batches of a worker, if it keeps any.
+
+    Args:
+        dataset: a Source, or a map-style dataset.
+    """
+
+    def __init__(self, dataset: object) -> None:
+        self._dataset = dataset
+        self._has_sent = False
+
+    def with_states(self, batch: object) -> object:
+        """The batch as it leaves the worker."""
+        source = self._dataset if isinstance(self._dataset, Source) else None
+        if not (source.keeps_state() if source else is_stateful(self._dataset)):
+            draws = source.new_draws() if source else {}
+            return BatchWithStates(batch, None, pickle.dumps(draws)) if draws else batch
+        if source is None:  # each time, as indices cannot be read again
+            return BatchWithStates(batch, snapshot(self._states_of_map), None)
+        is_due = source.pace.is_due()  # counts
+        if not is_due and self._has_sent:
+            return batch
+        self._has_sent = True  # the first one always, so that epochs can be told apart
+        return BatchWithStates(batch, source.pace.take(source.states), None)
+
+    def _states_of_map(self) -> State:
+        return states_of(self._dataset, None, False)
+
+
+class CollateWithStates:
+    """The collate function of a worker process, whose batches leave with states.
+
+    Args:
+        collate_fn: the loader's.
+        dataset: a Source, or a map-style dataset.
+    """
+
+    def __init__(self, collate_fn: CollateFn, dataset: object) -> None:
+        self._collate_fn = collate_fn
+        self._states = AddStates(dataset)
+
+    def __call__(self, samples: object) -> object:
+        return self._states.with_states(self._collate_fn(samples))
+
+
+class InitWorker:
+    """What a worker process runs before it reads: the loader's worker_init_fn, and what is ours.
+
+    Args:
+        init_fn: the loader's.
+        dataset: a Source, or a map-style dataset.
+        saved_workers: where the workers of a map-style dataset go on, each pickled.
+    """
+
+    def __init__(
+        self, init_fn: WorkerInitFn | None, dataset: object, saved_workers: list[bytes] | None
+    ) -> None:
+        self._init_fn = init_fn
+        self._dataset = dataset
+        self._saved_workers = saved_workers
+
+    def __call__(self, worker: int) -> None:
+        if isinstance(self._dataset, Source):
+            set_worker_dataset(self._dataset.dataset)
+        if self._init_fn is not None:
+            self._init_fn(worker)
+        if self._saved_workers is not None:
+            load_map(self._dataset, pickle.loads(self._saved_workers[worker]))

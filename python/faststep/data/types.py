@@ -1,0 +1,115 @@
+"""What the parts of a loader expect of each other, of datasets and of samplers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from multiprocessing.context import BaseContext
+from typing import Any, Protocol, TypedDict
+
+import torch
+
+from .. import _C
+
+__all__ = [
+    "Array",
+    "CollateFn",
+    "CountsEpochs",
+    "Fetcher",
+    "Handle",
+    "Loader",
+    "LoaderExtras",
+    "Parse",
+    "State",
+    "Stateful",
+    "TorchOptions",
+    "Transform",
+    "WorkerInitFn",
+]
+
+# What state_dict() gives: of a loader, a sampler, a dataset or a worker. Keys are torchdata's.
+State = dict[str, Any]
+CollateFn = Callable[[Any], Any]  # samples, in a list as a rule, to a batch
+WorkerInitFn = Callable[[int], None]
+# Of libraries that come with extras, or may not be installed, and are not typed.
+Handle = Any  # of an open file: of h5py, pyarrow, lmdb, or what these give of one
+Array = Any  # of NumPy, or anything with a length that is indexed like one
+Transform = Callable[[Any], Any]  # of a sample, or of a batch
+Parse = Callable[[bytes], Any]  # makes a sample, or a part of one, of what a file has of it
+
+
+class TorchOptions(TypedDict, total=False):
+    """The arguments of torch.utils.data.DataLoader after the dataset, by name."""
+
+    batch_size: int | None
+    shuffle: bool | None
+    sampler: Iterable[Any] | None
+    batch_sampler: Iterable[list[Any]] | None
+    num_workers: int
+    collate_fn: CollateFn | None
+    pin_memory: bool
+    drop_last: bool
+    timeout: float
+    worker_init_fn: WorkerInitFn | None
+    multiprocessing_context: BaseContext | str | None
+    generator: torch.Generator | None
+    prefetch_factor: int | None
+    persistent_workers: bool
+    pin_memory_device: str
+    in_order: bool
+
+
+class CountsEpochs(Protocol):
+    """Knows which epoch of a loader's iterator this is."""
+
+    epoch: int
+
+
+class LoaderExtras(CountsEpochs, Protocol):
+    """What a loader has besides torch's attributes, as far as its iterators need it."""
+
+    device: torch.device | None
+    prefetch_to_device: int
+    worker_method: str
+    snapshot_every_n_steps: int | None
+    slots: _C.Slots | None
+
+
+class Loader(Protocol):
+    """A DataLoader as its iterators see it: torch's attributes, and ours under one name."""
+
+    @property
+    def _faststep(self) -> LoaderExtras: ...
+    @property
+    def _index_sampler(self) -> Iterable[Any]: ...
+    @property
+    def dataset(self) -> Any: ...
+    @property
+    def batch_sampler(self) -> Any: ...
+    @property
+    def batch_size(self) -> int | None: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def prefetch_factor(self) -> int | None: ...
+    @property
+    def persistent_workers(self) -> bool: ...
+    @property
+    def collate_fn(self) -> CollateFn: ...
+    @property
+    def worker_init_fn(self) -> WorkerInitFn | None: ...
+    @property
+    def path(self) -> str: ...
+    def check_worker_number_rationality(self) -> None: ...
+
+
+class Fetcher(Protocol):
+    """Makes a batch of the samples with some indices, as torch's fetchers do."""
+
+    def fetch(self, possibly_batched_index: Any) -> Any: ...
+
+
+class Stateful(Protocol):
+    """A sampler, dataset or iterator that keeps a state of its own, as torchdata asks for it."""
+
+    def state_dict(self) -> State: ...
+    def load_state_dict(self, state: State, /) -> None: ...
