@@ -12,30 +12,6 @@
 #include "py/docs.h"
 #include "py/grads/unscaled.h"
 
-fst_module *fst_module_state(PyObject *module)
-{
-    return PyModule_GetState(module);
-}
-
-PyObject *fst_error_type(const fst_status *status)
-{
-    return status->code == FST_NO_MEMORY   ? PyExc_MemoryError
-           : status->code == FST_BAD_VALUE ? PyExc_ValueError
-                                           : PyExc_RuntimeError;
-}
-
-PyObject *fst_raise(const fst_status *status)
-{
-    PyErr_SetString(fst_error_type(status), status->message);
-    return NULL;
-}
-
-int fst_raise_int(const fst_status *status)
-{
-    fst_raise(status);
-    return -1;
-}
-
 /* use_threads_of(path): parallel regions run on the pool of the libtorch_cpu at `path` (or None).
  */
 static PyObject *use_threads_of(PyObject *module, PyObject *path)
@@ -288,6 +264,14 @@ static int add_loader(PyObject *module, fst_module *state)
     return state->arena_type ? PyModule_AddType(module, state->arena_type) : -1;
 }
 
+static int add_tensor_error(PyObject *module, fst_module *state)
+{
+    state->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError", FST_DOC_TENSOR_ERROR,
+                                                    PyExc_TypeError, NULL);
+    return state->tensor_error ? PyModule_AddObjectRef(module, "TensorError", state->tensor_error)
+                               : -1;
+}
+
 static int intern_names(fst_names *names)
 {
     names->grad = PyUnicode_InternFromString("grad");
@@ -302,7 +286,8 @@ static int module_exec(PyObject *module)
 {
     fst_module *state = fst_module_state(module);
     if (choose_kernels(module) || intern_names(&state->names) ||
-        fst_tensors_init(&state->tensors, module) || add_loader(module, state))
+        fst_tensors_init(&state->tensors) || add_tensor_error(module, state) ||
+        add_loader(module, state))
         return -1;
     state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_plan_spec, NULL);
     if (!state->plan_type || PyModule_AddType(module, state->plan_type))
@@ -324,6 +309,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->arena_type);
     Py_VISIT(state->squares_type);
     Py_VISIT(state->release_hook_type);
+    Py_VISIT(state->tensor_error);
     return fst_tensors_traverse(&state->tensors, visit, arg);
 }
 
@@ -337,6 +323,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->arena_type);
     Py_CLEAR(state->squares_type);
     Py_CLEAR(state->release_hook_type);
+    Py_CLEAR(state->tensor_error);
     Py_CLEAR(state->names.grad);
     Py_CLEAR(state->names.state);
     Py_CLEAR(state->names.max_grad_norm);

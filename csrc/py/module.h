@@ -2,7 +2,6 @@
 #ifndef FST_PY_MODULE_H
 #define FST_PY_MODULE_H
 
-#include "base/status.h"
 #include "gpu/tables.h"
 #include "py/torch/record.h"
 
@@ -28,6 +27,7 @@ typedef struct {
     fst_tensors tensors;
     fst_names names;
     PyTypeObject *plan_type;
+    PyObject *tensor_error; /* the exception _C.TensorError */
     fst_record_layout records;
     fst_owner_places owners;
     fst_forms forms;
@@ -39,16 +39,10 @@ typedef struct {
 } fst_module;
 
 /* The state of the one module of this interpreter, of a function's module or a type's. */
-fst_module *fst_module_state(PyObject *module);
-
-/* The Python error that a status means; borrowed. */
-PyObject *fst_error_type(const fst_status *status);
-
-/* Raises it; returns NULL. */
-PyObject *fst_raise(const fst_status *status);
-
-/* The same for functions that return -1. */
-int fst_raise_int(const fst_status *status);
+static inline fst_module *fst_module_state(PyObject *module)
+{
+    return PyModule_GetState(module);
+}
 
 /* Functions on lists of tensors (tensor_lists.c, grads.c, accumulate.c), the loss scale (scaler.c).
  */

@@ -3,7 +3,6 @@
  * asked about are read from torch's records. */
 #include "core/passes.h"
 #include "py/grads/tensor_lists.h"
-#include "py/step/step_plan.h"
 #include "py/torch/quiet.h"
 #include "py/torch/record_read.h"
 #include "py/grads/unscaled.h"

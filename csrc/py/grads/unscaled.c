@@ -1,7 +1,6 @@
 #include "py/grads/unscaled.h"
 
-#include "py/step/step_plan.h"
-#include "py/step/squares.h"
+#include "py/torch/quiet.h"
 
 /* Elements per gradient in the mean from which a pass less is worth asking for every gradient's
  * version. */
@@ -46,7 +45,7 @@ static int describe(fst_tensors *tensors, const fst_plan *plan, PyObject *grads,
     PyObject *tensor = PyList_GetItem(grads, (Py_ssize_t)s);
     grad->data = plan->operands[s * plan->width].data;
     grad->count = plan->spans[s].count;
-    if (tensor && !fst_squares_version(tensors, tensor, &grad->version))
+    if (tensor && !fst_tensor_version(tensors, tensor, &grad->version))
         return 1;
     PyErr_Clear();
     return 0;

@@ -3,7 +3,7 @@
 #define FST_PY_LOAD_GATHER_H
 
 #include "io/crew.h"
-#include "py/module.h"
+#include "py/load/arguments.h"
 
 enum { FST_MAX_ROW_DIMS = 63 }; /* torch's limit for tensors is 64 */
 
@@ -42,13 +42,6 @@ typedef struct {
 PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, const int64_t *shape,
                           const int64_t *strides, fst_slot *slot);
 
-/* torch's side of the exchange of tensors; NULL with a Python error. */
-const fst_dl_api *fst_torch_api(const fst_module *state);
-
-/* Reads a torch.Tensor itself, in CPU memory; 0, or -1 with a Python error. */
-int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                    fst_dl_tensor *tensor);
-
 /* Notes where a torch.Tensor is and what form it has; NULL with a Python error. */
 fst_watch *fst_watch_new(const fst_module *state, const fst_dl_api *api, PyObject *object);
 void fst_watch_free(fst_watch *watch);
@@ -59,16 +52,6 @@ size_t fst_hold_moves(void);
 /* Whether the tensors are as they were when they were noted. All are looked at after held memory
  * has moved; else at most some leaves, in turn, as most changes move it. */
 int fst_gather_is_same(const fst_module *state, fst_gather_object *self);
-
-/* The elements of a packed 1-d int64 tensor; NULL with a Python error, or where there are none. */
-int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                          Py_ssize_t *count);
-
-/* The items of a list or tuple; -1 for anything else. */
-Py_ssize_t fst_sequence_size(PyObject *sequence);
-
-/* Copies the ints of a list or tuple; returns 0 if one of its items is anything else. */
-int fst_copy_ints(PyObject *sequence, int64_t *out, Py_ssize_t count);
 
 /* Reads the arguments `fields` and `nodes` of Gather, both tuples; 0, or -1 with a Python error. */
 int fst_gather_parse(const fst_module *state, fst_gather_object *self, PyObject *fields,

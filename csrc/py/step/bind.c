@@ -5,99 +5,6 @@
 
 enum { FETCH_AHEAD = 4 }; /* parameters */
 
-int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
-{
-    if (count < *capacity)
-        return 0;
-    const size_t wanted = *capacity ? 2 * *capacity : 64;
-    void *moved = PyMem_Realloc(*(void **)array, wanted * size);
-    if (!moved) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    *(void **)array = moved;
-    *capacity = wanted;
-    return 0;
-}
-
-void fst_params_free(fst_plan_object *self)
-{
-    for (size_t i = 0; i < self->param_count; i++)
-        fst_param_forget(&self->params[i], &self->old_pins);
-    PyMem_Free(self->params);
-    self->params = NULL;
-    self->param_count = 0;
-}
-
-int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object)
-{
-    if (fst_reserve(array, capacity, *count, sizeof **array))
-        return -1;
-    (*array)[(*count)++] = object;
-    return 0;
-}
-
-PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object)
-{
-    if (!fst_bind_note(&self->held, &self->held_count, &self->held_capacity, object))
-        return object;
-    Py_DECREF(object);
-    return NULL;
-}
-
-int fst_bind_written(fst_plan_object *self, PyObject *object)
-{
-    return fst_bind_note(&self->written, &self->written_count, &self->written_capacity, object);
-}
-
-int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
-                   const char *kind, const char *detail)
-{
-    PyObject *args = Py_BuildValue("nnsss", group, index, role, kind, detail);
-    if (args)
-        PyErr_SetObject(module->tensors.tensor_error, args);
-    Py_XDECREF(args);
-    return -1;
-}
-
-int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem)
-{
-    return fst_plan_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
-}
-
-int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
-                     const fst_view *view, int written, fst_operand *op)
-{
-    fst_plan_object *self = at->self;
-    fst_problem problem;
-    if (fst_view_is_on(view, at->share->device, &problem))
-        return fst_bind_problem(at, role, &problem);
-    *op = (fst_operand){.data = view->data, .dtype = view->dtype};
-    if (fst_param_is_packed_in(param, view))
-        return 0;
-    if (!fst_param_has_shape(param, view)) {
-        fst_problem_set(&problem, "shape", "is not of the parameter's shape");
-        return fst_bind_problem(at, role, &problem);
-    }
-    fst_layout *layout;
-    if (fst_view_layout(view, param->order_count, param->order, written, &layout, &problem))
-        return fst_bind_problem(at, role, &problem);
-    if (layout) {
-        if (fst_layout_is_for(layout, at->share->device, &problem)) {
-            PyMem_Free(layout);
-            return fst_bind_problem(at, role, &problem);
-        }
-        if (fst_reserve(&self->layouts, &self->layout_capacity, self->layout_count,
-                        sizeof *self->layouts)) {
-            PyMem_Free(layout);
-            return -1;
-        }
-        self->layouts[self->layout_count++] = layout;
-    }
-    op->layout = layout;
-    return 0;
-}
-
 /* Whether the states of the parameter at hand are new; -1 with a Python error. */
 static int is_fresh(fst_binding *at)
 {
@@ -303,23 +210,12 @@ static int count_params(fst_plan_object *self, PyObject *param_lists)
     return 0;
 }
 
-/* Forgets what was bound in this step, but not the groups and what is held. */
-static void unbind(fst_plan_object *self)
-{
-    for (size_t i = 0; i < self->layout_count; i++)
-        PyMem_Free(self->layouts[i]);
-    for (size_t i = 0; i < self->share_count; i++)
-        self->shares[i].counter_count = 0;
-    self->layout_count = self->grad_count = 0;
-    self->written_count = self->counted_count = 0;
-}
-
 static PyObject *bind_all(fst_binding at, PyObject *param_lists)
 {
     fst_plan_object *self = at.self;
     at.missing = PyList_New(0);
     fst_trace_forget(self); /* what was bound no longer stands, even if this fails */
-    unbind(self);
+    fst_plan_unbind(self);
     self->bindings++;
     self->total = self->written_total = 0;
     for (size_t i = 0; i < self->share_count; i++)
@@ -346,42 +242,47 @@ static int is_still_so(fst_module *module, fst_plan_object *self, PyObject *para
     return fst_trace_holds(module, self, param_lists, state) && moves == self->moves;
 }
 
+/* Looks closer at what is bound, once per step: 0, or -1 with a Python error. Asking torch may run
+ * Python code. */
+static int check_bound(fst_module *module, fst_plan_object *self, PyObject *param_lists)
+{
+    const int inference = fst_plan_check_inference(module, self, param_lists);
+    if (inference)
+        fst_trace_forget(self); /* the next step may not be in the mode that this one is in */
+    return inference < 0 ? -1 : 0;
+}
+
+/* Whether what is bound may be out of date, as Python code has run since an address was read. */
+static int must_bind_again(const fst_binding *at, PyObject *param_lists)
+{
+    if (!at->module->tensors.ran_python || at->again + 1 >= FST_ATTEMPTS)
+        return 0;
+    return at->write_grads || !is_still_so(at->module, at->self, param_lists, at->state);
+}
+
 PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads)
 {
     fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
+    int checked = 0;
     at.fresh = fresh == Py_None ? NULL : fresh;
-    at.held_at = self->held_count; /* of a bind before, in the same step */
-    module->tensors.ran_python = 0;
-    PyObject *missing = bind_all(at, param_lists);
-    for (at.again = 1; at.again < FST_ATTEMPTS; at.again++) {
-        if (!missing || PyList_Size(missing) > 0 || !module->tensors.ran_python)
-            break;
-        if (!write_grads && is_still_so(module, self, param_lists, state))
-            break;
-        Py_DECREF(missing);
+    PyObject *missing;
+    for (;; at.again++) {
         module->tensors.ran_python = 0;
         missing = bind_all(at, param_lists);
+        if (!missing || PyList_Size(missing) > 0)
+            break;
+        if (!must_bind_again(&at, param_lists)) {
+            module->tensors.ran_python = 0;
+            if (fst_plan_count_written(module, self) ||
+                (!checked && check_bound(module, self, param_lists)))
+                Py_CLEAR(missing);
+            checked = 1;
+            if (!missing || !module->tensors.ran_python)
+                break;
+        }
+        Py_DECREF(missing);
     }
     self->is_long = self->total > FST_SHORT_STEP;
     return missing;
-}
-
-/* Python code that runs here finds a plan that is ready for another step. */
-void fst_plan_release(fst_plan_object *self)
-{
-    fst_group *groups = self->groups;
-    PyObject **held = self->held;
-    const size_t group_count = self->group_count, held_count = self->held_count;
-    if (!self->traced)
-        unbind(self);
-    self->groups = NULL;
-    self->held = NULL;
-    self->group_count = self->held_count = self->held_capacity = 0;
-    self->busy = 0;
-    fst_groups_free(groups, group_count);
-    for (size_t i = 0; i < held_count; i++)
-        Py_DECREF(held[i]);
-    PyMem_Free(held);
-    fst_old_pins_free(&self->old_pins);
 }

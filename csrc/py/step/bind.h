@@ -3,6 +3,7 @@
 #define FST_PY_STEP_BIND_H
 
 #include "py/step/trace.h"
+#include "py/torch/arrays.h"
 
 typedef struct {
     fst_module *module;

@@ -3,6 +3,7 @@
 
 #include "gpu/launch.h"
 #include "py/step/step_plan.h"
+#include "py/torch/arrays.h"
 
 /* A learning rate in the device's memory; 0, or -1 with a Python error. */
 static int find_lr(fst_module *module, PyObject *lrs, int device, size_t index,

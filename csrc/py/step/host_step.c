@@ -1,6 +1,7 @@
 /* A step of the parameters in CPU memory. */
 #include "core/passes.h"
 #include "py/step/step_plan.h"
+#include "py/torch/arrays.h"
 #include "py/torch/quiet.h"
 #include "rules/loss_scale.h"
 
@@ -11,13 +12,6 @@ typedef struct {
     int measured; /* in backward: the partial sums are there */
     fst_measurement seen;
 } step_work;
-
-static double read_scalar(const fst_view *view)
-{
-    const double held =
-        view->dtype == FST_F64 ? *(const double *)view->data : (double)*(const float *)view->data;
-    return view->negated ? -held : held;
-}
 
 static void write_scalar(const fst_view *view, double value)
 {
@@ -136,13 +130,6 @@ static int run_passes(fst_tensors *tensors, fst_plan_object *self, step_work *wo
     return failed;
 }
 
-/* Of a fp32 scale as torch has it, rounded to fp32. */
-double fst_inverse_of(const fst_view *scale)
-{
-    const double inverse = scale->data ? 1.0 / read_scalar(scale) : 1.0;
-    return scale->dtype == FST_F64 ? inverse : (double)(float)inverse;
-}
-
 /* What the options mean for the host. Returns 0, or -1 with a Python error. */
 static int read_options(fst_module *module, const fst_step_options *options, step_work *work,
                         fst_view *found, fst_view *norm)
@@ -160,13 +147,13 @@ static int read_options(fst_module *module, const fst_step_options *options, ste
     *work = (step_work){
         .inv_scale = fst_inverse_of(&scale),
         .max_norm = options->max_norm,
-        .norm = apply && norm->data ? read_scalar(norm) : (double)NAN,
+        .norm = apply && norm->data ? fst_scalar_number(norm) : (double)NAN,
         .measure = !apply && (options->measure_found_inf || clips),
         .measure_found_inf = !apply && options->measure_found_inf,
         .only_measure = options->phase == FST_STEP_MEASURE,
         .write_grads = options->write_grads,
     };
-    work->skip = found->data && !work->measure_found_inf && read_scalar(found) != 0.0;
+    work->skip = found->data && !work->measure_found_inf && fst_scalar_number(found) != 0.0;
     return 0;
 }
 

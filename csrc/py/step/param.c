@@ -1,6 +1,7 @@
 #include "py/step/param.h"
 
 #include "core/layout.h"
+#include "py/torch/arrays.h"
 
 enum { PIN_BYTES = 16384 }; /* a user who drops a larger state wants the memory back at once */
 
@@ -29,14 +30,9 @@ static void give_up(fst_dl_managed *pin, fst_old_pins *old)
 {
     if (!pin)
         return;
-    if (old->count == old->capacity) {
-        const size_t wanted = old->capacity ? 2 * old->capacity : 64;
-        fst_dl_managed **moved = PyMem_Realloc(old->pins, wanted * sizeof *moved);
-        if (!moved)
-            return;
-        old->pins = moved;
-        old->capacity = wanted;
-    }
+    if (old->count == old->capacity &&
+        fst_array_double(&old->pins, &old->capacity, sizeof *old->pins))
+        return;
     old->pins[old->count++] = pin;
 }
 

@@ -35,28 +35,3 @@ void fst_plan_free_shares(fst_plan_object *self)
     self->shares = NULL;
     self->share_count = 0;
 }
-
-int fst_plan_scalar(fst_module *module, const fst_step_options *options, int device,
-                    Py_ssize_t which, const char *name, fst_view *view)
-{
-    fst_problem problem;
-    *view = (fst_view){.device = device};
-    if (!options->scalars)
-        return 0;
-    PyObject *key = PyLong_FromLong(device);
-    PyObject *row = key ? PyDict_GetItemWithError(options->scalars, key) : NULL;
-    PyObject *object = row && PyTuple_Check(row) ? PyTuple_GetItem(row, which) : NULL;
-    Py_XDECREF(key);
-    if (!object) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "expected (grad_scale, found_inf, norm) per device");
-        return -1;
-    }
-    if (object == Py_None)
-        return 0;
-    if (fst_tensor_scalar(&module->tensors, object, device, view, &problem)) {
-        PyErr_Format(PyExc_TypeError, "optimizer.%s %s", name, problem.detail);
-        return -1;
-    }
-    return 0;
-}

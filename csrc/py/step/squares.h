@@ -34,9 +34,6 @@ fst_square *fst_squares_at(fst_squares_object *self, Py_ssize_t index);
 int fst_squares_measure(fst_module *module, fst_squares_object *self, Py_ssize_t index,
                         PyObject *param, PyObject *grad);
 
-/* tensor._version; 0, or -1 with a Python error. */
-int fst_squares_version(fst_tensors *tensors, PyObject *tensor, int64_t *version);
-
 /* Puts the sums in the place of a measuring pass over operand `operand` of a sealed plan, of whose
  * span i the parameter is at slot_of[i]. Returns 0, changing nothing of use, where a span's
  * operand is not what was measured. */

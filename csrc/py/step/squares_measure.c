@@ -114,7 +114,7 @@ int fst_squares_measure(fst_module *module, fst_squares_object *self, Py_ssize_t
     fst_status status = {0};
     int64_t version;
     int done = 0;
-    if (!fst_squares_version(&module->tensors, grad, &version) &&
+    if (!fst_tensor_version(&module->tensors, grad, &version) &&
         !bind_quietly(&module->tensors, &m, param, grad, &problem)) {
         if (m.count > 0) {
             Py_BEGIN_ALLOW_THREADS

@@ -13,22 +13,6 @@ static PyObject *list_of(PyObject *const *objects, size_t count)
     return list;
 }
 
-/* Finds the records of what is written; up to the first that has none. Where what was bound still
- * stands they do too. */
-static int count_written(const fst_module *module, fst_plan_object *self)
-{
-    while (self->counted_count < self->written_count) {
-        const void *impl = fst_record_counted(&module->records, self->written[self->counted_count]);
-        if (!impl)
-            return 0;
-        if (fst_reserve(&self->counted, &self->counted_capacity, self->counted_count,
-                        sizeof *self->counted))
-            return -1;
-        self->counted[self->counted_count++] = impl;
-    }
-    return 0;
-}
-
 /* Moves the version counters of what the step wrote, or lists the tensors for Python to do so. A
  * short step keeps the list for the next one; a long one, on any device, does not: it would keep
  * large states alive that a user replaces. */
@@ -136,27 +120,17 @@ static PyObject *error_text(void)
 static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
 {
-    int known, inference = 0;
-    int bound = fresh == Py_None && !options->write_grads &&
-                fst_trace_holds(module, self, param_lists, state);
-    if (bound && count_written(module, self))
-        return NULL;
-    for (int checked = 0; !bound; checked = 1) {
+    int known;
+    if (fresh == Py_None && !options->write_grads &&
+        fst_trace_holds(module, self, param_lists, state)) {
+        if (fst_plan_count_written(module, self))
+            return NULL;
+    } else {
         PyObject *missing =
             fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
         if (!missing || PyList_Size(missing) > 0)
             return answer("missing", missing);
         Py_DECREF(missing);
-        module->tensors.ran_python = 0;
-        if (count_written(module, self))
-            return NULL;
-        if (!checked)
-            inference = fst_plan_check_inference(module, self, param_lists);
-        if (inference)
-            fst_trace_forget(self); /* the next step may not be in the mode that this one is in */
-        if (inference < 0)
-            return NULL;
-        bound = !module->tensors.ran_python;
     }
     PyObject *devices = list_devices(self, options->scalars, &known);
     if (!devices || !known)
@@ -220,7 +194,7 @@ static int step_if_alike(fst_module *module, fst_plan_object *self, PyObject *pa
     fst_step_outcome outcome = {0};
     if (!fst_trace_holds(module, self, param_lists, state) || !is_on_host(self))
         return 0;
-    if (count_written(module, self))
+    if (fst_plan_count_written(module, self))
         return -1;
     if (self->counted_count < self->written_count)
         return 0;

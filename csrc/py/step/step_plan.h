@@ -10,8 +10,6 @@
 #include "py/torch/record.h"
 #include "py/step/squares.h"
 
-enum { FST_SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
-
 /* What one step needs of a group; parsed from the tuple that Python hands over. */
 typedef struct {
     fst_rule rule;
@@ -130,7 +128,7 @@ typedef struct {
 } fst_step_outcome;
 
 /* Raises TensorError(group, index, role, kind, detail), which Python turns into the error that
- * users see; returns -1 (bind.c). */
+ * users see; returns -1 (bound.c). */
 int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
                    const char *kind, const char *detail);
 
@@ -161,6 +159,13 @@ int fst_plan_check_inference(fst_module *module, const fst_plan_object *self,
 /* The same for one tensor: whether it must not be written now; -1 with a Python error. */
 int fst_plan_is_frozen(fst_module *module, PyObject *object);
 
+/* Finds the records of what is written; up to the first that has none. Where what was bound still
+ * stands they do too. 0, or -1 with a Python error (bound.c). */
+int fst_plan_count_written(const fst_module *module, fst_plan_object *self);
+
+/* Forgets what was bound in this step, but not the groups and what is held. */
+void fst_plan_unbind(fst_plan_object *self);
+
 /* Ends a step. Lets go, at its very end, of what it held: Python code may run then. */
 void fst_plan_release(fst_plan_object *self);
 
@@ -174,12 +179,15 @@ void fst_plan_free_shares(fst_plan_object *self);
 int fst_plan_scalar(fst_module *module, const fst_step_options *options, int device,
                     Py_ssize_t which, const char *name, fst_view *view);
 
-/* The passes of the host's share (host_step.c): 0, or -1 with a Python error. */
-int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
-                  fst_step_outcome *outcome);
+/* The number of a scalar in CPU memory, which has data. */
+double fst_scalar_number(const fst_view *view);
 
 /* The factor that a scale on the host means; 1 where the view has no data. */
 double fst_inverse_of(const fst_view *scale);
+
+/* The passes of the host's share (host_step.c): 0, or -1 with a Python error. */
+int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+                  fst_step_outcome *outcome);
 
 /* Those of a CUDA device (device_step.c): everything that can fail for want of anything comes in
  * the first, the launches in the second. */
@@ -195,8 +203,5 @@ int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *par
 
 /* Frees what is remembered of the parameters, but the old pins. */
 void fst_params_free(fst_plan_object *self);
-
-/* Makes room for one more element; 0, or -1 with a Python error. */
-int fst_reserve(void *array, size_t *capacity, size_t count, size_t size);
 
 #endif

@@ -2,6 +2,7 @@
  * bound then still stands, and is not bound again. */
 #include "py/step/trace.h"
 
+#include "py/torch/quiet.h"
 #include "py/torch/record_read.h"
 
 enum { FETCH_AHEAD = 6 }; /* parameters */

@@ -14,6 +14,8 @@ enum {
     /* How often addresses are read where Python code runs in between. Code that runs each time is
      * that of a subclass or mode: a tensor's own attributes. */
     FST_ATTEMPTS = 4,
+    /* Elements up to which a step or a pass keeps the GIL: it takes less than a millisecond. */
+    FST_SHORT_STEP = 1 << 20,
 };
 
 /* Around a stretch. Where Python code runs in one after all, stretches nest and overlap: the

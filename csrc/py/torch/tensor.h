@@ -2,11 +2,9 @@
 #ifndef FST_PY_TORCH_TENSOR_H
 #define FST_PY_TORCH_TENSOR_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "base/device.h"
 #include "py/torch/dlpack.h"
+#include "py/torch/errors.h"
 
 enum { FST_KNOWN_TYPES = 32 };
 
@@ -30,7 +28,6 @@ typedef struct {
     int quiet, collects;      /* of quiet.h: open stretches; whether to turn the collector on */
     _Bool (*has_modes)(void); /* libtorch's: whether a TorchFunctionMode is active, whose Python
                                  code then reads attributes; NULL: not known */
-    PyObject *tensor_error;
     /* The bit of a word of torch's record of a tensor that only a lazily negated view has
      * (record.h); 0: torch is asked, by `is_neg`. */
     int impl_in_object, negated_in_impl;
@@ -57,15 +54,10 @@ int64_t fst_view_count(const fst_view *view);
 /* Learns the type of an object, so that reading it later need not run Python code. */
 void fst_tensors_meet(fst_tensors *tensors, PyObject *object);
 
-/* Why a tensor cannot be used: a word for programs and a clause for people. */
-typedef struct {
-    const char *kind; /* "type", "storage", "dtype", "device", "shape" or "overlap" */
-    char detail[200];
-} fst_problem;
-
-/* Fills `problem` and returns -1. */
-int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
+/* Learns a type that is not known yet (tensor_types.c), which runs Python code; NULL with `problem`
+ * filled if its tensors cannot be read. */
+const fst_tensor_type *fst_tensors_learn(fst_tensors *tensors, PyTypeObject *type,
+                                         fst_problem *problem);
 
 /* Reads a tensor of any type of elements and on any device. Returns 0, or -1 with `problem` filled
  * and no Python error. The memory of a lazily negated or conjugated view is not what the tensor
@@ -130,6 +122,9 @@ static inline int fst_tensor_is_plain(const fst_tensors *tensors, const PyObject
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object);
 PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const char *name);
 
+/* tensor._version; 0, or -1 with a Python error. */
+int fst_tensor_version(fst_tensors *tensors, PyObject *tensor, int64_t *version);
+
 /* Keeps a tensor alive, in C++ only. torch's functions on a tensor that nothing but its Python
  * object owns spend most of their time on the two reference counts: a tensor that is read at every
  * step is read in half the time when it is pinned. Returns NULL where that fails, with no Python
@@ -146,7 +141,9 @@ int fst_view_layout(const fst_view *view, int order_count, const int *order, int
 /* Whether the tables of a device can hold the layout; 0, or -1 with `problem` filled. */
 int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem);
 
-int fst_tensors_init(fst_tensors *tensors, PyObject *module);
+/* What is known of torch itself (tensor_types.c): found when the module is imported; 0, or -1 with
+ * a Python error. */
+int fst_tensors_init(fst_tensors *tensors);
 int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg);
 void fst_tensors_clear(fst_tensors *tensors);
 

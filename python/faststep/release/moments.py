@@ -35,7 +35,7 @@ class Moments:
                 "accumulate_into_states=True adds gradients to the moments of Adam and AdamW; "
                 f"{type(optimizer).__name__} is neither"
             )
-        self._numbers = {name: row[0] for name, row in _C.rules().items()}
+        self._numbers = optimizer._number_of
         self._plan = _C.Plan()
         for group in optimizer.param_groups:
             _check(group)
