@@ -4,9 +4,9 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "base/stream.h"
+#include "io/clock.h"
 
 enum {
     PIECE_BYTES = 1 << 17, /* of a batch that is filled without looking up */
@@ -85,13 +85,6 @@ fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads
     return crew;
 }
 
-static int64_t now_ns(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 static batch *for_threads(batch *b)
 {
     while (b && b->left)
@@ -134,10 +127,10 @@ static void fill_piece(fst_crew *crew, batch *b)
     if (end == b->rows && crew->open == b)
         crew->open = for_threads(b->next);
     pthread_mutex_unlock(&crew->lock);
-    const int64_t start = crew->may_wait ? now_ns() : 0;
+    const int64_t start = crew->may_wait ? fst_now_ns() : 0;
     fst_table_copy(crew->table, b->places, begin, end, b->outputs,
                    b->rows * crew->row_bytes >= FST_STREAM_BYTES);
-    const int64_t spent = crew->may_wait ? now_ns() - start : 0;
+    const int64_t spent = crew->may_wait ? fst_now_ns() - start : 0;
     pthread_mutex_lock(&crew->lock);
     if (spent > SLOW_NS + (int64_t)((end - begin) * crew->row_bytes))
         crew->slow = SLOW_BATCHES;
@@ -267,23 +260,12 @@ fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, char
     return FST_OK;
 }
 
-static struct timespec after(int milliseconds)
-{
-    const int64_t time = now_ns() + (int64_t)milliseconds * 1000000;
-    return (struct timespec){.tv_sec = time / 1000000000, .tv_nsec = time % 1000000000};
-}
-
-static int is_past(const struct timespec *time)
-{
-    return now_ns() >= (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
-}
-
 fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *status)
 {
     *done = 0;
     if (crew->forks != fst_forks())
         return wrong_process(status);
-    const struct timespec deadline = after(milliseconds);
+    const struct timespec deadline = fst_time_after(milliseconds);
     batch *b = crew->oldest; /* as fst_crew_queued */
     if (!b)
         return fst_fail(status, FST_BAD_VALUE, "no batch was asked for");
@@ -293,7 +275,7 @@ fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *
             fill_piece(crew, b);
         else
             pthread_cond_timedwait(&crew->finished, &crew->lock, &deadline);
-        if (is_past(&deadline))
+        if (fst_time_is_past(&deadline))
             break;
     }
     *done = b->done == b->rows;

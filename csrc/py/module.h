@@ -44,6 +44,23 @@ static inline fst_module *fst_module_state(PyObject *module)
     return PyModule_GetState(module);
 }
 
+/* What the extension runs on (environment.c). */
+PyObject *fst_py_use_threads_of(PyObject *module, PyObject *path);
+PyObject *fst_py_cpu_info(PyObject *module, PyObject *unused);
+PyObject *fst_py_rules(PyObject *module, PyObject *unused);
+PyObject *fst_py_use_kernels_of(PyObject *module, PyObject *path);
+PyObject *fst_py_has_kernels(PyObject *module, PyObject *unused);
+PyObject *fst_py_use_records(PyObject *module, PyObject *args);
+PyObject *fst_py_use_callbacks(PyObject *module, PyObject *address);
+PyObject *fst_py_use_modes(PyObject *module, PyObject *address);
+PyObject *fst_py_is_recorded(PyObject *module, PyObject *unused);
+PyObject *fst_py_device_info(PyObject *module, PyObject *ordinal);
+PyObject *fst_py_device_counts(PyObject *module, PyObject *unused);
+
+/* The names of the instruction sets that are compiled in, or of those that this CPU runs too: a
+ * tuple, or NULL with a Python error. */
+PyObject *fst_level_names(int supported_only);
+
 /* Functions on lists of tensors (tensor_lists.c, grads.c, accumulate.c), the loss scale (scaler.c).
  */
 PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);

@@ -1,0 +1,41 @@
+/* job.h - one pass over the chunks of a piece of work, shared out among threads. */
+#ifndef FST_CPU_JOB_H
+#define FST_CPU_JOB_H
+
+#include "base/status.h"
+#include "cpu/kernels.h"
+
+/* A pass calls `chunk` for every chunk; most fields are arguments of one kind of pass alone. */
+typedef struct fst_job fst_job;
+struct fst_job {
+    const fst_work *work;
+    const fst_cpu_kernels *kernels;
+    void (*chunk)(const fst_job *job, size_t index);
+    int backwards;
+    unsigned operand, operand_count; /* what the pass touches */
+    fst_norm_kind norm;
+    double power, factor;
+    double again; /* for chunks whose sum is as expected */
+    double *partial;
+    const double *expected;
+    int *nonfinite;
+    const fst_update_args *args;
+    int write_grad, start;
+};
+
+/* The operands of the span that a chunk belongs to, from the pass's first on. */
+static inline const fst_operand *fst_job_operands(const fst_job *job, size_t index)
+{
+    return job->work->operands + job->work->chunks[index].span * job->work->width + job->operand;
+}
+
+/* Whether a pass over gradients runs backwards: it goes the other way than the pass before it. */
+int fst_job_turns(void);
+
+/* Whether an update, which ends a step, runs backwards. The next pass goes forwards. */
+int fst_job_turns_last(void);
+
+/* Runs the rounds of the work one after another, each as one parallel region. */
+fst_code fst_job_run(const fst_job *job, fst_status *status);
+
+#endif
