@@ -1,4 +1,4 @@
-/* begin.h - what comes before an update: measuring, deciding, and the scalars of the rules. */
+/* begin.h - what comes before an update: measuring, deciding, and the arguments of the rules. */
 #ifndef FST_CUDA_BEGIN_H
 #define FST_CUDA_BEGIN_H
 
@@ -46,7 +46,7 @@ FST_DEVICE double fst_step_of(const fst_device_span *span)
     return span->step.data ? fst_scalar_read(&span->step) + 1.0 : span->value;
 }
 
-FST_DEVICE void fst_fold_span(const fst_device_tables *tables, uint32_t index)
+FST_DEVICE void fst_fill_args(const fst_device_tables *tables, uint32_t index)
 {
     const fst_device_span span = fst_spans_of(tables)[index];
     const fst_device_group *group =
@@ -63,9 +63,9 @@ FST_DEVICE void fst_fold_span(const fst_device_tables *tables, uint32_t index)
 #define RULE(name, states, HYPER)                            \
     case FST_RULE_##name:                                    \
         if (span.wide)                                       \
-            name##_fold_f64(&args->name##_f64, hyper, step); \
+            name##_fill_f64(&args->name##_f64, hyper, step); \
         else                                                 \
-            name##_fold_f32(&args->name##_f32, hyper, step); \
+            name##_fill_f32(&args->name##_f32, hyper, step); \
         break;
 #include "rules/rules.def"
 #undef RULE
@@ -74,13 +74,13 @@ FST_DEVICE void fst_fold_span(const fst_device_tables *tables, uint32_t index)
     }
 }
 
-/* Folds the scalars of all spans, spread over the grid: should the step be skipped nobody reads
+/* Fills the arguments of all spans, spread over the grid: should the step be skipped nobody reads
  * them. Counters are advanced later, when every block has read them. */
-FST_DEVICE void fst_fold_spans(const fst_device_tables *tables)
+FST_DEVICE void fst_fill_all_args(const fst_device_tables *tables)
 {
     for (uint64_t i = (uint64_t)threadIdx.x * gridDim.x + blockIdx.x; i < tables->span_count;
          i += (uint64_t)FST_DEVICE_BLOCK * gridDim.x)
-        fst_fold_span(tables, (uint32_t)i);
+        fst_fill_args(tables, (uint32_t)i);
 }
 
 /* By the last block, while the others have left: as many at a time as a thread can wait for. */
@@ -139,7 +139,7 @@ FST_KERNEL(fst_begin, fst_begin_launch)
     double sum = (double)NAN;
     int seen = 0;
     if (!skip && !launch.only_measure)
-        fst_fold_spans(tables);
+        fst_fill_all_args(tables);
     if (measured)
         seen = fst_reduce_chunks(tables, FST_OP_GRAD, &squares);
     if (!fst_is_last_block(shared, outcome, seen))

@@ -7,7 +7,7 @@ typedef struct {
 
 /* What all elements of a span share. */
 typedef struct {
-    const void *args; /* folded scalars */
+    const void *args; /* of the rule */
     int32_t rule;
     REAL inv_scale, coefficient, sign;
 } FST_T(fst_step);

@@ -13,7 +13,7 @@ enum {
     FST_DEVICE_BLOCK = 256,  /* threads of a block of any kernel, and lanes of the tree */
     FST_DEVICE_MAX_DIMS = 8, /* of a layout after neighbouring dimensions were merged */
     FST_DEVICE_HYPER = 8,
-    FST_DEVICE_ARGS = 64, /* bytes of a span's folded scalars, a fst_rule_args */
+    FST_DEVICE_ARGS = 64, /* bytes of a span's fst_rule_args */
 };
 
 /* One fp32 or fp64 number in the device's memory. */
@@ -89,7 +89,8 @@ typedef struct {
  * shared memory, and is right for any number of blocks from 1 on. More blocks than run at a time
  * gain nothing. A reduction gives every chunk to a warp, other passes to a block. */
 
-/* fst_begin: measures if asked, decides, and folds the scalars of every span. One launch. */
+/* fst_begin: measures if asked, decides, and fills the arguments of every span's rule. One launch.
+ */
 typedef struct {
     fst_device_tables tables;
     fst_device_scalar grad_scale; /* what the gradients were multiplied by; absent: 1 */

@@ -48,7 +48,7 @@ typedef struct {
 
 typedef struct {
     int64_t count; /* elements */
-    uint32_t args; /* index of the folded arguments of an update pass */
+    uint32_t args; /* index of the arguments of an update pass */
 } fst_span;
 
 typedef struct {

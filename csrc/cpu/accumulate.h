@@ -33,7 +33,7 @@ __attribute__((noinline)) static void FST_T(fst_loop_product)(size_t n, REAL *re
 static void FST_T(start)(const fst_operand *to, const REAL *term, const REAL *more, int64_t at,
                          size_t n, REAL factor, int streamed)
 {
-    REAL scratch[BLOCK] ALIGNED;
+    REAL scratch[STRIP] ALIGNED;
     REAL *place = FST_T(in_place)(to) ? (REAL *)to->data + at : scratch;
     const int past = streamed && place != scratch && (uintptr_t)place % 64 == 0;
     REAL *product = past ? scratch : place;
@@ -50,10 +50,10 @@ static void FST_T(start)(const fst_operand *to, const REAL *term, const REAL *mo
 static void FST_T(accumulate)(const fst_operand *op, unsigned terms, int64_t begin, size_t count,
                               double factor, fst_sum_kind how)
 {
-    REAL scratch[3][BLOCK] ALIGNED;
-    for (size_t done = 0; done < count; done += BLOCK) {
+    REAL scratch[3][STRIP] ALIGNED;
+    for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+        const size_t n = count - done < STRIP ? count - done : STRIP;
         FST_T(prefetch)(&op[1], at, reach(count, done));
         if (terms > 1)
             FST_T(prefetch)(&op[2], at, reach(count, done));

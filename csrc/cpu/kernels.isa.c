@@ -9,7 +9,7 @@
 
 #define ALIGNED __attribute__((aligned(64)))
 enum {
-    BLOCK = FST_LANES, /* elements that are worked on at a time: scratch blocks stay in the
+    STRIP = FST_LANES, /* elements that are worked on at a time: scratch strips stay in the
                         * first-level cache, and a reduction takes one element per lane */
     PREFETCH = 2048,   /* elements ahead */
 };
@@ -24,7 +24,7 @@ static size_t reach(size_t count, size_t done)
 #define REAL float
 #define OTHER double
 #define FST_T(name) name##_f32
-#include "cpu/block.h"
+#include "cpu/strip.h"
 #include "cpu/update.h"
 #include "cpu/reduce.h"
 #include "cpu/accumulate.h"
@@ -35,7 +35,7 @@ static size_t reach(size_t count, size_t done)
 #define REAL double
 #define OTHER float
 #define FST_T(name) name##_f64
-#include "cpu/block.h"
+#include "cpu/strip.h"
 #include "cpu/update.h"
 #include "cpu/reduce.h"
 #include "cpu/accumulate.h"

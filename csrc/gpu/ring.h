@@ -6,20 +6,20 @@
 #include "gpu/context.h"
 
 typedef enum {
-    FST_SLOT_FREE,
-    FST_SLOT_COPYING,
-    FST_SLOT_LOST, /* its event could not be recorded: nobody knows when it is free */
-} fst_slot_state;
+    FST_RING_FREE,
+    FST_RING_COPYING,
+    FST_RING_LOST, /* its event could not be recorded: nobody knows when it is free */
+} fst_ring_slot_state;
 
 typedef struct {
     void *memory;
     void *event;
     size_t capacity;
-    fst_slot_state state;
-} fst_gpu_slot;
+    fst_ring_slot_state state;
+} fst_ring_slot;
 
 typedef struct {
-    fst_gpu_slot *slots; /* from the oldest copy to the newest, beginning at `next` */
+    fst_ring_slot *slots; /* from the oldest copy to the newest, beginning at `next` */
     size_t count, next;
 } fst_gpu_ring;
 

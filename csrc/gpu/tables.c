@@ -100,7 +100,7 @@ static fst_code follow(fst_gpu_tables *tables, void *stream, fst_status *status)
     const int device = tables->device->ordinal;
     const int moved = tables->used && (tables->stream != stream || stream == PER_THREAD_STREAM);
     if (moved) {
-        if (tables->unrecorded && fst_gpu_tables_record(tables, status))
+        if (tables->unrecorded && fst_gpu_tables_mark_end(tables, status))
             return status->code;
         if (fst_driver_wait(device, stream, tables->done, status))
             return status->code;
@@ -192,7 +192,7 @@ fst_code fst_gpu_tables_set(fst_gpu_tables *tables, const fst_work *work,
     return status->code;
 }
 
-fst_code fst_gpu_tables_record(fst_gpu_tables *tables, fst_status *status)
+fst_code fst_gpu_tables_mark_end(fst_gpu_tables *tables, fst_status *status)
 {
     if (!fst_driver_record(tables->device->ordinal, tables->done, tables->stream, status))
         tables->unrecorded = 0;

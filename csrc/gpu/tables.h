@@ -54,6 +54,6 @@ fst_code fst_gpu_tables_set(fst_gpu_tables *tables, const fst_work *work,
 
 /* Marks the end of what ran on tables->stream: another stream waits for it. Within fst_gpu_enter.
  */
-fst_code fst_gpu_tables_record(fst_gpu_tables *tables, fst_status *status);
+fst_code fst_gpu_tables_mark_end(fst_gpu_tables *tables, fst_status *status);
 
 #endif

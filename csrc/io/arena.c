@@ -170,7 +170,7 @@ fst_code fst_arena_hold(fst_arena *arena, size_t block, size_t size, fst_status 
     return FST_OK;
 }
 
-void fst_arena_release(fst_arena *arena, size_t block)
+void fst_arena_end_hold(fst_arena *arena, size_t block)
 {
     if (atomic_fetch_sub(&arena->uses[block], 1) == 1)
         set_free(arena, &arena->header->blocks[block]);

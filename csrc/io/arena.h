@@ -51,7 +51,7 @@ int fst_arena_sent(fst_arena *arena, size_t block);
 /* In the main process: what a worker took is now held, until it is released as often as it was held
  * and pinned. */
 fst_code fst_arena_hold(fst_arena *arena, size_t block, size_t size, fst_status *status);
-void fst_arena_release(fst_arena *arena, size_t block);
+void fst_arena_end_hold(fst_arena *arena, size_t block);
 
 /* Keeps a held block from being used again: a process is about to be forked that will see it.
  * Returns 0 if it is not held. */

@@ -107,7 +107,7 @@ fst_code fst_arena_lock(fst_arena *arena, const void *address, size_t size, size
     lock_block(arena, &arena->header->blocks[*block], locked, status);
     pthread_mutex_unlock(&arena->locking);
     if (!*locked)
-        fst_arena_release(arena, *block);
+        fst_arena_end_hold(arena, *block);
     return status->code;
 }
 
@@ -116,7 +116,7 @@ void fst_arena_end_lock(fst_arena *arena, size_t block)
     pthread_mutex_lock(&arena->locking);
     arena->in_use -= arena->header->blocks[block].capacity;
     pthread_mutex_unlock(&arena->locking);
-    fst_arena_release(arena, block);
+    fst_arena_end_hold(arena, block);
 }
 
 void fst_arena_unlock(fst_arena *arena)

@@ -6,7 +6,7 @@
 
 /* Rows whose beginning is asked for before they are copied; and of how much of the next one. */
 enum { AHEAD = 8, NEXT_BYTES = 4096 };
-enum { BLOCK = 512 }; /* floats that are made in the first-level cache, to be streamed from there */
+enum { STRIP = 512 }; /* floats that are made in the first-level cache, to be streamed from there */
 
 static const fst_widen_loops *widen;
 
@@ -175,12 +175,12 @@ static void stream_row(const fst_field *field, char *output, const char *row, si
         copy_row(field, output, row);
         return;
     }
-    char block[BLOCK * sizeof(float)] __attribute__((aligned(64)));
+    char strip[STRIP * sizeof(float)] __attribute__((aligned(64)));
     const size_t from = fst_number_size(field->floats.from), to = fst_dtype_size(field->floats.to);
-    for (size_t first = 0; first < field->items; first += BLOCK) {
-        const size_t left = field->items - first, count = left < BLOCK ? left : BLOCK;
-        widen->to_floats(&field->floats, block, row + first * from, first, count);
-        fst_stream_copy(output + first * to, block, count * to);
+    for (size_t first = 0; first < field->items; first += STRIP) {
+        const size_t left = field->items - first, count = left < STRIP ? left : STRIP;
+        widen->to_floats(&field->floats, strip, row + first * from, first, count);
+        fst_stream_copy(output + first * to, strip, count * to);
     }
 }
 

@@ -1,6 +1,6 @@
 /* What the extension runs on: instruction set, threads, kernels, and torch's own functions and
  * records. */
-#include "core/fold.h"
+#include "core/rule_args.h"
 #include "cpu/kernels.h"
 #include "cpu/parallel.h"
 #include "gpu/context.h"

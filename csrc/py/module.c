@@ -108,7 +108,7 @@ static int module_exec(PyObject *module)
         fst_tensors_init(&state->tensors) || add_tensor_error(module, state) ||
         add_loader(module, state))
         return -1;
-    state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_plan_spec, NULL);
+    state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_step_plan_spec, NULL);
     if (!state->plan_type || PyModule_AddType(module, state->plan_type))
         return -1;
     state->squares_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_squares_spec, NULL);

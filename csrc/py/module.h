@@ -3,7 +3,7 @@
 #define FST_PY_MODULE_H
 
 #include "gpu/tables.h"
-#include "py/torch/record.h"
+#include "py/torch/tensor_record.h"
 
 /* Names of attributes, as Python has them. */
 typedef struct {
@@ -83,7 +83,7 @@ PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 
 /* The types of optimizer plans (step_plan.c), of what is measured in backward (squares.c) and of
  * what is updated there (release.c). */
-extern PyType_Spec fst_plan_spec, fst_squares_spec, fst_release_hook_spec;
+extern PyType_Spec fst_step_plan_spec, fst_squares_spec, fst_release_hook_spec;
 
 /* Batches from arrays (slots_object.c, gather.c) and from worker processes (arena_object.c). */
 PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);

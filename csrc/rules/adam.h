@@ -2,7 +2,7 @@
  * 2019, arXiv:1711.05101); amsgrad (Reddi, Kale & Kumar 2018, arXiv:1904.09237) keeps the largest
  * v.
  *
- * p -= lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps) is folded to one square root and one division:
+ * p -= lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps) takes one square root and one division as
  * step_size = lr * sqrt(bc2) / bc1 and eps * sqrt(bc2). */
 #define FST_ADAM_HYPER(X) X(lr) X(beta1) X(beta2) X(eps) X(weight_decay) X(decoupled)
 
@@ -16,7 +16,7 @@ typedef struct {
 
 typedef FST_T(adam_args) FST_T(amsgrad_args);
 
-FST_FN void FST_T(adam_fold)(FST_T(adam_args) *a, const double *hyper, double step)
+FST_FN void FST_T(adam_fill)(FST_T(adam_args) *a, const double *hyper, double step)
 {
     const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2], eps = hyper[3];
     const double weight_decay = hyper[4];
@@ -33,9 +33,9 @@ FST_FN void FST_T(adam_fold)(FST_T(adam_args) *a, const double *hyper, double st
     a->eps = (REAL)(eps * correction2_sqrt);
 }
 
-FST_FN void FST_T(amsgrad_fold)(FST_T(amsgrad_args) *a, const double *hyper, double step)
+FST_FN void FST_T(amsgrad_fill)(FST_T(amsgrad_args) *a, const double *hyper, double step)
 {
-    FST_T(adam_fold)(a, hyper, step);
+    FST_T(adam_fill)(a, hyper, step);
 }
 
 /* Moves the moments m = s[0] and v = s[1] towards the gradient and its square. */

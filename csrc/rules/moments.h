@@ -8,7 +8,7 @@ typedef struct {
     REAL keep2, one_minus_beta2;
 } FST_T(moments_args);
 
-FST_FN void FST_T(moments_fold)(FST_T(moments_args) *a, const double *hyper, double step)
+FST_FN void FST_T(moments_fill)(FST_T(moments_args) *a, const double *hyper, double step)
 {
     (void)step;
     a->keep1 = (REAL)hyper[0];
@@ -26,9 +26,9 @@ FST_FN REAL FST_T(moments_rule)(REAL p, REAL g, REAL *s, const FST_T(moments_arg
 
 typedef FST_T(adam_args) FST_T(from_moments_args);
 
-FST_FN void FST_T(from_moments_fold)(FST_T(from_moments_args) *a, const double *hyper, double step)
+FST_FN void FST_T(from_moments_fill)(FST_T(from_moments_args) *a, const double *hyper, double step)
 {
-    FST_T(adam_fold)(a, hyper, step);
+    FST_T(adam_fill)(a, hyper, step);
 }
 
 FST_FN REAL FST_T(from_moments_rule)(REAL p, REAL g, REAL *s, const FST_T(from_moments_args) *a)

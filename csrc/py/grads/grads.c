@@ -4,7 +4,7 @@
 #include "core/passes.h"
 #include "py/grads/tensor_lists.h"
 #include "py/torch/quiet.h"
-#include "py/torch/record_read.h"
+#include "py/torch/tensor_record_read.h"
 #include "py/grads/unscaled.h"
 #include "rules/loss_scale.h"
 
@@ -175,15 +175,16 @@ static int bind(fst_module *state, grads *g, PyObject *params, int written)
     return failed || seal(g, written) ? -1 : 0;
 }
 
-static fst_released release(fst_module *state, const grads *g)
+static fst_released_gil release_gil(fst_module *state, const grads *g)
 {
-    return g->record_count ? (fst_released){.thread = NULL} : fst_quiet_release(&state->tensors);
+    return g->record_count ? (fst_released_gil){.thread = NULL}
+                           : fst_quiet_release_gil(&state->tensors);
 }
 
-static void acquire(fst_module *state, fst_released released)
+static void acquire_gil(fst_module *state, fst_released_gil released)
 {
     if (released.thread)
-        fst_quiet_acquire(&state->tensors, released);
+        fst_quiet_acquire_gil(&state->tensors, released);
 }
 
 /* Tells autograd that the gradients were written; a new list of those that Python has to tell it
@@ -212,9 +213,9 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args)
         if (!allow_fp16 && g.list.dtypes >> FST_F16 & 1u) {
             PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
         } else {
-            const fst_released released = release(state, &g);
+            const fst_released_gil released = release_gil(state, &g);
             (measure_only ? fst_measure : fst_unscale)(&g.list.plan, 0, factor, &out, &status);
-            acquire(state, released);
+            acquire_gil(state, released);
             if (!status.code && !measure_only)
                 fst_unscaled_keep(&state->tensors, &state->unscaled, &g.list.plan, g.asked);
             result = status.code ? fst_raise(&status)
@@ -281,9 +282,9 @@ PyObject *fst_py_clip_grads(PyObject *module, PyObject *args)
         int failed = 0;
         double *expected = take_expected(state, &g, &failed);
         if (!failed) {
-            const fst_released released = release(state, &g);
+            const fst_released_gil released = release_gil(state, &g);
             clip(&g.list.plan, expected, &c, &status);
-            acquire(state, released);
+            acquire_gil(state, released);
         }
         PyMem_Free(expected);
         if (status.code)

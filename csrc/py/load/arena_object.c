@@ -103,10 +103,10 @@ static PyObject *arena_put(PyObject *object, PyObject *args)
         return NULL;
     if (size < 0 || (size && !address))
         return PyErr_Format(PyExc_ValueError, "no %zd bytes at address %llu", size, address);
-    Py_BEGIN_ALLOW_THREADS;
+    Py_BEGIN_ALLOW_THREADS
     if (!fst_arena_take(self->arena, (size_t)size, &block, &status))
         memcpy(fst_arena_data(self->arena, block), (const void *)(uintptr_t)address, (size_t)size);
-    Py_END_ALLOW_THREADS;
+    Py_END_ALLOW_THREADS
     return status.code ? fst_raise(&status) : PyLong_FromSize_t(block);
 }
 
@@ -148,7 +148,7 @@ static PyObject *arena_hold(PyObject *object, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "no block %zd of %zd bytes", block, size);
     if (fst_arena_hold(self->arena, (size_t)block, (size_t)size, &status))
         return fst_raise(&status);
-    return tensor_over(self, (size_t)block, (size_t)size, fst_arena_release);
+    return tensor_over(self, (size_t)block, (size_t)size, fst_arena_end_hold);
 }
 
 static PyObject *arena_pin(PyObject *object, PyObject *unused)
@@ -174,7 +174,7 @@ static PyObject *arena_unpin(PyObject *object, PyObject *number)
     const Py_ssize_t block = read_block(self, number);
     if (block < 0)
         return NULL;
-    fst_arena_release(self->arena, (size_t)block);
+    fst_arena_end_hold(self->arena, (size_t)block);
     return Py_NewRef(Py_None);
 }
 

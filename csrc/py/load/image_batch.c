@@ -202,7 +202,7 @@ PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
         return NULL;
     PyObject *tensors[] = {images, out, samples, buffer};
     for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
-        fst_tensors_meet(&state->tensors, tensors[i]);
+        fst_tensors_learn(&state->tensors, tensors[i]);
     if (read_source(state, images, &batch, &device) || read_out(state, out, &batch, device) ||
         read_samples(state, samples, &batch) || check_factors(scale, "scale", batch.channels) ||
         check_factors(bias, "bias", batch.channels))

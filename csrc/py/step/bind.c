@@ -31,17 +31,17 @@ static int note_missing(const fst_binding *at)
     return failed ? -1 : 0;
 }
 
-/* The share of the device that a parameter lies on. */
-static fst_share *enter_share(fst_binding *at, PyObject *object, int device)
+/* The part of the device that a parameter lies on. */
+static fst_step_part *enter_part(fst_binding *at, PyObject *object, int device)
 {
     fst_problem problem;
-    if (!at->share || at->share->device != device)
-        at->share = fst_plan_share(at->self, device);
-    if (!at->share || device == FST_HOST || at->share->counter_count)
-        return at->share;
-    at->share->sample = object;
-    if (!fst_tensor_stream(&at->module->tensors, object, device, &at->share->stream, &problem))
-        return at->share;
+    if (!at->part || at->part->device != device)
+        at->part = fst_step_part_on(at->self, device);
+    if (!at->part || device == FST_HOST || at->part->counter_count)
+        return at->part;
+    at->part->sample = object;
+    if (!fst_tensor_stream(&at->module->tensors, object, device, &at->part->stream, &problem))
+        return at->part;
     fst_bind_problem(at, "parameter", &problem);
     return NULL;
 }
@@ -51,20 +51,20 @@ static void trace_param(fst_binding *at, const fst_param *param, PyObject *objec
                         const fst_view *view, PyObject *grad, const fst_view *grad_view,
                         int64_t span)
 {
-    fst_plan_object *self = at->self;
+    fst_step_plan *self = at->self;
     self->traceable = self->traceable && param->flat;
     at->trace =
         fst_trace_param(&at->module->records, self, at->param_count, object, view, grad, grad_view);
     if (at->trace) {
         at->trace->span = (int32_t)span;
-        at->trace->share = (int16_t)(at->share - self->shares);
+        at->trace->part = (int16_t)(at->part - self->parts);
     }
 }
 
 /* Binds one parameter and its gradient, straight into the operands of a new span. */
 static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObject *grad)
 {
-    fst_plan_object *self = at->self;
+    fst_step_plan *self = at->self;
     fst_tensors *tensors = &at->module->tensors;
     fst_operand of_empty[FST_OP_COUNT], *ops = of_empty;
     fst_view view, grad_view;
@@ -80,20 +80,20 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if ((param->param != object || !fst_param_fits(param, &view)) &&
         fst_param_learn(param, &self->old_pins, object, &view, &problem))
         return fst_bind_problem(at, "parameter", &problem);
-    fst_share *share = enter_share(at, object, view.device);
-    if (!share || fst_reserve(&share->counters, &share->counter_capacity, share->counter_count,
-                              sizeof *share->counters))
+    fst_step_part *part = enter_part(at, object, view.device);
+    if (!part || fst_reserve(&part->counters, &part->counter_capacity, part->counter_count,
+                             sizeof *part->counters))
         return -1;
-    fst_counter *counter = &share->counters[share->counter_count];
+    fst_counter *counter = &part->counters[part->counter_count];
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
     counter->param = (uint32_t)at->param_count;
     counter->index = (uint32_t)at->index;
     if (param->count > 0) {
-        ops = fst_plan_add(&share->plan, param->count, 0, &status);
+        ops = fst_plan_add(&part->plan, param->count, 0, &status);
         if (!ops)
             return fst_raise_int(&status);
-        counter->span = (int64_t)share->plan.span_count - 1;
-        self->total += share->device == FST_HOST ? param->count : 0;
+        counter->span = (int64_t)part->plan.span_count - 1;
+        self->total += part->device == FST_HOST ? param->count : 0;
         self->written_total += param->count;
     }
     if (fst_bind_operand(at, param, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
@@ -110,7 +110,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         return -1;
     if (fresh)
         counter->value = 1.0;
-    share->counter_count++;
+    part->counter_count++;
     /* `moments` leaves the parameter as it is: forward passes that used it may still run backward.
      */
     const int moves = self->groups[at->group].rule != FST_RULE_moments;
@@ -144,7 +144,7 @@ static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyOb
 
 static int bind_group(fst_binding *at, PyObject *params)
 {
-    fst_plan_object *self = at->self;
+    fst_step_plan *self = at->self;
     fst_tensors *tensors = &at->module->tensors;
     const Py_ssize_t count = self->groups[at->group].size;
     for (at->index = 0; at->index < count; at->index++, at->param_count++) {
@@ -183,7 +183,7 @@ static int bind_groups(fst_binding *at, PyObject *param_lists)
 }
 
 /* Makes one entry per parameter; those of a changed list are learnt again as they are met. */
-static int count_params(fst_plan_object *self, PyObject *param_lists)
+static int count_params(fst_step_plan *self, PyObject *param_lists)
 {
     size_t count = 0;
     for (size_t g = 0; g < self->group_count; g++) {
@@ -212,14 +212,14 @@ static int count_params(fst_plan_object *self, PyObject *param_lists)
 
 static PyObject *bind_all(fst_binding at, PyObject *param_lists)
 {
-    fst_plan_object *self = at.self;
+    fst_step_plan *self = at.self;
     at.missing = PyList_New(0);
     fst_trace_forget(self); /* what was bound no longer stands, even if this fails */
-    fst_plan_unbind(self);
+    fst_step_unbind(self);
     self->bindings++;
     self->total = self->written_total = 0;
-    for (size_t i = 0; i < self->share_count; i++)
-        fst_plan_begin(&self->shares[i].plan);
+    for (size_t i = 0; i < self->part_count; i++)
+        fst_plan_begin(&self->parts[i].plan);
     if (!at.missing || (!at.again && count_params(self, param_lists)))
         goto error;
     fst_trace_begin(&at.module->records, self, at.again);
@@ -235,18 +235,18 @@ error:
 }
 
 /* Whether everything that was bound is as it was, although Python code has run. */
-static int is_still_so(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+static int is_still_so(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                        PyObject *state)
 {
     const uint64_t moves = self->moves;
-    return fst_trace_holds(module, self, param_lists, state) && moves == self->moves;
+    return fst_trace_follow(module, self, param_lists, state) && moves == self->moves;
 }
 
 /* Looks closer at what is bound, once per step: 0, or -1 with a Python error. Asking torch may run
  * Python code. */
-static int check_bound(fst_module *module, fst_plan_object *self, PyObject *param_lists)
+static int check_bound(fst_module *module, fst_step_plan *self, PyObject *param_lists)
 {
-    const int inference = fst_plan_check_inference(module, self, param_lists);
+    const int inference = fst_step_check_inference(module, self, param_lists);
     if (inference)
         fst_trace_forget(self); /* the next step may not be in the mode that this one is in */
     return inference < 0 ? -1 : 0;
@@ -260,7 +260,7 @@ static int must_bind_again(const fst_binding *at, PyObject *param_lists)
     return at->write_grads || !is_still_so(at->module, at->self, param_lists, at->state);
 }
 
-PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads)
 {
     fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
@@ -274,7 +274,7 @@ PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *par
             break;
         if (!must_bind_again(&at, param_lists)) {
             module->tensors.ran_python = 0;
-            if (fst_plan_count_written(module, self) ||
+            if (fst_step_count_written(module, self) ||
                 (!checked && check_bound(module, self, param_lists)))
                 Py_CLEAR(missing);
             checked = 1;

@@ -7,8 +7,8 @@
 
 typedef struct {
     fst_module *module;
-    fst_plan_object *self;
-    fst_share *share; /* of the parameter at hand */
+    fst_step_plan *self;
+    fst_step_part *part; /* of the parameter at hand */
     PyObject *state, *missing, *fresh;
     Py_ssize_t fresh_at;
     Py_ssize_t group, index; /* of the parameter at hand */
@@ -21,12 +21,12 @@ typedef struct {
     size_t param_count;
 } fst_binding;
 
-/* fst_plan_raise() for the parameter at hand. */
+/* fst_step_raise() for the parameter at hand. */
 int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem);
 
 /* Takes a reference over, to hold it to the end of the step; the object, or NULL with a Python
  * error. */
-PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object);
+PyObject *fst_bind_hold(fst_step_plan *self, PyObject *object);
 
 /* The object that was held next when this was bound before. */
 static inline PyObject *fst_bind_found(fst_binding *at)
@@ -35,7 +35,7 @@ static inline PyObject *fst_bind_found(fst_binding *at)
 }
 
 /* Notes a tensor that the step writes. */
-int fst_bind_written(fst_plan_object *self, PyObject *object);
+int fst_bind_written(fst_step_plan *self, PyObject *object);
 
 /* Appends to an array of borrowed references. */
 int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object);

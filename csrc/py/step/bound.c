@@ -9,7 +9,7 @@ int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *
     return 0;
 }
 
-PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object)
+PyObject *fst_bind_hold(fst_step_plan *self, PyObject *object)
 {
     if (!fst_bind_note(&self->held, &self->held_count, &self->held_capacity, object))
         return object;
@@ -17,12 +17,12 @@ PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object)
     return NULL;
 }
 
-int fst_bind_written(fst_plan_object *self, PyObject *object)
+int fst_bind_written(fst_step_plan *self, PyObject *object)
 {
     return fst_bind_note(&self->written, &self->written_count, &self->written_capacity, object);
 }
 
-int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
+int fst_step_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
                    const char *kind, const char *detail)
 {
     PyObject *args = Py_BuildValue("nnsss", group, index, role, kind, detail);
@@ -34,15 +34,15 @@ int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index,
 
 int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem)
 {
-    return fst_plan_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
+    return fst_step_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
 }
 
 int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
                      const fst_view *view, int written, fst_operand *op)
 {
-    fst_plan_object *self = at->self;
+    fst_step_plan *self = at->self;
     fst_problem problem;
-    if (fst_view_is_on(view, at->share->device, &problem))
+    if (fst_view_is_on(view, at->part->device, &problem))
         return fst_bind_problem(at, role, &problem);
     *op = (fst_operand){.data = view->data, .dtype = view->dtype};
     if (fst_param_is_packed_in(param, view))
@@ -55,7 +55,7 @@ int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *
     if (fst_view_layout(view, param->order_count, param->order, written, &layout, &problem))
         return fst_bind_problem(at, role, &problem);
     if (layout) {
-        if (fst_layout_is_for(layout, at->share->device, &problem)) {
+        if (fst_layout_is_for(layout, at->part->device, &problem)) {
             PyMem_Free(layout);
             return fst_bind_problem(at, role, &problem);
         }
@@ -70,7 +70,7 @@ int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *
     return 0;
 }
 
-int fst_plan_count_written(const fst_module *module, fst_plan_object *self)
+int fst_step_count_written(const fst_module *module, fst_step_plan *self)
 {
     while (self->counted_count < self->written_count) {
         const void *impl = fst_record_counted(&module->records, self->written[self->counted_count]);
@@ -84,17 +84,17 @@ int fst_plan_count_written(const fst_module *module, fst_plan_object *self)
     return 0;
 }
 
-void fst_plan_unbind(fst_plan_object *self)
+void fst_step_unbind(fst_step_plan *self)
 {
     for (size_t i = 0; i < self->layout_count; i++)
         PyMem_Free(self->layouts[i]);
-    for (size_t i = 0; i < self->share_count; i++)
-        self->shares[i].counter_count = 0;
+    for (size_t i = 0; i < self->part_count; i++)
+        self->parts[i].counter_count = 0;
     self->layout_count = self->grad_count = 0;
     self->written_count = self->counted_count = 0;
 }
 
-void fst_params_free(fst_plan_object *self)
+void fst_params_free(fst_step_plan *self)
 {
     for (size_t i = 0; i < self->param_count; i++)
         fst_param_forget(&self->params[i], &self->old_pins);
@@ -104,13 +104,13 @@ void fst_params_free(fst_plan_object *self)
 }
 
 /* Python code that runs here finds a plan that is ready for another step. */
-void fst_plan_release(fst_plan_object *self)
+void fst_step_end(fst_step_plan *self)
 {
     fst_group *groups = self->groups;
     PyObject **held = self->held;
     const size_t group_count = self->group_count, held_count = self->held_count;
     if (!self->traced)
-        fst_plan_unbind(self);
+        fst_step_unbind(self);
     self->groups = NULL;
     self->held = NULL;
     self->group_count = self->held_count = self->held_capacity = 0;

@@ -27,7 +27,7 @@ static int find(PyObject *param_lists, const PyObject *param, Py_ssize_t *group,
 }
 
 /* Names the parameter of what is written at `place`: its states come before it. */
-static int refuse(const fst_module *module, const fst_plan_object *self, PyObject *param_lists,
+static int refuse(const fst_module *module, const fst_step_plan *self, PyObject *param_lists,
                   size_t place)
 {
     Py_ssize_t group = 0, index = 0;
@@ -36,7 +36,7 @@ static int refuse(const fst_module *module, const fst_plan_object *self, PyObjec
         owner++;
     if (owner == self->written_count)
         group = index = 0;
-    return fst_plan_raise(module, group, index, owner == place ? "parameter" : "state", "inference",
+    return fst_step_raise(module, group, index, owner == place ? "parameter" : "state", "inference",
                           FST_INFERENCE);
 }
 
@@ -50,13 +50,13 @@ static int is_inference(fst_module *module, PyObject *object, int *frozen)
     return inference < 0 || enabled < 0 ? -1 : inference;
 }
 
-int fst_plan_is_frozen(fst_module *module, PyObject *object)
+int fst_step_is_frozen(fst_module *module, PyObject *object)
 {
     int frozen;
     return is_inference(module, object, &frozen) < 0 ? -1 : frozen;
 }
 
-int fst_plan_check_inference(fst_module *module, const fst_plan_object *self, PyObject *param_lists)
+int fst_step_check_inference(fst_module *module, const fst_step_plan *self, PyObject *param_lists)
 {
     for (size_t i = self->counted_count; i < self->written_count; i++) {
         int frozen;

@@ -52,7 +52,7 @@ static int step_alike(fst_module *module, const release_hook *self, PyObject *op
     PyObject *params = listed(param, 1), *rules = listed(rule, 0);
     done = state && params && rules ? 0 : -1;
     if (!done && PyDict_Check(state))
-        done = fst_plan_step_alike(module, (fst_plan_object *)self->plan, params, rules, state);
+        done = fst_step_repeat(module, (fst_step_plan *)self->plan, params, rules, state);
     Py_XDECREF(state);
     Py_XDECREF(params);
     Py_XDECREF(rules);

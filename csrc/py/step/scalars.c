@@ -1,7 +1,7 @@
 /* The scalars of a step: gradient scale, found inf and norm, which are tensors. */
 #include "py/step/step_plan.h"
 
-int fst_plan_scalar(fst_module *module, const fst_step_options *options, int device,
+int fst_step_scalar(fst_module *module, const fst_step_options *options, int device,
                     Py_ssize_t which, const char *name, fst_view *view)
 {
     fst_problem problem;

@@ -21,7 +21,7 @@ int fst_squares_fill(const fst_squares_object *self, fst_plan *plan, unsigned op
 
 fst_square *fst_squares_at(fst_squares_object *self, Py_ssize_t index)
 {
-    if (index < 0 || index >= FST_MOST_SLOTS) {
+    if (index < 0 || index >= FST_MOST_SQUARES) {
         PyErr_Format(PyExc_ValueError, "no slot %zd", index);
         return NULL;
     }

@@ -5,7 +5,7 @@
 #include "core/plan.h"
 #include "py/module.h"
 
-enum { FST_MOST_SLOTS = 1 << 24 };
+enum { FST_MOST_SQUARES = 1 << 24 };
 
 /* One gradient as it was when it was measured. */
 typedef struct {

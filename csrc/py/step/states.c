@@ -5,7 +5,7 @@
 /* Finds out again where each parameter's entry of optimizer.state lies; once per step at most. */
 static void rescan_state(fst_binding *at)
 {
-    fst_plan_object *self = at->self;
+    fst_step_plan *self = at->self;
     Py_ssize_t next = 0, here = 0;
     PyObject *key, *value;
     size_t guess = 0;
@@ -57,7 +57,7 @@ static int check_counter(const fst_binding *at, PyObject *object)
     if (at->again || fst_record_counter(&at->module->records, object))
         return 0;
     at->self->traceable = 0; /* the next step may not be in inference mode */
-    const int frozen = fst_plan_is_frozen(at->module, object);
+    const int frozen = fst_step_is_frozen(at->module, object);
     if (frozen <= 0)
         return frozen;
     fst_problem_set(&problem, "inference", FST_INFERENCE);
@@ -74,9 +74,9 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
         return fst_bind_problem(at, "state 'step'", &problem);
     if (check_counter(at, object))
         return -1;
-    if (view->device == FST_HOST && at->share->device != FST_HOST)
+    if (view->device == FST_HOST && at->part->device != FST_HOST)
         return 0;
-    if (fst_view_is_scalar(view, at->share->device, &problem))
+    if (fst_view_is_scalar(view, at->part->device, &problem))
         return fst_bind_problem(at, "state 'step'", &problem);
     fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, 0, object, view);
     counter->data = view->data;
@@ -203,7 +203,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         fst_problem problem;
         char role[64] = "state";
         const int bad = fst_tensor_view(&at->module->tensors, value, &view, &problem);
-        if ((bad || view.dtype != dtype || view.device != at->share->device ||
+        if ((bad || view.dtype != dtype || view.device != at->part->device ||
              !fst_param_is_packed_in(param, &view)) &&
             refuse_state(at, wanted, &view, dtype, bad, &problem, role))
             return -1;

@@ -2,12 +2,12 @@
 #ifndef FST_PY_STEP_STEP_PLAN_H
 #define FST_PY_STEP_STEP_PLAN_H
 
-#include "core/fold.h"
+#include "core/rule_args.h"
 #include "core/plan.h"
 #include "gpu/tables.h"
 #include "py/module.h"
 #include "py/step/param.h"
-#include "py/torch/record.h"
+#include "py/torch/tensor_record.h"
 #include "py/step/squares.h"
 
 /* What one step needs of a group; parsed from the tuple that Python hands over. */
@@ -32,12 +32,11 @@ typedef struct {
     int is_double, negated;
 } fst_counter;
 
-/* The scalars folded for one group and step count, as the update pass reads them, and what they are
- * for. */
+/* What arguments of an update pass are for: parameters that agree in both share them. */
 typedef struct {
     double step;
     uint32_t group;
-} fst_fold_key;
+} fst_args_key;
 
 /* The part of a plan that lies on one device. */
 typedef struct {
@@ -47,7 +46,7 @@ typedef struct {
     size_t counter_count, counter_capacity;
     /* on the host */
     fst_update_args *args;
-    fst_fold_key *fold_keys;
+    fst_args_key *arg_keys;
     size_t arg_count, arg_capacity;
     /* on a CUDA device */
     void *stream;     /* of the step that runs */
@@ -58,7 +57,7 @@ typedef struct {
     size_t span_capacity, group_capacity;
     size_t distinct; /* spans whose counters are known to differ; 0: look again */
     uint64_t listed; /* the binding that `spans` were listed for */
-} fst_share;
+} fst_step_part;
 
 /* A group of a traced step (trace.h). */
 typedef struct {
@@ -73,8 +72,8 @@ typedef struct fst_traced_state fst_traced_state;
 
 typedef struct {
     PyObject_HEAD
-    fst_share *shares; /* the host's comes first */
-    size_t share_count;
+    fst_step_part *parts; /* the host's comes first */
+    size_t part_count;
     fst_param *params;
     size_t param_count;
     PyObject *last_written; /* the list that the last short step returned */
@@ -104,7 +103,7 @@ typedef struct {
     size_t grad_count, grad_capacity;
     fst_layout **layouts;
     size_t layout_count, layout_capacity;
-} fst_plan_object;
+} fst_step_plan;
 
 /* Where parameters lie on several devices they agree first: one call measures, into the flag and
  * norm of each device, and another one reads there what they agreed on. */
@@ -129,21 +128,21 @@ typedef struct {
 
 /* Raises TensorError(group, index, role, kind, detail), which Python turns into the error that
  * users see; returns -1 (bound.c). */
-int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
+int fst_step_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
                    const char *kind, const char *detail);
 
 /* Reads the list of groups (groups.c); 0, or -1 with a Python error. */
-int fst_groups_parse(fst_plan_object *self, PyObject *specs);
+int fst_groups_parse(fst_step_plan *self, PyObject *specs);
 void fst_groups_free(fst_group *groups, size_t count);
 
 /* Learns the types of the tensors of {device: tuple} and of the groups' learning rates, which may
  * run Python code: it does not when they are read. 0, or -1 with a Python error. */
-int fst_groups_meet(fst_module *module, const fst_plan_object *self, PyObject *scalars);
+int fst_groups_learn_types(fst_module *module, const fst_step_plan *self, PyObject *scalars);
 
 /* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose
  * state is missing, empty if all is bound, or NULL with a Python error; nothing is changed in
  * either case. `fresh` is such a list of an earlier call whose states are new, or None. */
-PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads);
 
 #define FST_INFERENCE                                                                         \
@@ -153,30 +152,29 @@ PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *par
 /* Refuses to write tensors that were made in inference mode outside of it (inference.c): 1 if there
  * are such tensors, 0 if not, or -1 with a Python error. Tensors whose version counters were found
  * are none. */
-int fst_plan_check_inference(fst_module *module, const fst_plan_object *self,
-                             PyObject *param_lists);
+int fst_step_check_inference(fst_module *module, const fst_step_plan *self, PyObject *param_lists);
 
 /* The same for one tensor: whether it must not be written now; -1 with a Python error. */
-int fst_plan_is_frozen(fst_module *module, PyObject *object);
+int fst_step_is_frozen(fst_module *module, PyObject *object);
 
 /* Finds the records of what is written; up to the first that has none. Where what was bound still
  * stands they do too. 0, or -1 with a Python error (bound.c). */
-int fst_plan_count_written(const fst_module *module, fst_plan_object *self);
+int fst_step_count_written(const fst_module *module, fst_step_plan *self);
 
 /* Forgets what was bound in this step, but not the groups and what is held. */
-void fst_plan_unbind(fst_plan_object *self);
+void fst_step_unbind(fst_step_plan *self);
 
 /* Ends a step. Lets go, at its very end, of what it held: Python code may run then. */
-void fst_plan_release(fst_plan_object *self);
+void fst_step_end(fst_step_plan *self);
 
-/* The host's share, or that of a CUDA device, which is made when it is first asked for; NULL with a
- * Python error. Shares may move then (share.c). */
-fst_share *fst_plan_share(fst_plan_object *self, int device);
-void fst_plan_free_shares(fst_plan_object *self);
+/* The host's part, or that of a CUDA device, which is made when it is first asked for; NULL with a
+ * Python error. Parts may move then (step_parts.c). */
+fst_step_part *fst_step_part_on(fst_step_plan *self, int device);
+void fst_step_free_parts(fst_step_plan *self);
 
 /* A scalar of the options for a device, or NULL with a Python error that calls it `name`; `view`
  * has no data where it is None. */
-int fst_plan_scalar(fst_module *module, const fst_step_options *options, int device,
+int fst_step_scalar(fst_module *module, const fst_step_options *options, int device,
                     Py_ssize_t which, const char *name, fst_view *view);
 
 /* The number of a scalar in CPU memory, which has data. */
@@ -185,23 +183,23 @@ double fst_scalar_number(const fst_view *view);
 /* The factor that a scale on the host means; 1 where the view has no data. */
 double fst_inverse_of(const fst_view *scale);
 
-/* The passes of the host's share (host_step.c): 0, or -1 with a Python error. */
-int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+/* The passes of the host's part (host_step.c): 0, or -1 with a Python error. */
+int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_options *options,
                   fst_step_outcome *outcome);
 
 /* Those of a CUDA device (device_step.c): everything that can fail for want of anything comes in
  * the first, the launches in the second. */
-int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *share,
+int fst_device_prepare(fst_module *module, fst_step_plan *self, fst_step_part *part,
                        const fst_step_options *options);
-int fst_device_step(fst_module *module, fst_share *share, const fst_step_options *options);
+int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_options *options);
 
 /* A step that neither measures nor divides, of parameters in CPU memory, where nothing but the
  * gradients' memory has changed since the last one, and no Python code has to run: 1 if it was
  * made, 0 if nothing was done, -1 with a Python error (step_plan.c). */
-int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
-                        PyObject *specs, PyObject *state);
+int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
+                    PyObject *state);
 
 /* Frees what is remembered of the parameters, but the old pins. */
-void fst_params_free(fst_plan_object *self);
+void fst_params_free(fst_step_plan *self);
 
 #endif

@@ -3,11 +3,11 @@
 #include "py/step/trace.h"
 
 #include "py/torch/quiet.h"
-#include "py/torch/record_read.h"
+#include "py/torch/tensor_record_read.h"
 
 enum { FETCH_AHEAD = 6 }; /* parameters */
 
-void fst_trace_forget(fst_plan_object *self)
+void fst_trace_forget(fst_step_plan *self)
 {
     for (size_t g = 0; g < self->traced_group_count; g++)
         Py_DECREF(self->traced_groups[g].keys);
@@ -15,7 +15,7 @@ void fst_trace_forget(fst_plan_object *self)
     self->traced = 0;
 }
 
-void fst_trace_free(fst_plan_object *self)
+void fst_trace_free(fst_step_plan *self)
 {
     fst_trace_forget(self);
     PyMem_Free(self->traces);
@@ -38,7 +38,7 @@ static void *make_room(void *array, size_t *capacity, size_t wanted, size_t size
     return array;
 }
 
-void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, int again)
+void fst_trace_begin(const fst_record_layout *layout, fst_step_plan *self, int again)
 {
     size_t states = 0;
     self->traceable = layout->known && !again && !self->is_long && self->param_count <= INT32_MAX;
@@ -61,7 +61,7 @@ static const void *entries_of(PyObject *dict)
     return ((const void *const *)dict)[4];
 }
 
-fst_trace *fst_trace_param(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+fst_trace *fst_trace_param(const fst_record_layout *layout, fst_step_plan *self, size_t index,
                            PyObject *object, const fst_view *view, PyObject *grad,
                            const fst_view *grad_view)
 {
@@ -80,7 +80,7 @@ fst_trace *fst_trace_param(const fst_record_layout *layout, fst_plan_object *sel
     return trace;
 }
 
-void fst_trace_idle(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+void fst_trace_idle(const fst_record_layout *layout, fst_step_plan *self, size_t index,
                     PyObject *object)
 {
     if (!self->traceable)
@@ -103,7 +103,7 @@ void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at)
     trace->state_at = state_at;
 }
 
-void fst_trace_state(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
+void fst_trace_state(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
                      const PyObject *key, PyObject *value, const fst_view *view, int pinned)
 {
     if (!self->traceable)
@@ -115,19 +115,19 @@ void fst_trace_state(const fst_record_layout *layout, fst_plan_object *self, fst
 }
 
 /* Whether a rule without a step counter is at a first step, which the next one is not. */
-static int is_first(const fst_share *share)
+static int is_first(const fst_step_part *part)
 {
-    for (size_t i = 0; i < share->counter_count; i++)
-        if (!share->counters[i].data && share->counters[i].value != 2.0)
+    for (size_t i = 0; i < part->counter_count; i++)
+        if (!part->counters[i].data && part->counters[i].value != 2.0)
             return 1;
     return 0;
 }
 
-void fst_trace_end(fst_plan_object *self)
+void fst_trace_end(fst_step_plan *self)
 {
     self->traceable = self->traceable && self->total <= FST_SHORT_STEP;
-    for (size_t i = 0; i < self->share_count; i++)
-        self->traceable = self->traceable && !is_first(&self->shares[i]);
+    for (size_t i = 0; i < self->part_count; i++)
+        self->traceable = self->traceable && !is_first(&self->parts[i]);
     if (!self->traceable)
         return;
     PyMem_Free(self->traced_groups);
@@ -153,7 +153,7 @@ static Py_ssize_t size_of(PyObject *params)
     return params && PyList_Check(params) ? PyList_Size(params) : -1;
 }
 
-static int same_groups(const fst_plan_object *self, PyObject *param_lists)
+static int same_groups(const fst_step_plan *self, PyObject *param_lists)
 {
     int same = self->group_count == self->traced_group_count;
     for (size_t g = 0; same && g < self->group_count; g++) {
@@ -178,7 +178,7 @@ static int same_states(const fst_record_layout *layout, const fst_trace *trace,
         return 0;
     position = 0;
     for (unsigned k = 0; k < key_count; k++) {
-        const fst_record *was = &states[k].value;
+        const fst_tensor_record *was = &states[k].value;
         if (!PyDict_Next(trace->dict, &position, &key, &value) || key != states[k].key ||
             value != was->object || (!trace->pinned && fst_record_of(layout, value) != was->impl))
             return 0;
@@ -189,21 +189,21 @@ static int same_states(const fst_record_layout *layout, const fst_trace *trace,
 
 /* Whether the gradient is as it was, or like it in other memory, which the span then reads. Its
  * Python object may have gone: that is not looked at. */
-static int same_grad(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace)
+static int same_grad(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace)
 {
     const void *impl = fst_record_grad(layout, trace->param.impl);
     uint64_t by = 0;
     if (!impl || !fst_moving_follow(layout, &trace->grad, impl, &by))
         return 0;
     if (by && trace->span >= 0) {
-        fst_operand *ops = self->shares[trace->share].plan.operands + trace->span * FST_OP_COUNT;
+        fst_operand *ops = self->parts[trace->part].plan.operands + trace->span * FST_OP_COUNT;
         ops[FST_OP_GRAD].data = (char *)ops[FST_OP_GRAD].data + (int64_t)by;
         self->moves++;
     }
     return 1;
 }
 
-static int same_param(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
+static int same_param(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
                       PyObject *object, PyObject *state, unsigned key_count)
 {
     const void *impl = trace->param.impl;
@@ -228,7 +228,7 @@ static void fetch_bytes(const void *from, size_t size)
 
 /* Between two steps the model runs and the records leave the cache: those of a parameter further on
  * are asked for early, and what says where they are still earlier. */
-static void fetch(const fst_record_layout *layout, const fst_plan_object *self,
+static void fetch(const fst_record_layout *layout, const fst_step_plan *self,
                   const fst_trace *trace, size_t left, unsigned key_count)
 {
     const size_t bytes_of_states = key_count * sizeof *self->traced_states;
@@ -251,14 +251,14 @@ static void fetch(const fst_record_layout *layout, const fst_plan_object *self,
     __builtin_prefetch(trace->dict);
     fetch_bytes(trace->entries, 2 * 64);
     for (unsigned k = 0; k < key_count; k++) {
-        const fst_record *value = &self->traced_states[trace->states + k].value;
+        const fst_tensor_record *value = &self->traced_states[trace->states + k].value;
         if (!trace->pinned)
             __builtin_prefetch(value->object);
         fst_record_fetch(layout, value);
     }
 }
 
-static int same_params(const fst_record_layout *layout, fst_plan_object *self, PyObject *params,
+static int same_params(const fst_record_layout *layout, fst_step_plan *self, PyObject *params,
                        fst_trace *trace, PyObject *state, unsigned key_count)
 {
     const Py_ssize_t count = PyList_Size(params);
@@ -270,21 +270,21 @@ static int same_params(const fst_record_layout *layout, fst_plan_object *self, P
     return 1;
 }
 
-static int find_streams(fst_module *module, fst_plan_object *self)
+static int find_streams(fst_module *module, fst_step_plan *self)
 {
-    for (size_t s = 0; s < self->share_count; s++) {
-        fst_share *share = &self->shares[s];
+    for (size_t s = 0; s < self->part_count; s++) {
+        fst_step_part *part = &self->parts[s];
         fst_problem problem;
-        if (share->device != FST_HOST && share->counter_count &&
-            fst_tensor_stream(&module->tensors, share->sample, share->device, &share->stream,
+        if (part->device != FST_HOST && part->counter_count &&
+            fst_tensor_stream(&module->tensors, part->sample, part->device, &part->stream,
                               &problem))
             return -1;
     }
     return 0;
 }
 
-int fst_trace_holds(fst_module *module, fst_plan_object *self, PyObject *param_lists,
-                    PyObject *state)
+int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,
+                     PyObject *state)
 {
     if (!self->traced || !same_groups(self, param_lists))
         return 0;

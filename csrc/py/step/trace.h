@@ -7,13 +7,13 @@
 /* A state of a parameter of a traced step: an entry of its dictionary. */
 struct fst_traced_state {
     const PyObject *key;
-    fst_record value;
+    fst_tensor_record value;
 };
 
 /* A parameter of a traced step. Thousands are read per step, so there is one hash of what the
  * records of the parameter and of its states hold. */
 struct fst_trace {
-    fst_record param;
+    fst_tensor_record param;
     const void *type; /* of the parameter's object: scripts give it a class with its own `grad` */
     uint64_t hash;
     fst_moving grad;  /* where it has none, only the record that stands for that */
@@ -23,31 +23,31 @@ struct fst_trace {
     Py_ssize_t state_at; /* where PyDict_Next() finds it in optimizer.state */
     uint32_t states;     /* the first of them */
     int32_t span;        /* -1: it has no elements */
-    int16_t share;
+    int16_t part;
     uint8_t has_grad;
     uint8_t pinned; /* its states are: as long as they live, so do their records */
 };
 
 /* Around a bind: makes room for the traces; keeps them if all of it could be traced. */
-void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, int again);
-void fst_trace_end(fst_plan_object *self);
+void fst_trace_begin(const fst_record_layout *layout, fst_step_plan *self, int again);
+void fst_trace_end(fst_step_plan *self);
 
 /* In a bind: parameter `index` is bound with a gradient, or has none. The first gives its trace, to
  * which the states are added in their order; NULL if the step is not traced. */
-fst_trace *fst_trace_param(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+fst_trace *fst_trace_param(const fst_record_layout *layout, fst_step_plan *self, size_t index,
                            PyObject *object, const fst_view *view, PyObject *grad,
                            const fst_view *grad_view);
-void fst_trace_idle(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+void fst_trace_idle(const fst_record_layout *layout, fst_step_plan *self, size_t index,
                     PyObject *object);
 void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at);
-void fst_trace_state(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
+void fst_trace_state(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
                      const PyObject *key, PyObject *value, const fst_view *view, int pinned);
 
-void fst_trace_forget(fst_plan_object *self);
-void fst_trace_free(fst_plan_object *self);
+void fst_trace_forget(fst_step_plan *self);
+void fst_trace_free(fst_step_plan *self);
 
 /* Whether what is bound still stands; gradients in other memory are followed. */
-int fst_trace_holds(fst_module *module, fst_plan_object *self, PyObject *param_lists,
-                    PyObject *state);
+int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,
+                     PyObject *state);
 
 #endif

@@ -35,9 +35,9 @@ void fst_quiet_resume_after_python(fst_tensors *tensors, int paused);
 typedef struct {
     PyThreadState *thread;
     int paused;
-} fst_released;
+} fst_released_gil;
 
-fst_released fst_quiet_release(fst_tensors *tensors);
-void fst_quiet_acquire(fst_tensors *tensors, fst_released released);
+fst_released_gil fst_quiet_release_gil(fst_tensors *tensors);
+void fst_quiet_acquire_gil(fst_tensors *tensors, fst_released_gil released);
 
 #endif

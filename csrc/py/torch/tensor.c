@@ -11,10 +11,10 @@ static const fst_tensor_type *type_of(fst_tensors *tensors, PyObject *object, fs
     for (unsigned i = 0; i < tensors->type_count; i++)
         if (tensors->types[i].type == type)
             return &tensors->types[i];
-    return fst_tensors_learn(tensors, type, problem);
+    return fst_tensor_type_learn(tensors, type, problem);
 }
 
-void fst_tensors_meet(fst_tensors *tensors, PyObject *object)
+void fst_tensors_learn(fst_tensors *tensors, PyObject *object)
 {
     fst_problem unused;
     if (object != Py_None)

@@ -52,12 +52,12 @@ typedef struct {
 int64_t fst_view_count(const fst_view *view);
 
 /* Learns the type of an object, so that reading it later need not run Python code. */
-void fst_tensors_meet(fst_tensors *tensors, PyObject *object);
+void fst_tensors_learn(fst_tensors *tensors, PyObject *object);
 
 /* Learns a type that is not known yet (tensor_types.c), which runs Python code; NULL with `problem`
  * filled if its tensors cannot be read. */
-const fst_tensor_type *fst_tensors_learn(fst_tensors *tensors, PyTypeObject *type,
-                                         fst_problem *problem);
+const fst_tensor_type *fst_tensor_type_learn(fst_tensors *tensors, PyTypeObject *type,
+                                             fst_problem *problem);
 
 /* Reads a tensor of any type of elements and on any device. Returns 0, or -1 with `problem` filled
  * and no Python error. The memory of a lazily negated or conjugated view is not what the tensor

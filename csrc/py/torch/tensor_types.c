@@ -60,8 +60,8 @@ static void forget_type(fst_tensor_type *known)
     known->api = NULL;
 }
 
-const fst_tensor_type *fst_tensors_learn(fst_tensors *tensors, PyTypeObject *type,
-                                         fst_problem *problem)
+const fst_tensor_type *fst_tensor_type_learn(fst_tensors *tensors, PyTypeObject *type,
+                                             fst_problem *problem)
 {
     const int paused = fst_quiet_pause(tensors);
     PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");

@@ -1,8 +1,9 @@
-/* record_read.h - reading torch's records, as a step does for each of thousands of tensors. */
-#ifndef FST_PY_TORCH_RECORD_READ_H
-#define FST_PY_TORCH_RECORD_READ_H
+/* tensor_record_read.h - reading torch's records, as a step does for each of thousands of tensors.
+ */
+#ifndef FST_PY_TORCH_TENSOR_RECORD_READ_H
+#define FST_PY_TORCH_TENSOR_RECORD_READ_H
 
-#include "py/torch/record.h"
+#include "py/torch/tensor_record.h"
 
 static inline uint64_t fst_word(const void *base, int index)
 {
@@ -118,7 +119,8 @@ static inline void fst_fetch_storage(const fst_record_places *at, const void *st
 }
 
 /* Asks early for what tells whether the records still hold. */
-static inline void fst_record_fetch(const fst_record_layout *layout, const fst_record *record)
+static inline void fst_record_fetch(const fst_record_layout *layout,
+                                    const fst_tensor_record *record)
 {
     fst_fetch_impl(&layout->at, record->impl);
     fst_fetch_storage(&layout->at, record->storage);

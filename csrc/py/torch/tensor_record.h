@@ -1,4 +1,4 @@
-/* record.h - recognizes a tensor that is as it was, without a call into torch.
+/* tensor_record.h - recognizes a tensor that is as it was, without a call into torch.
  *
  * Torch keeps what it knows of a tensor in a record of its own: storage, shape, strides, type,
  * device and so on; the storage has a record too, with its address. As long as both hold what they
@@ -6,8 +6,8 @@
  * those records are and which of their words count (faststep/_torch/records.py); where the
  * experiment fails torch is asked every time. Records are compared, not written here (hold.c writes
  * one). */
-#ifndef FST_PY_TORCH_RECORD_H
-#define FST_PY_TORCH_RECORD_H
+#ifndef FST_PY_TORCH_TENSOR_RECORD_H
+#define FST_PY_TORCH_TENSOR_RECORD_H
 
 #include "py/torch/tensor.h"
 
@@ -47,13 +47,13 @@ void fst_record_init(fst_record_layout *layout);
 /* Where the records of a tensor are, of which nothing may change. */
 typedef struct {
     const void *object, *impl, *storage; /* only compared, and asked for early */
-} fst_record;
+} fst_tensor_record;
 
 /* Notes where a tensor's records are and adds what they hold to a hash over several tensors, which
  * begins at 0; 1 if that can be said. The view is torch's answer on the object. The layout is known
  * here and below. */
 int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
-                    fst_record *record, uint64_t *hash);
+                    fst_tensor_record *record, uint64_t *hash);
 
 /* A tensor that may be in other memory, or another tensor that is like it, the next time. */
 typedef struct {

@@ -1,4 +1,4 @@
-#include "py/torch/record_read.h"
+#include "py/torch/tensor_record_read.h"
 
 void fst_record_init(fst_record_layout *layout)
 {
@@ -24,12 +24,12 @@ static int is_described(const fst_record_layout *layout, const void *impl, const
 }
 
 int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
-                    fst_record *record, uint64_t *hash)
+                    fst_tensor_record *record, uint64_t *hash)
 {
     const void *impl = fst_record_of(layout, object);
     if (!is_described(layout, impl, view))
         return 0;
-    *record = (fst_record){object, impl, fst_word_pointer(impl, layout->at.storage_in_impl)};
+    *record = (fst_tensor_record){object, impl, fst_word_pointer(impl, layout->at.storage_in_impl)};
     fst_record_add(layout, impl, hash);
     return 1;
 }
