@@ -10,7 +10,7 @@ __attribute__((noinline)) static void FST_T(fst_loop_accumulate)(size_t n, REAL 
         sum[i] += term[i] * factor;
 }
 
-/* The bits of the above with one term and then the other. */
+/* The same with two terms at once, and the same bits as one term after the other. */
 __attribute__((noinline)) static void FST_T(fst_loop_accumulate_two)(size_t n, REAL *restrict sum,
                                                                      const REAL *restrict term,
                                                                      const REAL *restrict more,
@@ -28,8 +28,8 @@ __attribute__((noinline)) static void FST_T(fst_loop_product)(size_t n, REAL *re
         to[i] = term[i] * factor;
 }
 
-/* to = factor * term, and + factor * more unless that is NULL; it is not read before. `streamed`:
- * past the caches, where that can be. */
+/* to = factor * term, plus factor * more unless that is NULL. `to` is not read. `streamed`: past
+ * the caches where possible. */
 static void FST_T(start)(const fst_operand *to, const REAL *term, const REAL *more, int64_t at,
                          size_t n, REAL factor, int streamed)
 {
@@ -46,7 +46,8 @@ static void FST_T(start)(const fst_operand *to, const REAL *term, const REAL *mo
         FST_T(store)(to, product, at, n);
 }
 
-/* op[0] += factor * op[1], and then += factor * op[2] if there are two terms; or as `how` says. */
+/* op[0] += factor * op[1], and then += factor * op[2] if there are two terms. `how` may start
+ * the sum instead. */
 static void FST_T(accumulate)(const fst_operand *op, unsigned terms, int64_t begin, size_t count,
                               double factor, fst_sum_kind how)
 {

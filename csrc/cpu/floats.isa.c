@@ -1,11 +1,11 @@
-/* Rows of numbers become floats, compiled once per instruction set as kernels.isa.c is. */
+/* Converts rows of numbers to floats. Compiled once per instruction set, as kernels.isa.c. */
 #include "base/portable.h"
 #include "cpu/isa.h"
 
 #define LOOP __attribute__((noinline)) static void
 enum { STRIP = 512 }; /* floats that stay in the first-level cache between two loops */
 
-/* Types and loops cost M + N pieces of code, not M * N, as in strip.h. */
+/* M source types and N loops cost M + N pieces of code, as in strip.h. */
 #define LOAD(suffix, type, expression)                                                        \
     LOOP fst_loop_floats_of_##suffix(size_t n, float *restrict to, const char *restrict from) \
     {                                                                                         \

@@ -1,6 +1,7 @@
-/* image_reader.h - what the columns of a sample read: found once for all its rows. */
+/* image_reader.h - which source columns the columns of a sample read, found once for all its
+ * rows. */
 
-/* A sample, its columns if it is resized, and the part of a window's row that these read. */
+/* A sample, its columns if it is resized, and the range of the window's columns that these read. */
 typedef struct {
     const fst_image_sample *at;
     int resized;
@@ -14,8 +15,9 @@ static void widen(reader *r, int32_t first, int32_t last)
     r->highest = last > r->highest ? last : r->highest;
 }
 
-/* The columns' weights; `even`: as many for each, which the CPU foresees, with zeros around its
- * own. They change no sum of bytes, but one of numbers, which may be infinite. */
+/* Finds the columns' weights. With `even` all columns get the same number of weights, padded
+ * with zeros, so that the CPU predicts the loop's end. Zeros change no sum of bytes; of floats
+ * they could, as these may be infinite. */
 static void look_at_spans(const fst_image_batch *batch, reader *r, int even)
 {
     int32_t used = 0, most = 0;
@@ -39,7 +41,7 @@ static void look_at_spans(const fst_image_batch *batch, reader *r, int even)
     }
 }
 
-/* Columns outside of the grid read the zero behind the window's row. */
+/* Finds the columns' taps. Columns outside of the grid read the zero after the window's row. */
 static void look_at_taps(const fst_image_batch *batch, reader *r)
 {
     for (int32_t x = 0; x < batch->width; x++) {

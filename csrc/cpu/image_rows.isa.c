@@ -1,4 +1,4 @@
-/* Rows of images, compiled once per instruction set as kernels.isa.c is. */
+/* Transforms rows of images. Compiled once per instruction set, as kernels.isa.c. */
 #include "base/dtype.h"
 #include "base/stream.h"
 #include "cpu/image_threads.h"
@@ -9,7 +9,7 @@
 #include "cpu/image_loops.h"
 #include "cpu/image_reader.h"
 
-enum { FETCHED = 4, LINE = 64 }; /* rows that are asked for ahead; bytes of a cache line */
+enum { FETCHED = 4, LINE = 64 }; /* rows that are prefetched ahead; bytes of a cache line */
 
 typedef struct {
     const fst_image_batch *batch;
@@ -19,8 +19,8 @@ typedef struct {
     int streams; /* past the caches: the output is larger than they are */
 } worker;
 
-/* Whether whole rows of the output lie in memory, and so much of it that its first ones would leave
- * the caches before its last ones are made. */
+/* Whether to write past the caches: the output has contiguous rows, and its first rows would
+ * leave the caches before its last rows are written. */
 static int is_streamed(const fst_image_batch *b)
 {
     const size_t elements = (size_t)b->count * (size_t)b->channels * (size_t)b->height;
@@ -37,7 +37,7 @@ static const void *source_at(const fst_image_batch *b, const fst_image_sample *s
     return (const char *)(uintptr_t)b->source + at * (b->source_is_float ? 4 : 1);
 }
 
-/* `n` source elements one after another: where they are, or in `scratch`. */
+/* `n` source elements, contiguous: where they are, or copied to `scratch`. */
 static const void *source_row(const fst_image_batch *b, const void *from, size_t n, void *scratch)
 {
     const int64_t step = b->source_stride[FST_IMAGE_COLUMN];
@@ -61,7 +61,7 @@ static int32_t clamped(int32_t x, int32_t low, int32_t high)
     return x < low ? low : x > high ? high : x;
 }
 
-/* Columns [begin, end) of a row that is not resized: a run of source columns between zeros. */
+/* Writes columns [begin, end) of a row that is not resized: source columns between zeros. */
 static void copy_row(const worker *w, const reader *r, int32_t channel, int32_t y, int32_t begin,
                      int32_t end, float *to)
 {
@@ -92,7 +92,8 @@ static void copy_row(const worker *w, const reader *r, int32_t channel, int32_t 
         (at->flip ? affine_back_u8 : fst_loop_affine_u8)(n, to + first, from, scale, bias);
 }
 
-/* Rows are blended first: that reads the source in order and leaves one row to gather from. */
+/* Writes columns [begin, end) of a resized row. Rows are blended first: that reads the source in
+ * order and leaves one row to gather columns from. */
 static void resize_row(const worker *w, const reader *r, int32_t channel, int32_t y, int32_t begin,
                        int32_t end, float *to)
 {
@@ -125,7 +126,7 @@ static void resize_row(const worker *w, const reader *r, int32_t channel, int32_
     gather_columns((size_t)(end - begin), to + begin, window, &columns, scale, bias);
 }
 
-/* One row of the window, of all that the output's row covers. */
+/* Sums the source rows that an output row covers into one row of the window. */
 static void sum_rows(const worker *w, const reader *r, int32_t channel, const fst_image_span *span)
 {
     const fst_image_batch *b = w->batch;
@@ -143,7 +144,7 @@ static void sum_rows(const worker *w, const reader *r, int32_t channel, const fs
     }
 }
 
-/* As resize_row, with antialiasing. */
+/* Does what resize_row does, with antialiasing. */
 static void smooth_row(const worker *w, const reader *r, int32_t channel, int32_t y, int32_t begin,
                        int32_t end, float *to)
 {
@@ -170,7 +171,7 @@ static void read_row(const worker *w, const reader *r, int32_t channel, int32_t 
         (w->batch->antialias ? smooth_row : resize_row)(w, r, channel, y, begin, end, to);
 }
 
-/* One row of one channel, before it is rounded. */
+/* Makes one row of one channel, before it is rounded. */
 static void mixed_row(const worker *w, int32_t channel, int32_t y, float *to)
 {
     const fst_image_sample *at = w->own.at;
@@ -189,7 +190,7 @@ static void round_row(const fst_image_batch *b, uint16_t *to, const float *from,
     (b->out_dtype == FST_BF16 ? fst_loop_bf16 : fst_loop_f16)(n, to, from);
 }
 
-/* All channels of a row: straight into an output whose rows are one element after another. */
+/* Writes all channels of a row, directly where the output's rows are contiguous. */
 static void write_row(const worker *w, int32_t index, int32_t y)
 {
     const fst_image_batch *b = w->batch;
@@ -222,8 +223,8 @@ static void write_row(const worker *w, int32_t index, int32_t y)
                    stride[FST_IMAGE_COLUMN]);
 }
 
-/* Asks for the source of row `i` of all output rows, if it is not resized. Rows of a crop have gaps
- * between them, and images lie anywhere: the machine does not see what comes next. */
+/* Prefetches the source of row `i` of all output rows, if it is not resized. The hardware cannot
+ * predict it: rows of a crop have gaps between them, and images lie anywhere. */
 static void fetch_row(const worker *w, int64_t i)
 {
     const fst_image_batch *b = w->batch;

@@ -2,26 +2,26 @@
 
 #include "cpu/parallel.h"
 
-/* The cost of a part that is worth a thread: some 0.2 ms. Waking threads takes microseconds, but
- * where the cores are busy with other programs, waiting for them takes milliseconds. */
+/* The cost of the smallest part worth a thread, some 0.2 ms. Waking a thread takes microseconds,
+ * but waiting for one takes milliseconds where other programs keep the cores busy. */
 enum { GRAIN = 1 << 18, MOST_PARTS = 256 };
 
-/* Backwards, chunks go in groups of this many, each from its first to its last: what a measuring
- * pass read last is then met early, and the hardware's prefetchers still run from chunk to chunk.
- */
+/* Chunks of a group. A backward pass takes the groups from last to first, and each group's
+ * chunks from first to last: it meets early what the measuring pass read last, and the
+ * hardware's prefetchers still work from chunk to chunk. */
 enum { GROUP = 32 };
 
-/* Which way the last pass over gradients went. What it touched last is still in the cache, so that
- * the next one goes the other way; the first one after an update goes forwards, as backward made
- * the first parameters' gradients last. Only speed depends on it. */
+/* The direction of the last pass over gradients. The next one goes the other way, as what was
+ * touched last is still in the cache. The first one after an update goes forwards, as backward
+ * made the first parameters' gradients last. Only speed depends on it. */
 typedef enum { NO_PASS, FORWARDS, BACKWARDS } direction;
 static direction last_direction;
 
-/* Chunks of at most this many elements are asked for early. */
+/* Chunks of at most FETCH_MOST elements are prefetched, so many chunks ahead. */
 enum { FETCH_AHEAD = 8, FETCH_MOST = 256 };
 
-/* Part of a round. Its thread takes groups of chunks from one end; threads that have done their own
- * parts take them from the other. */
+/* A part of a round. Its thread takes groups of chunks from one end; threads that have finished
+ * their own parts take groups from the other end. */
 typedef struct {
     size_t first, last; /* chunks */
     uint64_t left;      /* groups: from the low half to before the high half */
@@ -53,7 +53,8 @@ static size_t chunk_at(const fst_work *work, size_t low, size_t high, uint64_t c
     return low;
 }
 
-/* Small tensors lie anywhere, and each is gone before a prefetcher could follow it. */
+/* Prefetches a small chunk: small tensors lie anywhere, and each ends before a hardware
+ * prefetcher could follow it. */
 static void fetch(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
@@ -70,7 +71,7 @@ static void fetch(const fst_job *job, size_t index)
     }
 }
 
-/* The chunk of a part that is worked on after `done` others. */
+/* The chunk of a part that comes after `done` others. */
 static size_t chunk_after(const fst_job *job, const part *p, size_t done)
 {
     if (!job->backwards)

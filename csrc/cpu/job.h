@@ -1,4 +1,4 @@
-/* job.h - one pass over the chunks of a piece of work, shared out among threads. */
+/* job.h - a job: one pass over all chunks, divided among threads. */
 #ifndef FST_CPU_JOB_H
 #define FST_CPU_JOB_H
 
@@ -12,10 +12,11 @@ struct fst_job {
     const fst_cpu_kernels *kernels;
     void (*chunk)(const fst_job *job, size_t index);
     int backwards;
-    unsigned operand, operand_count; /* what the pass touches */
+    unsigned operand,
+        operand_count; /* the operands that the pass touches: the first, and how many */
     fst_norm_kind norm;
     double power, factor;
-    double again; /* for chunks whose sum is as expected */
+    double again; /* factor for chunks whose sum matches */
     double *partial;
     const double *expected;
     int *nonfinite;
@@ -23,13 +24,13 @@ struct fst_job {
     int write_grad, start;
 };
 
-/* The operands of the span that a chunk belongs to, from the pass's first on. */
+/* The operands of a chunk's span, from job->operand on. */
 static inline const fst_operand *fst_job_operands(const fst_job *job, size_t index)
 {
     return job->work->operands + job->work->chunks[index].span * job->work->width + job->operand;
 }
 
-/* Whether a pass over gradients runs backwards: it goes the other way than the pass before it. */
+/* Whether a pass over gradients runs backwards: the opposite of the pass before. */
 int fst_job_turns(void);
 
 /* Whether an update, which ends a step, runs backwards. The next pass goes forwards. */

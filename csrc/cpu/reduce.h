@@ -97,8 +97,9 @@ static int FST_T(nonfinite)(const fst_operand *op, int64_t begin, size_t count)
     return 0;
 }
 
-/* With a factor of at most 1 finite floats stay finite, and their squares' sum is finite in double:
- * the sum itself then tells. In other cases the old values are looked at before they are gone. */
+/* Multiplies and measures. With a factor of at most 1 finite floats stay finite, and their sum
+ * of squares is finite in double, so the sum tells whether all were finite. Otherwise the old
+ * values are checked before they are overwritten. */
 static double FST_T(unscale)(const fst_operand *op, int64_t begin, size_t count, double factor,
                              int *nonfinite)
 {

@@ -1,5 +1,5 @@
-/* strided.h - moves a run of elements between a contiguous strip and an operand with a layout of
- * its own: strides, or flipped signs. */
+/* strided.h - moves elements between a contiguous strip and an operand with a layout: strides,
+ * or flipped signs. */
 #ifndef FST_CPU_STRIDED_H
 #define FST_CPU_STRIDED_H
 
@@ -34,8 +34,8 @@ static inline void fst_cursor_next(fst_cursor *at, const fst_layout *layout)
     }
 }
 
-/* Flips the signs of the numbers in a strip, in words of 8 bytes: the strip has room for the last
- * one. Of every type the sign is the highest bit. */
+/* Flips the signs of the numbers in a strip, in words of 8 bytes, so the strip must have room
+ * for a whole last word. The sign is the highest bit of every dtype. */
 static inline void fst_flip_signs(char *strip, size_t count, size_t size)
 {
     const uint64_t signs = size == 8   ? UINT64_C(0x8000000000000000)

@@ -1,7 +1,7 @@
-/* strip.h - load/store pairs between an operand of any type and layout and a strip of REAL;
- * included once for float and once for double. An operand that is REAL already, element after
- * element, is worked on in place; any other goes through a scratch strip that stays in the
- * first-level cache. Types and loops therefore cost M + N pieces of code, not M * N. */
+/* strip.h - load and store between an operand of any dtype and layout and a strip of REAL;
+ * included once for float and once for double. A contiguous operand of REAL is worked on in
+ * place; any other goes through a scratch strip that stays in the first-level cache. M dtypes
+ * and N loops therefore cost M + N pieces of code, not M * N. */
 
 enum { FST_T(SELF) = sizeof(REAL) == 4 ? FST_F32 : FST_F64 };
 

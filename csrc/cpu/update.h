@@ -1,6 +1,6 @@
 /* update.h - the update pass over one chunk, included once for float and once for double. */
 
-/* The loop that the vectoriser sees: every array is a restrict parameter of its own. */
+/* The loop that the compiler vectorises: every array is a restrict parameter of its own. */
 #define RULE(name, states, hyper)                                                                 \
     __attribute__((noinline)) static void FST_T(fst_loop_##name)(                                 \
         size_t n, REAL *restrict p, const REAL *restrict g, REAL *restrict s0, REAL *restrict s1, \
@@ -35,8 +35,8 @@ static const struct {
 #undef RULE
 };
 
-/* Asks for the lines that the strip after next will need: the hardware's prefetchers stop at the
- * end of a page, and there are up to seven streams here. */
+/* Prefetches the strip after next. The hardware's prefetchers stop at the end of a page, and up
+ * to seven streams run here. */
 static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
 {
     if (!op->data || op->layout || left < PREFETCH + STRIP)
@@ -47,7 +47,7 @@ static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
         __builtin_prefetch(from + line);
 }
 
-/* Whether nothing has to be converted, gathered or written elsewhere. */
+/* Whether all operands are worked on in place. */
 static int FST_T(is_plain)(const fst_operand *op, unsigned states, int write_grad)
 {
     int plain = !write_grad && !op[FST_OP_MASTER].data && !op[FST_OP_COPY].data &&

@@ -2,11 +2,10 @@
 
 #include <stddef.h>
 
-enum {
-    SPANS_PER_BLOCK = 32
-}; /* whose arguments a block of `begin` fills: few, for that takes long */
+/* Spans whose arguments a block of `begin` fills: few, as that takes long. */
+enum { SPANS_PER_BLOCK = 32 };
 
-/* How a pass that writes goes over the chunks: round after round. */
+/* In which order launches go over the chunks: a pass that writes goes round after round. */
 typedef enum {
     ALL_AT_ONCE,
     BY_ROUNDS,
@@ -39,7 +38,7 @@ static size_t blocks_of(fst_kernel kernel, const void *args, const fst_device_ta
     return begin->measure && view->chunk_count > filling ? view->chunk_count : filling;
 }
 
-/* `view` is the part of `args` that says where the tables are. */
+/* Launches a kernel. `view` is the part of `args` with the tables' addresses. */
 static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, fst_device_tables *view,
                     order how, fst_status *status)
 {

@@ -23,7 +23,7 @@ static fst_code insert(fst_gpu_ring *ring, const fst_gpu_device *device, fst_sta
     return FST_OK;
 }
 
-/* Makes ring->slots[ring->next] one that is free. */
+/* Finds or inserts a free slot at ring->next. */
 static fst_code find_free(fst_gpu_ring *ring, const fst_gpu_device *device, fst_status *status)
 {
     for (size_t left = ring->count; left > 0; left--) {

@@ -1,5 +1,5 @@
-/* ring.h - pinned host memory for uploads. A slot is used again only after the event recorded
- * behind its copy has passed; where the next one is still in use the ring grows, it never waits. */
+/* ring.h - a ring of pinned host memory for uploads. A slot is reused after the event behind its
+ * copy has passed. Where the next slot is still in use the ring grows; it never waits. */
 #ifndef FST_GPU_RING_H
 #define FST_GPU_RING_H
 

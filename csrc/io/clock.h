@@ -1,4 +1,4 @@
-/* clock.h - the monotonic clock, for waits with an end and for what took long. */
+/* clock.h - the monotonic clock, for waits with a deadline and for measuring time. */
 #ifndef FST_IO_CLOCK_H
 #define FST_IO_CLOCK_H
 
@@ -12,7 +12,7 @@ static inline int64_t fst_now_ns(void)
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
-/* The time that comes in so many milliseconds. */
+/* The time in so many milliseconds. */
 static inline struct timespec fst_time_after(int milliseconds)
 {
     const int64_t time = fst_now_ns() + (int64_t)milliseconds * 1000000;

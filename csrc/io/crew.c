@@ -9,18 +9,19 @@
 #include "io/clock.h"
 
 enum {
-    PIECE_BYTES = 1 << 17, /* of a batch that is filled without looking up */
+    PIECE_BYTES = 1 << 17, /* piece of a batch: bytes that a thread fills at a time */
     WAKE_BYTES = 1 << 18,  /* waking a thread costs as much as copying so many bytes */
-    SLOW_NS = 50000,       /* on top of 1 ns per byte: rows that took longer were waited for */
-    SLOW_BATCHES = 64,     /* that the threads fill after one that was waited for */
+    SLOW_NS = 50000, /* rows that took this much longer than 1 ns per byte were waited for, as those
+                        of a file */
+    SLOW_BATCHES = 64, /* after such rows, so many small batches are filled by the threads */
 };
 
 typedef struct batch {
     struct batch *next;
     uint64_t number;
-    size_t rows, taken, done; /* all rows; those some thread works or worked on; those filled */
-    int left;                 /* to the one who waits: the threads do not begin with it */
-    int placed;               /* has memory: that is found when its first rows are copied */
+    size_t rows, taken, done; /* rows in all, taken by some thread, and filled */
+    int left;                 /* left to the consumer: the threads do not start it */
+    int placed;               /* memory was found for it */
     fst_place *places;
     char **outputs;
     fst_slot *slots[]; /* one per field */
@@ -38,7 +39,7 @@ struct fst_crew {
     pthread_mutex_t lock; /* for what follows */
     pthread_cond_t work, finished;
     batch *oldest, *newest;
-    batch *open; /* the oldest for the threads with rows that nobody has taken */
+    batch *open; /* the oldest batch for the threads with rows that nobody has taken */
     size_t queued;
     uint64_t added;
     int closing;
@@ -101,9 +102,9 @@ static void give_slots_back(const fst_table *table, batch *b)
     }
 }
 
-/* Finds memory for a batch, with the lock held: when its first rows are copied, so that a consumer
- * who waits gets the slots of the last two or three batches again and again, not one more for each
- * batch that is asked for ahead. */
+/* Finds memory for a batch when its first rows are copied, with the lock held. A consumer who
+ * waits then gets the slots of the last two or three batches again, not one more for each batch
+ * queued. */
 static fst_code place(const fst_crew *crew, batch *b, fst_status *status)
 {
     for (size_t f = 0; f < crew->table->field_count; f++) {
@@ -118,7 +119,7 @@ static fst_code place(const fst_crew *crew, batch *b, fst_status *status)
     return FST_OK;
 }
 
-/* Fills the next rows of a batch; the lock is held before and after, but not meanwhile. */
+/* Fills the next piece of a batch. Releases the lock meanwhile. */
 static void fill_piece(fst_crew *crew, batch *b)
 {
     const size_t begin = b->taken, left = b->rows - begin;
@@ -139,7 +140,8 @@ static void fill_piece(fst_crew *crew, batch *b)
         pthread_cond_broadcast(&crew->finished);
 }
 
-/* A piece of the oldest batch for the threads. If there is no memory the one who waits will see. */
+/* Fills a piece of the oldest batch for the threads. Without memory the batch is left to the
+ * consumer, who reports it. */
 static void help(fst_crew *crew)
 {
     batch *b = crew->open;
@@ -164,7 +166,7 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* A thread that cannot be had is no error: the one who waits works too. */
+/* Starts the threads. One that cannot be created is no error: the consumer works too. */
 static void start_threads(fst_crew *crew)
 {
     sigset_t all, before;
@@ -189,7 +191,7 @@ static void free_batch(const fst_table *table, batch *b)
     free(b);
 }
 
-/* A batch with memory for the places of its samples. */
+/* Allocates a batch with room for the places of its samples. */
 static batch *new_batch(const fst_crew *crew, size_t rows, fst_status *status)
 {
     const fst_table *table = crew->table;
@@ -205,7 +207,7 @@ static batch *new_batch(const fst_crew *crew, size_t rows, fst_status *status)
     return b;
 }
 
-/* Whether the threads fill a batch ahead; if not it is filled when it is waited for. */
+/* Whether the threads fill a batch ahead. Otherwise it is filled when it is waited for. */
 static int is_for_threads(fst_crew *crew, size_t rows)
 {
     if (rows * crew->row_bytes >= WAKE_BYTES)
@@ -314,7 +316,7 @@ size_t fst_crew_queued(const fst_crew *crew)
 void fst_crew_free(fst_crew *crew)
 {
     if (crew->forks != fst_forks())
-        return; /* its lock may be held by a thread that is not there */
+        return; /* a thread that does not exist here may hold the lock */
     pthread_mutex_lock(&crew->lock);
     crew->closing = 1;
     pthread_cond_broadcast(&crew->work);

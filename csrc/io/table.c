@@ -4,9 +4,11 @@
 
 #include "base/stream.h"
 
-/* Rows whose beginning is asked for before they are copied; and of how much of the next one. */
+/* Rows that are prefetched ahead, and bytes of the next one. */
 enum { AHEAD = 8, NEXT_BYTES = 4096 };
-enum { STRIP = 512 }; /* floats that are made in the first-level cache, to be streamed from there */
+enum {
+    STRIP = 512
+}; /* floats that are converted in the first-level cache at a time, and streamed from there */
 
 static const fst_widen_loops *widen;
 
@@ -92,10 +94,10 @@ int fst_table_find(const fst_table *table, int64_t index, fst_place *place)
     }
 }
 
-/* Items may lie at any address, as those of a file do.
+/* Items may be unaligned, as those of a file.
  *
- * For each token the tokens before it in its document, or (`number`) the documents before its own.
- * The first token of a row counts as the start of one. */
+ * For each token: how many tokens of its document come before it, or (`number`) how many
+ * documents. The first token of a row counts as the start of a document. */
 #define DIVIDE(name, from, to)                                                                \
     static void name(char *restrict output, const char *restrict row, const fst_field *field, \
                      int number)                                                              \

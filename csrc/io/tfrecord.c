@@ -7,7 +7,7 @@ enum { SLICES = 8 };
 static uint32_t tables[SLICES][256];
 static pthread_once_t filled = PTHREAD_ONCE_INIT;
 
-/* tables[k][b]: the remainder of byte b with k bytes of zeros behind it. */
+/* tables[k][b]: the remainder of byte b followed by k bytes of zeros. */
 static void fill_tables(void)
 {
     for (uint32_t b = 0; b < 256; b++) {
@@ -43,7 +43,8 @@ uint32_t fst_crc32c(const void *data, size_t size)
     return ~crc;
 }
 
-/* Files hold checksums rotated and shifted, as a checksum over checksums is weak. */
+/* Compares data with a checksum as files store it: rotated and shifted, as a checksum over
+ * checksums is weak. */
 static int matches(const void *data, size_t size, const unsigned char *stored)
 {
     const uint32_t crc = fst_crc32c(data, size);

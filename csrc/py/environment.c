@@ -64,8 +64,7 @@ PyObject *fst_py_rules(PyObject *module, PyObject *unused)
     return all;
 }
 
-/* use_kernels_of(path): CUDA devices load their kernels from this fatbin when they are first used.
- */
+/* use_kernels_of(path): sets the fatbin from which a CUDA device loads its kernels at first use. */
 PyObject *fst_py_use_kernels_of(PyObject *module, PyObject *path)
 {
     PyObject *bytes = NULL;
@@ -89,9 +88,9 @@ static void use_records_of_tensors(fst_module *state, const fst_record_layout *f
     state->tensors.negated = negated;
 }
 
-/* use_records(...): the places of fst_record_places in their order, two masks, the bits of what has
- * a version counter and of a negated view, and the address of the function that moves the counter,
- * or 0; without arguments torch is asked every time. */
+/* use_records(words...): the places of fst_record_places in their order, two masks, the bits
+ * that mark a version counter and a negated view, and the address of the function that moves a
+ * version counter, or 0. Without arguments torch is asked about every tensor. */
 PyObject *fst_py_use_records(PyObject *module, PyObject *args)
 {
     fst_record_layout found = {.known = 0};

@@ -2,8 +2,8 @@
  * 2019, arXiv:1711.05101); amsgrad (Reddi, Kale & Kumar 2018, arXiv:1904.09237) keeps the largest
  * v.
  *
- * p -= lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps) takes one square root and one division as
- * step_size = lr * sqrt(bc2) / bc1 and eps * sqrt(bc2). */
+ * p -= lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps) is computed with one square root and one
+ * division: step_size = lr * sqrt(bc2) / bc1, and eps * sqrt(bc2) takes the place of eps. */
 #define FST_ADAM_HYPER(X) X(lr) X(beta1) X(beta2) X(eps) X(weight_decay) X(decoupled)
 
 typedef struct {
@@ -43,8 +43,9 @@ FST_FN void FST_T(adam_moments)(REAL p, REAL g, REAL *s, const FST_T(adam_args) 
 {
     g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = a->beta1 * s[0] + a->one_minus_beta1 * g;
-    s[1] = a->beta2 * s[1] +
-           a->one_minus_beta2 * g * g; /* in this order |g| may reach 5.8e20 in fp32 */
+    s[1] =
+        a->beta2 * s[1] + a->one_minus_beta2 * g *
+                              g; /* in this order |g| may reach 5.8e20 in fp32 before v overflows */
 }
 
 FST_FN REAL FST_T(adam_rule)(REAL p, REAL g, REAL *s, const FST_T(adam_args) *a)

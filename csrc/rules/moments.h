@@ -1,6 +1,7 @@
-/* The two halves of a step of Adam where gradients are accumulated in the moments (AdamA, Zhang et
- * al. 2023, arXiv:2305.19982): each gradient moves them, the first of a step lets them decay before
- * (keep is beta, else 1), and then the parameter follows them; it needs no gradient. */
+/* The two halves of a step of Adam that accumulates gradients in the moments (AdamA, Zhang et
+ * al. 2023, arXiv:2305.19982). `moments` adds a gradient to them; the first one of a step lets
+ * them decay before (keep is beta, else 1). `from_moments` then updates the parameter, without a
+ * gradient. */
 #define FST_MOMENTS_HYPER(X) X(keep1) X(keep2) X(beta1) X(beta2)
 
 typedef struct {

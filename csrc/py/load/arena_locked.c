@@ -1,4 +1,4 @@
-/* Arena: its blocks where they are page-locked. */
+/* Methods of Arena on page-locked blocks. */
 #include "gpu/context.h"
 #include "io/arena_lock.h"
 #include "py/load/arena_object.h"
@@ -41,7 +41,7 @@ PyObject *fst_py_arena_locked(PyObject *object, PyObject *args)
         return NULL;
     if (size < 0)
         return PyErr_Format(PyExc_ValueError, "no %zd bytes", size);
-    Py_BEGIN_ALLOW_THREADS /* locking takes a while */
+    Py_BEGIN_ALLOW_THREADS /* locking takes milliseconds */
     fst_arena_lock(self->arena, (const void *)(uintptr_t)address, (size_t)size, &block, &locked,
                    &status);
     Py_END_ALLOW_THREADS

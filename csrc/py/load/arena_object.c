@@ -19,8 +19,8 @@ static PyObject *tensor_over(const fst_arena_object *self, size_t block, size_t 
     return fst_arena_tensor(self, block, fst_arena_data(self->arena, block), size, end);
 }
 
-/* Arena() makes one; Arena(file, reserve) attaches to that of another process, and owns the file.
- */
+/* Arena() makes an arena. Arena(file, reserve) attaches to that of another process and owns the
+ * file. */
 static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     const fst_module *state = PyType_GetModuleState(type);
@@ -63,7 +63,7 @@ static void arena_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* The number of a block that was made; -1 with a Python error. */
+/* Parses the number of an existing block; -1 with a Python error. */
 static Py_ssize_t read_block(const fst_arena_object *self, PyObject *number)
 {
     const Py_ssize_t block = PyLong_AsSsize_t(number);
@@ -91,7 +91,7 @@ static PyObject *arena_take(PyObject *object, PyObject *number)
     return tensor ? Py_BuildValue("nN", (Py_ssize_t)block, tensor) : NULL;
 }
 
-/* A new block with a copy of the memory at an address. */
+/* put(address, size): copies memory to a new block and returns its number. */
 static PyObject *arena_put(PyObject *object, PyObject *args)
 {
     const fst_arena_object *self = (fst_arena_object *)object;

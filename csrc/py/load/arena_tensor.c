@@ -4,7 +4,7 @@
 
 #include "py/load/arena_object.h"
 
-/* The bytes of a block as a tensor; ended when the last tensor over the same memory is gone. */
+/* The export of a block, which ends when the last tensor over the memory is gone. */
 typedef struct {
     fst_dl_managed managed;
     fst_arena *arena;
@@ -14,8 +14,8 @@ typedef struct {
     int64_t size, stride;
 } block_export;
 
-/* Any thread may call this, with the GIL or without. A forked child only has a copy of the export:
- * the block is not its own. */
+/* Called from any thread, with the GIL or without. A forked child has a copy of the export but
+ * does not own the block. */
 static void end_export(fst_dl_managed *managed)
 {
     block_export *export = (block_export *)managed;
@@ -53,6 +53,6 @@ PyObject *fst_arena_tensor(const fst_arena_object *self, size_t block, void *dat
                                .strides = &export->stride}},
     };
     fst_arena_keep(self->arena);
-    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
+    /* if it fails, torch may still have the export, so it is not freed */
     return to_object(&export->managed, &tensor) ? NULL : tensor;
 }

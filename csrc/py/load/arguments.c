@@ -1,4 +1,4 @@
-/* Reads the arguments that methods of the loader have in common. */
+/* Reads arguments that several functions of the loader take. */
 #include "py/load/arguments.h"
 
 enum { DL_INT = 0 }; /* a type code of DLPack */

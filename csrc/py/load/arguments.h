@@ -1,21 +1,21 @@
-/* arguments.h - what the methods of the loader read their arguments by. */
+/* arguments.h - reads arguments that several functions of the loader take. */
 #ifndef FST_PY_LOAD_ARGUMENTS_H
 #define FST_PY_LOAD_ARGUMENTS_H
 
 #include "py/module.h"
 
-/* torch's side of the exchange of tensors; NULL with a Python error. */
+/* torch's exchange API; NULL with a Python error. */
 const fst_dl_api *fst_torch_api(const fst_module *state);
 
-/* Reads a torch.Tensor itself, in CPU memory; 0, or -1 with a Python error. */
+/* Reads a torch.Tensor (no subclass) in CPU memory. Returns 0, or -1 with a Python error. */
 int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
                     fst_dl_tensor *tensor);
 
-/* The elements of a packed 1-d int64 tensor; NULL with a Python error, or where there are none. */
+/* The elements of a contiguous 1-d int64 tensor; NULL with a Python error, or if it is empty. */
 int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,
                           Py_ssize_t *count);
 
-/* The items of a list or tuple; -1 for anything else. */
+/* The length of a list or tuple; -1 for anything else. */
 Py_ssize_t fst_sequence_size(PyObject *sequence);
 
 /* Copies the ints of a list or tuple; returns 0 if one of its items is anything else. */

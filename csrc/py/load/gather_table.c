@@ -1,7 +1,7 @@
-/* Reads the arguments of Gather: which rows lie where. */
+/* Parses the arguments of Gather into the table of rows. */
 #include "py/load/gather.h"
 
-/* Whether it can be parsed as arguments are; else there is a TypeError. */
+/* Whether PyArg_ParseTuple can parse the object; else there is a TypeError. */
 static int is_tuple(PyObject *object)
 {
     if (PyTuple_Check(object))
@@ -18,8 +18,8 @@ static int read_floats_dtype(fst_dl_dtype type, fst_dtype *dtype)
             (type.code == FST_DL_BFLOAT && type.bits == 16));
 }
 
-/* Reads (number, scale, means, stds): of what type the rows' numbers are, and two tuples of
- * nothing, one float, or one for each element of a row's first dimension. */
+/* Parses (dtype number, scale, means, stds). The last two are tuples that are empty, or have one
+ * float, or one for each element of a row's first dimension. */
 static int parse_floats(fst_field *field, const fst_field_form *form, PyObject *spec)
 {
     fst_float_form *floats = &field->floats;
@@ -54,9 +54,9 @@ static int parse_floats(fst_field *field, const fst_field_form *form, PyObject *
     return 0;
 }
 
-/* Reads (prototype, conversion[, boundary, begins, floats]): an empty tensor of the output's type
- * and row shape, for conversions that need it the token between documents, and for one to floats
- * what parse_floats reads. */
+/* Parses (prototype, conversion[, boundary, begins, floats]). The prototype is an empty tensor
+ * with the output's dtype and row shape. `boundary` is the token between documents; `floats` is
+ * what parse_floats takes. */
 static int parse_field(const fst_module *state, fst_gather_object *self, size_t f, PyObject *spec)
 {
     fst_field *field = &self->table.fields[f];
@@ -89,7 +89,7 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
     return floats ? parse_floats(field, form, floats) : 0;
 }
 
-/* Whether a tensor is packed, and a batch of `rows` with this form fits exactly. */
+/* Whether a tensor is contiguous and has the shape of a batch of `rows` with this form. */
 static int is_batch(const fst_field_form *form, int64_t rows, const fst_dl_tensor *tensor)
 {
     int64_t stride = 1;
@@ -127,7 +127,7 @@ int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *se
     return 0;
 }
 
-/* Reads (address, stride[, the tensor whose rows these are, or None]). */
+/* Parses (address, stride[, the tensor with these rows, or None]). */
 static int parse_column(const fst_module *state, const fst_gather_object *self, PyObject *spec,
                         fst_column *column, fst_watch **watch)
 {

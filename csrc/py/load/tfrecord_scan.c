@@ -1,9 +1,9 @@
-/* TFRecord files in memory: where their records are, and whether they are intact. */
+/* Scans TFRecord files in memory for records and checks them. */
 #include "io/tfrecord.h"
 
 #include "py/load/gather.h"
 
-/* Fills `places` with pairs (start of the data, length); stops before the first fault. */
+/* Fills `places` with pairs (start of the data, length). Stops at the first fault. */
 static fst_tfrecord_fault scan(const char *file, size_t size, size_t *at, int check,
                                int64_t *places, Py_ssize_t room, Py_ssize_t *found)
 {

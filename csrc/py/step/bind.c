@@ -1,5 +1,5 @@
-/* Binding: one loop over all parameters that reads every pointer anew, and looks closer only at
- * what changed. */
+/* Binding: one loop over all parameters that reads every address anew. Only what changed is
+ * looked at more closely. */
 #include "py/step/bind.h"
 #include "py/torch/quiet.h"
 
@@ -46,7 +46,7 @@ static fst_step_part *enter_part(fst_binding *at, PyObject *object, int device)
     return NULL;
 }
 
-/* Notes how the parameter at hand is bound; its states follow. */
+/* Traces the parameter at hand; its states follow. */
 static void trace_param(fst_binding *at, const fst_param *param, PyObject *object,
                         const fst_view *view, PyObject *grad, const fst_view *grad_view,
                         int64_t span)
@@ -111,16 +111,16 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if (fresh)
         counter->value = 1.0;
     part->counter_count++;
-    /* `moments` leaves the parameter as it is: forward passes that used it may still run backward.
-     */
+    /* The rule `moments` does not write the parameter, so its version must not move: forward
+     * passes that used it may still run backward. */
     const int moves = self->groups[at->group].rule != FST_RULE_moments;
     if (moves && fst_bind_written(self, object))
         return -1;
     return fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad);
 }
 
-/* Finds the parameter at hand and its gradient, borrowed: the step holds them. 0, or -1 with a
- * Python error. */
+/* Finds the parameter at hand and its gradient. The step holds a reference to both. Returns 0,
+ * or -1 with a Python error. */
 static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyObject **grad)
 {
     if (at->again) {
@@ -156,13 +156,13 @@ static int bind_group(fst_binding *at, PyObject *params)
         at->ran_python |= tensors->ran_python;
         tensors->ran_python = 0;
         if (!fst_tensor_is_plain(tensors, object))
-            self->traceable = 0; /* what is no tensor has no record */
+            self->traceable = 0; /* only tensors have records */
         if (grad == Py_None)
             fst_trace_idle(&at->module->records, self, at->param_count, object);
         else if (bind_param(at, &self->params[at->param_count], object, grad))
             return -1;
         if (tensors->ran_python)
-            self->traceable = 0; /* between torch's answer and a look at its record */
+            self->traceable = 0; /* Python ran between torch's answer and the look at the record */
     }
     return 0;
 }
@@ -182,7 +182,7 @@ static int bind_groups(fst_binding *at, PyObject *param_lists)
     return failed;
 }
 
-/* Makes one entry per parameter; those of a changed list are learnt again as they are met. */
+/* Makes one entry per parameter. Where their number has changed all are learnt again. */
 static int count_params(fst_step_plan *self, PyObject *param_lists)
 {
     size_t count = 0;
@@ -214,7 +214,7 @@ static PyObject *bind_all(fst_binding at, PyObject *param_lists)
 {
     fst_step_plan *self = at.self;
     at.missing = PyList_New(0);
-    fst_trace_forget(self); /* what was bound no longer stands, even if this fails */
+    fst_trace_forget(self); /* a failed bind leaves nothing bound */
     fst_step_unbind(self);
     self->bindings++;
     self->total = self->written_total = 0;
@@ -234,7 +234,7 @@ error:
     return NULL;
 }
 
-/* Whether everything that was bound is as it was, although Python code has run. */
+/* Whether all that was bound is unchanged although Python code has run. */
 static int is_still_so(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                        PyObject *state)
 {
@@ -242,17 +242,17 @@ static int is_still_so(fst_module *module, fst_step_plan *self, PyObject *param_
     return fst_trace_follow(module, self, param_lists, state) && moves == self->moves;
 }
 
-/* Looks closer at what is bound, once per step: 0, or -1 with a Python error. Asking torch may run
- * Python code. */
+/* Refuses tensors that torch would not let the step write. Asking torch may run Python code.
+ * Returns 0, or -1 with a Python error. */
 static int check_bound(fst_module *module, fst_step_plan *self, PyObject *param_lists)
 {
     const int inference = fst_step_check_inference(module, self, param_lists);
     if (inference)
-        fst_trace_forget(self); /* the next step may not be in the mode that this one is in */
+        fst_trace_forget(self); /* the next step may run outside of inference mode */
     return inference < 0 ? -1 : 0;
 }
 
-/* Whether what is bound may be out of date, as Python code has run since an address was read. */
+/* Whether addresses may be out of date because Python code has run since the first was read. */
 static int must_bind_again(const fst_binding *at, PyObject *param_lists)
 {
     if (!at->module->tensors.ran_python || at->again + 1 >= FST_ATTEMPTS)

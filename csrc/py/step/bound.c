@@ -1,4 +1,4 @@
-/* What a step has bound, and holds until it ends. */
+/* What a step has bound: lists of tensors, held references and layouts, and their end. */
 #include "py/step/bind.h"
 
 int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object)
@@ -103,7 +103,8 @@ void fst_params_free(fst_step_plan *self)
     self->param_count = 0;
 }
 
-/* Python code that runs here finds a plan that is ready for another step. */
+/* Dropping references may run Python code, which then finds a plan that is ready for another
+ * step. */
 void fst_step_end(fst_step_plan *self)
 {
     fst_group *groups = self->groups;

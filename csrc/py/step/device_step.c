@@ -1,11 +1,12 @@
-/* A step of the parameters in one CUDA device's memory: launches, and nothing is waited for. */
+/* The step of the parameters on one CUDA device. It launches kernels and does not wait for the
+ * device. */
 #include <stdlib.h>
 
 #include "gpu/launch.h"
 #include "py/step/step_plan.h"
 #include "py/torch/arrays.h"
 
-/* A learning rate in the device's memory; 0, or -1 with a Python error. */
+/* Finds a group's learning rate in the device's memory. Returns 0, or -1 with a Python error. */
 static int find_lr(fst_module *module, PyObject *lrs, int device, size_t index,
                    fst_device_scalar *out)
 {
@@ -27,7 +28,8 @@ static int find_lr(fst_module *module, PyObject *lrs, int device, size_t index,
     return 0;
 }
 
-/* The hyper-parameters of every group; a learning rate that lies on the device is read there. */
+/* Lists the hyper-parameters of every group. A learning rate that is a CUDA tensor is read by
+ * the kernel. */
 static int list_groups(fst_module *module, const fst_step_plan *self, fst_step_part *part)
 {
     for (size_t i = 0; i < self->group_count; i++) {
@@ -51,7 +53,9 @@ static void describe_span(const fst_step_plan *self, const fst_step_part *part,
     span->step.data = (uint64_t)(uintptr_t)counter->data;
     span->step.is_double = counter->is_double;
     span->step.negated = counter->negated;
-    span->value = counter->data ? 0.0 : counter->value; /* so that a first step changes nothing */
+    span->value =
+        counter->data ? 0.0 : counter->value; /* 0 where it is not read, so that the tables stay the
+                                                 same after a first step */
     span->group = counter->group;
     span->rule = (int32_t)group->rule;
     span->maximize = group->maximize;
@@ -65,7 +69,7 @@ static int by_address(const void *a, const void *b)
     return left < right ? -1 : left > right;
 }
 
-/* On the device all counters advance at once: no two may be the same. */
+/* The device advances all step counters in parallel, so no two may be the same tensor. */
 static int counters_differ(const fst_step_part *part)
 {
     size_t count = 0;
@@ -88,7 +92,8 @@ static int counters_differ(const fst_step_part *part)
     return differ;
 }
 
-/* One entry per span of the plan, in its order, and then those that only count. */
+/* Lists one entry per span of the plan, in its order, and then one per parameter without
+ * elements. */
 static int list_spans(const fst_step_plan *self, fst_step_part *part)
 {
     if (part->listed == self->bindings)
@@ -115,8 +120,8 @@ static int list_spans(const fst_step_plan *self, fst_step_part *part)
     return 0;
 }
 
-/* Raises what a driver said. A launch is for all parameters of the part: the first one stands for
- * them. Returns -1. */
+/* Raises an error of the driver. A launch is for all parameters of the part, so the error names
+ * the first one. Returns -1. */
 static int raise_for_step(const fst_module *module, const fst_step_part *part,
                           const fst_status *status)
 {
@@ -169,7 +174,8 @@ int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_opti
     const fst_begin_launch begin = {
         .grad_scale = fst_view_as_scalar(&scale),
         .found_inf = fst_view_as_scalar(&found),
-        /* to apply, the common norm is there already: it is read to clip, never written */
+        /* when applying, the common norm is there already: kernels read it to clip and never
+         * write it */
         .norm =
             apply && isnan(options->max_norm) ? (fst_device_scalar){0} : fst_view_as_scalar(&norm),
         .max_norm = options->max_norm,

@@ -1,4 +1,4 @@
-/* The groups of a step, as Python hands them over. */
+/* Parses the parameter groups of a step. */
 #include "py/step/step_plan.h"
 
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None).
@@ -68,8 +68,8 @@ int fst_groups_parse(fst_step_plan *self, PyObject *specs)
     return 0;
 }
 
-/* Learns the types of what is in a dictionary {device: tensors}, which may run Python code: it does
- * not when they are read. 0, or -1 with a Python error. */
+/* Learns the types of the tensors in a dictionary {device: tensors}. That may run Python code,
+ * so that reading them later does not. Returns 0, or -1 with a Python error. */
 static int learn_types(fst_tensors *tensors, PyObject *of_devices)
 {
     PyObject *key, *value;

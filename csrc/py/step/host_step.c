@@ -1,15 +1,15 @@
-/* A step of the parameters in CPU memory. */
+/* The step of the parameters in CPU memory. */
 #include "core/passes.h"
 #include "py/step/step_plan.h"
 #include "py/torch/arrays.h"
 #include "py/torch/quiet.h"
 #include "rules/loss_scale.h"
 
-/* What the passes need besides the part, and what they found. */
+/* The request of a step as the passes read it, and what they find. */
 typedef struct {
     double inv_scale, max_norm, norm;
     int measure, measure_found_inf, write_grads, skip, only_measure;
-    int measured; /* in backward: the partial sums are there */
+    int measured; /* in backward: the plan's partial sums are filled already */
     fst_measurement seen;
 } step_work;
 
@@ -22,7 +22,8 @@ static void write_scalar(const fst_view *view, double value)
         *(float *)view->data = (float)held;
 }
 
-/* The index of the arguments for a group, a step count and a type. */
+/* Finds the rule's arguments for a group, a step count and a precision among the last 64, or
+ * adds them. Returns 0, or -1 with a Python error. */
 static int find_args(fst_step_part *part, const fst_group *groups, uint32_t group, double step,
                      int wide, double coefficient, uint32_t *index)
 {
@@ -49,7 +50,7 @@ static int find_args(fst_step_part *part, const fst_group *groups, uint32_t grou
     return 0;
 }
 
-/* The number of the step that comes, as the rule reads it. */
+/* The step count after this step, as the rule reads it. */
 static double counted(const fst_counter *c)
 {
     if (!c->data)
@@ -67,8 +68,8 @@ static void advance(const fst_counter *c, double by)
         *(float *)c->data = (float)((double)*(float *)c->data + change);
 }
 
-/* Advances every step counter and gives every span its arguments. If memory runs out the counters
- * go back. */
+/* Advances every step counter and gives every span its arguments. Without memory the counters go
+ * back, and -1 is returned. */
 static int fill_all_args(fst_step_part *part, const fst_group *groups, double coefficient)
 {
     part->arg_count = 0;
@@ -102,7 +103,7 @@ static int run_measure(fst_step_part *part, step_work *work, fst_status *status)
     return 0;
 }
 
-/* Both passes, with the GIL released unless the step is short. */
+/* Runs both passes. A long step releases the GIL. */
 static int run_passes(fst_tensors *tensors, fst_step_plan *self, step_work *work,
                       fst_status *status)
 {
@@ -129,7 +130,7 @@ static int run_passes(fst_tensors *tensors, fst_step_plan *self, step_work *work
     return failed;
 }
 
-/* What the options mean for the host. Returns 0, or -1 with a Python error. */
+/* Reads the options for the host. Returns 0, or -1 with a Python error. */
 static int read_options(fst_module *module, const fst_step_options *options, step_work *work,
                         fst_view *found, fst_view *norm)
 {
@@ -156,8 +157,8 @@ static int read_options(fst_module *module, const fst_step_options *options, ste
     return 0;
 }
 
-/* Takes over what was measured in backward: 1 if all of it fits, 0 if not, -1 with a Python error.
- */
+/* Takes over the sums that were measured in backward. Returns 1, 0 if one of them does not fit,
+ * -1 with a Python error. */
 static int take_squares(fst_step_part *part, const fst_step_options *options, double inv_scale)
 {
     uint32_t *slot_of = PyMem_Malloc((part->plan.span_count + 1) * sizeof *slot_of);

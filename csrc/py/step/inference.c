@@ -1,4 +1,4 @@
-/* Tensors that were made in inference mode: torch writes them only there. */
+/* Tensors that were made in inference mode: torch lets nobody write them outside of it. */
 #include "py/step/step_plan.h"
 #include "py/torch/quiet.h"
 
@@ -26,7 +26,8 @@ static int find(PyObject *param_lists, const PyObject *param, Py_ssize_t *group,
     return 0;
 }
 
-/* Names the parameter of what is written at `place`: its states come before it. */
+/* Raises the error for the tensor at `place`. States are listed before their parameter, so the
+ * next parameter in the list is the owner. */
 static int refuse(const fst_module *module, const fst_step_plan *self, PyObject *param_lists,
                   size_t place)
 {
@@ -40,8 +41,8 @@ static int refuse(const fst_module *module, const fst_step_plan *self, PyObject 
                           FST_INFERENCE);
 }
 
-/* Whether a tensor was made in inference mode, and whether it is frozen: not to be written now. -1
- * with a Python error. */
+/* Whether a tensor was made in inference mode. *frozen says whether it must not be written now.
+ * Returns -1 with a Python error. */
 static int is_inference(fst_module *module, PyObject *object, int *frozen)
 {
     const int inference = fst_tensor_is_inference(&module->tensors, object);
@@ -66,7 +67,7 @@ int fst_step_check_inference(fst_module *module, const fst_step_plan *self, PyOb
         if (frozen)
             return refuse(module, self, param_lists, i);
         if (inference)
-            return 1; /* anything may be written now */
+            return 1; /* inference mode is on: everything may be written */
     }
     return 0;
 }

@@ -1,4 +1,4 @@
-/* The scalars of a step: gradient scale, found inf and norm, which are tensors. */
+/* The scalar tensors of a step: gradient scale, found inf and norm. */
 #include "py/step/step_plan.h"
 
 int fst_step_scalar(fst_module *module, const fst_step_options *options, int device,
@@ -33,7 +33,7 @@ double fst_scalar_number(const fst_view *view)
     return view->negated ? -held : held;
 }
 
-/* Of a fp32 scale as torch has it, rounded to fp32. */
+/* torch rounds the inverse of a fp32 scale to fp32. */
 double fst_inverse_of(const fst_view *scale)
 {
     const double inverse = scale->data ? 1.0 / fst_scalar_number(scale) : 1.0;

@@ -26,14 +26,14 @@ static PyObject *squares_measure(PyObject *object, PyObject *args)
     return done < 0 ? NULL : PyBool_FromLong(done);
 }
 
-/* What is asked of a gradient; asking may run Python code, which may move slots. */
+/* A gradient's address and version. Reading them may run Python code, which may move the slots. */
 typedef struct {
     fst_view view;
     int64_t version;
     int is_tensor; /* in CPU memory; else there is no view */
 } gradient;
 
-/* 0, or -1 with a Python error. */
+/* Reads a gradient. Returns 0, or -1 with a Python error. */
 static int ask(fst_tensors *tensors, PyObject *grad, gradient *found)
 {
     fst_problem problem;
@@ -70,7 +70,7 @@ static PyObject *squares_adopt(PyObject *object, PyObject *args)
     }
     const int adopts = slot->grad && found.is_tensor && found.view.dtype == slot->dtype &&
                        fst_view_count(&found.view) == slot->count && found.version == expected;
-    PyObject *before = grad; /* let go of when the slot is whole: Python code may run then */
+    PyObject *before = grad; /* dropped last, as Python code may run then */
     if (adopts) {
         before = slot->grad;
         slot->grad = grad;
@@ -81,7 +81,8 @@ static PyObject *squares_adopt(PyObject *object, PyObject *args)
     return PyBool_FromLong(adopts);
 }
 
-/* What keeps the measurement of a gradient from being used: NULL, or a word; "" for an error. */
+/* Why the measurement of a gradient cannot be used: a word, NULL if it can, or "" with a Python
+ * error. */
 static const char *problem_of(const fst_squares_object *self, fst_tensors *tensors, size_t index,
                               PyObject *grad)
 {
@@ -92,13 +93,14 @@ static const char *problem_of(const fst_squares_object *self, fst_tensors *tenso
         return "changed";
     if (fst_tensor_version(tensors, grad, &version))
         return "";
-    const fst_square *slot = &self->slots[index]; /* there are never fewer slots */
+    const fst_square *slot =
+        &self->slots[index]; /* the slots may have moved; their number never falls */
     if (slot->grad != grad || version != slot->version)
         return "changed";
     return slot->inv_scale != self->inv_scale ? "scale" : NULL;
 }
 
-/* The first problem of a list of parameters, as above. */
+/* The first such word for a list of parameters, and the parameter's index. */
 static const char *problem_in(const fst_squares_object *self, fst_tensors *tensors,
                               PyObject *params, size_t slot, Py_ssize_t *index)
 {
@@ -117,7 +119,7 @@ static const char *problem_in(const fst_squares_object *self, fst_tensors *tenso
     return problem;
 }
 
-/* Takes the scale that gradients are divided by from now on; 0, or -1 with a TypeError. */
+/* Sets the scale that gradients are divided by from now on. Returns 0, or -1 with a TypeError. */
 static int take_scale(fst_module *module, fst_squares_object *self, PyObject *scale)
 {
     fst_problem problem;

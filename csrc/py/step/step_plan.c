@@ -13,9 +13,9 @@ static PyObject *list_of(PyObject *const *objects, size_t count)
     return list;
 }
 
-/* Moves the version counters of what the step wrote, or lists the tensors for Python to do so. A
- * short step keeps the list for the next one; a long one, on any device, does not: it would keep
- * large states alive that a user replaces. */
+/* Moves the version counters of the tensors that the step wrote, or lists those that Python has
+ * to move. The list of a short step is kept for the next step. That of a long one is not: it
+ * would keep large states alive that a user replaces. */
 static PyObject *list_written(fst_module *module, fst_step_plan *self)
 {
     const size_t moved = self->counted_count;
@@ -55,7 +55,7 @@ static PyObject *list_devices(const fst_step_plan *self, PyObject *scalars, int 
     return devices;
 }
 
-/* Everything a step needs of its devices, before it changes anything. */
+/* Does everything on CUDA devices that can fail, before anything is changed. */
 static int prepare_parts(fst_module *module, fst_step_plan *self, const fst_step_options *options)
 {
     for (size_t i = 1; i < self->part_count; i++)
@@ -80,8 +80,8 @@ static PyObject *answer(const char *what, PyObject *value)
     return value ? Py_BuildValue("sN", what, value) : NULL;
 }
 
-/* Runs the passes on a bound plan: "done" and (skipped, norm or None, what was written, gradients
- * that were or None). */
+/* Runs the passes on a bound plan. Returns "done" and (skipped, norm or None, tensors that were
+ * written, gradients that were written or None). */
 static PyObject *run(fst_module *module, fst_step_plan *self, const fst_step_options *options)
 {
     fst_step_outcome outcome = {0};
@@ -103,7 +103,7 @@ static PyObject *run(fst_module *module, fst_step_plan *self, const fst_step_opt
     return NULL;
 }
 
-/* The text of the Python error that is set, and no longer is. */
+/* The text of the Python error that is set. Clears the error. */
 static PyObject *error_text(void)
 {
     PyObject *type, *value, *trace;
@@ -115,7 +115,7 @@ static PyObject *error_text(void)
     return text;
 }
 
-/* Binds what is not bound yet, and runs if nothing is missing. */
+/* Binds unless the step is like the one before, and runs if nothing is missing. */
 static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
 {
@@ -259,7 +259,7 @@ static int plan_clear(PyObject *object)
     return 0;
 }
 
-/* forget(): lets go of the tensors, but keeps the tables: a CUDA graph may read them. */
+/* forget(): drops the tensors but keeps the tables, which a CUDA graph may read. */
 static PyObject *plan_forget(PyObject *object, PyObject *unused)
 {
     fst_step_plan *self = (fst_step_plan *)object;

@@ -1,5 +1,5 @@
-/* A step like the one before: nothing but the gradients' memory may have changed. All that was
- * bound then still stands, and is not bound again. */
+/* Recognizes a step that is like the one before: nothing but the gradients' memory has changed,
+ * and what is bound stays valid. */
 #include "py/step/trace.h"
 
 #include "py/torch/quiet.h"
@@ -27,7 +27,8 @@ void fst_trace_free(fst_step_plan *self)
     self->trace_capacity = self->traced_state_capacity = 0;
 }
 
-/* An array of `wanted` elements where the one there is has fewer; its contents are lost. */
+/* Returns an array of at least `wanted` elements, the old one if it is large enough. Its
+ * contents are lost. */
 static void *make_room(void *array, size_t *capacity, size_t wanted, size_t size)
 {
     if (*capacity >= wanted && array)
@@ -54,8 +55,8 @@ void fst_trace_begin(const fst_record_layout *layout, fst_step_plan *self, int a
     self->traceable = self->traces && self->traced_states && states <= UINT32_MAX;
 }
 
-/* Where a dictionary keeps its entries in CPython: it is only asked for early, so that another
- * place would be slower, no more. */
+/* Where CPython keeps a dictionary's entries. The address is only prefetched, so another layout
+ * costs time and nothing else. */
 static const void *entries_of(PyObject *dict)
 {
     return ((const void *const *)dict)[4];
@@ -114,7 +115,7 @@ void fst_trace_state(const fst_record_layout *layout, fst_step_plan *self, fst_t
     self->traceable = key && fst_record_take(layout, value, view, &state->value, &trace->hash);
 }
 
-/* Whether a rule without a step counter is at a first step, which the next one is not. */
+/* Whether a rule without a step counter is at its first step, which the next step is not like. */
 static int is_first(const fst_step_part *part)
 {
     for (size_t i = 0; i < part->counter_count; i++)
@@ -165,8 +166,8 @@ static int same_groups(const fst_step_plan *self, PyObject *param_lists)
     return same;
 }
 
-/* Whether the parameter has the same states, in the same dictionary, as they were; their part of
- * the hash is added. */
+/* Whether the parameter has the same states in the same dictionary. Adds their records to the
+ * hash. */
 static int same_states(const fst_record_layout *layout, const fst_trace *trace,
                        const fst_traced_state *states, PyObject *state, unsigned key_count,
                        uint64_t *hash)
@@ -187,8 +188,8 @@ static int same_states(const fst_record_layout *layout, const fst_trace *trace,
     return 1;
 }
 
-/* Whether the gradient is as it was, or like it in other memory, which the span then reads. Its
- * Python object may have gone: that is not looked at. */
+/* Whether the gradient is the same, or like it in other memory, to which the span then points.
+ * The gradient's Python object is not read: it may be gone. */
 static int same_grad(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace)
 {
     const void *impl = fst_record_grad(layout, trace->param.impl);
@@ -226,8 +227,8 @@ static void fetch_bytes(const void *from, size_t size)
         __builtin_prefetch((const char *)from + at);
 }
 
-/* Between two steps the model runs and the records leave the cache: those of a parameter further on
- * are asked for early, and what says where they are still earlier. */
+/* Prefetches the records of a parameter some places ahead, and what points to them still
+ * earlier. Between two steps the model evicts them from the cache. */
 static void fetch(const fst_record_layout *layout, const fst_step_plan *self,
                   const fst_trace *trace, size_t left, unsigned key_count)
 {

@@ -1,4 +1,4 @@
-/* errors.h - what went wrong, as C says it and as Python raises it. */
+/* errors.h - errors as values, and as Python exceptions. */
 #ifndef FST_PY_TORCH_ERRORS_H
 #define FST_PY_TORCH_ERRORS_H
 
@@ -7,7 +7,7 @@
 
 #include "base/status.h"
 
-/* Why a tensor cannot be used: a word for programs and a clause for people. */
+/* Why a tensor cannot be used: a kind that programs compare, and a clause for people. */
 typedef struct {
     const char *kind; /* "type", "storage", "dtype", "device", "shape" or "overlap" */
     char detail[200];

@@ -62,9 +62,9 @@ static int runs_python(const fst_tensors *tensors, const fst_tensor_type *known)
     return !known || known->runs_python || may_have_modes(tensors);
 }
 
-/* What a method of torch.Tensor without arguments says, yes or no; -1 with a Python error. torch
- * may let go of the GIL to answer. A subclass is not asked: its code would run for each tensor, and
- * each time after others were read. */
+/* Calls a method of torch.Tensor without arguments that returns a bool: 1, 0, or -1 with a
+ * Python error. torch may release the GIL. A subclass's override is bypassed: it would run for
+ * each tensor, each time after others were read. */
 static int ask(fst_tensors *tensors, PyObject *method, PyObject *object)
 {
     const int python = may_have_modes(tensors);
@@ -201,8 +201,8 @@ PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const cha
     return value;
 }
 
-/* torch warns of a gradient that is asked of a tensor that autograd made, and Python code shows the
- * warning. 0, or -1 with a Python error. */
+/* torch warns when `.grad` of a non-leaf tensor is read, and showing the warning runs Python
+ * code. Sets `ran_python` in that case. Returns 0, or -1 with a Python error. */
 static int note_warning(fst_tensors *tensors, PyObject *object)
 {
     PyObject *answer = PyObject_GetAttr(object, tensors->is_leaf);

@@ -12,8 +12,8 @@ void fst_record_init(fst_record_layout *layout)
     layout->known = 1;
 }
 
-/* Whether the view, torch's answer, is of the tensor with this record, and its shape inside it.
- * Only a tensor without elements may have no memory. */
+/* Whether `view` is torch's answer on the tensor with this record, with its shape inside the
+ * record. Only a tensor without elements may have no memory. */
 static int is_described(const fst_record_layout *layout, const void *impl, const fst_view *view)
 {
     if (view->ndim > FST_RECORD_DIMS ||
@@ -125,8 +125,7 @@ const void *fst_record_counted(const fst_record_layout *layout, PyObject *object
 
 enum { STEP_AHEAD = 8 };
 
-/* The way to a version counter has two steps, each asked for when the one before should have come.
- */
+/* Prefetches version counters, in two steps: the pointer, and then the counter. */
 static void fetch_counter(const fst_record_places *at, const void *const *impls, size_t count)
 {
     if (count > 2 * STEP_AHEAD)

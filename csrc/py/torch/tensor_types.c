@@ -1,8 +1,8 @@
-/* The types of tensors: what torch offers for each, learnt when one is first met. */
+/* Types of tensors: what torch offers for each, learnt when a type is first seen. */
 #include "py/torch/quiet.h"
 #include "py/torch/tensor.h"
 
-/* What a type offers, its newest version first; NULL where it offers nothing. */
+/* The exchange APIs that a type offers, newest version first, or NULL. */
 static const fst_dl_header *offered_api(PyObject *type)
 {
     PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
