@@ -1,7 +1,5 @@
 #include "core/rule_args.h"
 
-#include <string.h>
-
 #define NAME(field) #field,
 static const struct {
     const char *name;
@@ -13,14 +11,6 @@ static const struct {
 #undef RULE
 };
 #undef NAME
-
-fst_rule fst_rule_find(const char *name)
-{
-    unsigned rule = 0;
-    while (rule < FST_RULE_COUNT && strcmp(rules[rule].name, name))
-        rule++;
-    return (fst_rule)rule;
-}
 
 const char *fst_rule_name(fst_rule rule)
 {

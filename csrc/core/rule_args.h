@@ -7,9 +7,6 @@
 
 enum { FST_MAX_HYPER = 8 };
 
-/* The rule called `name`, or FST_RULE_COUNT. */
-fst_rule fst_rule_find(const char *name);
-
 const char *fst_rule_name(fst_rule rule);
 
 /* States per element. */
