@@ -1,9 +1,9 @@
-/* begin.h - what comes before an update: measuring, deciding, and the scalars of the rules. */
+/* begin.h - the first launch of a step: measures, decides, and fills the arguments of the rules. */
 #ifndef FST_CUDA_BEGIN_H
 #define FST_CUDA_BEGIN_H
 
-/* Reduces every chunk, each by a warp, into the table of partial results. Returns whether the
- * calling thread met an infinity or NaN. */
+/* Reduces every chunk by a warp into the table of partial results. Returns whether the calling
+ * thread met an infinity or NaN. */
 FST_DEVICE int fst_reduce_chunks(const fst_device_tables *tables, uint32_t operand,
                                  const fst_reduction *what)
 {
@@ -33,20 +33,20 @@ FST_DEVICE fst_reduction fst_squares(double factor, int write)
     return what;
 }
 
-/* The inverse of a gradient scale; of a fp32 one as torch has it, rounded to fp32. */
+/* The inverse of a gradient scale. That of a fp32 scale is rounded to fp32, as in torch. */
 FST_DEVICE double fst_inverse_scale(const fst_device_scalar *scale)
 {
     const double inverse = scale->data ? 1.0 / fst_scalar_read(scale) : 1.0;
     return scale->is_double ? inverse : (double)(float)inverse;
 }
 
-/* The number of the step that comes, as the rule reads it. */
+/* The step count after this step, as the rule reads it. */
 FST_DEVICE double fst_step_of(const fst_device_span *span)
 {
     return span->step.data ? fst_scalar_read(&span->step) + 1.0 : span->value;
 }
 
-FST_DEVICE void fst_fold_span(const fst_device_tables *tables, uint32_t index)
+FST_DEVICE void fst_fill_args(const fst_device_tables *tables, uint32_t index)
 {
     const fst_device_span span = fst_spans_of(tables)[index];
     const fst_device_group *group =
@@ -63,9 +63,9 @@ FST_DEVICE void fst_fold_span(const fst_device_tables *tables, uint32_t index)
 #define RULE(name, states, HYPER)                            \
     case FST_RULE_##name:                                    \
         if (span.wide)                                       \
-            name##_fold_f64(&args->name##_f64, hyper, step); \
+            name##_fill_f64(&args->name##_f64, hyper, step); \
         else                                                 \
-            name##_fold_f32(&args->name##_f32, hyper, step); \
+            name##_fill_f32(&args->name##_f32, hyper, step); \
         break;
 #include "rules/rules.def"
 #undef RULE
@@ -74,16 +74,16 @@ FST_DEVICE void fst_fold_span(const fst_device_tables *tables, uint32_t index)
     }
 }
 
-/* Folds the scalars of all spans, spread over the grid: should the step be skipped nobody reads
- * them. Counters are advanced later, when every block has read them. */
-FST_DEVICE void fst_fold_spans(const fst_device_tables *tables)
+/* Fills the arguments of all spans, spread over the grid. If the step is skipped nobody reads
+ * them. Step counters are advanced later, when every block has read them. */
+FST_DEVICE void fst_fill_all_args(const fst_device_tables *tables)
 {
     for (uint64_t i = (uint64_t)threadIdx.x * gridDim.x + blockIdx.x; i < tables->span_count;
          i += (uint64_t)FST_DEVICE_BLOCK * gridDim.x)
-        fst_fold_span(tables, (uint32_t)i);
+        fst_fill_args(tables, (uint32_t)i);
 }
 
-/* By the last block, while the others have left: as many at a time as a thread can wait for. */
+/* Advances all step counters. Called by the last block; each thread loads several at a time. */
 FST_DEVICE void fst_advance_counters(const fst_device_tables *tables)
 {
     const fst_device_span *spans = fst_spans_of(tables);
@@ -104,7 +104,8 @@ FST_DEVICE void fst_advance_counters(const fst_device_tables *tables)
     }
 }
 
-/* By one thread, with the sum of squares if there is one. */
+/* Writes the outcome of a step. Called by one thread, with the sum of squares if it was
+ * measured. */
 FST_DEVICE void fst_decide(const fst_begin_launch *launch, fst_device_outcome *outcome,
                            int measured, int skip, double sum, double inv_scale)
 {
@@ -139,7 +140,7 @@ FST_KERNEL(fst_begin, fst_begin_launch)
     double sum = (double)NAN;
     int seen = 0;
     if (!skip && !launch.only_measure)
-        fst_fold_spans(tables);
+        fst_fill_all_args(tables);
     if (measured)
         seen = fst_reduce_chunks(tables, FST_OP_GRAD, &squares);
     if (!fst_is_last_block(shared, outcome, seen))

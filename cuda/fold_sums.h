@@ -1,5 +1,5 @@
-/* fold_sums.h - the tree of rules/tree.h beyond a thread: over a warp, over a block, over the grid.
- */
+/* fold_sums.h - the tree of rules/tree.h from a thread's lanes on: over a warp, a block, and the
+ * grid. */
 #ifndef FST_CUDA_FOLD_SUMS_H
 #define FST_CUDA_FOLD_SUMS_H
 
@@ -20,7 +20,8 @@ typedef struct {
     int deep;  /* many loads at a time, for code that knows the kind */
 } fst_reduction;
 
-/* Of all kinds of norms only this one needs a function of the library, which is long. */
+/* |x|^power by the library's pow(). Not inlined, as that code is long and only one kind of norm
+ * needs it. */
 FST_DEVICE_CALL double fst_power(double x, double power)
 {
     return pow(fabs(x), power);
@@ -35,9 +36,9 @@ FST_DEVICE double fst_term(double x, const fst_reduction *what)
                                             : fabs(x);
 }
 
-/* Folds 8 lanes of each thread of a warp into the first lane of its first thread. The bits of a
- * lane's number are, from the highest, those of its place in the thread above `shift`, those of the
- * thread, and the other bits of the place; see tile.h. */
+/* Folds 8 lanes of each thread of a warp; the result is in the warp's first thread. The bits of
+ * a lane's number are, from the highest: those of its index in the thread from bit `shift` on,
+ * those of the thread, and the rest of the index; see tile.h. */
 FST_DEVICE double fst_fold_shifted(double *lanes, unsigned shift, fst_norm_kind kind)
 {
     const unsigned run = 1u << shift;
@@ -73,7 +74,7 @@ FST_DEVICE double fst_fold_warp(double *lanes, unsigned shift, fst_norm_kind kin
     }
 }
 
-/* Folds one lane per thread; the result is thread 0's. */
+/* Folds one lane per thread of a block; thread 0 has the result. */
 FST_DEVICE double fst_fold_block(fst_shared *shared, double lane, fst_norm_kind kind)
 {
     shared->lanes[threadIdx.x] = lane;
@@ -86,7 +87,7 @@ FST_DEVICE double fst_fold_block(fst_shared *shared, double lane, fst_norm_kind 
     return shared->lanes[threadIdx.x];
 }
 
-/* Folds the results of chunks [0, count) by one block; the result is thread 0's. */
+/* Folds the results of chunks [0, count) by one block; thread 0 has the result. */
 FST_DEVICE double fst_fold_partial(fst_shared *shared, const double *partial, uint32_t count,
                                    fst_norm_kind kind)
 {
@@ -105,9 +106,9 @@ FST_DEVICE double fst_fold_partial(fst_shared *shared, const double *partial, ui
     return fst_fold_block(shared, lane, kind);
 }
 
-/* Called by all threads when a block has done its part. Returns 1 in the block that comes last: it
- * sees what every other wrote before. The ticket is then 0 again. `seen` is noted for it if any
- * thread says so. */
+/* Called by all threads of a block that has done its work. Returns 1 in the last block to come,
+ * which sees what all others wrote, and resets the ticket. `seen` is passed on to it if any
+ * thread sets it. */
 FST_DEVICE int fst_is_last_block(fst_shared *shared, fst_device_outcome *outcome, int seen)
 {
     const int any = __syncthreads_or(seen);
@@ -122,7 +123,7 @@ FST_DEVICE int fst_is_last_block(fst_shared *shared, fst_device_outcome *outcome
     return shared->last;
 }
 
-/* By one thread of the last block: whether any block saw an infinity or NaN. */
+/* Whether any block saw an infinity or NaN. Called by one thread of the last block. */
 FST_DEVICE int fst_any_seen(fst_device_outcome *outcome)
 {
     return atomicExch(&outcome->seen, 0u) != 0u;

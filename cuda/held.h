@@ -1,7 +1,7 @@
-/* held.h - load/store pairs between operands of any type and layout and the HELD elements that a
- * thread works on at a time; included once for float and once for double. Bringing words and making
- * numbers of them are two steps, so that a thread has all its loads under way before it waits for
- * the first. */
+/* held.h - load and store between operands of any dtype and layout and the HELD elements that a
+ * thread works on at a time; included once for float and once for double. Loading words and
+ * converting them to numbers are separate, so that a thread issues all its loads before it waits
+ * for the first. */
 
 enum {
     FST_T(SELF) = sizeof(REAL) == 4 ? FST_F32 : FST_F64,
@@ -11,8 +11,8 @@ enum {
 };
 #define HELD FST_T(HELD)
 
-/* Whether the operands of a chunk go by words is settled for all of them: see tile.h. Halves in
- * double do not: a thread holds too few. */
+/* Takes an operand into account: a chunk is loaded by words only if all its operands can be; see
+ * tile.h. 16-bit types in double cannot, as a thread holds too few elements. */
 FST_DEVICE void FST_T(share_with)(fst_share *share, const fst_device_operand *op)
 {
     const unsigned size = fst_size_log2(op->dtype);
@@ -26,8 +26,8 @@ FST_DEVICE void FST_T(share_with)(fst_share *share, const fst_device_operand *op
         share->shift = 4u - size;
 }
 
-/* Whether the thread holds word n of an operand: there are two of REAL, one of anything narrower.
- */
+/* Whether the thread holds word n of an operand: it has two words of REAL, one of a narrower
+ * type. */
 FST_DEVICE int FST_T(has_word)(const fst_share *share, uint32_t base, const fst_device_operand *op,
                                unsigned n)
 {
@@ -101,7 +101,7 @@ FST_DEVICE void FST_T(store)(const fst_share *share, uint32_t base, const fst_de
             *FST_T(word_at)(share, base, op, n) = words[n];
 }
 
-/* One element of any operand. */
+/* Reads one element of any operand. */
 FST_DEVICE REAL FST_T(get)(const fst_share *share, const fst_device_operand *op, uint32_t element)
 {
     const void *data = (const void *)fst_global(op->data);

@@ -1,13 +1,13 @@
-/* image_kernel.h - a batch of images, a thread per pixel of the output with all its channels: what
- * depends on the place alone is found once. */
+/* image_kernel.h - transforms a batch of images with a thread per output pixel. It makes all
+ * channels, as the position is the same for them. */
 #ifndef FST_CUDA_IMAGE_KERNEL_H
 #define FST_CUDA_IMAGE_KERNEL_H
 
 #include "rules/pixels.h"
 #include "words.h"
 
-/* Where a pixel's value comes from: nowhere (0), one source pixel, or four. With antialiasing: all
- * that it covers, from `a` on. */
+/* The source of a pixel: none (0), one source pixel, or four. With antialiasing all that it
+ * covers, from `a` on. */
 typedef struct {
     int count;
     int64_t a, b, c, d; /* in elements: upper left and right, lower left and right */
@@ -41,8 +41,8 @@ FST_DEVICE fst_image_origin fst_image_find(const fst_image_batch *batch, const f
     return at;
 }
 
-/* The same with antialiasing. A function of its own: with both in one, and an early return between
- * them, nvcc 13.0 does not come to an end. */
+/* The same with antialiasing. A separate function: nvcc 13.0 does not terminate with both in one
+ * and an early return between them. */
 FST_DEVICE fst_image_origin fst_image_cover(const fst_image_batch *batch, const fst_image_sample *s,
                                             int32_t y, int32_t x)
 {
@@ -171,7 +171,7 @@ FST_KERNEL(fst_image, fst_image_batch)
     fst_image_tiles(&launch, 0);
 }
 
-/* With antialiasing: a kernel of its own, as one for both takes half as many registers more. */
+/* With antialiasing. A separate kernel: one for both takes half as many registers more. */
 FST_KERNEL(fst_image_smooth, fst_image_batch)
 {
     fst_image_tiles(&launch, 1);

@@ -1,7 +1,7 @@
-/* kernels.cu - all kernels, and the loops that they share for float and for double.
+/* kernels.cu - all kernels, and the code that they share for float and for double.
  *
- * base/device.h says what each of them does and is launched with; the results are those of
- * csrc/cpu, bit for bit. */
+ * base/device.h describes each kernel and its arguments. The results are those of csrc/cpu, bit
+ * for bit. */
 #include "rules/loss_scale.h"
 #include "rules/rules.h"
 #include "fold_sums.h"
@@ -31,7 +31,7 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #include "begin.h"
 #include "list_kernels.h"
 
-/* Backwards: what `begin` measured last is still in the cache. */
+/* Updates all chunks from last to first: what `begin` measured last is still in the cache. */
 FST_KERNEL(fst_update, fst_update_launch)
 {
     const fst_device_tables *tables = &launch.tables;

@@ -1,8 +1,9 @@
-/* list_kernels.h - the passes over a list of tensors, for explicit unscaling and clipping. */
+/* list_kernels.h - kernels over a list of tensors, for explicit unscaling, norms, clipping and
+ * accumulation. */
 #ifndef FST_CUDA_LIST_KERNELS_H
 #define FST_CUDA_LIST_KERNELS_H
 
-/* Rounds run one after another: each adds to what the rounds before it found. */
+/* Unscales one round. Each round adds to what the rounds before it found. */
 FST_KERNEL(fst_unscale, fst_unscale_launch)
 {
     FST_SHARED(fst_shared, shared);
@@ -30,8 +31,7 @@ FST_KERNEL(fst_unscale, fst_unscale_launch)
         fst_scalar_write(&launch.found_inf, 1.0);
 }
 
-/* How many spans have an element that is not zero, as seen from the first chunk of each: the 0-norm
- * of the spans' 0-norms. */
+/* The number of spans with an element that is not zero, counted at the first chunk of each. */
 FST_DEVICE double fst_count_spans(const fst_device_tables *tables)
 {
     const fst_device_chunk *chunks = fst_chunks_of(tables);
@@ -81,7 +81,7 @@ FST_KERNEL(fst_norm, fst_norm_launch)
     fst_scalar_write(&launch.norm, norm);
 }
 
-/* A change of every chunk by a block, from last to first: what was measured last is still in the
+/* Changes every chunk by a block, from last to first: what was measured last is still in the
  * cache. */
 FST_DEVICE void fst_change_chunks(const fst_device_tables *tables, uint32_t operand, double factor,
                                   int clamp)

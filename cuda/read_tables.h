@@ -52,8 +52,8 @@ FST_DEVICE void *fst_args_of(const fst_device_tables *tables, uint32_t span)
     return (char *)fst_global(tables->args) + (size_t)span * FST_DEVICE_ARGS;
 }
 
-/* Where an element lies, in elements. A division of 32-bit numbers is several times as fast as one
- * of 64-bit numbers. Not inlined: kernels would be ten times as long. */
+/* The offset of an element in an operand with a layout. A 32-bit division is several times as
+ * fast as a 64-bit one. Not inlined: kernels would be ten times as long. */
 FST_DEVICE_CALL int64_t fst_offset(const fst_device_layout *layout, int64_t element)
 {
     uint64_t left = (uint64_t)element;

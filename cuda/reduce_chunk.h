@@ -1,10 +1,10 @@
-/* reduce_chunk.h - reduces a chunk by a warp, over the lanes of rules/tree.h; included once for
- * float and once for double. A row of 256 elements gives each thread 8 lanes. */
+/* reduce_chunk.h - reduces a chunk by a warp over the lanes of rules/tree.h; included once for
+ * float and once for double. Each thread has 8 of a row's 256 elements. */
 
 enum {
     FST_T(TILE) = FST_WARP * FST_T(HELD),
     FST_T(TILES_OF_ROW) = 8 / FST_T(HELD),
-    FST_T(MOST_TILES) = 4, /* whose loads are under way together */
+    FST_T(MOST_TILES) = 4, /* tiles whose loads are in flight together */
 };
 
 FST_DEVICE unsigned FST_T(tiles)(const fst_reduction *what)
@@ -12,8 +12,8 @@ FST_DEVICE unsigned FST_T(tiles)(const fst_reduction *what)
     return what->deep ? FST_T(MOST_TILES) : FST_T(TILES_OF_ROW);
 }
 
-/* Takes an element, times the factor, into a lane and returns the product. `seen` is set for an
- * element that is infinite or NaN: x - x is 0 for a finite x only. */
+/* Adds an element times the factor to a lane and returns the product. Sets `seen` for an element
+ * that is infinite or NaN: x - x is 0 only for a finite x. */
 FST_DEVICE REAL FST_T(take)(REAL x, REAL factor, const fst_reduction *what, double *lane, int *seen)
 {
     const REAL product = x * factor;
@@ -48,7 +48,7 @@ FST_DEVICE void FST_T(reduce_words)(const fst_share *share, uint32_t base,
     }
 }
 
-/* What does not go by words, row by row, in the lanes that its words would have gone to. */
+/* Reduces the elements that are not loaded by words, in the lanes that they would have had. */
 FST_DEVICE void FST_T(reduce_rest)(const fst_share *share, const fst_device_operand *op,
                                    const fst_reduction *what, double *lanes, int *seen)
 {

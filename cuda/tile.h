@@ -1,19 +1,19 @@
 /* tile.h - which thread works on which elements of a chunk.
  *
- * If every operand is contiguous and aligned, elements that fill whole 16-byte words go first: a
- * thread takes runs of 1 << shift elements, as many as 16 bytes of the narrowest type hold, and the
- * thread after it the next run. The rest, and a chunk with any other operand, goes element by
- * element. */
+ * If every operand is contiguous and aligned, the elements that fill whole 16-byte words come
+ * first. A thread takes runs of 1 << shift elements, as many as 16 bytes of the narrowest type
+ * hold; the next thread takes the next run. The other elements, and all of a chunk with any
+ * other operand, are loaded one by one. */
 #ifndef FST_CUDA_TILE_H
 #define FST_CUDA_TILE_H
 
 #include "read_tables.h"
 
-/* A chunk as a group of threads, a warp or a block, shares it. */
+/* A thread's share of a chunk, which a group of threads (a warp or a block) works on. */
 typedef struct {
     const fst_device_layout *layouts;
     int64_t begin;         /* of the chunk in its span */
-    uint32_t count, whole; /* elements; how many of them go by whole words */
+    uint32_t count, whole; /* elements; how many of them are loaded by whole words */
     uint32_t thread, threads;
     unsigned shift;
 } fst_share;
@@ -31,7 +31,7 @@ FST_DEVICE fst_share fst_share_of(const fst_device_tables *tables, const fst_dev
     return share;
 }
 
-/* The last word on a share, when all operands have been looked at. */
+/* Completes a share when all operands have been taken into account. */
 FST_DEVICE void fst_share_close(fst_share *share)
 {
     share->whole &= ~((1u << share->shift) - 1u);
@@ -39,7 +39,7 @@ FST_DEVICE void fst_share_close(fst_share *share)
         share->shift = 0;
 }
 
-/* Where an element of the chunk lies, in elements of the operand. */
+/* The offset of an element of the chunk in an operand. */
 FST_DEVICE int64_t fst_share_place(const fst_share *share, const fst_device_operand *op,
                                    uint32_t element)
 {
@@ -53,7 +53,7 @@ FST_DEVICE int fst_share_flips(const fst_share *share, const fst_device_operand 
     return op->layout >= 0 && share->layouts[op->layout].negated;
 }
 
-/* Of the elements that the group holds from `base` on, number q of the calling thread. */
+/* The number of the thread's element q among those that the group holds from `base` on. */
 FST_DEVICE uint32_t fst_share_element(const fst_share *share, uint32_t base, uint32_t q)
 {
     const uint32_t run = (q >> share->shift) * share->threads + share->thread;

@@ -1,18 +1,19 @@
-/* update_chunk.h - the update and other changes of a chunk by a block; included once for float and
- * once for double. What does not go by words goes one element at a time, which is `held` 1 here. */
+/* update_chunk.h - updates and changes a chunk by a block; included once for float and once for
+ * double. Elements that are not loaded by words are taken one by one, with `held` 1. */
 
 typedef struct {
     REAL p[HELD], g[HELD], state[FST_MAX_STATES][HELD];
 } FST_T(fst_held);
 
-/* What all elements of a span share. */
+/* The scalars of a span's update. */
 typedef struct {
-    const void *args; /* folded scalars */
+    const void *args; /* of the rule */
     int32_t rule;
     REAL inv_scale, coefficient, sign;
 } FST_T(fst_step);
 
-/* The products in the order of unscale_ and clip_grad_norm_, one after the other. */
+/* Multiplies by the inverse scale and then by the clip coefficient, in the order of unscale_ and
+ * clip_grad_norm_. */
 FST_DEVICE void FST_T(scale_grad)(FST_T(fst_held) *x, unsigned held, const FST_T(fst_step) *step)
 {
     FST_UNROLL
@@ -125,8 +126,8 @@ FST_DEVICE void FST_T(update)(const fst_update_launch *launch, const fst_device_
         FST_T(update_one)(&share, i, op, &step, launch->write_grad);
 }
 
-/* Operand 0 += factor * operand 1, and then += factor * operand 2 if there are two terms; with
- * `start` what was there is not read. Each product is rounded before it is added. */
+/* The sum += factor * term, and then += factor * more if there are two terms. With `start` the
+ * old sum is not used. Each product is rounded before it is added. */
 FST_DEVICE REAL FST_T(summed)(REAL sum, REAL term, REAL more, int two, REAL factor, int start)
 {
     const REAL first = start ? term * factor : sum + term * factor;

@@ -1,5 +1,6 @@
-/* words.h - how kernels are written, so that nvcc compiles them and, for tests without a GPU, a C
- * compiler: a simulator then defines these words, and those of CUDA C that kernels use, before. */
+/* words.h - the macros that kernels are written in, for nvcc. To test without a GPU a C compiler
+ * compiles them: the simulator (tests/cuda) then defines these macros, and CUDA's own names,
+ * first. */
 #ifndef FST_CUDA_WORDS_H
 #define FST_CUDA_WORDS_H
 
@@ -23,7 +24,7 @@
 enum {
     FST_WARP = 32,
     FST_WARPS = FST_DEVICE_BLOCK / FST_WARP, /* of a block */
-    FST_AT_ONCE = 8, /* loads of a thread that are under way together, in loops of one block */
+    FST_AT_ONCE = 8, /* loads of a thread that are in flight together, in loops of one block */
 };
 
 /* What one instruction moves: 16 bytes, over elements of any type. */
@@ -31,7 +32,7 @@ typedef struct __attribute__((aligned(16), may_alias)) {
     uint32_t word[4];
 } fst_words;
 
-/* A pointer to the device's memory; nvcc has faster instructions where it knows of which memory. */
+/* A pointer to global memory. nvcc uses faster instructions where it knows the kind of memory. */
 FST_DEVICE void *fst_global(uint64_t address)
 {
 #if defined(__CUDACC__)

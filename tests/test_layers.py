@@ -3,6 +3,7 @@
 python/faststep -> csrc/py -> csrc/core -> csrc/cpu, csrc/gpu, csrc/io -> csrc/rules -> csrc/base
 
 MAY_IMPORT has the rooms of python/faststep.
+Within csrc/py: module.c -> step, grads, load -> module.h, docs.h -> torch
 """
 
 import ast
@@ -322,6 +323,7 @@ def test_a_wrong_arrow_between_rooms_is_caught(
         "_C.pyi": "",
         "__init__.py": "from .optim import Adam",
         "_torch/held.py": "from .. import _C",
+        "grads/__init__.py": "",
         "optim/__init__.py": "from .adam import Adam",
         "optim/adam.py": "import torch.optim\nfrom .. import _C\nfrom .._torch import held",
         "data/__init__.py": "from .loader import DataLoader",
@@ -339,3 +341,121 @@ def test_a_wrong_arrow_between_rooms_is_caught(
     assert len(found) == 1
     assert found[0].startswith(f"python/faststep/{place}:")
     assert complaint in found[0]
+
+
+# The rooms of csrc/py: torch below, then what the module shares (module.h, docs.h), then step,
+# grads and load, which know nothing of each other, and module.c above them all.
+ROOM_MAY_INCLUDE = {
+    "torch": {"torch"},
+    "shared": {"shared", "torch"},
+    "step": {"step", "shared", "torch"},
+    "grads": {"grads", "shared", "torch"},
+    "load": {"load", "shared", "torch"},
+    "module.c": {"module.c", "step", "grads", "load", "shared", "torch"},
+}
+DEFINED = re.compile(
+    r"^(?!static\b|typedef\b|extern\b)[A-Za-z_][\w *]*?\b(\w+)\s*(?:\([^;{}]*\)\s*\n\{|= \{$)",
+    re.MULTILINE,
+)
+
+
+def c_room_of(inside: Path) -> str:
+    """The room of a file, whose path begins below csrc/py."""
+    if len(inside.parts) > 1:
+        return inside.parts[0]
+    return "module.c" if inside.name == "module.c" else "shared"
+
+
+def code_of(root: Path) -> dict[Path, str]:
+    """The files of csrc/py without their comments."""
+    inside = root / "csrc" / "py"
+    return {
+        path.relative_to(inside): COMMENT.sub(" ", path.read_text())
+        for path in sorted(inside.glob("**/*.[ch]"))
+    }
+
+
+def c_room_violations(root: Path) -> list[str]:
+    found = []
+    for path, code in code_of(root).items():
+        room = c_room_of(path)
+        for _, header in INCLUDE.findall(code):
+            if header.startswith("py/"):
+                to = c_room_of(Path(header).relative_to("py"))
+                if to not in ROOM_MAY_INCLUDE[room]:
+                    found.append(f'csrc/py/{path}: {room} may not include "{header}"')
+            elif (root / "csrc" / "py" / path.parent / header).is_file():
+                found.append(f'csrc/py/{path}: not from csrc/: "{header}"')
+    return found
+
+
+def circles_of_calls(root: Path) -> list[list[str]]:
+    """Files of csrc/py that use each other's functions, directly or by way of others."""
+    sources = {path: code for path, code in code_of(root).items() if path.suffix == ".c"}
+    owner = {name: path for path, code in sources.items() for name in DEFINED.findall(code)}
+    uses = {
+        path: {owner[word] for word in re.findall(r"\w+", code) if owner.get(word, path) != path}
+        for path, code in sources.items()
+    }
+    while free := [path for path, used in uses.items() if not used & uses.keys()]:
+        for path in free:
+            del uses[path]
+    return [sorted(map(str, {path, *(used & uses.keys())})) for path, used in uses.items()]
+
+
+def test_rooms_of_the_extension_keep_their_order() -> None:
+    files = code_of(ROOT)
+    assert {c_room_of(path) for path in files} == set(ROOM_MAY_INCLUDE)
+    assert len([path for path in files if len(path.parts) == 1]) <= 8
+    assert c_room_violations(ROOT) == []
+
+
+def test_no_circle_of_calls_in_the_extension() -> None:
+    sources = [code for path, code in code_of(ROOT).items() if path.suffix == ".c"]
+    assert sum(len(DEFINED.findall(code)) for code in sources) > 100
+    assert circles_of_calls(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "header"),
+    [
+        ("torch/x.c", "py/module.h"),
+        ("torch/x.h", "py/step/plan.h"),
+        ("module.h", "py/step/plan.h"),
+        ("step/x.c", "py/grads/lists.h"),
+        ("grads/x.c", "py/step/plan.h"),
+        ("load/x.c", "py/grads/lists.h"),
+        ("grads/x.c", "lists.h"),
+    ],
+)
+def test_a_wrong_include_between_rooms_is_caught(tmp_path: Path, place: str, header: str) -> None:
+    inside = tmp_path / "csrc" / "py"
+    right = {
+        "torch/tensor.h": "#include <Python.h>",
+        "module.h": '#include "py/torch/tensor.h"',
+        "step/plan.h": '#include "py/module.h"\n#include "core/plan.h"',
+        "grads/lists.h": '#include "py/torch/tensor.h"',
+        "load/crew.c": '#include "py/module.h" /* not "py/grads/lists.h" */',
+        "module.c": '#include "py/module.h"\n#include "py/grads/lists.h"',
+    }
+    for name, code in right.items():
+        (inside / name).parent.mkdir(parents=True, exist_ok=True)
+        (inside / name).write_text(code)
+    assert c_room_violations(tmp_path) == []
+    (inside / place).write_text(f'#include "{header}"')
+    found = c_room_violations(tmp_path)
+    assert len(found) == 1
+    assert found[0].startswith(f"csrc/py/{place}: ")
+
+
+def test_a_circle_of_calls_is_caught(tmp_path: Path) -> None:
+    inside = tmp_path / "csrc" / "py" / "step"
+    inside.mkdir(parents=True)
+    (inside / "a.c").write_text("int fst_a(void)\n{\n    return fst_b();\n}\n")
+    (inside / "b.c").write_text(
+        "static int c(void)\n{\n    return 0;\n}\n\nint fst_b(void)\n{\n}\n"
+    )
+    (inside / "d.c").write_text("int fst_d(void)\n{\n    return fst_a();\n}\n")
+    assert circles_of_calls(tmp_path) == []
+    (inside / "b.c").write_text("int fst_b(int x,\n          int y)\n{\n    return fst_d();\n}\n")
+    assert len(circles_of_calls(tmp_path)) == 3

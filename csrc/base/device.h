@@ -1,9 +1,9 @@
-/* device.h - what a pass finds in a device's memory: tables that csrc/gpu fills and cuda/ reads.
+/* device.h - the tables in a device's memory that csrc/gpu fills and the kernels of cuda/ read.
  *
- * A step is two launches for any number of tensors. `begin` measures the gradients, and its last
- * block decides: found infinity, norm, clip coefficient; unless the step is skipped it advances
- * every step counter. `update` reads that decision. Nothing of it passes through the host.
- * Addresses are 64-bit numbers, so that host and device agree on every struct. */
+ * A step is two launches for any number of tensors. `begin` measures the gradients. Its last
+ * block decides on found inf, norm and clip coefficient, and unless the step is skipped it
+ * advances every step counter. `update` reads that decision, so the host need not wait.
+ * Addresses are 64-bit numbers, so host and device agree on every struct. */
 #ifndef FST_BASE_DEVICE_H
 #define FST_BASE_DEVICE_H
 
@@ -13,7 +13,7 @@ enum {
     FST_DEVICE_BLOCK = 256,  /* threads of a block of any kernel, and lanes of the tree */
     FST_DEVICE_MAX_DIMS = 8, /* of a layout after neighbouring dimensions were merged */
     FST_DEVICE_HYPER = 8,
-    FST_DEVICE_ARGS = 64, /* bytes of a span's folded scalars, a fst_rule_args */
+    FST_DEVICE_ARGS = 64, /* bytes of a span's fst_rule_args */
 };
 
 /* One fp32 or fp64 number in the device's memory. */
@@ -35,11 +35,11 @@ typedef struct {
     int32_t ndim, negated;
 } fst_device_layout;
 
-/* A span of an update. Spans without chunks, for parameters without elements, only count: they
- * follow the others and have no operands. No two spans share a step counter. */
+/* A span of an update. Parameters without elements have spans without chunks or operands, only
+ * for their step counters; they follow the others. No two spans share a step counter. */
 typedef struct {
     fst_device_scalar step; /* the step counter; absent: the rule has none */
-    double value;           /* without a counter, what the rule reads: 1 for a new state, else 2 */
+    double value; /* without a counter, the count that the rule reads: 1 for a new state, else 2 */
     uint32_t group;
     int32_t rule; /* fst_rule */
     int32_t maximize;
@@ -66,12 +66,13 @@ typedef struct {
     double inv_scale;
     int32_t skip;
     int32_t nonfinite;
-    uint32_t ticket; /* blocks that are done; returns to 0 */
-    uint32_t seen;   /* nonzero if a block saw an infinity or NaN; returns to 0 */
+    uint32_t ticket; /* blocks that are done; 0 again after the last one */
+    uint32_t seen;   /* nonzero if a block saw an infinity or NaN; 0 again after the launch */
 } fst_device_outcome;
 
-/* The tables of one plan on one device. Passes over a list of tensors need neither spans nor groups
- * nor args. Launches that write run round after round; those that only read take all chunks. */
+/* The tables of one plan on one device. Passes over a list of tensors need no spans, groups or
+ * args. A pass that writes is one launch per round; one that only reads is one launch over all
+ * chunks. */
 typedef struct {
     uint64_t operands; /* fst_device_operand */
     uint64_t layouts;  /* fst_device_layout */
@@ -85,21 +86,22 @@ typedef struct {
     uint32_t chunk_first, chunk_count; /* of this launch */
 } fst_device_tables;
 
-/* Every kernel takes one of these structs, in blocks of FST_DEVICE_BLOCK threads without dynamic
- * shared memory, and is right for any number of blocks from 1 on. More blocks than run at a time
- * gain nothing. A reduction gives every chunk to a warp, other passes to a block. */
+/* Every kernel takes one of these structs. Blocks have FST_DEVICE_BLOCK threads and no dynamic
+ * shared memory. Results are right for any number of blocks from 1 on; more blocks than run at a
+ * time gain nothing. A reduction works on each chunk with a warp, other passes with a block. */
 
-/* fst_begin: measures if asked, decides, and folds the scalars of every span. One launch. */
+/* fst_begin: measures if asked, decides, and fills the arguments of every span's rule. One launch.
+ */
 typedef struct {
     fst_device_tables tables;
     fst_device_scalar grad_scale; /* what the gradients were multiplied by; absent: 1 */
     fst_device_scalar found_inf;
-    fst_device_scalar norm;    /* receives the norm; NaN where found_inf skips the step */
-    double max_norm;           /* NaN: no clipping */
-    int32_t measure;           /* to find infinities, and to clip by a norm that is not known */
+    fst_device_scalar norm; /* receives the norm; NaN where found_inf skips the step */
+    double max_norm;        /* NaN: no clipping */
+    int32_t measure;        /* measure, to find infinities or to clip by a norm that is not known */
     int32_t measure_found_inf; /* set found_inf to 1 instead of reading it */
-    int32_t only_measure;      /* decide nothing: another launch will, which does not measure but
-                                  reads found_inf and, to clip, the norm */
+    int32_t only_measure; /* leave the decision to another launch, which does not measure but reads
+                             found_inf and, to clip, the norm */
     int32_t reserved;
 } fst_begin_launch;
 
@@ -110,8 +112,9 @@ typedef struct {
     int32_t reserved;
 } fst_update_launch;
 
-/* fst_unscale: operand times inverse scale, in place, measured on the way. After the last round the
- * outcome holds the sum of squares, its root and whether an element was infinite or NaN. */
+/* fst_unscale: multiplies an operand by the inverse scale, in place, and measures it. After the
+ * last round the outcome holds the sum of squares, its root, and whether an element was infinite
+ * or NaN. */
 typedef struct {
     fst_device_tables tables;
     fst_device_scalar scale;
@@ -130,8 +133,9 @@ typedef struct {
     int32_t kind; /* fst_norm_kind */
 } fst_norm_launch;
 
-/* fst_scale: operand times a factor, in place: by value, or the clip coefficient of a norm in the
- * device's memory, such as the outcome's; nothing is read where that coefficient is 1. */
+/* fst_scale: multiplies an operand by a factor, in place. The factor is given by value, or is
+ * the clip coefficient of a norm in the device's memory, such as the outcome's; at a coefficient
+ * of 1 nothing is read. */
 typedef struct {
     fst_device_tables tables;
     fst_device_scalar norm; /* absent: use `factor` */
@@ -149,8 +153,9 @@ typedef struct {
     int32_t reserved;
 } fst_clamp_launch;
 
-/* fst_accumulate: on spans of one or two terms, operand 0 += factor * each of the terms that follow
- * it, one after the other; with `start` what was there is not read. In double if any is fp64. */
+/* fst_accumulate: on spans of two or three operands, operand 0 += factor * each of the others in
+ * turn. With `start` operand 0 is overwritten, not read. Computed in double if one of them is
+ * fp64. */
 typedef struct {
     fst_device_tables tables;
     double factor;

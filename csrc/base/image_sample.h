@@ -1,7 +1,5 @@
-/* image_sample.h - a batch of images on its way from pixels to a model's input, as plain data that
- * the CPU and a device read. Addresses are 64-bit numbers, so that host and device agree on every
- * struct.
- */
+/* image_sample.h - a batch of images to be transformed, as plain data that CPU and device read.
+ * Addresses are 64-bit numbers, so host and device agree on every struct. */
 #ifndef FST_BASE_IMAGE_SAMPLE_H
 #define FST_BASE_IMAGE_SAMPLE_H
 
@@ -12,15 +10,14 @@ enum { FST_IMAGE_CHANNELS = 32 }; /* at most */
 /* The dimensions of a batch; strides are in elements. */
 enum { FST_IMAGE_SAMPLE, FST_IMAGE_CHANNEL, FST_IMAGE_ROW, FST_IMAGE_COLUMN, FST_IMAGE_DIMS };
 
-/* What becomes of one sample: a window of its source image is resized to a grid, of which the
- * output is a part; it may be flipped, and mixed with what becomes of another sample. Where the
- * output reaches out of the grid, or a window that is not resized out of the source, pixels are 0.
- */
+/* How one sample is made: a window of its source image is resized to a grid, and the output is a
+ * part of the grid. The output may be flipped, and mixed with another sample's. Pixels outside
+ * of the grid, or outside of the source if it is not resized, are 0. */
 typedef struct {
     int32_t top, left, height, width; /* the window; inside the source where it is resized */
     int32_t grid_height, grid_width;
     int32_t first_row, first_column; /* of the output, in the grid */
-    int32_t flip;                    /* left and right change places, last of all */
+    int32_t flip;                    /* flip left and right, last of all */
     int32_t partner;                 /* the other sample */
     int32_t source;                  /* the image, of all that the source has */
     float own, other; /* the result is own * this + other * the partner; `other` 0: this alone */

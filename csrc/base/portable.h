@@ -1,4 +1,4 @@
-/* portable.h - the few words that let one source serve gcc and clang (C11) and nvcc. */
+/* portable.h - the macros that let one source serve gcc and clang (C11) and nvcc. */
 #ifndef FST_BASE_PORTABLE_H
 #define FST_BASE_PORTABLE_H
 

@@ -1,4 +1,4 @@
-/* status.h - errors are values: a code, and a message that the caller may show. */
+/* status.h - errors as values: a code, and a message for the user. */
 #ifndef FST_BASE_STATUS_H
 #define FST_BASE_STATUS_H
 

@@ -1,5 +1,5 @@
-/* stream.h - copies past the caches: what is written is not read again soon, and need not be read
- * before it is overwritten. */
+/* stream.h - copies that bypass the caches, for data that is not read again soon. The old
+ * contents of the destination are then not fetched either. */
 #ifndef FST_BASE_STREAM_H
 #define FST_BASE_STREAM_H
 
@@ -7,13 +7,13 @@
 #include <stdint.h>
 #include <string.h>
 
-/* From this many bytes on no cache would hold a batch until it is read. */
+/* A batch of this many bytes does not stay in a cache until it is read. */
 enum { FST_STREAM_BYTES = 1 << 23 };
 
 #ifdef __SSE2__
 #include <emmintrin.h>
 
-/* fst_stream_end() comes before another thread may look. */
+/* Copies past the caches. fst_stream_end() must be called before another thread may read. */
 static inline void fst_stream_copy(char *restrict to, const char *restrict from, size_t bytes)
 {
     enum { LINE = 64, AHEAD = 16 * LINE };

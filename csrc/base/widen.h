@@ -1,5 +1,5 @@
-/* widen.h - rows of integers, as those of files of tokens, become wider ones, and rows of numbers
- * the floats that a model takes. */
+/* widen.h - conversions of rows: token ids to wider integers, and numbers to the floats that a
+ * model takes. */
 #ifndef FST_BASE_WIDEN_H
 #define FST_BASE_WIDEN_H
 
@@ -27,8 +27,8 @@ static inline size_t fst_number_size(fst_number number)
     return sizes[number];
 }
 
-/* How: each number is rounded to fp32, becomes (number * scale - mean) / std there, each operation
- * rounded, and is rounded to `to`. */
+/* A conversion to floats: each number is rounded to fp32, becomes (number * scale - mean) / std
+ * with each operation rounded, and is rounded to `to`. */
 typedef struct {
     fst_number from;
     fst_dtype to; /* not fp64 */

@@ -1,9 +1,10 @@
 /* work.h - what a pass works on, as plain data that every backend reads.
  *
- * A span is one run of elements that the operands of a parameter share: parameter, gradient, states
- * and so on, each with its own type and, where its strides differ, its own layout. Spans are cut
- * into chunks of at most FST_CHUNK elements; the chunk list covers all spans, and its order and the
- * chunk size are fixed, so that partial sums are the same for every number of threads. */
+ * A span is a number of elements that the operands of one parameter have in common. The operands
+ * are parameter, gradient, states and so on; each has its own dtype and, if its strides differ,
+ * its own layout. Spans are cut into chunks of at most FST_CHUNK elements. The chunk list covers
+ * all spans. Its order and the chunk size are fixed, so partial sums are the same for every
+ * number of threads. */
 #ifndef FST_BASE_WORK_H
 #define FST_BASE_WORK_H
 
@@ -13,14 +14,14 @@
 
 enum {
     FST_CHUNK = 16384,   /* elements: the four fp32 operands of Adam fill half of a 512 KiB L2 */
-    FST_CHUNK_COST = 64, /* what a chunk costs besides its elements, in elements */
+    FST_CHUNK_COST = 64, /* fixed cost of a chunk, in elements */
     FST_MAX_DIMS = 64,
     FST_MAX_STATES = 3,
 };
 
-/* Operands of a span in an update pass; other passes have one operand per span. An operand without
- * data is absent. The rule updates MASTER where there is one, and PARAM and COPY then receive it
- * rounded to their own types. */
+/* Operands of a span in an update pass; other passes have one operand per span. An operand
+ * without data is absent. If MASTER is present the rule updates it, and PARAM and COPY receive
+ * it rounded to their own dtypes. */
 enum {
     FST_OP_PARAM,
     FST_OP_GRAD,
@@ -30,9 +31,9 @@ enum {
     FST_OP_COUNT = FST_OP_STATE + FST_MAX_STATES,
 };
 
-/* Where the elements of an operand lie, in the span's order of iteration: the last dimension is the
- * innermost; strides are in elements and may be 0. Of a lazily negated view the memory holds the
- * elements with their signs flipped. */
+/* Where the elements of an operand lie, in the span's order of iteration. The last dimension is
+ * the innermost. Strides are in elements and may be 0. With `negated`, as in a lazily negated
+ * view, the memory holds the elements with their signs flipped. */
 typedef struct {
     int ndim;
     int64_t shape[FST_MAX_DIMS];
@@ -48,22 +49,22 @@ typedef struct {
 
 typedef struct {
     int64_t count; /* elements */
-    uint32_t args; /* index of the folded arguments of an update pass */
+    uint32_t args; /* index of the arguments of an update pass */
 } fst_span;
 
 typedef struct {
     int64_t begin; /* first element of the span */
-    uint64_t cost; /* of all chunks before this one: the scale on which threads share the list */
+    uint64_t cost; /* cost of all chunks before this one: threads share the list by cost */
     uint32_t span;
     uint32_t count;
 } fst_chunk;
 
-/* Chunks [rounds[r], rounds[r + 1]) touch no memory twice and may run in any order; rounds run one
- * after another. There is more than one only when parameters share memory. */
+/* A pass. Chunks [rounds[r], rounds[r + 1]) write disjoint memory and may run in any order;
+ * rounds run one after another. There is more than one round only if parameters share memory. */
 typedef struct {
     const fst_span *spans;
     const fst_operand *operands; /* operand k of span i at [i * width + k] */
-    const fst_chunk *chunks;     /* chunk_count + 1: the last one only closes the costs */
+    const fst_chunk *chunks;     /* chunk_count + 1: the last one only holds the total cost */
     const uint32_t *rounds;      /* round_count + 1 */
     size_t span_count, chunk_count, round_count;
     uint64_t serial; /* of the chunk list: no two lists have the same; 0: unknown */

@@ -4,9 +4,8 @@
 
 typedef struct {
     uintptr_t begin, end;
-    size_t slot; /* its place before sorting: how_many * span + operand */
-    size_t first,
-        last; /* the run of ranges that meet, directly or through others, and that it is part of */
+    size_t slot;        /* index before sorting: how_many * span + operand */
+    size_t first, last; /* the run of ranges that overlap, directly or through others */
 } range;
 
 fst_extent fst_overlap_extent(const fst_operand *op, int64_t count)
@@ -35,7 +34,7 @@ static int ascending(const range *ranges, size_t count)
     return 1;
 }
 
-/* Finds the runs in sorted ranges; returns whether any is longer than one. */
+/* Finds the runs in sorted ranges. Returns whether any has more than one range. */
 static int find_runs(range *ranges, size_t count)
 {
     int meet = 0;
@@ -52,8 +51,8 @@ static int find_runs(range *ranges, size_t count)
     return meet;
 }
 
-/* The round of a span: after all earlier spans that it meets. `place` finds the ranges of a slot.
- */
+/* The round of a span: one after all earlier spans that it overlaps. `place` maps an index
+ * before sorting to a range. */
 static uint32_t round_for(const range *ranges, const size_t *place, size_t span, unsigned how_many,
                           const uint32_t *round_of)
 {

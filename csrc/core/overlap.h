@@ -5,16 +5,16 @@
 #include "base/status.h"
 #include "base/work.h"
 
-/* The memory that an operand of `count` elements reaches over. */
+/* The range of memory that an operand reaches over. */
 typedef struct {
     uintptr_t begin, end;
 } fst_extent;
 
 fst_extent fst_overlap_extent(const fst_operand *op, int64_t count);
 
-/* Gives every span a round such that spans of one round write disjoint memory with their operands
- * `first` to `first + how_many - 1`, and spans that meet keep their order. *round_of is NULL where
- * one round is enough; else the caller frees it. */
+/* Gives every span a round. Spans of one round write disjoint memory with their operands `first`
+ * to `first + how_many - 1`, and overlapping spans keep their order. *round_of is NULL where one
+ * round is enough; else the caller frees it. */
 fst_code fst_overlap_rounds(const fst_work *work, unsigned first, unsigned how_many,
                             uint32_t **round_of, size_t *round_count, fst_status *status);
 

@@ -27,8 +27,8 @@ void fst_conclude(const fst_plan *plan, unsigned operand, fst_measurement *out)
 {
     const fst_work work = fst_plan_work(plan);
     out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
-    /* A sum in double overflows only for fp64 elements or where inv_scale > 1: look again before
-     * saying so. */
+    /* The sum of squares of fp32 elements is finite in double. It overflows only for fp64
+     * elements, or with inv_scale > 1: then the elements are checked themselves. */
     out->nonfinite = !isfinite(out->square_sum) && any_nonfinite(&work, operand, plan->partial);
 }
 
@@ -63,7 +63,7 @@ fst_norm_kind fst_norm_kind_of(double p)
                       : FST_NORM_POWER;
 }
 
-/* How many spans have an element that is not zero: the 0-norm of the spans' 0-norms. */
+/* The number of spans with an element that is not zero. */
 static double nonzero_spans(const fst_work *work, const double *partial)
 {
     double count = 0.0;
@@ -96,8 +96,8 @@ fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm
     return FST_OK;
 }
 
-/* Coefficients below this could make numbers of use subnormal, which a second pass that corrects
- * them would not restore. */
+/* A smaller coefficient could make ordinary numbers subnormal, and the second pass could not
+ * restore them. */
 #define LEAST_COEFFICIENT 0x1p-24
 
 fst_code fst_clip_expected(fst_plan *plan, unsigned operand, const double *expected,

@@ -24,7 +24,7 @@ void fst_plan_begin(fst_plan *plan)
     plan->sealed = 0;
 }
 
-/* Grows an array to `count` elements; keeps it where that fails. */
+/* Grows an array to `count` elements. The array stays as it is without memory. */
 static int grow(void *array, size_t count, size_t size)
 {
     void *moved = realloc(*(void **)array, count * size);
@@ -76,7 +76,7 @@ static fst_code reserve_chunks(fst_plan *plan, fst_status *status)
     return FST_OK;
 }
 
-/* The chunks of the spans of each round, round after round. */
+/* Lists the chunks of the spans, round after round. */
 static fst_code list_chunks(fst_plan *plan, const uint32_t *round_of, size_t round_count,
                             fst_status *status)
 {
@@ -109,7 +109,7 @@ static fst_code list_chunks(fst_plan *plan, const uint32_t *round_of, size_t rou
     return FST_OK;
 }
 
-/* Remembers the memory that is written; returns 1 if it is that of the step before. */
+/* Remembers the memory that is written. Returns 1 if it is the same as before. */
 static int same_memory(fst_plan *plan, unsigned first, unsigned how_many)
 {
     int same = !plan->stale && plan->written_count == plan->span_count * how_many;

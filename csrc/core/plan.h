@@ -1,8 +1,7 @@
-/* plan.h - the list of spans of a pass and what is derived from it: the chunk list and the rounds.
+/* plan.h - a plan: the list of spans of a pass, and the chunk list and rounds derived from it.
  *
- * A plan is filled anew for every step that differs: begin, add each span and set its operands,
- * seal. As long as the number of elements of every span stays the same, sealing keeps the chunk
- * list of the step before. */
+ * A plan is filled again for every step that differs: begin, add each span and set its operands,
+ * seal. While the number of elements of every span stays the same, sealing keeps the chunk list. */
 #ifndef FST_CORE_PLAN_H
 #define FST_CORE_PLAN_H
 
@@ -16,15 +15,15 @@ typedef struct {
     fst_chunk *chunks;
     uint32_t *rounds;
     double *partial;     /* one per chunk */
-    fst_extent *written; /* memory that the rounds were made for */
+    fst_extent *written; /* the memory that the rounds are for */
     size_t span_count, span_capacity, sealed_count;
     size_t chunk_count, chunk_capacity, round_count;
     size_t written_count, written_capacity;
     uint64_t serial; /* of the chunk list */
     unsigned width;
-    unsigned sealed_first, sealed_many; /* operands that the last seal took as written */
+    unsigned sealed_first, sealed_many; /* operands that were written, for the last seal */
     int stale;                          /* the chunk list no longer fits the spans */
-    int sealed;                         /* and nothing was begun since */
+    int sealed;                         /* sealed, and not begun since */
 } fst_plan;
 
 void fst_plan_init(fst_plan *plan, unsigned width);
@@ -32,16 +31,16 @@ void fst_plan_free(fst_plan *plan);
 
 void fst_plan_begin(fst_plan *plan);
 
-/* Adds a span of `count` > 0 elements whose operands are all absent; returns them, or NULL if there
- * is no memory. They may move at the next call. */
+/* Adds a span of `count` > 0 elements with absent operands. Returns the operands, which the next
+ * call may move, or NULL without memory. */
 fst_operand *fst_plan_add(fst_plan *plan, int64_t count, uint32_t args, fst_status *status);
 
-/* Makes the chunk list. Operand `first` to `first + how_many - 1` of each span will be written:
- * spans whose memory meets there go into different rounds. Again without a begin between costs
- * nothing: only operands that are not written may have been changed. */
+/* Makes the chunk list. Operands `first` to `first + how_many - 1` of each span will be written;
+ * spans that overlap there go into different rounds. Sealing again costs nothing if only
+ * operands that are not written have changed. */
 fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_status *status);
 
-/* What the passes read; valid until the plan changes. */
+/* The plan as passes read it. Valid until the plan changes. */
 fst_work fst_plan_work(const fst_plan *plan);
 
 #endif

@@ -10,7 +10,7 @@ __attribute__((noinline)) static void FST_T(fst_loop_accumulate)(size_t n, REAL 
         sum[i] += term[i] * factor;
 }
 
-/* The bits of the above with one term and then the other. */
+/* The same with two terms at once, and the same bits as one term after the other. */
 __attribute__((noinline)) static void FST_T(fst_loop_accumulate_two)(size_t n, REAL *restrict sum,
                                                                      const REAL *restrict term,
                                                                      const REAL *restrict more,
@@ -28,12 +28,12 @@ __attribute__((noinline)) static void FST_T(fst_loop_product)(size_t n, REAL *re
         to[i] = term[i] * factor;
 }
 
-/* to = factor * term, and + factor * more unless that is NULL; it is not read before. `streamed`:
- * past the caches, where that can be. */
+/* to = factor * term, plus factor * more unless that is NULL. `to` is not read. `streamed`: past
+ * the caches where possible. */
 static void FST_T(start)(const fst_operand *to, const REAL *term, const REAL *more, int64_t at,
                          size_t n, REAL factor, int streamed)
 {
-    REAL scratch[BLOCK] ALIGNED;
+    REAL scratch[STRIP] ALIGNED;
     REAL *place = FST_T(in_place)(to) ? (REAL *)to->data + at : scratch;
     const int past = streamed && place != scratch && (uintptr_t)place % 64 == 0;
     REAL *product = past ? scratch : place;
@@ -46,14 +46,15 @@ static void FST_T(start)(const fst_operand *to, const REAL *term, const REAL *mo
         FST_T(store)(to, product, at, n);
 }
 
-/* op[0] += factor * op[1], and then += factor * op[2] if there are two terms; or as `how` says. */
+/* op[0] += factor * op[1], and then += factor * op[2] if there are two terms. `how` may start
+ * the sum instead. */
 static void FST_T(accumulate)(const fst_operand *op, unsigned terms, int64_t begin, size_t count,
                               double factor, fst_sum_kind how)
 {
-    REAL scratch[3][BLOCK] ALIGNED;
-    for (size_t done = 0; done < count; done += BLOCK) {
+    REAL scratch[3][STRIP] ALIGNED;
+    for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+        const size_t n = count - done < STRIP ? count - done : STRIP;
         FST_T(prefetch)(&op[1], at, reach(count, done));
         if (terms > 1)
             FST_T(prefetch)(&op[2], at, reach(count, done));

@@ -1,216 +1,42 @@
 #include "cpu/cpu_passes.h"
 
-#include "cpu/parallel.h"
-
-/* The cost of a part that is worth a thread: some 0.2 ms. Waking threads takes microseconds, but
- * where the cores are busy with other programs, waiting for them takes milliseconds. */
-enum { GRAIN = 1 << 18, MOST_PARTS = 256 };
-
-/* Backwards, chunks go in groups of this many, each from its first to its last: what a measuring
- * pass read last is then met early, and the hardware's prefetchers still run from chunk to chunk.
- */
-enum { GROUP = 32 };
-
-/* Which way the last pass over gradients went. What it touched last is still in the cache, so that
- * the next one goes the other way; the first one after an update goes forwards, as backward made
- * the first parameters' gradients last. Only speed depends on it. */
-typedef enum { NO_PASS, FORWARDS, BACKWARDS } direction;
-static direction last_direction;
-
-/* Chunks of at most this many elements are asked for early. */
-enum { FETCH_AHEAD = 8, FETCH_MOST = 256 };
+#include "cpu/job.h"
 
 /* Sums of this many elements and more are started past the caches. */
 enum { STREAM_FROM = 1 << 19 };
 
-/* Part of a round. Its thread takes groups of chunks from one end; threads that have done their own
- * parts take them from the other. */
-typedef struct {
-    size_t first, last; /* chunks */
-    uint64_t left;      /* groups: from the low half to before the high half */
-} part;
-
-typedef struct fst_job fst_job;
-struct fst_job {
-    const fst_work *work;
-    const fst_cpu_kernels *kernels;
-    void (*chunk)(const fst_job *job, size_t index);
-    int backwards;
-    unsigned operand, operand_count; /* what the pass touches */
-    fst_norm_kind norm;
-    double power, factor;
-    double again; /* for chunks whose sum is as expected */
-    double *partial;
-    const double *expected;
-    int *nonfinite;
-    const fst_update_args *args;
-    int write_grad, start;
-};
-
-/* Whether a pass over gradients runs backwards. */
-static int turn(void)
-{
-    const direction last = __atomic_load_n(&last_direction, __ATOMIC_RELAXED);
-    const direction now = last == FORWARDS ? BACKWARDS : FORWARDS;
-    __atomic_store_n(&last_direction, now, __ATOMIC_RELAXED);
-    return now == BACKWARDS;
-}
-
-/* Whether an update, which ends a step, does. */
-static int turn_for_the_last_time(void)
-{
-    return __atomic_exchange_n(&last_direction, NO_PASS, __ATOMIC_RELAXED) != BACKWARDS;
-}
-
-static const fst_operand *operands_of(const fst_job *job, size_t index)
-{
-    return job->work->operands + job->work->chunks[index].span * job->work->width + job->operand;
-}
-
-/* The first chunk from `low` to before `high` whose cost begins at `cost` or later. */
-static size_t chunk_at(const fst_work *work, size_t low, size_t high, uint64_t cost)
-{
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        if (work->chunks[middle].cost < cost)
-            low = middle + 1;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-/* Small tensors lie anywhere, and each is gone before a prefetcher could follow it. */
-static void fetch(const fst_job *job, size_t index)
-{
-    const fst_chunk *chunk = &job->work->chunks[index];
-    const fst_operand *ops = operands_of(job, index);
-    if (chunk->count > FETCH_MOST)
-        return;
-    for (unsigned k = 0; k < job->operand_count; k++) {
-        if (!ops[k].data || ops[k].layout)
-            continue;
-        const size_t size = fst_dtype_size(ops[k].dtype);
-        const char *from = (const char *)ops[k].data + (size_t)chunk->begin * size;
-        for (size_t at = 0; at < chunk->count * size; at += 64)
-            __builtin_prefetch(from + at);
-    }
-}
-
-/* The chunk of a part that is worked on after `done` others. */
-static size_t chunk_after(const fst_job *job, const part *p, size_t done)
-{
-    if (!job->backwards)
-        return p->first + done;
-    const size_t in_group = done % GROUP, left = p->last - p->first - (done - in_group);
-    return p->first + left - (left < GROUP ? left : GROUP) + in_group;
-}
-
-/* Takes a group from the front or the end of what is left; 0 if nothing is. */
-static int take(part *p, int from_end, size_t *group)
-{
-    uint64_t left = __atomic_load_n(&p->left, __ATOMIC_RELAXED), rest;
-    do {
-        const uint64_t begin = left & UINT32_MAX, end = left >> 32;
-        if (begin >= end)
-            return 0;
-        *group = (size_t)(from_end ? end - 1 : begin);
-        rest = from_end ? begin | (end - 1) << 32 : (begin + 1) | end << 32;
-    } while (
-        !__atomic_compare_exchange_n(&p->left, &left, rest, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
-    return 1;
-}
-
-static void run_groups(const fst_job *job, part *p, int from_end)
-{
-    const size_t count = p->last - p->first;
-    for (size_t group; take(p, from_end, &group);) {
-        const size_t end = (group + 1) * GROUP < count ? (group + 1) * GROUP : count;
-        for (size_t done = group * GROUP; done < end; done++) {
-            if (done + FETCH_AHEAD < count)
-                fetch(job, chunk_after(job, p, done + FETCH_AHEAD));
-            job->chunk(job, chunk_after(job, p, done));
-        }
-    }
-}
-
-typedef struct {
-    const fst_job *job;
-    size_t count;
-    part parts[MOST_PARTS];
-} parts;
-
-static part *part_at(parts *all, size_t place)
-{
-    return &all->parts[all->job->backwards ? all->count - 1 - place : place];
-}
-
-/* A thread's own parts, and then what is left of the others'. */
-static void run_parts(int64_t begin, int64_t end, void *context)
-{
-    parts *all = context;
-    for (int64_t i = begin; i < end; i++)
-        run_groups(all->job, part_at(all, (size_t)i), 0);
-    for (size_t i = all->count; i-- > 0;)
-        run_groups(all->job, part_at(all, i), 1);
-}
-
-/* Cuts a round into parts of equal cost. */
-static void cut(const fst_work *work, size_t round, parts *all)
-{
-    const size_t first = work->rounds[round], last = work->rounds[round + 1];
-    const uint64_t begin = work->chunks[first].cost, cost = work->chunks[last].cost - begin;
-    const uint64_t wanted = (cost + GRAIN - 1) / GRAIN;
-    all->count = wanted < 1 ? 1 : wanted < MOST_PARTS ? (size_t)wanted : MOST_PARTS;
-    for (size_t i = 0; i < all->count; i++) {
-        part *p = &all->parts[i];
-        const uint64_t end = begin + cost / all->count * (uint64_t)(i + 1);
-        p->first = i ? p[-1].last : first;
-        p->last = i + 1 < all->count ? chunk_at(work, p->first, last, end) : last;
-        p->left = (uint64_t)((p->last - p->first + GROUP - 1) / GROUP) << 32;
-    }
-}
-
-static fst_code run(const fst_job *job, fst_status *status)
-{
-    parts all;
-    all.job = job;
-    for (size_t round = 0; round < job->work->round_count; round++) {
-        cut(job->work, round, &all);
-        const fst_code code = fst_parallel_for((int64_t)all.count, 1, run_parts, &all, status);
-        if (code)
-            return code;
-    }
-    return FST_OK;
-}
-
 static void reduce_chunk(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
-    job->partial[index] = job->kernels->reduce(operands_of(job, index), chunk->begin, chunk->count,
-                                               job->norm, job->power, job->factor);
+    job->partial[index] = job->kernels->reduce(fst_job_operands(job, index), chunk->begin,
+                                               chunk->count, job->norm, job->power, job->factor);
 }
 
 fst_code fst_cpu_reduce(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                         fst_norm_kind norm, double power, double factor, double *partial,
                         fst_status *status)
 {
-    fst_job job = {.work = work, .kernels = kernels, .chunk = reduce_chunk, .operand = operand};
-    job.operand_count = 1;
-    job.norm = norm;
-    job.power = power;
-    job.factor = factor;
-    job.partial = partial;
-    job.backwards = turn();
-    return run(&job, status);
+    const fst_job job = {
+        .work = work,
+        .kernels = kernels,
+        .chunk = reduce_chunk,
+        .backwards = fst_job_turns(),
+        .operand = operand,
+        .operand_count = 1,
+        .norm = norm,
+        .power = power,
+        .factor = factor,
+        .partial = partial,
+    };
+    return fst_job_run(&job, status);
 }
 
 static void unscale_chunk(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
     int nonfinite = 0;
-    job->partial[index] = job->kernels->unscale(operands_of(job, index), chunk->begin, chunk->count,
-                                                job->factor, &nonfinite);
+    job->partial[index] = job->kernels->unscale(fst_job_operands(job, index), chunk->begin,
+                                                chunk->count, job->factor, &nonfinite);
     if (nonfinite)
         __atomic_store_n(job->nonfinite, 1, __ATOMIC_RELAXED);
 }
@@ -218,20 +44,25 @@ static void unscale_chunk(const fst_job *job, size_t index)
 fst_code fst_cpu_unscale(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                          double factor, double *partial, int *nonfinite, fst_status *status)
 {
-    fst_job job = {.work = work, .kernels = kernels, .chunk = unscale_chunk, .operand = operand};
-    job.operand_count = 1;
-    job.factor = factor;
-    job.partial = partial;
-    job.nonfinite = nonfinite;
+    const fst_job job = {
+        .work = work,
+        .kernels = kernels,
+        .chunk = unscale_chunk,
+        .backwards = fst_job_turns(),
+        .operand = operand,
+        .operand_count = 1,
+        .factor = factor,
+        .partial = partial,
+        .nonfinite = nonfinite,
+    };
     *nonfinite = 0;
-    job.backwards = turn();
-    return run(&job, status);
+    return fst_job_run(&job, status);
 }
 
 static void scale_by(const fst_job *job, size_t index, double factor)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
-    job->kernels->scale(operands_of(job, index), chunk->begin, chunk->count, factor);
+    job->kernels->scale(fst_job_operands(job, index), chunk->begin, chunk->count, factor);
 }
 
 static void scale_chunk(const fst_job *job, size_t index)
@@ -242,10 +73,15 @@ static void scale_chunk(const fst_job *job, size_t index)
 fst_code fst_cpu_scale(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                        double factor, fst_status *status)
 {
-    fst_job job = {.work = work, .kernels = kernels, .chunk = scale_chunk, .operand = operand};
-    job.factor = factor;
-    job.backwards = turn();
-    return run(&job, status);
+    const fst_job job = {
+        .work = work,
+        .kernels = kernels,
+        .chunk = scale_chunk,
+        .backwards = fst_job_turns(),
+        .operand = operand,
+        .factor = factor,
+    };
+    return fst_job_run(&job, status);
 }
 
 static int is_expected(const fst_job *job, size_t index)
@@ -269,42 +105,57 @@ fst_code fst_cpu_scale_expected(const fst_work *work, const fst_cpu_kernels *ker
                                 unsigned operand, const double *expected, double factor,
                                 double *partial, fst_status *status)
 {
-    fst_job job = {.work = work, .kernels = kernels, .operand = operand, .factor = 1.0};
-    job.chunk = scale_expected_chunk;
-    job.norm = FST_NORM_SQUARES;
-    job.power = 2.0;
-    job.expected = expected;
-    job.partial = partial;
-    job.again = factor;
-    job.backwards = turn();
-    return run(&job, status);
+    const fst_job job = {
+        .work = work,
+        .kernels = kernels,
+        .chunk = scale_expected_chunk,
+        .backwards = fst_job_turns(),
+        .operand = operand,
+        .norm = FST_NORM_SQUARES,
+        .power = 2.0,
+        .factor = 1.0,
+        .again = factor,
+        .partial = partial,
+        .expected = expected,
+    };
+    return fst_job_run(&job, status);
 }
 
 fst_code fst_cpu_scale_rest(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                             const double *expected, double *partial, double again, double factor,
                             fst_status *status)
 {
-    fst_job job = {.work = work, .kernels = kernels, .operand = operand, .factor = factor};
-    job.chunk = scale_rest_chunk;
-    job.expected = expected;
-    job.partial = partial;
-    job.again = again;
-    job.backwards = turn();
-    return run(&job, status);
+    const fst_job job = {
+        .work = work,
+        .kernels = kernels,
+        .chunk = scale_rest_chunk,
+        .backwards = fst_job_turns(),
+        .operand = operand,
+        .factor = factor,
+        .again = again,
+        .partial = partial,
+        .expected = expected,
+    };
+    return fst_job_run(&job, status);
 }
 
 static void clamp_chunk(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
-    job->kernels->clamp(operands_of(job, index), chunk->begin, chunk->count, job->factor);
+    job->kernels->clamp(fst_job_operands(job, index), chunk->begin, chunk->count, job->factor);
 }
 
 fst_code fst_cpu_clamp(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                        double limit, fst_status *status)
 {
-    fst_job job = {.work = work, .kernels = kernels, .chunk = clamp_chunk, .operand = operand};
-    job.factor = limit;
-    return run(&job, status);
+    const fst_job job = {
+        .work = work,
+        .kernels = kernels,
+        .chunk = clamp_chunk,
+        .operand = operand,
+        .factor = limit,
+    };
+    return fst_job_run(&job, status);
 }
 
 static void accumulate_chunk(const fst_job *job, size_t index)
@@ -312,36 +163,44 @@ static void accumulate_chunk(const fst_job *job, size_t index)
     const fst_chunk *chunk = &job->work->chunks[index];
     const int large = job->work->spans[chunk->span].count >= STREAM_FROM;
     const fst_sum_kind how = !job->start ? FST_SUM_ADD : large ? FST_SUM_STREAM : FST_SUM_START;
-    job->kernels->accumulate(operands_of(job, index), job->work->width - 1, chunk->begin,
+    job->kernels->accumulate(fst_job_operands(job, index), job->work->width - 1, chunk->begin,
                              chunk->count, job->factor, how);
 }
 
 fst_code fst_cpu_accumulate(const fst_work *work, const fst_cpu_kernels *kernels, double factor,
                             int start, fst_status *status)
 {
-    fst_job job = {.work = work, .kernels = kernels, .chunk = accumulate_chunk};
-    job.factor = factor;
-    job.start = start;
-    return run(&job, status);
+    const fst_job job = {
+        .work = work,
+        .kernels = kernels,
+        .chunk = accumulate_chunk,
+        .factor = factor,
+        .start = start,
+    };
+    return fst_job_run(&job, status);
 }
 
 static void update_chunk(const fst_job *job, size_t index)
 {
     const fst_chunk *chunk = &job->work->chunks[index];
     const fst_update_args *args = &job->args[job->work->spans[chunk->span].args];
-    job->kernels->update(operands_of(job, index), chunk->begin, chunk->count, args, job->factor,
-                         job->write_grad);
+    job->kernels->update(fst_job_operands(job, index), chunk->begin, chunk->count, args,
+                         job->factor, job->write_grad);
 }
 
 fst_code fst_cpu_update(const fst_work *work, const fst_cpu_kernels *kernels,
                         const fst_update_args *args, double inv_scale, int write_grad,
                         fst_status *status)
 {
-    fst_job job = {.work = work, .kernels = kernels, .chunk = update_chunk};
-    job.operand_count = work->width;
-    job.args = args;
-    job.factor = inv_scale;
-    job.write_grad = write_grad;
-    job.backwards = turn_for_the_last_time();
-    return run(&job, status);
+    const fst_job job = {
+        .work = work,
+        .kernels = kernels,
+        .chunk = update_chunk,
+        .backwards = fst_job_turns_last(),
+        .operand_count = work->width,
+        .factor = inv_scale,
+        .args = args,
+        .write_grad = write_grad,
+    };
+    return fst_job_run(&job, status);
 }

@@ -1,5 +1,4 @@
-/* cpu_passes.h - passes of the CPU: each is one parallel region over the chunk list of a piece of
- * work. */
+/* cpu_passes.h - the CPU's passes. Each is one parallel region per round of the work. */
 #ifndef FST_CPU_CPU_PASSES_H
 #define FST_CPU_CPU_PASSES_H
 
@@ -25,7 +24,8 @@ fst_code fst_cpu_scale_expected(const fst_work *work, const fst_cpu_kernels *ker
                                 unsigned operand, const double *expected, double factor,
                                 double *partial, fst_status *status);
 
-/* The operand times `again` in chunks with partial[c] = expected[c], `factor` in others. */
+/* Multiplies the operand by `again` in chunks with partial[c] = expected[c], by `factor` in
+ * others. */
 fst_code fst_cpu_scale_rest(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                             const double *expected, double *partial, double again, double factor,
                             fst_status *status);
@@ -33,13 +33,13 @@ fst_code fst_cpu_scale_rest(const fst_work *work, const fst_cpu_kernels *kernels
 fst_code fst_cpu_clamp(const fst_work *work, const fst_cpu_kernels *kernels, unsigned operand,
                        double limit, fst_status *status);
 
-/* Operand 0 of every span += factor * each of its one or two others, one after the other; with
- * `start` what was there is not read. */
+/* Operand 0 of every span += factor * each of its one or two others in turn. With `start` it is
+ * overwritten, not read. */
 fst_code fst_cpu_accumulate(const fst_work *work, const fst_cpu_kernels *kernels, double factor,
                             int start, fst_status *status);
 
-/* The optimizer's update of every span; see fst_cpu_kernels.update. `args` is indexed by span.args.
- * Chunks run from last to first: what the measuring pass read last is still in the cache. */
+/* Updates every span; see fst_cpu_kernels.update. `args` is indexed by span.args. Chunks run
+ * from last to first: the last ones that the measuring pass read are still in the cache. */
 fst_code fst_cpu_update(const fst_work *work, const fst_cpu_kernels *kernels,
                         const fst_update_args *args, double inv_scale, int write_grad,
                         fst_status *status);

@@ -1,11 +1,11 @@
-/* Rows of numbers become floats, compiled once per instruction set as kernels.isa.c is. */
+/* Converts rows of numbers to floats. Compiled once per instruction set, as kernels.isa.c. */
 #include "base/portable.h"
 #include "cpu/isa.h"
 
 #define LOOP __attribute__((noinline)) static void
-enum { BLOCK = 512 }; /* floats that stay in the first-level cache between two loops */
+enum { STRIP = 512 }; /* floats that stay in the first-level cache between two loops */
 
-/* Types and loops cost M + N pieces of code, not M * N, as in block.h. */
+/* M source types and N loops cost M + N pieces of code, as in strip.h. */
 #define LOAD(suffix, type, expression)                                                        \
     LOOP fst_loop_floats_of_##suffix(size_t n, float *restrict to, const char *restrict from) \
     {                                                                                         \
@@ -99,10 +99,10 @@ STORE(f16)
 void FST_OF_ISA(fst_floats)(const fst_float_form *form, char *restrict to,
                             const char *restrict from, size_t first, size_t count)
 {
-    float scratch[BLOCK] __attribute__((aligned(64)));
+    float scratch[STRIP] __attribute__((aligned(64)));
     const size_t from_size = fst_number_size(form->from), to_size = fst_dtype_size(form->to);
-    for (size_t done = 0; done < count; done += BLOCK) {
-        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+    for (size_t done = 0; done < count; done += STRIP) {
+        const size_t n = count - done < STRIP ? count - done : STRIP;
         char *const out = to + done * to_size;
         float *const x = form->to == FST_F32 ? (float *)(void *)out : scratch;
         load(form->from, n, x, from + done * from_size);

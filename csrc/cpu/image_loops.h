@@ -3,8 +3,8 @@
 
 #define LOOP __attribute__((noinline)) static void
 
-/* From the source to numbers, forward or, for flipped images, from the last to the first. Backward
- * is not called fst_loop_*: base has no instruction that turns bytes around. */
+/* Converts source elements to numbers, forwards, or backwards for flipped images. The backward
+ * loops are not called fst_loop_*: base has no instruction that reverses bytes. */
 #define AFFINE(name, type, index)                                                               \
     LOOP name(size_t n, float *restrict to, const type *restrict from, float scale, float bias) \
     {                                                                                           \
@@ -17,7 +17,7 @@ AFFINE(affine_back_u8, uint8_t, n - 1 - i)
 AFFINE(affine_back_f32, float, n - 1 - i)
 #undef AFFINE
 
-/* Two rows of the source, weighted. */
+/* The weighted sum of two source rows. */
 #define BLEND(suffix, type)                                                                  \
     LOOP fst_loop_blend_##suffix(size_t n, float *restrict to, const type *a, const type *b, \
                                  float w0, float w1)                                         \
@@ -29,7 +29,8 @@ BLEND(u8, uint8_t)
 BLEND(f32, float)
 #undef BLEND
 
-/* The columns of a row, weighted. Not called fst_loop_*: base has no instruction that gathers. */
+/* Gathers two columns of a row for each output column. Not called fst_loop_*: base has no
+ * instruction that gathers. */
 LOOP gather_columns(size_t n, float *restrict to, const float *restrict row,
                     const fst_image_columns *columns, float scale, float bias)
 {
@@ -41,7 +42,7 @@ LOOP gather_columns(size_t n, float *restrict to, const float *restrict row,
     }
 }
 
-/* Rows of the source, weighted and summed: the first of them, and each further one. */
+/* Weighted sums of source rows: the first row, and each further one. */
 #define SUM(suffix, type)                                                              \
     LOOP fst_loop_weigh_##suffix(size_t n, float *restrict to, const type *a, float w) \
     {                                                                                  \
@@ -57,7 +58,7 @@ SUM(u8, uint8_t)
 SUM(f32, float)
 #undef SUM
 
-/* The columns of a row, of which each covers several. */
+/* Sums the columns of a row that each output column covers. */
 LOOP sum_columns(size_t n, float *restrict to, const float *restrict row,
                  const fst_image_columns *columns, float scale, float bias)
 {
@@ -91,7 +92,7 @@ LOOP fst_loop_f16(size_t n, uint16_t *restrict to, const float *restrict from)
         to[i] = fst_f32_to_f16(from[i]);
 }
 
-/* Elements a step apart, brought together; three is the step of RGB. */
+/* Collects elements that are a step apart; three is the step of RGB. */
 #define COLLECT(suffix, type)                                                                   \
     LOOP collect_##suffix(size_t n, type *restrict to, const type *restrict from, int64_t step) \
     {                                                                                           \
@@ -106,8 +107,8 @@ COLLECT(u8, uint8_t)
 COLLECT(f32, float)
 #undef COLLECT
 
-/* RGB, side by side, to a plane for each channel: all three in one loop, whose bytes base has no
- * instruction to sort. */
+/* Splits RGB pixels into a plane per channel, all three in one loop: base has no instruction
+ * that sorts bytes. */
 LOOP split_rgb(size_t n, uint8_t *restrict red, uint8_t *restrict green, uint8_t *restrict blue,
                const uint8_t *restrict from)
 {
@@ -118,7 +119,7 @@ LOOP split_rgb(size_t n, uint8_t *restrict red, uint8_t *restrict green, uint8_t
     }
 }
 
-/* Rows that lie `n` apart, one per channel, brought to where the output has them. */
+/* Spreads one row per channel, `n` elements apart, over an output with other strides. */
 #define SPREAD(suffix, type)                                                                  \
     LOOP spread_##suffix(size_t n, size_t rows, type *restrict to, const type *restrict from, \
                          int64_t row_step, int64_t step)                                      \

@@ -1,4 +1,4 @@
-/* Rows of images, compiled once per instruction set as kernels.isa.c is. */
+/* Transforms rows of images. Compiled once per instruction set, as kernels.isa.c. */
 #include "base/dtype.h"
 #include "base/stream.h"
 #include "cpu/image_threads.h"
@@ -7,20 +7,20 @@
 #include "rules/pixels.h"
 
 #include "cpu/image_loops.h"
-#include "cpu/image_view.h"
+#include "cpu/image_reader.h"
 
-enum { FETCHED = 4, LINE = 64 }; /* rows that are asked for ahead; bytes of a cache line */
+enum { FETCHED = 4, LINE = 64 }; /* rows that are prefetched ahead; bytes of a cache line */
 
 typedef struct {
     const fst_image_batch *batch;
     const fst_image_sample *samples;
     fst_image_scratch scratch;
-    view own, other;
+    reader own, other;
     int streams; /* past the caches: the output is larger than they are */
 } worker;
 
-/* Whether whole rows of the output lie in memory, and so much of it that its first ones would leave
- * the caches before its last ones are made. */
+/* Whether to write past the caches: the output has contiguous rows, and its first rows would
+ * leave the caches before its last rows are written. */
 static int is_streamed(const fst_image_batch *b)
 {
     const size_t elements = (size_t)b->count * (size_t)b->channels * (size_t)b->height;
@@ -37,7 +37,7 @@ static const void *source_at(const fst_image_batch *b, const fst_image_sample *s
     return (const char *)(uintptr_t)b->source + at * (b->source_is_float ? 4 : 1);
 }
 
-/* `n` source elements one after another: where they are, or in `scratch`. */
+/* `n` source elements, contiguous: where they are, or copied to `scratch`. */
 static const void *source_row(const fst_image_batch *b, const void *from, size_t n, void *scratch)
 {
     const int64_t step = b->source_stride[FST_IMAGE_COLUMN];
@@ -61,12 +61,12 @@ static int32_t clamped(int32_t x, int32_t low, int32_t high)
     return x < low ? low : x > high ? high : x;
 }
 
-/* Columns [begin, end) of a row that is not resized: a run of source columns between zeros. */
-static void copy_row(const worker *w, const view *v, int32_t channel, int32_t y, int32_t begin,
+/* Writes columns [begin, end) of a row that is not resized: source columns between zeros. */
+static void copy_row(const worker *w, const reader *r, int32_t channel, int32_t y, int32_t begin,
                      int32_t end, float *to)
 {
     const fst_image_batch *b = w->batch;
-    const fst_image_sample *at = v->at;
+    const fst_image_sample *at = r->at;
     const float scale = b->scale[channel], bias = b->bias[channel];
     const int32_t row =
         fst_image_unresized(at->first_row + y, at->top, at->grid_height, b->source_height);
@@ -92,32 +92,33 @@ static void copy_row(const worker *w, const view *v, int32_t channel, int32_t y,
         (at->flip ? affine_back_u8 : fst_loop_affine_u8)(n, to + first, from, scale, bias);
 }
 
-/* Rows are blended first: that reads the source in order and leaves one row to gather from. */
-static void resize_row(const worker *w, const view *v, int32_t channel, int32_t y, int32_t begin,
+/* Writes columns [begin, end) of a resized row. Rows are blended first: that reads the source in
+ * order and leaves one row to gather columns from. */
+static void resize_row(const worker *w, const reader *r, int32_t channel, int32_t y, int32_t begin,
                        int32_t end, float *to)
 {
     const fst_image_batch *b = w->batch;
     const float scale = b->scale[channel], bias = b->bias[channel];
-    const fst_image_tap tap = fst_image_row_tap(v->at, y);
+    const fst_image_tap tap = fst_image_row_tap(r->at, y);
     float *window = w->scratch.window;
-    fst_image_columns columns = v->columns;
+    fst_image_columns columns = r->columns;
     if (tap.first < 0) {
         fill(to, begin, end, fst_image_affine(0.0f, scale, bias));
         return;
     }
-    if (v->lowest <= v->highest) {
-        const size_t n = (size_t)(v->highest - v->lowest) + 1;
-        const int32_t column = v->at->left + v->lowest;
-        const void *a = source_at(b, v->at, channel, tap.first, column);
-        const void *c = source_at(b, v->at, channel, tap.second, column);
+    if (r->lowest <= r->highest) {
+        const size_t n = (size_t)(r->highest - r->lowest) + 1;
+        const int32_t column = r->at->left + r->lowest;
+        const void *a = source_at(b, r->at, channel, tap.first, column);
+        const void *c = source_at(b, r->at, channel, tap.second, column);
         a = source_row(b, a, n, w->scratch.source[0]);
         c = tap.second == tap.first ? a : source_row(b, c, n, w->scratch.source[1]);
         if (b->source_is_float)
-            fst_loop_blend_f32(n, window + v->lowest, a, c, tap.w0, tap.w1);
+            fst_loop_blend_f32(n, window + r->lowest, a, c, tap.w0, tap.w1);
         else
-            fst_loop_blend_u8(n, window + v->lowest, a, c, tap.w0, tap.w1);
+            fst_loop_blend_u8(n, window + r->lowest, a, c, tap.w0, tap.w1);
     }
-    window[v->at->width] = 0.0f;
+    window[r->at->width] = 0.0f;
     columns.first += begin;
     columns.second += begin;
     columns.w0 += begin;
@@ -125,15 +126,15 @@ static void resize_row(const worker *w, const view *v, int32_t channel, int32_t 
     gather_columns((size_t)(end - begin), to + begin, window, &columns, scale, bias);
 }
 
-/* One row of the window, of all that the output's row covers. */
-static void sum_rows(const worker *w, const view *v, int32_t channel, const fst_image_span *span)
+/* Sums the source rows that an output row covers into one row of the window. */
+static void sum_rows(const worker *w, const reader *r, int32_t channel, const fst_image_span *span)
 {
     const fst_image_batch *b = w->batch;
-    const size_t n = (size_t)(v->highest - v->lowest) + 1;
-    const int32_t column = v->at->left + v->lowest;
-    float *to = w->scratch.window + v->lowest;
+    const size_t n = (size_t)(r->highest - r->lowest) + 1;
+    const int32_t column = r->at->left + r->lowest;
+    float *to = w->scratch.window + r->lowest;
     for (int32_t i = 0; i < span->count; i++) {
-        const void *from = source_at(b, v->at, channel, span->first + i, column);
+        const void *from = source_at(b, r->at, channel, span->first + i, column);
         const float weight = fst_image_weight(span, i);
         from = source_row(b, from, n, w->scratch.source[0]);
         if (b->source_is_float)
@@ -143,45 +144,45 @@ static void sum_rows(const worker *w, const view *v, int32_t channel, const fst_
     }
 }
 
-/* As resize_row, with antialiasing. */
-static void smooth_row(const worker *w, const view *v, int32_t channel, int32_t y, int32_t begin,
+/* Does what resize_row does, with antialiasing. */
+static void smooth_row(const worker *w, const reader *r, int32_t channel, int32_t y, int32_t begin,
                        int32_t end, float *to)
 {
     const float scale = w->batch->scale[channel], bias = w->batch->bias[channel];
-    const fst_image_span span = fst_image_row_span(v->at, y);
-    fst_image_columns columns = v->columns;
-    if (!span.count || v->lowest > v->highest) {
+    const fst_image_span span = fst_image_row_span(r->at, y);
+    fst_image_columns columns = r->columns;
+    if (!span.count || r->lowest > r->highest) {
         fill(to, begin, end, fst_image_affine(0.0f, scale, bias));
         return;
     }
-    sum_rows(w, v, channel, &span);
+    sum_rows(w, r, channel, &span);
     columns.first += begin;
     columns.count += begin;
     columns.place += begin;
     sum_columns((size_t)(end - begin), to + begin, w->scratch.window, &columns, scale, bias);
 }
 
-static void view_row(const worker *w, const view *v, int32_t channel, int32_t y, int32_t begin,
+static void read_row(const worker *w, const reader *r, int32_t channel, int32_t y, int32_t begin,
                      int32_t end, float *to)
 {
-    if (!v->resized)
-        copy_row(w, v, channel, y, begin, end, to);
+    if (!r->resized)
+        copy_row(w, r, channel, y, begin, end, to);
     else
-        (w->batch->antialias ? smooth_row : resize_row)(w, v, channel, y, begin, end, to);
+        (w->batch->antialias ? smooth_row : resize_row)(w, r, channel, y, begin, end, to);
 }
 
-/* One row of one channel, before it is rounded. */
+/* Makes one row of one channel, before it is rounded. */
 static void mixed_row(const worker *w, int32_t channel, int32_t y, float *to)
 {
     const fst_image_sample *at = w->own.at;
     const int32_t width = w->batch->width;
-    view_row(w, &w->own, channel, y, 0, width, to);
+    read_row(w, &w->own, channel, y, 0, width, to);
     if (at->other != 0.0f) {
-        view_row(w, &w->other, channel, y, 0, width, w->scratch.other);
+        read_row(w, &w->other, channel, y, 0, width, w->scratch.other);
         fst_loop_mix((size_t)width, to, w->scratch.other, at->own, at->other);
     }
     if (y >= at->box_top && y < at->box_bottom && at->box_left < at->box_right)
-        view_row(w, &w->other, channel, y, at->box_left, at->box_right, to);
+        read_row(w, &w->other, channel, y, at->box_left, at->box_right, to);
 }
 
 static void round_row(const fst_image_batch *b, uint16_t *to, const float *from, size_t n)
@@ -189,7 +190,7 @@ static void round_row(const fst_image_batch *b, uint16_t *to, const float *from,
     (b->out_dtype == FST_BF16 ? fst_loop_bf16 : fst_loop_f16)(n, to, from);
 }
 
-/* All channels of a row: straight into an output whose rows are one element after another. */
+/* Writes all channels of a row, directly where the output's rows are contiguous. */
 static void write_row(const worker *w, int32_t index, int32_t y)
 {
     const fst_image_batch *b = w->batch;
@@ -222,8 +223,8 @@ static void write_row(const worker *w, int32_t index, int32_t y)
                    stride[FST_IMAGE_COLUMN]);
 }
 
-/* Asks for the source of row `i` of all output rows, if it is not resized. Rows of a crop have gaps
- * between them, and images lie anywhere: the machine does not see what comes next. */
+/* Prefetches the source of row `i` of all output rows, if it is not resized. The hardware cannot
+ * predict it: rows of a crop have gaps between them, and images lie anywhere. */
 static void fetch_row(const worker *w, int64_t i)
 {
     const fst_image_batch *b = w->batch;

@@ -1,5 +1,5 @@
-/* image_scratch.h - the memory that a thread transforms images in: rows of the source and of the
- * output, small enough for the caches nearest to it. */
+/* image_scratch.h - a thread's working memory for images: rows of the source and of the output,
+ * small enough for its nearest caches. */
 #ifndef FST_CPU_IMAGE_SCRATCH_H
 #define FST_CPU_IMAGE_SCRATCH_H
 
@@ -36,7 +36,7 @@ static inline void *fst_image_take(char *memory, size_t *used, size_t elements)
     return taken;
 }
 
-/* Lays it out in `memory`, or, for NULL, finds its size. */
+/* Divides `memory` into these arrays, or, for NULL, finds its size. */
 static inline fst_image_scratch fst_image_scratch_of(const fst_image_batch *batch, void *memory)
 {
     const size_t width = (size_t)batch->width, source = (size_t)batch->source_width;

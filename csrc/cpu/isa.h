@@ -1,5 +1,5 @@
-/* isa.h - what the files that are compiled once per instruction set, FST_ISA, have of each other.
- */
+/* isa.h - functions that the files compiled once per instruction set, FST_ISA, call of each
+ * other. */
 #ifndef FST_CPU_ISA_H
 #define FST_CPU_ISA_H
 

@@ -8,16 +8,16 @@
 #include "rules/rules.h"
 #include "rules/tree.h"
 
-/* What is done with a sum and its terms. */
+/* How terms are added to a sum. */
 typedef enum {
     FST_SUM_ADD,
-    FST_SUM_START,  /* from nothing: what was there is not read */
-    FST_SUM_STREAM, /* the same, past the caches: for a sum that they would not hold until it is
-                     * read, and that need not be fetched to be overwritten */
+    FST_SUM_START,  /* the sum is overwritten, not read */
+    FST_SUM_STREAM, /* the same, past the caches: for a large sum, which they would not hold until
+                       it is read again */
 } fst_sum_kind;
 
-/* All work on elements [begin, begin + count) of a span, whose first operand is `op`. Factors are
- * rounded to float before they meet elements narrower than fp64. */
+/* The loops over elements [begin, begin + count) of a span, whose first operand is `op`. Factors
+ * are rounded to float for dtypes narrower than fp64. */
 typedef struct {
     const char *name;
     /* One optimizer update of op[FST_OP_COUNT]; the gradient is multiplied by inv_scale and then by
@@ -58,8 +58,7 @@ extern const fst_cpu_kernels fst_cpu_kernels_avx2;
 extern const fst_cpu_kernels fst_cpu_kernels_avx512;
 #endif
 
-/* The best kernels that this CPU runs, or those called `name`; NULL if there are none of that name.
- */
+/* The best kernels for this CPU, or those called `name`; NULL if it has none of that name. */
 const fst_cpu_kernels *fst_cpu_select(const char *name);
 
 /* The i-th compiled level, best last, and whether this CPU runs it; NULL past the end. */

@@ -1,6 +1,6 @@
-/* Compiled once per instruction set (-DFST_ISA=avx2 -mavx2 and so on): one source without
- * intrinsics but for stores past the caches, and the compiler vectorises. Every loop named
- * fst_loop_* must hold packed instructions; a test looks. */
+/* The CPU's kernels, compiled once per instruction set (-DFST_ISA=avx2 -mavx2 and so on). The
+ * compiler vectorises; only stores past the caches use intrinsics. A test checks that every loop
+ * named fst_loop_* has packed instructions. */
 #include "base/stream.h"
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
@@ -9,13 +9,13 @@
 
 #define ALIGNED __attribute__((aligned(64)))
 enum {
-    BLOCK = FST_LANES, /* elements that are worked on at a time: scratch blocks stay in the
-                        * first-level cache, and a reduction takes one element per lane */
+    STRIP = FST_LANES, /* a strip: elements that are worked on at a time; scratch strips stay in the
+                          first-level cache, and a reduction takes one element per lane */
     PREFETCH = 2048,   /* elements ahead */
 };
 
-/* Elements that a prefetch may reach over: a whole chunk is most likely followed by the next of its
- * tensor. */
+/* How many elements on a prefetch may reach. A whole chunk is usually followed by the next of
+ * its tensor. */
 static size_t reach(size_t count, size_t done)
 {
     return count == FST_CHUNK ? SIZE_MAX : count - done;
@@ -24,7 +24,7 @@ static size_t reach(size_t count, size_t done)
 #define REAL float
 #define OTHER double
 #define FST_T(name) name##_f32
-#include "cpu/block.h"
+#include "cpu/strip.h"
 #include "cpu/update.h"
 #include "cpu/reduce.h"
 #include "cpu/accumulate.h"
@@ -35,7 +35,7 @@ static size_t reach(size_t count, size_t done)
 #define REAL double
 #define OTHER float
 #define FST_T(name) name##_f64
-#include "cpu/block.h"
+#include "cpu/strip.h"
 #include "cpu/update.h"
 #include "cpu/reduce.h"
 #include "cpu/accumulate.h"

@@ -1,4 +1,4 @@
-/* lanes.h - the lanes of a reduction: their start and their fold, as rules/tree.h lays down. */
+/* lanes.h - starts and folds the lanes of a reduction as rules/tree.h defines it. */
 #ifndef FST_CPU_LANES_H
 #define FST_CPU_LANES_H
 
@@ -6,7 +6,7 @@
 
 enum { FEWEST_LANES = 8 }; /* the widest vector's */
 
-/* The lanes that a chunk of `count` elements reaches, rounded up to a power of two: the folds over
+/* The lanes that a chunk of `count` elements reaches, rounded up to a power of two. Folds over
  * the others are left out. */
 static size_t lanes_of(size_t count)
 {
@@ -24,7 +24,7 @@ static void fill_lanes(double *lanes, size_t count, fst_norm_kind norm)
         lanes[i] = neutral;
 }
 
-/* Whole vectors first; the last eight lanes one by one. */
+/* Folds whole vectors first, and the last eight lanes one by one. */
 #define FOLD(name, join)                                                              \
     static double name(double *lanes, size_t used)                                    \
     {                                                                                 \

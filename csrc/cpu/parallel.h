@@ -8,10 +8,10 @@
 
 typedef void (*fst_range_fn)(int64_t begin, int64_t end, void *context);
 
-/* Opens the library at `path`, which must be loaded already, and uses its torch_parallel_for from
- * now on. Where that is missing (NULL path, or a torch without it) and in a forked child, whose
- * copy of the thread pool has no threads, work runs on the calling thread. Returns 1 if the
- * function was found; if not, nothing changes. */
+/* Uses torch_parallel_for of the library at `path`, which must be loaded already. Work runs on
+ * the calling thread without it (NULL path, or a torch without the function), and in a forked
+ * child, whose copy of the thread pool has no threads. Returns 1 if the function was found; if
+ * not, nothing changes. */
 int fst_parallel_init(const char *path);
 
 /* "torch_parallel_for" or "calling thread". */

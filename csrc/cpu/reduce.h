@@ -42,11 +42,11 @@ static double FST_T(reduce)(const fst_operand *op, int64_t begin, size_t count, 
                             double power, double factor)
 {
     double lanes[FST_LANES] ALIGNED;
-    REAL scratch[BLOCK] ALIGNED;
+    REAL scratch[STRIP] ALIGNED;
     fill_lanes(lanes, count, norm);
-    for (size_t done = 0; done < count; done += BLOCK) {
+    for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+        const size_t n = count - done < STRIP ? count - done : STRIP;
         FST_T(prefetch)(op, at, reach(count, done));
         const REAL *x = FST_T(load)(op, scratch, at, n);
         switch (norm) {
@@ -87,28 +87,29 @@ __attribute__((noinline)) static REAL FST_T(fst_loop_nonfinite)(size_t n, REAL *
 
 static int FST_T(nonfinite)(const fst_operand *op, int64_t begin, size_t count)
 {
-    REAL scratch[BLOCK] ALIGNED, lanes[BLOCK] ALIGNED;
-    for (size_t done = 0; done < count; done += BLOCK) {
+    REAL scratch[STRIP] ALIGNED, lanes[STRIP] ALIGNED;
+    for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+        const size_t n = count - done < STRIP ? count - done : STRIP;
         if (FST_T(fst_loop_nonfinite)(n, lanes, FST_T(load)(op, scratch, at, n)) != (REAL)0)
             return 1;
     }
     return 0;
 }
 
-/* With a factor of at most 1 finite floats stay finite, and their squares' sum is finite in double:
- * the sum itself then tells. In other cases the old values are looked at before they are gone. */
+/* Multiplies and measures. With a factor of at most 1 finite floats stay finite, and their sum
+ * of squares is finite in double, so the sum tells whether all were finite. Otherwise the old
+ * values are checked before they are overwritten. */
 static double FST_T(unscale)(const fst_operand *op, int64_t begin, size_t count, double factor,
                              int *nonfinite)
 {
     double lanes[FST_LANES] ALIGNED;
-    REAL scratch[BLOCK] ALIGNED, zeros[BLOCK] ALIGNED;
+    REAL scratch[STRIP] ALIGNED, zeros[STRIP] ALIGNED;
     const int look = sizeof(REAL) > sizeof(float) || !(fabs(factor) <= 1.0);
     fill_lanes(lanes, count, FST_NORM_SQUARES);
-    for (size_t done = 0; done < count; done += BLOCK) {
+    for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+        const size_t n = count - done < STRIP ? count - done : STRIP;
         FST_T(prefetch)(op, at, reach(count, done));
         REAL *x = FST_T(load)(op, scratch, at, n);
         if (look && FST_T(fst_loop_nonfinite)(n, zeros, x) != (REAL)0)
@@ -124,10 +125,10 @@ static double FST_T(unscale)(const fst_operand *op, int64_t begin, size_t count,
 
 static void FST_T(scale)(const fst_operand *op, int64_t begin, size_t count, double factor)
 {
-    REAL scratch[BLOCK] ALIGNED;
-    for (size_t done = 0; done < count; done += BLOCK) {
+    REAL scratch[STRIP] ALIGNED;
+    for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+        const size_t n = count - done < STRIP ? count - done : STRIP;
         FST_T(prefetch)(op, at, reach(count, done));
         REAL *x = FST_T(load)(op, scratch, at, n);
         FST_T(fst_loop_scale)(n, x, (REAL)factor);
@@ -145,10 +146,10 @@ __attribute__((noinline)) static void FST_T(fst_loop_clamp)(size_t n, REAL *rest
 
 static void FST_T(clamp)(const fst_operand *op, int64_t begin, size_t count, double limit)
 {
-    REAL scratch[BLOCK] ALIGNED;
-    for (size_t done = 0; done < count; done += BLOCK) {
+    REAL scratch[STRIP] ALIGNED;
+    for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+        const size_t n = count - done < STRIP ? count - done : STRIP;
         REAL *x = FST_T(load)(op, scratch, at, n);
         FST_T(fst_loop_clamp)(n, x, (REAL)limit);
         FST_T(store)(op, x, at, n);

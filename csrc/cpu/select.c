@@ -1,4 +1,4 @@
-/* Compiled without -m flags: it runs on any CPU and decides what the others may run. */
+/* Chooses the kernels. Compiled without -m flags, as it must run on any CPU. */
 #include "cpu/kernels.h"
 
 static int runs_base(void)

@@ -1,5 +1,5 @@
-/* strided.h - moves a run of elements between a contiguous block and an operand with a layout of
- * its own: strides, or flipped signs. */
+/* strided.h - moves elements between a contiguous strip and an operand with a layout: strides,
+ * or flipped signs. */
 #ifndef FST_CPU_STRIDED_H
 #define FST_CPU_STRIDED_H
 
@@ -34,22 +34,22 @@ static inline void fst_cursor_next(fst_cursor *at, const fst_layout *layout)
     }
 }
 
-/* Flips the signs of the numbers in a block, in words of 8 bytes: the block has room for the last
- * one. Of every type the sign is the highest bit. */
-static inline void fst_flip_signs(char *block, size_t count, size_t size)
+/* Flips the signs of the numbers in a strip, in words of 8 bytes, so the strip must have room
+ * for a whole last word. The sign is the highest bit of every dtype. */
+static inline void fst_flip_signs(char *strip, size_t count, size_t size)
 {
     const uint64_t signs = size == 8   ? UINT64_C(0x8000000000000000)
                            : size == 4 ? UINT64_C(0x8000000080000000)
                                        : UINT64_C(0x8000800080008000);
     for (size_t at = 0; at < count * size; at += sizeof signs) {
         uint64_t bits;
-        memcpy(&bits, block + at, sizeof bits);
+        memcpy(&bits, strip + at, sizeof bits);
         bits ^= signs;
-        memcpy(block + at, &bits, sizeof bits);
+        memcpy(strip + at, &bits, sizeof bits);
     }
 }
 
-/* Copies the bits of `count` elements from `begin` on: out of the operand into `block`, or the
+/* Copies the bits of `count` elements from `begin` on: out of the operand into `strip`, or the
  * other way round. */
 static inline void fst_strided_move(const fst_operand *op, char *packed, int64_t begin,
                                     size_t count, int into_operand)
@@ -72,17 +72,17 @@ static inline void fst_strided_move(const fst_operand *op, char *packed, int64_t
     }
 }
 
-/* Copies `count` elements from `begin` on: out of the operand into `block`, or the other way round,
- * after which `block` is of no use. */
-static inline void fst_strided_copy(const fst_operand *op, char *block, int64_t begin, size_t count,
+/* Copies `count` elements from `begin` on: out of the operand into `strip`, or the other way round,
+ * after which `strip` is of no use. */
+static inline void fst_strided_copy(const fst_operand *op, char *strip, int64_t begin, size_t count,
                                     int into_operand)
 {
     const size_t size = fst_dtype_size(op->dtype);
     if (op->layout->negated && into_operand)
-        fst_flip_signs(block, count, size);
-    fst_strided_move(op, block, begin, count, into_operand);
+        fst_flip_signs(strip, count, size);
+    fst_strided_move(op, strip, begin, count, into_operand);
     if (op->layout->negated && !into_operand)
-        fst_flip_signs(block, count, size);
+        fst_flip_signs(strip, count, size);
 }
 
 #endif

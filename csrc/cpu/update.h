@@ -1,6 +1,6 @@
 /* update.h - the update pass over one chunk, included once for float and once for double. */
 
-/* The loop that the vectoriser sees: every array is a restrict parameter of its own. */
+/* The loop that the compiler vectorises: every array is a restrict parameter of its own. */
 #define RULE(name, states, hyper)                                                                 \
     __attribute__((noinline)) static void FST_T(fst_loop_##name)(                                 \
         size_t n, REAL *restrict p, const REAL *restrict g, REAL *restrict s0, REAL *restrict s1, \
@@ -35,19 +35,19 @@ static const struct {
 #undef RULE
 };
 
-/* Asks for the lines that the block after next will need: the hardware's prefetchers stop at the
- * end of a page, and there are up to seven streams here. */
+/* Prefetches the strip after next. The hardware's prefetchers stop at the end of a page, and up
+ * to seven streams run here. */
 static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
 {
-    if (!op->data || op->layout || left < PREFETCH + BLOCK)
+    if (!op->data || op->layout || left < PREFETCH + STRIP)
         return;
     const size_t size = fst_dtype_size(op->dtype);
     const char *from = (const char *)op->data + ((size_t)at + PREFETCH) * size;
-    for (size_t line = 0; line < BLOCK * size; line += 64)
+    for (size_t line = 0; line < STRIP * size; line += 64)
         __builtin_prefetch(from + line);
 }
 
-/* Whether nothing has to be converted, gathered or written elsewhere. */
+/* Whether all operands are worked on in place. */
 static int FST_T(is_plain)(const fst_operand *op, unsigned states, int write_grad)
 {
     int plain = !write_grad && !op[FST_OP_MASTER].data && !op[FST_OP_COPY].data &&
@@ -62,7 +62,7 @@ static void FST_T(update_plain)(const fst_operand *op, int64_t begin, size_t cou
 {
     const unsigned states = FST_T(rules)[args->rule].states;
     REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
-    for (size_t done = 0; done < count; done += BLOCK) {
+    for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
         const size_t left = count - done;
         FST_T(prefetch)(&op[FST_OP_PARAM], at, reach(count, done));
@@ -71,7 +71,7 @@ static void FST_T(update_plain)(const fst_operand *op, int64_t begin, size_t cou
             FST_T(prefetch)(&op[FST_OP_STATE + k], at, reach(count, done));
             s[k] = (REAL *)op[FST_OP_STATE + k].data + at;
         }
-        FST_T(rules)[args->rule].loop(left < BLOCK ? left : BLOCK,
+        FST_T(rules)[args->rule].loop(left < STRIP ? left : STRIP,
                                       (REAL *)op[FST_OP_PARAM].data + at,
                                       (const REAL *)op[FST_OP_GRAD].data + at, s[0], s[1], s[2],
                                       &args->rule_args, inv_scale, factor);
@@ -81,7 +81,7 @@ static void FST_T(update_plain)(const fst_operand *op, int64_t begin, size_t cou
 static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
                           const fst_update_args *args, double inv_scale, int write_grad)
 {
-    REAL scratch[FST_OP_COUNT][BLOCK] ALIGNED;
+    REAL scratch[FST_OP_COUNT][STRIP] ALIGNED;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
     if (FST_T(is_plain)(op, states, write_grad)) {
@@ -89,9 +89,9 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
         return;
     }
     const fst_operand *value = op[FST_OP_MASTER].data ? &op[FST_OP_MASTER] : &op[FST_OP_PARAM];
-    for (size_t done = 0; done < count; done += BLOCK) {
+    for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
-        const size_t n = count - done < BLOCK ? count - done : BLOCK;
+        const size_t n = count - done < STRIP ? count - done : STRIP;
         REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
         FST_T(prefetch)(value, at, reach(count, done));
         FST_T(prefetch)(&op[FST_OP_GRAD], at, reach(count, done));

@@ -1,4 +1,4 @@
-/* Rows of integers, compiled once per instruction set as kernels.isa.c is. */
+/* Widens rows of integers. Compiled once per instruction set, as kernels.isa.c. */
 #include "cpu/isa.h"
 
 #include <stdint.h>

@@ -48,7 +48,8 @@ static fst_code find_kernels(fst_gpu_device *device, int multiprocessors, fst_st
     return FST_OK;
 }
 
-/* CUDA's text does not say which of the two is too old, nor which device it is. */
+/* Explains an error of loading kernels: CUDA's text names neither the device nor what is too
+ * old. */
 static fst_code explain(const fst_driver_device *info, fst_status *status)
 {
     char reason[sizeof status->message];
@@ -96,7 +97,7 @@ static fst_code start(fst_gpu_device *device, int ordinal, fst_status *status)
     return fst_gpu_leave(device, mode, status);
 }
 
-/* Its place in the table, once there is a driver. */
+/* The entry of a device, once the driver is open. */
 static fst_gpu_device *find_device(int ordinal, fst_status *status)
 {
     if (ordinal < 0 || ordinal >= FST_GPU_DEVICES) {
@@ -163,7 +164,7 @@ void fst_gpu_unlock_host(int ordinal, void *memory)
     fst_status status = {0};
     const fst_gpu_device *device = fst_gpu_context_get(ordinal, &status);
     if (!device || fst_gpu_enter(device, &mode, &status))
-        return; /* the driver is gone already, as at the end of a program */
+        return; /* the driver has shut down already, as at the end of a program */
     fst_driver_unlock(memory);
     fst_gpu_leave(device, mode, &status);
 }

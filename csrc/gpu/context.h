@@ -1,4 +1,4 @@
-/* context.h - the devices in use: each has its primary context, its kernels and their grids. */
+/* context.h - the devices in use, each with its primary context, its kernels and their grids. */
 #ifndef FST_GPU_CONTEXT_H
 #define FST_GPU_CONTEXT_H
 
@@ -23,7 +23,7 @@ typedef enum {
     FST_KERNEL_COUNT,
 } fst_kernel;
 
-/* Kept until the process ends; what it has already is kept when the rest fails. */
+/* A device, kept until the process ends. Whatever was set up stays when the rest fails. */
 typedef struct {
     int ordinal;
     void *context, *module; /* NULL: not retained, not loaded yet */
@@ -32,34 +32,34 @@ typedef struct {
     int ready;
 } fst_gpu_device;
 
-/* What was asked of the driver since the process started. */
+/* Counts of calls since the process started. */
 typedef struct {
     uint64_t launches, uploads, uploaded_bytes;
 } fst_gpu_counts;
 
-/* Where the kernels are: a fatbin in a file, read when a device is first used, or in memory that
- * stays. Called before any device is used; the path is copied. */
+/* Set where the kernels are: a fatbin in a file, read when a device is first used, or in memory
+ * that stays. Must be called before any device is used. The path is copied. */
 fst_code fst_gpu_kernels_in_file(const char *path, fst_status *status);
 void fst_gpu_kernels_in_memory(const void *fatbin, size_t size);
 
-/* The device with this ordinal, with its kernels loaded; NULL if that cannot be, with the reason.
+/* The device with this ordinal, with its kernels loaded; NULL with the reason if that fails.
  * Another call tries again. Safe from any thread. */
 fst_gpu_device *fst_gpu_device_get(int ordinal, fst_status *status);
 
-/* The same with its context only: for what needs no kernels. */
+/* The same with its context only, for work without kernels. */
 fst_gpu_device *fst_gpu_context_get(int ordinal, fst_status *status);
 
-/* Page-locks whole pages of the host's memory, so that a device reads them while the host goes on;
- * unlocking may wait for the device. */
+/* Page-locks whole pages of the host's memory for a device to read. Unlocking may wait for the
+ * device. */
 fst_code fst_gpu_lock_host(int ordinal, void *memory, size_t size, fst_status *status);
 void fst_gpu_unlock_host(int ordinal, void *memory);
 
-/* Between the two the device's context is current for this thread; `mode` is theirs. An error that
- * `status` has already is kept. */
+/* Make the device's context current for this thread, and undo that; `mode` is theirs. An error
+ * that `status` has already is kept. */
 fst_code fst_gpu_enter(const fst_gpu_device *device, int *mode, fst_status *status);
 fst_code fst_gpu_leave(const fst_gpu_device *device, int mode, fst_status *status);
 
-/* Launches a kernel in as many of `blocks` blocks as run at a time, at least one. */
+/* Launches a kernel in at most `blocks` blocks, as many as run at a time, and at least one. */
 fst_code fst_gpu_launch(const fst_gpu_device *device, fst_kernel kernel, size_t blocks,
                         void *stream, void *args, fst_status *status);
 

@@ -1,4 +1,4 @@
-/* The only file that knows libcuda. */
+/* The CUDA driver. No other file knows libcuda. */
 #include "gpu/driver.h"
 
 #include <dlfcn.h>
@@ -6,7 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* cuda.h, as far as it is used. */
+/* The declarations of cuda.h that are used. */
 typedef int cu_result;
 enum {
     CU_OUT_OF_MEMORY = 2,
@@ -65,7 +65,8 @@ static int touched;  /* cuInit was called */
 static int watching; /* for forks */
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 
-/* In a child, which has no other thread: one that was opening the driver left that half done. */
+/* Runs in a forked child. The thread that was opening the driver may have left it half done, and
+ * does not exist here. */
 static void note_fork(void)
 {
     if (touched) {
@@ -146,7 +147,7 @@ fst_code fst_driver_open(fst_status *status)
     const int now = __atomic_load_n(&state, __ATOMIC_ACQUIRE);
     if (now == READY)
         return FST_OK;
-    if (now == FORKED) /* before the mutex: another thread may have held it at the fork */
+    if (now == FORKED) /* before the mutex, which another thread may have held at the fork */
         return fst_fail(status, FST_UNSUPPORTED,
                         "CUDA was initialized before this process was forked and cannot be used "
                         "in it: start the process by \"spawn\" or \"forkserver\"");
@@ -306,6 +307,6 @@ fst_code fst_driver_capture(int device, void *stream, uint64_t *capture, fst_sta
 {
     int capturing = 0;
     TRY(cuStreamGetCaptureInfo, stream, &capturing, capture);
-    *capture = capturing ? *capture : 0; /* a capture that is broken refuses what follows */
+    *capture = capturing ? *capture : 0; /* a broken capture refuses further work */
     return FST_OK;
 }

@@ -1,8 +1,9 @@
-/* driver.h - the CUDA driver: a library that is opened at first use, never at start-up.
+/* driver.h - the CUDA driver, a library that is opened at first use, never at start-up.
  *
- * Each function is one call of the driver whose error comes back with CUDA's own text, the call and
- * the device, which `device` is only there for. Contexts, streams, events, modules and functions
- * are the driver's handles. From fst_driver_load on, all need fst_driver_enter. */
+ * Each function is one call of the driver. Its error has CUDA's own text, the call and the
+ * device; the argument `device` is only for that. Contexts, streams, events, modules and
+ * functions are the driver's handles. From fst_driver_load on, all functions need
+ * fst_driver_enter. */
 #ifndef FST_GPU_DRIVER_H
 #define FST_GPU_DRIVER_H
 
@@ -18,19 +19,19 @@ typedef struct {
     int version;      /* of CUDA, that the driver supports: 1000 * major + 10 * minor */
 } fst_driver_device;
 
-/* Finds the driver and initializes it; after a fork, and where the driver lacks a function, this is
- * an error. Safe from any thread, and cheap once it has succeeded. */
+/* Opens and initializes the driver. Fails after a fork, and where the driver lacks a function.
+ * Safe from any thread, and cheap once it has succeeded. */
 fst_code fst_driver_open(fst_status *status);
 
 fst_code fst_driver_describe(int device, fst_driver_device *out, fst_status *status);
 
-/* The device's primary context, which torch uses too. It is never released: at exit the driver and
- * torch tidy up in any order. */
+/* Retains the device's primary context, which torch uses too. It is never released: at exit the
+ * driver and torch shut down in any order. */
 fst_code fst_driver_retain(int device, int handle, void **context, fst_status *status);
 
-/* Makes the context current for this thread, and allows what a stream capture would forbid: to take
- * memory and to ask for events. Everything is put back by fst_driver_leave, which keeps an error
- * that `status` has already. */
+/* Makes the context current for this thread, and permits calls that a stream capture forbids:
+ * allocating memory and querying events. fst_driver_leave undoes both and keeps an error that
+ * `status` has already. */
 fst_code fst_driver_enter(int device, void *context, int *mode, fst_status *status);
 fst_code fst_driver_leave(int device, int mode, fst_status *status);
 
@@ -38,7 +39,7 @@ fst_code fst_driver_load(int device, const void *image, void **module, fst_statu
 fst_code fst_driver_find(int device, void *module, const char *kernel, void **function,
                          fst_status *status);
 
-/* Blocks of a kernel that fit on a multiprocessor at once. */
+/* The number of blocks of a kernel that fit on a multiprocessor at once. */
 fst_code fst_driver_occupancy(int device, const char *kernel, void *function, int block,
                               int *blocks, fst_status *status);
 
@@ -51,7 +52,7 @@ void fst_driver_free(uint64_t memory);
 fst_code fst_driver_alloc_pinned(int device, size_t size, void **memory, fst_status *status);
 void fst_driver_free_pinned(void *memory);
 
-/* Page-locks whole pages of memory that somebody else took, for all devices. */
+/* Page-locks whole pages of memory for all devices. */
 fst_code fst_driver_lock(int device, void *memory, size_t size, fst_status *status);
 void fst_driver_unlock(void *memory);
 
@@ -64,7 +65,7 @@ fst_code fst_driver_record(int device, void *event, void *stream, fst_status *st
 fst_code fst_driver_wait(int device, void *stream, void *event, fst_status *status);
 fst_code fst_driver_passed(int device, void *event, int *passed, fst_status *status);
 
-/* Blocks until the event has passed: for what is about to be freed only. */
+/* Waits until the event has passed. Only for what is about to be freed. */
 void fst_driver_synchronize(void *event);
 
 /* *capture becomes the number of the capture that the stream is part of, or 0. */

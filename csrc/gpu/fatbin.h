@@ -1,4 +1,4 @@
-/* fatbin.h - the compiled kernels: a file beside the package, or bytes in memory. */
+/* fatbin.h - the compiled kernels, in a file beside the package or in memory. */
 #ifndef FST_GPU_FATBIN_H
 #define FST_GPU_FATBIN_H
 
@@ -20,8 +20,8 @@ typedef struct {
 fst_code fst_fatbin_in_file(fst_fatbin_source *source, const char *path, fst_status *status);
 void fst_fatbin_in_memory(fst_fatbin_source *source, const void *data, size_t size);
 
-/* Reads the file. What is not a whole fatbin is refused: the driver takes no size and would read
- * past the end. */
+/* Reads the file and refuses anything but a whole fatbin: the driver takes no size and would
+ * read past the end. */
 fst_code fst_fatbin_open(const fst_fatbin_source *source, fst_fatbin *out, fst_status *status);
 void fst_fatbin_close(fst_fatbin *fatbin);
 

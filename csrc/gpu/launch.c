@@ -2,9 +2,10 @@
 
 #include <stddef.h>
 
-enum { SPANS_PER_BLOCK = 32 }; /* that a block of `begin` folds: few, for they take long */
+/* Spans whose arguments a block of `begin` fills: few, as that takes long. */
+enum { SPANS_PER_BLOCK = 32 };
 
-/* How a pass that writes goes over the chunks: round after round. */
+/* In which order launches go over the chunks: a pass that writes goes round after round. */
 typedef enum {
     ALL_AT_ONCE,
     BY_ROUNDS,
@@ -33,11 +34,11 @@ static size_t blocks_of(fst_kernel kernel, const void *args, const fst_device_ta
     const fst_begin_launch *begin = args;
     if (kernel != FST_KERNEL_BEGIN)
         return view->chunk_count;
-    const size_t fold = (view->span_count + SPANS_PER_BLOCK - 1) / SPANS_PER_BLOCK;
-    return begin->measure && view->chunk_count > fold ? view->chunk_count : fold;
+    const size_t filling = (view->span_count + SPANS_PER_BLOCK - 1) / SPANS_PER_BLOCK;
+    return begin->measure && view->chunk_count > filling ? view->chunk_count : filling;
 }
 
-/* `view` is the part of `args` that says where the tables are. */
+/* Launches a kernel. `view` is the part of `args` with the tables' addresses. */
 static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, fst_device_tables *view,
                     order how, fst_status *status)
 {
@@ -58,7 +59,7 @@ static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, fst_d
     else
         launch_rounds(tables, kernel, args, view, how == BY_ROUNDS_AT_LEAST_ONE, status);
     if (!status->code && !captured && kernel != FST_KERNEL_BEGIN) /* an update follows that one */
-        fst_gpu_tables_record(tables, status);
+        fst_gpu_tables_mark_end(tables, status);
     return fst_gpu_leave(device, mode, status);
 }
 

@@ -1,7 +1,7 @@
-/* launch.h - passes of a CUDA device: each is one launch on the stream that the tables were set
- * for, or one per round where it writes. Nothing waits for the device.
+/* launch.h - the passes on a CUDA device. Each is one launch on the stream that the tables were set
+ * for, or one per round if it writes. None waits for the device.
  *
- * The caller describes a launch (base/device.h); its tables are filled in here. */
+ * The caller fills in a launch struct (base/device.h) except for its tables. */
 #ifndef FST_GPU_LAUNCH_H
 #define FST_GPU_LAUNCH_H
 

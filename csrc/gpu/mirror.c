@@ -19,7 +19,7 @@ static const size_t sizes[FST_SECTION_COUNT] = {
 _Static_assert(sizeof(fst_device_operand) == SMALL && sizeof(fst_device_chunk) == SMALL,
                "compared as two words");
 
-/* Makes room. What a section held is filled in again, so it is not moved along. */
+/* Makes room. Old contents need not be moved, as every section is filled again. */
 static fst_code reserve(fst_gpu_mirror *mirror, const size_t *needed, int *moved,
                         fst_status *status)
 {
@@ -107,7 +107,8 @@ static fst_code put_layout(fst_gpu_mirror *mirror, size_t index, const fst_layou
     return FST_OK;
 }
 
-/* *layouts becomes the number of layouts, which may be more than there was room for. */
+/* Fills in the operands. *layouts becomes the number of layouts, which may be more than there is
+ * room for. */
 static fst_code put_operands(fst_gpu_mirror *mirror, const fst_work *work, size_t *layouts,
                              fst_status *status)
 {
@@ -142,7 +143,7 @@ static void put_chunks(fst_gpu_mirror *mirror, const fst_work *work)
     mirror->serial = work->serial;
 }
 
-/* Of operands that are known but for the gradients' addresses. */
+/* Fills in the gradients' addresses; the rest of the operands is known. */
 static void put_gradients(fst_gpu_mirror *mirror, const fst_work *work)
 {
     const size_t first = mirror->offset[FST_SECTION_OPERANDS];

@@ -1,5 +1,5 @@
-/* mirror.h - the tables as the device's memory will hold them: one block of memory in sections, and
- * which bytes of it the device does not hold yet. Knows nothing of the driver. */
+/* mirror.h - a copy of the device's tables in the host's memory, in sections of one allocation,
+ * with the range of bytes that the device does not have yet. Calls no driver. */
 #ifndef FST_GPU_MIRROR_H
 #define FST_GPU_MIRROR_H
 
@@ -8,17 +8,17 @@
 #include "base/work.h"
 
 /* What an update reads besides the work. A pass over a list of tensors has neither spans nor
- * groups. The structs are compared as bytes: what is reserved in them must be 0. */
+ * groups. Structs are compared as bytes, so their reserved fields must be 0. */
 typedef struct {
     const fst_device_span *spans; /* those of the work, and after them those that only count */
     const fst_device_group *groups;
     size_t span_count, group_count;
-    /* What was filled in under the same number is not compared again; 0: unknown. */
+    /* Contents with the same number are not compared again; 0: unknown. */
     uint64_t bound; /* of the spans, the number of groups, and the operands of an update */
     uint64_t moved; /* of where the gradients among those operands lie */
 } fst_gpu_rules;
 
-/* What changes from step to step lies together: hyper-parameters and addresses. */
+/* Sections. Those that change from step to step come first: hyper-parameters and addresses. */
 enum {
     FST_SECTION_OUTCOME,
     FST_SECTION_SPANS,
@@ -42,8 +42,8 @@ typedef struct {
     uint32_t span_count, width, chunk_count;
 } fst_gpu_mirror;
 
-/* Takes over the work. *moved becomes 1 if sections had to move: the device's memory is then of no
- * use any more. An error leaves a mirror that another call may fill. */
+/* Fills the mirror from the work. *moved becomes 1 if sections had to move, which makes the
+ * device's memory useless. After an error another call may fill the mirror. */
 fst_code fst_gpu_mirror_fill(fst_gpu_mirror *mirror, const fst_work *work,
                              const fst_gpu_rules *rules, int *moved, fst_status *status);
 
@@ -54,7 +54,7 @@ size_t fst_gpu_mirror_total(const fst_gpu_mirror *mirror);
 /* Whether the device holds all of it. */
 int fst_gpu_mirror_is_current(const fst_gpu_mirror *mirror);
 
-/* Forgets what changed, or says that all of it did. */
+/* Mark all of it as uploaded, or all of it as not. */
 void fst_gpu_mirror_uploaded(fst_gpu_mirror *mirror);
 void fst_gpu_mirror_lost(fst_gpu_mirror *mirror);
 

@@ -9,8 +9,8 @@ enum { LEAST = 4096 };
 
 static fst_code insert(fst_gpu_ring *ring, const fst_gpu_device *device, fst_status *status)
 {
-    fst_gpu_slot *slots = realloc(ring->slots, (ring->count + 1) * sizeof *slots);
-    fst_gpu_slot added = {.state = FST_SLOT_FREE};
+    fst_ring_slot *slots = realloc(ring->slots, (ring->count + 1) * sizeof *slots);
+    fst_ring_slot added = {.state = FST_RING_FREE};
     if (!slots)
         return fst_fail(status, FST_NO_MEMORY, "no memory for %zu uploads", ring->count + 1);
     ring->slots = slots;
@@ -23,27 +23,27 @@ static fst_code insert(fst_gpu_ring *ring, const fst_gpu_device *device, fst_sta
     return FST_OK;
 }
 
-/* Makes ring->slots[ring->next] one that is free. */
+/* Finds or inserts a free slot at ring->next. */
 static fst_code find_free(fst_gpu_ring *ring, const fst_gpu_device *device, fst_status *status)
 {
     for (size_t left = ring->count; left > 0; left--) {
-        fst_gpu_slot *slot = &ring->slots[ring->next];
-        if (slot->state == FST_SLOT_COPYING) {
+        fst_ring_slot *slot = &ring->slots[ring->next];
+        if (slot->state == FST_RING_COPYING) {
             int passed = 0;
             if (fst_driver_passed(device->ordinal, slot->event, &passed, status))
                 return status->code;
             if (!passed)
                 break; /* the others were filled later */
-            slot->state = FST_SLOT_FREE;
+            slot->state = FST_RING_FREE;
         }
-        if (slot->state == FST_SLOT_FREE)
+        if (slot->state == FST_RING_FREE)
             return FST_OK;
         ring->next = (ring->next + 1) % ring->count;
     }
     return insert(ring, device, status);
 }
 
-static fst_code reserve(fst_gpu_slot *slot, const fst_gpu_device *device, size_t size,
+static fst_code reserve(fst_ring_slot *slot, const fst_gpu_device *device, size_t size,
                         fst_status *status)
 {
     size_t capacity = LEAST;
@@ -66,16 +66,16 @@ fst_code fst_gpu_ring_upload(fst_gpu_ring *ring, const fst_gpu_device *device, u
 {
     if (find_free(ring, device, status))
         return status->code;
-    fst_gpu_slot *slot = &ring->slots[ring->next];
+    fst_ring_slot *slot = &ring->slots[ring->next];
     if (reserve(slot, device, size, status))
         return status->code;
     memcpy(slot->memory, from, size);
     if (fst_gpu_upload(device, to, slot->memory, size, stream, status))
         return status->code;
     ring->next = (ring->next + 1) % ring->count;
-    slot->state = FST_SLOT_LOST;
+    slot->state = FST_RING_LOST;
     if (!fst_driver_record(device->ordinal, slot->event, stream, status))
-        slot->state = FST_SLOT_COPYING;
+        slot->state = FST_RING_COPYING;
     return status->code;
 }
 

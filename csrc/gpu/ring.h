@@ -1,25 +1,25 @@
-/* ring.h - pinned host memory for uploads. A slot is used again only after the event recorded
- * behind its copy has passed; where the next one is still in use the ring grows, it never waits. */
+/* ring.h - a ring of pinned host memory for uploads. A slot is reused after the event behind its
+ * copy has passed. Where the next slot is still in use the ring grows; it never waits. */
 #ifndef FST_GPU_RING_H
 #define FST_GPU_RING_H
 
 #include "gpu/context.h"
 
 typedef enum {
-    FST_SLOT_FREE,
-    FST_SLOT_COPYING,
-    FST_SLOT_LOST, /* its event could not be recorded: nobody knows when it is free */
-} fst_slot_state;
+    FST_RING_FREE,
+    FST_RING_COPYING,
+    FST_RING_LOST, /* its event could not be recorded: nobody knows when it is free */
+} fst_ring_slot_state;
 
 typedef struct {
     void *memory;
     void *event;
     size_t capacity;
-    fst_slot_state state;
-} fst_gpu_slot;
+    fst_ring_slot_state state;
+} fst_ring_slot;
 
 typedef struct {
-    fst_gpu_slot *slots; /* from the oldest copy to the newest, beginning at `next` */
+    fst_ring_slot *slots; /* from the oldest copy to the newest, beginning at `next` */
     size_t count, next;
 } fst_gpu_ring;
 

@@ -5,7 +5,8 @@
 
 #include "gpu/driver.h"
 
-#define PER_THREAD_STREAM ((void *)2) /* of every thread another one, under the same handle */
+/* CUDA's handle of the per-thread default stream: another stream in each thread. */
+#define PER_THREAD_STREAM ((void *)2)
 
 static fst_code new_event(fst_gpu_tables *tables, fst_status *status)
 {
@@ -69,8 +70,8 @@ void fst_gpu_tables_free(fst_gpu_tables *tables)
     free(tables);
 }
 
-/* Takes memory for the tables, and pinned memory for a copy of them if asked. Both stay until the
- * tables are freed: launches and graphs may read them. */
+/* Allocates memory for the tables, and pinned memory for a copy of them if asked. Both stay
+ * until the tables are freed, as launches and graphs may read them. */
 static fst_gpu_kept *take(fst_gpu_tables *tables, const fst_gpu_mirror *mirror, int pinned,
                           fst_status *status)
 {
@@ -94,13 +95,13 @@ static fst_gpu_kept *take(fst_gpu_tables *tables, const fst_gpu_mirror *mirror, 
     return kept;
 }
 
-/* Orders what follows behind all earlier work of these tables, where that ran on another stream. */
+/* Makes the stream wait for all earlier work of these tables on another stream. */
 static fst_code follow(fst_gpu_tables *tables, void *stream, fst_status *status)
 {
     const int device = tables->device->ordinal;
     const int moved = tables->used && (tables->stream != stream || stream == PER_THREAD_STREAM);
     if (moved) {
-        if (tables->unrecorded && fst_gpu_tables_record(tables, status))
+        if (tables->unrecorded && fst_gpu_tables_mark_end(tables, status))
             return status->code;
         if (fst_driver_wait(device, stream, tables->done, status))
             return status->code;
@@ -134,8 +135,8 @@ static fst_code upload(fst_gpu_tables *tables, int moved, fst_status *status)
     return FST_OK;
 }
 
-/* The copy becomes a part of the graph and reads the pinned memory at every replay. Passes of one
- * capture share the tables while nothing changes, and with them the outcome. */
+/* Uploads as a part of a capture: the graph reads the pinned memory at every replay. Passes of
+ * one capture share the tables, and so the outcome, while nothing changes. */
 static fst_code upload_captured(fst_gpu_tables *tables, uint64_t capture, void *stream,
                                 fst_status *status)
 {
@@ -192,7 +193,7 @@ fst_code fst_gpu_tables_set(fst_gpu_tables *tables, const fst_work *work,
     return status->code;
 }
 
-fst_code fst_gpu_tables_record(fst_gpu_tables *tables, fst_status *status)
+fst_code fst_gpu_tables_mark_end(fst_gpu_tables *tables, fst_status *status)
 {
     if (!fst_driver_record(tables->device->ordinal, tables->done, tables->stream, status))
         tables->unrecorded = 0;

@@ -1,10 +1,9 @@
 /* tables.h - a plan's tables in a device's memory (base/device.h), kept from step to step.
  *
- * Every step describes all of its work; what differs from what the device holds is uploaded, in one
- * copy on the stream of the step. While a stream is captured into a graph the tables get memory of
- * their own that nothing writes again but the graph itself, so the graph stays right whatever later
- * steps do; it needs the tables it was captured with, so it must not be replayed after they are
- * freed. */
+ * Every step describes all of its work. What differs from the device's tables is uploaded, in
+ * one copy on the step's stream. During a capture the tables get memory of their own that only
+ * the graph writes, so later steps do not disturb the graph. The graph needs that memory: it
+ * must not be replayed after the tables are freed. */
 #ifndef FST_GPU_TABLES_H
 #define FST_GPU_TABLES_H
 
@@ -12,10 +11,10 @@
 #include "gpu/mirror.h"
 #include "gpu/ring.h"
 
-/* Tables in a device's memory; those of a capture were uploaded as a part of it. */
+/* A copy of the tables in the device's memory. That of a capture was uploaded as a part of it. */
 typedef struct {
     fst_gpu_mirror mirror;
-    uint64_t memory; /* 0: none that is right */
+    uint64_t memory; /* 0: no valid copy */
     uint64_t capture;
 } fst_gpu_copy;
 
@@ -44,16 +43,16 @@ typedef struct {
 /* Empty tables on a device, or NULL. */
 fst_gpu_tables *fst_gpu_tables_new(int device, fst_status *status);
 
-/* Also where the driver has shut down already, and in a forked child. */
+/* Frees the tables. May be called after the driver has shut down, and in a forked child. */
 void fst_gpu_tables_free(fst_gpu_tables *tables);
 
-/* Brings the tables up to date for the passes that follow, which run on `stream` and read `work`
- * until the next call. `rules` may be NULL. If it fails the next call begins anew. */
+/* Brings the tables up to date for the passes that follow, which run on `stream`. `work` must
+ * stay valid until the next call; `rules` may be NULL. After an error the next call starts anew. */
 fst_code fst_gpu_tables_set(fst_gpu_tables *tables, const fst_work *work,
                             const fst_gpu_rules *rules, void *stream, fst_status *status);
 
-/* Marks the end of what ran on tables->stream: another stream waits for it. Within fst_gpu_enter.
- */
-fst_code fst_gpu_tables_record(fst_gpu_tables *tables, fst_status *status);
+/* Marks the end of the work on tables->stream, for other streams to wait for. Within
+ * fst_gpu_enter. */
+fst_code fst_gpu_tables_mark_end(fst_gpu_tables *tables, fst_status *status);
 
 #endif

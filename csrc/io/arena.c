@@ -13,7 +13,7 @@
 
 #define LEAST_RESERVE ((size_t)1 << 26)
 
-/* Address space, not memory: twice what the machine has, or less where that is limited. */
+/* The size of the address space: twice the machine's memory, or less where that is limited. */
 static size_t wanted_reserve(void)
 {
     const long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
@@ -116,7 +116,7 @@ size_t fst_arena_made(const fst_arena *arena)
     return atomic_load(&arena->header->made);
 }
 
-/* Lets the owner of a block free it, or give its memory back where enough is free. */
+/* Frees a block for its owner, or gives its memory back to the system if enough is free. */
 static void set_free(fst_arena *arena, block_entry *entry)
 {
     arena_header *header = arena->header;
@@ -170,7 +170,7 @@ fst_code fst_arena_hold(fst_arena *arena, size_t block, size_t size, fst_status 
     return FST_OK;
 }
 
-void fst_arena_release(fst_arena *arena, size_t block)
+void fst_arena_end_hold(fst_arena *arena, size_t block)
 {
     if (atomic_fetch_sub(&arena->uses[block], 1) == 1)
         set_free(arena, &arena->header->blocks[block]);

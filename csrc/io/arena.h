@@ -1,8 +1,9 @@
-/* arena.h - memory that processes share: workers fill blocks of it, the main process reads them.
+/* arena.h - shared memory: workers fill blocks of it, and the main process reads them.
  *
- * An anonymous file, mapped once, for as many blocks as are alive. Who owns a block is said by one
- * word in the memory itself, so taking one and giving it back costs no system call and no lock, and
- * what a killed worker owned can be found. Nothing has a name: nothing is left behind. */
+ * The arena is an anonymous file, mapped once, for as many blocks as are alive. One word in the
+ * memory itself says who owns a block. So taking a block and giving it back needs no system call
+ * and no lock, and the blocks of a killed worker can be found. The file has no name, so nothing
+ * is left behind. */
 #ifndef FST_IO_ARENA_H
 #define FST_IO_ARENA_H
 
@@ -22,51 +23,51 @@ typedef struct {
     size_t backed;                  /* bytes of all but those that are gone */
 } fst_arena_counts;
 
-/* The first process makes the arena, and others attach to its file, which is closed where that
- * fails; forked ones have it already. */
+/* Make an arena; or attach to the file of one in another process, which is closed on failure.
+ * Forked processes have the arena already. */
 fst_arena *fst_arena_new(fst_status *status);
 fst_arena *fst_arena_attach(int file, size_t reserve, fst_status *status);
 
-/* An arena and each export of its memory has a reference; the last one unmaps it. */
+/* Count references: one for the arena and one for each export of its memory. The last one unmaps
+ * it. */
 void fst_arena_keep(fst_arena *arena);
 void fst_arena_drop(fst_arena *arena);
 
 int fst_arena_file(const fst_arena *arena);
 size_t fst_arena_reserve(const fst_arena *arena);
 
-/* A block of at least `size` bytes, now taken. Never waits: makes a new one if none is free. */
+/* Takes a block of at least `size` bytes, and makes one if none is free. Never waits. */
 fst_code fst_arena_take(fst_arena *arena, size_t size, size_t *block, fst_status *status);
 
 /* Gives a taken block back unused. */
 void fst_arena_give_back(fst_arena *arena, size_t block);
 
-/* In a worker: a tensor is made over a taken block. If it is gone before the block is sent, the
- * block is given back. Sending fails (returns 0) if the tensor still lives after fst_arena_send:
- * somebody kept it, and may write to it. */
+/* In a worker, for a tensor over a taken block. If the tensor is gone before fst_arena_send, the
+ * block is given back. fst_arena_sent returns 0, and sending has failed, if the tensor still
+ * lives: somebody kept it and may write to it. */
 void fst_arena_lend(fst_arena *arena, size_t block);
 void fst_arena_end_loan(fst_arena *arena, size_t block);
 void fst_arena_send(fst_arena *arena, size_t block);
 int fst_arena_sent(fst_arena *arena, size_t block);
 
-/* In the main process: what a worker took is now held, until it is released as often as it was held
- * and pinned. */
+/* In the main process: hold a block that a worker took. The block is free when all holds and
+ * pins have ended. */
 fst_code fst_arena_hold(fst_arena *arena, size_t block, size_t size, fst_status *status);
-void fst_arena_release(fst_arena *arena, size_t block);
+void fst_arena_end_hold(fst_arena *arena, size_t block);
 
-/* Keeps a held block from being used again: a process is about to be forked that will see it.
- * Returns 0 if it is not held. */
+/* Keeps a held block from being reused: a process that sees it is about to be forked. Returns 0
+ * if the block is not held. */
 int fst_arena_pin(fst_arena *arena, size_t block);
 
-/* Frees what is taken; only when no worker lives. Returns how many blocks that were. */
+/* Frees all taken blocks, once no worker lives. Returns their number. */
 size_t fst_arena_sweep(fst_arena *arena);
 
 void *fst_arena_data(const fst_arena *arena, size_t block);
 size_t fst_arena_made(const fst_arena *arena); /* blocks so far: their numbers are below it */
 fst_arena_counts fst_arena_counted(const fst_arena *arena);
 
-/* Lets malloc keep memory that is freed, as far as glibc's does by itself after a while: the
- * samples of a batch are freed together, and the system would clear the same pages for the next
- * ones. */
+/* Lets malloc keep freed memory from the start, as glibc does after a while. The samples of a
+ * batch are freed together, and the system would clear the same pages for the next ones. */
 void fst_keep_freed_memory(void);
 
 #endif

@@ -12,7 +12,8 @@ void fst_arena_keep_locked(int keep)
     atomic_store(&keep_locked, keep);
 }
 
-/* No child gets the second mapping: what is locked is its parent's. */
+/* Maps the file a second time. A child does not inherit the mapping, as the locks belong to its
+ * parent. */
 static fst_code map_again(fst_arena *arena, fst_status *status)
 {
     if (arena->again)
@@ -50,7 +51,7 @@ fst_code fst_arena_prepare_locks(fst_arena *arena, fst_arena_locker locker, fst_
     return status->code;
 }
 
-/* The held block that begins at the address. */
+/* Finds the held block that begins at an address. Returns whether it has `size` bytes. */
 static int find(const fst_arena *arena, const void *address, size_t size, size_t *block)
 {
     const size_t made = fst_arena_made(arena);
@@ -72,7 +73,7 @@ static size_t most_locked(const fst_arena *arena)
     return free_limit(arena->header) + 2 * arena->most_in_use;
 }
 
-/* Locks a held block unless it is. */
+/* Page-locks a held block that is not locked yet. */
 static fst_code lock_block(fst_arena *arena, block_entry *entry, void **locked, fst_status *status)
 {
     char *at = (char *)arena->again + entry->offset;
@@ -107,7 +108,7 @@ fst_code fst_arena_lock(fst_arena *arena, const void *address, size_t size, size
     lock_block(arena, &arena->header->blocks[*block], locked, status);
     pthread_mutex_unlock(&arena->locking);
     if (!*locked)
-        fst_arena_release(arena, *block);
+        fst_arena_end_hold(arena, *block);
     return status->code;
 }
 
@@ -116,7 +117,7 @@ void fst_arena_end_lock(fst_arena *arena, size_t block)
     pthread_mutex_lock(&arena->locking);
     arena->in_use -= arena->header->blocks[block].capacity;
     pthread_mutex_unlock(&arena->locking);
-    fst_arena_release(arena, block);
+    fst_arena_end_hold(arena, block);
 }
 
 void fst_arena_unlock(fst_arena *arena)

@@ -1,5 +1,5 @@
-/* arena_parts.h - what the files of the arena share: how it lies in its file, and who owns a block.
- */
+/* arena_parts.h - the layout of the arena's file and the states of a block, for the arena's
+ * files. */
 #ifndef FST_IO_ARENA_PARTS_H
 #define FST_IO_ARENA_PARTS_H
 
@@ -12,7 +12,7 @@
 
 enum { SLACK = 1 << 20 }; /* bytes that may always be free */
 
-/* Who owns a block. Only its owner moves it on; FREE and GONE belong to who takes them first. */
+/* Who owns a block. Only the owner changes the state, but anyone may take a FREE or GONE block. */
 typedef enum { UNMADE, FREE, GONE, TAKEN, HELD } block_state;
 
 /* In a worker: whether a tensor is over a block that it took. */
@@ -44,15 +44,15 @@ struct fst_arena {
     /* of this process: */
     _Atomic uint32_t uses[FST_ARENA_BLOCKS]; /* exports and pins of held blocks */
     _Atomic uint32_t loans[FST_ARENA_BLOCKS];
-    uint32_t seen[FST_ARENA_BLOCKS]; /* the life whose pages are mapped here */
+    uint32_t seen[FST_ARENA_BLOCKS]; /* the value of `lives` for which the pages are mapped here */
     /* of arena_lock.c: */
     pthread_mutex_t locking;
     void *again; /* the second mapping, and the process that has it */
     pid_t again_of;
-    atomic_int locks; /* the locker is there, and works */
+    atomic_int locks; /* the locker is set and works */
     fst_arena_locker locker;
     size_t locked_bytes;
-    int refused;                /* a block: no other one is tried */
+    int refused;                /* locking a block failed: no other one is tried */
     size_t in_use, most_in_use; /* bytes of blocks that a device reads */
 };
 
@@ -61,13 +61,13 @@ static inline size_t round_up(size_t size, size_t unit)
     return (size + unit - 1) / unit * unit;
 }
 
-/* How many bytes may be free: as many as two sets of batches on their way need. */
+/* The limit for free bytes: what two sets of batches on their way need. */
 static inline size_t free_limit(const arena_header *header)
 {
     return 2 * atomic_load(&header->most_taken) + SLACK;
 }
 
-/* Bytes that the system may have back once a block is free. */
+/* Bytes that the system may get back once the block is free. */
 static inline size_t given_back(const block_entry *entry)
 {
     return atomic_load(&entry->locked) ? 0 : entry->capacity;
@@ -84,7 +84,7 @@ static inline int move(block_entry *entry, block_state from, block_state to)
     return atomic_compare_exchange_strong(&entry->state, &expected, (uint32_t)to);
 }
 
-/* The counts are advice: after a kill they may be off, and must not wrap. */
+/* Subtracts from a count. Counts may be off after a kill, and must not wrap around. */
 static inline void count_down(_Atomic size_t *count, size_t amount)
 {
     size_t now = atomic_load(count);
@@ -92,21 +92,23 @@ static inline void count_down(_Atomic size_t *count, size_t amount)
         ;
 }
 
-/* Memory for a part of the file; else using it would be a bus error. Returns an errno. */
+/* Allocates memory for a part of the file; without it, an access is a bus error. Returns an
+ * errno. */
 int fst_arena_allocate(int file, size_t offset, size_t size);
 
 /* Bytes of a page. */
 size_t fst_arena_page(void);
 
-/* Lets go of what is locked, before the arena goes. */
+/* Unlocks all blocks, before the arena is freed. */
 void fst_arena_unlock(fst_arena *arena);
 
-/* Gives the memory of a block back, not its place in the file; 0, or an error. */
+/* Gives the memory of a block back to the system; its place in the file stays. Returns 0, or an
+ * error. */
 int fst_arena_punch(const fst_arena *arena, const block_entry *entry);
 
-/* Maps a block's pages into a worker, which will fill it, with one call, not one fault per page.
- * Who holds a batch has them mapped as it looks at them, sixteen at a time: to map 32 MB before a
- * batch is delivered takes 15 ms. */
+/* Maps a block's pages into a worker that will fill it, by one call instead of one fault per
+ * page. The main process maps them on access, sixteen at a time: mapping 32 MB before a batch is
+ * delivered takes 15 ms. */
 void fst_arena_see(fst_arena *arena, size_t block);
 
 fst_code fst_arena_no_memory(fst_status *status, const char *what, int error);

@@ -1,7 +1,7 @@
-/* Who gets a block: the best that is free, or a new one. */
+/* Finds a block: the best free one, or a new one. */
 #include "io/arena_parts.h"
 
-enum { WASTE = 4 }; /* a block may be so many times as large as what is in it */
+enum { WASTE = 4 }; /* a block may be up to so many times as large as its contents */
 
 static void count_taken(arena_header *header, size_t capacity)
 {
@@ -11,8 +11,8 @@ static void count_taken(arena_header *header, size_t capacity)
         ;
 }
 
-/* Of two that fit one that is page-locked, as what is copied from there need not be copied before;
- * then the smaller; of equals one whose memory is there, and best in this process. */
+/* Whether a fitting block is better than another: a page-locked one first, as it saves a copy;
+ * then the smaller one; then one whose memory is there, best in this process. */
 static int is_better(const fst_arena *arena, size_t block, size_t than)
 {
     const block_entry *one = &arena->header->blocks[block], *other = &arena->header->blocks[than];
@@ -28,7 +28,7 @@ static int is_better(const fst_arena *arena, size_t block, size_t than)
            arena->seen[than] != atomic_load(&other->lives);
 }
 
-/* Takes the best block that nobody has, or none. A block that is GONE has no memory yet. */
+/* Takes the best block without an owner, if any. A GONE block has no memory yet. */
 static block_entry *take_made(fst_arena *arena, size_t size, block_state *was)
 {
     arena_header *header = arena->header;
@@ -56,8 +56,8 @@ static block_entry *take_made(fst_arena *arena, size_t size, block_state *was)
     }
 }
 
-/* Gives memory of free blocks back, the one used longest ago first, until `size` bytes more are no
- * surplus. */
+/* Gives memory of free blocks back to the system, least recently used first, until `size` bytes
+ * more stay within the limit. */
 static void make_room(fst_arena *arena, size_t size)
 {
     arena_header *header = arena->header;
@@ -84,7 +84,7 @@ static void make_room(fst_arena *arena, size_t size)
     }
 }
 
-/* Sizes are rounded up by at most an eighth, so that other sizes find a use for the block. */
+/* Rounds a size up by at most an eighth, so that the block fits other sizes too. */
 static size_t capacity_for(size_t size)
 {
     size_t unit = fst_arena_page();
@@ -99,7 +99,7 @@ static block_entry *no_addresses(size_t size, fst_status *status)
     return NULL;
 }
 
-/* A place in the file, without memory. */
+/* Makes a block: a place in the file, without memory. */
 static block_entry *make(fst_arena *arena, size_t size, fst_status *status)
 {
     arena_header *header = arena->header;

@@ -4,23 +4,24 @@
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
-#include <time.h>
 
 #include "base/stream.h"
+#include "io/clock.h"
 
 enum {
-    PIECE_BYTES = 1 << 17, /* of a batch that is filled without looking up */
+    PIECE_BYTES = 1 << 17, /* piece of a batch: bytes that a thread fills at a time */
     WAKE_BYTES = 1 << 18,  /* waking a thread costs as much as copying so many bytes */
-    SLOW_NS = 50000,       /* on top of 1 ns per byte: rows that took longer were waited for */
-    SLOW_BATCHES = 64,     /* that the threads fill after one that was waited for */
+    SLOW_NS = 50000, /* rows that took this much longer than 1 ns per byte were waited for, as those
+                        of a file */
+    SLOW_BATCHES = 64, /* after such rows, so many small batches are filled by the threads */
 };
 
 typedef struct batch {
     struct batch *next;
     uint64_t number;
-    size_t rows, taken, done; /* all rows; those some thread works or worked on; those filled */
-    int left;                 /* to the one who waits: the threads do not begin with it */
-    int placed;               /* has memory: that is found when its first rows are copied */
+    size_t rows, taken, done; /* rows in all, taken by some thread, and filled */
+    int left;                 /* left to the consumer: the threads do not start it */
+    int placed;               /* memory was found for it */
     fst_place *places;
     char **outputs;
     fst_slot *slots[]; /* one per field */
@@ -38,7 +39,7 @@ struct fst_crew {
     pthread_mutex_t lock; /* for what follows */
     pthread_cond_t work, finished;
     batch *oldest, *newest;
-    batch *open; /* the oldest for the threads with rows that nobody has taken */
+    batch *open; /* the oldest batch for the threads with rows that nobody has taken */
     size_t queued;
     uint64_t added;
     int closing;
@@ -85,13 +86,6 @@ fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads
     return crew;
 }
 
-static int64_t now_ns(void)
-{
-    struct timespec time;
-    clock_gettime(CLOCK_MONOTONIC, &time);
-    return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
-}
-
 static batch *for_threads(batch *b)
 {
     while (b && b->left)
@@ -108,9 +102,9 @@ static void give_slots_back(const fst_table *table, batch *b)
     }
 }
 
-/* Finds memory for a batch, with the lock held: when its first rows are copied, so that a consumer
- * who waits gets the slots of the last two or three batches again and again, not one more for each
- * batch that is asked for ahead. */
+/* Finds memory for a batch when its first rows are copied, with the lock held. A consumer who
+ * waits then gets the slots of the last two or three batches again, not one more for each batch
+ * queued. */
 static fst_code place(const fst_crew *crew, batch *b, fst_status *status)
 {
     for (size_t f = 0; f < crew->table->field_count; f++) {
@@ -125,7 +119,7 @@ static fst_code place(const fst_crew *crew, batch *b, fst_status *status)
     return FST_OK;
 }
 
-/* Fills the next rows of a batch; the lock is held before and after, but not meanwhile. */
+/* Fills the next piece of a batch. Releases the lock meanwhile. */
 static void fill_piece(fst_crew *crew, batch *b)
 {
     const size_t begin = b->taken, left = b->rows - begin;
@@ -134,10 +128,10 @@ static void fill_piece(fst_crew *crew, batch *b)
     if (end == b->rows && crew->open == b)
         crew->open = for_threads(b->next);
     pthread_mutex_unlock(&crew->lock);
-    const int64_t start = crew->may_wait ? now_ns() : 0;
+    const int64_t start = crew->may_wait ? fst_now_ns() : 0;
     fst_table_copy(crew->table, b->places, begin, end, b->outputs,
                    b->rows * crew->row_bytes >= FST_STREAM_BYTES);
-    const int64_t spent = crew->may_wait ? now_ns() - start : 0;
+    const int64_t spent = crew->may_wait ? fst_now_ns() - start : 0;
     pthread_mutex_lock(&crew->lock);
     if (spent > SLOW_NS + (int64_t)((end - begin) * crew->row_bytes))
         crew->slow = SLOW_BATCHES;
@@ -146,7 +140,8 @@ static void fill_piece(fst_crew *crew, batch *b)
         pthread_cond_broadcast(&crew->finished);
 }
 
-/* A piece of the oldest batch for the threads. If there is no memory the one who waits will see. */
+/* Fills a piece of the oldest batch for the threads. Without memory the batch is left to the
+ * consumer, who reports it. */
 static void help(fst_crew *crew)
 {
     batch *b = crew->open;
@@ -171,7 +166,7 @@ static void *work(void *argument)
     return NULL;
 }
 
-/* A thread that cannot be had is no error: the one who waits works too. */
+/* Starts the threads. One that cannot be created is no error: the consumer works too. */
 static void start_threads(fst_crew *crew)
 {
     sigset_t all, before;
@@ -196,7 +191,7 @@ static void free_batch(const fst_table *table, batch *b)
     free(b);
 }
 
-/* A batch with memory for the places of its samples. */
+/* Allocates a batch with room for the places of its samples. */
 static batch *new_batch(const fst_crew *crew, size_t rows, fst_status *status)
 {
     const fst_table *table = crew->table;
@@ -212,7 +207,7 @@ static batch *new_batch(const fst_crew *crew, size_t rows, fst_status *status)
     return b;
 }
 
-/* Whether the threads fill a batch ahead; if not it is filled when it is waited for. */
+/* Whether the threads fill a batch ahead. Otherwise it is filled when it is waited for. */
 static int is_for_threads(fst_crew *crew, size_t rows)
 {
     if (rows * crew->row_bytes >= WAKE_BYTES)
@@ -267,23 +262,12 @@ fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, char
     return FST_OK;
 }
 
-static struct timespec after(int milliseconds)
-{
-    const int64_t time = now_ns() + (int64_t)milliseconds * 1000000;
-    return (struct timespec){.tv_sec = time / 1000000000, .tv_nsec = time % 1000000000};
-}
-
-static int is_past(const struct timespec *time)
-{
-    return now_ns() >= (int64_t)time->tv_sec * 1000000000 + time->tv_nsec;
-}
-
 fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *status)
 {
     *done = 0;
     if (crew->forks != fst_forks())
         return wrong_process(status);
-    const struct timespec deadline = after(milliseconds);
+    const struct timespec deadline = fst_time_after(milliseconds);
     batch *b = crew->oldest; /* as fst_crew_queued */
     if (!b)
         return fst_fail(status, FST_BAD_VALUE, "no batch was asked for");
@@ -293,7 +277,7 @@ fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *
             fill_piece(crew, b);
         else
             pthread_cond_timedwait(&crew->finished, &crew->lock, &deadline);
-        if (is_past(&deadline))
+        if (fst_time_is_past(&deadline))
             break;
     }
     *done = b->done == b->rows;
@@ -332,7 +316,7 @@ size_t fst_crew_queued(const fst_crew *crew)
 void fst_crew_free(fst_crew *crew)
 {
     if (crew->forks != fst_forks())
-        return; /* its lock may be held by a thread that is not there */
+        return; /* a thread that does not exist here may hold the lock */
     pthread_mutex_lock(&crew->lock);
     crew->closing = 1;
     pthread_cond_broadcast(&crew->work);

@@ -21,8 +21,8 @@ void fst_shuffle_init(fst_shuffle *shuffle, uint64_t length, uint64_t seed, uint
         shuffle->keys[r] = mix(state += UINT64_C(0x9E3779B97F4A7C15));
 }
 
-/* One pass through the network. The halves may differ by a bit; after an even number of rounds
- * each is of its own size again. */
+/* Sends a number through the network once. The halves may differ by a bit; after an even number
+ * of rounds each has its own size again. */
 static uint64_t permute(const fst_shuffle *shuffle, uint64_t i)
 {
     uint64_t left = i >> shuffle->bits[1], right = i & ((UINT64_C(1) << shuffle->bits[1]) - 1);

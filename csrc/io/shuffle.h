@@ -1,7 +1,7 @@
 /* shuffle.h - a permutation of any length that is computed, not stored.
  *
- * A Feistel network (Luby & Rackoff 1988) over the next power of two, with cycle walking (Black &
- * Rogaway 2002): numbers beyond the length are permuted again until one is not. */
+ * It is a Feistel network (Luby & Rackoff 1988) over the next power of two, with cycle walking
+ * (Black & Rogaway 2002): a number beyond the length is permuted again until it is not. */
 #ifndef FST_IO_SHUFFLE_H
 #define FST_IO_SHUFFLE_H
 
@@ -18,7 +18,7 @@ typedef struct {
 /* The permutation of 0 <= i < length that belongs to (seed, epoch); length < 2^63. */
 void fst_shuffle_init(fst_shuffle *shuffle, uint64_t length, uint64_t seed, uint64_t epoch);
 
-/* What stands at place i < length. */
+/* Item i < length of the permutation. */
 uint64_t fst_shuffle_at(const fst_shuffle *shuffle, uint64_t i);
 
 #endif

@@ -7,18 +7,17 @@
 #include <sys/mman.h>
 
 struct fst_slots {
-    fst_slot *newest, *oldest; /* free slots, by when they came back */
+    fst_slot *newest, *oldest; /* free slots, by the time of their return */
     size_t keep;
     fst_slots_counts counts;
     int closed;
 };
 
-/* Of a large slot's pages each is faulted in, and looked up in the TLB: huge ones a 512th as often.
- */
+/* Large slots get huge pages: 512 times fewer page faults and TLB entries. */
 enum { SLOT_ALIGNMENT = 64, LARGE_SLOT = 1 << 22, HUGE_PAGE = 1 << 21 };
 
-/* One lock for all pools, held for a few instructions: a fork can take it, so that a child never
- * finds a pool half changed. */
+/* One lock for all pools, held for a few instructions. fork() takes it too, so a child never
+ * sees a pool half changed. */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static pthread_once_t once = PTHREAD_ONCE_INIT;
 static int fork_handlers_missing;
@@ -67,7 +66,7 @@ static void unlink_slot(fst_slot *slot)
     pool->counts.free--;
 }
 
-/* Takes the oldest slots beyond `keep` out of the list; they are freed without the lock. */
+/* Takes the oldest slots beyond `keep` out of the list. The caller frees them without the lock. */
 static fst_slot *unlink_surplus(fst_slots *pool, size_t keep)
 {
     fst_slot *surplus = NULL;
@@ -110,13 +109,14 @@ static fst_slot *make_slot(fst_slots *pool, size_t size)
     }
 #ifdef MADV_HUGEPAGE
     if (size >= LARGE_SLOT)
-        madvise(data, size / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE); /* or not: it is advice */
+        madvise(data, size / HUGE_PAGE * HUGE_PAGE,
+                MADV_HUGEPAGE); /* advice: a failure does not matter */
 #endif
     *slot = (fst_slot){.data = data, .capacity = size, .pool = pool};
     return slot;
 }
 
-/* The free slot that wastes least; one of more than twice the size would waste too much. */
+/* The free slot that wastes least, of at most twice the size. */
 static fst_slot *find_free(const fst_slots *pool, size_t size)
 {
     fst_slot *best = NULL;
@@ -138,7 +138,7 @@ fst_slot *fst_slots_take(fst_slots *pool, size_t size, fst_status *status)
     pthread_mutex_unlock(&lock);
     if (slot || (slot = make_slot(pool, size)))
         return slot;
-    pthread_mutex_lock(&lock); /* what other sizes hold may do */
+    pthread_mutex_lock(&lock); /* the free slots of other sizes may have the memory */
     fst_slot *unused = unlink_surplus(pool, 0);
     pthread_mutex_unlock(&lock);
     free_slots(unused);

@@ -1,7 +1,7 @@
-/* slots.h - memory that is used again and again, for as many batches as are alive.
+/* slots.h - memory that batches reuse.
  *
  * A slot holds one field of one batch. It has one owner at a time, who gives it back from any
- * thread; it may outlive the one who made the pool. */
+ * thread. A slot may outlive the maker of its pool. */
 #ifndef FST_IO_SLOTS_H
 #define FST_IO_SLOTS_H
 
@@ -25,20 +25,20 @@ typedef struct {
 
 fst_slots *fst_slots_new(fst_status *status);
 
-/* At most `keep` free slots stay; those that were used longest ago go first. */
+/* Keeps at most `keep` free slots; the least recently used go first. */
 void fst_slots_keep(fst_slots *pool, size_t keep);
 
-/* A free slot of a suitable size, or new memory: never waits. NULL with `status` filled. */
+/* Takes a free slot of a suitable size, or new memory; never waits. NULL with `status` filled. */
 fst_slot *fst_slots_take(fst_slots *pool, size_t size, fst_status *status);
 
 void fst_slot_give_back(fst_slot *slot);
 
 fst_slots_counts fst_slots_counted(fst_slots *pool);
 
-/* Frees what is free now, and the rest as it comes back. */
+/* Frees the free slots now, and the others as they come back. */
 void fst_slots_close(fst_slots *pool);
 
-/* How many forks lie between this process and the one that loaded the library. */
+/* The number of forks between the process that loaded the library and this one. */
 unsigned fst_forks(void);
 
 #endif

@@ -4,9 +4,11 @@
 
 #include "base/stream.h"
 
-/* Rows whose beginning is asked for before they are copied; and of how much of the next one. */
+/* Rows that are prefetched ahead, and bytes of the next one. */
 enum { AHEAD = 8, NEXT_BYTES = 4096 };
-enum { BLOCK = 512 }; /* floats that are made in the first-level cache, to be streamed from there */
+enum {
+    STRIP = 512
+}; /* floats that are converted in the first-level cache at a time, and streamed from there */
 
 static const fst_widen_loops *widen;
 
@@ -92,10 +94,10 @@ int fst_table_find(const fst_table *table, int64_t index, fst_place *place)
     }
 }
 
-/* Items may lie at any address, as those of a file do.
+/* Items may be unaligned, as those of a file.
  *
- * For each token the tokens before it in its document, or (`number`) the documents before its own.
- * The first token of a row counts as the start of one. */
+ * For each token: how many tokens of its document come before it, or (`number`) how many
+ * documents. The first token of a row counts as the start of a document. */
 #define DIVIDE(name, from, to)                                                                \
     static void name(char *restrict output, const char *restrict row, const fst_field *field, \
                      int number)                                                              \
@@ -175,12 +177,12 @@ static void stream_row(const fst_field *field, char *output, const char *row, si
         copy_row(field, output, row);
         return;
     }
-    char block[BLOCK * sizeof(float)] __attribute__((aligned(64)));
+    char strip[STRIP * sizeof(float)] __attribute__((aligned(64)));
     const size_t from = fst_number_size(field->floats.from), to = fst_dtype_size(field->floats.to);
-    for (size_t first = 0; first < field->items; first += BLOCK) {
-        const size_t left = field->items - first, count = left < BLOCK ? left : BLOCK;
-        widen->to_floats(&field->floats, block, row + first * from, first, count);
-        fst_stream_copy(output + first * to, block, count * to);
+    for (size_t first = 0; first < field->items; first += STRIP) {
+        const size_t left = field->items - first, count = left < STRIP ? left : STRIP;
+        widen->to_floats(&field->floats, strip, row + first * from, first, count);
+        fst_stream_copy(output + first * to, strip, count * to);
     }
 }
 

@@ -1,7 +1,8 @@
-/* table.h - rows that lie in arrays: where the sample of an index is, and how it gets into a batch.
+/* table.h - rows in arrays: finds the sample of an index and copies it into a batch.
  *
- * A table is a tree of nodes. Leaves have rows: a column per field, with the same fields in all
- * leaves. A node may choose among another's samples or join several one after another. */
+ * A table is a tree of nodes. A leaf has rows, with one column per field; all leaves have the
+ * same fields. Other nodes choose among another node's samples, or join several nodes one after
+ * another. */
 #ifndef FST_IO_TABLE_H
 #define FST_IO_TABLE_H
 
@@ -9,9 +10,9 @@
 
 #include "base/widen.h"
 
-/* Torch has next to no operators for unsigned tokens: they are widened on the way. Instead of the
- * tokens a batch may hold how far each is from the start of its document, or which document of the
- * row it is in. */
+/* Conversions of a field. Unsigned tokens are widened, as torch has next to no operators for
+ * them. In place of the tokens a batch may hold each one's position in its document, or the
+ * number of its document in the row. */
 typedef enum {
     FST_AS_IS, /* items are bytes */
     FST_U16_TO_I32,
@@ -28,7 +29,7 @@ typedef enum {
     FST_I16_TO_I64,
     FST_I32_TO_I64,
     FST_TO_FLOATS,   /* as `floats` says */
-    FST_ROW_NUMBERS, /* not the row, but which of its leaf's it is, in 64 bits */
+    FST_ROW_NUMBERS, /* not the row, but its number in its leaf, in 64 bits */
     FST_CONVERSION_COUNT,
 } fst_conversion;
 
@@ -36,7 +37,7 @@ typedef struct {
     size_t items; /* of a row */
     fst_conversion conversion;
     uint32_t boundary; /* the token between documents */
-    int begins;        /* it is the first of a document, not the last */
+    int begins;        /* it is the first token of a document, not the last */
     fst_float_form floats;
 } fst_field;
 
@@ -66,13 +67,13 @@ typedef struct {
     size_t node_count;
 } fst_table;
 
-/* A row of a leaf. */
+/* Where a sample lies: a row of a leaf. */
 typedef struct {
     const fst_node *leaf;
     int64_t row;
 } fst_place;
 
-/* Chooses the loops that widen once, at start-up. */
+/* Chooses the conversion loops once, at start-up. */
 void fst_table_use(const fst_widen_loops *loops);
 
 size_t fst_field_row_bytes(const fst_field *field); /* of a batch */
@@ -80,12 +81,12 @@ size_t fst_field_row_bytes(const fst_field *field); /* of a batch */
 /* Bytes of a sample in a batch, over all fields. */
 size_t fst_table_row_bytes(const fst_table *table);
 
-/* Negative indices count from the end, at each level. Returns 0, or -1 where there is no such
- * sample. */
+/* Finds the sample of an index. Negative indices count from the end, at each level. Returns 0,
+ * or -1 if there is no such sample. */
 int fst_table_find(const fst_table *table, int64_t index, fst_place *place);
 
-/* Copies the samples places[begin..end) to the same rows of the fields' outputs; with `stream` past
- * the caches. */
+/* Copies the samples places[begin..end) to the same rows of the fields' outputs; past the caches
+ * with `stream`. */
 void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
                     char *const *outputs, int stream);
 

@@ -7,7 +7,7 @@ enum { SLICES = 8 };
 static uint32_t tables[SLICES][256];
 static pthread_once_t filled = PTHREAD_ONCE_INIT;
 
-/* tables[k][b]: the remainder of byte b with k bytes of zeros behind it. */
+/* tables[k][b]: the remainder of byte b followed by k bytes of zeros. */
 static void fill_tables(void)
 {
     for (uint32_t b = 0; b < 256; b++) {
@@ -43,29 +43,30 @@ uint32_t fst_crc32c(const void *data, size_t size)
     return ~crc;
 }
 
-/* Files hold checksums rotated and shifted, as a checksum over checksums is weak. */
+/* Compares data with a checksum as files store it: rotated and shifted, as a checksum over
+ * checksums is weak. */
 static int matches(const void *data, size_t size, const unsigned char *stored)
 {
     const uint32_t crc = fst_crc32c(data, size);
     return (crc >> 15 | crc << 17) + UINT32_C(0xA282EAD8) == read32(stored);
 }
 
-fst_record_fault fst_tfrecord_at(const char *file, size_t size, size_t at, int check, size_t *data,
-                                 size_t *length)
+fst_tfrecord_fault fst_tfrecord_at(const char *file, size_t size, size_t at, int check,
+                                   size_t *data, size_t *length)
 {
     const unsigned char *head = (const unsigned char *)file + at;
     const size_t room = size - at;
-    if (room < FST_RECORD_HEAD)
-        return FST_RECORD_CUT_HEAD;
+    if (room < FST_TFRECORD_HEAD)
+        return FST_TFRECORD_CUT_HEAD;
     if (!matches(head, 8, head + 8))
-        return FST_RECORD_BAD_LENGTH;
+        return FST_TFRECORD_BAD_LENGTH;
     const uint64_t bytes = read32(head) | (uint64_t)read32(head + 4) << 32;
-    if (room < FST_RECORD_HEAD + FST_RECORD_TAIL ||
-        bytes > room - FST_RECORD_HEAD - FST_RECORD_TAIL)
-        return FST_RECORD_CUT_DATA;
-    *data = at + FST_RECORD_HEAD;
+    if (room < FST_TFRECORD_HEAD + FST_TFRECORD_TAIL ||
+        bytes > room - FST_TFRECORD_HEAD - FST_TFRECORD_TAIL)
+        return FST_TFRECORD_CUT_DATA;
+    *data = at + FST_TFRECORD_HEAD;
     *length = (size_t)bytes;
-    if (check && !matches(file + *data, *length, head + FST_RECORD_HEAD + *length))
-        return FST_RECORD_BAD_DATA;
-    return FST_RECORD_OK;
+    if (check && !matches(file + *data, *length, head + FST_TFRECORD_HEAD + *length))
+        return FST_TFRECORD_BAD_DATA;
+    return FST_TFRECORD_OK;
 }

@@ -1,29 +1,29 @@
 /* tfrecord.h - the records of a TFRecord file, with their checksums.
  *
- * A record is the data's length (8 bytes), the masked CRC-32C of these, the data and the masked
- * CRC-32C of the data; numbers are little-endian. */
+ * A record is the data's length (8 bytes), the masked CRC-32C of the length, the data, and the
+ * masked CRC-32C of the data. Numbers are little-endian. */
 #ifndef FST_IO_TFRECORD_H
 #define FST_IO_TFRECORD_H
 
 #include <stddef.h>
 #include <stdint.h>
 
-enum { FST_RECORD_HEAD = 12, FST_RECORD_TAIL = 4 };
+enum { FST_TFRECORD_HEAD = 12, FST_TFRECORD_TAIL = 4 };
 
 typedef enum {
-    FST_RECORD_OK,
-    FST_RECORD_CUT_HEAD, /* the file ends in length or its checksum */
-    FST_RECORD_BAD_LENGTH,
-    FST_RECORD_CUT_DATA,
-    FST_RECORD_BAD_DATA,
-} fst_record_fault;
+    FST_TFRECORD_OK,
+    FST_TFRECORD_CUT_HEAD, /* the file ends in length or its checksum */
+    FST_TFRECORD_BAD_LENGTH,
+    FST_TFRECORD_CUT_DATA,
+    FST_TFRECORD_BAD_DATA,
+} fst_tfrecord_fault;
 
 /* CRC-32C (Castagnoli), as in RFC 3720. */
 uint32_t fst_crc32c(const void *data, size_t size);
 
-/* The record that begins `at` < size bytes into a file: where its data lie, and how long they are.
- * The data are compared with their checksum if `check` is set. */
-fst_record_fault fst_tfrecord_at(const char *file, size_t size, size_t at, int check, size_t *data,
-                                 size_t *length);
+/* Reads the record that begins at byte `at` < size of a file: where its data lie and how long
+ * they are. Compares the data with their checksum if `check` is set. */
+fst_tfrecord_fault fst_tfrecord_at(const char *file, size_t size, size_t at, int check,
+                                   size_t *data, size_t *length);
 
 #endif

@@ -1,5 +1,5 @@
-/* docs.h - what `help` says of each function and method of _C, in a sentence or two: more is in
- * _C.pyi. The first line is the signature, which CPython takes for inspect.signature(). */
+/* docs.h - the docstrings of _C's functions and methods. The first line of each is the signature
+ * that inspect.signature() reads. _C.pyi documents arguments and errors. */
 #ifndef FST_PY_DOCS_H
 #define FST_PY_DOCS_H
 
@@ -58,9 +58,9 @@
         "device_clip($module, tensors, max_norm, norm, /)",                                     \
         "Multiply tensors on one CUDA device by min(1, max_norm / (norm + 1e-6)). The norm is " \
         "a 0-d tensor on that device.")
-#define FST_DOC_DEVICE_COUNTS            \
-    FST_DOC("device_counts($module, /)", \
-            "Kernel launches, uploads of tables, and bytes of these since the process started.")
+#define FST_DOC_DEVICE_COUNTS                                                                    \
+    FST_DOC("device_counts($module, /)", "The numbers of kernel launches, of uploads of tables " \
+                                         "and of uploaded bytes since the process started.")
 #define FST_DOC_DEVICE_INFO                     \
     FST_DOC("device_info($module, ordinal, /)", \
             "Make a CUDA device ready for use, and describe it.")
@@ -68,10 +68,11 @@
     FST_DOC("device_norm($module, tensors, norm_type, out, /)",                                \
             "Write the norm of tensors on one CUDA device to out, a 0-d tensor in float32 or " \
             "float64 on it. Returns the dtypes as norm() does.")
-#define FST_DOC_DEVICE_UNSCALE                                                                \
-    FST_DOC("device_unscale($module, tensors, inv_scale, found_inf, allow_fp16, /)",          \
-            "Multiply tensors on one CUDA device by inv_scale, and set found_inf to 1 at an " \
-            "overflow. Both are 0-d float32 tensors on it, or found_inf is None.")
+#define FST_DOC_DEVICE_UNSCALE                                                                    \
+    FST_DOC(                                                                                      \
+        "device_unscale($module, tensors, inv_scale, found_inf, allow_fp16, /)",                  \
+        "Multiply tensors on one CUDA device by inv_scale, and set found_inf to 1 if an element " \
+        "is infinite or NaN. Both are 0-d float32 tensors on it, or found_inf is None.")
 
 /* The loader. */
 #define FST_DOC_COPY_INDICES                                                                     \
@@ -82,19 +83,18 @@
     FST_DOC("crc32c($module, data, /)", "The CRC-32C (Castagnoli) of a bytes object.")
 #define FST_DOC_KEEP_FREED_MEMORY            \
     FST_DOC("keep_freed_memory($module, /)", \
-            "Let malloc keep more of what is freed, for the rest of this process.")
-#define FST_DOC_KEEP_LOCKED_MEMORY                                                               \
-    FST_DOC("keep_locked_memory($module, keep, /)",                                              \
-            "Leave what arenas have page-locked as it is while the process ends, where keep is " \
-            "true.")
-#define FST_DOC_PERMUTE                                                                \
-    FST_DOC("permute($module, out, length, seed, epoch, start, step, /)",              \
-            "Fill an int64 tensor with the places start, start + step and so on of a " \
-            "permutation of length items.")
+            "Let malloc keep more of what is freed, until the process ends.")
+#define FST_DOC_KEEP_LOCKED_MEMORY                  \
+    FST_DOC("keep_locked_memory($module, keep, /)", \
+            "Set whether the page-locked memory of arenas stays locked while the process ends.")
+#define FST_DOC_PERMUTE                                                                          \
+    FST_DOC("permute($module, out, length, seed, epoch, start, step, /)",                        \
+            "Fill an int64 tensor with items start, start + step and so on of a permutation of " \
+            "length items.")
 #define FST_DOC_SCAN_TFRECORDS                                                                 \
     FST_DOC("scan_tfrecords($module, address, size, at, check, places, /)",                    \
             "Fill an int64 tensor with start and length of each record of a TFRecord file in " \
-            "memory. Returns (records found, where the next begins, what is wrong with it or 0).")
+            "memory. Returns (records found, where the next begins, its fault or 0).")
 #define FST_DOC_SPLIT_CHANNELS                         \
     FST_DOC("split_channels($module, pixels, out, /)", \
             "Write a packed uint8 tensor (height, width, 3) as (3, height, width).")
@@ -109,17 +109,17 @@
     FST_DOC("cpu_info($module, /)",                                                              \
             "The instruction set in use, those that are supported and compiled, and the thread " \
             "pool.")
-#define FST_DOC_HAS_KERNELS            \
-    FST_DOC("has_kernels($module, /)", \
-            "Whether use_kernels_of() said where the kernels for CUDA devices are.")
-#define FST_DOC_HOLD                                                                         \
-    FST_DOC("hold($module, tensor, storage_record, /)",                                      \
-            "A tensor like this one over the same memory, which is not freed as long as it " \
-            "lives.")
-#define FST_DOC_HOLDS FST_DOC("holds($module, /)", "How many memories were held and are not freed.")
-#define FST_DOC_IS_RECORDED            \
-    FST_DOC("is_recorded($module, /)", \
-            "Whether somebody, as a profiler, listens to what torch runs. True if not known.")
+#define FST_DOC_HAS_KERNELS \
+    FST_DOC("has_kernels($module, /)", "Whether use_kernels_of() was called.")
+#define FST_DOC_HOLD                                                                             \
+    FST_DOC("hold($module, tensor, storage_record, /)",                                          \
+            "Return a tensor like this one over the same memory. The memory is not freed while " \
+            "that tensor lives.")
+#define FST_DOC_HOLDS FST_DOC("holds($module, /)", "The number of tensors' memories that are held.")
+#define FST_DOC_IS_RECORDED        \
+    FST_DOC(                       \
+        "is_recorded($module, /)", \
+        "Whether a profiler or another callback observes torch's operators. True if not known.")
 #define FST_DOC_RULES                                                                           \
     FST_DOC("rules($module, /)",                                                                \
             "For each optimizer rule its number, its states per element, and the names of its " \
@@ -131,18 +131,18 @@
 #define FST_DOC_USE_KERNELS_OF                  \
     FST_DOC("use_kernels_of($module, path, /)", \
             "Let CUDA devices load their kernels from this fatbin when they are first used.")
-#define FST_DOC_USE_MODES                                                                       \
-    FST_DOC("use_modes($module, address, /)",                                                   \
-            "Where libtorch's function is that says whether a TorchFunctionMode is active; 0: " \
-            "nowhere.")
-#define FST_DOC_USE_OWNERS                                                                         \
-    FST_DOC("use_owners($module, *places)",                                                        \
-            "Where a storage's record has its address, what frees that, and the owner, in words. " \
-            "Without arguments hold() raises.")
-#define FST_DOC_USE_RECORDS                                                                        \
-    FST_DOC("use_records($module, *words)",                                                        \
-            "Recognize unchanged tensors by torch's records of them, whose places the words say. " \
-            "Without arguments torch is asked about every tensor.")
+#define FST_DOC_USE_MODES                                                                      \
+    FST_DOC("use_modes($module, address, /)",                                                  \
+            "Set the address of libtorch's function that says whether a TorchFunctionMode is " \
+            "active. 0 means that it is not known.")
+#define FST_DOC_USE_OWNERS                                                                       \
+    FST_DOC("use_owners($module, *places)",                                                      \
+            "Set where a storage's record has the memory's address, the function that frees it " \
+            "and its owner, in words. Without arguments hold() raises.")
+#define FST_DOC_USE_RECORDS                                                                      \
+    FST_DOC("use_records($module, *words)",                                                      \
+            "Set where torch's records of tensors are, to recognize unchanged tensors. Without " \
+            "arguments torch is asked about every tensor.")
 #define FST_DOC_USE_THREADS_OF                  \
     FST_DOC("use_threads_of($module, path, /)", \
             "Run on the thread pool of the libtorch_cpu at this path. False if it offers none.")
@@ -154,46 +154,45 @@
 /* Plan. */
 #define FST_DOC_PLAN_FORGET     \
     FST_DOC("forget($self, /)", \
-            "Let go of the tensors of earlier steps. Raises RuntimeError during a step.")
+            "Drop the tensors of earlier steps. Raises RuntimeError during a step.")
 #define FST_DOC_PLAN_STEP                                                                       \
-    FST_DOC(                                                                                    \
-        "step($self, param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, " \
-        "write_grads, phase, squares=None, /)",                                                 \
-        "Step all parameters that have a gradient, once. Returns a word that says what was "    \
-        "done or is missing, and what belongs to it.")
+    FST_DOC("step($self, param_lists, groups, state, fresh, scalars, measure_found_inf, "       \
+            "max_norm, write_grads, phase, squares=None, /)",                                   \
+            "Update all parameters that have a gradient. Returns (word, value): the word says " \
+            "what was done or what is missing.")
 
 /* ReleaseHook. */
-#define FST_DOC_RELEASE_HOOK                               \
-    FST_DOC("ReleaseHook(otherwise, optimizer, rules, /)", \
-            "Updates a parameter in backward and frees its gradient, or calls otherwise with it.")
+#define FST_DOC_RELEASE_HOOK                                                                       \
+    FST_DOC("ReleaseHook(otherwise, optimizer, rules, /)",                                         \
+            "Updates a parameter in backward and frees its gradient, or calls otherwise with the " \
+            "parameter.")
 #define FST_DOC_RELEASE_HOOK_GROUP "The number of the parameter's group."
-#define FST_DOC_RELEASE_HOOK_PLAIN "Whether the hook may step without asking Python."
-#define FST_DOC_RELEASE_HOOK_PLAN "The Plan of this parameter alone."
-#define FST_DOC_RELEASE_HOOK_UPDATED "Whether it has stepped since the last optimizer.step()."
+#define FST_DOC_RELEASE_HOOK_PLAIN "Whether the hook may step without calling Python."
+#define FST_DOC_RELEASE_HOOK_PLAN "The Plan for this parameter only."
+#define FST_DOC_RELEASE_HOOK_UPDATED \
+    "Whether the parameter was updated since the last optimizer.step()."
 
 /* Squares. */
-#define FST_DOC_SQUARES_ADOPT                                                                   \
-    FST_DOC("adopt($self, slot, param, version, /)",                                            \
-            "Take what was measured from other values as that of param.grad, at this version. " \
-            "False where .grad is at another version, or cannot hold it.")
-#define FST_DOC_SQUARES_CHECK                                                                  \
-    FST_DOC("check($self, param_lists, grad_scale, /)",                                        \
-            "The first gradient whose measurement does not hold, as (word, group, index), or " \
-            "None.")
+#define FST_DOC_SQUARES_ADOPT                                                                     \
+    FST_DOC("adopt($self, slot, param, version, /)",                                              \
+            "Use the sums that were measured from other values for param.grad, at this version. " \
+            "False where .grad is at another version, or cannot hold those values.")
+#define FST_DOC_SQUARES_CHECK                           \
+    FST_DOC("check($self, param_lists, grad_scale, /)", \
+            "The first gradient whose sums cannot be used, as (word, group, index), or None.")
 #define FST_DOC_SQUARES_EXPECT              \
     FST_DOC("expect($self, grad_scale, /)", \
-            "Measure gradients for a step with this scale, a 0-d tensor or None, from now on.")
-#define FST_DOC_SQUARES_FORGET \
-    FST_DOC("forget($self, /)", "Let go of all gradients. Nothing is measured after that.")
-#define FST_DOC_SQUARES_MEASURE                                                                 \
-    FST_DOC("measure($self, slot, param, values=..., /)",                                       \
-            "Measure param.grad, or the values that will be there, and hold it. False where a " \
-            "step could not use it either.")
+            "Measure gradients from now on for a step with this scale, a 0-d tensor or None.")
+#define FST_DOC_SQUARES_FORGET FST_DOC("forget($self, /)", "Drop all gradients and their sums.")
+#define FST_DOC_SQUARES_MEASURE                                                                \
+    FST_DOC("measure($self, slot, param, values=..., /)",                                      \
+            "Measure param.grad, or the values that will become it, and keep it alive. False " \
+            "where a step could not use it either.")
 
 /* Slots. */
-#define FST_DOC_SLOTS_COUNTS    \
-    FST_DOC("counts($self, /)", \
-            "Slots whose memory came from the system so far, free ones, and those with a tensor.")
+#define FST_DOC_SLOTS_COUNTS                                                                      \
+    FST_DOC("counts($self, /)", "The numbers of slots whose memory came from the system so far, " \
+                                "of free slots, and of slots with a tensor.")
 #define FST_DOC_SLOTS_EMPTY            \
     FST_DOC(                           \
         "empty($self, like, rows, /)", \

@@ -3,236 +3,31 @@
 
 #include <stdlib.h>
 
-#include "core/fold.h"
 #include "core/image_pass.h"
 #include "core/passes.h"
-#include "cpu/parallel.h"
-#include "gpu/context.h"
 #include "io/table.h"
 #include "py/docs.h"
 #include "py/grads/unscaled.h"
-
-fst_module *fst_module_state(PyObject *module)
-{
-    return PyModule_GetState(module);
-}
-
-PyObject *fst_error_type(const fst_status *status)
-{
-    return status->code == FST_NO_MEMORY   ? PyExc_MemoryError
-           : status->code == FST_BAD_VALUE ? PyExc_ValueError
-                                           : PyExc_RuntimeError;
-}
-
-PyObject *fst_raise(const fst_status *status)
-{
-    PyErr_SetString(fst_error_type(status), status->message);
-    return NULL;
-}
-
-int fst_raise_int(const fst_status *status)
-{
-    fst_raise(status);
-    return -1;
-}
-
-/* use_threads_of(path): parallel regions run on the pool of the libtorch_cpu at `path` (or None).
- */
-static PyObject *use_threads_of(PyObject *module, PyObject *path)
-{
-    PyObject *bytes = NULL;
-    (void)module;
-    if (path != Py_None && !PyUnicode_FSConverter(path, &bytes))
-        return NULL;
-    const int found = fst_parallel_init(bytes ? PyBytes_AsString(bytes) : NULL);
-    Py_XDECREF(bytes);
-    return PyBool_FromLong(found);
-}
-
-static PyObject *level_names(int supported_only)
-{
-    PyObject *names = PyList_New(0);
-    const char *name;
-    int supported;
-    for (size_t i = 0; names && (name = fst_cpu_level(i, &supported)); i++) {
-        if (supported_only && !supported)
-            continue;
-        PyObject *text = PyUnicode_FromString(name);
-        if (!text || PyList_Append(names, text))
-            Py_CLEAR(names);
-        Py_XDECREF(text);
-    }
-    PyObject *tuple = names ? PyList_AsTuple(names) : NULL;
-    Py_XDECREF(names);
-    return tuple;
-}
-
-static PyObject *cpu_info(PyObject *module, PyObject *unused)
-{
-    (void)unused;
-    PyObject *isa = PyObject_GetAttrString(module, "_isa");
-    if (!isa)
-        return NULL;
-    return Py_BuildValue("{s:N,s:N,s:N,s:s}", "isa", isa, "supported", level_names(1), "compiled",
-                         level_names(0), "threads", fst_parallel_name());
-}
-
-/* {rule: (number, states per element, names of the hyper-parameters)} */
-static PyObject *rules(PyObject *module, PyObject *unused)
-{
-    PyObject *all = PyDict_New();
-    (void)module, (void)unused;
-    for (unsigned r = 0; all && r < FST_RULE_COUNT; r++) {
-        const fst_rule rule = (fst_rule)r;
-        const unsigned count = fst_rule_hyper_count(rule);
-        PyObject *names = PyTuple_New(count);
-        for (unsigned i = 0; names && i < count; i++)
-            PyTuple_SetItem(names, i, PyUnicode_FromString(fst_rule_hyper_name(rule, i)));
-        PyObject *row = names ? Py_BuildValue("IIN", r, fst_rule_states(rule), names) : NULL;
-        if (!row || PyDict_SetItemString(all, fst_rule_name(rule), row))
-            Py_CLEAR(all);
-        Py_XDECREF(row);
-    }
-    return all;
-}
-
-/* use_kernels_of(path): CUDA devices load their kernels from this fatbin when they are first used.
- */
-static PyObject *use_kernels_of(PyObject *module, PyObject *path)
-{
-    PyObject *bytes = NULL;
-    fst_status status = {0};
-    if (!PyUnicode_FSConverter(path, &bytes))
-        return NULL;
-    fst_gpu_kernels_in_file(PyBytes_AsString(bytes), &status);
-    Py_DECREF(bytes);
-    if (status.code)
-        return fst_raise(&status);
-    fst_module_state(module)->has_kernels = 1;
-    return Py_NewRef(Py_None);
-}
-
-static void use_records_of_tensors(fst_module *state, const fst_record_layout *found,
-                                   uint64_t negated)
-{
-    state->records = *found;
-    state->tensors.impl_in_object = found->at.impl_in_object;
-    state->tensors.negated_in_impl = found->at.kind + 1;
-    state->tensors.negated = negated;
-}
-
-/* use_records(...): the places of fst_record_places in their order, two masks, the bits of what has
- * a version counter and of a negated view, and the address of the function that moves the counter,
- * or 0; without arguments torch is asked every time. */
-static PyObject *use_records(PyObject *module, PyObject *args)
-{
-    fst_record_layout found = {.known = 0};
-    fst_record_places *at = &found.at;
-    unsigned long long masks[2], countable, negated, move;
-    if (PyTuple_Size(args) == 0) {
-        use_records_of_tensors(fst_module_state(module), &found, 0);
-        return Py_NewRef(Py_None);
-    }
-    if (!PyArg_ParseTuple(args, "iiiiiiiiiiiiKKKKK", &at->impl_in_object, &at->storage_in_impl,
-                          &at->data_in_storage, &at->meta_in_impl, &at->grad_in_meta,
-                          &at->counter_in_impl, &at->ndim, &at->sizes, &at->strides, &at->offset,
-                          &at->numel, &at->kind, &masks[0], &masks[1], &countable, &negated, &move))
-        return NULL;
-    const int all[] = {at->impl_in_object, at->storage_in_impl, at->data_in_storage,
-                       at->meta_in_impl,   at->grad_in_meta,    at->counter_in_impl,
-                       at->ndim,           at->sizes,           at->strides,
-                       at->offset,         at->numel,           at->kind};
-    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-        if (all[i] < 0 || all[i] >= FST_RECORD_WORDS)
-            return PyErr_Format(PyExc_ValueError, "no record has a word %d", all[i]);
-    found.masks[0] = masks[0];
-    found.masks[1] = masks[1];
-    found.countable = countable;
-    found.move = (fst_move_version)(uintptr_t)move;
-    fst_record_init(&found);
-    use_records_of_tensors(fst_module_state(module), &found, negated);
-    return Py_NewRef(Py_None);
-}
-
-/* use_callbacks(address) */
-static PyObject *use_callbacks(PyObject *module, PyObject *address)
-{
-    const unsigned long long function = PyLong_AsUnsignedLongLong(address);
-    if (function == (unsigned long long)-1 && PyErr_Occurred())
-        return NULL;
-    fst_module_state(module)->has_callbacks = (_Bool (*)(void))(uintptr_t)function;
-    return Py_NewRef(Py_None);
-}
-
-/* use_modes(address) */
-static PyObject *use_modes(PyObject *module, PyObject *address)
-{
-    const unsigned long long function = PyLong_AsUnsignedLongLong(address);
-    if (function == (unsigned long long)-1 && PyErr_Occurred())
-        return NULL;
-    fst_module_state(module)->tensors.has_modes = (_Bool (*)(void))(uintptr_t)function;
-    return Py_NewRef(Py_None);
-}
-
-static PyObject *is_recorded(PyObject *module, PyObject *unused)
-{
-    const fst_module *state = fst_module_state(module);
-    (void)unused;
-    return PyBool_FromLong(!state->has_callbacks || state->has_callbacks());
-}
-
-static PyObject *has_kernels(PyObject *module, PyObject *unused)
-{
-    (void)unused;
-    return PyBool_FromLong(fst_module_state(module)->has_kernels);
-}
-
-/* device_info(ordinal): makes the device ready for use, and describes it. */
-static PyObject *device_info(PyObject *module, PyObject *ordinal)
-{
-    fst_status status = {0};
-    (void)module;
-    const long device = PyLong_AsLong(ordinal);
-    if (device == -1 && PyErr_Occurred())
-        return NULL;
-    if (device < 0 || device >= FST_GPU_DEVICES)
-        return PyErr_Format(PyExc_ValueError, "no CUDA device %ld", device);
-    const fst_gpu_device *found = fst_gpu_device_get((int)device, &status);
-    if (!found)
-        return fst_raise(&status);
-    return Py_BuildValue("{s:i,s:I}", "device", found->ordinal, "update_blocks",
-                         (unsigned)found->grids[FST_KERNEL_UPDATE]);
-}
-
-/* (launches, uploads, uploaded bytes) since the process started. */
-static PyObject *device_counts(PyObject *module, PyObject *unused)
-{
-    const fst_gpu_counts counts = fst_gpu_counted();
-    (void)module, (void)unused;
-    return Py_BuildValue("KKK", (unsigned long long)counts.launches,
-                         (unsigned long long)counts.uploads,
-                         (unsigned long long)counts.uploaded_bytes);
-}
 
 static PyMethodDef methods[] = {
     {"accumulate", fst_py_accumulate, METH_VARARGS, FST_DOC_ACCUMULATE},
     {"clamp", fst_py_clamp, METH_VARARGS, FST_DOC_CLAMP},
     {"collect_grads", fst_py_collect_grads, METH_O, FST_DOC_COLLECT_GRADS},
     {"copy_indices", fst_py_copy_indices, METH_VARARGS, FST_DOC_COPY_INDICES},
-    {"cpu_info", cpu_info, METH_NOARGS, FST_DOC_CPU_INFO},
+    {"cpu_info", fst_py_cpu_info, METH_NOARGS, FST_DOC_CPU_INFO},
     {"crc32c", fst_py_crc32c, METH_O, FST_DOC_CRC32C},
     {"device_accumulate", fst_py_device_accumulate, METH_VARARGS, FST_DOC_DEVICE_ACCUMULATE},
     {"device_clamp", fst_py_device_clamp, METH_VARARGS, FST_DOC_DEVICE_CLAMP},
     {"device_clip", fst_py_device_clip, METH_VARARGS, FST_DOC_DEVICE_CLIP},
-    {"device_counts", device_counts, METH_NOARGS, FST_DOC_DEVICE_COUNTS},
-    {"device_info", device_info, METH_O, FST_DOC_DEVICE_INFO},
+    {"device_counts", fst_py_device_counts, METH_NOARGS, FST_DOC_DEVICE_COUNTS},
+    {"device_info", fst_py_device_info, METH_O, FST_DOC_DEVICE_INFO},
     {"device_norm", fst_py_device_norm, METH_VARARGS, FST_DOC_DEVICE_NORM},
     {"device_unscale", fst_py_device_unscale, METH_VARARGS, FST_DOC_DEVICE_UNSCALE},
     {"fusable", fst_py_fusable, METH_VARARGS, FST_DOC_FUSABLE},
-    {"has_kernels", has_kernels, METH_NOARGS, FST_DOC_HAS_KERNELS},
+    {"has_kernels", fst_py_has_kernels, METH_NOARGS, FST_DOC_HAS_KERNELS},
     {"hold", fst_py_hold, METH_VARARGS, FST_DOC_HOLD},
     {"holds", fst_py_holds, METH_NOARGS, FST_DOC_HOLDS},
-    {"is_recorded", is_recorded, METH_NOARGS, FST_DOC_IS_RECORDED},
+    {"is_recorded", fst_py_is_recorded, METH_NOARGS, FST_DOC_IS_RECORDED},
     {"keep_freed_memory", fst_py_keep_freed_memory, METH_NOARGS, FST_DOC_KEEP_FREED_MEMORY},
     {"keep_locked_memory", fst_py_keep_locked_memory, METH_O, FST_DOC_KEEP_LOCKED_MEMORY},
     {"measure", fst_py_measure, METH_VARARGS, FST_DOC_MEASURE},
@@ -240,18 +35,18 @@ static PyMethodDef methods[] = {
     {"unscale_grads", fst_py_unscale_grads, METH_VARARGS, FST_DOC_UNSCALE_GRADS},
     {"norm", fst_py_norm, METH_VARARGS, FST_DOC_NORM},
     {"permute", fst_py_permute, METH_VARARGS, FST_DOC_PERMUTE},
-    {"rules", rules, METH_NOARGS, FST_DOC_RULES},
+    {"rules", fst_py_rules, METH_NOARGS, FST_DOC_RULES},
     {"scale", fst_py_scale, METH_VARARGS, FST_DOC_SCALE},
     {"scan_tfrecords", fst_py_scan_tfrecords, METH_VARARGS, FST_DOC_SCAN_TFRECORDS},
     {"transform_images", fst_py_transform_images, METH_VARARGS, FST_DOC_TRANSFORM_IMAGES},
     {"split_channels", fst_py_split_channels, METH_VARARGS, FST_DOC_SPLIT_CHANNELS},
     {"update_scale", fst_py_update_scale, METH_VARARGS, FST_DOC_UPDATE_SCALE},
-    {"use_callbacks", use_callbacks, METH_O, FST_DOC_USE_CALLBACKS},
-    {"use_kernels_of", use_kernels_of, METH_O, FST_DOC_USE_KERNELS_OF},
-    {"use_modes", use_modes, METH_O, FST_DOC_USE_MODES},
+    {"use_callbacks", fst_py_use_callbacks, METH_O, FST_DOC_USE_CALLBACKS},
+    {"use_kernels_of", fst_py_use_kernels_of, METH_O, FST_DOC_USE_KERNELS_OF},
+    {"use_modes", fst_py_use_modes, METH_O, FST_DOC_USE_MODES},
     {"use_owners", fst_py_use_owners, METH_VARARGS, FST_DOC_USE_OWNERS},
-    {"use_records", use_records, METH_VARARGS, FST_DOC_USE_RECORDS},
-    {"use_threads_of", use_threads_of, METH_O, FST_DOC_USE_THREADS_OF},
+    {"use_records", fst_py_use_records, METH_VARARGS, FST_DOC_USE_RECORDS},
+    {"use_threads_of", fst_py_use_threads_of, METH_O, FST_DOC_USE_THREADS_OF},
     {NULL, NULL, 0, NULL},
 };
 
@@ -263,7 +58,7 @@ static int choose_kernels(PyObject *module)
         forced = NULL;
     const fst_cpu_kernels *kernels = fst_cpu_select(forced);
     if (!kernels) {
-        PyObject *names = level_names(1);
+        PyObject *names = fst_level_names(1);
         PyErr_Format(PyExc_ImportError, "FASTSTEP_CPU=%s: this machine and build run %R", forced,
                      names);
         Py_XDECREF(names);
@@ -288,6 +83,14 @@ static int add_loader(PyObject *module, fst_module *state)
     return state->arena_type ? PyModule_AddType(module, state->arena_type) : -1;
 }
 
+static int add_tensor_error(PyObject *module, fst_module *state)
+{
+    state->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError", FST_DOC_TENSOR_ERROR,
+                                                    PyExc_TypeError, NULL);
+    return state->tensor_error ? PyModule_AddObjectRef(module, "TensorError", state->tensor_error)
+                               : -1;
+}
+
 static int intern_names(fst_names *names)
 {
     names->grad = PyUnicode_InternFromString("grad");
@@ -302,9 +105,10 @@ static int module_exec(PyObject *module)
 {
     fst_module *state = fst_module_state(module);
     if (choose_kernels(module) || intern_names(&state->names) ||
-        fst_tensors_init(&state->tensors, module) || add_loader(module, state))
+        fst_tensors_init(&state->tensors) || add_tensor_error(module, state) ||
+        add_loader(module, state))
         return -1;
-    state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_plan_spec, NULL);
+    state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_step_plan_spec, NULL);
     if (!state->plan_type || PyModule_AddType(module, state->plan_type))
         return -1;
     state->squares_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_squares_spec, NULL);
@@ -324,6 +128,7 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->arena_type);
     Py_VISIT(state->squares_type);
     Py_VISIT(state->release_hook_type);
+    Py_VISIT(state->tensor_error);
     return fst_tensors_traverse(&state->tensors, visit, arg);
 }
 
@@ -337,6 +142,7 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->arena_type);
     Py_CLEAR(state->squares_type);
     Py_CLEAR(state->release_hook_type);
+    Py_CLEAR(state->tensor_error);
     Py_CLEAR(state->names.grad);
     Py_CLEAR(state->names.state);
     Py_CLEAR(state->names.max_grad_norm);

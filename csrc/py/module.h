@@ -1,24 +1,24 @@
-/* module.h - what the files of the extension module share. */
+/* module.h - the state of the extension module, and the functions and types that it offers. */
 #ifndef FST_PY_MODULE_H
 #define FST_PY_MODULE_H
 
-#include "base/status.h"
 #include "gpu/tables.h"
-#include "py/torch/record.h"
+#include "py/torch/tensor_record.h"
 
 /* Names of attributes, as Python has them. */
 typedef struct {
     PyObject *grad, *state, *max_grad_norm, *norm_in_backward;
 } fst_names;
 
-/* What the last unscale_ measured (unscaled.c). */
+/* The sums of squares that the last unscale_ measured (unscaled.c). */
 typedef struct fst_unscaled {
     struct fst_unscaled_grad *grads; /* by address */
     double *partial;
     size_t count;
 } fst_unscaled;
 
-/* Where a storage's record says what memory it has, who owns that, and what frees it (hold.c). */
+/* The words of a storage's record that hold its memory's address, the owner of the memory, and
+ * the function that frees it (hold.c). */
 typedef struct {
     int known;
     int data, free, owner; /* words */
@@ -28,30 +28,42 @@ typedef struct {
     fst_tensors tensors;
     fst_names names;
     PyTypeObject *plan_type;
+    PyObject *tensor_error; /* the exception _C.TensorError */
     fst_record_layout records;
     fst_owner_places owners;
     fst_forms forms;
     fst_unscaled unscaled;
-    _Bool (*has_callbacks)(void); /* libtorch's; NULL: not known */
-    int has_kernels;              /* whether use_kernels_of() said where those for CUDA are */
+    _Bool (*has_callbacks)(void);                 /* libtorch's; NULL: not known */
+    int has_kernels;                              /* use_kernels_of() was called */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
     PyTypeObject *slots_type, *gather_type, *arena_type, *squares_type, *release_hook_type;
 } fst_module;
 
-/* The state of the one module of this interpreter, of a function's module or a type's. */
-fst_module *fst_module_state(PyObject *module);
+/* The state of the module. Functions get the module as their first argument. */
+static inline fst_module *fst_module_state(PyObject *module)
+{
+    return PyModule_GetState(module);
+}
 
-/* The Python error that a status means; borrowed. */
-PyObject *fst_error_type(const fst_status *status);
+/* What the extension runs on (environment.c). */
+PyObject *fst_py_use_threads_of(PyObject *module, PyObject *path);
+PyObject *fst_py_cpu_info(PyObject *module, PyObject *unused);
+PyObject *fst_py_rules(PyObject *module, PyObject *unused);
+PyObject *fst_py_use_kernels_of(PyObject *module, PyObject *path);
+PyObject *fst_py_has_kernels(PyObject *module, PyObject *unused);
+PyObject *fst_py_use_records(PyObject *module, PyObject *args);
+PyObject *fst_py_use_callbacks(PyObject *module, PyObject *address);
+PyObject *fst_py_use_modes(PyObject *module, PyObject *address);
+PyObject *fst_py_is_recorded(PyObject *module, PyObject *unused);
+PyObject *fst_py_device_info(PyObject *module, PyObject *ordinal);
+PyObject *fst_py_device_counts(PyObject *module, PyObject *unused);
 
-/* Raises it; returns NULL. */
-PyObject *fst_raise(const fst_status *status);
+/* The names of the instruction sets that are compiled in, or of those that this CPU also runs.
+ * Returns a tuple, or NULL with a Python error. */
+PyObject *fst_level_names(int supported_only);
 
-/* The same for functions that return -1. */
-int fst_raise_int(const fst_status *status);
-
-/* Functions on lists of tensors (tensor_lists.c, grads.c, accumulate.c), the loss scale (scaler.c).
- */
+/* Functions on lists of tensors (tensor_lists.c, grads.c, accumulate.c) and on the loss scale
+ * (scaler.c). */
 PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);
 PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args);
 PyObject *fst_py_clip_grads(PyObject *module, PyObject *args);
@@ -63,18 +75,19 @@ PyObject *fst_py_clamp(PyObject *module, PyObject *args);
 PyObject *fst_py_accumulate(PyObject *module, PyObject *args);
 PyObject *fst_py_update_scale(PyObject *module, PyObject *args);
 
-/* The same on a CUDA device (device_lists.c): launches, and nothing is waited for. */
+/* The same on a CUDA device (device_lists.c). They launch kernels and do not wait for the
+ * device. */
 PyObject *fst_py_device_accumulate(PyObject *module, PyObject *args); /* accumulate.c */
 PyObject *fst_py_device_norm(PyObject *module, PyObject *args);
 PyObject *fst_py_device_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clip(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 
-/* The types of optimizer plans (step_plan.c), of what is measured in backward (squares.c) and of
- * what is updated there (release.c). */
-extern PyType_Spec fst_plan_spec, fst_squares_spec, fst_release_hook_spec;
+/* The types Plan (step_plan.c), Squares (squares_object.c) and ReleaseHook (release.c). */
+extern PyType_Spec fst_step_plan_spec, fst_squares_spec, fst_release_hook_spec;
 
-/* Batches from arrays (slots_object.c, gather.c) and from worker processes (arena_object.c). */
+/* Batches from arrays (slots_object.c, gather.c) and from worker processes (arena_object.c), and
+ * functions on indices. */
 PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
 PyObject *fst_py_permute(PyObject *module, PyObject *args);
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused);

@@ -2,8 +2,8 @@
  * 2019, arXiv:1711.05101); amsgrad (Reddi, Kale & Kumar 2018, arXiv:1904.09237) keeps the largest
  * v.
  *
- * p -= lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps) is folded to one square root and one division:
- * step_size = lr * sqrt(bc2) / bc1 and eps * sqrt(bc2). */
+ * p -= lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps) is computed with one square root and one
+ * division: step_size = lr * sqrt(bc2) / bc1, and eps * sqrt(bc2) takes the place of eps. */
 #define FST_ADAM_HYPER(X) X(lr) X(beta1) X(beta2) X(eps) X(weight_decay) X(decoupled)
 
 typedef struct {
@@ -16,7 +16,7 @@ typedef struct {
 
 typedef FST_T(adam_args) FST_T(amsgrad_args);
 
-FST_FN void FST_T(adam_fold)(FST_T(adam_args) *a, const double *hyper, double step)
+FST_FN void FST_T(adam_fill)(FST_T(adam_args) *a, const double *hyper, double step)
 {
     const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2], eps = hyper[3];
     const double weight_decay = hyper[4];
@@ -33,9 +33,9 @@ FST_FN void FST_T(adam_fold)(FST_T(adam_args) *a, const double *hyper, double st
     a->eps = (REAL)(eps * correction2_sqrt);
 }
 
-FST_FN void FST_T(amsgrad_fold)(FST_T(amsgrad_args) *a, const double *hyper, double step)
+FST_FN void FST_T(amsgrad_fill)(FST_T(amsgrad_args) *a, const double *hyper, double step)
 {
-    FST_T(adam_fold)(a, hyper, step);
+    FST_T(adam_fill)(a, hyper, step);
 }
 
 /* Moves the moments m = s[0] and v = s[1] towards the gradient and its square. */
@@ -43,8 +43,9 @@ FST_FN void FST_T(adam_moments)(REAL p, REAL g, REAL *s, const FST_T(adam_args) 
 {
     g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = a->beta1 * s[0] + a->one_minus_beta1 * g;
-    s[1] = a->beta2 * s[1] +
-           a->one_minus_beta2 * g * g; /* in this order |g| may reach 5.8e20 in fp32 */
+    s[1] =
+        a->beta2 * s[1] + a->one_minus_beta2 * g *
+                              g; /* in this order |g| may reach 5.8e20 in fp32 before v overflows */
 }
 
 FST_FN REAL FST_T(adam_rule)(REAL p, REAL g, REAL *s, const FST_T(adam_args) *a)

@@ -8,7 +8,7 @@ typedef struct {
     REAL lr;
 } FST_T(lion_args);
 
-FST_FN void FST_T(lion_fold)(FST_T(lion_args) *a, const double *hyper, double step)
+FST_FN void FST_T(lion_fill)(FST_T(lion_args) *a, const double *hyper, double step)
 {
     const double lr = hyper[0], beta1 = hyper[1], beta2 = hyper[2], weight_decay = hyper[3];
     (void)step;

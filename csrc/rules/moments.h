@@ -1,6 +1,7 @@
-/* The two halves of a step of Adam where gradients are accumulated in the moments (AdamA, Zhang et
- * al. 2023, arXiv:2305.19982): each gradient moves them, the first of a step lets them decay before
- * (keep is beta, else 1), and then the parameter follows them; it needs no gradient. */
+/* The two halves of a step of Adam that accumulates gradients in the moments (AdamA, Zhang et
+ * al. 2023, arXiv:2305.19982). `moments` adds a gradient to them; the first one of a step lets
+ * them decay before (keep is beta, else 1). `from_moments` then updates the parameter, without a
+ * gradient. */
 #define FST_MOMENTS_HYPER(X) X(keep1) X(keep2) X(beta1) X(beta2)
 
 typedef struct {
@@ -8,7 +9,7 @@ typedef struct {
     REAL keep2, one_minus_beta2;
 } FST_T(moments_args);
 
-FST_FN void FST_T(moments_fold)(FST_T(moments_args) *a, const double *hyper, double step)
+FST_FN void FST_T(moments_fill)(FST_T(moments_args) *a, const double *hyper, double step)
 {
     (void)step;
     a->keep1 = (REAL)hyper[0];
@@ -26,9 +27,9 @@ FST_FN REAL FST_T(moments_rule)(REAL p, REAL g, REAL *s, const FST_T(moments_arg
 
 typedef FST_T(adam_args) FST_T(from_moments_args);
 
-FST_FN void FST_T(from_moments_fold)(FST_T(from_moments_args) *a, const double *hyper, double step)
+FST_FN void FST_T(from_moments_fill)(FST_T(from_moments_args) *a, const double *hyper, double step)
 {
-    FST_T(adam_fold)(a, hyper, step);
+    FST_T(adam_fill)(a, hyper, step);
 }
 
 FST_FN REAL FST_T(from_moments_rule)(REAL p, REAL g, REAL *s, const FST_T(from_moments_args) *a)

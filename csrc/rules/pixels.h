@@ -1,8 +1,8 @@
-/* pixels.h - where an output pixel's value comes from, and how it is computed: for the CPU's rows
- * and a device's threads alike.
+/* pixels.h - which source pixels an output pixel reads, and how its value is computed, for CPU and
+ * device alike.
  *
  * Resizing is bilinear as torch.nn.functional.interpolate(mode="bilinear", align_corners=False),
- * with antialias=True or without: the same positions, computed in fp32 as there. */
+ * with antialias=True or without: the same positions, also computed in fp32. */
 #ifndef FST_RULES_PIXELS_H
 #define FST_RULES_PIXELS_H
 
@@ -20,8 +20,8 @@ FST_FN int fst_image_is_resized(const fst_image_sample *s)
     return s->grid_height != s->height || s->grid_width != s->width;
 }
 
-/* Of place `at` in a grid that `length` rows of the source from `start` on are resized to. One way
- * out: nvcc 13.0 does not come to an end with an early return here. */
+/* The tap of place `at` in a grid to which `length` rows of the source, from `start` on, are
+ * resized. One return only: nvcc 13.0 does not terminate with an early one here. */
 FST_FN fst_image_tap fst_image_tap_at(int32_t at, int32_t start, int32_t length, int32_t grid)
 {
     const float scale = (float)length / (float)grid;
@@ -41,13 +41,13 @@ FST_FN fst_image_tap fst_image_tap_at(int32_t at, int32_t start, int32_t length,
     return tap;
 }
 
-/* With antialiasing, the source rows, or columns, that an output one covers: a triangle as wide as
- * two of the grid's, and at least two of the source's, says how much. */
+/* The source rows, or columns, that an output one covers with antialiasing. Their weights form a
+ * triangle that is as wide as two steps of the grid, and at least two of the source. */
 typedef struct {
     int32_t first, count; /* 0: none, the value is 0 */
     float nearest;        /* the first one's distance from the triangle's middle */
     float narrow;         /* distances times this are between -1 and 1 in the triangle */
-    float share;          /* makes the weights one together */
+    float share;          /* scales the weights to a sum of 1 */
 } fst_image_span;
 
 FST_FN float fst_image_triangle(const fst_image_span *span, int32_t i)
@@ -57,7 +57,8 @@ FST_FN float fst_image_triangle(const fst_image_span *span, int32_t i)
     return height > 0.0f ? height : 0.0f;
 }
 
-/* Of place `at` in a grid that `length` rows of the source from `start` on are resized to. */
+/* The span of place `at` in a grid to which `length` rows of the source, from `start` on, are
+ * resized. */
 FST_FN fst_image_span fst_image_span_at(int32_t at, int32_t start, int32_t length, int32_t grid)
 {
     const float scale = (float)length / (float)grid;
@@ -77,7 +78,7 @@ FST_FN fst_image_span fst_image_span_at(int32_t at, int32_t start, int32_t lengt
     return span;
 }
 
-/* One row, or column, as it is; -1: none. */
+/* The span of one row, or column, with weight 1; -1: none. */
 FST_FN fst_image_span fst_image_one(int32_t first)
 {
     fst_image_span span;

@@ -1,10 +1,10 @@
-/* rules.h - the optimizer rules, once for float and once for double, and what the table generates.
+/* rules.h - the optimizer rules, once for float and once for double.
  *
- * A rule header gives, for REAL and FST_T(name): a struct `<name>_args` with the step's scalars, a
- * function `<name>_fold` that computes them in double from the hyper-parameters and the step count,
- * and a function `<name>_rule` from (p, g, states) to the new p and states. Gradient scale,
- * clipping, maximize, master weights and types are not the rule's business: the loops deal with
- * them. */
+ * A rule's header defines, for REAL and FST_T(name): a struct `<name>_args` with the scalars of
+ * a step; a function `<name>_fill` that computes them in double from the hyper-parameters and
+ * the step count; and a function `<name>_rule` from (p, g, states) to the new p and states.
+ * Rules know nothing of gradient scale, clipping, maximize, master weights and dtypes, which the
+ * loops handle. */
 #ifndef FST_RULES_RULES_H
 #define FST_RULES_RULES_H
 
@@ -47,7 +47,7 @@ typedef union {
 #undef RULE
 } fst_rule_args;
 
-/* The folded arguments of all spans that share a group and a step count. */
+/* The arguments of an update pass, for all spans that share a group and a step count. */
 typedef struct {
     fst_rule_args rule_args;
     double clip_coefficient; /* 1 where nothing is clipped */

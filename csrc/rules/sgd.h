@@ -11,7 +11,7 @@ typedef struct {
 
 typedef FST_T(momentum_args) FST_T(sgd_args);
 
-FST_FN void FST_T(momentum_fold)(FST_T(momentum_args) *a, const double *hyper, double step)
+FST_FN void FST_T(momentum_fill)(FST_T(momentum_args) *a, const double *hyper, double step)
 {
     const int first = step <= 1.0;
     a->lr = (REAL)hyper[0];
@@ -22,9 +22,9 @@ FST_FN void FST_T(momentum_fold)(FST_T(momentum_args) *a, const double *hyper, d
     a->nesterov = (REAL)(hyper[4] != 0.0);
 }
 
-FST_FN void FST_T(sgd_fold)(FST_T(sgd_args) *a, const double *hyper, double step)
+FST_FN void FST_T(sgd_fill)(FST_T(sgd_args) *a, const double *hyper, double step)
 {
-    FST_T(momentum_fold)(a, hyper, step);
+    FST_T(momentum_fill)(a, hyper, step);
 }
 
 FST_FN REAL FST_T(momentum_rule)(REAL p, REAL g, REAL *s, const FST_T(momentum_args) *a)

@@ -1,10 +1,10 @@
 /* tree.h - the fixed order of every reduction, for all backends.
  *
- * Lane j of FST_LANES accumulates elements j, j + FST_LANES, ... of a chunk, one after another, in
- * double; the lanes are then folded in halves: lane j takes lane j + 128, then j + 64, and so on.
- * Results of chunks are reduced in the order of the chunk list by the same tree. Lanes that no
- * element reached hold the neutral element, so folds over them may be left out without changing a
- * bit. A warp of a GPU holds 8 lanes per thread: 16-byte loads of any type. */
+ * Lane j of FST_LANES accumulates elements j, j + FST_LANES, ... of a chunk in turn, in double.
+ * The lanes are then folded in halves: lane j takes lane j + 128, then j + 64, and so on. The
+ * chunks' results are reduced by the same tree, in the order of the chunk list. Lanes without an
+ * element hold the neutral element, so leaving out folds over them changes no bit. A warp of a
+ * GPU holds 8 lanes per thread, which suits 16-byte loads of any dtype. */
 #ifndef FST_RULES_TREE_H
 #define FST_RULES_TREE_H
 
@@ -12,7 +12,7 @@
 
 enum { FST_LANES = 256 };
 
-/* What a norm sums or compares, per element x. */
+/* What a norm sums or compares, for each element x. */
 typedef enum {
     FST_NORM_SQUARES, /* x * x */
     FST_NORM_ABS,     /* |x| */
@@ -33,13 +33,13 @@ FST_FN double fst_tree_min(double a, double b)
     return a <= b || a != a ? a : b;
 }
 
-/* What starts a lane, and what stands for no element. */
+/* The neutral element, which starts a lane. */
 FST_FN double fst_tree_neutral(fst_norm_kind norm)
 {
     return norm == FST_NORM_MIN ? (double)INFINITY : 0.0;
 }
 
-/* Two results of a reduction as one; `a` comes first. */
+/* Joins two results of a reduction; `a` comes first. */
 FST_FN double fst_tree_join(double a, double b, fst_norm_kind norm)
 {
     return norm == FST_NORM_MAX   ? fst_tree_max(a, b)

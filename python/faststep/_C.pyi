@@ -1,7 +1,7 @@
 """The extension module.
 
-Tensors are dense, in float32, float64, bfloat16 or float16, and in CPU memory where nothing else
-is said.
+Unless a docstring says otherwise, tensors are dense, of dtype float32, float64, bfloat16 or
+float16, and in CPU memory.
 """
 
 import weakref
@@ -17,7 +17,7 @@ class Plan:
     """What an optimizer remembers of its parameters between steps."""
 
     def forget(self) -> None:
-        """Let go of the tensors of earlier steps; RuntimeError in a step."""
+        """Drop the tensors of earlier steps. RuntimeError during a step."""
 
     def step(
         self,
@@ -35,38 +35,41 @@ class Plan:
         squares: Squares | None = ...,
         /,
     ) -> tuple[str, Any]:
-        """One step of all parameters that have a gradient.
+        """Update all parameters that have a gradient.
 
         `scalars` holds (grad_scale, found_inf, norm) per device: -1 for CPU memory, else a CUDA
-        ordinal. `fresh` is a list of (group, index) whose states were created since they were found
-        missing. A NaN for `max_norm` means no clipping.
+        ordinal. `fresh` lists (group, index) of parameters whose states were created after an
+        earlier call found them missing. A NaN for `max_norm` means no clipping.
 
-        Returns ("missing", [(group, index), ...]) where a state is missing or, a step counter, not
-        on the parameter's device, and ("devices", [...]), those that have gradients, where
-        `scalars` lacks one of them, and ("memory", text) where a device has too little memory for
-        its tables; then nothing was done. Else ("done", (skipped, norm or None,
-        parameters and moments that were written, gradients that were or None)): what the host
-        found. For CUDA parameters the step was launched on torch's current stream, and the device
-        knows the rest.
+        `squares` replaces the measuring pass on the host.
 
-        `squares` takes the place of a measuring pass on the host. Where it does not fit the
-        gradients the answer is ("squares", None), and nothing was done.
+        `phase` is 0 for a whole step. Where several devices measure, phase 1 measures into the
+        found_inf and norm of each device, and phase 2 applies what these hold then.
 
-        `phase` is 0 for a whole step. Where several devices measure, 1 measures, into the found_inf
-        and norm of each, and 2 does the rest with those two as they are then.
+        Returns:
+            ("done", (skipped, norm or None, parameters and moments that were written, gradients
+            that were written or None)): what the host found. For CUDA parameters the step was
+            launched on torch's current stream, and only the device knows the rest.
+
+            In the other cases nothing was done:
+            ("missing", [(group, index), ...]): a state is missing, or a step counter is not on its
+            parameter's device.
+            ("devices", [...]): the devices with gradients; `scalars` lacks one of them.
+            ("squares", None): `squares` does not fit the gradients.
+            ("memory", text): a device has too little memory for its tables.
 
         Raises:
-            TensorError: a tensor cannot be used; nothing was done. With the kind "driver" it is
-                what a driver said, and the parameter is the first of those that the call was for.
+            TensorError: a tensor cannot be used; nothing was done. The kind "driver" is an error of
+                the CUDA driver, and names the first of the parameters that the call was for.
         """
 
 class ReleaseHook:
     """Updates a parameter in backward and frees its gradient, or calls `otherwise` with it.
 
-    It does so itself where `plain` is set, `updated` is not, `rules` has the group, the optimizer
-    neither clips nor measures in backward, nothing but the gradient's memory has changed since the
-    last step of `plan`, and `mode_depth()` is 0; `updated` is then set. `mode_depth` is the address
-    of an `int64_t (*)(void)`, or 0 for none.
+    It updates the parameter itself, and sets `updated`, if all of these hold: `plain` is set,
+    `updated` is not, `rules` has the group, the optimizer neither clips nor measures in backward,
+    nothing but the gradient's memory has changed since the last step of `plan`, and `mode_depth()`
+    is 0. The argument `mode_depth` is the address of an `int64_t (*)(void)`, or 0 for none.
     """
 
     group: int
@@ -74,7 +77,7 @@ class ReleaseHook:
     updated: bool
     @property
     def plan(self) -> Plan:
-        """Of this parameter alone."""
+        """The Plan for this parameter only."""
 
     def __init__(
         self,
@@ -87,36 +90,37 @@ class ReleaseHook:
     def __call__(self, param: Tensor, /) -> None: ...
 
 class Squares:
-    """Sums of squares of gradients, taken in backward and folded by a step.
+    """Sums of squares of gradients, measured in backward and reduced by a step.
 
-    A slot is the place of a parameter among those of all groups.
+    A slot is the index of a parameter among those of all groups.
     """
 
     def adopt(self, slot: int, param: Tensor, version: int, /) -> bool:
-        """What was measured from `values` is in `param.grad` now, at this version.
+        """Use the sums that were measured from `values` for `param.grad`, at this version.
 
-        False where `.grad` is at another version, or cannot hold it; it then counts as changed.
+        False where `.grad` is at another version, or cannot hold `values`; it then counts as
+        changed.
         """
 
     def check(
         self, param_lists: list[list[Tensor]], grad_scale: Tensor | None, /
     ) -> tuple[str, int, int] | None:
-        """The first gradient whose measurement does not hold, as (word, group, index), or None.
+        """The first gradient whose sums cannot be used, as (word, group, index), or None.
 
-        The word is "unmeasured", "changed" or "scale": measured for another scale. From now on
-        gradients are measured for this one.
+        The word is "unmeasured", "changed", or "scale" if it was measured for another scale. From
+        now on gradients are measured for this scale.
         """
 
     def expect(self, grad_scale: Tensor | None, /) -> None:
-        """Measure gradients for a step with this scale from now on."""
+        """Measure gradients from now on for a step with this scale."""
 
     def forget(self) -> None:
-        """Let go of the gradients; nothing is measured any more."""
+        """Drop all gradients and their sums."""
 
     def measure(self, slot: int, param: Tensor, values: Tensor = ..., /) -> bool:
-        """Measure `param.grad`, and hold it; False where a step could not use it either.
+        """Measure `param.grad` and keep it alive. False where a step could not use it either.
 
-        Where `values` are given, those that will be `param.grad`, until `adopt`.
+        `values`, if given, are measured instead; they will become `param.grad` by `adopt`.
         """
 
 def accumulate(
@@ -198,10 +202,10 @@ def fusable(tensors: Sequence[Tensor], device: int = ..., /) -> bool:
     """
 
 def has_kernels() -> bool:
-    """Whether `use_kernels_of` was called: CUDA tensors can be worked on, given a driver."""
+    """Whether `use_kernels_of` was called: with a driver, CUDA tensors can be used."""
 
 def hold(tensor: Tensor, storage_record: int, /) -> Tensor:
-    """A tensor like this one over the same memory, which is not freed as long as it lives.
+    """A tensor like this one over the same memory, which is not freed while that tensor lives.
 
     Raises:
         RuntimeError: use_owners() did not say where the owner is.
@@ -209,10 +213,10 @@ def hold(tensor: Tensor, storage_record: int, /) -> Tensor:
     """
 
 def holds() -> int:
-    """How many memories were held and are not freed."""
+    """The number of tensors' memories that are held."""
 
 def is_recorded() -> bool:
-    """Whether somebody, a profiler as a rule, listens to what torch runs; True if not known."""
+    """Whether a profiler or another callback observes torch's operators. True if not known."""
 
 def measure(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
     """(sum of squares of all elements times inv_scale, whether one is infinite or NaN)."""
@@ -256,9 +260,9 @@ def transform_images(
 
     `images` is (M, C, H, W) uint8 or float32, `out` (N, C, h, w) float32, bfloat16 or float16, both
     with any strides; `samples` is (N, 17) int32 on the CPU, a struct of csrc/base/image_sample.h
-    per row, which says what of `images` each is made of; `scale` and `bias` have a number per
-    channel. What is resized is, with `antialias`, weighed over all that a pixel covers; default
-    False.
+    per row, which describes how each output image is made from `images`; `scale` and `bias` have a
+    number per channel. With `antialias` a resized pixel is the weighted mean of all that it covers;
+    default False.
 
     Raises:
         TypeError: a tensor cannot be used.
@@ -297,51 +301,52 @@ def update_scale(
     """
 
 def use_callbacks(address: int, /) -> None:
-    """Where libtorch's function is that `is_recorded` asks: bool at::hasCallbacks(); 0: nowhere."""
+    """Set the address of libtorch's bool at::hasCallbacks(), for `is_recorded`; 0: not known."""
 
 def use_kernels_of(path: str, /) -> None:
-    """CUDA devices load their kernels from this fatbin when they are first used."""
+    """Set the fatbin that CUDA devices load their kernels from at first use."""
 
 def use_modes(address: int, /) -> None:
-    """Where libtorch's function is that says whether a TorchFunctionMode is active.
+    """Set the address of libtorch's function that says whether a TorchFunctionMode is active.
 
-    bool at::impl::torch_function_mode_enabled(); 0: nowhere. Reading an attribute of a tensor may
-    then run Python code, and what a step has read is read again.
+    It is bool at::impl::torch_function_mode_enabled(); 0: not known. While a mode is active,
+    reading an attribute of a tensor may run Python code, so a step reads again what it has read.
     """
 
 def use_owners(*places: int) -> None:
-    """Where a storage's record has its address, what frees that, and the owner, in words.
+    """Set where a storage's record has the memory's address, the function that frees it, and its
+    owner, in words.
 
     Without arguments `hold` raises.
     """
 
 def use_records(*words: int) -> None:
-    """Recognize unchanged tensors by their records; see faststep/_torch/records.py for the numbers.
+    """Set where torch's records of tensors are, to recognize unchanged ones (_torch/records.py).
 
     Without arguments torch is asked about every tensor in every step.
     """
 
 def use_threads_of(path: str | None, /) -> bool:
-    """Run on the thread pool of the libtorch_cpu at `path`; False if it offers none."""
+    """Use the thread pool of the libtorch_cpu at `path`. False if it offers none."""
 
 class Slots:
     """Memory for batches, used again when the tensors over it are gone."""
 
     def counts(self) -> tuple[int, int, int]:
-        """(slots whose memory came from the system so far, free ones, those with a tensor)."""
+        """(slots whose memory came from the system so far, free slots, slots with a tensor)."""
 
     def empty(self, like: Tensor, rows: int, /) -> Tensor:
         """A tensor with the dtype, row shape and strides of `like`, which is dense."""
 
     def keep(self, number: int, /) -> None:
-        """At most so many free slots stay."""
+        """Keep at most so many free slots."""
 
 class Arena:
     """Shared memory for batches, used again when the tensors over it are gone.
 
-    Without arguments it is made, with an anonymous file; with the number of such a file, which it
-    then owns, and what `reserve` returned, it is that of another process. A forked child has it
-    already.
+    Without arguments it makes an arena with an anonymous file. With the descriptor of such a file,
+    which it then owns, and what `reserve` returned, it attaches to the arena of another process. A
+    forked child has the arena already.
 
     Raises:
         MemoryError: the system gives no memory, or no address space.
@@ -353,19 +358,19 @@ class Arena:
         """Bytes of address space."""
 
     def take(self, size: int, /) -> tuple[int, Tensor]:
-        """In a worker: a block, and its bytes as a uint8 tensor; given back when that is gone."""
+        """In a worker: a block and its bytes as a uint8 tensor. Given back when that is gone."""
 
     def put(self, address: int, size: int, /) -> int:
         """In a worker: a block with a copy of `size` bytes."""
 
     def send(self, block: int, /) -> None:
-        """The block that `take` returned is not given back when its tensor is gone."""
+        """Keep the block of `take` when its tensor is gone."""
 
     def sent(self, block: int, /) -> bool:
         """Whether the tensor is gone; if not, `send` is undone."""
 
     def give_back(self, block: int, /) -> None:
-        """In a worker: a block of `put`, or one that was sent, is not needed after all."""
+        """In a worker: free a block of `put`, or one that was sent."""
 
     def hold(self, block: int, size: int, /) -> Tensor:
         """In the main process: the bytes of a block that a worker filled, as a uint8 tensor.
@@ -374,11 +379,11 @@ class Arena:
         """
 
     def pin(self) -> list[int]:
-        """Blocks with tensors in this process, which then are not used again before `unpin`."""
+        """Keep the blocks with tensors in this process from reuse until `unpin`. Returns them."""
 
     def unpin(self, block: int, /) -> None: ...
     def sweep(self) -> int:
-        """Free what workers took; only when none lives. The number of such blocks."""
+        """Free the blocks that workers took, once no worker lives. Returns how many."""
 
     def counts(self) -> dict[str, int]:
         """Blocks "made", "free", "taken", "held", "gone", page-"locked"; bytes "backed"."""
@@ -386,7 +391,7 @@ class Arena:
     def prepare_locks(self, device: int, /) -> None:
         """In the main process: map the file a second time, for memory that is page-locked.
 
-        One page is locked and let go of again, to see whether that can be.
+        One page is locked and unlocked as a test.
 
         Raises:
             RuntimeError: there is no driver, or it cannot lock memory.
@@ -394,10 +399,11 @@ class Arena:
         """
 
     def locked(self, address: int, size: int, /) -> Tensor | None:
-        """What is held at an address, where it is page-locked, as a uint8 tensor.
+        """The bytes at an address of a held block, page-locked, as a uint8 tensor.
 
-        Until the last tensor over it is gone, the block is held. None where these are no bytes of
-        a block, where nothing is prepared, or where more would be locked than is on its way.
+        The block is held until the last tensor over it is gone. None if these are not bytes of a
+        held block, if `prepare_locks` was not called, or if more would be locked than is on its
+        way.
 
         Raises:
             RuntimeError, MemoryError: the driver did not lock the block.
@@ -441,20 +447,20 @@ class Gather:
     ) -> int | None:
         """Ask for one batch; its number, or 0, and nothing was done, if an index has no sample.
 
-        None, and nothing was done either, if a tensor that has one of the samples is elsewhere or
-        of another form than when this Gather was made.
+        None, and nothing was done, if a source tensor has other memory or another form than when
+        this Gather was made.
 
-        It is written to `outputs`, a packed tensor per field; by default to slots.
+        The batch is written to `outputs`, a contiguous tensor per field; by default to slots.
         """
 
     def take(self, number: int, /) -> list[Tensor] | None:
-        """Wait for a batch: a tensor per field. Drops older ones; None if it is not there."""
+        """Wait for a batch: a tensor per field, or None if it is not there. Drops older ones."""
 
     def queued(self) -> int:
         """Batches that were asked for and not taken."""
 
     def close(self) -> None:
-        """End the threads; nothing else can be done then."""
+        """End the threads. No other method works after that."""
 
 def clip_grads(
     params: Sequence[Tensor], norm_type: float, max_norm: float, only_finite: bool, /
@@ -475,13 +481,13 @@ def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
     """Fill an int64 tensor of the same length; False if an item is not a plain int."""
 
 def keep_freed_memory() -> None:
-    """Let malloc keep more of what is freed, for the rest of this process."""
+    """Let malloc keep more of what is freed, until the process ends."""
 
 def keep_locked_memory(keep: bool, /) -> None:
-    """As the process is about to end, what arenas have locked stays so: a device may read it."""
+    """Set whether arenas' page-locked memory stays locked while the process ends."""
 
 def permute(out: Tensor, length: int, seed: int, epoch: int, start: int, step: int, /) -> None:
-    """Fill an int64 tensor with places start, start + step and so on of a permutation."""
+    """Fill an int64 tensor with items start, start + step and so on of a permutation."""
 
 def scan_tfrecords(
     address: int, size: int, at: int, check: bool, places: Tensor, /

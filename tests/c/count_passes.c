@@ -2,7 +2,7 @@
  * measured(), and begins anew at each return from it. The names of the passes are printed in their
  * order. See benchmarks/instructions.py; as an argument it takes the instruction set. */
 #include "common.h"
-#include "core/fold.h"
+#include "core/rule_args.h"
 #include "core/passes.h"
 
 enum { LARGE = 4 * FST_CHUNK, SMALL = 64, MANY = 500 };
@@ -121,7 +121,7 @@ static task *update_of(fst_rule rule, fst_dtype dtype, int64_t count, size_t spa
         used[FST_OP_STATE + k] = 1;
     task *t = task_new(FST_OP_COUNT, dtypes, used, count, spans, 1.0, 0);
     t->args = (fst_update_args){.rule = rule, .clip_coefficient = 0.5, .sign = 1.0};
-    fst_rule_fold(&t->args, hyper, 3.0);
+    fst_rule_fill_args(&t->args, hyper, 3.0);
     return t;
 }
 

@@ -89,13 +89,13 @@ static int run_begin(const fake_cuda_kernel *self, unsigned grid, unsigned block
     const fst_begin_launch *launch = args;
     const int tag = (int)launch->max_norm;
     const expectation *e = look(&launch->tables, tag);
-    char *folded = (void *)(uintptr_t)launch->tables.args;
+    char *of_rules = (void *)(uintptr_t)launch->tables.args;
     double *partial = (void *)(uintptr_t)launch->tables.partial;
     CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_begin"));
     CHECK_INT(outcome_at(&launch->tables)->ticket, 0);
     outcome_at(&launch->tables)->norm = tag;
     for (size_t i = 0; i < e->span_count; i++)
-        memset(folded + i * FST_DEVICE_ARGS, tag, FST_DEVICE_ARGS);
+        memset(of_rules + i * FST_DEVICE_ARGS, tag, FST_DEVICE_ARGS);
     for (size_t i = 0; i < e->chunk_count; i++)
         partial[i] = tag;
     return 0;
@@ -106,12 +106,12 @@ static int run_update(const fake_cuda_kernel *self, unsigned grid, unsigned bloc
     const fst_update_launch *launch = args;
     const int tag = launch->write_grad;
     const expectation *e = look(&launch->tables, tag);
-    const unsigned char *folded = (void *)(uintptr_t)launch->tables.args;
+    const unsigned char *of_rules = (void *)(uintptr_t)launch->tables.args;
     const double *partial = (void *)(uintptr_t)launch->tables.partial;
     CHECK(grid >= 1 && block == FST_DEVICE_BLOCK && !strcmp(self->name, "fst_update"));
     CHECK_NEAR(outcome_at(&launch->tables)->norm, tag, 0);
     for (size_t i = 0; i < e->span_count; i++)
-        CHECK_INT(folded[i * FST_DEVICE_ARGS], (unsigned char)tag);
+        CHECK_INT(of_rules[i * FST_DEVICE_ARGS], (unsigned char)tag);
     for (size_t i = 0; i < e->chunk_count; i++)
         CHECK_NEAR(partial[i], tag, 0);
     return 0;

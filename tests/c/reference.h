@@ -9,7 +9,7 @@
 #define REFERENCE_H
 
 #include "common.h"
-#include "core/fold.h"
+#include "core/rule_args.h"
 
 typedef struct {
     fst_rule rule;
@@ -138,13 +138,13 @@ static inline void expected_update(const fst_operand *op, int64_t begin, int64_t
 
 #undef R
 
-/* The arguments that the core folds for a case. */
+/* The rule's arguments for a case. */
 static inline fst_update_args args_of(const update_case *c)
 {
     fst_update_args args = {.clip_coefficient = c->clip, .sign = c->sign};
     args.rule = c->rule;
     args.wide = c->wide;
-    fst_rule_fold(&args, c->hyper, c->step);
+    fst_rule_fill_args(&args, c->hyper, c->step);
     return args;
 }
 

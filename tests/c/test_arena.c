@@ -42,7 +42,7 @@ static void blocks_go_round(void)
         }
         CHECK_INT((int64_t)fst_arena_counted(arena).held, 4);
         for (int i = 0; i < 4; i++)
-            fst_arena_release(arena, blocks[i]);
+            fst_arena_end_hold(arena, blocks[i]);
     }
     const fst_arena_counts counts = fst_arena_counted(arena);
     CHECK_INT((int64_t)counts.made, 4);
@@ -60,9 +60,9 @@ static void only_taken_blocks_are_held(void)
     hold(arena, block, 100);
     CHECK_INT(fst_arena_hold(arena, block, 100, &status), FST_BAD_VALUE);
     CHECK(fst_arena_pin(arena, block));
-    fst_arena_release(arena, block);
+    fst_arena_end_hold(arena, block);
     CHECK_INT((int64_t)fst_arena_counted(arena).held, 1); /* the pin */
-    fst_arena_release(arena, block);
+    fst_arena_end_hold(arena, block);
     CHECK_INT((int64_t)fst_arena_counted(arena).free, 1);
     CHECK(!fst_arena_pin(arena, block));
     fst_arena_drop(arena);
@@ -86,7 +86,7 @@ static void loans_end_or_leave(void)
     CHECK(fst_arena_sent(arena, block));
     CHECK_INT((int64_t)fst_arena_counted(arena).taken, 1);
     hold(arena, block, 100);
-    fst_arena_release(arena, block);
+    fst_arena_end_hold(arena, block);
     fst_arena_drop(arena);
 }
 
@@ -103,14 +103,14 @@ static void surplus_memory_goes_back(void)
     }
     CHECK(fst_arena_counted(arena).backed >= (size_t)KEPT * MEGABYTE);
     for (int i = 0; i < KEPT; i++)
-        fst_arena_release(arena, blocks[i]);
+        fst_arena_end_hold(arena, blocks[i]);
     CHECK(fst_arena_counted(arena).backed <= (size_t)4 * MEGABYTE);
     const size_t again = take(arena, MEGABYTE);
     CHECK(again < KEPT);
     for (int i = 0; i < 20; i++) { /* other sizes: what is free makes room */
         const size_t other = take(arena, (size_t)(i + 5) * 100000);
         hold(arena, other, 100);
-        fst_arena_release(arena, other);
+        fst_arena_end_hold(arena, other);
     }
     CHECK(fst_arena_counted(arena).backed <= (size_t)12 * MEGABYTE);
     fst_arena_drop(arena);
@@ -154,7 +154,7 @@ static void processes_share_blocks(void)
     CHECK_INT((int64_t)fst_arena_sweep(arena), 1);
     CHECK_INT((int64_t)fst_arena_counted(arena).held, 1);
     CHECK_INT((int64_t)fst_arena_counted(arena).taken, 0);
-    fst_arena_release(arena, block);
+    fst_arena_end_hold(arena, block);
     fst_arena_drop(arena);
     close(numbers[0]);
     close(numbers[1]);

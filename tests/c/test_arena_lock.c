@@ -86,13 +86,13 @@ static void a_block_is_locked_elsewhere_and_once(void)
         CHECK_BYTES(at, plain, MEGABYTE);
         plain[5] = 99;
         CHECK_INT(at[5], 99);
-        fst_arena_release(arena, block); /* the batch is gone, the copy is not */
+        fst_arena_end_hold(arena, block); /* the batch is gone, the copy is not */
         CHECK_INT((int64_t)fst_arena_counted(arena).held, 1);
         const size_t other = held(arena, MEGABYTE);
         CHECK(other != block);
         CHECK_INT(at[5], 99);
         fst_arena_end_lock(arena, block);
-        fst_arena_release(arena, other);
+        fst_arena_end_hold(arena, other);
         CHECK_INT((int64_t)fst_arena_counted(arena).held, 0);
         before = at;
     }
@@ -137,7 +137,7 @@ static void no_more_is_locked_than_needed(void)
         for (size_t size = MEGABYTE; size < 8 * MEGABYTE; size += MEGABYTE / 2) {
             const size_t block = held(arena, size);
             const int is_locked = locked(arena, block, size) != NULL;
-            fst_arena_release(arena, block);
+            fst_arena_end_hold(arena, block);
             if (is_locked)
                 fst_arena_end_lock(arena, block);
         }
@@ -146,7 +146,7 @@ static void no_more_is_locked_than_needed(void)
     for (int i = 0; i < KEPT; i++)
         blocks[i] = held(arena, 8 * MEGABYTE);
     for (int i = 0; i < KEPT; i++)
-        fst_arena_release(arena, blocks[i]);
+        fst_arena_end_hold(arena, blocks[i]);
     CHECK(fst_arena_counted(arena).backed <= driver.bytes + (size_t)18 * MEGABYTE);
     fst_arena_drop(arena);
     CHECK_INT((int64_t)driver.count, 0);
@@ -166,7 +166,7 @@ static void a_driver_that_refuses_is_asked_no_more(void)
     CHECK(!at);
     CHECK(!locked(arena, two, MEGABYTE));
     CHECK_INT((int64_t)driver.calls, 3);
-    fst_arena_release(arena, two);
+    fst_arena_end_hold(arena, two);
     CHECK_INT((int64_t)fst_arena_counted(arena).held, 1);
     CHECK(locked(arena, one, MEGABYTE) != NULL); /* that is locked already */
     fst_arena_drop(arena);

@@ -5,7 +5,7 @@
 #endif
 
 #include "common.h"
-#include "core/fold.h"
+#include "core/rule_args.h"
 
 typedef struct {
     fst_dtype dtype;
@@ -147,7 +147,7 @@ static void loops_narrow_alike(const fst_cpu_kernels *kernels)
     fst_operand op[FST_OP_COUNT] = {{NULL, NULL, FST_F32}};
     int64_t at = 0;
     int wrong = 0;
-    fst_rule_fold(&args, hyper, 1.0);
+    fst_rule_fill_args(&args, hyper, 1.0);
     for (size_t k = 0; k < FORMATS; k++) {
         narrow[k] = array_new(formats[k].dtype, FLAT, COUNT);
         for (uint32_t half = 0; half < 0x10000; half++)

@@ -177,7 +177,7 @@ static void no_parameters(void)
     model_free(m);
 }
 
-/* More step counters than a block advances in one go, and the scalars that are folded for each. */
+/* More step counters than a block advances in one go, and the arguments of each rule. */
 static void many_counters(int skipped)
 {
     enum { COUNT = 2600 };
@@ -205,7 +205,7 @@ static void many_counters(int skipped)
         const fst_rule_args *got = (const fst_rule_args *)d.args + i;
         const size_t size = i % 2 ? sizeof got->adam_f64 : sizeof got->adam_f32;
         CHECK(steps[i] == i % 1000 + 1 - skipped);
-        fst_rule_fold(&want, hyper, i % 1000 + 1);
+        fst_rule_fill_args(&want, hyper, i % 1000 + 1);
         if (!skipped)
             CHECK_BYTES(got, &want.rule_args, size);
     }

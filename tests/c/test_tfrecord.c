@@ -65,18 +65,18 @@ static size_t put_file(unsigned char *out)
 }
 
 /* Intact records from the start, or what is wrong with the one after them. */
-static fst_record_fault count_records(const unsigned char *file, size_t size, size_t *found)
+static fst_tfrecord_fault count_records(const unsigned char *file, size_t size, size_t *found)
 {
     size_t at = 0, data, length;
     for (*found = 0; at < size; ++*found) {
-        const fst_record_fault fault =
+        const fst_tfrecord_fault fault =
             fst_tfrecord_at((const char *)file, size, at, 1, &data, &length);
         if (fault)
             return fault;
-        CHECK(data + length + FST_RECORD_TAIL <= size);
-        at = data + length + FST_RECORD_TAIL;
+        CHECK(data + length + FST_TFRECORD_TAIL <= size);
+        at = data + length + FST_TFRECORD_TAIL;
     }
-    return FST_RECORD_OK;
+    return FST_TFRECORD_OK;
 }
 
 /* Each file is in a block of its own size, so that AddressSanitizer sees a byte too far. */
@@ -90,11 +90,11 @@ static void files_may_end_anywhere(void)
         memcpy(file, whole, cut);
         while (want < RECORDS && ends + want * 3 + 16 <= cut)
             ends += want++ * 3 + 16;
-        const fst_record_fault fault = count_records(file, cut, &found);
+        const fst_tfrecord_fault fault = count_records(file, cut, &found);
         CHECK_INT((int64_t)found, (int64_t)want);
-        CHECK_INT(fault, ends == cut       ? FST_RECORD_OK
-                         : cut - ends < 12 ? FST_RECORD_CUT_HEAD
-                                           : FST_RECORD_CUT_DATA);
+        CHECK_INT(fault, ends == cut       ? FST_TFRECORD_OK
+                         : cut - ends < 12 ? FST_TFRECORD_CUT_HEAD
+                                           : FST_TFRECORD_CUT_DATA);
         free(file);
     }
 }
@@ -111,34 +111,34 @@ static void damage_is_found(void)
             begin = i, record++;
         file[i] ^= (unsigned char)(1u << i % 8);
         CHECK_INT(count_records(file, size, &found),
-                  i - begin < 12 ? FST_RECORD_BAD_LENGTH : FST_RECORD_BAD_DATA);
+                  i - begin < 12 ? FST_TFRECORD_BAD_LENGTH : FST_TFRECORD_BAD_DATA);
         CHECK_INT((int64_t)found, (int64_t)record);
         file[i] ^= (unsigned char)(1u << i % 8);
     }
 }
 
 /* The definition of the format, from the end of what is right so far; what follows is `fault`. */
-static size_t slow_count(const unsigned char *file, size_t size, fst_record_fault *fault)
+static size_t slow_count(const unsigned char *file, size_t size, fst_tfrecord_fault *fault)
 {
     size_t at = 0, found = 0;
-    for (*fault = FST_RECORD_OK; at < size; found++) {
+    for (*fault = FST_TFRECORD_OK; at < size; found++) {
         uint64_t length = 0;
         if (size - at < 12) {
-            *fault = FST_RECORD_CUT_HEAD;
+            *fault = FST_TFRECORD_CUT_HEAD;
             return found;
         }
         for (unsigned i = 8; i-- > 0;)
             length = length << 8 | file[at + i];
         if (memcmp(file + at + 8, &(uint32_t){masked(file + at, 8)}, 4)) {
-            *fault = FST_RECORD_BAD_LENGTH;
+            *fault = FST_TFRECORD_BAD_LENGTH;
             return found;
         }
         if (length > size || size - at < 16 + length) {
-            *fault = FST_RECORD_CUT_DATA;
+            *fault = FST_TFRECORD_CUT_DATA;
             return found;
         }
         if (memcmp(file + at + 12 + length, &(uint32_t){masked(file + at + 12, length)}, 4)) {
-            *fault = FST_RECORD_BAD_DATA;
+            *fault = FST_TFRECORD_BAD_DATA;
             return found;
         }
         at += 16 + length;
@@ -202,10 +202,10 @@ static void any_file_is_judged_as_by_the_definition(void)
     const char *seconds = getenv("FUZZ_SECONDS");
     const time_t end = time(NULL) + (seconds ? atoi(seconds) : 0);
     unsigned char file[400];
-    size_t faults[FST_RECORD_BAD_DATA + 1] = {0};
+    size_t faults[FST_TFRECORD_BAD_DATA + 1] = {0};
     for (long i = 0; i < 20000 || time(NULL) < end; i++) {
         size_t size = put_any_file(file, sizeof file), found;
-        fst_record_fault want;
+        fst_tfrecord_fault want;
         for (uint64_t times = random_bits() % 3; times-- > 0;)
             size = damage(file, size, sizeof file);
         unsigned char *exact = malloc(size + !size);
@@ -216,7 +216,7 @@ static void any_file_is_judged_as_by_the_definition(void)
         faults[want]++;
         free(exact);
     }
-    for (size_t fault = 0; fault <= FST_RECORD_BAD_DATA; fault++)
+    for (size_t fault = 0; fault <= FST_TFRECORD_BAD_DATA; fault++)
         CHECK(faults[fault] > 100); /* each came about */
 }
 
@@ -227,7 +227,7 @@ static void absurd_lengths_are_refused(void)
         unsigned char file[24];
         size_t data, length;
         put_record(file, lengths[i], 8);
-        CHECK_INT(fst_tfrecord_at((char *)file, 24, 0, 1, &data, &length), FST_RECORD_CUT_DATA);
+        CHECK_INT(fst_tfrecord_at((char *)file, 24, 0, 1, &data, &length), FST_TFRECORD_CUT_DATA);
     }
 }
 
@@ -239,7 +239,7 @@ static void noise_is_no_record(void)
         size_t found;
         for (size_t k = 0; k < size; k++)
             file[k] = (unsigned char)random_bits();
-        CHECK(count_records(file, size, &found) != FST_RECORD_OK);
+        CHECK(count_records(file, size, &found) != FST_TFRECORD_OK);
         free(file);
     }
 }

@@ -98,7 +98,7 @@ static void *consume(void *argument)
         void *data = fst_arena_data(arena, p.block);
         CHECK_INT(fst_arena_lock(arena, data, p.size, &found, &locked, &status), FST_OK);
         CHECK(is_filled(data, &p));
-        fst_arena_release(arena, p.block);
+        fst_arena_end_hold(arena, p.block);
         if (locked) {
             CHECK(is_filled(locked, &p));
             fst_arena_end_lock(arena, found);

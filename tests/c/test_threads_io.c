@@ -1,59 +1,11 @@
 /* The threads that fill batches: order, contents, and every way to end. */
 #include <pthread.h>
 #include <stdlib.h>
-#include <sys/wait.h>
 #include <unistd.h>
 
-#include "common.h"
-#include "io/crew.h"
+#include "crew_batches.h"
 
 MALLOC_MAY_FAIL
-
-enum { ROWS = 4000, WIDTH = 300, FIELDS = 2 };
-
-static int32_t numbers[ROWS][WIDTH], labels[ROWS];
-static fst_field fields[] = {{.items = sizeof numbers[0]}, {.items = sizeof labels[0]}};
-static fst_column columns[] = {{(char *)numbers, sizeof numbers[0]},
-                               {(char *)labels, sizeof labels[0]}};
-static fst_node node = {.kind = FST_ROWS, .length = ROWS, .columns = columns};
-static const fst_table table = {fields, FIELDS, &node, 1};
-
-typedef struct {
-    int64_t indices[1500];
-    size_t count;
-} request;
-
-static void fill_request(request *r, size_t limit)
-{
-    r->count = 1 + random_below(limit);
-    for (size_t i = 0; i < r->count; i++)
-        r->indices[i] = (int64_t)random_below(ROWS);
-}
-
-static int is_right(const request *r, fst_slot *const *slots)
-{
-    const int32_t (*got)[WIDTH] = (const int32_t (*)[WIDTH])slots[0]->data;
-    const int32_t *got_labels = slots[1]->data;
-    int right = 1;
-    for (size_t i = 0; i < r->count; i++)
-        right = right && got_labels[i] == labels[r->indices[i]] &&
-                !memcmp(got[i], numbers[r->indices[i]], sizeof got[i]);
-    return right;
-}
-
-static void give_back(fst_slot *const *slots)
-{
-    for (size_t f = 0; f < FIELDS; f++)
-        fst_slot_give_back(slots[f]);
-}
-
-static void wait_for(fst_crew *crew)
-{
-    fst_status status = {0};
-    int done = 0;
-    while (!done)
-        CHECK_INT(fst_crew_wait(crew, 1, &done, &status), FST_OK);
-}
 
 /* A thread that holds batches for a while, as a user's may. */
 typedef struct {
@@ -297,52 +249,9 @@ static void wrong_calls_are_refused(void)
     fst_slots_close(pool);
 }
 
-/* A child has none of the threads; it makes a crew of its own. */
-static void a_forked_child_is_told(void)
-{
-    static request r;
-    fst_status status = {0};
-    fst_slots *pool = fst_slots_new(&status);
-    fst_crew *crew = fst_crew_new(&table, pool, 2, 1, &status);
-    uint64_t number;
-    int done, outcome = 0;
-    fst_slot *slots[FIELDS];
-    fill_request(&r, 1500);
-    CHECK_INT(fst_crew_add(crew, r.indices, r.count, NULL, &number, &status), FST_OK);
-    const pid_t child = fork();
-    if (child == 0) {
-        int right =
-            fst_crew_add(crew, r.indices, r.count, NULL, &number, &status) == FST_UNSUPPORTED &&
-            fst_crew_wait(crew, 1, &done, &status) == FST_UNSUPPORTED &&
-            strstr(status.message, "forked");
-        fst_crew_free(crew);
-        status.code = FST_OK;
-        crew = fst_crew_new(&table, pool, 2, 0, &status);
-        right = right && !fst_crew_add(crew, r.indices, 3, NULL, &number, &status) &&
-                !fst_crew_wait(crew, 1000, &done, &status) && done;
-        r.count = fst_crew_take(crew, slots);
-        right = right && is_right(&r, slots);
-        give_back(slots);
-        fst_crew_free(crew);
-        _exit(right ? 0 : 1);
-    }
-    CHECK(child > 0 && waitpid(child, &outcome, 0) == child);
-    CHECK_INT(outcome, 0);
-    wait_for(crew);
-    CHECK_INT((int64_t)fst_crew_take(crew, slots), (int64_t)r.count);
-    CHECK(is_right(&r, slots));
-    give_back(slots);
-    fst_crew_free(crew);
-    fst_slots_close(pool);
-}
-
 int main(void)
 {
-    for (int32_t i = 0; i < ROWS; i++) {
-        labels[i] = -i;
-        for (int32_t j = 0; j < WIDTH; j++)
-            numbers[i][j] = i * WIDTH + j;
-    }
+    fill_table();
     for (unsigned threads = 0; threads < 4; threads++)
         for (int may_wait = 0; may_wait < 2; may_wait++) {
             batches_come_in_order(threads, may_wait, 20);
@@ -358,6 +267,5 @@ int main(void)
     slow_rows_are_filled_ahead(0);
     slow_rows_are_filled_ahead(1);
     wrong_calls_are_refused();
-    a_forked_child_is_told();
     return check_report();
 }

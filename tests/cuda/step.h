@@ -3,7 +3,7 @@
 #ifndef TEST_CUDA_STEP_H
 #define TEST_CUDA_STEP_H
 
-#include "core/fold.h"
+#include "core/rule_args.h"
 #include "core/passes.h"
 #include "device.h"
 #include "rules/loss_scale.h"
@@ -103,8 +103,8 @@ static inline void model_plan(const model *m, const options *o, fst_plan *plan)
     CHECK_INT(fst_plan_seal(plan, FST_OP_PARAM, o->write_grad ? 2 : 1, &status), FST_OK);
 }
 
-/* As fold_all in csrc/py/step/step_plan.c. */
-static inline void cpu_fold(model *m, fst_update_args *args, double coefficient)
+/* As fill_all_args in csrc/py/step/host_step.c. */
+static inline void cpu_fill_args(model *m, fst_update_args *args, double coefficient)
 {
     uint32_t span = 0;
     for (int i = 0; i < m->param_count; i++) {
@@ -119,7 +119,7 @@ static inline void cpu_fold(model *m, fst_update_args *args, double coefficient)
                                    .sign = g->maximize ? -1.0 : 1.0,
                                    .rule = g->rule,
                                    .wide = p->wide};
-            fst_rule_fold(a, g->hyper, step);
+            fst_rule_fill_args(a, g->hyper, step);
         }
         if (p->counts)
             scalar_set(&m->steps[i], p->is_double, flipped(step, p->negated));
@@ -152,7 +152,7 @@ static inline outcome cpu_step(model *m, const options *o)
     if (!out.skip) {
         if (!isnan(o->max_norm))
             coefficient = fst_clip_coefficient(out.norm, o->max_norm);
-        cpu_fold(m, args, coefficient);
+        cpu_fill_args(m, args, coefficient);
         CHECK_INT(fst_update(&plan, args, inv_scale, o->write_grad, &status), FST_OK);
     }
     fst_plan_free(&plan);

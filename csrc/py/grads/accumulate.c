@@ -1,5 +1,5 @@
-/* accumulate(sums, terms, factor, start, more): adds tensors, one or two each, to tensors of other
- * types in one pass; and device_accumulate, the same on a CUDA device, as one launch. */
+/* accumulate(sums, terms, factor, start, more) adds one or two tensors each to tensors of other
+ * dtypes in one pass. device_accumulate does the same on a CUDA device in one launch. */
 #include "core/layout.h"
 #include "core/passes.h"
 #include "gpu/launch.h"
@@ -10,8 +10,8 @@ enum { MOST_TERMS = 2 };
 
 static const char *const term_roles[MOST_TERMS] = {"term", "further term"};
 
-/* A call in the making. The spans of sums.plan have a sum and its terms as operands; the plans of
- * the terms stay empty. */
+/* A call's lists. The spans of sums.plan have a sum and its terms as operands; the plans of the
+ * terms stay empty. */
 typedef struct {
     fst_list sums, terms[MOST_TERMS];
     unsigned term_count;
@@ -37,7 +37,7 @@ static int terms_start(addition *a, PyObject *terms, int device)
     return -1;
 }
 
-/* Takes hold of the lists of a call; to be freed in either case. */
+/* Starts the lists of a call. They must be freed in either case. */
 static int addition_start(addition *a, PyObject *sums, PyObject *terms, PyObject *more, int device)
 {
     if (fst_list_start(&a->sums, sums, device) || terms_start(a, terms, device) ||
@@ -55,7 +55,7 @@ static int same_geometry(const fst_view *a, const fst_view *b)
     return same;
 }
 
-/* Fills an operand of a view that is iterated in the given order. */
+/* Fills an operand from a view that is iterated in the given order. */
 static int bind_operand(const fst_view *view, int order_count, const int *order, int written,
                         fst_layout **layout, fst_operand *op, fst_problem *problem)
 {
@@ -68,8 +68,8 @@ static int bind_operand(const fst_view *view, int order_count, const int *order,
     return 0;
 }
 
-/* All are iterated in the order of the sum's memory, or of the shape where one of them is packed,
- * which needs no layout in that order alone. */
+/* The order of iteration: that of the sum's memory, or of the shape where an operand is
+ * contiguous, as it needs no layout only in that order. */
 static int iteration_order(const fst_view *views, unsigned count, int *order)
 {
     int packed = 0;
@@ -93,7 +93,7 @@ static const fst_list *list_of(const addition *a, unsigned operand)
     return operand ? &a->terms[operand - 1] : &a->sums;
 }
 
-/* Looks at the tensors at `index` of each list; *role says whose problem it is. */
+/* Reads the tensors at `index` of each list. *role names the one with a problem. */
 static int view_all(fst_module *state, const addition *a, Py_ssize_t index, fst_view *views,
                     const char **role, fst_problem *problem)
 {

@@ -1,5 +1,5 @@
-/* Functions on lists of tensors in a CUDA device's memory: launches on torch's current stream, and
- * nothing is waited for. */
+/* Functions on lists of tensors on a CUDA device. They launch on torch's current stream and do
+ * not wait for the device. */
 #include "core/passes.h"
 #include "gpu/launch.h"
 #include "py/grads/tensor_lists.h"
@@ -12,7 +12,7 @@ typedef struct {
     fst_gpu_tables *tables; /* NULL until `upload` */
 } device_list;
 
-/* A scalar on the list's device, or none for None; 0, or -1 with a TypeError. */
+/* Reads a scalar on the list's device; absent for None. Returns 0, or -1 with a TypeError. */
 static int scalar_of(fst_module *state, PyObject *object, int device, const char *name,
                      fst_device_scalar *scalar)
 {
@@ -48,7 +48,7 @@ int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **st
     return failed;
 }
 
-/* A scalar that a call takes, and where a launch wants it. */
+/* A scalar argument of a call, and where the launch takes it. */
 typedef struct {
     PyObject *object;
     const char *name;
@@ -71,12 +71,12 @@ static int bind_once(fst_module *state, device_list *it, PyObject *tensors, int 
     return 0;
 }
 
-/* Binds the list and the scalars, until no Python code has run between the first address and the
- * last; to be freed in either case. */
+/* Binds the list and the scalars, again where Python code has run in between. They must be freed
+ * in either case. */
 static int bind(fst_module *state, device_list *it, PyObject *tensors, int written,
                 const wanted_scalar *scalars)
 {
-    PyObject *items = PySequence_Tuple(tensors); /* a generator is run only once */
+    PyObject *items = PySequence_Tuple(tensors); /* consumes a generator only once */
     int failed = !items;
     *it = (device_list){.tables = NULL};
     for (int i = 0; !failed && (i == 0 || (state->tensors.ran_python && i < FST_ATTEMPTS)); i++) {
@@ -120,8 +120,8 @@ static int upload(fst_module *state, device_list *it)
     return it->tables ? 0 : -1;
 }
 
-/* Ends a call: frees the list; None where the pass was launched, NULL where `status` says why not
- * or an error is set already. */
+/* Ends a call and frees the list. Returns None, or NULL where `status` has an error or a Python
+ * error is set. */
 static PyObject *finish(device_list *it, int launched, const fst_status *status)
 {
     PyObject *done = !launched      ? NULL

@@ -1,21 +1,20 @@
-/* Functions on the gradients of a list of parameters in CPU memory. Of small tensors most of the
- * time goes into asking for gradients and their memory: those that are like one that torch was
- * asked about are read from torch's records. */
+/* Functions on the gradients of a list of parameters in CPU memory. With small tensors most of
+ * the time goes into asking torch for gradients and their addresses. A gradient like one that
+ * torch was asked about is therefore read from torch's records. */
 #include "core/passes.h"
 #include "py/grads/tensor_lists.h"
-#include "py/step/step_plan.h"
 #include "py/torch/quiet.h"
-#include "py/torch/record_read.h"
+#include "py/torch/tensor_record_read.h"
 #include "py/grads/unscaled.h"
 #include "rules/loss_scale.h"
 
-/* Gradients of a call. */
+/* The gradients of a call. */
 typedef struct {
     fst_list list; /* its items are the parameters */
     const void **records;
     size_t record_count;
-    PyObject *asked;      /* list of the other gradients, which it keeps alive */
-    Py_ssize_t *index_of; /* whose they are */
+    PyObject *asked;      /* the other gradients, a list that keeps them alive */
+    Py_ssize_t *index_of; /* the indices of their parameters */
     int64_t total;        /* elements */
     int found;            /* whether there is any gradient */
 } grads;
@@ -28,8 +27,8 @@ static void grads_free(grads *g)
     Py_XDECREF(g->asked);
 }
 
-/* A parameter leads to its gradient in five steps, and between two calls all of them leave the
- * cache: each is asked for when the one before it should have come. */
+/* Prefetches the way from a parameter to its gradient, which has five steps, all evicted from
+ * the cache between two calls. Each step is prefetched a few parameters after the one before. */
 static void fetch_ahead(const fst_module *state, const grads *g, Py_ssize_t index)
 {
     for (int step = 0; step < FST_STEPS_TO_GRAD; step++) {
@@ -44,8 +43,8 @@ static void fetch_ahead(const fst_module *state, const grads *g, Py_ssize_t inde
         __builtin_prefetch(PyTuple_GetItem(g->list.items, index + 3));
 }
 
-/* 1 if the gradient was read from its record, 0 if torch has to be asked, -1 with a Python error.
- */
+/* Adds the gradient of a parameter by its record. Returns 1, 0 if torch has to be asked, -1 with
+ * a Python error. */
 static int add_record(fst_module *state, grads *g, PyObject *param)
 {
     if (!fst_tensor_is_plain(&state->tensors, param))
@@ -71,7 +70,7 @@ static int add_record(fst_module *state, grads *g, PyObject *param)
     return 1;
 }
 
-/* Binds a gradient that torch was asked for, in place `i` of their list. */
+/* Binds gradient `i` of those that torch was asked for. */
 static int add_grad(fst_module *state, grads *g, Py_ssize_t i, int written)
 {
     fst_view view;
@@ -133,7 +132,7 @@ static int bind_once(fst_module *state, grads *g, PyObject *params, int written,
     return 0;
 }
 
-/* Binds once more what torch was asked for, as Python code may have moved it meanwhile. */
+/* Binds these gradients again, as Python code may have moved their memory. */
 static int bind_again(fst_module *state, grads *g, int written)
 {
     const Py_ssize_t count = PyList_Size(g->asked);
@@ -152,13 +151,14 @@ static int seal(grads *g, int written)
     return fst_plan_seal(&g->list.plan, 0, (unsigned)written, &status) ? fst_raise_int(&status) : 0;
 }
 
-/* A gradient that was read from its record is alive as long as no Python code runs: a call that
- * releases the GIL, or met Python code on its way, asks for all of them instead. Begins a quiet
- * stretch in any case. */
+/* Binds all gradients, and begins a quiet section in any case. A gradient that was read from its
+ * record stays alive only while no Python code runs: a call that releases the GIL, or in which
+ * Python code has run, asks torch for all of them instead. */
 static int bind(fst_module *state, grads *g, PyObject *params, int written)
 {
     const int use_records = state->records.known && state->records.move;
-    PyObject *items = PySequence_Tuple(params); /* runs Python code, and a generator only once */
+    PyObject *items =
+        PySequence_Tuple(params); /* may run Python code; consumes a generator only once */
     fst_quiet_begin(&state->tensors);
     *g = (grads){.found = 0};
     if (!items)
@@ -166,7 +166,7 @@ static int bind(fst_module *state, grads *g, PyObject *params, int written)
     int failed = bind_once(state, g, items, written, use_records);
     if (!failed && g->record_count && (g->total > FST_SHORT_STEP || state->tensors.ran_python)) {
         const int paused = fst_quiet_pause(&state->tensors);
-        grads_free(g); /* with what was dropped meanwhile */
+        grads_free(g); /* may run finalizers */
         fst_quiet_resume(&state->tensors, paused);
         failed = bind_once(state, g, items, written, 0);
     }
@@ -176,20 +176,20 @@ static int bind(fst_module *state, grads *g, PyObject *params, int written)
     return failed || seal(g, written) ? -1 : 0;
 }
 
-static fst_released release(fst_module *state, const grads *g)
+static fst_released_gil release_gil(fst_module *state, const grads *g)
 {
-    return g->record_count ? (fst_released){.thread = NULL} : fst_quiet_release(&state->tensors);
+    return g->record_count ? (fst_released_gil){.thread = NULL}
+                           : fst_quiet_release_gil(&state->tensors);
 }
 
-static void acquire(fst_module *state, fst_released released)
+static void acquire_gil(fst_module *state, fst_released_gil released)
 {
     if (released.thread)
-        fst_quiet_acquire(&state->tensors, released);
+        fst_quiet_acquire_gil(&state->tensors, released);
 }
 
-/* Tells autograd that the gradients were written; a new list of those that Python has to tell it
- * of.
- */
+/* Moves the version counters of the gradients. Returns a new list of those that Python has to
+ * move. */
 static PyObject *moved(fst_module *state, grads *g)
 {
     fst_record_move_versions(&state->records, g->records, g->record_count);
@@ -213,9 +213,9 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args)
         if (!allow_fp16 && g.list.dtypes >> FST_F16 & 1u) {
             PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
         } else {
-            const fst_released released = release(state, &g);
+            const fst_released_gil released = release_gil(state, &g);
             (measure_only ? fst_measure : fst_unscale)(&g.list.plan, 0, factor, &out, &status);
-            acquire(state, released);
+            acquire_gil(state, released);
             if (!status.code && !measure_only)
                 fst_unscaled_keep(&state->tensors, &state->unscaled, &g.list.plan, g.asked);
             result = status.code ? fst_raise(&status)
@@ -228,7 +228,7 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args)
     return result;
 }
 
-/* What clip_grads was asked for, and what it has found and done. */
+/* The request and the result of clip_grads. */
 typedef struct {
     double p, max_norm;
     int only_finite;
@@ -253,9 +253,9 @@ static fst_code clip(fst_plan *plan, const double *expected, clipping *c, fst_st
     return c->written ? fst_scale(plan, 0, factor, status) : FST_OK;
 }
 
-/* The sums that the chunks are expected to have, or NULL. Asking for versions may run Python code:
- * gradients are bound again then, and nothing is expected of them. *failed becomes 1 where that
- * fails, with a Python error. */
+/* The chunks' sums of squares that unscale_ measured, or NULL. Asking for versions may run
+ * Python code; gradients are then bound again, and the sums are not used. *failed becomes 1 with
+ * a Python error. */
 static double *take_expected(fst_module *state, grads *g, int *failed)
 {
     state->tensors.ran_python = 0;
@@ -282,9 +282,9 @@ PyObject *fst_py_clip_grads(PyObject *module, PyObject *args)
         int failed = 0;
         double *expected = take_expected(state, &g, &failed);
         if (!failed) {
-            const fst_released released = release(state, &g);
+            const fst_released_gil released = release_gil(state, &g);
             clip(&g.list.plan, expected, &c, &status);
-            acquire(state, released);
+            acquire_gil(state, released);
         }
         PyMem_Free(expected);
         if (status.code)

@@ -1,4 +1,4 @@
-/* The loss scale's update, in CPU or CUDA memory. */
+/* Updates the loss scale, in CPU or CUDA memory. */
 #include "core/layout.h"
 #include "gpu/launch.h"
 #include "py/module.h"
@@ -7,7 +7,7 @@
 
 enum { FST_DL_INT = 0 };
 
-/* Where a one-element tensor lies, in words of its device. */
+/* The memory of a one-element tensor. */
 typedef struct {
     void *data;
     fst_dl_device device;
@@ -38,7 +38,7 @@ static int place_of(fst_module *state, PyObject *object, const char *name, uint8
     return 0;
 }
 
-/* The same, and on the device of `scale`. */
+/* Does the same for a tensor that must be on the device of `scale`. */
 static int place_beside(fst_module *state, const place *scale, PyObject *object, const char *name,
                         uint8_t code, place *out)
 {
@@ -66,12 +66,12 @@ static PyObject *update_on_device(fst_module *state, PyObject *scale, int device
     return Py_NewRef(Py_None);
 }
 
-/* Where the tensors of a call lie. */
+/* The tensors of a call. */
 typedef struct {
     place scale, growth, left, found;
 } places;
 
-/* 0, or -1 with a Python error. */
+/* Reads the tensors. Returns 0, or -1 with a Python error. */
 static int find_places(fst_module *state, PyObject *scale, PyObject *growth_tracker,
                        PyObject *hysteresis_tracker, PyObject *found_inf, places *at)
 {

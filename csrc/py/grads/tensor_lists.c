@@ -1,5 +1,5 @@
-/* Functions on lists of tensors in CPU memory: each binds the list to a plan of one operand per
- * span and runs a pass. */
+/* Functions on lists of tensors in CPU memory. Each binds the list to a plan with one operand
+ * per span and runs a pass. */
 #include "py/grads/tensor_lists.h"
 
 #include "core/layout.h"
@@ -25,7 +25,7 @@ void fst_list_restart(fst_list *list)
     fst_plan_begin(&list->plan);
 }
 
-/* An order of its own is enough, as no other operand shares the span. */
+/* Iterates each tensor in its own order of memory, as no other operand shares the span. */
 int fst_list_add(fst_list *list, Py_ssize_t index, const fst_view *view, int written,
                  fst_problem *problem)
 {

@@ -1,4 +1,4 @@
-/* tensor_lists.h - a list of tensors of one device as a plan of one operand per span. */
+/* tensor_lists.h - a list of tensors on one device, as a plan with one operand per span. */
 #ifndef FST_PY_GRADS_TENSOR_LISTS_H
 #define FST_PY_GRADS_TENSOR_LISTS_H
 
@@ -14,31 +14,32 @@ typedef struct {
     unsigned dtypes; /* those that occur: bit 1 << fst_dtype */
 } fst_list;
 
-/* Takes hold of a sequence of tensors; 0, or -1 with a Python error. To be freed in either case. */
+/* Starts a list with a sequence of tensors, which it keeps alive. Returns 0, or -1 with a Python
+ * error. It must be freed in either case. */
 int fst_list_start(fst_list *list, PyObject *sequence, int device);
 
-/* Adds a tensor, whose layout, if it needs one, is kept under `index`, below the sequence's length;
- * 0, or -1 with `problem` filled. */
+/* Adds a tensor. Its layout, if it needs one, is stored at `index`, which is below the
+ * sequence's length. Returns 0, or -1 with `problem` filled. */
 int fst_list_add(fst_list *list, Py_ssize_t index, const fst_view *view, int written,
                  fst_problem *problem);
 
-/* Forgets what was added. */
+/* Removes all tensors that were added. */
 void fst_list_restart(fst_list *list);
 
-/* Binds a sequence of tensors that lie on `device`, for passes that write them or not; 0, or -1
- * with a TypeError that names the tensor's place in it. To be freed in either case. */
+/* Binds a sequence of tensors on `device`, for a pass that writes them or does not. Returns 0,
+ * or -1 with a TypeError that names the tensor's index. It must be freed in either case. */
 int fst_list_bind(fst_module *state, fst_list *list, PyObject *sequence, int device, int written);
 
-/* The CUDA device of the first tensor and torch's current stream there; 0, or -1 with a TypeError.
- */
+/* Finds the CUDA device of the first tensor and torch's current stream there. Returns 0, or -1
+ * with a TypeError. */
 int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **stream);
 
-/* Raises what a driver said, and of which tensors; returns NULL. */
+/* Raises an error of the driver, with the number of tensors and the first one's shape. Returns
+ * NULL. */
 PyObject *fst_list_raise(const fst_list *list, const fst_status *status);
 
-/* The tables of a list on a CUDA device, brought up to date; NULL with a Python error. All lists
- * share them, so nothing that may run Python code, and with it such a function, comes between this
- * and the launch. */
+/* Uploads the tables of a list to its CUDA device. Returns NULL with a Python error. All lists
+ * of a device share the tables, so no Python code may run between this call and the launch. */
 fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream);
 
 void fst_list_free(fst_list *list);

@@ -1,9 +1,8 @@
 #include "py/grads/unscaled.h"
 
-#include "py/step/step_plan.h"
-#include "py/step/squares.h"
+#include "py/torch/quiet.h"
 
-/* Elements per gradient in the mean from which a pass less is worth asking for every gradient's
+/* Mean number of elements per gradient from which saving a pass pays for asking torch for every
  * version. */
 enum { WORTHWHILE_EACH = 1 << 13 };
 
@@ -14,9 +13,9 @@ void fst_unscaled_forget(fst_unscaled *self)
     *self = (fst_unscaled){.count = 0};
 }
 
-/* Whether each span is one of the gradients, which torch is asked for in long steps only, no memory
- * is met twice, and the sums are of what was stored: 16-bit types round after the product that was
- * squared. */
+/* Whether the sums can be reused. Each span must be one gradient of the list, so torch must have
+ * been asked for all, as it is in long calls. No memory may occur twice. The sums must be those
+ * of the stored values: 16-bit types are rounded after they are squared. */
 static int is_simple(const fst_plan *plan, PyObject *grads)
 {
     int64_t total = 0;
@@ -38,15 +37,15 @@ static int by_address(const void *a, const void *b)
     return (first > second) - (first < second);
 }
 
-/* What the plan's span s is now; 0 if its tensor has no version counter, as one of inference mode.
- */
+/* Describes the gradient of span s. Returns 0 if it has no version counter, as a tensor of
+ * inference mode. */
 static int describe(fst_tensors *tensors, const fst_plan *plan, PyObject *grads, size_t s,
                     fst_unscaled_grad *grad)
 {
     PyObject *tensor = PyList_GetItem(grads, (Py_ssize_t)s);
     grad->data = plan->operands[s * plan->width].data;
     grad->count = plan->spans[s].count;
-    if (tensor && !fst_squares_version(tensors, tensor, &grad->version))
+    if (tensor && !fst_tensor_version(tensors, tensor, &grad->version))
         return 1;
     PyErr_Clear();
     return 0;
@@ -58,7 +57,7 @@ static int describe_all(fst_tensors *tensors, const fst_unscaled *self, const fs
     for (size_t s = 0; s < plan->span_count; s++) {
         if (!describe(tensors, plan, grads, s, &self->grads[s]))
             return 0;
-        self->grads[s].version++; /* which the caller is about to move */
+        self->grads[s].version++; /* the caller is about to move it */
     }
     for (size_t c = plan->chunk_count; c-- > 0;)
         self->grads[plan->chunks[c].span].first = c;
@@ -85,7 +84,7 @@ void fst_unscaled_keep(fst_tensors *tensors, fst_unscaled *self, const fst_plan 
     *self = made;
 }
 
-/* Copies the sums of span s, whose chunks begin at c; 0 where the gradient is another now. */
+/* Copies the sums of span s, whose chunks begin at c. Returns 0 if the gradient has changed. */
 static int expect(fst_tensors *tensors, const fst_unscaled *self, const fst_plan *plan,
                   PyObject *grads, size_t s, size_t c, double *expected)
 {

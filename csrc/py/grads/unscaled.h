@@ -1,7 +1,9 @@
-/* unscaled.h - the sums of squares that the last unscale_ took of large gradients, for a
- * clip_grad_norm_ that follows. They are where the norm is expected from, not what it is taken
- * from: whoever uses them measures again, chunk by chunk, see fst_clip_expected. So nothing here
- * fails: without memory, or where torch raises an error, nothing is expected. */
+/* unscaled.h - the sums of squares of large gradients that the last unscale_ measured, for a
+ * clip_grad_norm_ that follows.
+ *
+ * clip_grad_norm_ measures every chunk again and only compares (fst_clip_expected), so a stale
+ * sum cannot change its result. Nothing here fails: without memory, or where torch raises an
+ * error, no sums are kept. */
 #ifndef FST_PY_GRADS_UNSCALED_H
 #define FST_PY_GRADS_UNSCALED_H
 
@@ -9,20 +11,19 @@
 #include "py/module.h"
 
 typedef struct fst_unscaled_grad {
-    const void *data; /* never read: it may be gone */
+    const void *data; /* never read, as the memory may be gone */
     int64_t count, version;
     size_t first; /* of its chunks, in `partial` */
 } fst_unscaled_grad;
 
-/* Keeps the partial sums of the pass that a plan of gradients has just made. `grads` is the list of
- * the tensors that its spans are of. Keeps nothing where that is not worth the time, the sums are
- * not those of what was stored, or a tensor has no version counter. */
+/* Keeps the partial sums of the pass that has just run over a plan of gradients. `grads` lists
+ * the tensors of its spans. Keeps nothing where reuse would not pay, the sums are not those of
+ * the stored values, or a tensor has no version counter. */
 void fst_unscaled_keep(fst_tensors *tensors, fst_unscaled *self, const fst_plan *plan,
                        PyObject *grads);
 
-/* Takes the sums that the chunks of a sealed plan are expected to have: an array, to be freed by
- * PyMem_Free, or NULL where nothing is known of a gradient, or it was written or replaced since, as
- * far as version counters tell. */
+/* Takes the sums for the chunks of a sealed plan: an array to be freed by PyMem_Free. NULL if a
+ * gradient is not known, or if it was written or replaced as far as version counters tell. */
 double *fst_unscaled_take(fst_tensors *tensors, fst_unscaled *self, const fst_plan *plan,
                           PyObject *grads);
 

@@ -1,4 +1,4 @@
-/* Arena: its blocks where they are page-locked. */
+/* Methods of Arena on page-locked blocks. */
 #include "gpu/context.h"
 #include "io/arena_lock.h"
 #include "py/load/arena_object.h"
@@ -23,9 +23,9 @@ PyObject *fst_py_arena_prepare_locks(PyObject *object, PyObject *device)
     if (ordinal < 0 || ordinal >= FST_GPU_DEVICES)
         return PyErr_Format(PyExc_ValueError, "no CUDA device %ld", ordinal);
     const fst_arena_locker locker = {fst_gpu_lock_host, fst_gpu_unlock_host, (int)ordinal};
-    Py_BEGIN_ALLOW_THREADS;
+    Py_BEGIN_ALLOW_THREADS
     fst_arena_prepare_locks(self->arena, locker, &status);
-    Py_END_ALLOW_THREADS;
+    Py_END_ALLOW_THREADS
     return status.code ? fst_raise(&status) : Py_NewRef(Py_None);
 }
 
@@ -41,10 +41,10 @@ PyObject *fst_py_arena_locked(PyObject *object, PyObject *args)
         return NULL;
     if (size < 0)
         return PyErr_Format(PyExc_ValueError, "no %zd bytes", size);
-    Py_BEGIN_ALLOW_THREADS; /* locking takes a while */
+    Py_BEGIN_ALLOW_THREADS /* locking takes milliseconds */
     fst_arena_lock(self->arena, (const void *)(uintptr_t)address, (size_t)size, &block, &locked,
                    &status);
-    Py_END_ALLOW_THREADS;
+    Py_END_ALLOW_THREADS
     if (status.code)
         return fst_raise(&status);
     if (!locked)

@@ -13,67 +13,14 @@ PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused)
     return Py_NewRef(Py_None);
 }
 
-/* The bytes of a block as a tensor; ended when the last tensor over the same memory is gone. */
-typedef struct {
-    fst_dl_managed managed;
-    fst_arena *arena;
-    size_t block;
-    void (*end)(fst_arena *arena, size_t block);
-    pid_t process;
-    int64_t size, stride;
-} block_export;
-
-/* Any thread may call this, with the GIL or without. A forked child only has a copy of the export:
- * the block is not its own. */
-static void end_export(fst_dl_managed *managed)
-{
-    block_export *export = (block_export *)managed;
-    if (export->process == getpid())
-        export->end(export->arena, export->block);
-    fst_arena_drop(export->arena);
-    free(export);
-}
-
-PyObject *fst_arena_tensor(const fst_arena_object *self, size_t block, void *data, size_t size,
-                           void (*end)(fst_arena *, size_t))
-{
-    int (*to_object)(fst_dl_managed *, void **) =
-        (int (*)(fst_dl_managed *, void **))self->api->managed_tensor_to_py_object;
-    block_export *export = malloc(sizeof *export);
-    void *tensor = NULL;
-    if (!export) {
-        end(self->arena, block);
-        return PyErr_NoMemory();
-    }
-    *export = (block_export){
-        .arena = self->arena,
-        .block = block,
-        .end = end,
-        .process = getpid(),
-        .size = (int64_t)size,
-        .stride = 1,
-        .managed = {.version = {1, 0},
-                    .deleter = end_export,
-                    .tensor = {.data = data,
-                               .device = {FST_DL_CPU, 0},
-                               .ndim = 1,
-                               .dtype = {FST_DL_UINT, 8, 1},
-                               .shape = &export->size,
-                               .strides = &export->stride}},
-    };
-    fst_arena_keep(self->arena);
-    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
-    return to_object(&export->managed, &tensor) ? NULL : tensor;
-}
-
 static PyObject *tensor_over(const fst_arena_object *self, size_t block, size_t size,
                              void (*end)(fst_arena *, size_t))
 {
     return fst_arena_tensor(self, block, fst_arena_data(self->arena, block), size, end);
 }
 
-/* Arena() makes one; Arena(file, reserve) attaches to that of another process, and owns the file.
- */
+/* Arena() makes an arena. Arena(file, reserve) attaches to that of another process and owns the
+ * file. */
 static PyObject *arena_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
     const fst_module *state = PyType_GetModuleState(type);
@@ -116,7 +63,7 @@ static void arena_dealloc(PyObject *object)
     Py_DECREF(type);
 }
 
-/* The number of a block that was made; -1 with a Python error. */
+/* Parses the number of an existing block; -1 with a Python error. */
 static Py_ssize_t read_block(const fst_arena_object *self, PyObject *number)
 {
     const Py_ssize_t block = PyLong_AsSsize_t(number);
@@ -144,7 +91,7 @@ static PyObject *arena_take(PyObject *object, PyObject *number)
     return tensor ? Py_BuildValue("nN", (Py_ssize_t)block, tensor) : NULL;
 }
 
-/* A new block with a copy of the memory at an address. */
+/* put(address, size): copies memory to a new block and returns its number. */
 static PyObject *arena_put(PyObject *object, PyObject *args)
 {
     const fst_arena_object *self = (fst_arena_object *)object;
@@ -156,10 +103,10 @@ static PyObject *arena_put(PyObject *object, PyObject *args)
         return NULL;
     if (size < 0 || (size && !address))
         return PyErr_Format(PyExc_ValueError, "no %zd bytes at address %llu", size, address);
-    Py_BEGIN_ALLOW_THREADS;
+    Py_BEGIN_ALLOW_THREADS
     if (!fst_arena_take(self->arena, (size_t)size, &block, &status))
         memcpy(fst_arena_data(self->arena, block), (const void *)(uintptr_t)address, (size_t)size);
-    Py_END_ALLOW_THREADS;
+    Py_END_ALLOW_THREADS
     return status.code ? fst_raise(&status) : PyLong_FromSize_t(block);
 }
 
@@ -201,7 +148,7 @@ static PyObject *arena_hold(PyObject *object, PyObject *args)
         return PyErr_Format(PyExc_ValueError, "no block %zd of %zd bytes", block, size);
     if (fst_arena_hold(self->arena, (size_t)block, (size_t)size, &status))
         return fst_raise(&status);
-    return tensor_over(self, (size_t)block, (size_t)size, fst_arena_release);
+    return tensor_over(self, (size_t)block, (size_t)size, fst_arena_end_hold);
 }
 
 static PyObject *arena_pin(PyObject *object, PyObject *unused)
@@ -227,7 +174,7 @@ static PyObject *arena_unpin(PyObject *object, PyObject *number)
     const Py_ssize_t block = read_block(self, number);
     if (block < 0)
         return NULL;
-    fst_arena_release(self->arena, (size_t)block);
+    fst_arena_end_hold(self->arena, (size_t)block);
     return Py_NewRef(Py_None);
 }
 

@@ -1,4 +1,4 @@
-/* arena_object.h - what the files of the type Arena share. */
+/* arena_object.h - the type Arena, for the files that implement it. */
 #ifndef FST_PY_LOAD_ARENA_OBJECT_H
 #define FST_PY_LOAD_ARENA_OBJECT_H
 
@@ -11,8 +11,8 @@ typedef struct {
     const fst_dl_api *api;
 } fst_arena_object;
 
-/* The bytes of a block, at an address of it, as a tensor. Takes the block over, in any case: `end`
- * is called for it when the last tensor over the same memory is gone. */
+/* A tensor over the bytes of a block at one of its addresses. `end` is called for the block when
+ * the last tensor over the memory is gone, or at once if this fails. */
 PyObject *fst_arena_tensor(const fst_arena_object *self, size_t block, void *data, size_t size,
                            void (*end)(fst_arena *, size_t));
 

@@ -1,4 +1,4 @@
-/* The type faststep._C.Gather: batches of rows, as tensors over memory that is used again. */
+/* The type faststep._C.Gather: threads gather batches of rows into memory that is reused. */
 #include "py/load/gather.h"
 
 #include <stdlib.h>
@@ -57,7 +57,7 @@ static void gather_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     fst_gather_object *self = (fst_gather_object *)object;
-    end_crew(self); /* before what its threads write to */
+    end_crew(self); /* ends the threads before the memory that they write to */
     fst_gather_forget(self);
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->slots);
@@ -141,7 +141,7 @@ static PyObject *gather_submit(PyObject *object, PyObject *args)
     return add(self, places + start, count, outputs);
 }
 
-/* Takes the slot over, in any case. */
+/* Makes a tensor over a slot, which it takes over in any case. */
 static PyObject *tensor_over(const fst_dl_api *api, const fst_field_form *form, size_t rows,
                              fst_slot *slot)
 {
@@ -198,7 +198,7 @@ static int await_oldest(fst_gather_object *self)
     return 0;
 }
 
-/* An older batch is one whose number the caller never got: a signal came between. */
+/* Drops older batches: their numbers never reached the caller, because a signal handler raised. */
 static PyObject *take(fst_gather_object *self, uint64_t number)
 {
     uint64_t oldest = 0;
@@ -211,7 +211,8 @@ static PyObject *take(fst_gather_object *self, uint64_t number)
     return Py_NewRef(Py_None);
 }
 
-/* Python code that runs on the way, for a signal or in a finalizer, is refused as threads are. */
+/* take(number). Python code that runs meanwhile, for a signal or in a finalizer, is refused as
+ * other threads are. */
 static PyObject *gather_take(PyObject *object, PyObject *wanted)
 {
     fst_gather_object *self = (fst_gather_object *)object;

@@ -1,9 +1,9 @@
-/* gather.h - what the files of the types Slots and Gather share. */
+/* gather.h - the types Slots and Gather, for the files that implement them. */
 #ifndef FST_PY_LOAD_GATHER_H
 #define FST_PY_LOAD_GATHER_H
 
 #include "io/crew.h"
-#include "py/module.h"
+#include "py/load/arguments.h"
 
 enum { FST_MAX_ROW_DIMS = 63 }; /* torch's limit for tensors is 64 */
 
@@ -12,69 +12,53 @@ typedef struct {
     fst_slots *pool;
 } fst_slots_object;
 
-/* What a tensor of one field of a batch looks like. */
+/* The dtype and row shape of one field of a batch. */
 typedef struct {
     fst_dl_dtype dtype;
     int row_dims;
     int64_t row_shape[FST_MAX_ROW_DIMS];
 } fst_field_form;
 
-/* A tensor as it was when it was noted (watch.c). */
+/* A source tensor with its address and form as they were when Gather was made (watch.c). */
 typedef struct fst_watch fst_watch;
 
 typedef struct {
     PyObject_HEAD
     fst_slots_object *slots;
-    PyObject *owner; /* keeps what the table points to */
+    PyObject *owner; /* keeps the arrays alive */
     const fst_dl_api *api;
     fst_table table;
     fst_field_form *forms; /* one per field */
-    fst_watch **watches;   /* per node one per field; NULL: what cannot move */
-    size_t next_look;      /* the node that was looked at last */
-    size_t moves;          /* of held memory, when all were looked at */
+    fst_watch **watches;   /* one per node and field; NULL: cannot move */
+    size_t next_look;      /* the node that was checked last */
+    size_t moves;          /* fst_hold_moves() when all were checked last */
     fst_crew *crew;        /* NULL when closed */
-    PyObject *outputs;     /* a list: for each batch in the crew a tuple of tensors, or None */
-    int busy;              /* a thread is in a method that let go of the GIL */
+    PyObject *outputs;     /* a list with one entry per queued batch: a tuple of tensors, or None */
+    int busy;              /* a thread is in a method that releases the GIL */
 } fst_gather_object;
 
-/* A tensor over a slot, which goes back to its pool when the last tensor over the same memory is
- * freed; without strides its elements lie one after another. Takes the slot over, in any case. */
+/* A tensor over a slot. The slot returns to its pool when the last tensor over its memory is
+ * freed. Without strides the tensor is contiguous. Takes the slot over in any case. */
 PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, const int64_t *shape,
                           const int64_t *strides, fst_slot *slot);
 
-/* torch's side of the exchange of tensors; NULL with a Python error. */
-const fst_dl_api *fst_torch_api(const fst_module *state);
-
-/* Reads a torch.Tensor itself, in CPU memory; 0, or -1 with a Python error. */
-int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                    fst_dl_tensor *tensor);
-
-/* Notes where a torch.Tensor is and what form it has; NULL with a Python error. */
+/* Remembers the address and form of a torch.Tensor; NULL with a Python error. */
 fst_watch *fst_watch_new(const fst_module *state, const fst_dl_api *api, PyObject *object);
 void fst_watch_free(fst_watch *watch);
 
-/* How often held memory was moved by torch, or its storage ended (hold.c). */
+/* How often torch has moved held memory or freed its storage (hold.c). */
 size_t fst_hold_moves(void);
 
-/* Whether the tensors are as they were when they were noted. All are looked at after held memory
- * has moved; else at most some leaves, in turn, as most changes move it. */
+/* Whether the source tensors are unchanged. Most changes move held memory, and then all tensors
+ * are checked; otherwise a few leaves per call, in turn. */
 int fst_gather_is_same(const fst_module *state, fst_gather_object *self);
 
-/* The elements of a packed 1-d int64 tensor; NULL with a Python error, or where there are none. */
-int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                          Py_ssize_t *count);
-
-/* The items of a list or tuple; -1 for anything else. */
-Py_ssize_t fst_sequence_size(PyObject *sequence);
-
-/* Copies the ints of a list or tuple; returns 0 if one of its items is anything else. */
-int fst_copy_ints(PyObject *sequence, int64_t *out, Py_ssize_t count);
-
-/* Reads the arguments `fields` and `nodes` of Gather, both tuples; 0, or -1 with a Python error. */
+/* Parses the arguments `fields` and `nodes` of Gather, both tuples. Returns 0, or -1 with a
+ * Python error. */
 int fst_gather_parse(const fst_module *state, fst_gather_object *self, PyObject *fields,
                      PyObject *nodes);
-/* The addresses of a tuple of packed tensors, one per field, that a batch of `rows` fits exactly;
- * 0, or -1 with a Python error. */
+/* Reads the addresses of a tuple of contiguous tensors, one per field, that each fit a batch of
+ * `rows` exactly. Returns 0, or -1 with a Python error. */
 int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *self,
                             PyObject *outputs, Py_ssize_t rows, char **addresses);
 

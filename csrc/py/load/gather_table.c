@@ -1,76 +1,7 @@
-/* Reads the arguments of Gather: which rows lie where. */
+/* Parses the arguments of Gather into the table of rows. */
 #include "py/load/gather.h"
 
-enum { DL_INT = 0 }; /* a type code of DLPack */
-
-const fst_dl_api *fst_torch_api(const fst_module *state)
-{
-    PyObject *capsule =
-        PyObject_GetAttrString(state->tensors.tensor_type, "__dlpack_c_exchange_api__");
-    const fst_dl_header *header =
-        capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
-    Py_XDECREF(capsule);
-    while (header && header->version.major != 1)
-        header = header->previous;
-    if (!header && !PyErr_Occurred())
-        PyErr_SetString(PyExc_RuntimeError, "this torch has no DLPack exchange API of version 1");
-    return (const fst_dl_api *)header;
-}
-
-int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                    fst_dl_tensor *tensor)
-{
-    if ((PyObject *)Py_TYPE(object) != state->tensors.tensor_type) {
-        PyErr_SetString(PyExc_TypeError, "expected a torch.Tensor");
-        return -1;
-    }
-    if (api->tensor_from_py_object(object, tensor))
-        return -1;
-    if (tensor->device.device_type != FST_DL_CPU) {
-        PyErr_SetString(PyExc_TypeError, "expected a tensor in CPU memory");
-        return -1;
-    }
-    return 0;
-}
-
-int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,
-                          Py_ssize_t *count)
-{
-    fst_dl_tensor tensor;
-    if (fst_read_tensor(state, api, object, &tensor))
-        return NULL;
-    if (tensor.dtype.code != DL_INT || tensor.dtype.bits != 64 || tensor.ndim != 1 ||
-        (tensor.shape[0] > 1 && tensor.strides && tensor.strides[0] != 1)) {
-        PyErr_SetString(PyExc_TypeError, "expected a packed 1-d tensor of int64");
-        return NULL;
-    }
-    *count = (Py_ssize_t)tensor.shape[0];
-    return (int64_t *)(void *)((char *)tensor.data + tensor.byte_offset);
-}
-
-int fst_copy_ints(PyObject *sequence, int64_t *out, Py_ssize_t count)
-{
-    const int is_list = PyList_Check(sequence);
-    for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *item = is_list ? PyList_GetItem(sequence, i) : PyTuple_GetItem(sequence, i);
-        int overflow = 0;
-        if (!item || !PyLong_CheckExact(item))
-            return 0;
-        out[i] = PyLong_AsLongLongAndOverflow(item, &overflow);
-        if (overflow)
-            return 0;
-    }
-    return 1;
-}
-
-Py_ssize_t fst_sequence_size(PyObject *sequence)
-{
-    return PyList_Check(sequence)    ? PyList_Size(sequence)
-           : PyTuple_Check(sequence) ? PyTuple_Size(sequence)
-                                     : -1;
-}
-
-/* Whether it can be parsed as arguments are; else there is a TypeError. */
+/* Whether PyArg_ParseTuple can parse the object; else there is a TypeError. */
 static int is_tuple(PyObject *object)
 {
     if (PyTuple_Check(object))
@@ -87,8 +18,8 @@ static int read_floats_dtype(fst_dl_dtype type, fst_dtype *dtype)
             (type.code == FST_DL_BFLOAT && type.bits == 16));
 }
 
-/* Reads (number, scale, means, stds): of what type the rows' numbers are, and two tuples of
- * nothing, one float, or one for each element of a row's first dimension. */
+/* Parses (dtype number, scale, means, stds). The last two are tuples that are empty, or have one
+ * float, or one for each element of a row's first dimension. */
 static int parse_floats(fst_field *field, const fst_field_form *form, PyObject *spec)
 {
     fst_float_form *floats = &field->floats;
@@ -123,9 +54,9 @@ static int parse_floats(fst_field *field, const fst_field_form *form, PyObject *
     return 0;
 }
 
-/* Reads (prototype, conversion[, boundary, begins, floats]): an empty tensor of the output's type
- * and row shape, for conversions that need it the token between documents, and for one to floats
- * what parse_floats reads. */
+/* Parses (prototype, conversion[, boundary, begins, floats]). The prototype is an empty tensor
+ * with the output's dtype and row shape. `boundary` is the token between documents; `floats` is
+ * what parse_floats takes. */
 static int parse_field(const fst_module *state, fst_gather_object *self, size_t f, PyObject *spec)
 {
     fst_field *field = &self->table.fields[f];
@@ -158,7 +89,7 @@ static int parse_field(const fst_module *state, fst_gather_object *self, size_t 
     return floats ? parse_floats(field, form, floats) : 0;
 }
 
-/* Whether a tensor is packed, and a batch of `rows` with this form fits exactly. */
+/* Whether a tensor is contiguous and has the shape of a batch of `rows` with this form. */
 static int is_batch(const fst_field_form *form, int64_t rows, const fst_dl_tensor *tensor)
 {
     int64_t stride = 1;
@@ -196,7 +127,7 @@ int fst_gather_read_outputs(const fst_module *state, const fst_gather_object *se
     return 0;
 }
 
-/* Reads (address, stride[, the tensor whose rows these are, or None]). */
+/* Parses (address, stride[, the tensor with these rows, or None]). */
 static int parse_column(const fst_module *state, const fst_gather_object *self, PyObject *spec,
                         fst_column *column, fst_watch **watch)
 {

@@ -1,9 +1,9 @@
-/* Memory that stays where it is as long as somebody reads it, whatever becomes of the tensor.
+/* Keeps memory alive and in place while somebody reads it, whatever happens to its tensor.
  *
- * A reference to a tensor or to its storage does not keep the memory: torch moves a storage in
- * place (share_memory_, pickling for a worker, resize_), and frees what was there. The storage's
- * record names an owner and a function that frees it. A hold puts itself there, with a count: the
- * memory goes back to the owner when the storage and all who hold it have let go. */
+ * A reference to a tensor or its storage does not do that: torch moves a storage in place
+ * (share_memory_, pickling for a worker, resize_) and frees the old memory. The storage's record
+ * names an owner and a function that frees it. A hold replaces both and counts its users. The
+ * memory returns to the owner when the storage and all readers have dropped the hold. */
 #include "py/load/gather.h"
 
 #include <stdatomic.h>
@@ -12,14 +12,14 @@
 typedef void (*free_function)(void *owner);
 
 typedef struct {
-    atomic_size_t users; /* the storage, as long as it has the memory, and each tensor over it */
+    atomic_size_t users; /* the storage while it has the memory, and each tensor over it */
     void *owner;
     free_function free;
 } hold;
 
 static atomic_size_t holds, moves;
 
-/* Any thread may call this, with the GIL or without. */
+/* Drops one user. Called from any thread, with the GIL or without. */
 static void let_go(void *argument)
 {
     hold *held = argument;
@@ -30,7 +30,7 @@ static void let_go(void *argument)
     atomic_fetch_sub(&holds, 1);
 }
 
-/* What a storage calls when it has other memory, or ends. */
+/* The function that the storage calls when it gets other memory or ends. */
 static void let_go_of_storage(void *argument)
 {
     let_go(argument);
@@ -42,7 +42,7 @@ size_t fst_hold_moves(void)
     return atomic_load(&moves);
 }
 
-/* The words of a storage's record that own its memory. Threads without the GIL may read one. */
+/* Reads a word of a storage's record. Threads without the GIL may read it at the same time. */
 static void *read_word(uint64_t *words, int place)
 {
     return (void *)(uintptr_t)__atomic_load_n(&words[place], __ATOMIC_RELAXED);
@@ -53,7 +53,7 @@ static void write_word(uint64_t *words, int place, uintptr_t value)
     __atomic_store_n(&words[place], value, __ATOMIC_RELAXED);
 }
 
-/* What holds the memory of a storage, with one more user; NULL with a Python error. */
+/* The hold of a storage, with one more user; NULL with a Python error. */
 static hold *hold_storage(const fst_owner_places *at, uint64_t *words)
 {
     void *owner = read_word(words, at->owner);
@@ -89,7 +89,7 @@ static void end_export(fst_dl_managed *managed)
     free(export);
 }
 
-/* A tensor like `like` over the memory, whose user it takes over, in any case. */
+/* A tensor like `like` over held memory. Takes one user over, in any case. */
 static PyObject *tensor_over(const fst_dl_api *api, const fst_dl_tensor *like, hold *held)
 {
     int (*to_object)(fst_dl_managed *, void **) =
@@ -107,7 +107,7 @@ static PyObject *tensor_over(const fst_dl_api *api, const fst_dl_tensor *like, h
     export->managed = (fst_dl_managed){.version = {1, 0}, .deleter = end_export, .tensor = *like};
     export->managed.tensor.shape = export->sizes;
     export->managed.tensor.strides = export->sizes + dims;
-    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
+    /* if it fails, torch may still have the export, so it is not freed */
     return to_object(&export->managed, &tensor) ? NULL : tensor;
 }
 

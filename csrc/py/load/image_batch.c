@@ -1,4 +1,4 @@
-/* Batches of images: reads the tensors, and has them transformed. */
+/* transform_images and split_channels: read the tensors and run the pass. */
 #include "core/image_pass.h"
 #include "gpu/image_launch.h"
 
@@ -98,7 +98,7 @@ static int read_out(fst_module *state, PyObject *object, fst_image_batch *batch,
     return 0;
 }
 
-/* A packed (samples, 17) tensor of int32 in the host's memory. */
+/* Reads a contiguous (samples, 17) int32 tensor in CPU memory. */
 static int read_samples(fst_module *state, PyObject *object, fst_image_batch *batch)
 {
     enum { WORDS = sizeof(fst_image_sample) / sizeof(int32_t) };
@@ -128,7 +128,8 @@ static int check_factors(PyObject *tuple, const char *name, int32_t channels)
     return -1;
 }
 
-/* A tuple of a number per channel, which may be Python's objects: read before any address is. */
+/* Reads a tuple with one number per channel. Converting numbers may run Python code, so this
+ * comes before any address is read. */
 static int read_factors(PyObject *tuple, float *out)
 {
     for (Py_ssize_t c = 0; c < PyTuple_Size(tuple) && c < FST_IMAGE_CHANNELS; c++) {
@@ -139,7 +140,7 @@ static int read_factors(PyObject *tuple, float *out)
     return 0;
 }
 
-/* Where the device gets its copy of the samples. */
+/* Reads the buffer on the device for its copy of the samples. */
 static int read_buffer(fst_module *state, PyObject *object, int device, fst_image_batch *batch)
 {
     fst_dl_tensor tensor;
@@ -159,7 +160,7 @@ static int read_buffer(fst_module *state, PyObject *object, int device, fst_imag
     return 0;
 }
 
-/* Launches; reads `images` once more, for torch's current stream. */
+/* Launches the pass on torch's current stream. */
 static PyObject *on_device(fst_module *state, PyObject *images, PyObject *buffer, int device,
                            fst_image_batch *batch)
 {
@@ -202,7 +203,7 @@ PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
         return NULL;
     PyObject *tensors[] = {images, out, samples, buffer};
     for (size_t i = 0; i < sizeof tensors / sizeof *tensors; i++)
-        fst_tensors_meet(&state->tensors, tensors[i]);
+        fst_tensors_learn(&state->tensors, tensors[i]);
     if (read_source(state, images, &batch, &device) || read_out(state, out, &batch, device) ||
         read_samples(state, samples, &batch) || check_factors(scale, "scale", batch.channels) ||
         check_factors(bias, "bias", batch.channels))
@@ -218,7 +219,7 @@ PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* A packed tensor of bytes in the host's memory with three dimensions, of which `channels` is 3. */
+/* Reads a contiguous 3-d uint8 tensor in CPU memory, of which dimension `channels` is 3. */
 static int read_bytes(fst_module *state, PyObject *object, const char *name, int channels,
                       fst_dl_tensor *tensor)
 {

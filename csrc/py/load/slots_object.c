@@ -11,7 +11,7 @@ typedef struct {
     int64_t sizes[]; /* shape, then strides */
 } slot_export;
 
-/* Any thread may call this, with the GIL or without. */
+/* Called from any thread, with the GIL or without. */
 static void end_export(fst_dl_managed *managed)
 {
     slot_export *export = (slot_export *)managed;
@@ -48,7 +48,7 @@ PyObject *fst_slot_tensor(const fst_dl_api *api, fst_dl_dtype dtype, int ndim, c
                    .shape = sizes,
                    .strides = sizes + dims},
     };
-    /* Should it fail, it cannot be known whether torch still has the export: it is not freed. */
+    /* if it fails, torch may still have the export, so it is not freed */
     return to_object(&export->managed, &tensor) ? NULL : tensor;
 }
 
@@ -133,7 +133,7 @@ static PyObject *slots_counts(PyObject *object, PyObject *unused)
                          (Py_ssize_t)counts.held);
 }
 
-/* Bytes of a tensor with the strides of `form`, which are of dense memory. */
+/* Bytes of `count` rows with the strides of `form`, a dense tensor. */
 static size_t bytes_of(const fst_dl_tensor *form, int64_t count)
 {
     size_t bytes = form->dtype.bits / 8u * form->dtype.lanes * (size_t)count;
@@ -142,10 +142,10 @@ static size_t bytes_of(const fst_dl_tensor *form, int64_t count)
     return bytes;
 }
 
-/* Whether `count` rows with the strides of `form` lie in the memory of so many dense ones. */
+/* Whether `count` rows with the strides of `form` fit the memory of as many dense rows. */
 static int is_inside(const fst_dl_tensor *form, int64_t count)
 {
-    int64_t items = count, last = 0; /* the last element's place */
+    int64_t items = count, last = 0; /* offset of the last element */
     for (int d = 1; d < form->ndim; d++)
         if (__builtin_mul_overflow(items, form->shape[d], &items))
             return 0;

@@ -1,13 +1,13 @@
-/* TFRecord files in memory: where their records are, and whether they are intact. */
+/* Scans TFRecord files in memory for records and checks them. */
 #include "io/tfrecord.h"
 
 #include "py/load/gather.h"
 
-/* Fills `places` with pairs (start of the data, length); stops before the first fault. */
-static fst_record_fault scan(const char *file, size_t size, size_t *at, int check, int64_t *places,
-                             Py_ssize_t room, Py_ssize_t *found)
+/* Fills `places` with pairs (start of the data, length). Stops at the first fault. */
+static fst_tfrecord_fault scan(const char *file, size_t size, size_t *at, int check,
+                               int64_t *places, Py_ssize_t room, Py_ssize_t *found)
 {
-    fst_record_fault fault = FST_RECORD_OK;
+    fst_tfrecord_fault fault = FST_TFRECORD_OK;
     for (*found = 0; *at < size && *found < room; ++*found) {
         size_t data, length;
         fault = fst_tfrecord_at(file, size, *at, check, &data, &length);
@@ -15,7 +15,7 @@ static fst_record_fault scan(const char *file, size_t size, size_t *at, int chec
             break;
         places[2 * *found] = (int64_t)data;
         places[2 * *found + 1] = (int64_t)length;
-        *at = data + length + FST_RECORD_TAIL;
+        *at = data + length + FST_TFRECORD_TAIL;
     }
     return fault;
 }
@@ -35,7 +35,7 @@ PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args)
     if (!places && PyErr_Occurred())
         return NULL;
     size_t at = (size_t)start;
-    fst_record_fault fault;
+    fst_tfrecord_fault fault;
     Py_BEGIN_ALLOW_THREADS
     fault =
         scan((const char *)(uintptr_t)address, (size_t)size, &at, check, places, room / 2, &found);

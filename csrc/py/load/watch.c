@@ -1,9 +1,7 @@
-/* Whether the tensors of a Gather still are where they were, and have the form that they had. */
+/* Checks whether the source tensors of a Gather are unchanged. */
 #include "py/load/gather.h"
 
-enum {
-    LEAVES_AT_ONCE = 8
-}; /* that are looked at for a batch where nothing is known to have moved */
+enum { LEAVES_AT_ONCE = 8 }; /* leaves checked per batch where no held memory has moved */
 
 struct fst_watch {
     PyObject *object;
@@ -42,7 +40,7 @@ static int is_same(const fst_module *state, const fst_dl_api *api, const fst_wat
     const size_t dims = (size_t)then->ndim;
     fst_dl_tensor now;
     if (fst_read_tensor(state, api, watch->object, &now)) {
-        PyErr_Clear(); /* it is no tensor that can be gathered from: who asks next says why */
+        PyErr_Clear(); /* no tensor to gather from: the next call that reads it raises */
         return 0;
     }
     return now.data == then->data && now.byte_offset == then->byte_offset &&

@@ -1,102 +1,9 @@
-/* Binding: one loop over all parameters that reads every pointer anew, and looks closer only at
- * what changed. */
+/* Binding: one loop over all parameters that reads every address anew. Only what changed is
+ * looked at more closely. */
 #include "py/step/bind.h"
 #include "py/torch/quiet.h"
 
 enum { FETCH_AHEAD = 4 }; /* parameters */
-
-int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
-{
-    if (count < *capacity)
-        return 0;
-    const size_t wanted = *capacity ? 2 * *capacity : 64;
-    void *moved = PyMem_Realloc(*(void **)array, wanted * size);
-    if (!moved) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    *(void **)array = moved;
-    *capacity = wanted;
-    return 0;
-}
-
-void fst_params_free(fst_plan_object *self)
-{
-    for (size_t i = 0; i < self->param_count; i++)
-        fst_param_forget(&self->params[i], &self->old_pins);
-    PyMem_Free(self->params);
-    self->params = NULL;
-    self->param_count = 0;
-}
-
-int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object)
-{
-    if (fst_reserve(array, capacity, *count, sizeof **array))
-        return -1;
-    (*array)[(*count)++] = object;
-    return 0;
-}
-
-PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object)
-{
-    if (!fst_bind_note(&self->held, &self->held_count, &self->held_capacity, object))
-        return object;
-    Py_DECREF(object);
-    return NULL;
-}
-
-int fst_bind_written(fst_plan_object *self, PyObject *object)
-{
-    return fst_bind_note(&self->written, &self->written_count, &self->written_capacity, object);
-}
-
-int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
-                   const char *kind, const char *detail)
-{
-    PyObject *args = Py_BuildValue("nnsss", group, index, role, kind, detail);
-    if (args)
-        PyErr_SetObject(module->tensors.tensor_error, args);
-    Py_XDECREF(args);
-    return -1;
-}
-
-int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem)
-{
-    return fst_plan_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
-}
-
-int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
-                     const fst_view *view, int written, fst_operand *op)
-{
-    fst_plan_object *self = at->self;
-    fst_problem problem;
-    if (fst_view_is_on(view, at->share->device, &problem))
-        return fst_bind_problem(at, role, &problem);
-    *op = (fst_operand){.data = view->data, .dtype = view->dtype};
-    if (fst_param_is_packed_in(param, view))
-        return 0;
-    if (!fst_param_has_shape(param, view)) {
-        fst_problem_set(&problem, "shape", "is not of the parameter's shape");
-        return fst_bind_problem(at, role, &problem);
-    }
-    fst_layout *layout;
-    if (fst_view_layout(view, param->order_count, param->order, written, &layout, &problem))
-        return fst_bind_problem(at, role, &problem);
-    if (layout) {
-        if (fst_layout_is_for(layout, at->share->device, &problem)) {
-            PyMem_Free(layout);
-            return fst_bind_problem(at, role, &problem);
-        }
-        if (fst_reserve(&self->layouts, &self->layout_capacity, self->layout_count,
-                        sizeof *self->layouts)) {
-            PyMem_Free(layout);
-            return -1;
-        }
-        self->layouts[self->layout_count++] = layout;
-    }
-    op->layout = layout;
-    return 0;
-}
 
 /* Whether the states of the parameter at hand are new; -1 with a Python error. */
 static int is_fresh(fst_binding *at)
@@ -124,40 +31,40 @@ static int note_missing(const fst_binding *at)
     return failed ? -1 : 0;
 }
 
-/* The share of the device that a parameter lies on. */
-static fst_share *enter_share(fst_binding *at, PyObject *object, int device)
+/* The part of the device that a parameter lies on. */
+static fst_step_part *enter_part(fst_binding *at, PyObject *object, int device)
 {
     fst_problem problem;
-    if (!at->share || at->share->device != device)
-        at->share = fst_plan_share(at->self, device);
-    if (!at->share || device == FST_HOST || at->share->counter_count)
-        return at->share;
-    at->share->sample = object;
-    if (!fst_tensor_stream(&at->module->tensors, object, device, &at->share->stream, &problem))
-        return at->share;
+    if (!at->part || at->part->device != device)
+        at->part = fst_step_part_on(at->self, device);
+    if (!at->part || device == FST_HOST || at->part->counter_count)
+        return at->part;
+    at->part->sample = object;
+    if (!fst_tensor_stream(&at->module->tensors, object, device, &at->part->stream, &problem))
+        return at->part;
     fst_bind_problem(at, "parameter", &problem);
     return NULL;
 }
 
-/* Notes how the parameter at hand is bound; its states follow. */
+/* Traces the parameter at hand; its states follow. */
 static void trace_param(fst_binding *at, const fst_param *param, PyObject *object,
                         const fst_view *view, PyObject *grad, const fst_view *grad_view,
                         int64_t span)
 {
-    fst_plan_object *self = at->self;
+    fst_step_plan *self = at->self;
     self->traceable = self->traceable && param->flat;
     at->trace =
         fst_trace_param(&at->module->records, self, at->param_count, object, view, grad, grad_view);
     if (at->trace) {
         at->trace->span = (int32_t)span;
-        at->trace->share = (int16_t)(at->share - self->shares);
+        at->trace->part = (int16_t)(at->part - self->parts);
     }
 }
 
 /* Binds one parameter and its gradient, straight into the operands of a new span. */
 static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObject *grad)
 {
-    fst_plan_object *self = at->self;
+    fst_step_plan *self = at->self;
     fst_tensors *tensors = &at->module->tensors;
     fst_operand of_empty[FST_OP_COUNT], *ops = of_empty;
     fst_view view, grad_view;
@@ -173,20 +80,20 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if ((param->param != object || !fst_param_fits(param, &view)) &&
         fst_param_learn(param, &self->old_pins, object, &view, &problem))
         return fst_bind_problem(at, "parameter", &problem);
-    fst_share *share = enter_share(at, object, view.device);
-    if (!share || fst_reserve(&share->counters, &share->counter_capacity, share->counter_count,
-                              sizeof *share->counters))
+    fst_step_part *part = enter_part(at, object, view.device);
+    if (!part || fst_reserve(&part->counters, &part->counter_capacity, part->counter_count,
+                             sizeof *part->counters))
         return -1;
-    fst_counter *counter = &share->counters[share->counter_count];
+    fst_counter *counter = &part->counters[part->counter_count];
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
     counter->param = (uint32_t)at->param_count;
     counter->index = (uint32_t)at->index;
     if (param->count > 0) {
-        ops = fst_plan_add(&share->plan, param->count, 0, &status);
+        ops = fst_plan_add(&part->plan, param->count, 0, &status);
         if (!ops)
             return fst_raise_int(&status);
-        counter->span = (int64_t)share->plan.span_count - 1;
-        self->total += share->device == FST_HOST ? param->count : 0;
+        counter->span = (int64_t)part->plan.span_count - 1;
+        self->total += part->device == FST_HOST ? param->count : 0;
         self->written_total += param->count;
     }
     if (fst_bind_operand(at, param, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
@@ -203,17 +110,17 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         return -1;
     if (fresh)
         counter->value = 1.0;
-    share->counter_count++;
-    /* `moments` leaves the parameter as it is: forward passes that used it may still run backward.
-     */
+    part->counter_count++;
+    /* The rule `moments` does not write the parameter, so its version must not move: forward
+     * passes that used it may still run backward. */
     const int moves = self->groups[at->group].rule != FST_RULE_moments;
     if (moves && fst_bind_written(self, object))
         return -1;
     return fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad);
 }
 
-/* Finds the parameter at hand and its gradient, borrowed: the step holds them. 0, or -1 with a
- * Python error. */
+/* Finds the parameter at hand and its gradient. The step holds a reference to both. Returns 0,
+ * or -1 with a Python error. */
 static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyObject **grad)
 {
     if (at->again) {
@@ -237,7 +144,7 @@ static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyOb
 
 static int bind_group(fst_binding *at, PyObject *params)
 {
-    fst_plan_object *self = at->self;
+    fst_step_plan *self = at->self;
     fst_tensors *tensors = &at->module->tensors;
     const Py_ssize_t count = self->groups[at->group].size;
     for (at->index = 0; at->index < count; at->index++, at->param_count++) {
@@ -249,13 +156,13 @@ static int bind_group(fst_binding *at, PyObject *params)
         at->ran_python |= tensors->ran_python;
         tensors->ran_python = 0;
         if (!fst_tensor_is_plain(tensors, object))
-            self->traceable = 0; /* what is no tensor has no record */
+            self->traceable = 0; /* only tensors have records */
         if (grad == Py_None)
             fst_trace_idle(&at->module->records, self, at->param_count, object);
         else if (bind_param(at, &self->params[at->param_count], object, grad))
             return -1;
         if (tensors->ran_python)
-            self->traceable = 0; /* between torch's answer and a look at its record */
+            self->traceable = 0; /* Python ran between torch's answer and the look at the record */
     }
     return 0;
 }
@@ -275,8 +182,8 @@ static int bind_groups(fst_binding *at, PyObject *param_lists)
     return failed;
 }
 
-/* Makes one entry per parameter; those of a changed list are learnt again as they are met. */
-static int count_params(fst_plan_object *self, PyObject *param_lists)
+/* Makes one entry per parameter. Where their number has changed all are learnt again. */
+static int count_params(fst_step_plan *self, PyObject *param_lists)
 {
     size_t count = 0;
     for (size_t g = 0; g < self->group_count; g++) {
@@ -303,27 +210,16 @@ static int count_params(fst_plan_object *self, PyObject *param_lists)
     return 0;
 }
 
-/* Forgets what was bound in this step, but not the groups and what is held. */
-static void unbind(fst_plan_object *self)
-{
-    for (size_t i = 0; i < self->layout_count; i++)
-        PyMem_Free(self->layouts[i]);
-    for (size_t i = 0; i < self->share_count; i++)
-        self->shares[i].counter_count = 0;
-    self->layout_count = self->grad_count = 0;
-    self->written_count = self->counted_count = 0;
-}
-
 static PyObject *bind_all(fst_binding at, PyObject *param_lists)
 {
-    fst_plan_object *self = at.self;
+    fst_step_plan *self = at.self;
     at.missing = PyList_New(0);
-    fst_trace_forget(self); /* what was bound no longer stands, even if this fails */
-    unbind(self);
+    fst_trace_forget(self); /* a failed bind leaves nothing bound */
+    fst_step_unbind(self);
     self->bindings++;
     self->total = self->written_total = 0;
-    for (size_t i = 0; i < self->share_count; i++)
-        fst_plan_begin(&self->shares[i].plan);
+    for (size_t i = 0; i < self->part_count; i++)
+        fst_plan_begin(&self->parts[i].plan);
     if (!at.missing || (!at.again && count_params(self, param_lists)))
         goto error;
     fst_trace_begin(&at.module->records, self, at.again);
@@ -338,50 +234,55 @@ error:
     return NULL;
 }
 
-/* Whether everything that was bound is as it was, although Python code has run. */
-static int is_still_so(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+/* Whether all that was bound is unchanged although Python code has run. */
+static int is_still_so(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                        PyObject *state)
 {
     const uint64_t moves = self->moves;
-    return fst_trace_holds(module, self, param_lists, state) && moves == self->moves;
+    return fst_trace_follow(module, self, param_lists, state) && moves == self->moves;
 }
 
-PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+/* Refuses tensors that torch would not let the step write. Asking torch may run Python code.
+ * Returns 0, or -1 with a Python error. */
+static int check_bound(fst_module *module, fst_step_plan *self, PyObject *param_lists)
+{
+    const int inference = fst_step_check_inference(module, self, param_lists);
+    if (inference)
+        fst_trace_forget(self); /* the next step may run outside of inference mode */
+    return inference < 0 ? -1 : 0;
+}
+
+/* Whether addresses may be out of date because Python code has run since the first was read. */
+static int must_bind_again(const fst_binding *at, PyObject *param_lists)
+{
+    if (!at->module->tensors.ran_python || at->again + 1 >= FST_ATTEMPTS)
+        return 0;
+    return at->write_grads || !is_still_so(at->module, at->self, param_lists, at->state);
+}
+
+PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads)
 {
     fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
+    int checked = 0;
     at.fresh = fresh == Py_None ? NULL : fresh;
-    at.held_at = self->held_count; /* of a bind before, in the same step */
-    module->tensors.ran_python = 0;
-    PyObject *missing = bind_all(at, param_lists);
-    for (at.again = 1; at.again < FST_ATTEMPTS; at.again++) {
-        if (!missing || PyList_Size(missing) > 0 || !module->tensors.ran_python)
-            break;
-        if (!write_grads && is_still_so(module, self, param_lists, state))
-            break;
-        Py_DECREF(missing);
+    PyObject *missing;
+    for (;; at.again++) {
         module->tensors.ran_python = 0;
         missing = bind_all(at, param_lists);
+        if (!missing || PyList_Size(missing) > 0)
+            break;
+        if (!must_bind_again(&at, param_lists)) {
+            module->tensors.ran_python = 0;
+            if (fst_step_count_written(module, self) ||
+                (!checked && check_bound(module, self, param_lists)))
+                Py_CLEAR(missing);
+            checked = 1;
+            if (!missing || !module->tensors.ran_python)
+                break;
+        }
+        Py_DECREF(missing);
     }
     self->is_long = self->total > FST_SHORT_STEP;
     return missing;
-}
-
-/* Python code that runs here finds a plan that is ready for another step. */
-void fst_plan_release(fst_plan_object *self)
-{
-    fst_group *groups = self->groups;
-    PyObject **held = self->held;
-    const size_t group_count = self->group_count, held_count = self->held_count;
-    if (!self->traced)
-        unbind(self);
-    self->groups = NULL;
-    self->held = NULL;
-    self->group_count = self->held_count = self->held_capacity = 0;
-    self->busy = 0;
-    fst_groups_free(groups, group_count);
-    for (size_t i = 0; i < held_count; i++)
-        Py_DECREF(held[i]);
-    PyMem_Free(held);
-    fst_old_pins_free(&self->old_pins);
 }

@@ -1,50 +1,54 @@
-/* bind.h - a step in the making, shared by the files that bind it. */
+/* bind.h - a bind in progress, shared by bind.c, bound.c and states.c. */
 #ifndef FST_PY_STEP_BIND_H
 #define FST_PY_STEP_BIND_H
 
 #include "py/step/trace.h"
+#include "py/torch/arrays.h"
 
 typedef struct {
     fst_module *module;
-    fst_plan_object *self;
-    fst_share *share; /* of the parameter at hand */
+    fst_step_plan *self;
+    fst_step_part *part; /* of the parameter at hand */
     PyObject *state, *missing, *fresh;
     Py_ssize_t fresh_at;
     Py_ssize_t group, index; /* of the parameter at hand */
     fst_trace *trace;        /* of the parameter at hand; NULL: none */
-    const void *counter;     /* the version counter of the state that was noted last */
+    const void *counter;     /* version counter of the state that was listed last */
     int write_grads, rescanned;
-    int ran_python; /* for one of the parameters before: what was found may have moved */
-    int again;      /* what was found before is bound once more: nothing is looked for */
-    size_t held_at; /* then: the next object among what is held */
+    int ran_python; /* Python code ran while an earlier parameter was bound: its addresses may be
+                       stale */
+    int again; /* the attempt, from 0: from the second on the objects that the first found are bound
+                  again */
+    size_t held_at; /* from the second attempt on: the place of the next of these objects in
+                       self->held */
     size_t param_count;
 } fst_binding;
 
-/* fst_plan_raise() for the parameter at hand. */
+/* fst_step_raise() for the parameter at hand. */
 int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem);
 
-/* Takes a reference over, to hold it to the end of the step; the object, or NULL with a Python
- * error. */
-PyObject *fst_bind_hold(fst_plan_object *self, PyObject *object);
+/* Keeps a reference, which it takes over, to the end of the step. Returns the object, or NULL
+ * with a Python error. */
+PyObject *fst_bind_hold(fst_step_plan *self, PyObject *object);
 
-/* The object that was held next when this was bound before. */
+/* The next of the objects that the first attempt found. */
 static inline PyObject *fst_bind_found(fst_binding *at)
 {
     return at->self->held[at->held_at++];
 }
 
-/* Notes a tensor that the step writes. */
-int fst_bind_written(fst_plan_object *self, PyObject *object);
+/* Lists a tensor that the step writes. Returns 0, or -1 with a Python error. */
+int fst_bind_written(fst_step_plan *self, PyObject *object);
 
-/* Appends to an array of borrowed references. */
+/* Appends to an array of borrowed references. Returns 0, or -1 with a Python error. */
 int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object);
 
 /* Makes an operand of a tensor that must have the parameter's shape and device. */
 int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
                      const fst_view *view, int written, fst_operand *op);
 
-/* Binds the states of the parameter at hand (states.c): 1 if all are there, 0 if one is missing, -1
- * with an error. */
+/* Binds the states of the parameter at hand (states.c). Returns 1 if all are there, 0 if one is
+ * missing, -1 with a Python error. */
 int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
                     fst_operand *ops, fst_counter *counter);
 

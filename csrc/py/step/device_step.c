@@ -1,10 +1,12 @@
-/* A step of the parameters in one CUDA device's memory: launches, and nothing is waited for. */
+/* The step of the parameters on one CUDA device. It launches kernels and does not wait for the
+ * device. */
 #include <stdlib.h>
 
 #include "gpu/launch.h"
 #include "py/step/step_plan.h"
+#include "py/torch/arrays.h"
 
-/* A learning rate in the device's memory; 0, or -1 with a Python error. */
+/* Finds a group's learning rate in the device's memory. Returns 0, or -1 with a Python error. */
 static int find_lr(fst_module *module, PyObject *lrs, int device, size_t index,
                    fst_device_scalar *out)
 {
@@ -26,23 +28,24 @@ static int find_lr(fst_module *module, PyObject *lrs, int device, size_t index,
     return 0;
 }
 
-/* The hyper-parameters of every group; a learning rate that lies on the device is read there. */
-static int list_groups(fst_module *module, const fst_plan_object *self, fst_share *share)
+/* Lists the hyper-parameters of every group. A learning rate that is a CUDA tensor is read by
+ * the kernel. */
+static int list_groups(fst_module *module, const fst_step_plan *self, fst_step_part *part)
 {
     for (size_t i = 0; i < self->group_count; i++) {
         const fst_group *group = &self->groups[i];
-        if (fst_reserve(&share->groups, &share->group_capacity, i, sizeof *share->groups))
+        if (fst_reserve(&part->groups, &part->group_capacity, i, sizeof *part->groups))
             return -1;
-        fst_device_group *out = &share->groups[i];
+        fst_device_group *out = &part->groups[i];
         memset(out, 0, sizeof *out);
         memcpy(out->hyper, group->hyper, sizeof group->hyper);
-        if (group->lr != Py_None && find_lr(module, group->lr, share->device, i, &out->lr))
+        if (group->lr != Py_None && find_lr(module, group->lr, part->device, i, &out->lr))
             return -1;
     }
     return 0;
 }
 
-static void describe_span(const fst_plan_object *self, const fst_share *share,
+static void describe_span(const fst_step_plan *self, const fst_step_part *part,
                           const fst_counter *counter, fst_device_span *span)
 {
     const fst_group *group = &self->groups[counter->group];
@@ -50,12 +53,14 @@ static void describe_span(const fst_plan_object *self, const fst_share *share,
     span->step.data = (uint64_t)(uintptr_t)counter->data;
     span->step.is_double = counter->is_double;
     span->step.negated = counter->negated;
-    span->value = counter->data ? 0.0 : counter->value; /* so that a first step changes nothing */
+    span->value =
+        counter->data ? 0.0 : counter->value; /* 0 where it is not read, so that the tables stay the
+                                                 same after a first step */
     span->group = counter->group;
     span->rule = (int32_t)group->rule;
     span->maximize = group->maximize;
     if (counter->span >= 0)
-        span->wide = share->plan.operands[(size_t)counter->span * FST_OP_COUNT].dtype == FST_F64;
+        span->wide = part->plan.operands[(size_t)counter->span * FST_OP_COUNT].dtype == FST_F64;
 }
 
 static int by_address(const void *a, const void *b)
@@ -64,101 +69,102 @@ static int by_address(const void *a, const void *b)
     return left < right ? -1 : left > right;
 }
 
-/* On the device all counters advance at once: no two may be the same. */
-static int counters_differ(const fst_share *share)
+/* The device advances all step counters in parallel, so no two may be the same tensor. */
+static int counters_differ(const fst_step_part *part)
 {
     size_t count = 0;
-    uint64_t *sorted = PyMem_Malloc(share->counter_count * sizeof *sorted);
+    uint64_t *sorted = PyMem_Malloc(part->counter_count * sizeof *sorted);
     if (!sorted) {
         PyErr_NoMemory();
         return 0;
     }
-    for (size_t i = 0; i < share->counter_count; i++)
-        if (share->spans[i].step.data)
-            sorted[count++] = share->spans[i].step.data;
+    for (size_t i = 0; i < part->counter_count; i++)
+        if (part->spans[i].step.data)
+            sorted[count++] = part->spans[i].step.data;
     qsort(sorted, count, sizeof *sorted, by_address);
     int differ = 1;
     for (size_t i = 1; i < count; i++)
         differ = differ && sorted[i - 1] != sorted[i];
     PyMem_Free(sorted);
     if (!differ)
-        PyErr_SetString(PyExc_RuntimeError, "two parameters share the tensor state['step']; each "
+        PyErr_SetString(PyExc_RuntimeError, "two parameters part the tensor state['step']; each "
                                             "needs one of its own");
     return differ;
 }
 
-/* One entry per span of the plan, in its order, and then those that only count. */
-static int list_spans(const fst_plan_object *self, fst_share *share)
+/* Lists one entry per span of the plan, in its order, and then one per parameter without
+ * elements. */
+static int list_spans(const fst_step_plan *self, fst_step_part *part)
 {
-    if (share->listed == self->bindings)
+    if (part->listed == self->bindings)
         return 0;
-    size_t only_counts = share->plan.span_count;
-    int moved = share->distinct != share->counter_count;
-    while (share->span_capacity < share->counter_count) {
-        const size_t before = share->span_capacity;
-        if (fst_reserve(&share->spans, &share->span_capacity, before, sizeof *share->spans))
+    size_t only_counts = part->plan.span_count;
+    int moved = part->distinct != part->counter_count;
+    while (part->span_capacity < part->counter_count) {
+        const size_t before = part->span_capacity;
+        if (fst_reserve(&part->spans, &part->span_capacity, before, sizeof *part->spans))
             return -1;
-        memset(share->spans + before, 0, (share->span_capacity - before) * sizeof *share->spans);
+        memset(part->spans + before, 0, (part->span_capacity - before) * sizeof *part->spans);
     }
-    for (size_t i = 0; i < share->counter_count; i++) {
-        const fst_counter *counter = &share->counters[i];
+    for (size_t i = 0; i < part->counter_count; i++) {
+        const fst_counter *counter = &part->counters[i];
         fst_device_span *span =
-            &share->spans[counter->span >= 0 ? (size_t)counter->span : only_counts++];
+            &part->spans[counter->span >= 0 ? (size_t)counter->span : only_counts++];
         moved = moved || span->step.data != (uint64_t)(uintptr_t)counter->data;
-        describe_span(self, share, counter, span);
+        describe_span(self, part, counter, span);
     }
-    share->distinct = !moved || counters_differ(share) ? share->counter_count : 0;
-    if (share->distinct != share->counter_count)
+    part->distinct = !moved || counters_differ(part) ? part->counter_count : 0;
+    if (part->distinct != part->counter_count)
         return -1;
-    share->listed = self->bindings;
+    part->listed = self->bindings;
     return 0;
 }
 
-/* Raises what a driver said. A launch is for all parameters of the share: the first one stands for
- * them. Returns -1. */
-static int raise_for_step(const fst_module *module, const fst_share *share,
+/* Raises an error of the driver. A launch is for all parameters of the part, so the error names
+ * the first one. Returns -1. */
+static int raise_for_step(const fst_module *module, const fst_step_part *part,
                           const fst_status *status)
 {
-    const fst_counter *first = share->counters;
+    const fst_counter *first = part->counters;
     if (status->code != FST_DEVICE_FAILED && status->code != FST_UNSUPPORTED)
         return fst_raise_int(status);
     char text[sizeof status->message + 64];
     PyOS_snprintf(text, sizeof text, "%s; in the step of %zu parameters there", status->message,
-                  share->counter_count);
-    return fst_plan_raise(module, first->group, first->index, "parameter", "driver", text);
+                  part->counter_count);
+    return fst_step_raise(module, first->group, first->index, "parameter", "driver", text);
 }
 
-int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *share,
+int fst_device_prepare(fst_module *module, fst_step_plan *self, fst_step_part *part,
                        const fst_step_options *options)
 {
     fst_status status = {0};
-    if (!share->tables && !(share->tables = fst_gpu_tables_new(share->device, &status)))
-        return raise_for_step(module, share, &status);
-    if (list_groups(module, self, share) || list_spans(self, share))
+    if (!part->tables && !(part->tables = fst_gpu_tables_new(part->device, &status)))
+        return raise_for_step(module, part, &status);
+    if (list_groups(module, self, part) || list_spans(self, part))
         return -1;
-    if (fst_plan_seal(&share->plan, FST_OP_PARAM, options->write_grads ? 2 : 1, &status))
+    if (fst_plan_seal(&part->plan, FST_OP_PARAM, options->write_grads ? 2 : 1, &status))
         return fst_raise_int(&status);
-    const fst_work work = fst_plan_work(&share->plan);
+    const fst_work work = fst_plan_work(&part->plan);
     const fst_gpu_rules rules = {
-        .spans = share->spans,
-        .groups = share->groups,
-        .span_count = share->counter_count,
+        .spans = part->spans,
+        .groups = part->groups,
+        .span_count = part->counter_count,
         .group_count = self->group_count,
         .bound = self->bindings,
         .moved = self->moves,
     };
-    if (fst_gpu_tables_set(share->tables, &work, &rules, share->stream, &status))
-        return raise_for_step(module, share, &status);
+    if (fst_gpu_tables_set(part->tables, &work, &rules, part->stream, &status))
+        return raise_for_step(module, part, &status);
     return 0;
 }
 
-int fst_device_step(fst_module *module, fst_share *share, const fst_step_options *options)
+int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_options *options)
 {
     fst_status status = {0};
     fst_view scale, found, norm;
-    if (fst_plan_scalar(module, options, share->device, 0, "grad_scale", &scale) ||
-        fst_plan_scalar(module, options, share->device, 1, "found_inf", &found) ||
-        fst_plan_scalar(module, options, share->device, 2, "last_grad_norm", &norm))
+    if (fst_step_scalar(module, options, part->device, 0, "grad_scale", &scale) ||
+        fst_step_scalar(module, options, part->device, 1, "found_inf", &found) ||
+        fst_step_scalar(module, options, part->device, 2, "last_grad_norm", &norm))
         return -1;
     if (options->measure_found_inf && !found.data) {
         PyErr_SetString(PyExc_ValueError, "measure_found_inf needs found_inf");
@@ -168,7 +174,8 @@ int fst_device_step(fst_module *module, fst_share *share, const fst_step_options
     const fst_begin_launch begin = {
         .grad_scale = fst_view_as_scalar(&scale),
         .found_inf = fst_view_as_scalar(&found),
-        /* to apply, the common norm is there already: it is read to clip, never written */
+        /* when applying, the common norm is there already: kernels read it to clip and never
+         * write it */
         .norm =
             apply && isnan(options->max_norm) ? (fst_device_scalar){0} : fst_view_as_scalar(&norm),
         .max_norm = options->max_norm,
@@ -177,9 +184,9 @@ int fst_device_step(fst_module *module, fst_share *share, const fst_step_options
         .only_measure = options->phase == FST_STEP_MEASURE,
     };
     const fst_update_launch update = {.write_grad = options->write_grads};
-    if (fst_gpu_begin(share->tables, &begin, &status))
-        return raise_for_step(module, share, &status);
-    if (!begin.only_measure && fst_gpu_update(share->tables, &update, &status))
-        return raise_for_step(module, share, &status);
+    if (fst_gpu_begin(part->tables, &begin, &status))
+        return raise_for_step(module, part, &status);
+    if (!begin.only_measure && fst_gpu_update(part->tables, &update, &status))
+        return raise_for_step(module, part, &status);
     return 0;
 }

@@ -1,4 +1,4 @@
-/* The groups of a step, as Python hands them over. */
+/* Parses the parameter groups of a step. */
 #include "py/step/step_plan.h"
 
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None).
@@ -47,7 +47,7 @@ static int parse_group(PyObject *spec, fst_group *group)
     return 0;
 }
 
-int fst_groups_parse(fst_plan_object *self, PyObject *specs)
+int fst_groups_parse(fst_step_plan *self, PyObject *specs)
 {
     const Py_ssize_t count = PyList_Size(specs);
     self->groups = PyMem_Calloc((size_t)count + 1, sizeof *self->groups);
@@ -68,9 +68,9 @@ int fst_groups_parse(fst_plan_object *self, PyObject *specs)
     return 0;
 }
 
-/* Learns the types of what is in a dictionary {device: tensors}, which may run Python code: it does
- * not when they are read. 0, or -1 with a Python error. */
-static int meet_tensors(fst_tensors *tensors, PyObject *of_devices)
+/* Learns the types of the tensors in a dictionary {device: tensors}. That may run Python code,
+ * so that reading them later does not. Returns 0, or -1 with a Python error. */
+static int learn_types(fst_tensors *tensors, PyObject *of_devices)
 {
     PyObject *key, *value;
     for (Py_ssize_t at = 0; PyDict_Next(of_devices, &at, &key, &value);) {
@@ -81,20 +81,20 @@ static int meet_tensors(fst_tensors *tensors, PyObject *of_devices)
         Py_INCREF(value);
         const Py_ssize_t count = PyTuple_Check(value) ? PyTuple_Size(value) : 0;
         for (Py_ssize_t i = 0; i < count; i++)
-            fst_tensors_meet(tensors, PyTuple_GetItem(value, i));
+            fst_tensors_learn(tensors, PyTuple_GetItem(value, i));
         if (!PyTuple_Check(value))
-            fst_tensors_meet(tensors, value);
+            fst_tensors_learn(tensors, value);
         Py_DECREF(value);
     }
     return 0;
 }
 
-int fst_groups_meet(fst_module *module, const fst_plan_object *self, PyObject *scalars)
+int fst_groups_learn_types(fst_module *module, const fst_step_plan *self, PyObject *scalars)
 {
-    if (meet_tensors(&module->tensors, scalars))
+    if (learn_types(&module->tensors, scalars))
         return -1;
     for (size_t g = 0; g < self->group_count; g++)
-        if (self->groups[g].lr != Py_None && meet_tensors(&module->tensors, self->groups[g].lr))
+        if (self->groups[g].lr != Py_None && learn_types(&module->tensors, self->groups[g].lr))
             return -1;
     return 0;
 }

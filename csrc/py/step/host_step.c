@@ -1,23 +1,17 @@
-/* A step of the parameters in CPU memory. */
+/* The step of the parameters in CPU memory. */
 #include "core/passes.h"
 #include "py/step/step_plan.h"
+#include "py/torch/arrays.h"
 #include "py/torch/quiet.h"
 #include "rules/loss_scale.h"
 
-/* What the passes need besides the share, and what they found. */
+/* The request of a step as the passes read it, and what they find. */
 typedef struct {
     double inv_scale, max_norm, norm;
     int measure, measure_found_inf, write_grads, skip, only_measure;
-    int measured; /* in backward: the partial sums are there */
+    int measured; /* in backward: the plan's partial sums are filled already */
     fst_measurement seen;
 } step_work;
-
-static double read_scalar(const fst_view *view)
-{
-    const double held =
-        view->dtype == FST_F64 ? *(const double *)view->data : (double)*(const float *)view->data;
-    return view->negated ? -held : held;
-}
 
 static void write_scalar(const fst_view *view, double value)
 {
@@ -28,35 +22,35 @@ static void write_scalar(const fst_view *view, double value)
         *(float *)view->data = (float)held;
 }
 
-/* The index of the folded scalars for a group, a step count and a type. */
-static int fold(fst_share *share, const fst_group *groups, uint32_t group, double step, int wide,
-                double coefficient, uint32_t *index)
+/* Finds the rule's arguments for a group, a step count and a precision among the last 64, or
+ * adds them. Returns 0, or -1 with a Python error. */
+static int find_args(fst_step_part *part, const fst_group *groups, uint32_t group, double step,
+                     int wide, double coefficient, uint32_t *index)
 {
-    for (size_t back = 0; back < share->arg_count && back < 64; back++) {
-        const size_t i = share->arg_count - 1 - back;
-        if (share->fold_keys[i].group == group && share->fold_keys[i].step == step &&
-            share->args[i].wide == wide) {
+    for (size_t back = 0; back < part->arg_count && back < 64; back++) {
+        const size_t i = part->arg_count - 1 - back;
+        if (part->arg_keys[i].group == group && part->arg_keys[i].step == step &&
+            part->args[i].wide == wide) {
             *index = (uint32_t)i;
             return 0;
         }
     }
-    size_t capacity = share->arg_capacity;
-    if (fst_reserve(&share->args, &capacity, share->arg_count, sizeof *share->args) ||
-        fst_reserve(&share->fold_keys, &share->arg_capacity, share->arg_count,
-                    sizeof *share->fold_keys))
+    size_t capacity = part->arg_capacity;
+    if (fst_reserve(&part->args, &capacity, part->arg_count, sizeof *part->args) ||
+        fst_reserve(&part->arg_keys, &part->arg_capacity, part->arg_count, sizeof *part->arg_keys))
         return -1;
-    fst_update_args *args = &share->args[share->arg_count];
+    fst_update_args *args = &part->args[part->arg_count];
     args->rule = groups[group].rule;
     args->wide = wide;
     args->clip_coefficient = coefficient;
     args->sign = groups[group].maximize ? -1.0 : 1.0;
-    fst_rule_fold(args, groups[group].hyper, step);
-    share->fold_keys[share->arg_count] = (fst_fold_key){step, group};
-    *index = (uint32_t)share->arg_count++;
+    fst_rule_fill_args(args, groups[group].hyper, step);
+    part->arg_keys[part->arg_count] = (fst_args_key){step, group};
+    *index = (uint32_t)part->arg_count++;
     return 0;
 }
 
-/* The number of the step that comes, as the rule reads it. */
+/* The step count after this step, as the rule reads it. */
 static double counted(const fst_counter *c)
 {
     if (!c->data)
@@ -74,84 +68,77 @@ static void advance(const fst_counter *c, double by)
         *(float *)c->data = (float)((double)*(float *)c->data + change);
 }
 
-/* Advances every step counter and gives every span its scalars. If memory runs out the counters go
- * back. */
-static int fold_all(fst_share *share, const fst_group *groups, double coefficient)
+/* Advances every step counter and gives every span its arguments. Without memory the counters go
+ * back, and -1 is returned. */
+static int fill_all_args(fst_step_part *part, const fst_group *groups, double coefficient)
 {
-    share->arg_count = 0;
-    for (size_t i = 0; i < share->counter_count; i++) {
-        const fst_counter *c = &share->counters[i];
+    part->arg_count = 0;
+    for (size_t i = 0; i < part->counter_count; i++) {
+        const fst_counter *c = &part->counters[i];
         const double step = counted(c);
         uint32_t index = 0;
         if (c->span >= 0) {
-            const fst_operand *ops = &share->plan.operands[(size_t)c->span * FST_OP_COUNT];
-            if (fold(share, groups, c->group, step, ops[FST_OP_PARAM].dtype == FST_F64, coefficient,
-                     &index)) {
+            const fst_operand *ops = &part->plan.operands[(size_t)c->span * FST_OP_COUNT];
+            if (find_args(part, groups, c->group, step, ops[FST_OP_PARAM].dtype == FST_F64,
+                          coefficient, &index)) {
                 while (i-- > 0)
-                    advance(&share->counters[i], -1.0);
+                    advance(&part->counters[i], -1.0);
                 return -1;
             }
-            share->plan.spans[c->span].args = index;
+            part->plan.spans[c->span].args = index;
         }
         advance(c, 1.0);
     }
     return 0;
 }
 
-static int run_measure(fst_share *share, step_work *work, fst_status *status)
+static int run_measure(fst_step_part *part, step_work *work, fst_status *status)
 {
     if (work->measured)
-        fst_conclude(&share->plan, FST_OP_GRAD, &work->seen);
-    else if (fst_measure(&share->plan, FST_OP_GRAD, work->inv_scale, &work->seen, status))
+        fst_conclude(&part->plan, FST_OP_GRAD, &work->seen);
+    else if (fst_measure(&part->plan, FST_OP_GRAD, work->inv_scale, &work->seen, status))
         return -1;
     work->norm = sqrt(work->seen.square_sum);
     work->skip = work->measure_found_inf && work->seen.nonfinite;
     return 0;
 }
 
-/* Both passes, with the GIL released unless the step is short. */
-static int run_passes(fst_tensors *tensors, fst_plan_object *self, step_work *work,
+/* Runs both passes. A long step releases the GIL. */
+static int run_passes(fst_tensors *tensors, fst_step_plan *self, step_work *work,
                       fst_status *status)
 {
-    fst_share *share = &self->shares[0];
-    fst_released released = {.thread = NULL};
+    fst_step_part *part = &self->parts[0];
+    fst_released_gil released = {.thread = NULL};
     if (self->is_long)
-        released = fst_quiet_release(tensors);
-    int failed = work->measure && run_measure(share, work, status);
+        released = fst_quiet_release_gil(tensors);
+    int failed = work->measure && run_measure(part, work, status);
     if (self->is_long)
-        fst_quiet_acquire(tensors, released);
+        fst_quiet_acquire_gil(tensors, released);
     if (failed || work->skip || work->only_measure)
         return failed;
     double coefficient = 1.0;
     if (!isnan(work->max_norm))
         coefficient = fst_clip_coefficient(work->norm, work->max_norm);
-    if (fold_all(share, self->groups, coefficient))
+    if (fill_all_args(part, self->groups, coefficient))
         return -1;
     if (self->is_long)
-        released = fst_quiet_release(tensors);
+        released = fst_quiet_release_gil(tensors);
     failed =
-        fst_update(&share->plan, share->args, work->inv_scale, work->write_grads, status) != FST_OK;
+        fst_update(&part->plan, part->args, work->inv_scale, work->write_grads, status) != FST_OK;
     if (self->is_long)
-        fst_quiet_acquire(tensors, released);
+        fst_quiet_acquire_gil(tensors, released);
     return failed;
 }
 
-/* Of a fp32 scale as torch has it, rounded to fp32. */
-double fst_inverse_of(const fst_view *scale)
-{
-    const double inverse = scale->data ? 1.0 / read_scalar(scale) : 1.0;
-    return scale->dtype == FST_F64 ? inverse : (double)(float)inverse;
-}
-
-/* What the options mean for the host. Returns 0, or -1 with a Python error. */
+/* Reads the options for the host. Returns 0, or -1 with a Python error. */
 static int read_options(fst_module *module, const fst_step_options *options, step_work *work,
                         fst_view *found, fst_view *norm)
 {
     fst_view scale;
     const int clips = !isnan(options->max_norm), apply = options->phase == FST_STEP_APPLY;
-    if (fst_plan_scalar(module, options, FST_HOST, 0, "grad_scale", &scale) ||
-        fst_plan_scalar(module, options, FST_HOST, 1, "found_inf", found) ||
-        fst_plan_scalar(module, options, FST_HOST, 2, "norm", norm))
+    if (fst_step_scalar(module, options, FST_HOST, 0, "grad_scale", &scale) ||
+        fst_step_scalar(module, options, FST_HOST, 1, "found_inf", found) ||
+        fst_step_scalar(module, options, FST_HOST, 2, "norm", norm))
         return -1;
     if ((options->measure_found_inf && !found->data) || (apply && clips && !norm->data)) {
         PyErr_SetString(PyExc_ValueError, "expected found_inf and norm to measure or apply");
@@ -160,47 +147,47 @@ static int read_options(fst_module *module, const fst_step_options *options, ste
     *work = (step_work){
         .inv_scale = fst_inverse_of(&scale),
         .max_norm = options->max_norm,
-        .norm = apply && norm->data ? read_scalar(norm) : (double)NAN,
+        .norm = apply && norm->data ? fst_scalar_number(norm) : (double)NAN,
         .measure = !apply && (options->measure_found_inf || clips),
         .measure_found_inf = !apply && options->measure_found_inf,
         .only_measure = options->phase == FST_STEP_MEASURE,
         .write_grads = options->write_grads,
     };
-    work->skip = found->data && !work->measure_found_inf && read_scalar(found) != 0.0;
+    work->skip = found->data && !work->measure_found_inf && fst_scalar_number(found) != 0.0;
     return 0;
 }
 
-/* Takes over what was measured in backward: 1 if all of it fits, 0 if not, -1 with a Python error.
- */
-static int take_squares(fst_share *share, const fst_step_options *options, double inv_scale)
+/* Takes over the sums that were measured in backward. Returns 1, 0 if one of them does not fit,
+ * -1 with a Python error. */
+static int take_squares(fst_step_part *part, const fst_step_options *options, double inv_scale)
 {
-    uint32_t *slot_of = PyMem_Malloc((share->plan.span_count + 1) * sizeof *slot_of);
+    uint32_t *slot_of = PyMem_Malloc((part->plan.span_count + 1) * sizeof *slot_of);
     if (!slot_of) {
         PyErr_NoMemory();
         return -1;
     }
-    for (size_t i = 0; i < share->counter_count; i++)
-        if (share->counters[i].span >= 0)
-            slot_of[share->counters[i].span] = share->counters[i].param;
+    for (size_t i = 0; i < part->counter_count; i++)
+        if (part->counters[i].span >= 0)
+            slot_of[part->counters[i].span] = part->counters[i].param;
     const int fits =
-        fst_squares_fill(options->squares, &share->plan, FST_OP_GRAD, slot_of, inv_scale);
+        fst_squares_fill(options->squares, &part->plan, FST_OP_GRAD, slot_of, inv_scale);
     PyMem_Free(slot_of);
     return fits;
 }
 
-int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
+int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_options *options,
                   fst_step_outcome *outcome)
 {
-    fst_share *share = &self->shares[0];
+    fst_step_part *part = &self->parts[0];
     fst_status status = {0};
     fst_view found, norm;
     step_work work;
     if (read_options(module, options, &work, &found, &norm))
         return -1;
-    if (fst_plan_seal(&share->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
+    if (fst_plan_seal(&part->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
         return fst_raise_int(&status);
     if (work.measure && !work.skip && options->squares) {
-        work.measured = take_squares(share, options, work.inv_scale);
+        work.measured = take_squares(part, options, work.inv_scale);
         outcome->refused = work.measured == 0;
         if (work.measured <= 0)
             return work.measured;

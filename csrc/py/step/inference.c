@@ -1,4 +1,4 @@
-/* Tensors that were made in inference mode: torch writes them only there. */
+/* Tensors that were made in inference mode: torch lets nobody write them outside of it. */
 #include "py/step/step_plan.h"
 #include "py/torch/quiet.h"
 
@@ -26,8 +26,9 @@ static int find(PyObject *param_lists, const PyObject *param, Py_ssize_t *group,
     return 0;
 }
 
-/* Names the parameter of what is written at `place`: its states come before it. */
-static int refuse(const fst_module *module, const fst_plan_object *self, PyObject *param_lists,
+/* Raises the error for the tensor at `place`. States are listed before their parameter, so the
+ * next parameter in the list is the owner. */
+static int refuse(const fst_module *module, const fst_step_plan *self, PyObject *param_lists,
                   size_t place)
 {
     Py_ssize_t group = 0, index = 0;
@@ -36,12 +37,12 @@ static int refuse(const fst_module *module, const fst_plan_object *self, PyObjec
         owner++;
     if (owner == self->written_count)
         group = index = 0;
-    return fst_plan_raise(module, group, index, owner == place ? "parameter" : "state", "inference",
+    return fst_step_raise(module, group, index, owner == place ? "parameter" : "state", "inference",
                           FST_INFERENCE);
 }
 
-/* Whether a tensor was made in inference mode, and whether it is frozen: not to be written now. -1
- * with a Python error. */
+/* Whether a tensor was made in inference mode. *frozen says whether it must not be written now.
+ * Returns -1 with a Python error. */
 static int is_inference(fst_module *module, PyObject *object, int *frozen)
 {
     const int inference = fst_tensor_is_inference(&module->tensors, object);
@@ -50,13 +51,13 @@ static int is_inference(fst_module *module, PyObject *object, int *frozen)
     return inference < 0 || enabled < 0 ? -1 : inference;
 }
 
-int fst_plan_is_frozen(fst_module *module, PyObject *object)
+int fst_step_is_frozen(fst_module *module, PyObject *object)
 {
     int frozen;
     return is_inference(module, object, &frozen) < 0 ? -1 : frozen;
 }
 
-int fst_plan_check_inference(fst_module *module, const fst_plan_object *self, PyObject *param_lists)
+int fst_step_check_inference(fst_module *module, const fst_step_plan *self, PyObject *param_lists)
 {
     for (size_t i = self->counted_count; i < self->written_count; i++) {
         int frozen;
@@ -66,7 +67,7 @@ int fst_plan_check_inference(fst_module *module, const fst_plan_object *self, Py
         if (frozen)
             return refuse(module, self, param_lists, i);
         if (inference)
-            return 1; /* anything may be written now */
+            return 1; /* inference mode is on: everything may be written */
     }
     return 0;
 }

@@ -1,8 +1,11 @@
 #include "py/step/param.h"
 
 #include "core/layout.h"
+#include "py/torch/arrays.h"
 
-enum { PIN_BYTES = 16384 }; /* a user who drops a larger state wants the memory back at once */
+enum {
+    PIN_BYTES = 16384
+}; /* larger states are not pinned: a user who drops one wants the memory back at once */
 
 static void fetch_record(const void *object, const void *shape)
 {
@@ -24,19 +27,15 @@ void fst_param_fetch(const fst_param *param)
         fetch_record(param->states[k].object, param->states[k].record);
 }
 
-/* Without memory for the list a tensor stays pinned for ever, which is the lesser evil. */
+/* Puts a pin on the list of old pins. Without memory for the list the tensor stays pinned for
+ * ever: it must not be freed here. */
 static void give_up(fst_dl_managed *pin, fst_old_pins *old)
 {
     if (!pin)
         return;
-    if (old->count == old->capacity) {
-        const size_t wanted = old->capacity ? 2 * old->capacity : 64;
-        fst_dl_managed **moved = PyMem_Realloc(old->pins, wanted * sizeof *moved);
-        if (!moved)
-            return;
-        old->pins = moved;
-        old->capacity = wanted;
-    }
+    if (old->count == old->capacity &&
+        fst_array_double(&old->pins, &old->capacity, sizeof *old->pins))
+        return;
     old->pins[old->count++] = pin;
 }
 
@@ -49,8 +48,8 @@ void fst_old_pins_free(fst_old_pins *old)
     PyMem_Free(pins.pins);
 }
 
-/* A small tensor. One number with a stride is first viewed with another, by torch's dispatcher,
- * where a mode may run Python code. */
+/* Whether pinning the tensor pays: it is small, and exporting it runs no Python code. torch
+ * first views a tensor of one number with another stride, by its dispatcher. */
 static int is_worth_a_pin(const fst_param *param, const fst_view *view)
 {
     const int strided = view->ndim == 1 && view->shape[0] == 1 && view->strides[0] != 1;
@@ -79,7 +78,7 @@ void fst_param_forget(fst_param *param, fst_old_pins *old)
     *param = (fst_param){.param = NULL};
 }
 
-/* Not memcmp(): two or three numbers are compared faster than a library is called. */
+/* A loop, not memcmp(): it is faster for two or three numbers. */
 static int same_numbers(const int64_t *a, const int64_t *b, int count)
 {
     for (int i = 0; i < count; i++)

@@ -1,4 +1,4 @@
-/* param.h - what a plan remembers of one parameter between steps. */
+/* param.h - what a step plan remembers of one parameter between steps. */
 #ifndef FST_PY_STEP_PARAM_H
 #define FST_PY_STEP_PARAM_H
 
@@ -6,7 +6,7 @@
 
 enum { FST_MAX_KEYS = FST_MAX_STATES + 1 };
 
-/* A parameter as it was seen last. Pointers to Python objects are only compared and fetched ahead,
+/* A parameter as the last step saw it. Pointers to Python objects are compared and prefetched,
  * never followed. */
 typedef struct {
     const PyObject *param;
@@ -15,11 +15,10 @@ typedef struct {
     int *order;          /* its dimensions in the order of memory */
     int64_t count;
     int ndim, order_count;
-    int flat;           /* its elements lie one after another in that order, signs aside */
-    const void *dict;   /* its state */
-    const void *record; /* where its shape lies: inside torch's record of the tensor */
-    const void *grad,
-        *grad_record; /* of the step before: the allocator often gives the same again */
+    int flat;                       /* contiguous in that order, signs aside */
+    const void *dict;               /* its state */
+    const void *record;             /* of its shape, inside torch's record of the tensor */
+    const void *grad, *grad_record; /* of the step before: the allocator often reuses the address */
     struct {
         const PyObject *object;
         const void *record;
@@ -27,14 +26,13 @@ typedef struct {
     } states[FST_MAX_KEYS];
 } fst_param;
 
-/* Pins that are given up when no step uses addresses: what then becomes free may have finalizers.
- */
+/* Pins to be freed when no step uses addresses, as freeing a tensor may run finalizers. */
 typedef struct {
     fst_dl_managed **pins;
     size_t count, capacity;
 } fst_old_pins;
 
-/* Frees them, and with them the last hold of a tensor: Python code may run. */
+/* Frees the pins, which may be the last references to their tensors. Python code may run. */
 void fst_old_pins_free(fst_old_pins *old);
 
 /* Learns a parameter that is new or has changed its shape. Returns 0, or -1 with `problem` filled.
@@ -44,8 +42,8 @@ int fst_param_learn(fst_param *param, fst_old_pins *old, PyObject *object, const
 
 void fst_param_forget(fst_param *param, fst_old_pins *old);
 
-/* Whether a tensor has the shape of the parameter; whether it has its strides as well; whether its
- * elements then lie one after another as they are, in the order of the parameter's memory. */
+/* Whether a tensor has the parameter's shape; its shape and strides; its shape and strides
+ * without gaps and without flipped signs. */
 int fst_param_has_shape(const fst_param *param, const fst_view *view);
 int fst_param_fits(const fst_param *param, const fst_view *view);
 int fst_param_is_packed_in(const fst_param *param, const fst_view *view);
@@ -54,9 +52,8 @@ int fst_param_is_packed_in(const fst_param *param, const fst_view *view);
 void fst_param_note_state(fst_tensors *tensors, fst_param *param, fst_old_pins *old, unsigned k,
                           PyObject *object, const fst_view *view);
 
-/* Between two steps the model runs and the tensors' records leave the cache: with thousands of
- * small tensors a step is a chase after pointers, so those of a parameter further on are asked for
- * early. */
+/* Prefetches a parameter's records and objects. Between two steps the model evicts them from the
+ * cache. */
 void fst_param_fetch(const fst_param *param);
 
 #endif

@@ -1,5 +1,5 @@
-/* The type faststep._C.ReleaseHook: updates a parameter in backward and frees its gradient. What is
- * not as it was in the step before is left to Python. */
+/* The type faststep._C.ReleaseHook: a hook that updates a parameter in backward and frees its
+ * gradient. It calls Python unless the step is like the one before. */
 #include "py/step/step_plan.h"
 
 #include <structmember.h>
@@ -9,13 +9,14 @@
 typedef struct {
     PyObject_HEAD
     PyObject *plan;      /* of this parameter alone */
-    PyObject *otherwise; /* called with the parameter */
+    PyObject *otherwise; /* a Python callable for all other steps; called with the parameter */
     PyObject *optimizer; /* a weak reference */
     PyObject *rules;     /* {group: rule} of the step that runs; shared by all hooks */
     PyObject *group;
-    int64_t (*mode_depth)(void); /* libtorch's; NULL: nobody watches operators */
-    char plain;                  /* there is nothing to do but to step and to free */
-    char updated;                /* since the last optimizer.step() */
+    int64_t (*mode_depth)(
+        void);    /* libtorch's count of active TorchDispatchModes; NULL: not asked */
+    char plain;   /* no Python code has to see the step */
+    char updated; /* since the last optimizer.step() */
 } release_hook;
 
 /* Whether an attribute is this object; -1 with a Python error. */
@@ -52,14 +53,15 @@ static int step_alike(fst_module *module, const release_hook *self, PyObject *op
     PyObject *params = listed(param, 1), *rules = listed(rule, 0);
     done = state && params && rules ? 0 : -1;
     if (!done && PyDict_Check(state))
-        done = fst_plan_step_alike(module, (fst_plan_object *)self->plan, params, rules, state);
+        done = fst_step_repeat(module, (fst_step_plan *)self->plan, params, rules, state);
     Py_XDECREF(state);
     Py_XDECREF(params);
     Py_XDECREF(rules);
     return done;
 }
 
-/* 1 if the parameter was updated, 0 if Python has to look, -1 with a Python error. */
+/* Steps if that needs no Python code. Returns 1, 0 if Python has to step, or -1 with a Python
+ * error. */
 static int try_step(fst_module *module, const release_hook *self, PyObject *param)
 {
     if (!self->plain || self->updated || !self->group || (self->mode_depth && self->mode_depth()))
@@ -102,8 +104,9 @@ static PyObject *hook_call(PyObject *object, PyObject *args, PyObject *kwargs)
     return PyObject_SetAttr(param, module->names.grad, Py_None) ? NULL : Py_NewRef(Py_None);
 }
 
-/* ReleaseHook(otherwise, optimizer, rules[, mode_depth]): the last is the address of libtorch's
- * function that counts the TorchDispatchModes of a thread, inside of which Python has to look. */
+/* ReleaseHook(otherwise, optimizer, rules[, mode_depth]). The last argument is the address of
+ * libtorch's function that counts the TorchDispatchModes of a thread. While there are any,
+ * Python steps. */
 static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     fst_module *module = PyType_GetModuleState(type);
@@ -146,7 +149,7 @@ static int hook_traverse(PyObject *object, visitproc visit, void *arg)
     return 0;
 }
 
-/* What a call needs stays: others break the cycles that it is in. */
+/* Keeps what a call needs: the other objects of a reference cycle break it. */
 static int hook_clear(PyObject *object)
 {
     release_hook *self = (release_hook *)object;

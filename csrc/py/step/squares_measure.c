@@ -1,4 +1,4 @@
-/* Takes the sums of squares of one gradient, chunk by chunk. */
+/* Measures the sums of squares of one gradient, chunk by chunk. */
 #include "core/layout.h"
 #include "core/passes.h"
 #include "py/step/param.h"
@@ -10,7 +10,7 @@ static size_t chunks_in(int64_t count)
     return (size_t)((count + FST_CHUNK - 1) / FST_CHUNK);
 }
 
-/* A gradient as a plan of one span, in the order in which a step goes through its parameter. */
+/* A gradient as a plan of one span, with the chunks that the step's plan will have. */
 typedef struct {
     fst_plan plan;
     fst_param param;
@@ -28,7 +28,8 @@ static void measuring_free(measuring *m)
     PyMem_Free(m->layout);
 }
 
-/* 0, or -1 with `problem` filled: the step will find the same problem, and say so. */
+/* Binds the gradient. Returns 0, or -1 with `problem` filled; the step will find and report the
+ * same problem. */
 static int bind(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *grad,
                 fst_problem *problem)
 {
@@ -58,7 +59,7 @@ static int bind(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *g
     return 0;
 }
 
-/* The same, until no Python code has run between the first address and the last. */
+/* Binds again until no Python code has run between the first address and the last. */
 static int bind_quietly(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *grad,
                         fst_problem *problem)
 {
@@ -75,7 +76,7 @@ static int bind_quietly(fst_tensors *tensors, measuring *m, PyObject *param, PyO
     return 0;
 }
 
-/* Moves the sums into the slot; 0, or -1 with a Python error. */
+/* Copies the sums into the slot. Returns 0, or -1 with a Python error. */
 static int keep(fst_square *slot, const measuring *m, PyObject *grad, int64_t version,
                 double inv_scale)
 {
@@ -100,7 +101,7 @@ static int keep(fst_square *slot, const measuring *m, PyObject *grad, int64_t ve
     slot->count = m->count;
     slot->version = version;
     slot->inv_scale = inv_scale;
-    Py_XDECREF(before); /* Python code may run, and move the slots */
+    Py_XDECREF(before); /* may run Python code, which may move the slots */
     return 0;
 }
 
@@ -114,7 +115,7 @@ int fst_squares_measure(fst_module *module, fst_squares_object *self, Py_ssize_t
     fst_status status = {0};
     int64_t version;
     int done = 0;
-    if (!fst_squares_version(&module->tensors, grad, &version) &&
+    if (!fst_tensor_version(&module->tensors, grad, &version) &&
         !bind_quietly(&module->tensors, &m, param, grad, &problem)) {
         if (m.count > 0) {
             Py_BEGIN_ALLOW_THREADS

@@ -1,11 +1,11 @@
-/* Binding a parameter's states, which lie in optimizer.state. */
+/* Binds the states of a parameter, which lie in optimizer.state. */
 #include "py/step/bind.h"
 #include "py/torch/quiet.h"
 
-/* Finds out again where each parameter's entry of optimizer.state lies; once per step at most. */
+/* Finds the position of each parameter's entry in optimizer.state. Runs at most once per step. */
 static void rescan_state(fst_binding *at)
 {
-    fst_plan_object *self = at->self;
+    fst_step_plan *self = at->self;
     Py_ssize_t next = 0, here = 0;
     PyObject *key, *value;
     size_t guess = 0;
@@ -22,7 +22,7 @@ static void rescan_state(fst_binding *at)
         }
 }
 
-/* The state dictionary of a parameter, which the step holds; NULL if it has none. */
+/* The state dictionary of a parameter, or NULL. The step holds a reference. */
 static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *object)
 {
     PyObject *key = NULL, *value = NULL;
@@ -38,8 +38,7 @@ static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *obj
         if (!at->rescanned)
             rescan_state(at);
     }
-    /* torch hashes tensors in Python: slow, and needed only for a parameter that is listed twice or
-     * new */
+    /* slow, as torch hashes tensors in Python; only for parameters that are new or listed twice */
     const int paused = fst_quiet_pause(tensors);
     value = PyDict_GetItemWithError(at->state, object);
     Py_XINCREF(value);
@@ -49,23 +48,23 @@ static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *obj
     return value ? fst_bind_hold(at->self, value) : NULL;
 }
 
-/* Refuses to count outside of inference mode in a tensor that was made there; 0, or -1 with a
- * Python error. */
+/* Refuses to write a step counter that was made in inference mode outside of it. Returns 0, or
+ * -1 with a Python error. */
 static int check_counter(const fst_binding *at, PyObject *object)
 {
     fst_problem problem;
     if (at->again || fst_record_counter(&at->module->records, object))
         return 0;
     at->self->traceable = 0; /* the next step may not be in inference mode */
-    const int frozen = fst_plan_is_frozen(at->module, object);
+    const int frozen = fst_step_is_frozen(at->module, object);
     if (frozen <= 0)
         return frozen;
     fst_problem_set(&problem, "inference", FST_INFERENCE);
     return fst_bind_problem(at, "state 'step'", &problem);
 }
 
-/* 1 if the counter is there, 0 if it must be brought to the parameter's device first: torch keeps
- * it in CPU memory where neither `fused` nor `capturable` is set. */
+/* Binds the step counter. Returns 1; 0 if it must be moved to the parameter's device first, as
+ * torch keeps it in CPU memory unless `fused` or `capturable` is set; -1 with a Python error. */
 static int bind_counter(const fst_binding *at, fst_param *param, PyObject *object,
                         fst_counter *counter, fst_view *view)
 {
@@ -74,9 +73,9 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
         return fst_bind_problem(at, "state 'step'", &problem);
     if (check_counter(at, object))
         return -1;
-    if (view->device == FST_HOST && at->share->device != FST_HOST)
+    if (view->device == FST_HOST && at->part->device != FST_HOST)
         return 0;
-    if (fst_view_is_scalar(view, at->share->device, &problem))
+    if (fst_view_is_scalar(view, at->part->device, &problem))
         return fst_bind_problem(at, "state 'step'", &problem);
     fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, 0, object, view);
     counter->data = view->data;
@@ -85,7 +84,7 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
     return 1;
 }
 
-/* Notes state `k` of the parameter at hand, entry `k` of its dictionary. */
+/* Traces state `k` of the parameter at hand, entry `k` of its dictionary. */
 static void trace_state(const fst_binding *at, const fst_param *param, unsigned k,
                         const PyObject *key, PyObject *value, const fst_view *view)
 {
@@ -94,7 +93,8 @@ static void trace_state(const fst_binding *at, const fst_param *param, unsigned 
                         param->states[k].pin != NULL);
 }
 
-/* Notes a state that the step writes. Small ones share version counters, and each moves once. */
+/* Lists a state that the step writes. Neighbouring small states share a version counter, which
+ * moves once. */
 static int note_written(fst_binding *at, PyObject *value)
 {
     const void *counter = fst_record_counter(&at->module->records, value);
@@ -113,8 +113,8 @@ static int same_name(PyObject *a, PyObject *b)
     return order == -1 && PyErr_Occurred() ? -1 : order == 0;
 }
 
-/* Looks the state called `wanted` up as a dictionary does, whose other keys may compare themselves
- * with it in Python. A new reference. */
+/* Looks a state up by name in a dictionary with keys that are not str, whose comparison may run
+ * Python code. Returns a new reference, or NULL. */
 static PyObject *ask_for_state(fst_tensors *tensors, PyObject *state, PyObject *wanted)
 {
     const int paused = fst_quiet_pause(tensors);
@@ -124,8 +124,8 @@ static PyObject *ask_for_state(fst_tensors *tensors, PyObject *state, PyObject *
     return value;
 }
 
-/* The state called `wanted`, a new reference. Where it is the next entry of the dictionary, as it
- * should be, *key becomes its key, borrowed, else NULL. */
+/* Finds a state by name. Returns a new reference, or NULL. Where it is the next entry of the
+ * dictionary, as usual, *key becomes its key, borrowed; else NULL. */
 static PyObject *next_state(fst_tensors *tensors, PyObject *state, Py_ssize_t *position,
                             PyObject *wanted, PyObject **key)
 {
@@ -146,7 +146,8 @@ static PyObject *next_state(fst_tensors *tensors, PyObject *state, Py_ssize_t *p
     return foreign ? ask_for_state(tensors, state, wanted) : NULL;
 }
 
-/* The same, borrowed: the step holds it. */
+/* Does the same for the parameter at hand. Returns a borrowed reference: the step holds the
+ * state. */
 static PyObject *find_state(fst_binding *at, PyObject *state, Py_ssize_t *position,
                             PyObject *wanted, PyObject **key)
 {
@@ -157,7 +158,8 @@ static PyObject *find_state(fst_binding *at, PyObject *state, Py_ssize_t *positi
     return value ? fst_bind_hold(at->self, value) : NULL;
 }
 
-/* Why a state that does not fit its parameter cannot be used, if it cannot. */
+/* Raises the error for a state that does not fit its parameter. Returns 0 if it can be used
+ * through a layout. */
 static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *view,
                         fst_dtype dtype, int bad, fst_problem *problem, char role[64])
 {
@@ -203,7 +205,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         fst_problem problem;
         char role[64] = "state";
         const int bad = fst_tensor_view(&at->module->tensors, value, &view, &problem);
-        if ((bad || view.dtype != dtype || view.device != at->share->device ||
+        if ((bad || view.dtype != dtype || view.device != at->part->device ||
              !fst_param_is_packed_in(param, &view)) &&
             refuse_state(at, wanted, &view, dtype, bad, &problem, role))
             return -1;

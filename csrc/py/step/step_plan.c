@@ -13,26 +13,10 @@ static PyObject *list_of(PyObject *const *objects, size_t count)
     return list;
 }
 
-/* Finds the records of what is written; up to the first that has none. Where what was bound still
- * stands they do too. */
-static int count_written(const fst_module *module, fst_plan_object *self)
-{
-    while (self->counted_count < self->written_count) {
-        const void *impl = fst_record_counted(&module->records, self->written[self->counted_count]);
-        if (!impl)
-            return 0;
-        if (fst_reserve(&self->counted, &self->counted_capacity, self->counted_count,
-                        sizeof *self->counted))
-            return -1;
-        self->counted[self->counted_count++] = impl;
-    }
-    return 0;
-}
-
-/* Moves the version counters of what the step wrote, or lists the tensors for Python to do so. A
- * short step keeps the list for the next one; a long one, on any device, does not: it would keep
- * large states alive that a user replaces. */
-static PyObject *list_written(fst_module *module, fst_plan_object *self)
+/* Moves the version counters of the tensors that the step wrote, or lists those that Python has
+ * to move. The list of a short step is kept for the next step. That of a long one is not: it
+ * would keep large states alive that a user replaces. */
+static PyObject *list_written(fst_module *module, fst_step_plan *self)
 {
     const size_t moved = self->counted_count;
     fst_record_move_versions(&module->records, self->counted, moved);
@@ -54,14 +38,14 @@ static PyObject *list_written(fst_module *module, fst_plan_object *self)
 
 /* The devices whose parameters have gradients: a list of -1 for the host and CUDA ordinals. *known
  * becomes 0 if one of them is not a key of `scalars`. */
-static PyObject *list_devices(const fst_plan_object *self, PyObject *scalars, int *known)
+static PyObject *list_devices(const fst_step_plan *self, PyObject *scalars, int *known)
 {
     PyObject *devices = PyList_New(0);
     *known = 1;
-    for (size_t i = 0; devices && i < self->share_count; i++) {
-        if (self->shares[i].counter_count == 0)
+    for (size_t i = 0; devices && i < self->part_count; i++) {
+        if (self->parts[i].counter_count == 0)
             continue;
-        PyObject *device = PyLong_FromLong(self->shares[i].device);
+        PyObject *device = PyLong_FromLong(self->parts[i].device);
         const int has = device ? PyDict_Contains(scalars, device) : -1;
         *known = *known && has;
         if (has < 0 || PyList_Append(devices, device))
@@ -71,24 +55,23 @@ static PyObject *list_devices(const fst_plan_object *self, PyObject *scalars, in
     return devices;
 }
 
-/* Everything a step needs of its devices, before it changes anything. */
-static int prepare_shares(fst_module *module, fst_plan_object *self,
-                          const fst_step_options *options)
+/* Does everything on CUDA devices that can fail, before anything is changed. */
+static int prepare_parts(fst_module *module, fst_step_plan *self, const fst_step_options *options)
 {
-    for (size_t i = 1; i < self->share_count; i++)
-        if (self->shares[i].counter_count &&
-            fst_device_prepare(module, self, &self->shares[i], options))
+    for (size_t i = 1; i < self->part_count; i++)
+        if (self->parts[i].counter_count &&
+            fst_device_prepare(module, self, &self->parts[i], options))
             return -1;
     return 0;
 }
 
-static int run_shares(fst_module *module, fst_plan_object *self, const fst_step_options *options,
-                      fst_step_outcome *outcome)
+static int run_parts(fst_module *module, fst_step_plan *self, const fst_step_options *options,
+                     fst_step_outcome *outcome)
 {
-    for (size_t i = 1; i < self->share_count; i++)
-        if (self->shares[i].counter_count && fst_device_step(module, &self->shares[i], options))
+    for (size_t i = 1; i < self->part_count; i++)
+        if (self->parts[i].counter_count && fst_device_step(module, &self->parts[i], options))
             return -1;
-    return self->shares[0].counter_count ? fst_host_step(module, self, options, outcome) : 0;
+    return self->parts[0].counter_count ? fst_host_step(module, self, options, outcome) : 0;
 }
 
 /* (what, value) of step(); takes over `value`. */
@@ -97,12 +80,12 @@ static PyObject *answer(const char *what, PyObject *value)
     return value ? Py_BuildValue("sN", what, value) : NULL;
 }
 
-/* Runs the passes on a bound plan: "done" and (skipped, norm or None, what was written, gradients
- * that were or None). */
-static PyObject *run(fst_module *module, fst_plan_object *self, const fst_step_options *options)
+/* Runs the passes on a bound plan. Returns "done" and (skipped, norm or None, tensors that were
+ * written, gradients that were written or None). */
+static PyObject *run(fst_module *module, fst_step_plan *self, const fst_step_options *options)
 {
     fst_step_outcome outcome = {0};
-    if (run_shares(module, self, options, &outcome))
+    if (run_parts(module, self, options, &outcome))
         return NULL;
     if (outcome.refused)
         return answer("squares", Py_NewRef(Py_None));
@@ -120,7 +103,7 @@ static PyObject *run(fst_module *module, fst_plan_object *self, const fst_step_o
     return NULL;
 }
 
-/* The text of the Python error that is set, and no longer is. */
+/* The text of the Python error that is set. Clears the error. */
 static PyObject *error_text(void)
 {
     PyObject *type, *value, *trace;
@@ -132,37 +115,27 @@ static PyObject *error_text(void)
     return text;
 }
 
-/* Binds what is not bound yet, and runs if nothing is missing. */
-static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+/* Binds unless the step is like the one before, and runs if nothing is missing. */
+static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
 {
-    int known, inference = 0;
-    int bound = fresh == Py_None && !options->write_grads &&
-                fst_trace_holds(module, self, param_lists, state);
-    if (bound && count_written(module, self))
-        return NULL;
-    for (int checked = 0; !bound; checked = 1) {
+    int known;
+    if (fresh == Py_None && !options->write_grads &&
+        fst_trace_follow(module, self, param_lists, state)) {
+        if (fst_step_count_written(module, self))
+            return NULL;
+    } else {
         PyObject *missing =
-            fst_plan_bind(module, self, param_lists, state, fresh, options->write_grads);
+            fst_step_bind(module, self, param_lists, state, fresh, options->write_grads);
         if (!missing || PyList_Size(missing) > 0)
             return answer("missing", missing);
         Py_DECREF(missing);
-        module->tensors.ran_python = 0;
-        if (count_written(module, self))
-            return NULL;
-        if (!checked)
-            inference = fst_plan_check_inference(module, self, param_lists);
-        if (inference)
-            fst_trace_forget(self); /* the next step may not be in the mode that this one is in */
-        if (inference < 0)
-            return NULL;
-        bound = !module->tensors.ran_python;
     }
     PyObject *devices = list_devices(self, options->scalars, &known);
     if (!devices || !known)
         return answer("devices", devices);
     Py_DECREF(devices);
-    if (prepare_shares(module, self, options))
+    if (prepare_parts(module, self, options))
         return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text()) : NULL;
     return run(module, self, options);
 }
@@ -171,7 +144,7 @@ static PyObject *bind_and_run(fst_module *module, fst_plan_object *self, PyObjec
  * squares) */
 static PyObject *plan_step(PyObject *object, PyObject *args)
 {
-    fst_plan_object *self = (fst_plan_object *)object;
+    fst_step_plan *self = (fst_step_plan *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     PyObject *param_lists, *specs, *state, *fresh, *squares = Py_None, *result = NULL;
     fst_step_options options;
@@ -196,31 +169,31 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
         return NULL;
     }
     self->busy = 1;
-    if (!fst_groups_parse(self, specs) && !fst_groups_meet(module, self, options.scalars)) {
+    if (!fst_groups_parse(self, specs) && !fst_groups_learn_types(module, self, options.scalars)) {
         fst_quiet_begin(&module->tensors);
         result = bind_and_run(module, self, param_lists, state, fresh, &options);
         fst_quiet_end(&module->tensors);
     }
-    fst_plan_release(self);
+    fst_step_end(self);
     return result;
 }
 
-static int is_on_host(const fst_plan_object *self)
+static int is_on_host(const fst_step_plan *self)
 {
-    for (size_t i = 1; i < self->share_count; i++)
-        if (self->shares[i].counter_count)
+    for (size_t i = 1; i < self->part_count; i++)
+        if (self->parts[i].counter_count)
             return 0;
-    return self->shares[0].counter_count > 0;
+    return self->parts[0].counter_count > 0;
 }
 
-static int step_if_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                          PyObject *state)
 {
     const fst_step_options options = {.max_norm = (double)NAN, .phase = FST_STEP_WHOLE};
     fst_step_outcome outcome = {0};
-    if (!fst_trace_holds(module, self, param_lists, state) || !is_on_host(self))
+    if (!fst_trace_follow(module, self, param_lists, state) || !is_on_host(self))
         return 0;
-    if (count_written(module, self))
+    if (fst_step_count_written(module, self))
         return -1;
     if (self->counted_count < self->written_count)
         return 0;
@@ -230,15 +203,15 @@ static int step_if_alike(fst_module *module, fst_plan_object *self, PyObject *pa
     return 1;
 }
 
-int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
-                        PyObject *specs, PyObject *state)
+int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
+                    PyObject *state)
 {
     if (self->busy || !self->traced)
         return 0;
     self->busy = 1;
     const int done =
         fst_groups_parse(self, specs) ? -1 : step_if_alike(module, self, param_lists, state);
-    fst_plan_release(self);
+    fst_step_end(self);
     return done;
 }
 
@@ -249,22 +222,22 @@ static PyObject *plan_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     }
     allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
-    fst_plan_object *self = (fst_plan_object *)allocate(type, 0); /* zeroed */
-    if (self && !fst_plan_share(self, FST_HOST))
+    fst_step_plan *self = (fst_step_plan *)allocate(type, 0); /* zeroed */
+    if (self && !fst_step_part_on(self, FST_HOST))
         Py_CLEAR(self);
     return (PyObject *)self;
 }
 
 static void plan_dealloc(PyObject *object)
 {
-    fst_plan_object *self = (fst_plan_object *)object;
+    fst_step_plan *self = (fst_step_plan *)object;
     PyTypeObject *type = Py_TYPE(object);
     PyObject_GC_UnTrack(object);
     fst_trace_free(self);
     fst_params_free(self);
-    fst_plan_release(self);
+    fst_step_end(self);
     Py_XDECREF(self->last_written);
-    fst_plan_free_shares(self);
+    fst_step_free_parts(self);
     PyMem_Free(self->written);
     PyMem_Free(self->counted);
     PyMem_Free(self->grads);
@@ -276,20 +249,20 @@ static void plan_dealloc(PyObject *object)
 static int plan_traverse(PyObject *object, visitproc visit, void *arg)
 {
     Py_VISIT(Py_TYPE(object));
-    Py_VISIT(((fst_plan_object *)object)->last_written);
+    Py_VISIT(((fst_step_plan *)object)->last_written);
     return 0;
 }
 
 static int plan_clear(PyObject *object)
 {
-    Py_CLEAR(((fst_plan_object *)object)->last_written);
+    Py_CLEAR(((fst_step_plan *)object)->last_written);
     return 0;
 }
 
-/* forget(): lets go of the tensors, but keeps the tables: a CUDA graph may read them. */
+/* forget(): drops the tensors but keeps the tables, which a CUDA graph may read. */
 static PyObject *plan_forget(PyObject *object, PyObject *unused)
 {
-    fst_plan_object *self = (fst_plan_object *)object;
+    fst_step_plan *self = (fst_step_plan *)object;
     (void)unused;
     if (self->busy) {
         PyErr_SetString(PyExc_RuntimeError, "this optimizer is stepping");
@@ -318,9 +291,9 @@ static PyType_Slot plan_slots[] = {
     {0, NULL},
 };
 
-PyType_Spec fst_plan_spec = {
+PyType_Spec fst_step_plan_spec = {
     .name = "faststep._C.Plan",
-    .basicsize = sizeof(fst_plan_object),
+    .basicsize = sizeof(fst_step_plan),
     .flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
     .slots = plan_slots,
 };

@@ -1,18 +1,16 @@
-/* step_plan.h - an optimizer's plan: what is remembered of its parameters between steps. */
+/* step_plan.h - what an optimizer remembers of its parameters between steps. */
 #ifndef FST_PY_STEP_STEP_PLAN_H
 #define FST_PY_STEP_STEP_PLAN_H
 
-#include "core/fold.h"
+#include "core/rule_args.h"
 #include "core/plan.h"
 #include "gpu/tables.h"
 #include "py/module.h"
 #include "py/step/param.h"
-#include "py/torch/record.h"
+#include "py/torch/tensor_record.h"
 #include "py/step/squares.h"
 
-enum { FST_SHORT_STEP = 1 << 20 }; /* elements: below, a step takes less than a millisecond */
-
-/* What one step needs of a group; parsed from the tuple that Python hands over. */
+/* A parameter group of one step, parsed from a tuple. */
 typedef struct {
     fst_rule rule;
     PyObject *keys;  /* owned: names of the states, "step" first where has_step */
@@ -23,25 +21,24 @@ typedef struct {
     double hyper[FST_MAX_HYPER];
 } fst_group;
 
-/* The step counter of a parameter: a 0-d tensor of the optimizer's state, or none for rules that do
- * not count. */
+/* The step counter of a parameter: a 0-d tensor in the optimizer's state, or none for rules
+ * without one. */
 typedef struct {
     void *data;
-    double value;          /* where there is no tensor: 1 for a new state, else 2 */
-    int64_t span;          /* -1 for a parameter without elements: it only counts */
-    uint32_t group, param; /* place among the parameters of all groups */
+    double value; /* without a tensor, the count that the rule reads: 1 for a new state, else 2 */
+    int64_t span; /* -1: the parameter has no elements */
+    uint32_t group, param; /* index among the parameters of all groups */
     uint32_t index;        /* in its group */
     int is_double, negated;
 } fst_counter;
 
-/* The scalars folded for one group and step count, as the update pass reads them, and what they are
- * for. */
+/* What a rule's arguments are for. Parameters that agree in it share them. */
 typedef struct {
     double step;
     uint32_t group;
-} fst_fold_key;
+} fst_args_key;
 
-/* The part of a plan that lies on one device. */
+/* The part of a step plan for one device. */
 typedef struct {
     int device; /* FST_HOST or a CUDA ordinal */
     fst_plan plan;
@@ -49,7 +46,7 @@ typedef struct {
     size_t counter_count, counter_capacity;
     /* on the host */
     fst_update_args *args;
-    fst_fold_key *fold_keys;
+    fst_args_key *arg_keys;
     size_t arg_count, arg_capacity;
     /* on a CUDA device */
     void *stream;     /* of the step that runs */
@@ -58,11 +55,11 @@ typedef struct {
     fst_device_span *spans;
     fst_device_group *groups;
     size_t span_capacity, group_capacity;
-    size_t distinct; /* spans whose counters are known to differ; 0: look again */
+    size_t distinct; /* spans whose counters are known to be distinct; 0: not checked */
     uint64_t listed; /* the binding that `spans` were listed for */
-} fst_share;
+} fst_step_part;
 
-/* A group of a traced step (trace.h). */
+/* A parameter group of a traced step (trace.h). */
 typedef struct {
     PyObject *keys; /* owned */
     fst_rule rule;
@@ -75,8 +72,8 @@ typedef struct fst_traced_state fst_traced_state;
 
 typedef struct {
     PyObject_HEAD
-    fst_share *shares; /* the host's comes first */
-    size_t share_count;
+    fst_step_part *parts; /* the host's comes first */
+    size_t part_count;
     fst_param *params;
     size_t param_count;
     PyObject *last_written; /* the list that the last short step returned */
@@ -84,14 +81,15 @@ typedef struct {
     int64_t written_total;  /* elements of its parameters on all devices */
     int busy;
     int is_long; /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
-    /* What tells that the next step is like this one, and what was bound, below, still stands. */
+    /* The trace: tells whether the next step is like this one, so that what is bound stays
+     * valid. */
     fst_trace *traces;
     fst_traced_state *traced_states;
     fst_traced_group *traced_groups;
     size_t trace_capacity, traced_state_capacity, traced_state_count, traced_group_count;
     int traceable, traced;
-    uint64_t bindings; /* how often the parameters were bound; 0 never stands for one of them */
-    uint64_t moves;    /* how often a trace followed a gradient to other memory */
+    uint64_t bindings; /* number of binds; the first is 1 */
+    uint64_t moves;    /* number of times that a gradient was followed to other memory */
     /* for the step that runs */
     fst_group *groups;
     size_t group_count;
@@ -100,16 +98,16 @@ typedef struct {
     fst_old_pins old_pins;
     PyObject **written; /* parameters and moments, which the step writes; borrowed */
     size_t written_count, written_capacity;
-    const void **counted; /* torch's records of the first of them, to move version counters by */
+    const void **counted; /* torch's records of as many of them, from the first on, as have one */
     size_t counted_count, counted_capacity;
     PyObject **grads; /* borrowed */
     size_t grad_count, grad_capacity;
     fst_layout **layouts;
     size_t layout_count, layout_capacity;
-} fst_plan_object;
+} fst_step_plan;
 
-/* Where parameters lie on several devices they agree first: one call measures, into the flag and
- * norm of each device, and another one reads there what they agreed on. */
+/* Where parameters lie on several devices these agree first: one call of step() measures into
+ * the flag and the norm of each device, and another one applies what the caller has put there. */
 typedef enum { FST_STEP_WHOLE, FST_STEP_MEASURE, FST_STEP_APPLY } fst_step_phase;
 
 /* What the caller of step() asked for. */
@@ -122,81 +120,88 @@ typedef struct {
     const fst_squares_object *squares; /* for the host; NULL: measured in the step */
 } fst_step_options;
 
-/* What a step found on the host; a CUDA device keeps that to itself. */
+/* What the step found on the host. A CUDA device keeps its findings in its memory. */
 typedef struct {
     int skipped, measured;
-    int refused; /* the squares do not fit: nothing was done */
+    int refused; /* the measured squares do not fit, and nothing was done */
     double norm;
 } fst_step_outcome;
 
 /* Raises TensorError(group, index, role, kind, detail), which Python turns into the error that
- * users see; returns -1 (bind.c). */
-int fst_plan_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
+ * users see. Returns -1 (bound.c). */
+int fst_step_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
                    const char *kind, const char *detail);
 
-/* Reads the list of groups (groups.c); 0, or -1 with a Python error. */
-int fst_groups_parse(fst_plan_object *self, PyObject *specs);
+/* Parses the list of groups (groups.c). Returns 0, or -1 with a Python error. */
+int fst_groups_parse(fst_step_plan *self, PyObject *specs);
 void fst_groups_free(fst_group *groups, size_t count);
 
-/* Learns the types of the tensors of {device: tuple} and of the groups' learning rates, which may
- * run Python code: it does not when they are read. 0, or -1 with a Python error. */
-int fst_groups_meet(fst_module *module, const fst_plan_object *self, PyObject *scalars);
+/* Learns the types of the scalars' tensors and of the groups' learning rates. That may run
+ * Python code, so that reading them later does not. Returns 0, or -1 with a Python error. */
+int fst_groups_learn_types(fst_module *module, const fst_step_plan *self, PyObject *scalars);
 
-/* Binds all parameters that have a gradient (bind.c). Returns the list of (group, index) whose
- * state is missing, empty if all is bound, or NULL with a Python error; nothing is changed in
- * either case. `fresh` is such a list of an earlier call whose states are new, or None. */
-PyObject *fst_plan_bind(fst_module *module, fst_plan_object *self, PyObject *param_lists,
+/* Binds all parameters that have a gradient (bind.c), which changes no tensor. Returns the list
+ * of (group, index) whose state is missing, empty if all is bound; or NULL with a Python error.
+ * `fresh` lists parameters whose states were created since, or is None. */
+PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads);
 
 #define FST_INFERENCE                                                                         \
     "was made in inference mode, and torch does not write such a tensor outside of it; call " \
     ".clone() on it"
 
-/* Refuses to write tensors that were made in inference mode outside of it (inference.c): 1 if there
- * are such tensors, 0 if not, or -1 with a Python error. Tensors whose version counters were found
- * are none. */
-int fst_plan_check_inference(fst_module *module, const fst_plan_object *self,
-                             PyObject *param_lists);
+/* Refuses to write tensors of inference mode outside of it (inference.c). Returns 1 if there are
+ * such tensors, 0 if not, -1 with a Python error. Tensors with a version counter are not of
+ * inference mode, and not checked. */
+int fst_step_check_inference(fst_module *module, const fst_step_plan *self, PyObject *param_lists);
 
-/* The same for one tensor: whether it must not be written now; -1 with a Python error. */
-int fst_plan_is_frozen(fst_module *module, PyObject *object);
+/* Whether a tensor must not be written now, for that reason; -1 with a Python error. */
+int fst_step_is_frozen(fst_module *module, PyObject *object);
 
-/* Ends a step. Lets go, at its very end, of what it held: Python code may run then. */
-void fst_plan_release(fst_plan_object *self);
+/* Finds torch's records of the tensors that the step writes, up to the first without one.
+ * Records stay valid as long as what is bound does. Returns 0, or -1 with a Python error
+ * (bound.c). */
+int fst_step_count_written(const fst_module *module, fst_step_plan *self);
 
-/* The host's share, or that of a CUDA device, which is made when it is first asked for; NULL with a
- * Python error. Shares may move then (share.c). */
-fst_share *fst_plan_share(fst_plan_object *self, int device);
-void fst_plan_free_shares(fst_plan_object *self);
+/* Forgets what was bound in this step, but not the groups and what is held. */
+void fst_step_unbind(fst_step_plan *self);
 
-/* A scalar of the options for a device, or NULL with a Python error that calls it `name`; `view`
- * has no data where it is None. */
-int fst_plan_scalar(fst_module *module, const fst_step_options *options, int device,
+/* Ends a step. Drops its references last, as that may run Python code. */
+void fst_step_end(fst_step_plan *self);
+
+/* The part for a device, which is made when it is first asked for; NULL with a Python error.
+ * Other parts may move then (step_parts.c). */
+fst_step_part *fst_step_part_on(fst_step_plan *self, int device);
+void fst_step_free_parts(fst_step_plan *self);
+
+/* Reads a scalar of the options for a device (scalars.c). `view` has no data where the scalar is
+ * None. Returns 0, or -1 with a Python error that calls it `name`. */
+int fst_step_scalar(fst_module *module, const fst_step_options *options, int device,
                     Py_ssize_t which, const char *name, fst_view *view);
 
-/* The passes of the host's share (host_step.c): 0, or -1 with a Python error. */
-int fst_host_step(fst_module *module, fst_plan_object *self, const fst_step_options *options,
-                  fst_step_outcome *outcome);
+/* The value of a scalar in CPU memory that has data. */
+double fst_scalar_number(const fst_view *view);
 
-/* The factor that a scale on the host means; 1 where the view has no data. */
+/* 1 / scale for a scale in CPU memory; 1 where the view has no data. */
 double fst_inverse_of(const fst_view *scale);
 
-/* Those of a CUDA device (device_step.c): everything that can fail for want of anything comes in
- * the first, the launches in the second. */
-int fst_device_prepare(fst_module *module, fst_plan_object *self, fst_share *share,
+/* Runs the passes for the host's part (host_step.c). Returns 0, or -1 with a Python error. */
+int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_options *options,
+                  fst_step_outcome *outcome);
+
+/* The same for a CUDA device (device_step.c). `prepare` does everything that can fail; `step`
+ * only launches. */
+int fst_device_prepare(fst_module *module, fst_step_plan *self, fst_step_part *part,
                        const fst_step_options *options);
-int fst_device_step(fst_module *module, fst_share *share, const fst_step_options *options);
+int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_options *options);
 
-/* A step that neither measures nor divides, of parameters in CPU memory, where nothing but the
- * gradients' memory has changed since the last one, and no Python code has to run: 1 if it was
- * made, 0 if nothing was done, -1 with a Python error (step_plan.c). */
-int fst_plan_step_alike(fst_module *module, fst_plan_object *self, PyObject *param_lists,
-                        PyObject *specs, PyObject *state);
+/* Steps without Python code if the step is like the one before: all parameters in CPU memory, no
+ * clipping, and nothing but the gradients' memory has changed. Returns 1, 0 if nothing was done,
+ * or -1 with a Python error (step_plan.c). */
+int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
+                    PyObject *state);
 
-/* Frees what is remembered of the parameters, but the old pins. */
-void fst_params_free(fst_plan_object *self);
-
-/* Makes room for one more element; 0, or -1 with a Python error. */
-int fst_reserve(void *array, size_t *capacity, size_t count, size_t size);
+/* Forgets the parameters. Their pins go to the old pins. */
+void fst_params_free(fst_step_plan *self);
 
 #endif

@@ -1,12 +1,13 @@
-/* A step like the one before: nothing but the gradients' memory may have changed. All that was
- * bound then still stands, and is not bound again. */
+/* Recognizes a step that is like the one before: nothing but the gradients' memory has changed,
+ * and what is bound stays valid. */
 #include "py/step/trace.h"
 
-#include "py/torch/record_read.h"
+#include "py/torch/quiet.h"
+#include "py/torch/tensor_record_read.h"
 
 enum { FETCH_AHEAD = 6 }; /* parameters */
 
-void fst_trace_forget(fst_plan_object *self)
+void fst_trace_forget(fst_step_plan *self)
 {
     for (size_t g = 0; g < self->traced_group_count; g++)
         Py_DECREF(self->traced_groups[g].keys);
@@ -14,7 +15,7 @@ void fst_trace_forget(fst_plan_object *self)
     self->traced = 0;
 }
 
-void fst_trace_free(fst_plan_object *self)
+void fst_trace_free(fst_step_plan *self)
 {
     fst_trace_forget(self);
     PyMem_Free(self->traces);
@@ -26,7 +27,8 @@ void fst_trace_free(fst_plan_object *self)
     self->trace_capacity = self->traced_state_capacity = 0;
 }
 
-/* An array of `wanted` elements where the one there is has fewer; its contents are lost. */
+/* Returns an array of at least `wanted` elements, the old one if it is large enough. Its
+ * contents are lost. */
 static void *make_room(void *array, size_t *capacity, size_t wanted, size_t size)
 {
     if (*capacity >= wanted && array)
@@ -37,7 +39,7 @@ static void *make_room(void *array, size_t *capacity, size_t wanted, size_t size
     return array;
 }
 
-void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, int again)
+void fst_trace_begin(const fst_record_layout *layout, fst_step_plan *self, int again)
 {
     size_t states = 0;
     self->traceable = layout->known && !again && !self->is_long && self->param_count <= INT32_MAX;
@@ -53,14 +55,14 @@ void fst_trace_begin(const fst_record_layout *layout, fst_plan_object *self, int
     self->traceable = self->traces && self->traced_states && states <= UINT32_MAX;
 }
 
-/* Where a dictionary keeps its entries in CPython: it is only asked for early, so that another
- * place would be slower, no more. */
+/* Where CPython keeps a dictionary's entries. The address is only prefetched, so another layout
+ * costs time and nothing else. */
 static const void *entries_of(PyObject *dict)
 {
     return ((const void *const *)dict)[4];
 }
 
-fst_trace *fst_trace_param(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+fst_trace *fst_trace_param(const fst_record_layout *layout, fst_step_plan *self, size_t index,
                            PyObject *object, const fst_view *view, PyObject *grad,
                            const fst_view *grad_view)
 {
@@ -79,7 +81,7 @@ fst_trace *fst_trace_param(const fst_record_layout *layout, fst_plan_object *sel
     return trace;
 }
 
-void fst_trace_idle(const fst_record_layout *layout, fst_plan_object *self, size_t index,
+void fst_trace_idle(const fst_record_layout *layout, fst_step_plan *self, size_t index,
                     PyObject *object)
 {
     if (!self->traceable)
@@ -102,7 +104,7 @@ void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at)
     trace->state_at = state_at;
 }
 
-void fst_trace_state(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
+void fst_trace_state(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
                      const PyObject *key, PyObject *value, const fst_view *view, int pinned)
 {
     if (!self->traceable)
@@ -113,20 +115,20 @@ void fst_trace_state(const fst_record_layout *layout, fst_plan_object *self, fst
     self->traceable = key && fst_record_take(layout, value, view, &state->value, &trace->hash);
 }
 
-/* Whether a rule without a step counter is at a first step, which the next one is not. */
-static int is_first(const fst_share *share)
+/* Whether a rule without a step counter is at its first step, which the next step is not like. */
+static int is_first(const fst_step_part *part)
 {
-    for (size_t i = 0; i < share->counter_count; i++)
-        if (!share->counters[i].data && share->counters[i].value != 2.0)
+    for (size_t i = 0; i < part->counter_count; i++)
+        if (!part->counters[i].data && part->counters[i].value != 2.0)
             return 1;
     return 0;
 }
 
-void fst_trace_end(fst_plan_object *self)
+void fst_trace_end(fst_step_plan *self)
 {
     self->traceable = self->traceable && self->total <= FST_SHORT_STEP;
-    for (size_t i = 0; i < self->share_count; i++)
-        self->traceable = self->traceable && !is_first(&self->shares[i]);
+    for (size_t i = 0; i < self->part_count; i++)
+        self->traceable = self->traceable && !is_first(&self->parts[i]);
     if (!self->traceable)
         return;
     PyMem_Free(self->traced_groups);
@@ -152,7 +154,7 @@ static Py_ssize_t size_of(PyObject *params)
     return params && PyList_Check(params) ? PyList_Size(params) : -1;
 }
 
-static int same_groups(const fst_plan_object *self, PyObject *param_lists)
+static int same_groups(const fst_step_plan *self, PyObject *param_lists)
 {
     int same = self->group_count == self->traced_group_count;
     for (size_t g = 0; same && g < self->group_count; g++) {
@@ -164,8 +166,8 @@ static int same_groups(const fst_plan_object *self, PyObject *param_lists)
     return same;
 }
 
-/* Whether the parameter has the same states, in the same dictionary, as they were; their part of
- * the hash is added. */
+/* Whether the parameter has the same states in the same dictionary. Adds their records to the
+ * hash. */
 static int same_states(const fst_record_layout *layout, const fst_trace *trace,
                        const fst_traced_state *states, PyObject *state, unsigned key_count,
                        uint64_t *hash)
@@ -177,7 +179,7 @@ static int same_states(const fst_record_layout *layout, const fst_trace *trace,
         return 0;
     position = 0;
     for (unsigned k = 0; k < key_count; k++) {
-        const fst_record *was = &states[k].value;
+        const fst_tensor_record *was = &states[k].value;
         if (!PyDict_Next(trace->dict, &position, &key, &value) || key != states[k].key ||
             value != was->object || (!trace->pinned && fst_record_of(layout, value) != was->impl))
             return 0;
@@ -186,23 +188,23 @@ static int same_states(const fst_record_layout *layout, const fst_trace *trace,
     return 1;
 }
 
-/* Whether the gradient is as it was, or like it in other memory, which the span then reads. Its
- * Python object may have gone: that is not looked at. */
-static int same_grad(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace)
+/* Whether the gradient is the same, or like it in other memory, to which the span then points.
+ * The gradient's Python object is not read: it may be gone. */
+static int same_grad(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace)
 {
     const void *impl = fst_record_grad(layout, trace->param.impl);
     uint64_t by = 0;
     if (!impl || !fst_moving_follow(layout, &trace->grad, impl, &by))
         return 0;
     if (by && trace->span >= 0) {
-        fst_operand *ops = self->shares[trace->share].plan.operands + trace->span * FST_OP_COUNT;
+        fst_operand *ops = self->parts[trace->part].plan.operands + trace->span * FST_OP_COUNT;
         ops[FST_OP_GRAD].data = (char *)ops[FST_OP_GRAD].data + (int64_t)by;
         self->moves++;
     }
     return 1;
 }
 
-static int same_param(const fst_record_layout *layout, fst_plan_object *self, fst_trace *trace,
+static int same_param(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
                       PyObject *object, PyObject *state, unsigned key_count)
 {
     const void *impl = trace->param.impl;
@@ -225,9 +227,9 @@ static void fetch_bytes(const void *from, size_t size)
         __builtin_prefetch((const char *)from + at);
 }
 
-/* Between two steps the model runs and the records leave the cache: those of a parameter further on
- * are asked for early, and what says where they are still earlier. */
-static void fetch(const fst_record_layout *layout, const fst_plan_object *self,
+/* Prefetches the records of a parameter some places ahead, and what points to them still
+ * earlier. Between two steps the model evicts them from the cache. */
+static void fetch(const fst_record_layout *layout, const fst_step_plan *self,
                   const fst_trace *trace, size_t left, unsigned key_count)
 {
     const size_t bytes_of_states = key_count * sizeof *self->traced_states;
@@ -250,14 +252,14 @@ static void fetch(const fst_record_layout *layout, const fst_plan_object *self,
     __builtin_prefetch(trace->dict);
     fetch_bytes(trace->entries, 2 * 64);
     for (unsigned k = 0; k < key_count; k++) {
-        const fst_record *value = &self->traced_states[trace->states + k].value;
+        const fst_tensor_record *value = &self->traced_states[trace->states + k].value;
         if (!trace->pinned)
             __builtin_prefetch(value->object);
         fst_record_fetch(layout, value);
     }
 }
 
-static int same_params(const fst_record_layout *layout, fst_plan_object *self, PyObject *params,
+static int same_params(const fst_record_layout *layout, fst_step_plan *self, PyObject *params,
                        fst_trace *trace, PyObject *state, unsigned key_count)
 {
     const Py_ssize_t count = PyList_Size(params);
@@ -269,21 +271,21 @@ static int same_params(const fst_record_layout *layout, fst_plan_object *self, P
     return 1;
 }
 
-static int find_streams(fst_module *module, fst_plan_object *self)
+static int find_streams(fst_module *module, fst_step_plan *self)
 {
-    for (size_t s = 0; s < self->share_count; s++) {
-        fst_share *share = &self->shares[s];
+    for (size_t s = 0; s < self->part_count; s++) {
+        fst_step_part *part = &self->parts[s];
         fst_problem problem;
-        if (share->device != FST_HOST && share->counter_count &&
-            fst_tensor_stream(&module->tensors, share->sample, share->device, &share->stream,
+        if (part->device != FST_HOST && part->counter_count &&
+            fst_tensor_stream(&module->tensors, part->sample, part->device, &part->stream,
                               &problem))
             return -1;
     }
     return 0;
 }
 
-int fst_trace_holds(fst_module *module, fst_plan_object *self, PyObject *param_lists,
-                    PyObject *state)
+int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,
+                     PyObject *state)
 {
     if (!self->traced || !same_groups(self, param_lists))
         return 0;

@@ -29,16 +29,17 @@ void fst_quiet_resume(fst_tensors *tensors, int paused)
 void fst_quiet_resume_after_python(fst_tensors *tensors, int paused)
 {
     fst_quiet_resume(tensors, paused);
-    tensors->ran_python = 1; /* now, as that code may have called what clears it */
+    tensors->ran_python =
+        1; /* set now: the Python code may have called a function that clears it */
 }
 
-fst_released fst_quiet_release(fst_tensors *tensors)
+fst_released_gil fst_quiet_release_gil(fst_tensors *tensors)
 {
     const int paused = fst_quiet_pause(tensors);
-    return (fst_released){.thread = PyEval_SaveThread(), .paused = paused};
+    return (fst_released_gil){.thread = PyEval_SaveThread(), .paused = paused};
 }
 
-void fst_quiet_acquire(fst_tensors *tensors, fst_released released)
+void fst_quiet_acquire_gil(fst_tensors *tensors, fst_released_gil released)
 {
     PyEval_RestoreThread(released.thread);
     fst_quiet_resume(tensors, released.paused);

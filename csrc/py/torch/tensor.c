@@ -1,136 +1,9 @@
 #include "py/torch/tensor.h"
 
-#include <stdarg.h>
 #include <stdio.h>
 
 #include "core/layout.h"
-#include "py/docs.h"
 #include "py/torch/quiet.h"
-
-int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
-{
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(problem->detail, sizeof problem->detail, format, arguments);
-    va_end(arguments);
-    problem->kind = kind;
-    return -1;
-}
-
-/* Turns the Python error that is set into the detail of a problem. */
-static int problem_from_error(fst_problem *problem, const char *kind)
-{
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    PyObject *text = value ? PyObject_Str(value) : NULL;
-    PyObject *bytes = text ? PyUnicode_AsUTF8String(text) : NULL;
-    const char *message = bytes ? PyBytes_AsString(bytes) : "unknown error";
-    const char *end = strchr(message, '\n'); /* torch adds a stack trace */
-    fst_problem_set(problem, kind, "%.*s", end ? (int)(end - message) : 150, message);
-    Py_XDECREF(bytes);
-    Py_XDECREF(text);
-    Py_XDECREF(type);
-    Py_XDECREF(value);
-    Py_XDECREF(trace);
-    PyErr_Clear();
-    return -1;
-}
-
-/* What a type offers, its newest version first; NULL where it offers nothing. */
-static const fst_dl_header *offered_api(PyObject *type)
-{
-    PyObject *capsule = PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
-    const fst_dl_header *header =
-        capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
-    Py_XDECREF(capsule);
-    PyErr_Clear();
-    return header;
-}
-
-static const fst_dl_api *exchange_api(PyObject *type)
-{
-    const fst_dl_header *header = offered_api(type);
-    while (header && header->version.major != 1)
-        header = header->previous;
-    return (const fst_dl_api *)header;
-}
-
-/* Sets an ImportError where this torch's tensors cannot be read. */
-static int need_exchange_api(PyObject *torch, PyObject *tensor_type)
-{
-    if (exchange_api(tensor_type))
-        return 0;
-    const fst_dl_header *offered = offered_api(tensor_type);
-    PyObject *version = PyObject_GetAttrString(torch, "__version__");
-    if (version && offered)
-        PyErr_Format(PyExc_ImportError,
-                     "faststep reads tensors by version 1 of DLPack's C exchange API; torch %S "
-                     "offers version %u: it needs a newer faststep, or this one an older torch",
-                     version, (unsigned)offered->version.major);
-    else if (version)
-        PyErr_Format(PyExc_ImportError,
-                     "faststep reads tensors by DLPack's C exchange API, which torch has from 2.10 "
-                     "on; this is torch %S: pip install 'torch>=2.10'",
-                     version);
-    Py_XDECREF(version);
-    return -1;
-}
-
-/* Types with a __torch_dispatch__ of their own (DTensor, FakeTensor, wrappers) inherit the exchange
- * API but have no memory of their own behind it. */
-static int has_own_dispatch(const fst_tensors *tensors, PyTypeObject *type)
-{
-    PyObject *dispatch = PyObject_GetAttrString((PyObject *)type, "__torch_dispatch__");
-    const int own = dispatch != tensors->plain_dispatch;
-    Py_XDECREF(dispatch);
-    PyErr_Clear();
-    return own;
-}
-
-static void forget_type(fst_tensor_type *known)
-{
-    Py_CLEAR(known->type);
-    Py_CLEAR(known->grad);
-    known->api = NULL;
-}
-
-static const fst_tensor_type *learn_type(fst_tensors *tensors, PyTypeObject *type,
-                                         fst_problem *problem)
-{
-    const int paused = fst_quiet_pause(tensors);
-    PyObject *name = PyObject_GetAttrString((PyObject *)type, "__name__");
-    PyObject *bytes = name ? PyUnicode_AsUTF8String(name) : NULL;
-    const char *text = bytes ? PyBytes_AsString(bytes) : "?";
-    const fst_dl_api *api = exchange_api((PyObject *)type);
-    PyObject *grad = NULL;
-    fst_tensor_type *known = NULL;
-    PyErr_Clear();
-    if (!api || !PyType_IsSubtype(type, (PyTypeObject *)tensors->tensor_type))
-        fst_problem_set(problem, "type", "is a %s, not a torch.Tensor", text);
-    else if (has_own_dispatch(tensors, type))
-        fst_problem_set(problem, "type",
-                        "is a %s, a tensor subclass with its own __torch_dispatch__", text);
-    else if (!(grad = PyObject_GetAttrString((PyObject *)type, "grad")))
-        problem_from_error(problem, "type");
-    else {
-        known = &tensors->types[tensors->next_type];
-        tensors->next_type = (tensors->next_type + 1) % FST_KNOWN_TYPES;
-        tensors->type_count += tensors->type_count < FST_KNOWN_TYPES;
-        fst_tensor_type before = *known;
-        Py_INCREF(type);
-        known->type = type;
-        known->api = api;
-        known->grad = grad;
-        known->read_grad = (descrgetfunc)PyType_GetSlot(Py_TYPE(grad), Py_tp_descr_get);
-        known->runs_python =
-            (PyObject *)type != tensors->tensor_type && (PyObject *)type != tensors->parameter_type;
-        forget_type(&before);
-    }
-    Py_XDECREF(bytes);
-    Py_XDECREF(name);
-    fst_quiet_resume_after_python(tensors, paused);
-    return known;
-}
 
 static const fst_tensor_type *type_of(fst_tensors *tensors, PyObject *object, fst_problem *problem)
 {
@@ -138,10 +11,10 @@ static const fst_tensor_type *type_of(fst_tensors *tensors, PyObject *object, fs
     for (unsigned i = 0; i < tensors->type_count; i++)
         if (tensors->types[i].type == type)
             return &tensors->types[i];
-    return learn_type(tensors, type, problem);
+    return fst_tensor_type_learn(tensors, type, problem);
 }
 
-void fst_tensors_meet(fst_tensors *tensors, PyObject *object)
+void fst_tensors_learn(fst_tensors *tensors, PyObject *object)
 {
     fst_problem unused;
     if (object != Py_None)
@@ -173,7 +46,7 @@ int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tenso
     if (!known)
         return -1;
     if (known->api->tensor_from_py_object(object, tensor))
-        return problem_from_error(problem, "storage");
+        return fst_problem_from_error(problem, "storage");
     return 0;
 }
 
@@ -189,9 +62,9 @@ static int runs_python(const fst_tensors *tensors, const fst_tensor_type *known)
     return !known || known->runs_python || may_have_modes(tensors);
 }
 
-/* What a method of torch.Tensor without arguments says, yes or no; -1 with a Python error. torch
- * may let go of the GIL to answer. A subclass is not asked: its code would run for each tensor, and
- * each time after others were read. */
+/* Calls a method of torch.Tensor without arguments that returns a bool: 1, 0, or -1 with a
+ * Python error. torch may release the GIL. A subclass's override is bypassed: it would run for
+ * each tensor, each time after others were read. */
 static int ask(fst_tensors *tensors, PyObject *method, PyObject *object)
 {
     const int python = may_have_modes(tensors);
@@ -216,7 +89,7 @@ int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *p
         return (impl[tensors->negated_in_impl] & tensors->negated) != 0;
     }
     const int negated = ask(tensors, tensors->is_neg, object);
-    return negated < 0 ? problem_from_error(problem, "type") : negated;
+    return negated < 0 ? fst_problem_from_error(problem, "type") : negated;
 }
 
 int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object)
@@ -300,7 +173,7 @@ int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void *
     if (!known)
         return -1;
     if (known->api->current_work_stream(FST_DL_CUDA, device, stream))
-        return problem_from_error(problem, "device");
+        return fst_problem_from_error(problem, "device");
     return 0;
 }
 
@@ -328,8 +201,8 @@ PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const cha
     return value;
 }
 
-/* torch warns of a gradient that is asked of a tensor that autograd made, and Python code shows the
- * warning. 0, or -1 with a Python error. */
+/* torch warns when `.grad` of a non-leaf tensor is read, and showing the warning runs Python
+ * code. Sets `ran_python` in that case. Returns 0, or -1 with a Python error. */
 static int note_warning(fst_tensors *tensors, PyObject *object)
 {
     PyObject *answer = PyObject_GetAttr(object, tensors->is_leaf);
@@ -400,68 +273,10 @@ int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem
                            layout->ndim, (int)FST_DEVICE_MAX_DIMS);
 }
 
-int fst_tensors_init(fst_tensors *tensors, PyObject *module)
+int fst_tensor_version(fst_tensors *tensors, PyObject *tensor, int64_t *version)
 {
-    PyObject *nn = PyImport_ImportModule("torch.nn");
-    PyObject *torch = nn ? PyImport_ImportModule("torch") : NULL;
-    tensors->tensor_type = torch ? PyObject_GetAttrString(torch, "Tensor") : NULL;
-    tensors->parameter_type = tensors->tensor_type ? PyObject_GetAttrString(nn, "Parameter") : NULL;
-    const int failed = !tensors->parameter_type || need_exchange_api(torch, tensors->tensor_type);
-    Py_XDECREF(torch);
-    Py_XDECREF(nn);
-    if (failed)
-        return -1;
-    tensors->plain_dispatch = PyObject_GetAttrString(tensors->tensor_type, "__torch_dispatch__");
-    if (!tensors->plain_dispatch)
-        return -1;
-    tensors->is_neg = PyObject_GetAttrString(tensors->tensor_type, "is_neg");
-    tensors->is_inference = PyObject_GetAttrString(tensors->tensor_type, "is_inference");
-    tensors->is_leaf = PyUnicode_InternFromString("is_leaf");
-    tensors->without_overrides =
-        PyObject_GetAttrString(tensors->parameter_type, "__torch_function__");
-    if (!tensors->is_neg || !tensors->is_inference || !tensors->is_leaf ||
-        !tensors->without_overrides)
-        return -1;
-    tensors->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError",
-                                                      FST_DOC_TENSOR_ERROR, PyExc_TypeError, NULL);
-    if (!tensors->tensor_error)
-        return -1;
-    Py_INCREF(tensors->tensor_error);
-    if (PyModule_AddObject(module, "TensorError", tensors->tensor_error)) {
-        Py_DECREF(tensors->tensor_error);
-        return -1;
-    }
-    return 0;
-}
-
-int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
-{
-    for (unsigned i = 0; i < FST_KNOWN_TYPES; i++) {
-        Py_VISIT(tensors->types[i].type);
-        Py_VISIT(tensors->types[i].grad);
-    }
-    Py_VISIT(tensors->plain_dispatch);
-    Py_VISIT(tensors->tensor_type);
-    Py_VISIT(tensors->parameter_type);
-    Py_VISIT(tensors->is_neg);
-    Py_VISIT(tensors->is_inference);
-    Py_VISIT(tensors->is_leaf);
-    Py_VISIT(tensors->without_overrides);
-    Py_VISIT(tensors->tensor_error);
-    return 0;
-}
-
-void fst_tensors_clear(fst_tensors *tensors)
-{
-    for (unsigned i = 0; i < FST_KNOWN_TYPES; i++)
-        forget_type(&tensors->types[i]);
-    tensors->type_count = tensors->next_type = 0;
-    Py_CLEAR(tensors->plain_dispatch);
-    Py_CLEAR(tensors->tensor_type);
-    Py_CLEAR(tensors->parameter_type);
-    Py_CLEAR(tensors->is_neg);
-    Py_CLEAR(tensors->is_inference);
-    Py_CLEAR(tensors->is_leaf);
-    Py_CLEAR(tensors->without_overrides);
-    Py_CLEAR(tensors->tensor_error);
+    PyObject *number = fst_tensor_attribute(tensors, tensor, "_version");
+    *version = number ? PyLong_AsLongLong(number) : -1;
+    Py_XDECREF(number);
+    return PyErr_Occurred() ? -1 : 0;
 }

@@ -2,11 +2,9 @@
 #ifndef FST_PY_TORCH_TENSOR_H
 #define FST_PY_TORCH_TENSOR_H
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include "base/device.h"
 #include "py/torch/dlpack.h"
+#include "py/torch/errors.h"
 
 enum { FST_KNOWN_TYPES = 32 };
 
@@ -25,14 +23,12 @@ typedef struct {
     unsigned type_count, next_type;
     PyObject *plain_dispatch; /* torch.Tensor.__torch_dispatch__: what a type without its own has */
     PyObject *tensor_type, *parameter_type;
-    int ran_python; /* set when a function of this file may have run Python code; the caller clears
-                       it */
-    int quiet, collects;      /* of quiet.h: open stretches; whether to turn the collector on */
+    int ran_python; /* a function of this file may have run Python code; the caller clears it */
+    int quiet, collects; /* of quiet.h: open sections; whether to turn the collector on again */
     _Bool (*has_modes)(void); /* libtorch's: whether a TorchFunctionMode is active, whose Python
-                                 code then reads attributes; NULL: not known */
-    PyObject *tensor_error;
-    /* The bit of a word of torch's record of a tensor that only a lazily negated view has
-     * (record.h); 0: torch is asked, by `is_neg`. */
+                                 code runs when an attribute is read; NULL: not known */
+    /* Where torch's record of a tensor (tensor_record.h) has the bit of a lazily negated view.
+     * 0: torch is asked by is_neg(). */
     int impl_in_object, negated_in_impl;
     uint64_t negated;
     PyObject *is_neg, *is_inference; /* methods of torch.Tensor */
@@ -42,7 +38,7 @@ typedef struct {
 
 enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */
 
-/* A tensor's memory; valid while the tensor lives and nobody changes it. */
+/* A tensor's memory and geometry. Valid while the tensor lives and nobody changes it. */
 typedef struct {
     void *data; /* an address of the device */
     const int64_t *shape, *strides;
@@ -54,41 +50,35 @@ typedef struct {
 
 int64_t fst_view_count(const fst_view *view);
 
-/* Learns the type of an object, so that reading it later need not run Python code. */
-void fst_tensors_meet(fst_tensors *tensors, PyObject *object);
+/* Learns the type of an object now, so that reading the object later runs no Python code. */
+void fst_tensors_learn(fst_tensors *tensors, PyObject *object);
 
-/* Why a tensor cannot be used: a word for programs and a clause for people. */
-typedef struct {
-    const char *kind; /* "type", "storage", "dtype", "device", "shape" or "overlap" */
-    char detail[200];
-} fst_problem;
+/* Learns a type (tensor_types.c). Runs Python code. NULL with `problem` filled if its tensors
+ * cannot be read. */
+const fst_tensor_type *fst_tensor_type_learn(fst_tensors *tensors, PyTypeObject *type,
+                                             fst_problem *problem);
 
-/* Fills `problem` and returns -1. */
-int fst_problem_set(fst_problem *problem, const char *kind, const char *format, ...)
-    __attribute__((format(printf, 3, 4)));
-
-/* Reads a tensor of any type of elements and on any device. Returns 0, or -1 with `problem` filled
- * and no Python error. The memory of a lazily negated or conjugated view is not what the tensor
- * holds. */
+/* Reads a tensor of any dtype and device. Returns 0, or -1 with `problem` filled and no Python
+ * error. Of a lazily negated or conjugated view the memory differs from the values. */
 int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
                     fst_problem *problem);
 
-/* Whether a tensor that was read is a lazily negated view: 1 or 0, or -1 with `problem` filled. May
- * run Python code where torch's records are not known. */
+/* Whether a tensor is a lazily negated view: 1 or 0, or -1 with `problem` filled. May run Python
+ * code where torch's records are not known. */
 int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem);
 
 /* Whether a tensor was made in inference mode; -1 with a Python error. */
 int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object);
 
-/* fst_tensor_read for what is not read through a layout: a lazily negated view is a problem. */
+/* fst_tensor_read for callers that cannot flip signs: a lazily negated view is a problem. */
 int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
                           fst_problem *problem);
 
-/* Reads a tensor of a supported type in CPU or CUDA memory. Returns 0, or -1 with `problem` filled
- * and no Python error. */
+/* Reads a tensor of a supported dtype in CPU or CUDA memory. Returns 0, or -1 with `problem`
+ * filled and no Python error. */
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);
 
-/* Fills `problem` with where the tensor is and where it must be; returns -1. */
+/* Fills `problem`: the tensor is on one device and must be on another. Returns -1. */
 int fst_view_misplaced(const fst_view *view, int device, fst_problem *problem);
 
 static inline int fst_view_is_on(const fst_view *view, int device, fst_problem *problem)
@@ -99,7 +89,7 @@ static inline int fst_view_is_on(const fst_view *view, int device, fst_problem *
 /* Whether a view is one fp32 or fp64 number on `device`; 0, or -1 with `problem` filled. */
 int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem);
 
-/* What a kernel is told of it; absent where the view has no data. */
+/* The same scalar as a kernel reads it; absent where the view has no data. */
 static inline fst_device_scalar fst_view_as_scalar(const fst_view *view)
 {
     return (fst_device_scalar){.data = (uint64_t)(uintptr_t)view->data,
@@ -107,7 +97,7 @@ static inline fst_device_scalar fst_view_as_scalar(const fst_view *view)
                                .negated = view->negated};
 }
 
-/* Reads such a tensor. */
+/* Reads a tensor that must be such a scalar. Returns 0, or -1 with `problem` filled. */
 int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
                       fst_problem *problem);
 
@@ -116,10 +106,10 @@ int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_vi
 int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void **stream,
                       fst_problem *problem);
 
-/* Whether the elements lie one after another in the order of the shape, and as they are. */
+/* Whether the view is contiguous in the order of its shape, and not negated. */
 int fst_view_is_packed(const fst_view *view);
 
-/* Whether it is a tensor without Python code of its own. */
+/* Whether it is a torch.Tensor or Parameter itself, so that no subclass's code can run. */
 static inline int fst_tensor_is_plain(const fst_tensors *tensors, const PyObject *object)
 {
     const PyObject *type = (const PyObject *)Py_TYPE(object);
@@ -130,11 +120,13 @@ static inline int fst_tensor_is_plain(const fst_tensors *tensors, const PyObject
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object);
 PyObject *fst_tensor_attribute(fst_tensors *tensors, PyObject *object, const char *name);
 
-/* Keeps a tensor alive, in C++ only. torch's functions on a tensor that nothing but its Python
- * object owns spend most of their time on the two reference counts: a tensor that is read at every
- * step is read in half the time when it is pinned. Returns NULL where that fails, with no Python
- * error: a pin is never necessary. The garbage collector does not see pins: pin only what refers to
- * nothing. */
+/* tensor._version; 0, or -1 with a Python error. */
+int fst_tensor_version(fst_tensors *tensors, PyObject *tensor, int64_t *version);
+
+/* Keeps a tensor alive by a reference in C++. torch reads such a tensor in half the time: where
+ * only the Python object owns it, most of the time goes into two reference counts. Returns NULL,
+ * with no Python error, where that fails; a pin is never necessary. The garbage collector cannot
+ * see pins, so a pinned tensor must refer to no other object. */
 fst_dl_managed *fst_tensor_pin(fst_tensors *tensors, PyObject *object);
 void fst_tensor_unpin(fst_dl_managed *pin);
 
@@ -146,7 +138,9 @@ int fst_view_layout(const fst_view *view, int order_count, const int *order, int
 /* Whether the tables of a device can hold the layout; 0, or -1 with `problem` filled. */
 int fst_layout_is_for(const fst_layout *layout, int device, fst_problem *problem);
 
-int fst_tensors_init(fst_tensors *tensors, PyObject *module);
+/* Finds torch's types and methods when the module is imported (tensor_types.c). Returns 0, or -1
+ * with a Python error. */
+int fst_tensors_init(fst_tensors *tensors);
 int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg);
 void fst_tensors_clear(fst_tensors *tensors);
 

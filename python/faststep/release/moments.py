@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import _C
 from .._torch.modes import is_watched
 from ..optim.adam import Adam, AdamW
 from ..optim.base import FusedOptimizer, Rule
@@ -33,7 +32,7 @@ class Moments:
                 "accumulate_into_states=True adds gradients to the moments of Adam and AdamW; "
                 f"{type(optimizer).__name__} is neither"
             )
-        self._numbers = {name: row[0] for name, row in _C.rules().items()}
+        self._numbers = optimizer._number_of
         self._stepper = Stepper()
         for group in optimizer.param_groups:
             _check(group)

@@ -1,8 +1,8 @@
-/* record_read.h - reading torch's records, as a step does for each of thousands of tensors. */
-#ifndef FST_PY_TORCH_RECORD_READ_H
-#define FST_PY_TORCH_RECORD_READ_H
+/* tensor_record_read.h - reads torch's records, inline: a step does so for thousands of tensors. */
+#ifndef FST_PY_TORCH_TENSOR_RECORD_READ_H
+#define FST_PY_TORCH_TENSOR_RECORD_READ_H
 
-#include "py/torch/record.h"
+#include "py/torch/tensor_record.h"
 
 static inline uint64_t fst_word(const void *base, int index)
 {
@@ -20,7 +20,8 @@ static inline const void *fst_record_of(const fst_record_layout *layout, PyObjec
     return fst_word_pointer(object, layout->at.impl_in_object);
 }
 
-/* Products with odd factors add up in any order: no chain of waits, as in a usual hash. */
+/* A hash of the words that describe a tensor. Products with odd factors can be added in any
+ * order, so the CPU does not wait for one before the next. */
 static inline uint64_t fst_record_describe(const fst_record_layout *layout, const void *impl)
 {
     const fst_record_places *at = &layout->at;
@@ -42,7 +43,7 @@ static inline const uint64_t *fst_record_memory(const fst_record_layout *layout,
     return (const uint64_t *)storage + layout->at.data_in_storage;
 }
 
-/* Adds what the records of a live tensor hold now. */
+/* Adds the words of a live tensor's records to a hash. */
 static inline void fst_record_add(const fst_record_layout *layout, const void *impl, uint64_t *hash)
 {
     const uint64_t *factors = layout->factors + FST_RECORD_WORDS - 5;
@@ -53,8 +54,7 @@ static inline void fst_record_add(const fst_record_layout *layout, const void *i
     *hash = (*hash + sum) * factors[4]; /* tensors do not change places */
 }
 
-/* What autograd knows of the tensor with this record, NULL if nothing; and the record of its
- * gradient there: torch's one for none where there is none, NULL if it cannot be said. */
+/* Autograd's record of the tensor with this record, or NULL. */
 static inline const void *fst_record_meta(const fst_record_layout *layout, const void *impl)
 {
     return fst_word_pointer(impl, layout->at.meta_in_impl);
@@ -66,14 +66,15 @@ static inline const void *fst_record_grad(const fst_record_layout *layout, const
     return meta ? fst_word_pointer(meta, layout->at.grad_in_meta) : NULL;
 }
 
-/* Whether an owner is what it was, or moved with the memory. */
+/* Whether a word that names an owner is unchanged, or equals the memory's address before and
+ * after. */
 static inline int fst_same_owner(uint64_t before, uint64_t now, uint64_t data_before,
                                  uint64_t data_now)
 {
     return now == before || (before == data_before && now == data_now);
 }
 
-/* Whether the tensor is in memory that is owned in the same way; none is only like none. */
+/* Whether two storages own their memory in the same way. */
 static inline int fst_same_owners(const uint64_t *before, const uint64_t *now)
 {
     return (now[0] == 0) == (before[0] == 0) &&
@@ -81,8 +82,8 @@ static inline int fst_same_owners(const uint64_t *before, const uint64_t *now)
            fst_same_owner(before[2], now[2], before[0], now[0]);
 }
 
-/* Whether the tensor with this record is as it was, or like it but for its memory, which `moving`
- * then follows; *by becomes the bytes that its data moved by. Nothing changes where it is not. */
+/* Whether a tensor matches `moving` in all but its memory's address. If so, `moving` follows it
+ * and *by becomes the distance in bytes. If not, nothing changes. */
 static inline int fst_moving_follow(const fst_record_layout *layout, fst_moving *moving,
                                     const void *impl, uint64_t *by)
 {
@@ -117,8 +118,9 @@ static inline void fst_fetch_storage(const fst_record_places *at, const void *st
     fst_fetch_words(storage, at->data_in_storage, at->data_in_storage + 2);
 }
 
-/* Asks early for what tells whether the records still hold. */
-static inline void fst_record_fetch(const fst_record_layout *layout, const fst_record *record)
+/* Prefetches the words that tell whether a tensor has changed. */
+static inline void fst_record_fetch(const fst_record_layout *layout,
+                                    const fst_tensor_record *record)
 {
     fst_fetch_impl(&layout->at, record->impl);
     fst_fetch_storage(&layout->at, record->storage);

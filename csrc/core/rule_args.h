@@ -1,13 +1,11 @@
-/* fold.h - from hyper-parameters and a step count to the scalars that a rule reads. */
-#ifndef FST_CORE_FOLD_H
-#define FST_CORE_FOLD_H
+/* rule_args.h - the table of rules, and the arguments that a rule reads: computed from
+ * hyper-parameters and a step count. */
+#ifndef FST_CORE_RULE_ARGS_H
+#define FST_CORE_RULE_ARGS_H
 
 #include "rules/rules.h"
 
 enum { FST_MAX_HYPER = 8 };
-
-/* The rule called `name`, or FST_RULE_COUNT. */
-fst_rule fst_rule_find(const char *name);
 
 const char *fst_rule_name(fst_rule rule);
 
@@ -20,6 +18,6 @@ const char *fst_rule_hyper_name(fst_rule rule, unsigned index);
 
 /* Fills args->rule_args for step `step` (the count after this step: 1 at first) from args->rule,
  * args->wide and the rule's hyper-parameters in their order. */
-void fst_rule_fold(fst_update_args *args, const double *hyper, double step);
+void fst_rule_fill_args(fst_update_args *args, const double *hyper, double step);
 
 #endif

@@ -1,7 +1,7 @@
-/* block.h - load/store pairs between an operand of any type and layout and a block of REAL;
- * included once for float and once for double. An operand that is REAL already, element after
- * element, is worked on in place; any other goes through a scratch block that stays in the
- * first-level cache. Types and loops therefore cost M + N pieces of code, not M * N. */
+/* strip.h - load and store between an operand of any dtype and layout and a strip of REAL;
+ * included once for float and once for double. A contiguous operand of REAL is worked on in
+ * place; any other goes through a scratch strip that stays in the first-level cache. M dtypes
+ * and N loops therefore cost M + N pieces of code, not M * N. */
 
 enum { FST_T(SELF) = sizeof(REAL) == 4 ? FST_F32 : FST_F64 };
 
@@ -37,7 +37,7 @@ static int FST_T(in_place)(const fst_operand *op)
 /* The elements as REAL: in place where possible, else in `scratch`. */
 static REAL *FST_T(load)(const fst_operand *op, REAL *scratch, int64_t at, size_t n)
 {
-    char raw[BLOCK * sizeof(double)] ALIGNED;
+    char raw[STRIP * sizeof(double)] ALIGNED;
     const void *from = (const char *)op->data + at * (int64_t)fst_dtype_size(op->dtype);
     if (FST_T(in_place)(op))
         return (REAL *)from;
@@ -56,23 +56,23 @@ static REAL *FST_T(load)(const fst_operand *op, REAL *scratch, int64_t at, size_
     return scratch;
 }
 
-/* Writes back what `load` gave, or any other block, rounded to the operand's type. */
-static void FST_T(store)(const fst_operand *op, const REAL *block, int64_t at, size_t n)
+/* Writes back what `load` gave, or any other strip, rounded to the operand's type. */
+static void FST_T(store)(const fst_operand *op, const REAL *strip, int64_t at, size_t n)
 {
-    char raw[BLOCK * sizeof(double)] ALIGNED;
+    char raw[STRIP * sizeof(double)] ALIGNED;
     void *to = (char *)op->data + at * (int64_t)fst_dtype_size(op->dtype);
-    if (to == block && !op->layout)
+    if (to == strip && !op->layout)
         return;
     if (op->layout)
         to = raw;
     if (op->dtype == (fst_dtype)FST_T(SELF))
-        memcpy(to, block, n * sizeof *block);
+        memcpy(to, strip, n * sizeof *strip);
     else if (op->dtype == FST_BF16)
-        FST_T(fst_loop_narrow_bf16)(n, to, block);
+        FST_T(fst_loop_narrow_bf16)(n, to, strip);
     else if (op->dtype == FST_F16)
-        FST_T(fst_loop_narrow_f16)(n, to, block);
+        FST_T(fst_loop_narrow_f16)(n, to, strip);
     else
-        FST_T(fst_loop_narrow_other)(n, to, block);
+        FST_T(fst_loop_narrow_other)(n, to, strip);
     if (op->layout)
         fst_strided_copy(op, raw, at, n, 1);
 }

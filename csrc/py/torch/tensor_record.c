@@ -1,4 +1,4 @@
-#include "py/torch/record_read.h"
+#include "py/torch/tensor_record_read.h"
 
 void fst_record_init(fst_record_layout *layout)
 {
@@ -12,8 +12,8 @@ void fst_record_init(fst_record_layout *layout)
     layout->known = 1;
 }
 
-/* Whether the view, torch's answer, is of the tensor with this record, and its shape inside it.
- * Only a tensor without elements may have no memory. */
+/* Whether `view` is torch's answer on the tensor with this record, with its shape inside the
+ * record. Only a tensor without elements may have no memory. */
 static int is_described(const fst_record_layout *layout, const void *impl, const fst_view *view)
 {
     if (view->ndim > FST_RECORD_DIMS ||
@@ -24,12 +24,12 @@ static int is_described(const fst_record_layout *layout, const void *impl, const
 }
 
 int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
-                    fst_record *record, uint64_t *hash)
+                    fst_tensor_record *record, uint64_t *hash)
 {
     const void *impl = fst_record_of(layout, object);
     if (!is_described(layout, impl, view))
         return 0;
-    *record = (fst_record){object, impl, fst_word_pointer(impl, layout->at.storage_in_impl)};
+    *record = (fst_tensor_record){object, impl, fst_word_pointer(impl, layout->at.storage_in_impl)};
     fst_record_add(layout, impl, hash);
     return 1;
 }
@@ -125,8 +125,7 @@ const void *fst_record_counted(const fst_record_layout *layout, PyObject *object
 
 enum { STEP_AHEAD = 8 };
 
-/* The way to a version counter has two steps, each asked for when the one before should have come.
- */
+/* Prefetches version counters, in two steps: the pointer, and then the counter. */
 static void fetch_counter(const fst_record_places *at, const void *const *impls, size_t count)
 {
     if (count > 2 * STEP_AHEAD)

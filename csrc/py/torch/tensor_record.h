@@ -1,18 +1,17 @@
-/* record.h - recognizes a tensor that is as it was, without a call into torch.
+/* tensor_record.h - tells that a tensor has not changed without calling torch.
  *
- * Torch keeps what it knows of a tensor in a record of its own: storage, shape, strides, type,
- * device and so on; the storage has a record too, with its address. As long as both hold what they
- * held when torch was asked last, its answer still stands. Python finds out by experiment where
- * those records are and which of their words count (faststep/_torch/records.py); where the
- * experiment fails torch is asked every time. Records are compared, not written here (hold.c writes
- * one). */
-#ifndef FST_PY_TORCH_RECORD_H
-#define FST_PY_TORCH_RECORD_H
+ * Torch keeps a record of each tensor (its TensorImpl): storage, shape, strides, dtype, device
+ * and so on. The storage has a record too, with the memory's address. As long as both records
+ * hold the same words, torch's last answer about the tensor is still right.
+ * faststep/_torch/records.py finds by experiment where the records are and which words count;
+ * where the experiment fails, torch is asked every time. Only hold.c writes to a record. */
+#ifndef FST_PY_TORCH_TENSOR_RECORD_H
+#define FST_PY_TORCH_TENSOR_RECORD_H
 
 #include "py/torch/tensor.h"
 
-/* Torch's own function that moves a tensor's version counter; takes the address of the pointer to
- * its record. */
+/* Torch's function that increments a tensor's version counter. Takes the address of a pointer to
+ * the record. */
 typedef void (*fst_move_version)(const void *tensor);
 
 enum {
@@ -20,7 +19,7 @@ enum {
     FST_RECORD_DIMS = 5, /* sizes of more dimensions are not in the record itself */
 };
 
-/* Where things are, in words from the beginning of what they are in. */
+/* Offsets in words of 8 bytes. */
 typedef struct {
     int impl_in_object;  /* the tensor's record, in the Python object */
     int storage_in_impl; /* the storage's record */
@@ -44,30 +43,31 @@ typedef struct {
 /* Makes the layout ready for use; places and masks are set. */
 void fst_record_init(fst_record_layout *layout);
 
-/* Where the records of a tensor are, of which nothing may change. */
+/* A tensor whose records must not change. */
 typedef struct {
-    const void *object, *impl, *storage; /* only compared, and asked for early */
-} fst_record;
+    const void *object, *impl, *storage; /* compared and prefetched, never followed */
+} fst_tensor_record;
 
-/* Notes where a tensor's records are and adds what they hold to a hash over several tensors, which
- * begins at 0; 1 if that can be said. The view is torch's answer on the object. The layout is known
- * here and below. */
+/* Remembers a tensor's records, and adds their words to a hash that covers several tensors and
+ * begins at 0. `view` is torch's answer on the object. Returns 0 where the tensor has no usable
+ * record. This function and those below need a known layout. */
 int fst_record_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
-                    fst_record *record, uint64_t *hash);
+                    fst_tensor_record *record, uint64_t *hash);
 
-/* A tensor that may be in other memory, or another tensor that is like it, the next time. */
+/* A tensor whose memory may change, or that may be replaced by one like it, as a gradient is. */
 typedef struct {
     const void *impl, *storage;
     uint64_t description; /* a hash of the words that describe it */
     uint64_t memory[3];   /* address and owners, in the storage's record */
 } fst_moving;
 
-/* 1 if it was taken; the view is torch's answer on the object. */
+/* Remembers such a tensor. Returns 1, or 0 where it has no usable record. `view` is torch's
+ * answer on the object. */
 int fst_moving_take(const fst_record_layout *layout, PyObject *object, const fst_view *view,
                     fst_moving *moving);
 
-/* What torch answers on tensors with one description: packed ones in CPU memory, with elements and
- * a version counter. */
+/* Torch's answer for all tensors with the same description: contiguous, in CPU memory, with
+ * elements and a version counter. */
 typedef struct {
     uint64_t description;
     uint64_t memory[3]; /* of the tensor that torch was asked about: tells who owns the memory */
@@ -79,31 +79,32 @@ typedef struct {
 enum { FST_FORMS = 512 }; /* a model has some hundred shapes */
 
 typedef struct {
-    fst_form table[FST_FORMS]; /* each in the place that its description gives */
-    const void *none;          /* torch's record for no gradient; NULL: not met yet */
+    fst_form table[FST_FORMS]; /* indexed by a hash of the description */
+    const void *none;          /* what stands where a tensor has no gradient; NULL: not known yet */
 } fst_forms;
 
-/* Remembers torch's answer on an object, if it is one that can be remembered. */
+/* Remembers torch's answer about a tensor, where it is of the kind that fst_form describes. */
 void fst_forms_learn(const fst_record_layout *layout, fst_forms *forms, PyObject *object,
                      const fst_view *view);
 
-/* The form of the tensor with this record, which is alive, and its data; NULL if torch has to be
- * asked. */
+/* The form of a live tensor with this record, and the address of its data. NULL if torch has to
+ * be asked. */
 const fst_form *fst_forms_find(const fst_record_layout *layout, const fst_forms *forms,
                                const void *impl, void **data);
 
-/* Asks early for what a later call of fst_record_grad and fst_forms_find reads, in four steps
- * that come one after another: 0, 1, 2, 3. */
+/* Prefetches what a later call of fst_record_grad and fst_forms_find reads. The four steps, 0 to
+ * 3, each need the cache lines of the step before. */
 enum { FST_STEPS_TO_GRAD = 4 };
 void fst_record_fetch_grad(const fst_record_layout *layout, PyObject *object, int step);
 
-/* The version counter of an object; NULL if it has none or that cannot be said. */
+/* The address of a tensor's version counter. NULL if it has none, or if that is not known. */
 const void *fst_record_counter(const fst_record_layout *layout, PyObject *object);
 
-/* The record of a tensor whose version counter can be moved here; NULL if Python has to do it. */
+/* The record of a tensor whose version counter can be moved from C. NULL if Python has to do it. */
 const void *fst_record_counted(const fst_record_layout *layout, PyObject *object);
 
-/* Moves the version counters of tensors that were written: those with a form, or counted. */
+/* Moves the version counters of tensors that were written. The records are those of forms or of
+ * fst_record_counted. */
 void fst_record_move_versions(const fst_record_layout *layout, const void *const *impls,
                               size_t count);
 

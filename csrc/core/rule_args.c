@@ -1,6 +1,4 @@
-#include "core/fold.h"
-
-#include <string.h>
+#include "core/rule_args.h"
 
 #define NAME(field) #field,
 static const struct {
@@ -13,14 +11,6 @@ static const struct {
 #undef RULE
 };
 #undef NAME
-
-fst_rule fst_rule_find(const char *name)
-{
-    unsigned rule = 0;
-    while (rule < FST_RULE_COUNT && strcmp(rules[rule].name, name))
-        rule++;
-    return (fst_rule)rule;
-}
 
 const char *fst_rule_name(fst_rule rule)
 {
@@ -45,15 +35,15 @@ const char *fst_rule_hyper_name(fst_rule rule, unsigned index)
     return index < fst_rule_hyper_count(rule) ? rules[rule].hyper[index] : NULL;
 }
 
-void fst_rule_fold(fst_update_args *args, const double *hyper, double step)
+void fst_rule_fill_args(fst_update_args *args, const double *hyper, double step)
 {
     switch (args->rule) {
 #define RULE(name, states, HYPER)                                      \
     case FST_RULE_##name:                                              \
         if (args->wide)                                                \
-            name##_fold_f64(&args->rule_args.name##_f64, hyper, step); \
+            name##_fill_f64(&args->rule_args.name##_f64, hyper, step); \
         else                                                           \
-            name##_fold_f32(&args->rule_args.name##_f32, hyper, step); \
+            name##_fill_f32(&args->rule_args.name##_f32, hyper, step); \
         break;
 #include "rules/rules.def"
 #undef RULE

@@ -1,0 +1,42 @@
+/* job.h - a job: one pass over all chunks, divided among threads. */
+#ifndef FST_CPU_JOB_H
+#define FST_CPU_JOB_H
+
+#include "base/status.h"
+#include "cpu/kernels.h"
+
+/* A pass calls `chunk` for every chunk; most fields are arguments of one kind of pass alone. */
+typedef struct fst_job fst_job;
+struct fst_job {
+    const fst_work *work;
+    const fst_cpu_kernels *kernels;
+    void (*chunk)(const fst_job *job, size_t index);
+    int backwards;
+    unsigned operand,
+        operand_count; /* the operands that the pass touches: the first, and how many */
+    fst_norm_kind norm;
+    double power, factor;
+    double again; /* factor for chunks whose sum matches */
+    double *partial;
+    const double *expected;
+    int *nonfinite;
+    const fst_update_args *args;
+    int write_grad, start;
+};
+
+/* The operands of a chunk's span, from job->operand on. */
+static inline const fst_operand *fst_job_operands(const fst_job *job, size_t index)
+{
+    return job->work->operands + job->work->chunks[index].span * job->work->width + job->operand;
+}
+
+/* Whether a pass over gradients runs backwards: the opposite of the pass before. */
+int fst_job_turns(void);
+
+/* Whether an update, which ends a step, runs backwards. The next pass goes forwards. */
+int fst_job_turns_last(void);
+
+/* Runs the rounds of the work one after another, each as one parallel region. */
+fst_code fst_job_run(const fst_job *job, fst_status *status);
+
+#endif

@@ -1,0 +1,182 @@
+/* What the extension runs on: instruction set, threads, kernels, and torch's own functions and
+ * records. */
+#include "core/rule_args.h"
+#include "cpu/kernels.h"
+#include "cpu/parallel.h"
+#include "gpu/context.h"
+#include "py/module.h"
+
+PyObject *fst_py_use_threads_of(PyObject *module, PyObject *path)
+{
+    PyObject *bytes = NULL;
+    (void)module;
+    if (path != Py_None && !PyUnicode_FSConverter(path, &bytes))
+        return NULL;
+    const int found = fst_parallel_init(bytes ? PyBytes_AsString(bytes) : NULL);
+    Py_XDECREF(bytes);
+    return PyBool_FromLong(found);
+}
+
+PyObject *fst_level_names(int supported_only)
+{
+    PyObject *names = PyList_New(0);
+    const char *name;
+    int supported;
+    for (size_t i = 0; names && (name = fst_cpu_level(i, &supported)); i++) {
+        if (supported_only && !supported)
+            continue;
+        PyObject *text = PyUnicode_FromString(name);
+        if (!text || PyList_Append(names, text))
+            Py_CLEAR(names);
+        Py_XDECREF(text);
+    }
+    PyObject *tuple = names ? PyList_AsTuple(names) : NULL;
+    Py_XDECREF(names);
+    return tuple;
+}
+
+PyObject *fst_py_cpu_info(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    PyObject *isa = PyObject_GetAttrString(module, "_isa");
+    if (!isa)
+        return NULL;
+    return Py_BuildValue("{s:N,s:N,s:N,s:s}", "isa", isa, "supported", fst_level_names(1),
+                         "compiled", fst_level_names(0), "threads", fst_parallel_name());
+}
+
+/* {rule: (number, states per element, names of the hyper-parameters)} */
+PyObject *fst_py_rules(PyObject *module, PyObject *unused)
+{
+    PyObject *all = PyDict_New();
+    (void)module, (void)unused;
+    for (unsigned r = 0; all && r < FST_RULE_COUNT; r++) {
+        const fst_rule rule = (fst_rule)r;
+        const unsigned count = fst_rule_hyper_count(rule);
+        PyObject *names = PyTuple_New(count);
+        for (unsigned i = 0; names && i < count; i++)
+            PyTuple_SetItem(names, i, PyUnicode_FromString(fst_rule_hyper_name(rule, i)));
+        PyObject *row = names ? Py_BuildValue("IIN", r, fst_rule_states(rule), names) : NULL;
+        if (!row || PyDict_SetItemString(all, fst_rule_name(rule), row))
+            Py_CLEAR(all);
+        Py_XDECREF(row);
+    }
+    return all;
+}
+
+/* use_kernels_of(path): sets the fatbin from which a CUDA device loads its kernels at first use. */
+PyObject *fst_py_use_kernels_of(PyObject *module, PyObject *path)
+{
+    PyObject *bytes = NULL;
+    fst_status status = {0};
+    if (!PyUnicode_FSConverter(path, &bytes))
+        return NULL;
+    fst_gpu_kernels_in_file(PyBytes_AsString(bytes), &status);
+    Py_DECREF(bytes);
+    if (status.code)
+        return fst_raise(&status);
+    fst_module_state(module)->has_kernels = 1;
+    return Py_NewRef(Py_None);
+}
+
+static void use_records_of_tensors(fst_module *state, const fst_record_layout *found,
+                                   uint64_t negated)
+{
+    state->records = *found;
+    state->tensors.impl_in_object = found->at.impl_in_object;
+    state->tensors.negated_in_impl = found->at.kind + 1;
+    state->tensors.negated = negated;
+}
+
+/* use_records(words...): the places of fst_record_places in their order, two masks, the bits
+ * that mark a version counter and a negated view, and the address of the function that moves a
+ * version counter, or 0. Without arguments torch is asked about every tensor. */
+PyObject *fst_py_use_records(PyObject *module, PyObject *args)
+{
+    fst_record_layout found = {.known = 0};
+    fst_record_places *at = &found.at;
+    unsigned long long masks[2], countable, negated, move;
+    if (PyTuple_Size(args) == 0) {
+        use_records_of_tensors(fst_module_state(module), &found, 0);
+        return Py_NewRef(Py_None);
+    }
+    if (!PyArg_ParseTuple(args, "iiiiiiiiiiiiKKKKK", &at->impl_in_object, &at->storage_in_impl,
+                          &at->data_in_storage, &at->meta_in_impl, &at->grad_in_meta,
+                          &at->counter_in_impl, &at->ndim, &at->sizes, &at->strides, &at->offset,
+                          &at->numel, &at->kind, &masks[0], &masks[1], &countable, &negated, &move))
+        return NULL;
+    const int all[] = {at->impl_in_object, at->storage_in_impl, at->data_in_storage,
+                       at->meta_in_impl,   at->grad_in_meta,    at->counter_in_impl,
+                       at->ndim,           at->sizes,           at->strides,
+                       at->offset,         at->numel,           at->kind};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (all[i] < 0 || all[i] >= FST_RECORD_WORDS)
+            return PyErr_Format(PyExc_ValueError, "no record has a word %d", all[i]);
+    found.masks[0] = masks[0];
+    found.masks[1] = masks[1];
+    found.countable = countable;
+    found.move = (fst_move_version)(uintptr_t)move;
+    fst_record_init(&found);
+    use_records_of_tensors(fst_module_state(module), &found, negated);
+    return Py_NewRef(Py_None);
+}
+
+/* use_callbacks(address) */
+PyObject *fst_py_use_callbacks(PyObject *module, PyObject *address)
+{
+    const unsigned long long function = PyLong_AsUnsignedLongLong(address);
+    if (function == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    fst_module_state(module)->has_callbacks = (_Bool (*)(void))(uintptr_t)function;
+    return Py_NewRef(Py_None);
+}
+
+/* use_modes(address) */
+PyObject *fst_py_use_modes(PyObject *module, PyObject *address)
+{
+    const unsigned long long function = PyLong_AsUnsignedLongLong(address);
+    if (function == (unsigned long long)-1 && PyErr_Occurred())
+        return NULL;
+    fst_module_state(module)->tensors.has_modes = (_Bool (*)(void))(uintptr_t)function;
+    return Py_NewRef(Py_None);
+}
+
+PyObject *fst_py_is_recorded(PyObject *module, PyObject *unused)
+{
+    const fst_module *state = fst_module_state(module);
+    (void)unused;
+    return PyBool_FromLong(!state->has_callbacks || state->has_callbacks());
+}
+
+PyObject *fst_py_has_kernels(PyObject *module, PyObject *unused)
+{
+    (void)unused;
+    return PyBool_FromLong(fst_module_state(module)->has_kernels);
+}
+
+/* device_info(ordinal): makes the device ready for use, and describes it. */
+PyObject *fst_py_device_info(PyObject *module, PyObject *ordinal)
+{
+    fst_status status = {0};
+    (void)module;
+    const long device = PyLong_AsLong(ordinal);
+    if (device == -1 && PyErr_Occurred())
+        return NULL;
+    if (device < 0 || device >= FST_GPU_DEVICES)
+        return PyErr_Format(PyExc_ValueError, "no CUDA device %ld", device);
+    const fst_gpu_device *found = fst_gpu_device_get((int)device, &status);
+    if (!found)
+        return fst_raise(&status);
+    return Py_BuildValue("{s:i,s:I}", "device", found->ordinal, "update_blocks",
+                         (unsigned)found->grids[FST_KERNEL_UPDATE]);
+}
+
+/* (launches, uploads, uploaded bytes) since the process started. */
+PyObject *fst_py_device_counts(PyObject *module, PyObject *unused)
+{
+    const fst_gpu_counts counts = fst_gpu_counted();
+    (void)module, (void)unused;
+    return Py_BuildValue("KKK", (unsigned long long)counts.launches,
+                         (unsigned long long)counts.uploads,
+                         (unsigned long long)counts.uploaded_bytes);
+}

@@ -1,0 +1,24 @@
+/* arguments.h - reads arguments that several functions of the loader take. */
+#ifndef FST_PY_LOAD_ARGUMENTS_H
+#define FST_PY_LOAD_ARGUMENTS_H
+
+#include "py/module.h"
+
+/* torch's exchange API; NULL with a Python error. */
+const fst_dl_api *fst_torch_api(const fst_module *state);
+
+/* Reads a torch.Tensor (no subclass) in CPU memory. Returns 0, or -1 with a Python error. */
+int fst_read_tensor(const fst_module *state, const fst_dl_api *api, PyObject *object,
+                    fst_dl_tensor *tensor);
+
+/* The elements of a contiguous 1-d int64 tensor; NULL with a Python error, or if it is empty. */
+int64_t *fst_read_indices(const fst_module *state, const fst_dl_api *api, PyObject *object,
+                          Py_ssize_t *count);
+
+/* The length of a list or tuple; -1 for anything else. */
+Py_ssize_t fst_sequence_size(PyObject *sequence);
+
+/* Copies the ints of a list or tuple; returns 0 if one of its items is anything else. */
+int fst_copy_ints(PyObject *sequence, int64_t *out, Py_ssize_t count);
+
+#endif

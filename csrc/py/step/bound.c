@@ -1,0 +1,124 @@
+/* What a step has bound: lists of tensors, held references and layouts, and their end. */
+#include "py/step/bind.h"
+
+int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *object)
+{
+    if (fst_reserve(array, capacity, *count, sizeof **array))
+        return -1;
+    (*array)[(*count)++] = object;
+    return 0;
+}
+
+PyObject *fst_bind_hold(fst_step_plan *self, PyObject *object)
+{
+    if (!fst_bind_note(&self->held, &self->held_count, &self->held_capacity, object))
+        return object;
+    Py_DECREF(object);
+    return NULL;
+}
+
+int fst_bind_written(fst_step_plan *self, PyObject *object)
+{
+    return fst_bind_note(&self->written, &self->written_count, &self->written_capacity, object);
+}
+
+int fst_step_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index, const char *role,
+                   const char *kind, const char *detail)
+{
+    PyObject *args = Py_BuildValue("nnsss", group, index, role, kind, detail);
+    if (args)
+        PyErr_SetObject(module->tensor_error, args);
+    Py_XDECREF(args);
+    return -1;
+}
+
+int fst_bind_problem(const fst_binding *at, const char *role, const fst_problem *problem)
+{
+    return fst_step_raise(at->module, at->group, at->index, role, problem->kind, problem->detail);
+}
+
+int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
+                     const fst_view *view, int written, fst_operand *op)
+{
+    fst_step_plan *self = at->self;
+    fst_problem problem;
+    if (fst_view_is_on(view, at->part->device, &problem))
+        return fst_bind_problem(at, role, &problem);
+    *op = (fst_operand){.data = view->data, .dtype = view->dtype};
+    if (fst_param_is_packed_in(param, view))
+        return 0;
+    if (!fst_param_has_shape(param, view)) {
+        fst_problem_set(&problem, "shape", "is not of the parameter's shape");
+        return fst_bind_problem(at, role, &problem);
+    }
+    fst_layout *layout;
+    if (fst_view_layout(view, param->order_count, param->order, written, &layout, &problem))
+        return fst_bind_problem(at, role, &problem);
+    if (layout) {
+        if (fst_layout_is_for(layout, at->part->device, &problem)) {
+            PyMem_Free(layout);
+            return fst_bind_problem(at, role, &problem);
+        }
+        if (fst_reserve(&self->layouts, &self->layout_capacity, self->layout_count,
+                        sizeof *self->layouts)) {
+            PyMem_Free(layout);
+            return -1;
+        }
+        self->layouts[self->layout_count++] = layout;
+    }
+    op->layout = layout;
+    return 0;
+}
+
+int fst_step_count_written(const fst_module *module, fst_step_plan *self)
+{
+    while (self->counted_count < self->written_count) {
+        const void *impl = fst_record_counted(&module->records, self->written[self->counted_count]);
+        if (!impl)
+            return 0;
+        if (fst_reserve(&self->counted, &self->counted_capacity, self->counted_count,
+                        sizeof *self->counted))
+            return -1;
+        self->counted[self->counted_count++] = impl;
+    }
+    return 0;
+}
+
+void fst_step_unbind(fst_step_plan *self)
+{
+    for (size_t i = 0; i < self->layout_count; i++)
+        PyMem_Free(self->layouts[i]);
+    for (size_t i = 0; i < self->part_count; i++)
+        self->parts[i].counter_count = 0;
+    self->layout_count = self->grad_count = 0;
+    self->written_count = self->counted_count = 0;
+}
+
+void fst_params_free(fst_step_plan *self)
+{
+    for (size_t i = 0; i < self->param_count; i++)
+        fst_param_forget(&self->params[i], &self->old_pins);
+    PyMem_Free(self->params);
+    self->params = NULL;
+    self->param_count = 0;
+}
+
+/* Dropping references may run Python code, which then finds a plan that is ready for another
+ * step. */
+void fst_step_end(fst_step_plan *self)
+{
+    fst_group *groups = self->groups;
+    PyObject **held = self->held;
+    const size_t group_count = self->group_count, held_count = self->held_count;
+    if (!self->traced)
+        fst_step_unbind(self);
+    self->groups = NULL;
+    self->held = NULL;
+    self->group_count = self->held_count = self->held_capacity = 0;
+    self->busy = 0;
+    fst_groups_free(groups, group_count);
+    for (size_t i = 0; i < held_count; i++)
+        Py_DECREF(held[i]);
+    PyMem_Free(held);
+    fst_old_pins_free(&self->old_pins);
+}

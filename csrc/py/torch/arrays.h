@@ -1,0 +1,21 @@
+/* arrays.h - arrays that double when they are full. */
+#ifndef FST_PY_TORCH_ARRAYS_H
+#define FST_PY_TORCH_ARRAYS_H
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+/* Doubles the capacity of the array at *array. Returns 0, or -1 without memory; no Python error
+ * is set. */
+int fst_array_double(void *array, size_t *capacity, size_t size);
+
+/* Makes room for element number `count`. Returns 0, or -1 with a Python error. */
+static inline int fst_reserve(void *array, size_t *capacity, size_t count, size_t size)
+{
+    if (count < *capacity || !fst_array_double(array, capacity, size))
+        return 0;
+    PyErr_NoMemory();
+    return -1;
+}
+
+#endif
