@@ -43,7 +43,6 @@ from torch.nn.utils import get_total_norm as _torch_get_total_norm
 
 from . import _C
 from ._devices import has_kernels_for
-from ._torch.compiler import is_compiling
 from ._torch.modes import is_watched
 from ._torch.optim import increment_version
 from .grads.divide import divide_grads_of, divide_these
@@ -61,7 +60,7 @@ _NONFINITE = (  # torch's text
 
 def _is_for_torch() -> bool:
     """Whether torch's own functions must run, because its operators are traced or watched."""
-    return is_compiling() or is_watched()
+    return torch.compiler.is_compiling() or is_watched()
 
 
 def _ready(parameters: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Tensor, ...]:

@@ -9,7 +9,6 @@ import torch
 
 __all__ = [
     "disable_dynamo",
-    "is_compiling",
     "uncompiled",
 ]
 
@@ -25,11 +24,6 @@ def disable_dynamo(function: _Function) -> _Function:
     lazy = getattr(torch, "_disable_dynamo", None)
     disabled: _Function = (lazy or torch.compiler.disable)(function)
     return disabled
-
-
-def is_compiling() -> bool:
-    """True while torch.compile traces or exports the caller."""
-    return torch.compiler.is_compiling()
 
 
 def uncompiled(module: torch.nn.Module) -> torch.nn.Module:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import HOST, HOST_ONLY, on_device
-from .._torch.compiler import disable_dynamo, is_compiling
+from .._torch.compiler import disable_dynamo
 from .._torch.modes import is_watched
 from .._torch.optim import has_global_step_hooks
 from .._torch.tensors import has_no_memory
@@ -21,11 +21,18 @@ from ..grads.params import described
 from .by_torch import step_by_torch, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_shards, refuse_unchecked
 from .clipping import ClippedOptimizer
-from .request import Rule, ScalerRequest, StepAnswer, StepRequest, number
+from .request import Rule, ScalerRequest, StepAnswer, StepRequest
 from .step import StaleSquaresError, Stepper, Work
 from .zeros import Zeros
 
 __all__ = ["FusedOptimizer", "Rule", "number"]
+
+
+def number(value: float | Tensor) -> float:
+    """A hyper-parameter that may be a one-element tensor."""
+    if type(value) is float:  # isinstance() with Tensor takes as long as all the rest
+        return value
+    return float(value.item() if isinstance(value, Tensor) else value)
 
 
 def _listed(params: Iterable[Tensor]) -> list[Tensor]:
@@ -143,7 +150,7 @@ class FusedOptimizer(ClippedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if is_compiling():
+        if torch.compiler.is_compiling():
             self._step_uncompiled()
         else:
             self._fused_step()
@@ -161,7 +168,12 @@ class FusedOptimizer(ClippedOptimizer):
         @functools.wraps(func)
         def wrapper(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
             hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-            if hooked or has_global_step_hooks() or is_compiling() or _C.is_recorded():
+            if (
+                hooked
+                or has_global_step_hooks()
+                or torch.compiler.is_compiling()
+                or _C.is_recorded()
+            ):
                 return whole(self, *args, **kwargs)
             return func(self, *args, **kwargs)
 
@@ -195,10 +207,8 @@ class FusedOptimizer(ClippedOptimizer):
         the time of a step. They are read here alone.
         """
         max_norm = self.max_grad_norm if self._asked.max_norm is None else self._asked.max_norm
-        check_limit("max_grad_norm", max_norm)
-        if max_norm is not None and not self._norm_is_whole:
-            refuse_shards(self)
-            self._norm_is_whole = True
+        if max_norm is not None:
+            self._check_clipping(max_norm)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
         if found_inf is not None and not isinstance(found_inf, Tensor):
@@ -206,6 +216,13 @@ class FusedOptimizer(ClippedOptimizer):
             found_inf = None
         write_grads = grad_scale is not None if max_norm is None else self.keep_grads
         return StepRequest(grad_scale, found_inf, self._asked.looks_for_inf, max_norm, write_grads)
+
+    def _check_clipping(self, max_norm: float) -> None:
+        """Raise for a norm that nothing can be clipped to, or that would be that of a part."""
+        check_limit("max_grad_norm", max_norm)
+        if not self._norm_is_whole:
+            refuse_shards(self)
+            self._norm_is_whole = True
 
     def _step_by_plan(self, request: StepRequest) -> StepAnswer:
         """The step in C."""
@@ -217,7 +234,7 @@ class FusedOptimizer(ClippedOptimizer):
         stepper = self._stepper
         if stepper.devices != HOST_ONLY:
             self._check_capture()
-        in_backward = self._measured_in_backward()
+        in_backward = None if self._norm_in_backward is False else self._measured_in_backward()
         if in_backward is None:
             return stepper.step(work, request)
         squares = in_backward.for_step(self, params, request.grad_scale, request.measures)

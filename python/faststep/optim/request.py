@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import _C
 
-__all__ = ["Rule", "ScalerRequest", "StepAnswer", "StepRequest", "number"]
+__all__ = ["Rule", "ScalerRequest", "StepAnswer", "StepRequest"]
 
 
 class ScalerRequest(NamedTuple):
@@ -50,10 +50,3 @@ class Rule(NamedTuple):
     hyper: tuple[float, ...]  # in the order of the rule's row in csrc/rules/rules.def, lr first
     maximize: bool
     lr: dict[int, Tensor] | None = None  # per CUDA device: read there instead of from `hyper`
-
-
-def number(value: float | Tensor) -> float:
-    """A hyper-parameter that may be a one-element tensor."""
-    if type(value) is float:  # isinstance() with Tensor takes as long as all the rest
-        return value
-    return float(value.item() if isinstance(value, Tensor) else value)

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .._torch.compiler import is_compiling
-
 __all__ = ["give_rows", "tied_embeddings"]
 
 
@@ -60,7 +58,7 @@ class _ThroughRows:
         self, module: nn.Embedding, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
     ) -> Tensor | None:
         """The same output, gathered from one row per distinct token, where gradients are added."""
-        if is_compiling() or not output.requires_grad:
+        if torch.compiler.is_compiling() or not output.requires_grad:
             return None
         if self._module is None or self._module() is not module:
             return None
