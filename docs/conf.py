@@ -43,4 +43,6 @@ nitpick_ignore_regex = [
     ("py:.*", r"faststep\.data\.transforms\.mixing\.Labels"),
     ("py:.*", r"faststep\.data\.workers\.frozen\..*"),
     ("py:.*", r"faststep\.data\.(arrays\.converted\.Converted|loader\._T_co)"),
+    ("py:.*", r"typing_extensions\.Unpack"),
+    ("py:.*", r"faststep\.data\.(types\.TorchOptions|transforms\.geometry\.Geometry)"),
 ]

@@ -45,13 +45,12 @@ LOADER = {
 MAY_IMPORT = {
     "_C": set(),
     "_torch": {"_C"},
-    "_distributed": set(),
     "_devices": {"_C"},
-    "grads": {*TORCH, "_devices", "_distributed"},
-    "optim": {*TORCH, "_devices", "_distributed", "grads"},
+    "grads": {*TORCH, "_devices"},
+    "optim": {*TORCH, "_devices", "grads"},
     "clip": {*TORCH, "_devices", "grads"},
     "amp": {*TORCH, "_devices", "clip", "grads", "optim"},
-    "accumulation": {*TORCH, "_devices", "_distributed", "amp", "clip", "grads", "optim"},
+    "accumulation": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
     "release": {*TORCH, "_devices", "amp", "grads", "optim"},
     **{
         f"data.{room}": {*TORCH, *(f"data.{name}" for name in below.split())}

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._distributed import world_size
 from .._torch.compiler import uncompiled
 from .._torch.ddp import rebuild_buckets
+from ..grads.ranks import world_size
 
 __all__ = ["Ranks"]
 

@@ -4,31 +4,26 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import _C
-from .._devices import has_kernels_for
-from .._torch.modes import is_watched
-from .._torch.optim import OptState, cuda_amp_is_unavailable, dtypes_of
+from .._torch.optim import OptState, cuda_amp_is_unavailable
 from ..clip import clip_grad_norm_
-from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
 from ..optim.request import ScalerRequest
 from .protocol import any_found, lent_attributes, takes_found_inf
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
-from .unscale import flag_on, unscale, unscale_on_devices
+from .unscale import UnscalingScaler
 
 __all__ = ["GradScaler"]
 
 
-class GradScaler(torch.amp.GradScaler):
+class GradScaler(UnscalingScaler):
     """Loss scaling as torch.amp.GradScaler does it, with fewer passes over the gradients.
 
     Same arguments, methods, errors and state dict. What goes beyond torch:
@@ -113,61 +108,6 @@ class GradScaler(torch.amp.GradScaler):
                 (), self._init_hysteresis_tracker, dtype=torch.int32, device=dev
             )
 
-    # For code that accumulates: unscale_ divides by the window's count as well.
-    divides_in_unscale = True
-
-    def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale in place, and check them for overflow.
-
-        Accumulated gradients that wait for their division (:func:`faststep.accumulate`) are
-        divided in the same pass; with `enabled=False` they are divided too.
-        """
-        if not self._enabled:
-            division.divide(optimizer)
-            return
-        super().unscale_(optimizer)
-        division.settle(optimizer)
-
-    def _unscale_grads_(
-        self,
-        optimizer: Optimizer,
-        inv_scale: Tensor,
-        found_inf: Tensor,
-        allow_fp16: bool,
-    ) -> dict[torch.device, Tensor]:
-        params = params_of(optimizer)
-        if not allow_fp16:  # called by unscale_, not by step
-            inv_scale = division.unscaled(optimizer, inv_scale)
-        if is_watched():
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        # Only a scale in host memory can be read without waiting for a device.
-        if inv_scale.is_cpu and (done := unscale(params, inv_scale, allow_fp16)) is not None:
-            any_grad, overflow = done
-            host = torch.device("cpu")
-            return {host: flag_on(found_inf, host, overflow)} if any_grad else {}
-        grads = _C.collect_grads(params)
-        if grads and all(g.is_cuda and has_kernels_for(g) for g in grads):
-            found = unscale_on_devices(grads, inv_scale, found_inf, allow_fp16)
-            if found is not None:
-                return found
-            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        if not allow_fp16 and torch.float16 in dtypes_of(grads):
-            raise ValueError("Attempting to unscale FP16 gradients.")
-        found_grads = [(p, p.grad) for p in params if p.grad is not None]
-        ours = [p for p, grad in found_grads if _C.fusable([grad])]
-        foreign = [p for p, grad in found_grads if not _C.fusable([grad])]
-        per_device = super()._unscale_grads_(
-            cast(Optimizer, SimpleNamespace(param_groups=[{"params": foreign}])),
-            inv_scale,
-            found_inf,
-            allow_fp16,
-        )
-        if ours:
-            _, overflow = cast("tuple[bool, bool]", unscale(ours, inv_scale, allow_fp16))
-            host = torch.device("cpu")
-            per_device[host] = flag_on(per_device.get(host, found_inf), host, overflow)
-        return per_device
-
     def step(
         self,
         optimizer: Optimizer,
@@ -210,6 +150,18 @@ class GradScaler(torch.amp.GradScaler):
                 return cast("float | None", optimizer.step(*args, **kwargs))
         if not fused and not takes_found_inf(optimizer):
             return super().step(optimizer, *args, **kwargs)
+        return self._step_unscaled(optimizer, lent, max_norm, args, kwargs)
+
+    def _step_unscaled(
+        self,
+        optimizer: Optimizer,
+        lent: dict[str, Any],
+        max_norm: float | None,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> float | None:
+        """The step of an optimizer that unscales by itself, which gets `lent` for that time."""
+        fused = isinstance(optimizer, FusedOptimizer)
         state = self._begin_step(optimizer, kwargs)
         scale = cast(Tensor, self._get_scale_async())
         before: Tensor | None = getattr(optimizer, "grad_scale", None)

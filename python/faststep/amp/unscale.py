@@ -3,18 +3,75 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from types import SimpleNamespace
+from typing import cast
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .. import _C
-from .._devices import ordinal_of
+from .._devices import has_kernels_for, ordinal_of
+from .._torch.modes import is_watched
 from .._torch.optim import dtypes_of, increment_version
+from ..grads import divide as division
+from ..grads.params import params_of
 
-__all__ = ["flag_on", "unscale", "unscale_on_devices"]
+__all__ = ["UnscalingScaler"]
+
+_HOST = torch.device("cpu")
 
 
-def unscale(params: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, bool] | None:
+class UnscalingScaler(torch.amp.GradScaler):
+    """torch's scaler with gradients unscaled by the C passes, where they are for them."""
+
+    # For code that accumulates: unscale_ divides by the window's count as well.
+    divides_in_unscale = True
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale in place, and check them for overflow.
+
+        Accumulated gradients that wait for their division (:func:`faststep.accumulate`) are
+        divided in the same pass; with `enabled=False` they are divided too.
+        """
+        if not self._enabled:
+            division.divide(optimizer)
+            return
+        super().unscale_(optimizer)
+        division.settle(optimizer)
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        params = params_of(optimizer)
+        if not allow_fp16:  # called by unscale_, not by step
+            inv_scale = division.unscaled(optimizer, inv_scale)
+        if is_watched():
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # Only a scale in host memory can be read without waiting for a device.
+        if inv_scale.is_cpu and (done := _unscale(params, inv_scale, allow_fp16)) is not None:
+            any_grad, overflow = done
+            return {_HOST: _flag_on(found_inf, _HOST, overflow)} if any_grad else {}
+        grads = _C.collect_grads(params)
+        if grads and all(g.is_cuda and has_kernels_for(g) for g in grads):
+            found = _unscale_on_devices(grads, inv_scale, found_inf, allow_fp16)
+            if found is not None:
+                return found
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if not allow_fp16 and torch.float16 in dtypes_of(grads):
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        found_grads = [(p, p.grad) for p in params if p.grad is not None]
+        ours = [p for p, grad in found_grads if _C.fusable([grad])]
+        foreign = [p for p, grad in found_grads if not _C.fusable([grad])]
+        rest = cast(Optimizer, SimpleNamespace(param_groups=[{"params": foreign}]))
+        per_device = super()._unscale_grads_(rest, inv_scale, found_inf, allow_fp16)
+        if ours:
+            _, overflow = cast("tuple[bool, bool]", _unscale(ours, inv_scale, allow_fp16))
+            per_device[_HOST] = _flag_on(per_device.get(_HOST, found_inf), _HOST, overflow)
+        return per_device
+
+
+def _unscale(params: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, bool] | None:
     """Multiply the gradients in place; times 1 nothing is written.
 
     Returns whether there is a gradient, and whether one was not finite before; None, and nothing is
@@ -29,7 +86,7 @@ def unscale(params: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> tuple[
     return found, overflow
 
 
-def unscale_on_devices(
+def _unscale_on_devices(
     grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
 ) -> dict[torch.device, Tensor] | None:
     """Multiply in place, one launch per device; a flag for each, set at an overflow there.
@@ -55,7 +112,7 @@ def unscale_on_devices(
     return flags
 
 
-def flag_on(found_inf: Tensor, device: torch.device, overflow: bool) -> Tensor:
+def _flag_on(found_inf: Tensor, device: torch.device, overflow: bool) -> Tensor:
     """A copy of `found_inf` on `device`, set to 1 at an overflow."""
     copy = found_inf.to(device=device, copy=True)
     return copy.fill_(1.0) if overflow else copy

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from .._distributed import instances_of, world_size
 from .._torch.ddp import after_backward
+from .ranks import instances_of, world_size
 
 __all__ = ["Pairs", "Reduced", "User", "reducing_model"]
 

@@ -24,12 +24,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from .._devices import HOST_ONLY
-from .._distributed import world_size
 from .._torch.compiler import disable_dynamo
 from .._torch.modes import is_watched
 from .buckets import Pairs, Reduced
 from .hooks import Hooked
 from .params import OnDevices, name_of, params_of
+from .ranks import world_size
 
 __all__ = ["BackwardNorm"]
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .._distributed import instances_of, is_distributed
 from .._torch.ddp import is_fsdp_shard
 from ..grads.params import place_of
+from ..grads.ranks import instances_of, is_distributed
 
 __all__ = ["check_limit", "has_grads", "refuse_group_options", "refuse_shards", "refuse_unchecked"]
 
