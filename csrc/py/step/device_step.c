@@ -87,7 +87,7 @@ static int counters_differ(const fst_step_part *part)
         differ = differ && sorted[i - 1] != sorted[i];
     PyMem_Free(sorted);
     if (!differ)
-        PyErr_SetString(PyExc_RuntimeError, "two parameters part the tensor state['step']; each "
+        PyErr_SetString(PyExc_RuntimeError, "two parameters share the tensor state['step']; each "
                                             "needs one of its own");
     return differ;
 }
