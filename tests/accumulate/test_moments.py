@@ -202,6 +202,22 @@ def test_states_that_are_gone_are_an_error() -> None:
     release.remove()
 
 
+def test_a_moment_of_another_shape_is_an_error() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = MAKE["Adam"](model.parameters())
+    release = faststep.release_gradients(model, optimizer, accumulate_into_states=True)
+    for step in range(2):
+        model(torch.ones(4, 3)).sum().backward()
+        if step == 0:
+            optimizer.step()
+    optimizer.state[model.bias]["exp_avg_sq"] = torch.ones(1)
+    before = model.weight.clone()
+    with pytest.raises(RuntimeError, match="state 'exp_avg_sq' of parameter 1 in group 0"):
+        optimizer.step()
+    assert_equal([model.weight], [before])
+    release.remove()
+
+
 def test_an_odd_layout() -> None:
     """A transposed parameter, and one without elements."""
     model = nn.ParameterList([nn.Parameter(torch.ones(3, 5).t()), nn.Parameter(torch.zeros(0))])

@@ -175,3 +175,29 @@ def test_wrong_files(tmp_path: Path) -> None:
         TokenDataset(tmp_path / "none.bin", 8)
     with pytest.raises(ValueError, match="the longest of 0 files has 0"):
         TokenDataset([], 8)
+
+
+class _OwnColumns(TokenDataset):
+    """A script's names for its own things."""
+
+    columns = ("input_ids",)
+    structure = "dict"
+
+    def __getitem__(self, index: int) -> Any:
+        x, _ = super().__getitem__(index)
+        return {"input_ids": x + 1}
+
+
+class _OwnColumnsMethod(_OwnColumns):
+    def columns(self) -> Any:  # type: ignore[override]
+        return ["input_ids"]
+
+
+@pytest.mark.parametrize("kind", [_OwnColumns, _OwnColumnsMethod])
+def test_a_subclass_may_use_any_name(tmp_path: Path, kind: type[TokenDataset]) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "t.bin")
+    dataset = kind(tmp_path / "t.bin", 8)
+    batch = next(iter(DataLoader(dataset, batch_size=4)))
+    want = next(iter(torch.utils.data.DataLoader(dataset, batch_size=4)))
+    assert list(batch) == ["input_ids"]
+    assert torch.equal(batch["input_ids"], want["input_ids"])

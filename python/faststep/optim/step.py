@@ -61,6 +61,8 @@ class Work(NamedTuple):
     rules: Callable[[], list[Rule]]  # one per list; asked again where devices have changed
     groups: list[int] | None = None  # the group of each list; None: all groups, in their order
     creates_states: bool = True
+    wants_norm: bool = True  # whether the answer needs the norm of a step on a device
+    unchanged: str = "nothing was updated"  # for the error that memory ran out
 
     def place(self, which: int, index: int) -> tuple[int, int]:
         """The group, and the index in it, of a parameter of one of the lists."""
@@ -115,7 +117,7 @@ class Stepper:
         if written_grads is not None:
             increment_version(written_grads)
         if request.looks_for_inf and request.found_inf is not None:
-            self._tell(request.found_inf, scalars)
+            self._write_flag(request.found_inf, scalars)
         answer = StepAnswer(skipped, norm)
         if self.devices != HOST_ONLY:
             answer = self._answer_of_devices(answer, scalars, measures)
@@ -132,7 +134,7 @@ class Stepper:
                 if measures and len(self.devices) > 1:
                     scalars = agree(self._measure(calls, request))
                     return calls.run(scalars, _Phase.APPLY), scalars
-                scalars = self._scalars(request, measures)
+                scalars = self._scalars(request, measures and calls.work.wants_norm)
                 return calls.run(scalars, _Phase.WHOLE), scalars
             except _DevicesChangedError as changed:
                 self.devices = changed.devices
@@ -144,7 +146,7 @@ class Stepper:
         return scalars
 
     def _scalars(
-        self, request: StepRequest, measures: bool, apart: bool = False
+        self, request: StepRequest, wants_norm: bool, apart: bool = False
     ) -> dict[int, Scalars]:
         """The scale and the flag on every device in use, and room for the norm.
 
@@ -159,7 +161,7 @@ class Stepper:
             norm = None
             if apart:
                 norm = new_scalar(device, torch.float64)
-            elif measures and device != HOST:
+            elif wants_norm and device != HOST:
                 norm = self._norm_on(device)
             scalars[device] = Scalars(scale, flag, norm)
         return scalars
@@ -170,7 +172,7 @@ class Stepper:
             self._norms[device] = new_scalar(device, torch.float64)
         return self._norms[device]
 
-    def _tell(self, found_inf: Tensor, scalars: dict[int, Scalars]) -> None:
+    def _write_flag(self, found_inf: Tensor, scalars: dict[int, Scalars]) -> None:
         """Write what was found to the scaler's flag, where a copy of it was sent to a device."""
         flag = next(iter(scalars.values())).found_inf
         if flag is not None and flag is not found_inf:
@@ -252,7 +254,7 @@ class _Calls:
     def _empty_cache(self, reason: str) -> None:
         """Have torch give back device memory that nobody uses, once."""
         if self._has_emptied_cache or is_capturing():
-            raise torch.OutOfMemoryError(f"{reason}; nothing was updated")
+            raise torch.OutOfMemoryError(f"{reason}; {self.work.unchanged}")
         self._has_emptied_cache = True
         torch.cuda.empty_cache()
 

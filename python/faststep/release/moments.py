@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _C
 from .._torch.modes import is_watched
 from ..optim.adam import Adam, AdamW
 from ..optim.base import FusedOptimizer, Rule
@@ -62,8 +63,17 @@ class Moments:
             param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand_as(param)
         groups = list(range(len(lists)))
         try:
-            work = Work(optimizer, lists, lambda: rules, groups, creates_states=False)
+            work = Work(
+                optimizer,
+                lists,
+                lambda: rules,
+                groups,
+                creates_states=False,
+                unchanged="no parameter was updated",
+            )
             self._stepper.step(work, StepRequest())
+        except _C.TensorError as error:
+            raise optimizer._explained(*error.args) from None
         except MissingStateError:
             raise RuntimeError(
                 "the moments of a parameter were taken out of the optimizer's state between "

@@ -169,6 +169,7 @@ class Release:
             )
         check_clipping(optimizer, self._clipping.way)
         rule = self._rule_of(optimizer, place)
+        request = StepRequest(self._clipping.scale)
         try:
             max_norm = self._clipping.limit_of(grad, optimizer.max_grad_norm, place)
             request = StepRequest(self._clipping.scale, max_norm=max_norm)
@@ -300,5 +301,12 @@ def _step(
     if is_watched():
         _step_by_torch(optimizer, place, param, request)
     else:
-        work = Work(optimizer, [[param]], lambda: [rule], [place.hook.group])
+        work = Work(
+            optimizer,
+            [[param]],
+            lambda: [rule],
+            [place.hook.group],
+            wants_norm=False,
+            unchanged="the parameter was not updated",
+        )
         place.stepper.step(work, request)

@@ -114,9 +114,9 @@ class Plan:
         if _is(dataset, ArrayDataset):
             columns = tuple(column_of_leaf(array, f"{name}.{n}") for n, array in dataset.leaves)
             return self._add_rows(columns, dataset.structure, [n for n, _ in dataset.leaves], name)
-        if isinstance(dataset, ColumnDataset) and _is(dataset, dataset.reads_rows_as()):
-            window, names = dataset.structure()
-            rows = [self._add_rows(found, window, names, name) for found in dataset.columns()]
+        if isinstance(dataset, ColumnDataset) and _is(dataset, dataset._reads_rows_as()):
+            window, names = dataset._structure()
+            rows = [self._add_rows(found, window, names, name) for found in dataset._columns()]
             return self._add_joined(rows)
         if _is(dataset, Subset):
             return self._add_subset(dataset, name)

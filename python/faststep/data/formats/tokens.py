@@ -172,13 +172,13 @@ class TokenDataset(ColumnDataset):
         starts = torch.where(begins, places, 0).cummax(0).values
         return (places - starts).to(self.dtype), (begins.cumsum(0) - 1).to(self.dtype)
 
-    def structure(self) -> tuple[Structure, list[str]]:
+    def _structure(self) -> tuple[Structure, list[str]]:
         """The containers of a sample, and the names of its parts."""
         if self.eos is None and self.bos is None:
             return Structure(tuple, (), (LEAF, LEAF)), ["x", "y"]
         return Structure(TokenWindow, (), (LEAF,) * 4), list(TokenWindow._fields)
 
-    def columns(self) -> list[tuple[Column, ...]]:
+    def _columns(self) -> list[tuple[Column, ...]]:
         """The parts of each file's samples as rows, which overlap."""
         parts = [(0, 0), (1, 0)]  # tokens after the window's first, what becomes of them
         if self.eos is not None or self.bos is not None:

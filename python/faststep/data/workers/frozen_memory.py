@@ -97,7 +97,7 @@ class Writer:
         view = memoryview(content).cast("B")
         start, done = self._end, 0
         while done < len(view):
-            done += os.write(self._file, content[done:])
+            done += os.write(self._file, view[done:])
         padding = -len(view) % WORD
         if padding:
             os.write(self._file, bytes(padding))
