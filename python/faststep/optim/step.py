@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["MissingStateError", "StaleSquaresError", "Stepper", "Work"]
 
 _NO_CLIPPING = math.nan
+_NO_SCALARS = Scalars(None, None, None)
 
 
 class StaleSquaresError(Exception):
@@ -152,6 +153,8 @@ class Stepper:
 
         Where devices measure `apart`, each has a flag and a float64 norm of its own.
         """
+        if request.grad_scale is request.found_inf is None and not (wants_norm or apart):
+            return dict.fromkeys(self.devices, _NO_SCALARS)
         scalars = {}
         for device in self.devices:
             flag = None if request.found_inf is None else on_device(request.found_inf, device)

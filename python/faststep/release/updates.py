@@ -169,13 +169,14 @@ class Release:
             )
         check_clipping(optimizer, self._clipping.way)
         rule = self._rule_of(optimizer, place)
-        request = StepRequest(self._clipping.scale)
+        max_norm = optimizer.max_grad_norm
         try:
             max_norm = self._clipping.limit_of(grad, optimizer.max_grad_norm, place)
-            request = StepRequest(self._clipping.scale, max_norm=max_norm)
+            request = StepRequest(self._clipping.scale, None, False, max_norm)
             _step(optimizer, place, param, rule, request)
         except _C.TensorError as error:
             if self._moments is None and optimizer._is_for_torch(place.hook.group, place.index):
+                request = StepRequest(self._clipping.scale, None, False, max_norm)
                 _step_by_torch(optimizer, place, param, request)
             else:
                 where = (place.hook.group, place.index)
