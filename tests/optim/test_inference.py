@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import Parameter
+from torch.overrides import TorchFunctionMode
 
 import faststep
 from faststep import _C
@@ -116,3 +121,62 @@ def test_counter_of_inference_mode(records: bool) -> None:
     finally:
         if faststep._layout is not None:
             _C.use_records(*faststep._layout)
+
+
+class _AtTheCheck(TorchFunctionMode):
+    """Does something once, when a step asks whether a tensor is one of inference mode."""
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        super().__init__()
+        self.action: Callable[[], object] | None = action
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.action is not None and getattr(func, "__name__", "") == "is_inference":
+            action, self.action = self.action, None
+            action()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("change", ["gradient", "no gradient", "state", "parameter"])
+def test_what_the_check_replaces_is_found_again(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """A step without torch's records asks about every tensor, which runs the script's mode."""
+    code = """
+import sys
+sys.path.insert(0, sys.argv[2])
+import torch
+import faststep
+from optim.test_inference import _AtTheCheck
+
+p, q = (torch.nn.Parameter(torch.full((4,), value)) for value in (1.0, 7.0))
+p.grad, q.grad = torch.ones(4), torch.ones(4)
+optimizer = faststep.optim.Adam([p], lr=0.1)
+optimizer.step()
+params = optimizer.param_groups[0]["params"]
+actions = {
+    "gradient": lambda: setattr(p, "grad", torch.full((4,), -9.0)),
+    "no gradient": lambda: setattr(p, "grad", None),
+    "state": lambda: optimizer.state.pop(p),
+    "parameter": lambda: params.__setitem__(0, q),
+}
+mode = _AtTheCheck(actions[sys.argv[1]])
+with mode:
+    optimizer.step()
+assert mode.action is None
+for one in (p, q):
+    state = optimizer.state.get(one)
+    average = state and round(float(state["exp_avg"][0]), 4)
+    print(round(float(one[0].detach()), 2), average, state and float(state["step"]))
+"""
+    monkeypatch.setenv("FASTSTEP_RECORDS", "0")
+    tests = str(Path(__file__).parents[1])
+    command = [sys.executable, "-c", code, change, tests]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    want = {
+        "gradient": "0.97 -0.81 2.0\n7.0 None None\n",
+        "no gradient": "0.9 0.1 1.0\n7.0 None None\n",
+        "state": "0.8 0.1 1.0\n7.0 None None\n",
+        "parameter": "0.9 0.1 1.0\n6.9 0.1 1.0\n",
+    }
+    assert done.stdout == want[change], done.stderr

@@ -242,16 +242,6 @@ static int is_still_so(fst_module *module, fst_step_plan *self, PyObject *param_
     return fst_trace_follow(module, self, param_lists, state) && moves == self->moves;
 }
 
-/* Refuses tensors that torch would not let the step write. Asking torch may run Python code.
- * Returns 0, or -1 with a Python error. */
-static int check_bound(fst_module *module, fst_step_plan *self, PyObject *param_lists)
-{
-    const int inference = fst_step_check_inference(module, self, param_lists);
-    if (inference)
-        fst_trace_forget(self); /* the next step may run outside of inference mode */
-    return inference < 0 ? -1 : 0;
-}
-
 /* Whether addresses may be out of date because Python code has run since the first was read. */
 static int must_bind_again(const fst_binding *at, PyObject *param_lists)
 {
@@ -264,22 +254,31 @@ PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param
                         PyObject *state, PyObject *fresh, int write_grads)
 {
     fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
-    int checked = 0;
+    int checked = 0, inference = 0;
     at.fresh = fresh == Py_None ? NULL : fresh;
     PyObject *missing;
-    for (;; at.again++) {
+    for (;;) {
         module->tensors.ran_python = 0;
         missing = bind_all(at, param_lists);
         if (!missing || PyList_Size(missing) > 0)
             break;
-        if (!must_bind_again(&at, param_lists)) {
+        if (must_bind_again(&at, param_lists)) {
+            at.again++;
+        } else {
             module->tensors.ran_python = 0;
-            if (fst_step_count_written(module, self) ||
-                (!checked && check_bound(module, self, param_lists)))
+            if (fst_step_count_written(module, self))
                 Py_CLEAR(missing);
+            else if (!checked)
+                inference = fst_step_check_inference(module, self, param_lists);
             checked = 1;
+            if (inference)
+                fst_trace_forget(self); /* the next step may run outside of inference mode */
+            if (inference < 0)
+                Py_CLEAR(missing);
             if (!missing || !module->tensors.ran_python)
                 break;
+            at.again = 0; /* what the check ran may have replaced anything: find all of it anew */
+            at.held_at = self->held_count;
         }
         Py_DECREF(missing);
     }

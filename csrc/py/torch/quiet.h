@@ -11,7 +11,8 @@
 #include "py/torch/tensor.h"
 
 enum {
-    /* How often addresses are read at most. Python code that runs every time is that of a
+    /* How often addresses are read at most, and once more so often after the check for tensors
+     * of inference mode has run Python code. Python code that runs every time is that of a
      * subclass or a mode, and only reads the tensor's own attributes. */
     FST_ATTEMPTS = 4,
     /* Up to so many elements a step or a pass keeps the GIL: it takes less than a millisecond. */
