@@ -12,8 +12,8 @@ struct fst_job {
     const fst_cpu_kernels *kernels;
     void (*chunk)(const fst_job *job, size_t index);
     int backwards;
-    unsigned operand,
-        operand_count; /* the operands that the pass touches: the first, and how many */
+    unsigned operand;       /* the first that the pass touches */
+    unsigned operand_count; /* how many to prefetch, from the first on */
     fst_norm_kind norm;
     double power, factor;
     double again; /* factor for chunks whose sum matches */

@@ -1,5 +1,4 @@
 /* The type faststep._C.Arena: tensors over memory that processes share. */
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 

@@ -1,8 +1,6 @@
 /* The type faststep._C.Gather: threads gather batches of rows into memory that is reused. */
 #include "py/load/gather.h"
 
-#include <stdlib.h>
-
 #include "py/docs.h"
 
 enum { PATIENCE = 50 }; /* milliseconds between two looks at Python's signals */

@@ -13,8 +13,8 @@ typedef struct {
     PyObject *optimizer; /* a weak reference */
     PyObject *rules;     /* {group: rule} of the step that runs; shared by all hooks */
     PyObject *group;
-    int64_t (*mode_depth)(
-        void);    /* libtorch's count of active TorchDispatchModes; NULL: not asked */
+    /* libtorch's count of active TorchDispatchModes; NULL: not asked */
+    int64_t (*mode_depth)(void);
     char plain;   /* no Python code has to see the step */
     char updated; /* since the last optimizer.step() */
 } release_hook;

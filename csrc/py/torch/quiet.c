@@ -29,8 +29,8 @@ void fst_quiet_resume(fst_tensors *tensors, int paused)
 void fst_quiet_resume_after_python(fst_tensors *tensors, int paused)
 {
     fst_quiet_resume(tensors, paused);
-    tensors->ran_python =
-        1; /* set now: the Python code may have called a function that clears it */
+    /* Set only now: the Python code may have called a function that clears it. */
+    tensors->ran_python = 1;
 }
 
 fst_released_gil fst_quiet_release_gil(fst_tensors *tensors)
