@@ -1,3 +1,4 @@
+/* What a step plan remembers of one parameter, and the small states that it keeps alive. */
 #include "py/step/param.h"
 
 #include "core/layout.h"
@@ -5,7 +6,7 @@
 
 enum {
     PIN_BYTES = 16384
-}; /* larger states are not pinned: a user who drops one wants the memory back at once */
+}; /* larger states are not kept alive: a user who drops one wants the memory back at once */
 
 static void fetch_record(const void *object, const void *shape)
 {
@@ -27,7 +28,7 @@ void fst_param_fetch(const fst_param *param)
         fetch_record(param->states[k].object, param->states[k].record);
 }
 
-/* Puts a pin on the list of old pins. Without memory for the list the tensor stays pinned for
+/* Puts a pin on the list of old pins. Without memory for the list the tensor stays alive for
  * ever: it must not be freed here. */
 static void give_up(fst_dl_managed *pin, fst_old_pins *old)
 {

@@ -22,11 +22,12 @@ typedef struct {
     struct {
         const PyObject *object;
         const void *record;
-        fst_dl_managed *pin; /* for small tensors */
+        fst_dl_managed *pin; /* keeps a small tensor alive, by a C++ reference */
     } states[FST_MAX_KEYS];
 } fst_param;
 
-/* Pins to be freed when no step uses addresses, as freeing a tensor may run finalizers. */
+/* Pins are C++ references that keep tensors alive. Old ones are freed when no step uses addresses,
+ * because freeing a tensor may run finalizers. */
 typedef struct {
     fst_dl_managed **pins;
     size_t count, capacity;

@@ -1,3 +1,4 @@
+/* Sums of squares that hooks measured in backward: storage, and use by a step. */
 #include "py/step/squares.h"
 
 int fst_squares_fill(const fst_squares_object *self, fst_plan *plan, unsigned operand,

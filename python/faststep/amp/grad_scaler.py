@@ -36,7 +36,8 @@ class GradScaler(UnscalingScaler):
       only looks for overflows and writes nothing.
     * An overflow on several devices at once skips the step of torch's fused optimizers too
       (torch's scaler hands them the sum of the flags, and they skip only for exactly 1).
-    * If `optimizer.step` raises, no `grad_scale` or `found_inf` stays behind on the optimizer.
+    * If `optimizer.step` raises, the optimizer's `grad_scale` and `found_inf` are what they were
+      before `step`.
 
     Gradients that are not plain strided real CPU or CUDA tensors take torch's way. On CUDA nothing
     waits for the device: the overflow is found, the step skipped and the scale updated there.
@@ -50,8 +51,10 @@ class GradScaler(UnscalingScaler):
         growth_interval: steps without overflow until the scale grows. Default: 2000.
         enabled: if False, `step` calls `optimizer.step` (after clipping, with `max_norm`) and the
             other methods do nothing. Default: True.
-        min_scale: `update` never leaves the scale below this. Default: None, no bound.
-        max_scale: `update` never leaves the scale above this. Default: None, no bound.
+        min_scale: `update()` without `new_scale` keeps the scale at or above this.
+            Default: None, no bound.
+        max_scale: `update()` without `new_scale` keeps the scale at or below this.
+            Default: None, no bound.
         hysteresis: back off only from the n-th overflow since the scale last grew; 1 is torch's
             behaviour (see faststep.amp.scale_rule). Default: 1.
 

@@ -25,9 +25,9 @@ __all__ = ["AskedToUnscale", "any_found", "lent_attributes", "takes_found_inf"]
 
 
 class AskedToUnscale:
-    """Lets every scaler leave the gradients to the step of an optimizer, until `remove()`.
+    """Lets the step of an optimizer unscale the gradients, under every scaler, until `remove()`.
 
-    The step then sees the scaler, which torch's would else keep from it.
+    Otherwise torch's GradScaler unscales them before the step, and the step sees no scale.
     """
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
@@ -35,7 +35,7 @@ class AskedToUnscale:
         optimizer._is_asked_to_unscale = True
 
     def remove(self) -> None:
-        """Undo it where it was not so before."""
+        """Undo it, unless the optimizer was asked to unscale before."""
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is not None:
             vars(optimizer).pop("_is_asked_to_unscale", None)

@@ -16,7 +16,7 @@ from .workers.route import Workers
 
 __all__ = ["OPTIONS", "Extras", "Path", "Unprepared", "checked"]
 
-OPTIONS = {  # of the constructor, and what they are where nothing is said
+OPTIONS = {  # arguments of the constructor that torch's has not, and their defaults
     "device": None,
     "prefetch_to_device": 2,
     "transforms": None,
@@ -27,7 +27,9 @@ OPTIONS = {  # of the constructor, and what they are where nothing is said
 
 @dataclasses.dataclass
 class Extras:
-    """All of it, in one attribute: a subclass in a script may use any other name.
+    """What a DataLoader of faststep has besides torch's attributes, in one attribute.
+
+    A subclass in a script may use any other attribute name.
 
     Args:
         device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps: of the
@@ -68,10 +70,10 @@ class Extras:
 class Path:
     """The path that the batches take.
 
-    "arrays" if threads gather them, "workers" if processes fetch them into shared memory,
-    "threads" if Python threads do so, "torch" if torch's own iterator loads them.
+    "arrays": C threads gather them. "workers": worker processes write them into shared memory.
+    "threads": Python threads of this process load them. "torch": torch's own iterator does.
 
-    Unlike a property's, the name is free for an attribute of a subclass.
+    A subclass may set an attribute of this name, which a property would refuse.
     """
 
     def __init__(self, find: Callable[[Any], str]) -> None:
@@ -86,10 +88,10 @@ class Path:
 
 
 class Unprepared:
-    """Refuses `accelerator.prepare(loader)` where it would lose transforms or device.
+    """Refuses `accelerator.prepare(loader)` for a loader with transforms or a device.
 
-    That would have neither transforms nor device. A loader without them, and an attribute of this
-    name that a script has set, are not in its way.
+    accelerate would make another DataLoader, which has neither. A loader without them can be
+    prepared. So can one on which a script has set `_is_accelerate_prepared`.
     """
 
     def __get__(self, loader: Any, owner: type) -> object:

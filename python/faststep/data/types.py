@@ -59,7 +59,7 @@ class TorchOptions(TypedDict, total=False):
 
 
 class CountsEpochs(Protocol):
-    """Knows which epoch of a loader's iterator this is."""
+    """Has the number of the current epoch of a loader's iterator."""
 
     epoch: int
 

@@ -41,7 +41,10 @@ def _listed(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 class FusedOptimizer(ClippedOptimizer):
-    """Mixin in front of a torch optimizer: steps all parameters of all groups in one C call.
+    """Mixin in front of a torch optimizer: steps all parameters of all groups in C.
+
+    A step is one C call; with parameters on several devices that clips or checks it is two, and
+    one more when states are missing.
 
     A class gives `_rule_of` and, where states are created at the first step, `_new_state`.
 
@@ -70,8 +73,9 @@ class FusedOptimizer(ClippedOptimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether a scaler leaves the gradients to the step, as `grad_scale` and `found_inf`.
 
-        torch.amp.GradScaler and frameworks ask; torch's classes set it with `fused=True` alone. A
-        step that clips needs the gradients as backward left them, and one that divides the scale.
+        torch.amp.GradScaler and frameworks read it. torch's classes set it with `fused=True` alone.
+        It is also true if the step clips or measures in backward, which needs the gradients as
+        backward left them, or if `grad_scale` is set, by which the step divides.
         """
         return (
             self._is_asked_to_unscale

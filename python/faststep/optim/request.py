@@ -35,7 +35,10 @@ class StepRequest(NamedTuple):
 
 
 class StepAnswer(NamedTuple):
-    """What a step found. Tensors are on a CUDA device, where nobody has waited for them."""
+    """What a step found.
+
+    On a CUDA device the values are tensors: the step has not waited for the device.
+    """
 
     skipped: bool | Tensor  # a tensor that is not 0 where the step was skipped
     norm: float | Tensor | None  # before clipping; None where nothing was measured
@@ -47,6 +50,6 @@ class Rule(NamedTuple):
     number: int
     state_keys: tuple[str, ...]  # "step" first where has_step, then the states in the rule's order
     has_step: bool
-    hyper: tuple[float, ...]  # in the order of the rule's row in csrc/rules/rules.def, lr first
+    hyper: tuple[float, ...]  # in the order of FST_..._HYPER in the rule's header, lr first
     maximize: bool
     lr: dict[int, Tensor] | None = None  # per CUDA device: read there instead of from `hyper`

@@ -20,10 +20,10 @@ ALIGNMENT = 64  # bytes: torch's own
 class Zeros:
     """Makes the states of an optimizer.
 
-    A step over thousands of small tensors waits for memory. States of at most 2 KiB in CPU memory
-    lie one after another in blocks of up to 4 KiB, and what torch keeps per storage and per version
-    counter is there once per block. Blocks grow with what is asked for, so that an optimizer of one
-    parameter has no more memory than it needs.
+    A step over thousands of small tensors spends its time on cache misses. States of at most 2 KiB
+    in CPU memory lie one after another in blocks of up to 4 KiB. A block has one storage and one
+    version counter, so a step reads fewer cache lines. The first block has the size of one state,
+    and each new block is larger: an optimizer of one parameter takes no more than it needs.
     """
 
     def __init__(self) -> None:

@@ -52,8 +52,8 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
     """Delivers what torch's iterator would, with batches gathered ahead by threads.
 
     The sampler is asked when torch would ask it: without workers for one batch at a time, with
-    workers for prefetch_factor * num_workers ahead. Where the order is known (order/of_sampler.py)
-    batches are gathered further ahead than that, from the same indices.
+    workers for prefetch_factor * num_workers ahead. Without workers, where the order is known
+    (order/of_sampler.py), up to AHEAD batches are gathered ahead from the same indices.
 
     Args:
         loader: the DataLoader.

@@ -3,8 +3,8 @@
 Events order the stream of the copies and the consumer's stream. The host never waits.
 
 - Device memory is allocated on the consumer's stream, so torch's allocator treats it as any other
-  memory of that stream. Earlier work may still use the memory. The copy waits for that work: the
-  event for it is recorded after the allocation, and covers what any thread freed before.
+  memory of that stream. Earlier work of that stream may still use the memory. An event, recorded
+  after the allocation, marks the end of that work, and the copy waits for it.
 - The consumer's stream waits for the copy when a batch is delivered. If the consumer has changed
   the stream since the allocation, `record_stream` tells torch about the new one.
 - A copy holds its host memory until it is done, and its device memory until delivery. Batches may

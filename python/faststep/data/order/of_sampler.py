@@ -35,8 +35,8 @@ __all__ = ["epoch_of", "order_of", "parts_of", "restore"]
 class OnceDrawnOrder(Order):
     """Samplers that draw all random numbers of an epoch when they are asked for the first index.
 
-    That is no seed which could be kept, so the state has the whole generator's, 5 kB. The sampler
-    is asked for indices as batches are: those it has drawn need not be made into a list of all.
+    No seed repeats these draws, so the state holds the generator's whole state, 5 kB. The sampler's
+    indices are read batch by batch, so they are never all in one list.
     """
 
     in_lists = True

@@ -12,17 +12,18 @@ from .draws import generator_of
 
 __all__ = ["RandomOrder", "between_epochs", "not_drawn"]
 
-PART = 1 << 14  # indices drawn at once, about
-PARTS_NOTED = 64  # states of the generator that are kept: of places that may not be delivered yet
+PART = 1 << 14  # about so many indices are drawn at once
+PARTS_NOTED = 64  # states of the generator that are kept, for batches not delivered yet
 OF_AN_EPOCH = ("seed", "generator", "global", "drawn", "then")  # in a state
 
 
 class RandomOrder(Order):
     """As torch.utils.data.RandomSampler draws (torch/utils/data/sampler.py, RandomSampler).
 
-    It draws 32 indices at a time with replacement, and without a permutation of all, as often as
-    it takes. Where that is more than one, which only a generator of its own can draw ahead, they
-    are drawn in parts: a state then has the generator as it was before the part that it is in.
+    With replacement that sampler draws 32 indices at a time. Without, it draws permutations of all
+    samples until it has `num_samples`. If there is more than one draw, indices are drawn in parts
+    of about PART. A state then has the generator as it was before the part of its position. Only a
+    sampler with a generator of its own is drawn ahead in this way.
     """
 
     def _complete_state(self) -> None:

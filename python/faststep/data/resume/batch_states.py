@@ -13,11 +13,13 @@ __all__ = ["AddStates", "BatchWithStates", "CollateWithStates", "InitWorker"]
 
 
 class BatchWithStates:
-    """A batch on its way from a worker, with the worker's position, which only it knows.
+    """A batch on its way from a worker, with the position that only the worker knows.
 
     Args:
-        states: of what it was read from, after it, pickled; None if not this time.
-        draws: the random states that the epoch began with, where they are new, pickled.
+        states: the states of dataset and iterator after this batch, pickled; None if none were
+            taken at this batch.
+        draws: the states of random generators at the epoch's beginning, pickled; None if they were
+            sent before.
     """
 
     def __init__(self, batch: object, states: bytes | None, draws: bytes | None) -> None:

@@ -81,8 +81,8 @@ class Progress:
     Args:
         source: the Order or AskedOrder of the indices; None for an iterable dataset.
         base_seed: of the epoch.
-        before: batches delivered before the epoch was taken up again; with in_order=False, before
-            the first one that was not.
+        before: batches delivered before the epoch was resumed; with in_order=False, those before
+            the first batch that was not delivered.
     """
 
     def __init__(self, source: Any, base_seed: int | None, before: int) -> None:

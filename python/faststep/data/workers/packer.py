@@ -46,9 +46,10 @@ class Start:
 class Packer:
     """Collates as `collate_fn` does, and returns the batch as a parcel for the main process.
 
-    Tensors that torch's default_collate stacks, called by whomever, are stacked in the arena;
-    others are copied there. A dataset that makes several samples at once gets the arena's memory
-    for them, if nobody but default_collate sees its samples: they share it with the batch.
+    Tensors that torch's default_collate stacks are stacked in the arena, also if the script's
+    collate_fn calls it. Other tensors are copied there. A dataset that makes several samples at
+    once may write them into the arena, if `collate_fn` is default_collate. Such samples share
+    memory with the batch, so no other code may see them.
     """
 
     def __init__(self, collate_fn: CollateFn, arena: Arena) -> None:
