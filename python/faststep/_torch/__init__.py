@@ -1,7 +1,8 @@
-"""The only folder that touches torch's private names, a module per subject.
+"""The private names of torch's modules, a module per subject. No other folder reaches them.
 
-Everything here is a small typed function or a name found by a feature test (does the attribute
-exist, does the file exist), never by comparing version numbers. A private name that is missing
-from some torch is replaced by the public way to the same result, so the rest of the package
-imports from here and knows nothing about torch's inside.
+Other folders import small typed functions from here. A name is found by a feature test (does the
+attribute exist, does the file exist), never by comparing version numbers. If a torch lacks a
+private name, its public replacement is used where there is one. Otherwise the import or the first
+use raises an error. Subclasses of torch's classes elsewhere may use the private members that they
+inherit.
 """

@@ -36,8 +36,8 @@ class NotHeld(Exception):  # noqa: N818 - it says why another way is taken, and 
 def hold(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor like this one, over the same memory, which stays as long as it lives.
 
-    Memory that torch shares between processes or that is page-locked is referred to only: torch
-    finds out what it is by its owner. So is memory without an owner, which nobody frees.
+    Of shared or page-locked memory only a reference to the storage is kept, because torch
+    recognizes such memory by its owner. So it is for memory without an owner, which is never freed.
 
     Args:
         tensor: a dense torch.Tensor in CPU memory, of which DLPack knows the type.

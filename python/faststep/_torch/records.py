@@ -1,12 +1,13 @@
-"""Where torch keeps what it knows of a tensor, found by experiment.
+"""The offsets of the fields of torch's TensorImpl and StorageImpl, measured at import.
 
 A step reads thousands of small tensors, and asking torch about each takes longer than the update.
-Most of them are as they were in the step before. To see that, the C side compares some words of
-torch's own records with what they were when torch was asked (csrc/py/torch/tensor_record.h); it
-needs to know where these are. Nothing here depends on a version of torch: tensors whose records
-must hold certain numbers show where each is. Then every way to change a tensor must change a word
-that is compared, and no two of the tensors of kinds.py may look alike. If any of this comes
-out otherwise, `find` says why, and torch is asked every time: slower, but the same results.
+Most of them are as they were in the step before. To see that, the C side compares some 8-byte
+words of these records with what they were when torch
+was asked (csrc/py/torch/tensor_record.h), and needs their offsets. Nothing here depends on a
+version of torch. `find` makes tensors with known sizes, strides and addresses, and searches their
+records for these numbers. It then checks that every known way to change a tensor changes a word
+that is compared, and that no two tensors of kinds.py have equal words. If a check fails, `find`
+says why, and torch is asked every time: slower, but the same results.
 FASTSTEP_RECORDS=0 chooses that.
 """
 

@@ -162,10 +162,10 @@ class FusedOptimizer(ClippedOptimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch puts around `step`: hooks, and a record for profilers.
+        """What torch puts around `step`: hooks, and a report to profilers.
 
-        The record costs more than the step of a small model. So it is left out where nobody
-        listens, and no hook is set.
+        The report takes longer than the step of a small model. It is left out if no profiler runs
+        and no hook is set.
         """
         whole = torch.optim.Optimizer.profile_hook_step(func)
 

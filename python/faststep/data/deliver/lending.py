@@ -216,8 +216,8 @@ class LendingIterator:
 def lending_collate(loader: Loader) -> LendingCollate | None:
     """The collate function that lends memory, for a loader without worker processes.
 
-    None if nothing would be lent: only datasets with a true `fills_rows`, and torch's Subsets of
-    these, ask for memory, and only with default_collate does nobody else see their samples.
+    None if nothing would be lent. Only datasets with a true `fills_rows`, and torch's Subsets of
+    these, ask for memory. Only with default_collate does no other code see their samples.
     """
     dataset = loader.dataset
     while type(dataset) is torch.utils.data.Subset:

@@ -22,8 +22,9 @@ class RandomOrder(Order):
 
     With replacement that sampler draws 32 indices at a time. Without, it draws permutations of all
     samples until it has `num_samples`. If there is more than one draw, indices are drawn in parts
-    of about PART. A state then has the generator as it was before the part of its position. Only a
-    sampler with a generator of its own is drawn ahead in this way.
+    of about PART. A state then has the generator as it was before the part of its position. This
+    needs a generator that nothing else draws from: the one that is made for an epoch if
+    `sampler.generator` is None.
     """
 
     def _complete_state(self) -> None:
