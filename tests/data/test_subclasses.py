@@ -51,7 +51,7 @@ def test_attributes_of_any_name(name: str, dataset: Any) -> None:
 
 
 def test_the_class_tells_about_its_attributes() -> None:
-    assert '"arrays" if threads gather them' in (DataLoader.path.__doc__ or "")
+    assert '"arrays": C threads gather them' in (DataLoader.path.__doc__ or "")
 
 
 def test_a_subclass_that_transforms_by_itself() -> None:
