@@ -275,8 +275,7 @@ class FusedOptimizer(ClippedOptimizer):
             raise RuntimeError(self._unsupported("differentiable=True"))
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
-        if group.get("differentiable"):
-            self._refuse_differentiable(group)
+        self._refuse_differentiable(group)
         return self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:

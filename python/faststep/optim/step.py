@@ -106,7 +106,7 @@ class Stepper:
         if not self.devices:
             self.find_devices(work)
         calls = _Calls(self._plan, work, request)
-        measures = request.looks_for_inf or request.max_norm is not None
+        measures = request.measures
         try:
             done, scalars = self._measure_and_apply(calls, request, measures)
         except BaseException:

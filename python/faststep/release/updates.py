@@ -171,7 +171,7 @@ class Release:
         rule = self._rule_of(optimizer, place)
         max_norm = optimizer.max_grad_norm
         try:
-            max_norm = self._clipping.limit_of(grad, optimizer.max_grad_norm, place)
+            max_norm = self._clipping.limit_of(grad, max_norm, place)
             request = StepRequest(self._clipping.scale, None, False, max_norm)
             _step(optimizer, place, param, rule, request)
         except _C.TensorError as error:
