@@ -1,4 +1,6 @@
-"""The private names of torch's modules, a module per subject. No other folder reaches them.
+"""What faststep asks torch itself, a module per subject: how many ranks, and private names.
+
+No other folder reaches private names of torch's modules.
 
 Other folders import small typed functions from here. A name is found by a feature test (does the
 attribute exist, does the file exist), never by comparing version numbers. If a torch lacks a

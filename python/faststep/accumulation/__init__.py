@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from .._torch.ranks import is_distributed
 from ..grads.owners import accumulating, releasing
 from ..grads.params import params_of
-from ..grads.ranks import is_distributed
 from ..optim.wrapped import unwrapped
 from .helper import Accumulation
 from .window import Normalize, Window

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.compiler import uncompiled
 from .._torch.ddp import rebuild_buckets
-from ..grads.ranks import world_size
+from .._torch.ranks import world_size
 
 __all__ = ["Ranks"]
 

@@ -18,7 +18,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.ddp import after_backward
-from .ranks import instances_of, world_size
+from .._torch.ranks import instances_of, world_size
+from .hooks import Hooked
 
 __all__ = ["Pairs", "Reduced", "User", "reducing_model"]
 
@@ -67,7 +68,9 @@ class Reduced:
         self._group = model.process_group
         self._factor = 1.0 / world_size(self._group)
         self._users: list[weakref.ref[User]] = []
-        self._params = {id(param): weakref.ref(param) for param in _reduced_params(model)}
+        self._params: Hooked[None] = Hooked()
+        for param in _reduced_params(model):
+            self._params.add(param, None)
         model.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     @staticmethod
@@ -93,8 +96,7 @@ class Reduced:
         return reduced
 
     def __contains__(self, param: Tensor) -> bool:
-        known = self._params.get(id(param))
-        return known is not None and known() is param
+        return param in self._params
 
     def users(self) -> Iterator[User]:
         """The objects that receive gradients."""

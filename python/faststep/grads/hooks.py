@@ -1,6 +1,7 @@
 """Parameters with a hook in backward, and what is known of each.
 
-The norm in backward, the release of gradients and the fp32 sums each keep one `Hooked`.
+The norm in backward, the release of gradients, the fp32 sums and the buckets of
+DistributedDataParallel each keep one `Hooked`.
 """
 
 from __future__ import annotations
@@ -49,10 +50,17 @@ class Hooked(Generic[_Entry]):
             if (param := known.param()) is not None:
                 yield param, known.entry
 
+    def __contains__(self, param: Tensor) -> bool:
+        return self._find(param) is not None
+
     def of(self, param: Tensor) -> _Entry | None:
         """The entry of a parameter, if it has one."""
+        known = self._find(param)
+        return None if known is None else known.entry
+
+    def _find(self, param: Tensor) -> _Known[_Entry] | None:
         known = self._known.get(id(param))
-        return known.entry if known is not None and known.param() is param else None
+        return known if known is not None and known.param() is param else None
 
     def of_each(self, params: Iterable[Tensor]) -> list[_Entry | None]:
         """The entries of many parameters, None for those without one."""

@@ -26,10 +26,10 @@ from .. import _C
 from .._devices import HOST_ONLY
 from .._torch.compiler import disable_dynamo
 from .._torch.modes import is_watched
+from .._torch.ranks import world_size
 from .buckets import Pairs, Reduced
 from .hooks import Hooked
 from .params import OnDevices, name_of, params_of
-from .ranks import world_size
 
 __all__ = ["BackwardNorm"]
 

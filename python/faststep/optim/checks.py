@@ -8,8 +8,8 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .._torch.ddp import is_fsdp_shard
+from .._torch.ranks import instances_of, is_distributed
 from ..grads.params import place_of
-from ..grads.ranks import instances_of, is_distributed
 
 __all__ = ["check_limit", "has_grads", "refuse_group_options", "refuse_shards", "refuse_unchecked"]
 

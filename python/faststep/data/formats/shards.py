@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed
 from torch.utils.data import IterableDataset, get_worker_info
 
+from ..._torch.ranks import rank_and_world_size
 from ..types import State
 from .common import SHOWN, FormatError, PathLike
 
@@ -112,9 +112,7 @@ class ShardedStream(IterableDataset[Any]):
     def _place(self) -> tuple[int, int]:
         if self.rank is not None and self.world_size is not None:
             return self.rank, self.world_size
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            return torch.distributed.get_rank(), torch.distributed.get_world_size()
-        return 0, 1
+        return rank_and_world_size()
 
     @property
     def epoch(self) -> int:

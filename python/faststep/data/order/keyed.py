@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sized
 
 import torch
-import torch.distributed
 from torch.utils.data import Sampler
 
 from ... import _C
+from ..._torch.ranks import rank_and_world_size
 
 __all__ = ["KeyedSampler"]
 
@@ -44,10 +44,7 @@ class KeyedSampler(Sampler[int]):
         if (num_replicas is None) != (rank is None):
             raise ValueError("KeyedSampler takes both of num_replicas and rank, or neither")
         if num_replicas is None or rank is None:
-            num_replicas, rank = 1, 0
-            if torch.distributed.is_available() and torch.distributed.is_initialized():
-                num_replicas = torch.distributed.get_world_size()
-                rank = torch.distributed.get_rank()
+            rank, num_replicas = rank_and_world_size()
         if not 0 <= rank < num_replicas:
             raise ValueError(f"KeyedSampler: rank {rank} is not one of {num_replicas}")
         self.data_source = data_source

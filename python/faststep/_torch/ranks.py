@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-__all__ = ["instances_of", "is_distributed", "world_size"]
+__all__ = ["instances_of", "is_distributed", "rank_and_world_size", "world_size"]
 
 _Kind = TypeVar("_Kind")
 
@@ -23,6 +23,11 @@ def world_size(group: Any = None) -> int:
     if group is not None:
         return dist.get_world_size(group)
     return dist.get_world_size() if is_distributed() else 1
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's rank and the number of ranks; 0 and 1 without torch.distributed."""
+    return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
 
 
 def instances_of(kind: type[_Kind]) -> Iterator[_Kind]:
