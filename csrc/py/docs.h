@@ -166,6 +166,8 @@
     FST_DOC("ReleaseHook(otherwise, optimizer, rules, /)",                                         \
             "Updates a parameter in backward and frees its gradient, or calls otherwise with the " \
             "parameter.")
+#define FST_DOC_RELEASE_HOOK_CLIPS \
+    "Whether a gradient is clipped by its own norm to the optimizer's max_grad_norm."
 #define FST_DOC_RELEASE_HOOK_GROUP "The number of the parameter's group."
 #define FST_DOC_RELEASE_HOOK_PLAIN "Whether the hook may step without calling Python."
 #define FST_DOC_RELEASE_HOOK_PLAN "The Plan for this parameter only."

@@ -67,11 +67,13 @@ class ReleaseHook:
     """Updates a parameter in backward and frees its gradient, or calls `otherwise` with it.
 
     It updates the parameter itself, and sets `updated`, if all of these hold: `plain` is set,
-    `updated` is not, `rules` has the group, the optimizer neither clips nor measures in backward,
+    `updated` is not, `rules` has the group, the optimizer does not measure in backward, it does not
+    clip either or `clips` is set and `max_grad_norm` is a float,
     nothing but the gradient's memory has changed since the last step of `plan`, and `mode_depth()`
     is 0. The argument `mode_depth` is the address of an `int64_t (*)(void)`, or 0 for none.
     """
 
+    clips: bool
     group: int
     plain: bool
     updated: bool

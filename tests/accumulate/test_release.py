@@ -124,6 +124,50 @@ def test_clip_per_parameter(make: Any) -> None:
     release.remove()
 
 
+def test_clip_per_parameter_follows_the_limit_without_python(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The extension reads the limit for each gradient; odd ones are left to Python."""
+    model, reference = make_model(), make_model()
+    optimizer = MAKE["AdamW"](model.parameters(), max_grad_norm=0.02)
+    release = faststep.release_gradients(model, optimizer, clip="per_parameter")
+    alone = [MAKE["AdamW"]([p]) for p in reference.parameters()]
+    in_python = []
+    original = type(release).hooked
+
+    def hooked(self: Any, param: torch.Tensor) -> None:
+        in_python.append(param)
+        original(self, param)
+
+    monkeypatch.setattr(type(release), "hooked", hooked)
+    for limit, calls in (
+        (0.02, 6),
+        (0.02, 1),
+        (0.5, 1),
+        (math.inf, 1),
+        (0.0, 1),
+        (1, 6),
+        (None, 1),
+    ):
+        in_python.clear()
+        optimizer.max_grad_norm = limit
+        loss_of(model, DATA[0]).backward()
+        optimizer.step()
+        assert len(in_python) == calls, limit
+        loss_of(reference, DATA[0]).backward()
+        for one in alone:
+            one.max_grad_norm = limit
+            one.step()
+            one.zero_grad()
+        assert_equal(values(model), values(reference))
+    before = values(model)
+    optimizer.max_grad_norm = math.nan
+    with pytest.raises(ValueError, match="max_grad_norm"):
+        loss_of(model, DATA[0]).backward()
+    assert_equal(values(model), before)
+    release.remove()
+
+
 def test_clip_lagged() -> None:
     """The coefficient of a step is that of the norm of the step before."""
     model, reference = make_model(), make_model()

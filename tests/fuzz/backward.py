@@ -112,7 +112,7 @@ def hook_new(world: World) -> None:
     hook = world.call("ReleaseHook", _C.ReleaseHook, args)
     if hook is not None:
         hook.group = world.rng.choice((0, 0, 0, 1, Key(0, True), Key(0, False), [], None))
-        hook.plain = True
+        hook.plain, hook.clips = True, world.chance(0.5)
         _hooks(world).append((hook, param, owner))
     del args, otherwise
     gc.collect(0)
@@ -134,7 +134,7 @@ def hook_call(world: World) -> None:
     if world.chance(0.7):
         hook.updated = False
     if world.chance(0.1):
-        owner.max_grad_norm = rng.choice((None, 1.0, junk(world)))
+        owner.max_grad_norm = rng.choice((None, 1.0, 0.0, float("inf"), float("nan"), junk(world)))
     if world.chance(0.05):
         owner.state = junk(world)
     args, _ = maybe_bad(world, (param,), good=0.9)
@@ -147,7 +147,7 @@ def hook_attributes(world: World) -> None:
     if not _hooks(world):
         return
     hook = world.rng.choice(_hooks(world))[0]
-    name = world.rng.choice(("group", "plain", "updated", "plan", "otherwise"))
+    name = world.rng.choice(("clips", "group", "plain", "updated", "plan", "otherwise"))
     change = world.rng.choice(
         (
             lambda: getattr(hook, name),
@@ -168,6 +168,7 @@ def tensor_error(world: World) -> None:
 BACKWARD = {
     "ReleaseHook": hook_new,
     "ReleaseHook.__call__": hook_call,
+    "ReleaseHook.clips": hook_attributes,
     "ReleaseHook.group": hook_attributes,
     "ReleaseHook.plain": hook_attributes,
     "ReleaseHook.plan": hook_attributes,

@@ -271,6 +271,8 @@ def release_hook() -> Iterator[Case]:
     for _ in range(3):
         hook(p)
     yield call, [p, grad, spec, rules, seen, otherwise]
+    hook.clips, optimizer.max_grad_norm = True, 0.5
+    yield call, [p, grad, spec, rules, seen, otherwise]
     yield lambda: _C.ReleaseHook(otherwise, seen, rules), [seen, rules, otherwise]
     yield lambda: _C.ReleaseHook(otherwise, seen, rules, 1), [seen, rules, otherwise]
     yield failing(_C.ReleaseHook, otherwise, seen, []), [seen, otherwise]

@@ -2,6 +2,8 @@
  * gradient. It calls Python unless the step is like the one before. */
 #include "py/step/step_plan.h"
 
+#include <math.h>
+
 #include <structmember.h>
 
 #include "py/docs.h"
@@ -16,6 +18,7 @@ typedef struct {
     /* libtorch's count of active TorchDispatchModes; NULL: not asked */
     int64_t (*mode_depth)(void);
     char plain;   /* no Python code has to see the step */
+    char clips;   /* a gradient is clipped by its own norm to the optimizer's max_grad_norm */
     char updated; /* since the last optimizer.step() */
 } release_hook;
 
@@ -25,6 +28,21 @@ static int has(PyObject *object, PyObject *name, const PyObject *value)
     PyObject *found = PyObject_GetAttr(object, name);
     Py_XDECREF(found);
     return found ? found == value : -1;
+}
+
+/* Reads what a gradient is clipped to: NaN for no clipping. Returns 1, 0 if Python has to look at
+ * it, or -1 with a Python error. */
+static int read_max_norm(const fst_module *module, const release_hook *self, PyObject *optimizer,
+                         double *max_norm)
+{
+    PyObject *found = PyObject_GetAttr(optimizer, module->names.max_grad_norm);
+    if (!found)
+        return -1;
+    const int clips = self->clips && PyFloat_CheckExact(found);
+    *max_norm = clips ? PyFloat_AsDouble(found) : (double)NAN;
+    const int known = clips ? *max_norm >= 0.0 : found == Py_None;
+    Py_DECREF(found);
+    return known;
 }
 
 /* [object] or [[object]] */
@@ -44,7 +62,8 @@ static PyObject *listed(PyObject *object, int deep)
 static int step_alike(fst_module *module, const release_hook *self, PyObject *optimizer,
                       PyObject *rule, PyObject *param)
 {
-    int done = has(optimizer, module->names.max_grad_norm, Py_None);
+    double max_norm;
+    int done = read_max_norm(module, self, optimizer, &max_norm);
     if (done > 0)
         done = has(optimizer, module->names.norm_in_backward, Py_False);
     if (done <= 0)
@@ -53,7 +72,7 @@ static int step_alike(fst_module *module, const release_hook *self, PyObject *op
     PyObject *params = listed(param, 1), *rules = listed(rule, 0);
     done = state && params && rules ? 0 : -1;
     if (!done && PyDict_Check(state))
-        done = fst_step_repeat(module, (fst_step_plan *)self->plan, params, rules, state);
+        done = fst_step_repeat(module, (fst_step_plan *)self->plan, params, rules, state, max_norm);
     Py_XDECREF(state);
     Py_XDECREF(params);
     Py_XDECREF(rules);
@@ -173,6 +192,7 @@ static void hook_dealloc(PyObject *object)
 }
 
 static PyMemberDef hook_members[] = {
+    {"clips", T_BOOL, offsetof(release_hook, clips), 0, FST_DOC_RELEASE_HOOK_CLIPS},
     {"group", T_OBJECT, offsetof(release_hook, group), 0, FST_DOC_RELEASE_HOOK_GROUP},
     {"plain", T_BOOL, offsetof(release_hook, plain), 0, FST_DOC_RELEASE_HOOK_PLAIN},
     {"plan", T_OBJECT, offsetof(release_hook, plan), READONLY, FST_DOC_RELEASE_HOOK_PLAN},

@@ -187,9 +187,9 @@ static int is_on_host(const fst_step_plan *self)
 }
 
 static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *param_lists,
-                         PyObject *state)
+                         PyObject *state, double max_norm)
 {
-    const fst_step_options options = {.max_norm = (double)NAN, .phase = FST_STEP_WHOLE};
+    const fst_step_options options = {.max_norm = max_norm, .phase = FST_STEP_WHOLE};
     fst_step_outcome outcome = {0};
     if (!fst_trace_follow(module, self, param_lists, state) || !is_on_host(self))
         return 0;
@@ -204,13 +204,14 @@ static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *para
 }
 
 int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
-                    PyObject *state)
+                    PyObject *state, double max_norm)
 {
     if (self->busy || !self->traced)
         return 0;
     self->busy = 1;
-    const int done =
-        fst_groups_parse(self, specs) ? -1 : step_if_alike(module, self, param_lists, state);
+    int done = fst_groups_parse(self, specs);
+    if (!done)
+        done = step_if_alike(module, self, param_lists, state, max_norm);
     fst_step_end(self);
     return done;
 }

@@ -195,11 +195,11 @@ int fst_device_prepare(fst_module *module, fst_step_plan *self, fst_step_part *p
                        const fst_step_options *options);
 int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_options *options);
 
-/* Steps without Python code if the step is like the one before: all parameters in CPU memory, no
- * clipping, and nothing but the gradients' memory has changed. Returns 1, 0 if nothing was done,
- * or -1 with a Python error (step_plan.c). */
+/* Steps without Python code if the step is like the one before: all parameters in CPU memory, and
+ * nothing but the gradients' memory has changed. A max_norm of NaN is no clipping. Returns 1, 0 if
+ * nothing was done, or -1 with a Python error (step_plan.c). */
 int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
-                    PyObject *state);
+                    PyObject *state, double max_norm);
 
 /* Forgets the parameters. Their pins go to the old pins. */
 void fst_params_free(fst_step_plan *self);

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -54,18 +54,95 @@ class _Phase(IntEnum):
     APPLY = 2
 
 
-class Work(NamedTuple):
-    """Some or all parameters of an optimizer, and how to step them."""
+Place = tuple[int, int]  # a list of parameters or a group, and the index in it
 
-    optimizer: FusedOptimizer
-    params: list[list[Tensor]]
-    rules: Callable[[], list[Rule]]  # one per list; asked again where devices have changed
-    groups: list[int] | None = None  # the group of each list; None: all groups, in their order
-    creates_states: bool = True
-    wants_norm: bool = True  # whether the answer needs the norm of a step on a device
-    unchanged: str = "nothing was updated"  # for the error that memory ran out
+# What the plan found and wrote: (skipped, norm, tensors written, gradients written).
+_Done = tuple[bool, float | None, list[Tensor], list[Tensor] | None]
 
-    def place(self, which: int, index: int) -> tuple[int, int]:
+
+class Work:
+    """Some or all parameters of an optimizer, how to step them, and the states made for one step.
+
+    Args:
+        params: lists of parameters.
+        rules: gives a rule per list; asked again where devices have changed.
+        groups: the group of each list. Default: None, all groups in their order.
+        creates_states: whether missing states are created. Default: True.
+        wants_norm: whether the answer needs the norm of a step on a device. Default: True.
+        unchanged: ends the error that memory ran out.
+    """
+
+    __slots__ = (
+        "_has_emptied_cache",
+        "_new",
+        "creates_states",
+        "groups",
+        "optimizer",
+        "params",
+        "rules",
+        "unchanged",
+        "wants_norm",
+    )
+
+    def __init__(
+        self,
+        optimizer: FusedOptimizer,
+        params: list[list[Tensor]],
+        rules: Callable[[], list[Rule]],
+        groups: list[int] | None = None,
+        creates_states: bool = True,
+        wants_norm: bool = True,
+        unchanged: str = "nothing was updated",
+    ) -> None:
+        self.optimizer = optimizer
+        self.params = params
+        self.rules = rules
+        self.groups = groups
+        self.creates_states = creates_states
+        self.wants_norm = wants_norm
+        self.unchanged = unchanged
+        self._new: list[Place] | None = None  # of the states that were created; None: no state
+        self._has_emptied_cache = False
+
+    def run(
+        self,
+        plan: _C.Plan,
+        rules: list[Rule],
+        request: StepRequest,
+        scalars: dict[int, Scalars],
+        phase: _Phase,
+    ) -> _Done:
+        """Call the plan; create states that it misses, make room on a device, and call it again."""
+        max_norm = _NO_CLIPPING if request.max_norm is None else request.max_norm
+        while True:
+            try:
+                what, value = plan.step(
+                    self.params,
+                    rules,
+                    self.optimizer.state,
+                    self._new,
+                    scalars,
+                    request.looks_for_inf,
+                    max_norm,
+                    request.write_grads,
+                    phase,
+                    request.squares,
+                )
+            except _C.TensorError as error:
+                raise _C.TensorError(*self.place(*error.args[:2]), *error.args[2:]) from None
+            if what == "done":
+                done: _Done = value
+                return done
+            if what == "missing":
+                self._create_states(value, rules)
+            elif what == "memory":
+                self._empty_cache(value)
+            elif what == "devices":
+                raise _DevicesChangedError(tuple(value))
+            else:
+                raise StaleSquaresError
+
+    def place(self, which: int, index: int) -> Place:
         """The group, and the index in it, of a parameter of one of the lists."""
         if self.groups is None:
             return which, index
@@ -73,9 +150,52 @@ class Work(NamedTuple):
         params = self.optimizer.param_groups[group]["params"]
         return group, next((i for i, other in enumerate(params) if other is param), index)
 
+    def _create_states(self, missing: list[Place], rules: list[Rule]) -> None:
+        """Create states that were found missing; an error for those that still are."""
+        if not self.creates_states:
+            raise MissingStateError
+        optimizer, before = self.optimizer, self._new or []
+        for which, index in missing:
+            keys = rules[which].state_keys
+            if (which, index) in before:  # it is there, but None
+                state = optimizer.state[self.params[which][index]]
+                key = next(key for key in keys if state.get(key) is None)
+                place = self.place(which, index)
+                raise _C.TensorError(*place, f"state '{key}'", "value", "is None")
+        for which, index in missing:
+            optimizer._refuse_half_state(*self.place(which, index), rules[which].state_keys)
+        self._new = sorted([*before, *missing])  # the first may have been dropped meanwhile
+        with torch.no_grad():
+            for which, index in missing:
+                group = optimizer.param_groups[self.place(which, index)[0]]
+                optimizer._new_state(group, self.params[which][index])
 
-# What the plan found and wrote: (skipped, norm, tensors written, gradients written).
-_Done = tuple[bool, float | None, list[Tensor], list[Tensor] | None]
+    def _empty_cache(self, reason: str) -> None:
+        """Have torch give back device memory that nobody uses, once."""
+        if self._has_emptied_cache or is_capturing():
+            raise torch.OutOfMemoryError(f"{reason}; {self.unchanged}")
+        self._has_emptied_cache = True
+        torch.cuda.empty_cache()
+
+    def drop_new_states_if(self, skipped: bool | Tensor) -> None:
+        """Drop what was created for a step that was skipped; may wait for a device.
+
+        It waits only where a state of zeros makes the next step differ from a missing state.
+        """
+        if self._new is None:
+            return
+        if isinstance(skipped, Tensor):
+            groups = self.optimizer.param_groups
+            places = (self.place(which, index) for which, index in self._new)
+            differ = any(self.optimizer._zeros_differ(groups[group]) for group, _ in places)
+            skipped = differ and bool(skipped.item() != 0.0)
+        if skipped:
+            self.drop_new_states()
+
+    def drop_new_states(self) -> None:
+        """Undo the creation where zeros make the next step differ from a missing state."""
+        for which, index in self._new or ():
+            self.optimizer._drop_new_state(self.params[which][index])
 
 
 class Stepper:
@@ -105,12 +225,11 @@ class Stepper:
         """
         if not self.devices:
             self.find_devices(work)
-        calls = _Calls(self._plan, work, request)
         measures = request.measures
         try:
-            done, scalars = self._measure_and_apply(calls, request, measures)
+            done, scalars = self._measure_and_apply(work, request, measures)
         except BaseException:
-            calls.drop_new_states()
+            work.drop_new_states()
             raise
         skipped, norm, written, written_grads = done
         if written:  # not those that C has counted
@@ -122,29 +241,24 @@ class Stepper:
         answer = StepAnswer(skipped, norm)
         if self.devices != HOST_ONLY:
             answer = self._answer_of_devices(answer, scalars, measures)
-        if calls.new and calls.are_new_states_void(answer.skipped):
-            calls.drop_new_states()
+        work.drop_new_states_if(answer.skipped)
         return answer
 
     def _measure_and_apply(
-        self, calls: _Calls, request: StepRequest, measures: bool
+        self, work: Work, request: StepRequest, measures: bool
     ) -> tuple[_Done, dict[int, Scalars]]:
         while True:
             try:
-                calls.rules = calls.work.rules()
+                rules, phase = work.rules(), _Phase.WHOLE
                 if measures and len(self.devices) > 1:
-                    scalars = agree(self._measure(calls, request))
-                    return calls.run(scalars, _Phase.APPLY), scalars
-                scalars = self._scalars(request, measures and calls.work.wants_norm)
-                return calls.run(scalars, _Phase.WHOLE), scalars
+                    scalars, phase = self._scalars(request, True, apart=True), _Phase.APPLY
+                    work.run(self._plan, rules, request, scalars, _Phase.MEASURE)
+                    scalars = agree(scalars)
+                else:
+                    scalars = self._scalars(request, measures and work.wants_norm)
+                return work.run(self._plan, rules, request, scalars, phase), scalars
             except _DevicesChangedError as changed:
                 self.devices = changed.devices
-
-    def _measure(self, calls: _Calls, request: StepRequest) -> dict[int, Scalars]:
-        """Each device's own norm and flag."""
-        scalars = self._scalars(request, True, apart=True)
-        calls.run(scalars, _Phase.MEASURE)
-        return scalars
 
     def _scalars(
         self, request: StepRequest, wants_norm: bool, apart: bool = False
@@ -188,92 +302,3 @@ class Stepper:
         first = next(iter(scalars.values()))
         skipped = answer.skipped if first.found_inf is None else first.found_inf
         return StepAnswer(skipped, first.norm if measures else answer.norm)
-
-
-class _Calls:
-    """The calls of the plan for one step, and the states that were created for it."""
-
-    __slots__ = ("_has_emptied_cache", "_options", "_plan", "_squares", "new", "rules", "work")
-
-    def __init__(self, plan: _C.Plan, work: Work, request: StepRequest) -> None:
-        self.work = work
-        self.rules: list[Rule] = []
-        self.new: list[tuple[int, int]] = []  # places of the states
-        self._plan = plan
-        self._has_emptied_cache = False
-        max_norm = _NO_CLIPPING if request.max_norm is None else request.max_norm
-        self._options = (request.looks_for_inf, max_norm, request.write_grads)
-        self._squares = request.squares
-
-    def run(self, scalars: dict[int, Scalars], phase: _Phase) -> _Done:
-        """Call the plan until nothing that could be had is missing."""
-        work = self.work
-        while True:
-            try:
-                what, value = self._plan.step(
-                    work.params,
-                    self.rules,
-                    work.optimizer.state,
-                    self.new or None,
-                    scalars,
-                    *self._options,
-                    phase,
-                    self._squares,
-                )
-            except _C.TensorError as error:
-                raise _C.TensorError(*work.place(*error.args[:2]), *error.args[2:]) from None
-            if what == "done":
-                done: _Done = value
-                return done
-            if what == "missing":
-                self._create_states(value)
-            elif what == "memory":
-                self._empty_cache(value)
-            elif what == "devices":
-                raise _DevicesChangedError(tuple(value))
-            else:
-                raise StaleSquaresError
-
-    def _create_states(self, missing: list[tuple[int, int]]) -> None:
-        """Create states that were found missing; an error for those that still are."""
-        work, optimizer = self.work, self.work.optimizer
-        if not work.creates_states:
-            raise MissingStateError
-        for which, index in missing:
-            keys = self.rules[which].state_keys
-            if (which, index) in self.new:  # it is there, but None
-                state = optimizer.state[work.params[which][index]]
-                key = next(key for key in keys if state.get(key) is None)
-                place = work.place(which, index)
-                raise _C.TensorError(*place, f"state '{key}'", "value", "is None")
-        for which, index in missing:
-            optimizer._refuse_half_state(*work.place(which, index), self.rules[which].state_keys)
-        self.new = sorted([*self.new, *missing])  # the first may have been dropped meanwhile
-        with torch.no_grad():
-            for which, index in missing:
-                group = optimizer.param_groups[work.place(which, index)[0]]
-                optimizer._new_state(group, work.params[which][index])
-
-    def _empty_cache(self, reason: str) -> None:
-        """Have torch give back device memory that nobody uses, once."""
-        if self._has_emptied_cache or is_capturing():
-            raise torch.OutOfMemoryError(f"{reason}; {self.work.unchanged}")
-        self._has_emptied_cache = True
-        torch.cuda.empty_cache()
-
-    def are_new_states_void(self, skipped: bool | Tensor) -> bool:
-        """Whether the step was skipped, so that new states have to go; may wait for a device.
-
-        It waits only where zeros and no state give different next steps.
-        """
-        if not isinstance(skipped, Tensor):
-            return skipped
-        groups = self.work.optimizer.param_groups
-        places = (self.work.place(which, index) for which, index in self.new)
-        differ = any(self.work.optimizer._zeros_differ(groups[group]) for group, _ in places)
-        return differ and bool(skipped.item() != 0.0)
-
-    def drop_new_states(self) -> None:
-        """Undo the creation where zeros and no state give different next steps."""
-        for which, index in self.new:
-            self.work.optimizer._drop_new_state(self.work.params[which][index])

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _C
 from ..optim.base import FusedOptimizer
+from ..optim.checks import check_limit
 
 __all__ = ["Clip", "Clipping", "Measured", "check_clipping"]
 
@@ -60,7 +61,7 @@ class Clipping:
 
 
 def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
-    """Raise where gradients would have to wait for the step, and no approximation is chosen."""
+    """Raise where gradients would have to wait for the step, and for a limit that is none."""
     if optimizer.norm_in_backward:
         raise ValueError(
             "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
@@ -72,3 +73,4 @@ def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
             'does not have. Set it to None, or pass clip="per_parameter" (each gradient by its own '
             'norm) or clip="lagged" (all by the norm of the step before)'
         )
+    check_limit("max_grad_norm", optimizer.max_grad_norm)

@@ -116,7 +116,8 @@ class Release:
     def _new_place(self, param: Tensor) -> _Place:
         """Hook a parameter; its place is not known yet."""
         hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
-        plain = self._clipping.way is None and self._moments is None and self._reduced is None
+        hook.clips = self._clipping.way == "per_parameter"
+        plain = self._clipping.way != "lagged" and self._moments is None and self._reduced is None
         hook.plain = plain and _MODE_DEPTH != 0
         place = _Place(hook)
         self._places.add(param, place, hook)
@@ -302,12 +303,7 @@ def _step(
     if is_watched():
         _step_by_torch(optimizer, place, param, request)
     else:
-        work = Work(
-            optimizer,
-            [[param]],
-            lambda: [rule],
-            [place.hook.group],
-            wants_norm=False,
-            unchanged="the parameter was not updated",
-        )
+        groups, rules = [place.hook.group], [rule]
+        unchanged = "the parameter was not updated"
+        work = Work(optimizer, [[param]], lambda: rules, groups, True, False, unchanged)
         place.stepper.step(work, request)
