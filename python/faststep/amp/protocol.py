@@ -1,6 +1,6 @@
-"""What a scaler and an optimizer that skips and unscales by itself tell each other.
+"""The attributes through which a scaler tells an optimizer to unscale and skip by itself.
 
-The scaler sets attributes for the time of one step: `grad_scale`, the 0-d float32 scale that is
+The scaler sets them for the time of one step: `grad_scale`, the 0-d float32 scale that is
 still in the gradients (None where they are unscaled), and `found_inf`, 0-d float32, not 0 where
 the step must be skipped. This is torch's protocol for its fused optimizers. faststep's optimizers
 know one more, `_asked`: a `ScalerRequest` says whether the step itself looks for overflows and
@@ -64,8 +64,8 @@ def any_found(found: Iterable[Tensor], device: torch.device) -> Tensor:
 def lent_attributes(optimizer: Optimizer, values: dict[str, Any]) -> Iterator[None]:
     """Set attributes for one step.
 
-    All are gone afterwards, as with torch's scaler; if the step raises, what was there before
-    (a `grad_scale` of the user) is put back, so that the step can be tried again.
+    After the step they are deleted, as by torch's scaler. If the step raises, the earlier values
+    (a `grad_scale` of the user) are restored, so that the step can be tried again.
     """
     before = {name: value for name, value in vars(optimizer).items() if name in values}
     for name, value in values.items():

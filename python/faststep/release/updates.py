@@ -124,7 +124,7 @@ class Release:
         return place
 
     def hooked(self, param: Tensor) -> None:
-        """Called by the hook of a parameter that cannot repeat its last step as it was."""
+        """Called by the hook of a parameter whose step C cannot do alone."""
         place = self._places.of(param)
         if place is None:
             return
