@@ -116,9 +116,10 @@ class ClippedOptimizer(torch.optim.Optimizer):
     def norm_fallbacks(self) -> dict[str, int]:
         """How many steps measured gradients although `norm_in_backward` is set, by reason.
 
-        "changed": a gradient after its hook; "unmeasured": it had no hook yet, or was set by hand;
-        "scale": the loss scale or divisor differs from that of the step before; "distributed":
-        there are several ranks; "device": parameters on CUDA.
+        "changed": a gradient was written or replaced after its hook. "unmeasured": it had no hook
+        yet, or was set by hand. "scale": the loss scale is not that of the step before, or the
+        divisor of an accumulation window became known after the last backward. "distributed": there
+        are several ranks, and no model was given. "device": parameters are on CUDA.
         """
         return {} if self._backward_norm is None else dict(self._backward_norm.fallbacks)
 
