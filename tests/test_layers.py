@@ -1,4 +1,4 @@
-"""The layers of the tree: what a folder may include, import, call or name.
+"""The layers of the tree: what a folder may include, import, call or name; and its sizes.
 
 python/faststep -> csrc/py -> csrc/core -> csrc/cpu, csrc/gpu, csrc/io -> csrc/rules -> csrc/base
 
@@ -458,3 +458,82 @@ def test_a_circle_of_calls_is_caught(tmp_path: Path) -> None:
     assert circles_of_calls(tmp_path) == []
     (inside / "b.c").write_text("int fst_b(int x,\n          int y)\n{\n    return fst_d();\n}\n")
     assert len(circles_of_calls(tmp_path)) == 3
+
+
+# As CONTRIBUTING.md has them under "Sizes".
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 350, 60
+MAY_BE_LONGER = {
+    "python/faststep/_C.pyi": "an extension module has one stub",
+    "python/faststep/release/__init__.py: release_gradients": "58 lines are its docstring",
+}
+
+
+def c_functions(code: str) -> list[tuple[str, int]]:
+    """The first line of each function, and how many lines it has."""
+    found = []
+    lines = code.split("\n")
+    for brace in (i for i, line in enumerate(lines) if line == "{"):
+        first = brace - 1
+        while lines[first].startswith((" ", "\t")):
+            first -= 1
+        found.append((lines[first], lines.index("}", brace) - first + 1))
+    return found
+
+
+def too_long(root: Path) -> set[str]:
+    """The modules and functions that are longer than they may be."""
+    found = set()
+    tops = ("python/faststep/**/*.py*", "csrc/**/*.*", "cuda/**/*.*")
+    for path in sorted(path for top in tops for path in root.glob(top)):
+        if path.suffix not in (".py", ".pyi", ".c", ".h", ".cu", ".def"):
+            continue
+        text, name = path.read_text(), path.relative_to(root).as_posix()
+        if text.count("\n") > MOST_LINES:
+            found.add(name)
+        if path.suffix not in (".py", ".pyi"):
+            functions = c_functions(text)
+        else:
+            functions = [
+                (node.name, (node.end_lineno or 0) - node.lineno + 1)
+                for node in ast.walk(ast.parse(text))
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+        found |= {f"{name}: {f}" for f, lines in functions if lines > MOST_LINES_OF_A_FUNCTION}
+    return found
+
+
+def test_modules_and_functions_are_short() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text().split("\n## Sizes\n")[1].split("\n## ")[0]
+    assert f"at most {MOST_LINES} lines" in page
+    assert f"at most {MOST_LINES_OF_A_FUNCTION}" in page
+    assert all(f"`{name.split(': ')[-1]}`" in page for name in MAY_BE_LONGER)
+    code = "\n".join(path.read_text() for path in ROOT.glob("csrc/**/*.c"))
+    assert len(c_functions(code)) > 500
+    assert too_long(ROOT) == MAY_BE_LONGER.keys()
+
+
+@pytest.mark.parametrize(
+    ("place", "text", "complaint"),
+    [
+        ("csrc/cpu/x.c", "/* a */\n" * 351, "csrc/cpu/x.c"),
+        ("python/faststep/_C.pyi", "x: int\n" * 351, "python/faststep/_C.pyi"),
+        ("python/faststep/x.py", "class A:\n    def f(self):\n" + "        pass\n" * 59, None),
+        (
+            "python/faststep/x.py",
+            "class A:\n    def f(self):\n" + "        pass\n" * 60,
+            "python/faststep/x.py: f",
+        ),
+        (
+            "cuda/x.cu",
+            "int f(int a,\n      int b)\n{\n" + "    a++;\n" * 57 + "}\n",
+            "cuda/x.cu: int f(int a,",
+        ),
+        ("cuda/x.cu", "int f(int a,\n      int b)\n{\n" + "    a++;\n" * 56 + "}\n", None),
+    ],
+)
+def test_what_is_too_long_is_caught(
+    tmp_path: Path, place: str, text: str, complaint: str | None
+) -> None:
+    (tmp_path / place).parent.mkdir(parents=True)
+    (tmp_path / place).write_text(text)
+    assert too_long(tmp_path) == ({complaint} if complaint else set())

@@ -13,7 +13,7 @@ enum { FST_STREAM_BYTES = 1 << 23 };
 #ifdef __SSE2__
 #include <emmintrin.h>
 
-/* Copies past the caches. fst_stream_end() must be called before another thread may read. */
+/* Copies with non-temporal stores. Call fst_stream_end() before another thread may read. */
 static inline void fst_stream_copy(char *restrict to, const char *restrict from, size_t bytes)
 {
     enum { LINE = 64, AHEAD = 16 * LINE };

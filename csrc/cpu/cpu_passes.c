@@ -2,7 +2,7 @@
 
 #include "cpu/job.h"
 
-/* Sums of this many elements and more are started past the caches. */
+/* The first term of a sum of this many elements or more is written with non-temporal stores. */
 enum { STREAM_FROM = 1 << 19 };
 
 static void reduce_chunk(const fst_job *job, size_t index)

@@ -16,11 +16,11 @@ typedef struct {
     const fst_image_sample *samples;
     fst_image_scratch scratch;
     reader own, other;
-    int streams; /* past the caches: the output is larger than they are */
+    int streams; /* with non-temporal stores: the output is larger than the caches */
 } worker;
 
-/* Whether to write past the caches: the output has contiguous rows, and its first rows would
- * leave the caches before its last rows are written. */
+/* Whether to write with non-temporal stores: the output has contiguous rows, and its first rows
+ * would leave the caches before its last rows are written. */
 static int is_streamed(const fst_image_batch *b)
 {
     const size_t elements = (size_t)b->count * (size_t)b->channels * (size_t)b->height;

@@ -12,8 +12,8 @@
 typedef enum {
     FST_SUM_ADD,
     FST_SUM_START,  /* the sum is overwritten, not read */
-    FST_SUM_STREAM, /* the same, past the caches: for a large sum, which they would not hold until
-                       it is read again */
+    FST_SUM_STREAM, /* the same with non-temporal stores: for a large sum, which the caches would
+                       not hold until it is read again */
 } fst_sum_kind;
 
 /* The loops over elements [begin, begin + count) of a span, whose first operand is `op`. Factors

@@ -1,5 +1,5 @@
 /* The CPU's kernels, compiled once per instruction set (-DFST_ISA=avx2 -mavx2 and so on). The
- * compiler vectorises; only stores past the caches use intrinsics. A test checks that every loop
+ * compiler vectorises; only non-temporal stores use intrinsics. A test checks that every loop
  * named fst_loop_* has packed instructions. */
 #include "base/stream.h"
 #include "cpu/isa.h"

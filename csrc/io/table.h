@@ -85,8 +85,8 @@ size_t fst_table_row_bytes(const fst_table *table);
  * or -1 if there is no such sample. */
 int fst_table_find(const fst_table *table, int64_t index, fst_place *place);
 
-/* Copies the samples places[begin..end) to the same rows of the fields' outputs; past the caches
- * with `stream`. */
+/* Copies the samples places[begin..end) to the same rows of the fields' outputs; with
+ * `stream` by non-temporal stores. */
 void fst_table_copy(const fst_table *table, const fst_place *places, size_t begin, size_t end,
                     char *const *outputs, int stream);
 

@@ -8,10 +8,10 @@ The four functions have the names, arguments, results and errors of torch.nn.uti
   the clip coefficient and the check for a finite norm use the unrounded value.
 * Gradients are written only where the coefficient changes them.
 * After `unscale_` of faststep's GradScaler, large fp32 and fp64 gradients take one pass instead of
-  two. It scales by the norm that `unscale_` measured, and measures again chunk by chunk. If
-  gradients were written in between, the norm and the coefficient are those of the new values. If
-  only some were, by writes that move no version counter (through `.data`), the others may be
-  rounded twice. Gradients that share a version counter, as views of one buffer do, take two passes.
+  two. It scales by the norm from `unscale_`, and checks each chunk's sum of squares on the way. If
+  a sum differs, the gradient was written in between: the norm is computed again, and a second pass
+  corrects the gradients. Those that were not written may then be rounded twice. Gradients that
+  share a version counter, as views of one buffer do, take two passes.
 * CUDA gradients take one launch to measure and one to scale, which reads the norm on the device;
   nothing waits for the device unless `error_if_nonfinite` is set, as in torch.
 

@@ -63,7 +63,7 @@ def test_the_bits_of_torchs_add() -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("count", [40000, (1 << 19) + 5], ids=["in the caches", "past them"])
+@pytest.mark.parametrize("count", [40000, (1 << 19) + 5], ids=["cached", "non-temporal"])
 @pytest.mark.parametrize("start", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_two_terms_at_a_time(dtype: torch.dtype, start: bool, count: int) -> None:

@@ -150,7 +150,7 @@ def test_a_tensor_that_becomes_another_kind_is_left_to_torch() -> None:
     seen = 0
     for number, (batch, indices) in enumerate(DataLoader(TensorDataset(x, torch.arange(ROWS)), 64)):
         if number == 3:
-            x.data = x.double().t().contiguous().t()  # rows that are not packed
+            x.data = x.double().t().contiguous().t()  # rows that are not contiguous
         seen += batch.dtype == torch.float64
         assert wrong_rows(batch, indices) == 0
     assert seen >= ROWS // 64 - 3 - AHEAD - 1

@@ -45,7 +45,7 @@ OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "in a subset": (Subset(Plain(), [1]), {}, "dataset.dataset is a Plain"),
     "subclass": (Odd(torch.ones(3)), {}, "dataset is a Odd"),
     "gradient": (TensorDataset(torch.ones(3, requires_grad=True)), {}, "requires a gradient"),
-    "strides": (TensorDataset(torch.ones(5, 3, 4).transpose(1, 2)), {}, "not packed"),
+    "strides": (TensorDataset(torch.ones(5, 3, 4).transpose(1, 2)), {}, "not contiguous"),
     "bits": (TensorDataset(torch.zeros(4, 2).byte().view(torch.bits8)), {}, "of the type bits8"),
     "parts of bytes": (TensorDataset(torch.zeros(4, 2).byte().view(torch.int4)), {}, "type int4"),
     "no tensors": (without_tensors(), {"sampler": [0]}, "tensors is empty"),

@@ -108,7 +108,7 @@ def test_antialias_is_torchvisions(size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 def test_large_batches(dtype: torch.dtype, memory_format: torch.memory_format) -> None:
-    """They are written past the caches, from lines that begin anywhere."""
+    """They are written with non-temporal stores, from lines that begin anywhere."""
     compose = T.Compose([T.CenterCrop((99, 171)), NORMALIZE, T.ToFloat(dtype, memory_format)])
     x = images(2, 3, 120, 180).repeat(84, 1, 1, 1)
     x[:, 0, 60] = torch.arange(len(x), dtype=torch.uint8)[:, None]

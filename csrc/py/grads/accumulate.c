@@ -1,5 +1,5 @@
-/* accumulate(sums, terms, factor, start, more) adds one or two tensors each to tensors of other
- * dtypes in one pass. device_accumulate does the same on a CUDA device in one launch. */
+/* accumulate(sums, terms, factor, start, more) adds to each sum one or two terms of any dtype, in
+ * one pass. device_accumulate does the same on a CUDA device in one launch. */
 #include "core/layout.h"
 #include "core/passes.h"
 #include "gpu/launch.h"

@@ -1,3 +1,4 @@
+/* The sums of squares that the last unscale_ measured, for a clip_grad_norm_ that follows. */
 #include "py/grads/unscaled.h"
 
 #include "py/torch/quiet.h"

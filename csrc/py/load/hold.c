@@ -3,7 +3,7 @@
  * A reference to a tensor or its storage does not do that: torch moves a storage in place
  * (share_memory_, pickling for a worker, resize_) and frees the old memory. The storage's record
  * names an owner and a function that frees it. A hold replaces both and counts its users. The
- * memory returns to the owner when the storage and all readers have dropped the hold. */
+ * memory goes back to its owner when the storage and all readers have dropped the hold. */
 #include "py/load/gather.h"
 
 #include <stdatomic.h>

@@ -1,5 +1,6 @@
 /* The type faststep._C.ReleaseHook: a hook that updates a parameter in backward and frees its
- * gradient. It calls Python unless the step is like the one before. */
+ * gradient. It calls Python unless the step is like the one before. The first gradient of each
+ * group in a step calls Python too, which makes the group's rule. */
 #include "py/step/step_plan.h"
 
 #include <math.h>

@@ -1,3 +1,4 @@
+/* Arrays that double when they are full. */
 #include "py/torch/arrays.h"
 
 int fst_array_double(void *array, size_t *capacity, size_t size)

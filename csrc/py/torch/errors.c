@@ -1,3 +1,4 @@
+/* Errors as values, and as Python exceptions. */
 #include "py/torch/errors.h"
 
 #include <stdarg.h>

@@ -1,3 +1,4 @@
+/* Sections of C in which no Python code runs. */
 #include "py/torch/quiet.h"
 
 void fst_quiet_begin(fst_tensors *tensors)

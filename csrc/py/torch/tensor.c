@@ -1,3 +1,4 @@
+/* Reads torch tensors through DLPack's C exchange API, without libtorch. */
 #include "py/torch/tensor.h"
 
 #include <stdio.h>

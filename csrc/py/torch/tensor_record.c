@@ -1,3 +1,4 @@
+/* Tells by torch's record of a tensor that it has not changed, without calling torch. */
 #include "py/torch/tensor_record_read.h"
 
 void fst_record_init(fst_record_layout *layout)

@@ -256,10 +256,10 @@ class Accumulation:
     ) -> Accumulation:
         """Let an unchanged loop accumulate: see docs/accumulation.md.
 
-        From now on `optimizer.step` ends a micro-step, and takes a step at the end of each window
-        only; until then it returns None (the loss, if it was given a closure). So do
-        `scaler.step`, `scaler.unscale_`, `scaler.update`, `scheduler.step` and
-        `optimizer.zero_grad`. `remove()` undoes it.
+        From now on `optimizer.step`, `scaler.step` and `scaler.unscale_` end a micro-step. They act
+        at the end of each window only; until then they return None (`optimizer.step` the loss, if
+        it was given a closure). `scaler.update`, `scheduler.step` and `optimizer.zero_grad` do
+        nothing inside a window. `remove()` undoes it.
 
         Args:
             scaler: the GradScaler of the loop, if it has one.

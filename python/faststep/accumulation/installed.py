@@ -26,10 +26,12 @@ _Method = Callable[..., Any]
 
 
 class Installed:
-    """The replaced methods. Each does nothing inside a window, and calls the original at its end.
+    """The replaced methods. They call the originals at the end of a window.
 
-    A micro-step ends with the first call of `scaler.unscale_`, `scaler.step` or `optimizer.step`
-    after a backward pass. The same calls for further optimizers belong to that micro-step.
+    Inside a window they do not call them: `step` and `unscale_` end the micro-step, and the others
+    do nothing. A micro-step ends with the first call of `scaler.unscale_`, `scaler.step` or
+    `optimizer.step` after a backward pass. The same calls for further optimizers belong to that
+    micro-step.
     """
 
     def __init__(

@@ -19,9 +19,10 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
 class _Sum:
-    """The sum of one parameter.
+    """The sum of one parameter, in a buffer.
 
-    `.grad` is the buffer after a gradient was added to it; in pairs, only at the window's end.
+    After an addition the buffer is `.grad`, until the next micro-step begins. In pairs it is
+    `.grad` only at the window's end.
     """
 
     def __init__(self, param: Tensor, name: str) -> None:
@@ -42,8 +43,8 @@ class Sums:
     autograd hands over the next gradient without adding it. Where the buffer stays in `.grad`, or a
     backward reaches a parameter twice (reentrant checkpointing), autograd adds into the buffer.
 
-    In pairs, the hook holds every other gradient of a parameter and adds it together with the next
-    one, in one pass. `.grad` is None until the last micro-step of the window.
+    In pairs, the hook keeps every other gradient of a parameter. The next one is added together
+    with it, in one pass. `.grad` is None until the last micro-step of the window.
     """
 
     def __init__(self, in_pairs: bool = False) -> None:
@@ -93,7 +94,11 @@ class Sums:
             self._show(mine, param, not hold)
 
     def _taken(self, mine: _Sum, param: Tensor, hold: bool) -> Addition | None:
-        """Hold `.grad` if wanted and none is held; else return the addition that takes it in."""
+        """Keep the gradient for the next one, or return the addition to run; None if there is none.
+
+        Args:
+            hold: keep the gradient, if none is kept already.
+        """
         grad = param.grad
         if grad is not None and grad is mine.buffer:
             mine.generation = self._generation

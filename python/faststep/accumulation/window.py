@@ -229,7 +229,7 @@ class Window:
     # ---- between windows
 
     def check_whole(self) -> None:
-        """Raise if the last micro-step raised."""
+        """Raise until `reset()` if the last micro-step failed."""
         if self.broken:
             raise RuntimeError(
                 "the last micro-step raised, and its gradients may be half added: call "
@@ -306,7 +306,7 @@ class Window:
         division.check(optimizer)
 
     def repeat_divisions(self) -> None:
-        """Divide sums that a step has left in `.grad` again, in the next step or by clipping."""
+        """Register the divisions again, for optimizers whose last step left the sum in `.grad`."""
         for optimizer in self.optimizers:
             self.steps_taken.repeat_division(optimizer)
 

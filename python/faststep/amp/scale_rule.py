@@ -5,9 +5,9 @@ A step without overflow raises the growth tracker; at `growth_interval` the scal
 clears the growth tracker and, with hysteresis 1, multiplies the scale by `backoff_factor`. This is
 torch._amp_update_scale_.
 
-Hysteresis n tolerates n - 1 overflows between two growths: a tracker starts at n, each overflow
-takes one off, the scale backs off at each overflow that leaves the tracker at 0 or below, and only
-growth (the full interval without overflow) sets it back to n. This is DynamicGradScaler of
+Hysteresis n tolerates n - 1 overflows between two growths. The hysteresis tracker starts at n. Each
+overflow subtracts 1. If the tracker is then at 0 or below, the overflow reduces the scale. Growth
+(the full interval without overflow) resets the tracker to n. This is DynamicGradScaler of
 Megatron-LM (megatron/core/optimizer/grad_scaler.py).
 
 Each update ends with the scale clamped to [min_scale, max_scale].

@@ -1,1 +1,1 @@
-"""What happens to gradients between backward and the step: divided, measured, clipped, added."""
+"""What happens to gradients before the step: they are divided, measured and added."""

@@ -107,7 +107,7 @@ def divisor_of(optimizer: Optimizer) -> float | None:
 
 
 def settle(optimizer: Optimizer) -> Division | None:
-    """End the division that waits, if any, because it was made or dropped; returns it."""
+    """Remove the pending division, done or dropped, and return it; None if there is none."""
     division = _waiting.pop(optimizer)
     # While a scaler steps, the scaler removes the attribute.
     lent = vars(optimizer).get(_ATTRIBUTE)
@@ -117,10 +117,10 @@ def settle(optimizer: Optimizer) -> Division | None:
 
 
 def repeat(optimizer: Optimizer, made: Division | None) -> None:
-    """Let another step of the same gradients divide too, if the last step has left the sum.
+    """Register the division `made` again, if the last step left the sum in `.grad`.
 
-    faststep's steps that clip leave the sum in `.grad`; others write the quotient. The gradients
-    must be the same tensors, as those of a later backward may lie at the same addresses.
+    faststep's steps that clip leave the sum there; other steps write the quotient. The gradients
+    must be the same tensors, because those of a later backward may have the same addresses.
 
     Raises:
         RuntimeError: a GradScaler makes the step.

@@ -44,7 +44,7 @@ _REASONS = {
 
 
 class _Slot:
-    """Where in `_C.Squares` a parameter is measured: its place among all of the optimizer."""
+    """Where `_C.Squares` keeps the measurement: the parameter's index over all groups."""
 
     __slots__ = ("index",)
 
@@ -57,13 +57,14 @@ class BackwardNorm:
 
     def __init__(self, optimizer: OnDevices, model: DistributedDataParallel | None = None) -> None:
         self.fallbacks: Counter[str] = Counter()
-        self.wanted = True  # whether the next step measures, as the last one did
-        self.idle = False  # until the last micro-step of an accumulation window
+        self.wanted = True  # the next step is assumed to measure if the last one did
+        self.idle = False  # set before the last micro-step of an accumulation window
         self._squares = _C.Squares()
         self._slots: Hooked[_Slot] = Hooked()
-        self._scale_changed = False
-        self._loss_scale = self._divisor = 1.0  # of the last step; of the next step
-        self._warned: set[str] = set()
+        self._scale_changed = False  # whether the last step found another scale
+        self._loss_scale = 1.0  # of the last step
+        self._divisor = 1.0  # of the next step, as accumulation announces it
+        self._warned: set[str] = set()  # reasons
         self._moving: dict[int, int] = {}  # slot: the version that `.grad` will have
         self._reduced: Reduced | None = None
         if model is not None:
@@ -118,7 +119,7 @@ class BackwardNorm:
                 self._moving[slot] = grad._version + copied
 
     def ended(self, pairs: Pairs) -> None:
-        """The gradients measured in a bucket are in `.grad`: assign the measurements to those."""
+        """Record the `.grad` tensors as measured: the model has put the gradients there."""
         for param, _ in pairs:
             slot = self._slot_of(param)
             if slot is not None and (version := self._moving.pop(slot, None)) is not None:

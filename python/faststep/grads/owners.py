@@ -1,4 +1,4 @@
-"""Who handles an optimizer's gradients before its step, for those who ask by the optimizer."""
+"""Registry: which object handles an optimizer's gradients before the step."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ releasing: ByOptimizer[object] = ByOptimizer(weakly=True)
 
 
 def refuse_clipping(parameters: Iterable[Tensor]) -> None:
-    """Raise if one of these has been updated already when its gradient is to be clipped."""
+    """Raise if a parameter's gradient was already used in backward, by release_gradients."""
     if releasing.having(parameters):
         raise RuntimeError(
             "these gradients cannot be clipped: release_gradients() has used and freed them in "

@@ -41,12 +41,12 @@ def _listed(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 class FusedOptimizer(ClippedOptimizer):
-    """Mixin in front of a torch optimizer: steps all parameters of all groups in C.
+    """Base of all optimizers: steps all parameters of all groups in C.
 
-    A step is one C call; with parameters on several devices that clips or checks it is two, and
-    one more when states are missing.
+    Where torch has the class, this one stands before torch's in the bases. A step is one C call. It
+    is two calls if it clips or checks on several devices, and one more if states were missing.
 
-    A class gives `_rule_of` and, where states are created at the first step, `_new_state`.
+    A class has `_rule_of` and, if its rule has states, `_new_state`.
 
     Args (keyword-only, on top of the torch class):
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the step,
@@ -60,7 +60,7 @@ class FusedOptimizer(ClippedOptimizer):
 
     _number_of: ClassVar[dict[str, int]] = {name: row[0] for name, row in _C.rules().items()}
 
-    # Whether a state may have entries of others before the first of ours.
+    # Whether a state may have entries of other code before ours exist (SGD).
     _begins_in_parts: ClassVar[bool] = False
 
     # Class attributes stand in where pickle and deepcopy restore an optimizer without __init__.
@@ -112,13 +112,16 @@ class FusedOptimizer(ClippedOptimizer):
         return Zeros()
 
     def _drop_new_state(self, param: Tensor) -> None:
-        """Undo `_new_state` if the step did not happen, where zeros differ from no state."""
+        """Undo `_new_state` after a step that did not happen, if zeros are not as good as none."""
 
     def _check_capture(self) -> None:
         """Raise torch's error for a step that must not be captured into a CUDA graph."""
 
     def _zeros_differ(self, group: dict[str, Any]) -> bool:
-        """Whether a new state of zeros and no state give different next steps."""
+        """Whether a state of zeros makes the next step differ from a missing state.
+
+        It does in SGD with dampening.
+        """
         return False
 
     @property
@@ -222,7 +225,7 @@ class FusedOptimizer(ClippedOptimizer):
         return StepRequest(grad_scale, found_inf, self._asked.looks_for_inf, max_norm, write_grads)
 
     def _check_clipping(self, max_norm: float) -> None:
-        """Raise for a norm that nothing can be clipped to, or that would be that of a part."""
+        """ValueError for a negative or NaN limit, RuntimeError for a shard of the parameters."""
         check_limit("max_grad_norm", max_norm)
         if not self._norm_is_whole:
             refuse_shards(self)

@@ -1,8 +1,8 @@
-"""The step by torch's operators, for those who watch operators and for tensors without memory.
+"""The step by torch's operators, for TorchDispatchModes and for tensors without memory.
 
-A TorchDispatchMode (FakeTensorMode, a counter of operations) sees operators only, and a tensor on
-"meta", of FakeTensor or of mkldnn has no memory that C could work on. torch's own loop then makes
-the update, with what a step of ours does around it: unscaling, the check for overflow, clipping.
+A TorchDispatchMode (FakeTensorMode, a counter of operations) sees operators only. Tensors on
+"meta", FakeTensors and mkldnn tensors have no memory that C could work on. torch's operators then
+unscale the gradients, check them for overflow and clip them, and torch's class makes the update.
 """
 
 from __future__ import annotations

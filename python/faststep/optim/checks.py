@@ -17,7 +17,7 @@ _OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "norm_in_backward")
 
 
 def check_limit(name: str, value: float | None) -> None:
-    """Raise for a norm that nothing can be clipped to; None is no limit."""
+    """Raise ValueError for a negative or NaN limit; None is no limit."""
     if value is not None and not value >= 0.0:
         raise ValueError(f"Invalid {name} value: {value}")
 

@@ -93,13 +93,13 @@ class ClippedOptimizer(torch.optim.Optimizer):
         which is why this must be asked for. Clip by `max_grad_norm` then, not by hand.
 
         With several ranks (torch.distributed) gradients may be reduced after their hooks, and every
-        step measures itself. Under DistributedDataParallel set the model instead of True: its
-        communication hook then measures each bucket as soon as it is reduced, and takes the place
-        of the model's own reduction, with the same bits, for good. A copy of the optimizer has
-        True. TypeError for a model that has such a hook already, or with `find_unused_parameters`
-        or `static_graph`.
+        step measures itself. Under DistributedDataParallel set the model instead of True. A
+        communication hook then measures each bucket as soon as it is reduced. It replaces the
+        model's own reduction, with the same bits, and cannot be removed. A copied optimizer gets
+        True instead of the model. TypeError for a model that has such a hook already, or with
+        `find_unused_parameters` or `static_graph`.
 
-        A step whose scale differs from that of the step before measures itself as well.
+        A step with another scale than the step before runs its own measuring pass.
         """
         return self._norm_in_backward
 
@@ -116,9 +116,10 @@ class ClippedOptimizer(torch.optim.Optimizer):
     def norm_fallbacks(self) -> dict[str, int]:
         """How many steps measured gradients although `norm_in_backward` is set, by reason.
 
-        "changed": a gradient after its hook; "unmeasured": it had no hook yet, or was set by hand;
-        "scale": the loss scale or divisor differs from that of the step before; "distributed":
-        there are several ranks; "device": parameters on CUDA.
+        "changed": a gradient was written or replaced after its hook. "unmeasured": it had no hook
+        yet, or was set by hand. "scale": the loss scale is not that of the step before, or the
+        divisor of an accumulation window became known after the last backward. "distributed": there
+        are several ranks, and no model was given. "device": parameters are on CUDA.
         """
         return {} if self._backward_norm is None else dict(self._backward_norm.fallbacks)
 

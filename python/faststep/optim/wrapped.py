@@ -1,4 +1,4 @@
-"""Optimizers that frameworks wrap: hooks belong on the one inside, whose step is called."""
+"""Takes the optimizer out of a framework's wrapper, because hooks must sit on it."""
 
 from __future__ import annotations
 

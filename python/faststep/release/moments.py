@@ -25,7 +25,7 @@ _KEYS = ("exp_avg", "exp_avg_sq")
 
 
 class Moments:
-    """Rules for the two halves of a step of Adam: with gradients, and without."""
+    """Adam in two rules: one adds a gradient to the moments, one updates parameters from them."""
 
     def __init__(self, optimizer: FusedOptimizer) -> None:
         if not isinstance(optimizer, (Adam, AdamW)):
@@ -39,7 +39,7 @@ class Moments:
             _check(group)
 
     def rule(self, adam: Rule, later: bool) -> Rule:
-        """The rule that adds a gradient; those after the first of a step come `later`: no decay."""
+        """The rule that adds a gradient. `later`: the moments have decayed already in this step."""
         _refuse_watched()
         _, beta1, beta2, *_ = adam.hyper
         keep = (1.0, 1.0) if later else (beta1, beta2)

@@ -11,7 +11,7 @@ __all__ = ["make_state"]
 
 
 def make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
-    """Make the state of a parameter, where zeros are the same as no state.
+    """Make the state of a parameter, unless a state of zeros would change the next step.
 
     States that are made in backward lie between gradients. The gaps that freed gradients leave
     there are too small for the next ones, so malloc keeps most of the memory that release saves.

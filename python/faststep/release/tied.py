@@ -4,8 +4,9 @@ autograd adds up the gradients of both uses. The embedding's comes last, when ev
 has been released. It is as large as the weight, but zero outside the rows of the batch's tokens.
 Together with the other gradient and the sum, three tensors of that size are alive at once. This
 module makes the embedding's gradient sparse, with those rows only. autograd adds it to the other
-gradient without a third tensor, with the same bits. If the embedding is the only use in a forward,
-its gradient is sparse until the parameter's hook makes it dense: a tensor hook must not.
+gradient without a third tensor, with the same bits. If a forward uses the weight in
+the embedding only, its gradient is sparse until the parameter's hook makes it dense. A tensor hook
+cannot do that, because it may not change the layout.
 """
 
 from __future__ import annotations

@@ -190,7 +190,7 @@ def _of_tensor(tensor: torch.Tensor, name: str) -> Column:
     elif tensor.dim() == 0:
         why = "has no rows"
     elif not is_packed(tuple(tensor.shape[1:]), tensor.stride()[1:], 1):
-        why = f"has rows that are not packed (strides {tensor.stride()})"
+        why = f"has rows that are not contiguous (strides {tensor.stride()})"
     elif not _fits_in_storage(tensor):
         why = "has a storage that is too small for it"
     if why:
@@ -222,7 +222,7 @@ def _of_numpy(numpy: Any, array: Array, name: str) -> Column:
     if array.ndim == 0:
         raise NotArrays(f"{name} has no rows")
     if not is_packed(array.shape[1:], array.strides[1:], array.itemsize):
-        raise NotArrays(f"{name} has rows that are not packed (strides {array.strides})")
+        raise NotArrays(f"{name} has rows that are not contiguous (strides {array.strides})")
     prototype = torch.from_numpy(numpy.empty((0, *array.shape[1:]), array.dtype))
     base, mapped = array, False
     while base is not None and not mapped:

@@ -27,9 +27,9 @@ SLOTS_KEPT = 3  # the batch that is made, the one in use, and one that autograd 
 class Compose:
     """Transforms of a batch of images, folded into one description and done in one pass.
 
-    What becomes of each sample is drawn first, O(N) numbers; then every pixel is read once and
-    written once, on torch's threads, into memory that is used again when no tensor needs it.
-    The same numbers come out for any number of threads and any instruction set, and on CUDA.
+    The random numbers of all samples are drawn first. Then one pass makes the result, without an
+    image in between, on torch's threads. Its memory is used again when no tensor needs it. The
+    result is the same for any number of threads and any instruction set, and on CUDA.
 
     Args:
         transforms: in the order in which they apply. Geometry (crops, flips, one resize) in any
