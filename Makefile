@@ -59,7 +59,7 @@ build: $(BIN)/.installed-test ## install for development, and compile what has c
 demo: build ## train a small GPT twice, plain torch and faststep; plot in build/demo.png
 	$(BIN)/python -m faststep demo $(DEMO)
 
-test: tests levels ## run all tests, and those of the loops on each instruction set of this CPU
+test: tests levels ## run all tests, then those of the CPU loops over elements again, on each lower instruction set
 
 tests: build ## run all tests on the best instruction set only; ARGS are options of pytest
 	$(BIN)/python -m pytest -q $(ARGS)
