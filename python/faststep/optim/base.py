@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import _C
 from .._devices import HOST, HOST_ONLY, on_device
 from .._torch.compiler import disable_dynamo
+from .._torch.dtensor import learn_dtensors
 from .._torch.modes import is_watched
 from .._torch.optim import has_global_step_hooks
 from .._torch.tensors import has_no_memory
@@ -230,6 +231,7 @@ class FusedOptimizer(ClippedOptimizer):
 
     def _step_by_plan(self, request: StepRequest) -> StepAnswer:
         """The step in C."""
+        learn_dtensors()
         params = [_listed(group["params"]) for group in self.param_groups]
         work = Work(self, params, self._rules)
         if self._stepper is None:

@@ -8,6 +8,7 @@ together, and another call applies the update with them.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from enum import IntEnum
@@ -19,6 +20,8 @@ from torch import Tensor
 from .. import _C
 from .._devices import HOST, HOST_ONLY, Scalars, agree, devices_of, new_scalar, on_device
 from .._torch.optim import increment_version, is_capturing
+from ..grads.shards import LayoutError, align, wait_for
+from .checks import refuse_parts
 from .request import Rule, StepAnswer, StepRequest
 
 if TYPE_CHECKING:
@@ -105,6 +108,8 @@ class Stepper:
         """
         if not self.devices:
             self.find_devices(work)
+        if request.measures:
+            refuse_parts(work.optimizer)
         calls = _Calls(self._plan, work, request)
         measures = request.measures
         try:
@@ -221,12 +226,18 @@ class _Calls:
                     self._squares,
                 )
             except _C.TensorError as error:
-                raise _C.TensorError(*work.place(*error.args[:2]), *error.args[2:]) from None
+                which, index, role = error.args[:3]
+                grad = work.params[which][index].grad if role == "gradient" else None
+                if grad is not None and wait_for(grad):
+                    continue
+                raise _C.TensorError(*work.place(which, index), *error.args[2:]) from None
             if what == "done":
                 done: _Done = value
                 return done
             if what == "missing":
                 self._create_states(value)
+            elif what == "layouts":
+                self._align_grads(value)
             elif what == "memory":
                 self._empty_cache(value)
             elif what == "devices":
@@ -253,6 +264,18 @@ class _Calls:
             for which, index in missing:
                 group = optimizer.param_groups[work.place(which, index)[0]]
                 optimizer._new_state(group, work.params[which][index])
+
+    def _align_grads(self, places: list[tuple[int, int]]) -> None:
+        """Divide gradients among the ranks as their parameters are."""
+        work = self.work
+        first = [0, *itertools.accumulate(map(len, work.params))]
+        for which, index in places:
+            try:
+                specs = align(work.params[which][index])
+            except LayoutError as error:
+                raise _C.TensorError(*work.place(which, index), *error.args) from None
+            if specs is not None:
+                self._plan.settle(first[which] + index, *specs)
 
     def _empty_cache(self, reason: str) -> None:
         """Have torch give back device memory that nobody uses, once."""
