@@ -66,6 +66,8 @@ class Plan:
             parameter's device.
             ("layouts", [(group, index), ...]): the parameter is a DTensor, and settle() was not
             told that its gradient is divided in the same way.
+            ("divided", None): a parameter is a DTensor, and a norm or an overflow of this rank's
+            part is not that of all: measure and apply in two calls.
             ("devices", [...]): the devices with gradients; `scalars` lacks one of them.
             ("squares", None): `squares` does not fit the gradients.
             ("memory", text): a device has too little memory for its tables.

@@ -51,7 +51,7 @@ def locals_of(tensors: Iterable[Any]) -> list[Tensor]:
 
 @torch.no_grad()
 def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 class Twins:
@@ -89,7 +89,7 @@ class Twins:
 def _caught(work: Callable[..., None], rank: int, world: int, *args: Any) -> str:
     try:
         work(rank, world, *args)
-    except Exception:
+    except BaseException:  # pytest's own are not of Exception
         return traceback.format_exc()
     return ""
 

@@ -187,6 +187,7 @@ static int bind_group(fst_binding *at, PyObject *params)
         tensors->ran_python = 0;
         if (!fst_tensor_is_plain(tensors, object))
             self->traceable = 0; /* only tensors have records */
+        self->has_dtensors |= fst_tensor_is_dtensor(tensors, object);
         if (grad == Py_None)
             fst_trace_idle(&at->module->records, self, at->param_count, object);
         else if (bind_settled(at, object, grad))
@@ -248,6 +249,7 @@ static PyObject *bind_all(fst_binding at, PyObject *param_lists)
     fst_trace_forget(self); /* a failed bind leaves nothing bound */
     fst_step_unbind(self);
     self->bindings++;
+    self->has_dtensors = 0;
     self->total = self->written_total = 0;
     for (size_t i = 0; i < self->part_count; i++)
         fst_plan_begin(&self->parts[i].plan);

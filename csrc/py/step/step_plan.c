@@ -115,6 +115,11 @@ static PyObject *error_text(void)
     return text;
 }
 
+static int measures(const fst_step_options *options)
+{
+    return options->measure_found_inf || !isnan(options->max_norm);
+}
+
 /* Binds unless the step is like the one before, and runs if nothing is missing. */
 static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
@@ -135,6 +140,8 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
             return answer("missing", missing);
         Py_DECREF(missing);
     }
+    if (options->phase == FST_STEP_WHOLE && measures(options) && self->has_dtensors)
+        return answer("divided", Py_NewRef(Py_None));
     PyObject *devices = list_devices(self, options->scalars, &known);
     if (!devices || !known)
         return answer("devices", devices);

@@ -83,6 +83,7 @@ typedef struct {
     int64_t total;         /* elements of the last step that the host worked on */
     int64_t written_total; /* elements of its parameters on all devices */
     int busy;
+    int has_dtensors; /* one of the parameters that are bound is a DTensor */
     int is_long; /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
     /* The trace: tells whether the next step is like this one, so that what is bound stays
      * valid. */

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ import torch
 from .. import _C
 
 __all__ = [
+    "any_dtensor",
+    "devices_of_group",
     "full_tensor",
     "is_dtensor",
     "learn_dtensors",
     "like_dtensor",
     "local_of",
+    "replicate",
+    "replicated",
     "set_local",
     "spec_of",
 ]
@@ -47,6 +52,12 @@ def learn_dtensors() -> None:
 def is_dtensor(tensor: object) -> bool:
     """Whether this is a DTensor; not for those of a subclass, which may mean anything."""
     return type(tensor) is _known
+
+
+def any_dtensor(tensors: Iterable[object]) -> bool:
+    """Whether one of these is a DTensor."""
+    learn_dtensors()
+    return _known is not None and _known in map(type, tensors)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -81,3 +92,23 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     divided: Any = tensor
     whole: torch.Tensor = divided.full_tensor()
     return whole
+
+
+def replicate() -> Any:
+    """The placement of what all ranks have."""
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def replicated(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that all ranks have, as a DTensor on the mesh of another one."""
+    mesh = spec_of(like).mesh
+    made: torch.Tensor = _known.from_local(tensor, mesh, [replicate()] * mesh.ndim)
+    return made
+
+
+def devices_of_group(group: Any) -> list[str]:
+    """The types of devices whose tensors a process group sends, "cpu" first."""
+    names = sorted(device.type for device in group._device_types)
+    return sorted(names, key=lambda name: name != "cpu")

@@ -7,17 +7,24 @@ parameter is.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch.dtensor import is_dtensor, local_of, set_local, spec_of
+from .._torch.dtensor import (
+    is_dtensor,
+    local_of,
+    replicate,
+    set_local,
+    spec_of,
+)
 
-__all__ = ["LayoutError", "align", "wait_for"]
+__all__ = ["LayoutError", "align", "reduce_sums", "summed", "wait_for"]
 
 
-class LayoutError(Exception):
+class LayoutError(TypeError):
     """A parameter or its gradient is divided in a way that cannot be used: (role, kind, detail)."""
 
 
@@ -48,6 +55,37 @@ def align(param: Tensor) -> tuple[Any, Any] | None:
             param.grad = divided.redistribute(here.mesh, here.placements)
         there = spec_of(param.grad)
     return here, there
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """The tensor itself, or with its `Partial` placements reduced over the ranks."""
+    if not is_dtensor(tensor) or not _has_sums(tensor):
+        return tensor
+    whole: Any = tensor
+    placements = spec_of(tensor).placements
+    kept = [replicate() if one.is_partial() else one for one in placements]
+    with torch.no_grad():
+        made: Tensor = whole.redistribute(placements=kept)
+    return made
+
+
+def reduce_sums(parameters: Iterable[Tensor]) -> None:
+    """Reduce gradients that are sums which wait to be added over the ranks, in `.grad`.
+
+    Raises:
+        LayoutError: see `align`.
+    """
+    for param in parameters:
+        grad = param.grad
+        if grad is not None and is_dtensor(grad) and _has_sums(grad):
+            if is_dtensor(param):
+                align(param)
+            else:
+                param.grad = summed(grad)
+
+
+def _has_sums(tensor: Tensor) -> bool:
+    return any(placement.is_partial() for placement in spec_of(tensor).placements)
 
 
 def wait_for(tensor: Tensor) -> bool:

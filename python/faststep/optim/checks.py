@@ -8,15 +8,13 @@ from typing import Any
 from torch.optim import Optimizer
 
 from .._torch.ddp import is_fsdp_shard
-from .._torch.dtensor import is_dtensor
-from ..grads.params import described, place_of
+from ..grads.params import place_of
 from ..grads.ranks import instances_of, is_distributed
 
 __all__ = [
     "check_limit",
     "has_grads",
     "refuse_group_options",
-    "refuse_parts",
     "refuse_shards",
     "refuse_unchecked",
 ]
@@ -80,18 +78,6 @@ def refuse_shards(optimizer: Optimizer) -> None:
                     "of this rank (FullyShardedDataParallel), and its step would clip by the norm "
                     "of that part: call model.clip_grad_norm_(max_norm) before the step, without "
                     "max_grad_norm= and max_norm=; nothing was updated"
-                )
-
-
-def refuse_parts(optimizer: Optimizer) -> None:
-    """Raise if a step would measure gradients of which this rank has a part."""
-    for number, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            if is_dtensor(param):
-                raise RuntimeError(
-                    f"{type(optimizer).__name__}: {described(optimizer, number, index)} is a "
-                    "DTensor, and its step would measure this rank's part of the gradients alone; "
-                    "nothing was updated"
                 )
 
 

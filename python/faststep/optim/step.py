@@ -21,7 +21,7 @@ from .. import _C
 from .._devices import HOST, HOST_ONLY, Scalars, agree, devices_of, new_scalar, on_device
 from .._torch.optim import increment_version, is_capturing
 from ..grads.shards import LayoutError, align, wait_for
-from .checks import refuse_parts
+from .measure import DividedGrads
 from .request import Rule, StepAnswer, StepRequest
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ class _DevicesChangedError(Exception):
     def __init__(self, devices: tuple[int, ...]) -> None:
         super().__init__(devices)
         self.devices = devices
+
+
+class _DividedError(Exception):
+    """Parameters are DTensors, so that the ranks have to agree; nothing was updated."""
 
 
 class _Phase(IntEnum):
@@ -87,6 +91,7 @@ class Stepper:
     def __init__(self, plan: _C.Plan | None = None) -> None:
         self._plan = _C.Plan() if plan is None else plan
         self._norms: dict[int, Tensor] = {}  # per CUDA device: where it writes the norm
+        self._divided: DividedGrads | None = None  # if there are DTensors among the parameters
         self.devices: tuple[int, ...] = ()  # of the parameters of the last step
 
     def forget(self) -> None:
@@ -108,8 +113,6 @@ class Stepper:
         """
         if not self.devices:
             self.find_devices(work)
-        if request.measures:
-            refuse_parts(work.optimizer)
         calls = _Calls(self._plan, work, request)
         measures = request.measures
         try:
@@ -137,6 +140,9 @@ class Stepper:
         while True:
             try:
                 calls.rules = calls.work.rules()
+                if measures and self._divided is not None:
+                    scalars = self._agree_with_ranks(self._divided, calls.work, request)
+                    return self._applied(calls, request, scalars), scalars
                 if measures and len(self.devices) > 1:
                     scalars = agree(self._measure(calls, request))
                     return calls.run(scalars, _Phase.APPLY), scalars
@@ -144,6 +150,28 @@ class Stepper:
                 return calls.run(scalars, _Phase.WHOLE), scalars
             except _DevicesChangedError as changed:
                 self.devices = changed.devices
+            except _DividedError:
+                self._divided = DividedGrads()
+
+    def _agree_with_ranks(
+        self, divided: DividedGrads, work: Work, request: StepRequest
+    ) -> dict[int, Scalars]:
+        """The norm and the flag of all ranks."""
+        alone = request._replace(squares=None)
+
+        def measure_part(plan: _C.Plan, part: Work) -> dict[int, Scalars]:
+            calls = _Calls(plan, part, alone)
+            calls.rules = part.rules()
+            return self._measure(calls, alone)
+
+        return divided.measure(work, measure_part)
+
+    def _applied(self, calls: _Calls, request: StepRequest, scalars: dict[int, Scalars]) -> _Done:
+        """Apply what was agreed on; the plan has not seen the norm."""
+        skipped, _, written, grads = calls.run(scalars, _Phase.APPLY)
+        norm = scalars[HOST].norm if self.devices == HOST_ONLY else None
+        seen = norm is not None and (request.looks_for_inf or not skipped)
+        return skipped, float(norm) if seen and norm is not None else None, written, grads
 
     def _measure(self, calls: _Calls, request: StepRequest) -> dict[int, Scalars]:
         """Each device's own norm and flag."""
@@ -242,6 +270,8 @@ class _Calls:
                 self._empty_cache(value)
             elif what == "devices":
                 raise _DevicesChangedError(tuple(value))
+            elif what == "divided":
+                raise _DividedError
             else:
                 raise StaleSquaresError
 
