@@ -90,6 +90,7 @@ def _caught(work: Callable[..., None], rank: int, world: int, *args: Any) -> str
     try:
         work(rank, world, *args)
     except BaseException:  # pytest's own are not of Exception
+        traceback.print_exc()  # at once: the other ranks may wait for this one
         return traceback.format_exc()
     return ""
 

@@ -67,7 +67,8 @@ def train(
             scaler.step(optimizer)
         scaler.update()
         same = all(map(torch.equal, before, locals_of(model.parameters())))
-        assert same == (step == BAD), (way, step)
+        has_any = any(part.numel() for part in before)  # the last of 4 ranks has none
+        assert same == (step == BAD or not has_any), (way, step)
         found.append(scaler.get_scale())
         optimizer.zero_grad()
     for state in optimizer.state.values():
@@ -79,7 +80,7 @@ def overflow_on_one_rank(rank: int, world: int) -> None:
     """All skip or none does, for every pair of scalers and optimizers, and scales stay alike."""
     results: dict[bool, list[Any]] = {}
     for way in WAYS:
-        for bad_rank in (0, world - 1):
+        for bad_rank in (0, 1):
             model = fully_sharded()
             scales = train(way, model, rank, bad_rank)
             assert scales == [SCALE, SCALE, SCALE / 2, SCALE / 2], (way, scales)
