@@ -51,7 +51,8 @@ def learn_dtensors() -> None:
 
 def is_dtensor(tensor: object) -> bool:
     """Whether this is a DTensor; not for those of a subclass, which may mean anything."""
-    return type(tensor) is _known
+    learn_dtensors()
+    return _known is not None and type(tensor) is _known
 
 
 def any_dtensor(tensors: Iterable[object]) -> bool:
