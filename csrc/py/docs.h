@@ -128,6 +128,10 @@
     FST_DOC("use_callbacks($module, address, /)",                                                  \
             "Set the address of libtorch's at::hasCallbacks(), which is_recorded() asks. 0 means " \
             "that it is not known.")
+#define FST_DOC_USE_DTENSORS                                                                      \
+    FST_DOC("use_dtensors($module, type, local, spec, /)",                                        \
+            "Set the class DTensor, and its slots with the local tensor and with the spec. Plan " \
+            "steps the local tensors of such parameters.")
 #define FST_DOC_USE_KERNELS_OF                  \
     FST_DOC("use_kernels_of($module, path, /)", \
             "Let CUDA devices load their kernels from this fatbin when they are first used.")
@@ -155,6 +159,10 @@
 #define FST_DOC_PLAN_FORGET     \
     FST_DOC("forget($self, /)", \
             "Drop the tensors of earlier steps. Raises RuntimeError during a step.")
+#define FST_DOC_PLAN_SETTLE                                                                      \
+    FST_DOC("settle($self, index, param_spec, grad_spec, /)",                                    \
+            "Take a gradient with this spec for a parameter with that one: both are divided in " \
+            "the same way. The index counts the parameters of all lists.")
 #define FST_DOC_PLAN_STEP                                                                       \
     FST_DOC("step($self, param_lists, groups, state, fresh, scalars, measure_found_inf, "       \
             "max_norm, write_grads, phase, squares=None, /)",                                   \

@@ -5,6 +5,7 @@
 #include "cpu/parallel.h"
 #include "gpu/context.h"
 #include "py/module.h"
+#include "py/torch/dtensor.h"
 
 PyObject *fst_py_use_threads_of(PyObject *module, PyObject *path)
 {
@@ -138,6 +139,22 @@ PyObject *fst_py_use_modes(PyObject *module, PyObject *address)
     if (function == (unsigned long long)-1 && PyErr_Occurred())
         return NULL;
     fst_module_state(module)->tensors.has_modes = (_Bool (*)(void))(uintptr_t)function;
+    return Py_NewRef(Py_None);
+}
+
+/* use_dtensors(type, local, spec) */
+PyObject *fst_py_use_dtensors(PyObject *module, PyObject *args)
+{
+    PyObject *type, *local, *spec;
+    fst_tensors *tensors = &fst_module_state(module)->tensors;
+    if (!PyArg_ParseTuple(args, "O!OO", &PyType_Type, &type, &local, &spec))
+        return NULL;
+    if (!PyType_IsSubtype((PyTypeObject *)type, (PyTypeObject *)tensors->tensor_type)) {
+        PyErr_SetString(PyExc_TypeError, "the class is not one of tensors");
+        return NULL;
+    }
+    if (fst_dtensors_learn(tensors, (PyTypeObject *)type, local, spec))
+        return NULL;
     return Py_NewRef(Py_None);
 }
 

@@ -42,6 +42,7 @@ static PyMethodDef methods[] = {
     {"split_channels", fst_py_split_channels, METH_VARARGS, FST_DOC_SPLIT_CHANNELS},
     {"update_scale", fst_py_update_scale, METH_VARARGS, FST_DOC_UPDATE_SCALE},
     {"use_callbacks", fst_py_use_callbacks, METH_O, FST_DOC_USE_CALLBACKS},
+    {"use_dtensors", fst_py_use_dtensors, METH_VARARGS, FST_DOC_USE_DTENSORS},
     {"use_kernels_of", fst_py_use_kernels_of, METH_O, FST_DOC_USE_KERNELS_OF},
     {"use_modes", fst_py_use_modes, METH_O, FST_DOC_USE_MODES},
     {"use_owners", fst_py_use_owners, METH_VARARGS, FST_DOC_USE_OWNERS},

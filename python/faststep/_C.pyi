@@ -19,6 +19,16 @@ class Plan:
     def forget(self) -> None:
         """Drop the tensors of earlier steps. RuntimeError during a step."""
 
+    def settle(self, index: int, param_spec: object, grad_spec: object, /) -> None:
+        """Take a gradient with this spec for a parameter with that one, both of DTensors.
+
+        `index` counts the parameters of all lists. The specs are kept, and compared by identity.
+
+        Raises:
+            RuntimeError: a step runs.
+            ValueError: the index is negative or too large.
+        """
+
     def step(
         self,
         param_lists: list[list[Tensor]],
@@ -54,6 +64,10 @@ class Plan:
             In the other cases nothing was done:
             ("missing", [(group, index), ...]): a state is missing, or a step counter is not on its
             parameter's device.
+            ("layouts", [(group, index), ...]): the parameter is a DTensor, and settle() was not
+            told that its gradient is divided in the same way.
+            ("divided", None): a parameter is a DTensor, and a norm or an overflow of this rank's
+            part is not that of all: measure and apply in two calls.
             ("devices", [...]): the devices with gradients; `scalars` lacks one of them.
             ("squares", None): `squares` does not fit the gradients.
             ("memory", text): a device has too little memory for its tables.
@@ -304,6 +318,15 @@ def update_scale(
 
 def use_callbacks(address: int, /) -> None:
     """Set the address of libtorch's bool at::hasCallbacks(), for `is_recorded`; 0: not known."""
+
+def use_dtensors(type: type[Tensor], local: object, spec: object, /) -> None:
+    """Set the class DTensor, and its slots with the local tensor and with the spec.
+
+    `Plan` steps the local tensors of parameters, gradients and states of exactly this class.
+
+    Raises:
+        TypeError: it is no class of tensors, or `local` or `spec` is no descriptor.
+    """
 
 def use_kernels_of(path: str, /) -> None:
     """Set the fatbin that CUDA devices load their kernels from at first use."""

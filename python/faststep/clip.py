@@ -28,7 +28,6 @@ Neither is looked for inside torch.compile.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import types
 import warnings
@@ -43,19 +42,15 @@ from torch.nn.utils import get_total_norm as _torch_get_total_norm
 
 from . import _C
 from ._devices import has_kernels_for
+from ._torch.dtensor import any_dtensor
 from ._torch.modes import is_watched
 from ._torch.optim import increment_version
+from .grads.clip_shards import clamp_shards, clip_shards, norm_of_shards, scale_shards
 from .grads.divide import divide_grads_of, divide_these
 from .grads.owners import refuse_clipping
+from .grads.total import NONFINITE, promoted
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
-
-_NONFINITE = (  # torch's text
-    "The total norm of order {} for gradients from "
-    "`parameters` is non-finite, so it cannot be clipped. To disable "
-    "this error and scale the gradients by the non-finite norm anyway, "
-    "set `error_if_nonfinite=False`"
-)
 
 
 def _is_for_torch() -> bool:
@@ -81,15 +76,6 @@ def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Ten
     return tensors if isinstance(tensors, (list, tuple)) else list(tensors)
 
 
-@functools.cache
-def _promoted(dtypes: int) -> torch.dtype:
-    """The promoted dtype of a set of dtypes, given as bits in the order of `every`."""
-    every = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-    return functools.reduce(
-        torch.promote_types, [dtype for bit, dtype in enumerate(every) if dtypes >> bit & 1]
-    )
-
-
 def _norm(
     tensors: list[Tensor] | tuple[Tensor, ...], norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
@@ -100,8 +86,8 @@ def _norm(
 
 def _checked(norm: float, dtypes: int, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     if error_if_nonfinite and not math.isfinite(norm):
-        raise RuntimeError(_NONFINITE.format(norm_type))
-    return torch.tensor(norm, dtype=_promoted(dtypes), device="cpu")
+        raise RuntimeError(NONFINITE.format(norm_type))
+    return torch.tensor(norm, dtype=promoted(dtypes), device="cpu")
 
 
 def _clip(
@@ -142,9 +128,9 @@ def _norm_on_device(
 ) -> Tensor:
     """The norm, after clipping if `max_norm` is given; waits only for `error_if_nonfinite`."""
     wide = torch.empty((), dtype=torch.float64, device=tensors[0].device)
-    norm = wide.to(_promoted(_C.device_norm(tensors, float(norm_type), wide)))
+    norm = wide.to(promoted(_C.device_norm(tensors, float(norm_type), wide)))
     if error_if_nonfinite and not bool(torch.isfinite(wide)):
-        raise RuntimeError(_NONFINITE.format(float(norm_type)))
+        raise RuntimeError(NONFINITE.format(float(norm_type)))
     if max_norm is not None:
         _C.device_clip(tensors, max_norm, wide)
         increment_version(tensors)
@@ -207,7 +193,10 @@ def clip_grad_norm_(
     if norm is not None:
         return norm
     grads = _C.collect_grads(parameters)
-    if grads and _for_device(grads[0]):
+    if any_dtensor(grads):
+        with contextlib.suppress(TypeError):
+            return clip_shards(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
+    elif grads and _for_device(grads[0]):
         with contextlib.suppress(TypeError):
             return _norm_on_device(grads, norm_type, error_if_nonfinite, float(max_norm))
     return _torch_clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -252,6 +241,9 @@ def get_total_norm(
             return _norm_on_device(tensors, norm_type, error_if_nonfinite)
         return _norm(tensors, float(norm_type), error_if_nonfinite)
     except TypeError:
+        if any_dtensor(tensors):
+            with contextlib.suppress(TypeError):
+                return norm_of_shards(tensors, float(norm_type), error_if_nonfinite)[1]
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 
 
@@ -281,6 +273,9 @@ def clip_grads_with_norm_(
     parameters = _ready(parameters)
     grads = _C.collect_grads(parameters)
     on_device = _for_device(total_norm)
+    if any_dtensor([total_norm, *grads[:1]]):
+        with contextlib.suppress(TypeError):
+            return scale_shards(grads, float(max_norm), total_norm)
     if not (on_device or _is_wide(total_norm)) or total_norm.dim() != 0:
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     try:
@@ -288,6 +283,9 @@ def clip_grads_with_norm_(
             _C.device_clip(grads, float(max_norm), total_norm)
         written = on_device or _scale(grads, float(max_norm), total_norm.item())
     except TypeError:
+        if any_dtensor(grads):
+            with contextlib.suppress(TypeError):
+                return scale_shards(grads, float(max_norm), total_norm)
         return _torch_clip_grads_with_norm_(parameters, max_norm, total_norm, foreach)
     if written:
         increment_version(grads)
@@ -322,6 +320,9 @@ def clip_grad_value_(
     try:
         (_C.device_clamp if _for_device(grads[0]) else _C.clamp)(grads, limit)
     except TypeError:
+        if any_dtensor(grads):
+            with contextlib.suppress(TypeError):
+                return clamp_shards(parameters, limit)
         return _torch_clip_grad_value_(parameters, limit, foreach)
     increment_version(grads)
     return None

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import faststep
 from faststep import _C
@@ -349,6 +350,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "use_modes": (faststep._torch.library.address_of_has_modes(),),
     "use_owners": faststep._torch.held._places() or (),
     "use_callbacks": (faststep._torch.library.address_of_has_callbacks(),),
+    "use_dtensors": (DTensor, vars(DTensor)["_local_tensor"], vars(DTensor)["_spec"]),
     "use_records": tuple(_layout) if _layout is not None else (),
     "use_threads_of": (faststep._torch.library.libtorch_cpu_path(),),
     "use_kernels_of": (str(faststep._KERNELS),),

@@ -194,9 +194,19 @@ def plan_forget(world: World) -> None:
     world.call("Plan.forget", stepping(world).plan.forget, ())
 
 
+def plan_settle(world: World) -> None:
+    args, _ = maybe_bad(world, (world.rng.randrange(-1, 9), object(), object()))
+    world.call("Plan.settle", stepping(world).plan.settle, args)
+
+
 def plan_new(world: World) -> None:
     args, _ = maybe_bad(world, ())
     world.call("Plan", _C.Plan, args if world.chance(0.7) else (junk(world),))
 
 
-STEPS = {"Plan": plan_new, "Plan.forget": plan_forget, "Plan.step": plan_step}
+STEPS = {
+    "Plan": plan_new,
+    "Plan.forget": plan_forget,
+    "Plan.settle": plan_settle,
+    "Plan.step": plan_step,
+}

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 import faststep
 from faststep import _C
@@ -244,6 +246,44 @@ def plan() -> Iterator[Case]:
         ([[p]], [spec], state, None, {-1: None}, *options[1:]),
     ):
         yield failing(kept.step, *arguments), [p, p.grad, state, spec]
+
+
+def dtensors() -> Iterator[Case]:
+    """The class and what is wrong with it; gradients that fit, and those that Python looks at."""
+    slots = [vars(DTensor)[name] for name in ("_local_tensor", "_spec")]
+    yield lambda: _C.use_dtensors(DTensor, *slots), [DTensor, *slots]
+    for wrong in ((int, *slots), (DTensor, slots[0], None), (DTensor, torch.Tensor.grad, slots[0])):
+        yield failing(_C.use_dtensors, *wrong), list(wrong)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    p: Any = torch.nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
+    p.grad = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+    dist.destroy_process_group()
+    spec = (_C.rules()["sgd"][0], (), False, (0.0,) * 5, False, None)
+    options = ({-1: (None, None, None)}, False, float("nan"), False, 0)
+    settled, unsettled = _C.Plan(), _C.Plan()
+    held = [p, p.grad, p._local_tensor, p.grad._local_tensor, p._spec, p.grad._spec, spec]
+
+    def settle(plan: Any) -> None:
+        plan.settle(0, p._spec, p.grad._spec)
+
+    def step(plan: Any) -> str:
+        return str(plan.step([[p]], [spec], {}, None, *options)[0])
+
+    def new() -> None:
+        plan = _C.Plan()
+        assert step(plan) == "layouts"
+        settle(plan)
+        assert step(plan) == "done"
+        plan.forget()
+        assert step(plan) == "layouts"
+
+    settle(settled)
+    yield functools.partial(settle, settled), held
+    yield functools.partial(step, settled), held
+    yield functools.partial(step, unsettled), held
+    yield new, held
+    yield failing(settled.settle, -1, p._spec, p._spec), held
 
 
 def release_hook() -> Iterator[Case]:
@@ -630,6 +670,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "transform_images": transform_images,
     "update_scale": update_scale,
     "use_callbacks": callbacks,
+    "use_dtensors": dtensors,
     "use_modes": modes,
     "use_kernels_of": kernels,
     "use_owners": owners,

@@ -61,8 +61,21 @@ static void trace_param(fst_binding *at, const fst_param *param, PyObject *objec
     }
 }
 
+/* Lists what the step writes of a parameter, whose version counters it moves. A DTensor has one,
+ * and so has its local tensor. */
+static int note_written(fst_binding *at, PyObject *local, PyObject *object)
+{
+    return fst_bind_written(at->self, local) ||
+           (object != local && fst_bind_written(at->self, object));
+}
+
+static int note_grad(fst_step_plan *self, PyObject *grad)
+{
+    return fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad);
+}
+
 /* Binds one parameter and its gradient, straight into the operands of a new span. */
-static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObject *grad)
+static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObject *whole_grad)
 {
     fst_step_plan *self = at->self;
     fst_tensors *tensors = &at->module->tensors;
@@ -70,7 +83,11 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     fst_view view, grad_view;
     fst_problem problem;
     fst_status status = {0};
-    if (fst_tensor_view(tensors, object, &view, &problem))
+    PyObject *local = object, *grad = whole_grad;
+    if (fst_bind_local(at, param, FST_IS_PARAM, &local) ||
+        fst_bind_local(at, param, FST_IS_GRAD, &grad))
+        return -1;
+    if (fst_tensor_view(tensors, local, &view, &problem))
         return fst_bind_problem(at, "parameter", &problem);
     if (fst_tensor_view(tensors, grad, &grad_view, &problem))
         return fst_bind_problem(at, "gradient", &problem);
@@ -80,7 +97,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if ((param->param != object || !fst_param_fits(param, &view)) &&
         fst_param_learn(param, &self->old_pins, object, &view, &problem))
         return fst_bind_problem(at, "parameter", &problem);
-    fst_step_part *part = enter_part(at, object, view.device);
+    fst_step_part *part = enter_part(at, local, view.device);
     if (!part || fst_reserve(&part->counters, &part->counter_capacity, part->counter_count,
                              sizeof *part->counters))
         return -1;
@@ -114,9 +131,9 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     /* The rule `moments` does not write the parameter, so its version must not move: forward
      * passes that used it may still run backward. */
     const int moves = self->groups[at->group].rule != FST_RULE_moments;
-    if (moves && fst_bind_written(self, object))
+    if (moves && note_written(at, local, object))
         return -1;
-    return fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad);
+    return note_grad(self, grad) || (grad != whole_grad && note_grad(self, whole_grad)) ? -1 : 0;
 }
 
 /* Finds the parameter at hand and its gradient. The step holds a reference to both. Returns 0,
@@ -142,6 +159,19 @@ static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyOb
     return *grad && fst_bind_hold(at->self, *grad) ? 0 : -1;
 }
 
+/* Binds the parameter at hand, which has a gradient, unless the gradient has to be looked at by
+ * Python first. */
+static int bind_settled(fst_binding *at, PyObject *object, PyObject *grad)
+{
+    const fst_step_plan *self = at->self;
+    const int settled =
+        at->again || fst_step_is_settled(&at->module->tensors, self, at->param_count, object, grad);
+    if (settled < 0)
+        return -1;
+    return settled ? bind_param(at, &self->params[at->param_count], object, grad)
+                   : fst_bind_unsettled(at);
+}
+
 static int bind_group(fst_binding *at, PyObject *params)
 {
     fst_step_plan *self = at->self;
@@ -157,9 +187,10 @@ static int bind_group(fst_binding *at, PyObject *params)
         tensors->ran_python = 0;
         if (!fst_tensor_is_plain(tensors, object))
             self->traceable = 0; /* only tensors have records */
+        self->has_dtensors |= fst_tensor_is_dtensor(tensors, object);
         if (grad == Py_None)
             fst_trace_idle(&at->module->records, self, at->param_count, object);
-        else if (bind_param(at, &self->params[at->param_count], object, grad))
+        else if (bind_settled(at, object, grad))
             return -1;
         if (tensors->ran_python)
             self->traceable = 0; /* Python ran between torch's answer and the look at the record */
@@ -214,9 +245,11 @@ static PyObject *bind_all(fst_binding at, PyObject *param_lists)
 {
     fst_step_plan *self = at.self;
     at.missing = PyList_New(0);
+    Py_CLEAR(self->unsettled);
     fst_trace_forget(self); /* a failed bind leaves nothing bound */
     fst_step_unbind(self);
     self->bindings++;
+    self->has_dtensors = 0;
     self->total = self->written_total = 0;
     for (size_t i = 0; i < self->part_count; i++)
         fst_plan_begin(&self->parts[i].plan);
@@ -225,7 +258,7 @@ static PyObject *bind_all(fst_binding at, PyObject *param_lists)
     fst_trace_begin(&at.module->records, self, at.again);
     if (bind_groups(&at, param_lists))
         goto error;
-    if (PyList_Size(at.missing) == 0)
+    if (PyList_Size(at.missing) == 0 && !self->unsettled)
         fst_trace_end(self);
     at.module->tensors.ran_python |= at.ran_python;
     return at.missing;
@@ -260,7 +293,7 @@ PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param
     for (;;) {
         module->tensors.ran_python = 0;
         missing = bind_all(at, param_lists);
-        if (!missing || PyList_Size(missing) > 0)
+        if (!missing || PyList_Size(missing) > 0 || self->unsettled)
             break;
         if (must_bind_again(&at, param_lists)) {
             at.again++;

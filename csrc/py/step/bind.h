@@ -37,6 +37,14 @@ static inline PyObject *fst_bind_found(fst_binding *at)
     return at->self->held[at->held_at++];
 }
 
+/* Replaces a DTensor by its local tensor, which the step holds. `which` is its bit in
+ * `param->dtensors` (dtensors.c). Returns 0, or -1 with a Python error. */
+int fst_bind_local(fst_binding *at, fst_param *param, unsigned which, PyObject **object);
+
+/* Lists a parameter whose gradient may be divided among the ranks in another way. Returns 0, or -1
+ * with a Python error. */
+int fst_bind_unsettled(fst_binding *at);
+
 /* Lists a tensor that the step writes. Returns 0, or -1 with a Python error. */
 int fst_bind_written(fst_step_plan *self, PyObject *object);
 

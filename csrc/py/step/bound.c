@@ -112,7 +112,9 @@ void fst_step_end(fst_step_plan *self)
     const size_t group_count = self->group_count, held_count = self->held_count;
     if (!self->traced)
         fst_step_unbind(self);
+    PyObject *unsettled = self->unsettled;
     self->groups = NULL;
+    self->unsettled = NULL;
     self->held = NULL;
     self->group_count = self->held_count = self->held_capacity = 0;
     self->busy = 0;
@@ -120,5 +122,6 @@ void fst_step_end(fst_step_plan *self)
     for (size_t i = 0; i < held_count; i++)
         Py_DECREF(held[i]);
     PyMem_Free(held);
+    Py_XDECREF(unsettled);
     fst_old_pins_free(&self->old_pins);
 }

@@ -112,7 +112,9 @@ int fst_param_learn(fst_param *param, fst_old_pins *old, PyObject *object, const
     const int64_t count = fst_view_count(view);
     fst_view plain = *view;
     fst_layout *layout = NULL;
+    const unsigned dtensors = param->dtensors;
     fst_param_forget(param, old);
+    param->dtensors = dtensors; /* of this bind */
     param->geometry = PyMem_Malloc((2 * ndim + 1) * sizeof *param->geometry);
     param->order = PyMem_Malloc((ndim + 1) * sizeof *param->order);
     if (!param->geometry || !param->order) {

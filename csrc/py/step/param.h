@@ -6,6 +6,9 @@
 
 enum { FST_MAX_KEYS = FST_MAX_STATES + 1 };
 
+/* Bits of fst_param.dtensors; those of the states follow. */
+enum { FST_IS_PARAM, FST_IS_GRAD, FST_IS_STATE };
+
 /* A parameter as the last step saw it. Pointers to Python objects are compared and prefetched,
  * never followed. */
 typedef struct {
@@ -15,6 +18,7 @@ typedef struct {
     int *order;          /* its dimensions in the order of memory */
     int64_t count;
     int ndim, order_count;
+    unsigned dtensors;              /* which of its tensors are DTensors */
     int flat;                       /* contiguous in that order, signs aside */
     const void *dict;               /* its state */
     const void *record;             /* of its shape, inside torch's record of the tensor */

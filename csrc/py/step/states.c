@@ -95,9 +95,11 @@ static void trace_state(const fst_binding *at, const fst_param *param, unsigned 
 
 /* Lists a state that the step writes. Neighbouring small states share a version counter, which
  * moves once. */
-static int note_written(fst_binding *at, PyObject *value)
+static int note_written(fst_binding *at, PyObject *value, PyObject *whole)
 {
     const void *counter = fst_record_counter(&at->module->records, value);
+    if (whole != value && fst_bind_written(at->self, whole)) /* a DTensor has its own */
+        return -1;
     if (counter && counter == at->counter)
         return 0;
     at->counter = counter;
@@ -191,10 +193,12 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         fst_trace_dict(at->trace, state, param->state_at);
     for (unsigned k = 0; k < group->key_count; k++) {
         PyObject *wanted = PyTuple_GetItem(group->keys, k);
-        PyObject *value = find_state(at, state, &position, wanted, &key);
+        PyObject *whole = find_state(at, state, &position, wanted, &key), *value = whole;
         fst_view view;
         if (!value || value == Py_None)
             return PyErr_Occurred() ? -1 : 0;
+        if (fst_bind_local(at, param, FST_IS_STATE + k, &value))
+            return -1;
         if (k == 0 && group->has_step) {
             const int there = bind_counter(at, param, value, counter, &view);
             if (there <= 0)
@@ -212,7 +216,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         const unsigned slot = k - (unsigned)group->has_step;
         fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, &view);
         if (fst_bind_operand(at, param, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
-            note_written(at, value))
+            note_written(at, value, whole))
             return -1;
         trace_state(at, param, k, key, value, &view);
         if (ops[FST_OP_STATE + slot].layout)

@@ -115,6 +115,11 @@ static PyObject *error_text(void)
     return text;
 }
 
+static int measures(const fst_step_options *options)
+{
+    return options->measure_found_inf || !isnan(options->max_norm);
+}
+
 /* Binds unless the step is like the one before, and runs if nothing is missing. */
 static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
@@ -127,10 +132,16 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
     } else {
         PyObject *missing =
             fst_step_bind(module, self, param_lists, state, fresh, options->write_grads);
+        if (missing && self->unsettled) {
+            Py_DECREF(missing);
+            return answer("layouts", Py_NewRef(self->unsettled));
+        }
         if (!missing || PyList_Size(missing) > 0)
             return answer("missing", missing);
         Py_DECREF(missing);
     }
+    if (options->phase == FST_STEP_WHOLE && measures(options) && self->has_dtensors)
+        return answer("divided", Py_NewRef(Py_None));
     PyObject *devices = list_devices(self, options->scalars, &known);
     if (!devices || !known)
         return answer("devices", devices);
@@ -236,6 +247,7 @@ static void plan_dealloc(PyObject *object)
     PyObject_GC_UnTrack(object);
     fst_trace_free(self);
     fst_params_free(self);
+    fst_step_unsettle(self);
     fst_step_end(self);
     Py_XDECREF(self->last_written);
     fst_step_free_parts(self);
@@ -271,6 +283,7 @@ static PyObject *plan_forget(PyObject *object, PyObject *unused)
     }
     fst_trace_forget(self);
     fst_params_free(self);
+    fst_step_unsettle(self);
     Py_CLEAR(self->last_written);
     fst_old_pins_free(&self->old_pins);
     return Py_NewRef(Py_None);
@@ -278,6 +291,7 @@ static PyObject *plan_forget(PyObject *object, PyObject *unused)
 
 static PyMethodDef plan_methods[] = {
     {"forget", plan_forget, METH_NOARGS, FST_DOC_PLAN_FORGET},
+    {"settle", fst_step_settle, METH_VARARGS, FST_DOC_PLAN_SETTLE},
     {"step", plan_step, METH_VARARGS, FST_DOC_PLAN_STEP},
     {NULL, NULL, 0, NULL},
 };

@@ -77,10 +77,14 @@ typedef struct {
     fst_param *params;
     size_t param_count;
     PyObject *last_written; /* the list that the last short step returned */
-    int64_t total;          /* elements of the last step that the host worked on */
-    int64_t written_total;  /* elements of its parameters on all devices */
+    /* Of each parameter that is a DTensor, its spec and one that its gradient may have; owned. */
+    PyObject **settled;
+    size_t settled_count;  /* parameters */
+    int64_t total;         /* elements of the last step that the host worked on */
+    int64_t written_total; /* elements of its parameters on all devices */
     int busy;
-    int is_long; /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
+    int has_dtensors; /* one of the parameters that are bound is a DTensor */
+    int is_long;      /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
     /* The trace: tells whether the next step is like this one, so that what is bound stays
      * valid. */
     fst_trace *traces;
@@ -96,7 +100,8 @@ typedef struct {
     PyObject **held; /* owned: every object that is bound, in the order in which they were found */
     size_t held_count, held_capacity;
     fst_old_pins old_pins;
-    PyObject **written; /* parameters and moments, which the step writes; borrowed */
+    PyObject *unsettled; /* owned: a list of (group, index), or NULL */
+    PyObject **written;  /* parameters and moments, which the step writes; borrowed */
     size_t written_count, written_capacity;
     const void **counted; /* torch's records of as many of them, from the first on, as have one */
     size_t counted_count, counted_capacity;
@@ -162,6 +167,17 @@ int fst_step_is_frozen(fst_module *module, PyObject *object);
  * Records stay valid as long as what is bound does. Returns 0, or -1 with a Python error
  * (bound.c). */
 int fst_step_count_written(const fst_module *module, fst_step_plan *self);
+
+/* Whether a gradient is known to be divided among the ranks as its parameter is, where this one is
+ * a DTensor; -1 with a Python error (dtensors.c). */
+int fst_step_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
+                        PyObject *param, PyObject *grad);
+
+/* settle(index, param_spec, grad_spec) of a plan. */
+PyObject *fst_step_settle(PyObject *object, PyObject *args);
+
+/* Drops what settle() was told. */
+void fst_step_unsettle(fst_step_plan *self);
 
 /* Forgets what was bound in this step, but not the groups and what is held. */
 void fst_step_unbind(fst_step_plan *self);

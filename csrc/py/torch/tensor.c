@@ -216,10 +216,16 @@ static int note_warning(fst_tensors *tensors, PyObject *object)
 PyObject *fst_tensor_grad(fst_tensors *tensors, PyObject *object)
 {
     fst_problem unused;
-    const fst_tensor_type *known = type_of(tensors, object, &unused);
-    if (!known || !known->read_grad || runs_python(tensors, known))
-        return fst_tensor_attribute(tensors, object, "grad");
-    PyObject *grad = known->read_grad(known->grad, object, (PyObject *)known->type);
+    PyObject *grad;
+    if (fst_tensor_is_dtensor(tensors, object) && !may_have_modes(tensors)) {
+        const fst_dtensors *known = &tensors->dtensors;
+        grad = known->grad.read(known->grad.object, object, (PyObject *)known->type);
+    } else {
+        const fst_tensor_type *known = type_of(tensors, object, &unused);
+        if (!known || !known->read_grad || runs_python(tensors, known))
+            return fst_tensor_attribute(tensors, object, "grad");
+        grad = known->read_grad(known->grad, object, (PyObject *)known->type);
+    }
     if (grad == Py_None && note_warning(tensors, object))
         Py_CLEAR(grad);
     return grad;

@@ -18,7 +18,20 @@ typedef struct {
                         Parameter */
 } fst_tensor_type;
 
+/* An attribute of a class, and the function that reads it of an object. */
 typedef struct {
+    PyObject *object;
+    descrgetfunc read;
+} fst_descriptor;
+
+/* The class DTensor (dtensor.h). */
+typedef struct {
+    PyTypeObject *type; /* NULL: not known */
+    fst_descriptor grad, local, spec;
+} fst_dtensors;
+
+typedef struct {
+    fst_dtensors dtensors;
     fst_tensor_type types[FST_KNOWN_TYPES];
     unsigned type_count, next_type;
     PyObject *plain_dispatch; /* torch.Tensor.__torch_dispatch__: what a type without its own has */
@@ -114,6 +127,12 @@ static inline int fst_tensor_is_plain(const fst_tensors *tensors, const PyObject
 {
     const PyObject *type = (const PyObject *)Py_TYPE(object);
     return type == tensors->parameter_type || type == tensors->tensor_type;
+}
+
+/* Whether it is a DTensor itself, not of a subclass. */
+static inline int fst_tensor_is_dtensor(const fst_tensors *tensors, const PyObject *object)
+{
+    return Py_TYPE(object) == tensors->dtensors.type;
 }
 
 /* object.grad, or another attribute: a new reference, or NULL with a Python error. */

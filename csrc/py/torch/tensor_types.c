@@ -1,6 +1,6 @@
 /* Types of tensors: what torch offers for each, learnt when a type is first seen. */
+#include "py/torch/dtensor.h"
 #include "py/torch/quiet.h"
-#include "py/torch/tensor.h"
 
 /* The exchange APIs that a type offers, newest version first, or NULL. */
 static const fst_dl_header *offered_api(PyObject *type)
@@ -135,7 +135,7 @@ int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
     Py_VISIT(tensors->is_inference);
     Py_VISIT(tensors->is_leaf);
     Py_VISIT(tensors->without_overrides);
-    return 0;
+    return fst_dtensors_traverse(&tensors->dtensors, visit, arg);
 }
 
 void fst_tensors_clear(fst_tensors *tensors)
@@ -143,6 +143,7 @@ void fst_tensors_clear(fst_tensors *tensors)
     for (unsigned i = 0; i < FST_KNOWN_TYPES; i++)
         forget_type(&tensors->types[i]);
     tensors->type_count = tensors->next_type = 0;
+    fst_dtensors_clear(&tensors->dtensors);
     Py_CLEAR(tensors->plain_dispatch);
     Py_CLEAR(tensors->tensor_type);
     Py_CLEAR(tensors->parameter_type);

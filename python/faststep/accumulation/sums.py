@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .._torch.compiler import disable_dynamo
+from .._torch.dtensor import is_dtensor
 from .._torch.optim import get_grad_dtype, set_grad_dtype
 from ..grads.add import Addition, add_all, add_to
 from ..grads.hooks import Hooked
@@ -64,9 +65,19 @@ class Sums:
         """Hook the low-precision parameters among (name, parameter) that have no hook yet.
 
         Returns whether there were any.
+
+        Raises:
+            TypeError: one of them is a DTensor, whose hooks fully_shard does not run.
         """
         before = len(self._sums)
         for name, param in params:
+            if is_dtensor(param) and param.dtype in LOW_PRECISION:
+                raise TypeError(
+                    f"accumulate(dtype=torch.float32) cannot sum up the gradients of {name}, which "
+                    f"is a DTensor in {param.dtype}: leave dtype away, or keep the sharded "
+                    "parameters in float32 and let MixedPrecisionPolicy(param_dtype=...) compute "
+                    "in the other type"
+                )
             if param.requires_grad and param.dtype in LOW_PRECISION and param not in self:
                 self._hook(name, param)
         return len(self._sums) > before

@@ -12,10 +12,13 @@ from torch.optim import Optimizer
 
 from .. import _C
 from .._devices import has_kernels_for, ordinal_of
+from .._torch.dtensor import any_dtensor, is_dtensor, local_of
 from .._torch.modes import is_watched
 from .._torch.optim import dtypes_of, increment_version
 from ..grads import divide as division
 from ..grads.params import params_of
+from ..grads.regions import over_ranks, regions_of
+from ..grads.shards import LayoutError, reduce_sums
 
 __all__ = ["UnscalingScaler"]
 
@@ -48,6 +51,11 @@ class UnscalingScaler(torch.amp.GradScaler):
             inv_scale = division.unscaled(optimizer, inv_scale)
         if is_watched():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        if any_dtensor(params):
+            shards = _unscale_shards(params, inv_scale, found_inf, allow_fp16)
+            if shards is not None:
+                return shards
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         # Only a scale in host memory can be read without waiting for a device.
         if inv_scale.is_cpu and (done := _unscale(params, inv_scale, allow_fp16)) is not None:
             any_grad, overflow = done
@@ -69,6 +77,51 @@ class UnscalingScaler(torch.amp.GradScaler):
             _, overflow = cast("tuple[bool, bool]", _unscale(ours, inv_scale, allow_fp16))
             per_device[_HOST] = _flag_on(per_device.get(_HOST, found_inf), _HOST, overflow)
         return per_device
+
+
+def _unscale_shards(
+    params: list[Tensor], inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+) -> dict[torch.device, Tensor] | None:
+    """Multiply in place where parameters are DTensors: an overflow on one rank is one on all.
+
+    A flag for each device, none without gradients. Every rank takes part, even without any. None in
+    place of all, and nothing is written, if one of the gradients is not for the C passes.
+    """
+    try:
+        reduce_sums(params)
+        regions = regions_of(params)
+    except LayoutError:
+        return None
+    grads = _C.collect_grads(params)
+    if not allow_fp16 and torch.float16 in dtypes_of(grads):
+        raise ValueError("Attempting to unscale FP16 gradients.")
+    lists: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for grad in grads:
+        part = local_of(grad) if is_dtensor(grad) else grad
+        lists[part.device].append(part)
+    if not all(_C.fusable(parts, ordinal_of(parts[0])) for parts in lists.values()):
+        return None
+    flags, overflow = {}, found_inf.clone()
+    for device, parts in lists.items():
+        flags[device] = _unscale_parts(parts, inv_scale, found_inf)
+        overflow += flags[device].to(overflow.device, non_blocking=True)
+    increment_version([grad for grad in grads if is_dtensor(grad)])
+    nothing = torch.zeros(len(regions), dtype=torch.float64, device=overflow.device)
+    _, found = over_ranks(regions, nothing, overflow)
+    return {device: flag.copy_(found.ne(0.0)) for device, flag in flags.items()}
+
+
+def _unscale_parts(parts: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
+    """Multiply tensors of one device in place, and return the flag of this rank there."""
+    if parts[0].is_cuda:
+        flags = _unscale_on_devices(parts, inv_scale, found_inf, True) or {}
+        return next(iter(flags.values()))
+    factor = inv_scale.item()
+    _, overflow = _C.measure(parts, 1.0)
+    if factor != 1.0:
+        _C.scale(parts, factor)
+        increment_version(parts)
+    return _flag_on(found_inf, _HOST, overflow)
 
 
 def _unscale(params: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, bool] | None:

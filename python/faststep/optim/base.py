@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import _C
 from .._devices import HOST, HOST_ONLY, on_device
 from .._torch.compiler import disable_dynamo
+from .._torch.dtensor import learn_dtensors
 from .._torch.modes import is_watched
 from .._torch.optim import has_global_step_hooks
 from .._torch.tensors import has_no_memory
@@ -22,7 +23,8 @@ from .by_torch import step_by_torch, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_shards, refuse_unchecked
 from .clipping import ClippedOptimizer
 from .request import Rule, ScalerRequest, StepAnswer, StepRequest
-from .step import StaleSquaresError, Stepper, Work
+from .step import Stepper
+from .work import StaleSquaresError, Work
 from .zeros import Zeros
 
 __all__ = ["FusedOptimizer", "Rule", "number"]
@@ -233,6 +235,7 @@ class FusedOptimizer(ClippedOptimizer):
 
     def _step_by_plan(self, request: StepRequest) -> StepAnswer:
         """The step in C."""
+        learn_dtensors()
         params = [_listed(group["params"]) for group in self.param_groups]
         work = Work(self, params, self._rules)
         if self._stepper is None:

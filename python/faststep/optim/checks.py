@@ -11,7 +11,13 @@ from .._torch.ddp import is_fsdp_shard
 from .._torch.ranks import instances_of, is_distributed
 from ..grads.params import place_of
 
-__all__ = ["check_limit", "has_grads", "refuse_group_options", "refuse_shards", "refuse_unchecked"]
+__all__ = [
+    "check_limit",
+    "has_grads",
+    "refuse_group_options",
+    "refuse_shards",
+    "refuse_unchecked",
+]
 
 _OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "norm_in_backward")
 

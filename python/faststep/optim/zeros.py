@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .._torch.dtensor import is_dtensor, like_dtensor, local_of
+
 __all__ = ["Zeros"]
 
 # pickle and copy.deepcopy() of one tensor take its whole block along, so blocks are small.
@@ -32,7 +34,10 @@ class Zeros:
         self._taking = threading.Lock()  # no two threads take the same place
 
     def like(self, param: Tensor) -> Tensor:
-        """Zeros of a parameter's shape, strides, dtype and device."""
+        """Zeros of a parameter's shape, strides, dtype and device, divided as it is."""
+        if is_dtensor(param):  # torch cannot copy one whose part begins elsewhere in a storage
+            local = torch.zeros_like(local_of(param), memory_format=torch.preserve_format)
+            return like_dtensor(param, local)
         if (
             type(param) not in (Tensor, Parameter)
             or param.device.type != "cpu"

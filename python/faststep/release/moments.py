@@ -16,7 +16,8 @@ from .._torch.modes import is_watched
 from ..optim.adam import Adam, AdamW
 from ..optim.base import FusedOptimizer, Rule
 from ..optim.request import StepRequest
-from ..optim.step import MissingStateError, Stepper, Work
+from ..optim.step import Stepper
+from ..optim.work import MissingStateError, Work
 
 __all__ = ["Moments"]
 

@@ -20,7 +20,8 @@ from ..grads.owners import refuse_clipping, releasing
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer, Rule
 from ..optim.request import StepRequest
-from ..optim.step import Stepper, Work
+from ..optim.step import Stepper
+from ..optim.work import Work
 from .clipping import Clip, Clipping, Measured, check_clipping
 from .moments import Moments
 from .states import make_state

@@ -1,0 +1,115 @@
+"""What torch keeps private of DTensors: tensors that are divided among ranks.
+
+Nothing here imports torch.distributed.tensor, which takes long. As long as no script has imported
+it there are no DTensors.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .. import _C
+
+__all__ = [
+    "any_dtensor",
+    "devices_of_group",
+    "full_tensor",
+    "is_dtensor",
+    "learn_dtensors",
+    "like_dtensor",
+    "local_of",
+    "replicate",
+    "replicated",
+    "set_local",
+    "spec_of",
+]
+
+_known: Any = None  # the class DTensor, once it is imported
+
+
+def learn_dtensors() -> None:
+    """Tell the C side of DTensors, if a script may have some by now.
+
+    A torch whose DTensors have no slots for what they consist of has none that can be used.
+    """
+    global _known
+    if _known is not None:
+        return
+    found = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    if isinstance(found, type):
+        local, spec = (vars(found).get(name) for name in ("_local_tensor", "_spec"))
+        if all(isinstance(slot, types.MemberDescriptorType) for slot in (local, spec)):
+            _C.use_dtensors(found, local, spec)
+            _known = found
+
+
+def is_dtensor(tensor: object) -> bool:
+    """Whether this is a DTensor; not for those of a subclass, which may mean anything."""
+    learn_dtensors()
+    return _known is not None and type(tensor) is _known
+
+
+def any_dtensor(tensors: Iterable[object]) -> bool:
+    """Whether one of these is a DTensor."""
+    learn_dtensors()
+    return _known is not None and _known in map(type, tensors)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part: the tensor itself, where `to_local` makes a view for autograd."""
+    divided: Any = tensor
+    local: torch.Tensor = divided._local_tensor
+    return local
+
+
+def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
+    """Give a DTensor another local tensor."""
+    divided: Any = tensor
+    divided._local_tensor = local
+
+
+def spec_of(tensor: torch.Tensor) -> Any:
+    """How a DTensor is divided: `mesh`, `placements` and the whole tensor's shape and strides."""
+    divided: Any = tensor
+    return divided._spec
+
+
+def like_dtensor(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """A DTensor that is divided as `tensor` is, with another local tensor, on its own device."""
+    made: torch.Tensor = _known(local, copy.copy(spec_of(tensor)), requires_grad=False)
+    return made
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor, for which ranks communicate; another tensor as it is."""
+    if not is_dtensor(tensor):
+        return tensor
+    divided: Any = tensor
+    whole: torch.Tensor = divided.full_tensor()
+    return whole
+
+
+def replicate() -> Any:
+    """The placement of what all ranks have."""
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def replicated(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tensor that all ranks have, as a DTensor on the mesh of another one."""
+    mesh = spec_of(like).mesh
+    made: torch.Tensor = _known.from_local(tensor, mesh, [replicate()] * mesh.ndim)
+    return made
+
+
+def devices_of_group(group: Any) -> list[str]:
+    """The types of devices whose tensors a process group sends, "cpu" first."""
+    names = sorted(device.type for device in group._device_types)
+    return sorted(names, key=lambda name: name != "cpu")

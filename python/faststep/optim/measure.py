@@ -1,0 +1,108 @@
+"""Measures gradients of which this rank has a part, and agrees with the other ranks."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._devices import Scalars, agree, on_device
+from .._torch.dtensor import is_dtensor, spec_of
+from ..grads.regions import Region, over_ranks, regions_of
+from ..grads.shards import LayoutError
+from .request import Rule
+from .work import Work
+
+__all__ = ["DividedGrads"]
+
+# A rule without states: the plans that measure need none. They apply nothing.
+_NO_RULE = Rule(_C.rules()["sgd"][0], (), False, (0.0,) * 5, False)
+
+
+class _Part(NamedTuple):
+    """A region of an optimizer's parameters, and the plan that measures their gradients."""
+
+    plan: _C.Plan
+    work: Work
+
+
+class DividedGrads:
+    """The regions of the parameters of one optimizer, some of which are DTensors."""
+
+    def __init__(self) -> None:
+        self._params: list[Tensor] = []
+        self._specs: list[Any] = []
+        self._regions: list[Region] = []
+        self._parts: list[_Part] = []
+
+    def measure(
+        self, work: Work, measure_part: Callable[[_C.Plan, Work], dict[int, Scalars]]
+    ) -> dict[int, Scalars]:
+        """The norm of all gradients and the flag of all ranks, for each device in use.
+
+        `measure_part` measures the gradients of a part of the parameters by a plan.
+        """
+        self._follow(work)
+        rows = [measure_part(part.plan, part.work) for part in self._parts]
+        for device_rows in rows:
+            if len(device_rows) > 1:
+                device_rows.update(agree(device_rows))
+        first = next(iter(rows[0]))
+        norms = [on_device(_of(row[first].norm), first).double() for row in rows]
+        flags = [on_device(_of(row[first].found_inf), first).double() for row in rows]
+        squares, flag = over_ranks(
+            self._regions, torch.stack(norms).square(), torch.stack(flags).ne(0.0).any()
+        )
+        norm, found = squares.sum().sqrt(), flag.ne(0.0).float()
+        return {
+            device: Scalars(row.grad_scale, on_device(found, device), on_device(norm, device))
+            for device, row in rows[0].items()
+        }
+
+    def _follow(self, work: Work) -> None:
+        """Find the regions anew, if the parameters or how they are divided have changed."""
+        params = list(itertools.chain.from_iterable(work.params))
+        specs = [spec_of(param) if is_dtensor(param) else None for param in params]
+        if _same(params, self._params) and _same(specs, self._specs):
+            return
+        try:
+            self._regions = regions_of(params)
+        except LayoutError as error:
+            raise _C.TensorError(*_first_outside(work), *error.args) from None
+        self._params, self._specs = params, specs
+        parts = [_part_of(work, set(region.places)) for region in self._regions]
+        self._parts = [_Part(_C.Plan(), part) for part in parts]
+
+
+def _same(now: list[Any], before: list[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
+
+
+def _of(scalar: Tensor | None) -> Tensor:
+    assert scalar is not None
+    return scalar
+
+
+def _first_outside(work: Work) -> tuple[int, int]:
+    """The place of the first parameter of whose mesh this rank is no part."""
+    for which, params in enumerate(work.params):
+        for index, param in enumerate(params):
+            if is_dtensor(param) and spec_of(param).mesh.get_coordinate() is None:
+                return work.place(which, index)
+    raise AssertionError("every parameter has a part on this rank")
+
+
+def _part_of(work: Work, places: set[int]) -> Work:
+    """The work on some of the parameters, which are given by their places among all."""
+    lists, first = [], 0
+    for params in work.params:
+        lists.append([p for at, p in enumerate(params, first) if at in places])
+        first += len(params)
+    groups = list(range(len(lists))) if work.groups is None else work.groups
+    rules = [_NO_RULE] * len(lists)
+    return Work(work.optimizer, lists, lambda: rules, groups, unchanged=work.unchanged)

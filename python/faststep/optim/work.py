@@ -1,0 +1,228 @@
+"""The calls of `_C.Plan` for a step, and the states that are created on its way.
+
+No other module of the package talks to a plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .._devices import Scalars
+from .._torch.optim import is_capturing
+from ..grads.shards import LayoutError, align, wait_for
+from .request import Rule, StepRequest
+
+if TYPE_CHECKING:
+    from .base import FusedOptimizer
+
+__all__ = [
+    "DevicesChangedError",
+    "DividedError",
+    "Done",
+    "MissingStateError",
+    "Phase",
+    "Place",
+    "StaleSquaresError",
+    "Work",
+]
+
+_NO_CLIPPING = math.nan
+
+
+class StaleSquaresError(Exception):
+    """`StepRequest.squares` are not those of the gradients; nothing was updated."""
+
+
+class MissingStateError(Exception):
+    """A state that the step must not create is missing; nothing was updated."""
+
+
+class DevicesChangedError(Exception):
+    """Parameters lie on other devices than at the last step; nothing was updated."""
+
+    def __init__(self, devices: tuple[int, ...]) -> None:
+        super().__init__(devices)
+        self.devices = devices
+
+
+class DividedError(Exception):
+    """Parameters are DTensors, so that the ranks have to agree; nothing was updated."""
+
+
+class Phase(IntEnum):
+    """What one call of the plan does; see csrc/py/step/step_plan.h."""
+
+    WHOLE = 0
+    MEASURE = 1
+    APPLY = 2
+
+
+Place = tuple[int, int]  # a list of parameters or a group, and the index in it
+
+# What the plan found and wrote: (skipped, norm, tensors written, gradients written).
+Done = tuple[bool, float | None, list[Tensor], list[Tensor] | None]
+
+
+class Work:
+    """Some or all parameters of an optimizer, how to step them, and the states made for one step.
+
+    Args:
+        params: lists of parameters.
+        rules: gives a rule per list; asked again where devices have changed.
+        groups: the group of each list. Default: None, all groups in their order.
+        creates_states: whether missing states are created. Default: True.
+        wants_norm: whether the answer needs the norm of a step on a device. Default: True.
+        unchanged: ends the error that memory ran out.
+    """
+
+    __slots__ = (
+        "_has_emptied_cache",
+        "_new",
+        "creates_states",
+        "groups",
+        "optimizer",
+        "params",
+        "rules",
+        "unchanged",
+        "wants_norm",
+    )
+
+    def __init__(
+        self,
+        optimizer: FusedOptimizer,
+        params: list[list[Tensor]],
+        rules: Callable[[], list[Rule]],
+        groups: list[int] | None = None,
+        creates_states: bool = True,
+        wants_norm: bool = True,
+        unchanged: str = "nothing was updated",
+    ) -> None:
+        self.optimizer = optimizer
+        self.params = params
+        self.rules = rules
+        self.groups = groups
+        self.creates_states = creates_states
+        self.wants_norm = wants_norm
+        self.unchanged = unchanged
+        self._new: list[Place] | None = None  # of the states that were created; None: no state
+        self._has_emptied_cache = False
+
+    def run(
+        self,
+        plan: _C.Plan,
+        rules: list[Rule],
+        request: StepRequest,
+        scalars: dict[int, Scalars],
+        phase: Phase,
+    ) -> Done:
+        """Call the plan; create states that it misses, make room on a device, and call it again."""
+        max_norm = _NO_CLIPPING if request.max_norm is None else request.max_norm
+        while True:
+            try:
+                what, value = plan.step(
+                    self.params,
+                    rules,
+                    self.optimizer.state,
+                    self._new,
+                    scalars,
+                    request.looks_for_inf,
+                    max_norm,
+                    request.write_grads,
+                    phase,
+                    request.squares,
+                )
+            except _C.TensorError as error:
+                which, index, role = error.args[:3]
+                grad = self.params[which][index].grad if role == "gradient" else None
+                if grad is not None and wait_for(grad):
+                    continue
+                raise _C.TensorError(*self.place(which, index), *error.args[2:]) from None
+            if what == "done":
+                done: Done = value
+                return done
+            if what == "missing":
+                self._create_states(value, rules)
+            elif what == "layouts":
+                self._align_grads(plan, value)
+            elif what == "memory":
+                self._empty_cache(value)
+            elif what == "devices":
+                raise DevicesChangedError(tuple(value))
+            elif what == "divided":
+                raise DividedError
+            else:
+                raise StaleSquaresError
+
+    def place(self, which: int, index: int) -> Place:
+        """The group, and the index in it, of a parameter of one of the lists."""
+        if self.groups is None:
+            return which, index
+        group, param = self.groups[which], self.params[which][index]
+        params = self.optimizer.param_groups[group]["params"]
+        return group, next((i for i, other in enumerate(params) if other is param), index)
+
+    def _create_states(self, missing: list[Place], rules: list[Rule]) -> None:
+        """Create states that were found missing; an error for those that still are."""
+        if not self.creates_states:
+            raise MissingStateError
+        optimizer, before = self.optimizer, self._new or []
+        for which, index in missing:
+            keys = rules[which].state_keys
+            if (which, index) in before:  # it is there, but None
+                state = optimizer.state[self.params[which][index]]
+                key = next(key for key in keys if state.get(key) is None)
+                place = self.place(which, index)
+                raise _C.TensorError(*place, f"state '{key}'", "value", "is None")
+        for which, index in missing:
+            optimizer._refuse_half_state(*self.place(which, index), rules[which].state_keys)
+        self._new = sorted([*before, *missing])  # the first may have been dropped meanwhile
+        with torch.no_grad():
+            for which, index in missing:
+                group = optimizer.param_groups[self.place(which, index)[0]]
+                optimizer._new_state(group, self.params[which][index])
+
+    def _align_grads(self, plan: _C.Plan, places: list[Place]) -> None:
+        """Divide gradients among the ranks as their parameters are."""
+        first = [0, *itertools.accumulate(map(len, self.params))]
+        for which, index in places:
+            try:
+                specs = align(self.params[which][index])
+            except LayoutError as error:
+                raise _C.TensorError(*self.place(which, index), *error.args) from None
+            if specs is not None:
+                plan.settle(first[which] + index, *specs)
+
+    def _empty_cache(self, reason: str) -> None:
+        """Have torch give back device memory that nobody uses, once."""
+        if self._has_emptied_cache or is_capturing():
+            raise torch.OutOfMemoryError(f"{reason}; {self.unchanged}")
+        self._has_emptied_cache = True
+        torch.cuda.empty_cache()
+
+    def drop_new_states_if(self, skipped: bool | Tensor) -> None:
+        """Drop what was created for a step that was skipped; may wait for a device.
+
+        It waits only where a state of zeros makes the next step differ from a missing state.
+        """
+        if self._new is None:
+            return
+        if isinstance(skipped, Tensor):
+            groups = self.optimizer.param_groups
+            places = (self.place(which, index) for which, index in self._new)
+            differ = any(self.optimizer._zeros_differ(groups[group]) for group, _ in places)
+            skipped = differ and bool(skipped.item() != 0.0)
+        if skipped:
+            self.drop_new_states()
+
+    def drop_new_states(self) -> None:
+        """Undo the creation where zeros make the next step differ from a missing state."""
+        for which, index in self._new or ():
+            self.optimizer._drop_new_state(self.params[which][index])

@@ -1,0 +1,105 @@
+"""Sharded models, and plain tensors that an optimizer must treat in the same way."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from accumulate.processes import Job
+
+__all__ = ["Twins", "backward", "fully_sharded", "jobs_of", "local", "locals_of", "net", "whole"]
+
+
+def net(seed: int = 3) -> nn.Sequential:
+    """Rows that 2 ranks or 4 cannot share evenly: 5, 3, and 1, of which most ranks have none."""
+    torch.manual_seed(seed)
+    layers = (nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    return nn.Sequential(*layers)
+
+
+def fully_sharded(seed: int = 3, **options: Any) -> nn.Sequential:
+    model = net(seed)
+    for layer in model:
+        if list(layer.parameters()):
+            fully_shard(layer, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def backward(model: nn.Module, rank: int, step: int, factor: float = 1.0) -> None:
+    source = torch.Generator().manual_seed(100 * rank + step)
+    loss = model(torch.randn(4, 6, generator=source)).square().mean() * factor
+    loss.backward()
+
+
+def local(tensor: Any) -> Tensor:
+    """This rank's part, or a plain tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def locals_of(tensors: Iterable[Any]) -> list[Tensor]:
+    return [local(tensor).detach().clone() for tensor in tensors]
+
+
+@torch.no_grad()
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+class Twins:
+    """Plain parameters with the values of local shards, under an optimizer of the same class."""
+
+    def __init__(self, params: Iterable[Tensor], cls: Any, **options: Any) -> None:
+        self.params = list(params)
+        self.plain = [nn.Parameter(part) for part in locals_of(self.params)]
+        self.optimizer = cls(self.plain, **options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take the gradients over, and step."""
+        for param, plain in zip(self.params, self.plain, strict=True):
+            plain.grad = None
+            if param.grad is not None:
+                grad: Any = param.grad
+                if isinstance(grad, DTensor) and isinstance(param, DTensor):
+                    grad = grad.redistribute(placements=param.placements)
+                plain.grad = local(grad).clone()
+        self.optimizer.step()
+
+    def check(self, optimizer: Any) -> None:
+        """Parameters and states of the sharded optimizer have the same bits."""
+        for param, plain in zip(self.params, self.plain, strict=True):
+            assert torch.equal(locals_of([param])[0], plain), (param, plain)
+            mine, theirs = optimizer.state.get(param, {}), self.optimizer.state.get(plain, {})
+            assert list(mine) == list(theirs)
+            for key, value in mine.items():
+                if key != "step":
+                    assert isinstance(value, DTensor) is isinstance(param, DTensor)
+                assert torch.equal(local(value), theirs[key]), key
+
+
+def _caught(work: Callable[..., None], rank: int, world: int, *args: Any) -> str:
+    try:
+        work(rank, world, *args)
+    except BaseException:  # pytest's own are not of Exception
+        traceback.print_exc()  # at once: the other ranks may wait for this one
+        return traceback.format_exc()
+    return ""
+
+
+def jobs_of(world: int, *works: Callable[..., None]) -> list[Job]:
+    """A job for each function; its result is "", or what failed."""
+    return [
+        Job(
+            f"{work.__module__}.{work.__name__} on {world}", world, functools.partial(_caught, work)
+        )
+        for work in works
+    ]

@@ -1,0 +1,301 @@
+"""Optimizers of parameters that are DTensors: the bits of a step on the plain local shards."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+)
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import faststep.optim
+
+from .common import Twins, backward, fully_sharded, jobs_of, local, locals_of, net, whole
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+
+STEPS = 3
+CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "adamw": ("AdamW", {"lr": 0.1, "weight_decay": 0.1}),
+    "adam": ("Adam", {"lr": 0.1, "amsgrad": True, "maximize": True}),
+    "sgd": ("SGD", {"lr": 0.1}),
+    "momentum": ("SGD", {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "lion": ("Lion", {"lr": 0.01}),
+}
+
+
+def check_training(make: Callable[[], nn.Module], rank: int, names: Any = CLASSES) -> None:
+    """Some steps of each class on a sharded model, against torch's and against plain shards."""
+    for name in names:
+        cls, options = CLASSES[name]
+        ours = make()
+        optimizer = getattr(faststep.optim, cls)(ours.parameters(), **options)
+        twins = Twins(ours.parameters(), getattr(faststep.optim, cls), **options)
+        theirs = make() if hasattr(torch.optim, cls) else None
+        if theirs is not None:
+            torchs = getattr(torch.optim, cls)(theirs.parameters(), **options)
+        for step in range(STEPS):
+            backward(ours, rank, step)
+            twins.step()
+            optimizer.step()
+            twins.check(optimizer)
+            optimizer.zero_grad()
+            if theirs is not None:
+                backward(theirs, rank, step)
+                torchs.step()
+                torchs.zero_grad()
+        if theirs is not None:
+            for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+                torch.testing.assert_close(whole(mine), whole(other), rtol=1e-4, atol=1e-5)
+                check_states_are_alike(optimizer.state[mine], torchs.state[other])
+
+
+def check_states_are_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert [key for key, value in ours.items() if value is not None] == [
+        key for key, value in theirs.items() if value is not None
+    ]
+    for key, value in ours.items():
+        assert type(value) is type(theirs[key])
+        if isinstance(value, DTensor):
+            assert (value.placements, value.device_mesh) == (
+                theirs[key].placements,
+                theirs[key].device_mesh,
+            )
+            assert (value.shape, value.stride()) == (theirs[key].shape, theirs[key].stride())
+
+
+def fsdp2(rank: int, world: int) -> None:
+    check_training(fully_sharded, rank)
+
+
+def mixed_precision(rank: int, world: int) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    check_training(lambda: fully_sharded(mp_policy=policy), rank, ["adamw"])
+
+
+def offloaded(rank: int, world: int) -> None:
+    policy = CPUOffloadPolicy(pin_memory=False)
+    check_training(lambda: fully_sharded(offload_policy=policy), rank, ["adamw"])
+
+
+def hybrid(rank: int, world: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    check_training(lambda: fully_sharded(mesh=mesh), rank, ["adamw", "momentum"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.up, self.norm, self.down = nn.Linear(6, 8), nn.LayerNorm(6), nn.Linear(8, 6)
+        self.plain = nn.Parameter(torch.randn(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.tanh(self.up(self.norm(x) * self.plain)))
+        return out
+
+
+def tensor_parallel(rank: int, world: int) -> None:
+    """Sharded parameters beside plain ones, which all ranks have."""
+    mesh = init_device_mesh("cpu", (world,))
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    make = lambda: parallelize_module(Block(), mesh, plan)  # noqa: E731
+    kinds = {type(param) for param in make().parameters()}
+    assert kinds == {DTensor, nn.Parameter}
+    check_training(make, 0, ["adamw", "momentum"])  # the plain ones get equal gradients everywhere
+
+
+def sequence_parallel(rank: int, world: int) -> None:
+    """The gradients of a norm's replicated parameters arrive as sums that wait to be added."""
+    mesh = init_device_mesh("cpu", (world,))
+
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.LayerNorm(6))
+        torch.manual_seed(1)
+        nn.init.normal_(model[0].weight)
+        return parallelize_module(model, mesh, {"0": SequenceParallel(sequence_dim=0)})
+
+    model = make()
+    optimizer = faststep.optim.AdamW(model.parameters(), lr=0.1)
+    plain = nn.LayerNorm(6)
+    plain.load_state_dict({k: whole(v) for k, v in model[0].state_dict().items()})
+    other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for step in range(STEPS):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        out: Any = model(distribute_tensor(x, mesh, [Shard(0)]))
+        out.to_local().square().sum().backward()
+        assert any(p.is_partial() for p in model[0].weight.grad.placements)
+        plain(x).square().sum().backward()
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), theirs.data, rtol=1e-5, atol=1e-6)
+
+
+def _param(mesh: Any, placements: Any, shape: tuple[int, ...] = (5, 3)) -> nn.Parameter:
+    values = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
+    return nn.Parameter(distribute_tensor(values, mesh, placements))
+
+
+def other_placements(rank: int, world: int) -> None:
+    """A gradient is divided as its parameter first, and a sum is added up."""
+    mesh = init_device_mesh("cpu", (world,))
+    for of_param, of_grad in (
+        ([Shard(0)], [Shard(1)]),
+        ([Shard(0)], [Replicate()]),
+        ([Replicate()], [Shard(0)]),
+        ([Shard(0)], [Partial()]),
+        ([Replicate()], [Partial()]),
+    ):
+        param = _param(mesh, of_param)
+        optimizer = faststep.optim.AdamW([param], lr=0.1)
+        twins = Twins([param], faststep.optim.AdamW, lr=0.1)
+        for step in range(STEPS):
+            values = torch.randn(5, 3, generator=torch.Generator().manual_seed(step))
+            if of_grad[0].is_partial():
+                param.grad = DTensor.from_local(values * (rank + 1), mesh, of_grad)
+            else:
+                param.grad = distribute_tensor(values, mesh, of_grad)
+            twins.step()
+            optimizer.step()
+            twins.check(optimizer)
+            assert param.grad.placements == param.placements
+
+
+def several_meshes(rank: int, world: int) -> None:
+    """Of different shapes, and plain parameters, in several groups of one optimizer."""
+    line = init_device_mesh("cpu", (world,))
+    square = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("a", "b"))
+    params = [
+        _param(line, [Shard(0)]),
+        _param(square, [Shard(0), Shard(1)]),
+        nn.Parameter(torch.ones(3)),
+        _param(square, [Replicate(), Shard(0)]),
+        _param(square, [Shard(1), Replicate()]),
+        _param(square["a"], [Shard(0)]),
+        _param(line, [Shard(0)], ()) if world == 1 else _param(line, [Replicate()], ()),
+    ]
+    groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.2}]
+    optimizer = faststep.optim.AdamW(groups, lr=0.1)
+    twins = Twins(params, faststep.optim.AdamW, lr=0.1)
+    twins.optimizer = faststep.optim.AdamW(
+        [{"params": twins.plain[:3]}, {"params": twins.plain[3:], "lr": 0.2}], lr=0.1
+    )
+    for step in range(STEPS):
+        for at, param in enumerate(params):
+            param.grad = torch.zeros_like(param)
+            local(param.grad).fill_(at + step + 1.0)
+        if step == 1:
+            params[0].grad = params[2].grad = None
+        twins.step()
+        optimizer.step()
+        twins.check(optimizer)
+
+
+def swapped_local_tensors(rank: int, world: int) -> None:
+    """Gradients are new tensors each time, and a local tensor may be swapped for another one."""
+    mesh = init_device_mesh("cpu", (world,))
+    param: Any = _param(mesh, [Shard(0)])
+    optimizer = faststep.optim.AdamW([param], lr=0.1)
+    for step in range(4):
+        param.grad = distribute_tensor(torch.full((5, 3), step + 1.0), mesh, [Shard(0)])
+        if step == 2:
+            param._local_tensor = param._local_tensor.clone() + 1.0
+        twins = Twins([param], torch.optim.AdamW, lr=0.1)
+        state = copy.deepcopy(optimizer.state.get(param, {}))
+        if state:
+            twins.optimizer.state[twins.plain[0]] = {k: local(v) for k, v in state.items()}
+        twins.step()
+        versions = param._version, local(param)._version
+        optimizer.step()
+        assert (param._version, local(param)._version) > versions
+        torch.testing.assert_close(locals_of([param])[0], twins.plain[0].data)
+
+
+def torchs_scale_protocol(rank: int, world: int) -> None:
+    """`grad_scale` divides, and the quotient is in `.grad` afterwards."""
+    mesh = init_device_mesh("cpu", (world,))
+    param: Any = _param(mesh, [Shard(0)])
+    optimizer = faststep.optim.SGD([param], lr=1.0, fused=True)
+    before = locals_of([param])[0]
+    param.grad = distribute_tensor(torch.full((5, 3), 8.0), mesh, [Shard(0)])
+    optimizer.grad_scale = torch.tensor(4.0)
+    optimizer.found_inf = torch.tensor(0.0)
+    optimizer.step()
+    assert torch.equal(locals_of([param])[0], before - 2.0)
+    assert torch.equal(whole(param.grad), torch.full((5, 3), 2.0))
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert torch.equal(locals_of([param])[0], before - 2.0)
+
+
+def refused(rank: int, world: int) -> None:
+    """What cannot be stepped is named, and nothing has changed."""
+    mesh, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
+    fine, param = _param(mesh, [Shard(0)]), _param(mesh, [Shard(0)])
+    named = [("fine", fine), ("bad", param)]
+    optimizer = faststep.optim.AdamW(named, lr=0.1)
+    for one in (fine, param):
+        one.grad = torch.ones_like(one)
+    optimizer.step()
+
+    def must_fail(error: type[Exception], text: str, step: Callable[[], Any]) -> None:
+        before = locals_of([fine, param, *optimizer.state[param].values()])
+        with pytest.raises(error, match=re.escape(text)):
+            step()
+        after = locals_of([fine, param, *optimizer.state[param].values()])
+        assert all(map(torch.equal, before, after))
+
+    param.grad = distribute_tensor(torch.ones(5, 3), square, [Shard(0), Replicate()])
+    must_fail(RuntimeError, "'bad'", optimizer.step)
+    param.grad = torch.ones_like(param)
+    moment: Any = optimizer.state[param]["exp_avg"]
+    optimizer.state[param]["exp_avg"] = local(moment).new_zeros(9, 9)
+    must_fail(RuntimeError, "'bad'", optimizer.step)
+    optimizer.state[param]["exp_avg"] = moment
+    sums = nn.Parameter(DTensor.from_local(torch.ones(5, 3), mesh, [Partial()]))
+    sums.grad = torch.ones_like(sums)
+    other = faststep.optim.AdamW([("sums", sums)], lr=0.1)
+    must_fail(RuntimeError, "'sums'", other.step)
+    before = locals_of([fine])[0]
+    optimizer.step()
+    assert not torch.equal(before, locals_of([fine])[0])
+
+
+SHARDED = [
+    *jobs_of(2, fsdp2, mixed_precision, offloaded, tensor_parallel, sequence_parallel),
+    *jobs_of(2, other_placements, several_meshes, swapped_local_tensors),
+    *jobs_of(2, torchs_scale_protocol, refused),
+    *jobs_of(4, fsdp2, hybrid, tensor_parallel, other_placements, several_meshes),
+]
+
+
+@pytest.mark.parametrize("job", [job.name for job in SHARDED])
+def test_optimizers(job: str, on_ranks: Callable[[str], list[str]]) -> None:
+    for failure in on_ranks(job):
+        assert not failure, failure
+
+
+def test_the_net_has_uneven_and_empty_shards() -> None:
+    rows = {param.shape[0] for param in net().parameters()}
+    assert rows == {1, 3, 5}

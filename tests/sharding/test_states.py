@@ -1,0 +1,170 @@
+"""States of sharded parameters: torch's checkpoints, from torch's optimizers to ours and back."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+import faststep.optim
+
+from .common import backward, fully_sharded, jobs_of, local, net, whole
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+
+CLASSES = (("AdamW", {"lr": 0.1}), ("SGD", {"lr": 0.1, "momentum": 0.9}))
+
+
+def trained(module: Any, name: str, rank: int, first: int, steps: int = 2) -> tuple[Any, Any]:
+    model = fully_sharded()
+    options = dict(CLASSES)[name]
+    optimizer = getattr(module, name)(model.parameters(), **options)
+    train(model, optimizer, rank, first, steps)
+    return model, optimizer
+
+
+def copied(states: Any) -> Any:
+    """As if they had been saved: an optimizer goes on with the very tensors that it is given.
+
+    Not by deepcopy, which torch does not do to DTensors."""
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, first: int, steps: int = 2) -> None:
+    for step in range(first, first + steps):
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def check_alike(model: nn.Module, optimizer: Any, other_model: nn.Module, other: Any) -> None:
+    for mine, theirs in zip(model.parameters(), other_model.parameters(), strict=True):
+        torch.testing.assert_close(whole(mine), whole(theirs), rtol=1e-4, atol=1e-5)
+        for key, value in optimizer.state[mine].items():
+            torch.testing.assert_close(
+                whole(value), whole(other.state[theirs][key]), rtol=1e-4, atol=1e-5
+            )
+
+
+PAIRS = ((faststep.optim, torch.optim), (torch.optim, faststep.optim))
+
+
+def optimizer_state_dicts(rank: int, world: int) -> None:
+    """By torch.distributed.checkpoint.state_dict, sharded, whole and in the middle of training."""
+    for name, options in CLASSES:
+        for kind in (
+            StateDictOptions(),
+            StateDictOptions(full_state_dict=True),
+            StateDictOptions(flatten_optimizer_state_dict=True),
+        ):
+            for before, after in PAIRS:
+                model, optimizer = trained(before, name, rank, 0)
+                states = get_optimizer_state_dict(model, optimizer, options=kind)
+                states = copied(states)
+                new_model, _ = trained(before, name, rank, 0)  # with the same parameters
+                new = getattr(after, name)(new_model.parameters(), **{**options, "lr": 0.5})
+                set_optimizer_state_dict(new_model, new, states, options=kind)
+                assert new.param_groups[0]["lr"] == options["lr"]
+                check_alike(model, optimizer, new_model, new)
+                for value in new.state[next(iter(new_model.parameters()))].values():
+                    assert isinstance(value, DTensor) == (value.dim() > 0)
+                train(model, optimizer, rank, 5)
+                train(new_model, new, rank, 5)
+                check_alike(model, optimizer, new_model, new)
+
+
+def of_one_process(rank: int, world: int) -> None:
+    """A checkpoint of a run without ranks goes on here, and the other way round."""
+    plain = net()
+    optimizer = faststep.optim.AdamW(plain.parameters(), lr=0.1)
+    train(plain, optimizer, 0, 0)
+    whole_options = StateDictOptions(full_state_dict=True)
+    states = copied(get_state_dict(plain, optimizer, options=whole_options))
+    model = fully_sharded(seed=9)
+    new = faststep.optim.AdamW(model.parameters(), lr=0.5)
+    set_state_dict(
+        model, new, model_state_dict=states[0], optim_state_dict=states[1], options=whole_options
+    )
+    train(plain, optimizer, 0, 3)
+    train(model, new, 0, 3)  # each rank has the same input
+    check_alike(plain, optimizer, model, new)
+    back = copied(get_optimizer_state_dict(model, new, options=whole_options))
+    set_optimizer_state_dict(plain, optimizer, back, options=whole_options)
+    check_alike(plain, optimizer, model, new)
+
+
+def saved_to_files(rank: int, world: int) -> None:
+    """By torch.distributed.checkpoint's save and load."""
+    paths: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(paths)
+    path = paths[0]
+    for before, after in PAIRS:
+        model, optimizer = trained(before, "AdamW", rank, 0)
+        model_states, states = get_state_dict(model, optimizer)
+        name = f"{path}/{before.__name__}"
+        dcp.save({"model": model_states, "optimizer": states}, checkpoint_id=name)
+        new_model = fully_sharded(seed=8)
+        new = after.AdamW(new_model.parameters(), lr=0.5)
+        model_states, states = get_state_dict(new_model, new)
+        found = {"model": model_states, "optimizer": states}
+        dcp.load(found, checkpoint_id=name)
+        set_state_dict(
+            new_model,
+            new,
+            model_state_dict=found["model"],
+            optim_state_dict=found["optimizer"],
+        )
+        check_alike(model, optimizer, new_model, new)
+        train(model, optimizer, rank, 5)
+        train(new_model, new, rank, 5)
+        check_alike(model, optimizer, new_model, new)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(path)
+
+
+def own_state_dicts(rank: int, world: int) -> None:
+    """state_dict and load_state_dict of the optimizers, and torch.save."""
+    for before, after in PAIRS:
+        model, optimizer = trained(before, "AdamW", rank, 0)
+        new_model, _ = trained(before, "AdamW", rank, 0)
+        new = after.AdamW(new_model.parameters(), lr=0.5)
+        new.load_state_dict(copied(optimizer.state_dict()))
+        train(model, optimizer, rank, 5)
+        train(new_model, new, rank, 5)
+        check_alike(model, optimizer, new_model, new)
+    model, optimizer = trained(faststep.optim, "AdamW", rank, 0)
+    loaded = copied(optimizer.state_dict())
+    new = faststep.optim.AdamW(model.parameters())
+    new.load_state_dict(loaded)
+    for param in model.parameters():
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(local(value), local(new.state[param][key]))
+
+
+SHARDED = jobs_of(2, optimizer_state_dicts, of_one_process, own_state_dicts, saved_to_files)
+
+
+@pytest.mark.parametrize("job", [job.name for job in SHARDED])
+def test_states(job: str, on_ranks: Callable[[str], list[str]]) -> None:
+    for failure in on_ranks(job):
+        assert not failure, failure
