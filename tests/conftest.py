@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from programs import Programs
+
 try:
     import hypothesis
 except ImportError:  # missing where nothing but tests/gpu runs
@@ -19,9 +21,9 @@ else:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """FASTSTEP_EVERY=n keeps one in n of a test's cases, for where all run slowly, and one at least.
+    """FASTSTEP_EVERY=n keeps one in n of each test's cases, for where all run slowly.
 
-    Which ones a checksum says: every n-th case would be the same dtype wherever n of them alternate.
+    A checksum says which: every n-th case would be the same dtype wherever n of them alternate.
     """
     every = int(os.environ.get("FASTSTEP_EVERY", "1"))
     tests: dict[str, list[pytest.Item]] = {}
@@ -45,3 +47,11 @@ def _same_start() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Runs programs in processes of their own, without the time that an import of torch takes."""
+    started = Programs()
+    yield started
+    started.close()
