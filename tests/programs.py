@@ -1,6 +1,7 @@
-"""Programs of tests, forked from a process that has imported torch: to import it takes seconds.
+"""Programs of tests, forked from a process that has imported torch, which takes seconds.
 
 Nothing of faststep is imported there, so that a program can change torch or the environment first.
+The compiler of torch is: torch imports it in an optimizer's first step.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 SERVER = r"""
-import json, os, sys, torch
+import json, os, sys, torch, torch._dynamo
 
 for line in sys.stdin:
     code, arguments, environment, folder = json.loads(line)
