@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+import zlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+from programs import Programs
 
 try:
     import hypothesis
@@ -19,17 +21,21 @@ else:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """FASTSTEP_EVERY=n keeps every n-th case of each test with many, for where all run slowly."""
+    """FASTSTEP_EVERY=n keeps one in n of each test's cases, for where all run slowly.
+
+    A checksum says which: every n-th case would be the same dtype wherever n of them alternate.
+    """
     every = int(os.environ.get("FASTSTEP_EVERY", "1"))
-    seen: Counter[str] = Counter()
-    kept, left = [], []
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        test = item.nodeid.split("[")[0]
-        (left if seen[test] % every else kept).append(item)
-        seen[test] += 1
-    if left:
+        tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    kept: set[pytest.Item] = set()
+    for cases in tests.values():
+        ranked = sorted(cases, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        kept.update(ranked[: -(-len(cases) // every)])
+    if left := [item for item in items if item not in kept]:
         config.hook.pytest_deselected(items=left)
-        items[:] = kept
+        items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)
@@ -41,3 +47,11 @@ def _same_start() -> Iterator[None]:
     torch.set_default_dtype(dtype)
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Runs programs in processes of their own, without the time that an import of torch takes."""
+    started = Programs()
+    yield started
+    started.close()

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -119,10 +118,10 @@ def test_declarations_match_those_of_torch(tmp_path: Path) -> None:
 def test_a_wrong_declaration_is_noticed(tmp_path: Path, right: str, wrong: str) -> None:
     header = (ROOT / "csrc/py/torch/dlpack.h").read_text()
     assert right in header
-    (tmp_path / "py").mkdir()
-    (tmp_path / "py/dlpack.h").write_text(header.replace(right, wrong))
+    (tmp_path / "py/torch").mkdir(parents=True)
+    (tmp_path / "py/torch/dlpack.h").write_text(header.replace(right, wrong))
     done = compile_c(comparison(), tmp_path, "-fsyntax-only", f"-isystem{INCLUDE}", f"-I{tmp_path}")
-    assert done.returncode != 0
+    assert "differs" in done.stderr or "no member" in done.stderr
 
 
 READER = """
@@ -216,11 +215,3 @@ def test_a_parameter_that_needs_gradients_is_read(
 ) -> None:
     parameter = torch.nn.Parameter(torch.ones(3, 5))
     assert read(parameter)[-5:] == [parameter.data_ptr(), 3, 5, 5, 1]
-
-
-def test_a_torch_without_the_interface_is_an_import_error() -> None:
-    script = "import torch; del torch.Tensor.__dlpack_c_exchange_api__; import faststep"
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("ImportError: faststep reads tensors by DLPack's C exchange API")
-    assert torch.__version__ in last

@@ -7,11 +7,13 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from programs import Programs
 
 COMPILER = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
 SHIM = Path(__file__).parent / "c/without_symbol.c"
@@ -77,35 +79,34 @@ print(json.dumps([digest.hexdigest(), steps, info.collect()]))
 
 
 @pytest.fixture(scope="module")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shimmed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     built = tmp_path_factory.mktemp("shim") / "without_symbol.so"
     command = [*COMPILER, "-O2", "-shared", "-fPIC", str(SHIM), "-o", str(built), "-ldl"]
     subprocess.run(command, check=True)
-    return built
+    preloaded = f"{os.environ.get('LD_PRELOAD', '')} {built}"  # a sanitizer comes first
+    started = Programs(LD_PRELOAD=preloaded)
+    yield started
+    started.close()
 
 
-def work(shim: Path, symbol: str) -> tuple[str, list[str], dict[str, str]]:
-    preloaded = f"{os.environ.get('LD_PRELOAD', '')} {shim}"  # a sanitizer comes first
-    environment = {**os.environ, "LD_PRELOAD": preloaded, "WITHOUT_SYMBOL": symbol}
-    done = subprocess.run(
-        [sys.executable, "-c", WORK], env=environment, capture_output=True, text=True, check=False
-    )
+def work(shimmed: Programs, symbol: str) -> tuple[str, list[str], dict[str, str]]:
+    done = shimmed.run(WORK, WITHOUT_SYMBOL=symbol)  # the shim looks at each call
     assert done.returncode == 0, done.stderr
     digest, steps, info = json.loads(done.stdout)
     return digest, steps, info
 
 
 @pytest.fixture(scope="module")
-def with_all(shim: Path) -> tuple[str, list[str], dict[str, str]]:
-    return work(shim, "")
+def with_all(shimmed: Programs) -> tuple[str, list[str], dict[str, str]]:
+    return work(shimmed, "")
 
 
 @pytest.mark.parametrize("symbol", SYMBOLS)
 def test_a_missing_symbol_costs_time_only(
-    shim: Path, with_all: tuple[str, list[str], dict[str, str]], symbol: str
+    shimmed: Programs, with_all: tuple[str, list[str], dict[str, str]], symbol: str
 ) -> None:
     """The same bits and version counters, a step that profilers see, and info says what lacks."""
-    digest, steps, info = work(shim, symbol)
+    digest, steps, info = work(shimmed, symbol)
     assert digest == with_all[0]
     assert steps == with_all[1] == ["Optimizer.step#SGD.step"]
     line, text = SYMBOLS[symbol]
@@ -114,13 +115,14 @@ def test_a_missing_symbol_costs_time_only(
     assert {name for name in info if info[name] != with_all[2][name]} == {line}
 
 
-def imported_after(change: str) -> subprocess.CompletedProcess[str]:
-    code = f"import ctypes, torch\n{change}\nimport faststep"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+def imported_after(programs: Programs, change: str) -> subprocess.CompletedProcess[str]:
+    return programs.run(f"import ctypes, torch\n{change}\nimport faststep")
 
 
-def test_without_the_exchange_api() -> None:
-    done = imported_after("del torch.Tensor.__dlpack_c_exchange_api__; torch.__version__ = '2.9.1'")
+def test_without_the_exchange_api(programs: Programs) -> None:
+    done = imported_after(
+        programs, "del torch.Tensor.__dlpack_c_exchange_api__; torch.__version__ = '2.9.1'"
+    )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
         "ImportError: faststep reads tensors by DLPack's C exchange API, which torch has from 2.10 "
@@ -128,15 +130,16 @@ def test_without_the_exchange_api() -> None:
     )
 
 
-def test_with_another_version_of_the_exchange_api() -> None:
+def test_with_another_version_of_the_exchange_api(programs: Programs) -> None:
     done = imported_after(
+        programs,
         "words = (ctypes.c_uint64 * 16)(2)\n"
         "new = ctypes.pythonapi.PyCapsule_New\n"
         "new.restype = ctypes.py_object\n"
         "new.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]\n"
         "name = b'dlpack_exchange_api'\n"
         "api = new(ctypes.addressof(words), name, None)\n"
-        "torch.Tensor.__dlpack_c_exchange_api__ = api; torch.__version__ = '9.9.9'"
+        "torch.Tensor.__dlpack_c_exchange_api__ = api; torch.__version__ = '9.9.9'",
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
@@ -145,7 +148,7 @@ def test_with_another_version_of_the_exchange_api() -> None:
     )
 
 
-def test_info_says_why_torch_is_asked_every_time() -> None:
+def test_info_says_why_torch_is_asked_every_time(programs: Programs) -> None:
     code = (
         "import torch, sys\n"
         "torch._neg_view = lambda tensor: tensor\n"
@@ -153,5 +156,5 @@ def test_info_says_why_torch_is_asked_every_time() -> None:
         "sys.argv = ['faststep', 'info', '--json']\n"
         "main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = programs.run(code)
     assert "a parameter's record does not show that it is negated" in done.stdout

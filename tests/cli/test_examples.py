@@ -40,7 +40,7 @@ def test_accumulation_gives_the_curve_of_the_large_batch(
 ) -> None:
     """And the mistakes do not."""
     example = load("accumulate_gpt")
-    example["STEPS"] = 6
+    example["STEPS"] = 3
     curves = example["main"]()
     exact = curves.pop("one large batch")
     assert "largest distance" in capsys.readouterr().out

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch.nn import Parameter
 
 import faststep
+from programs import Programs
 
 # In a process of its own: once any call has met a tensor without a gradient, no later one asks.
 DROPPED = """
@@ -36,9 +35,9 @@ assert all(bool((other == 7.0).all()) for other in others)
 """
 
 
-def test_warning_that_drops_gradients() -> None:
+def test_warning_that_drops_gradients(programs: Programs) -> None:
     """What was found before is asked for once more: nothing is written where a gradient was."""
-    done = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True)
+    done = programs.run(DROPPED)
     assert done.returncode == 0, done.stderr
 
 

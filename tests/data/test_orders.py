@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +18,7 @@ from torch.utils.data import (
 
 from faststep.data import DataLoader, KeyedSampler
 from faststep.data.order.random_order import PART, PARTS_NOTED
+from programs import Programs
 
 from .torch_and_ours import assert_same, without_sanitizer
 
@@ -103,8 +103,11 @@ assert time.perf_counter() - start < 60
         *[("torch", order) for order in ("sequential", "keyed")],
     ],
 )
-def test_ten_billion_samples_cost_what_is_asked_for(path: str, order: str) -> None:
-    subprocess.run([sys.executable, "-c", HUGE, path, order], check=True, timeout=120)
+def test_ten_billion_samples_cost_what_is_asked_for(
+    programs: Programs, path: str, order: str
+) -> None:
+    done = programs.run(HUGE, path, order)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(("data", "workers"), [(DATA, 0), (DATA, 2), (Rows(), 0)])

@@ -13,6 +13,7 @@ import torch
 
 import faststep
 from faststep import _C
+from programs import Programs
 
 from . import fake
 from .common import Pair, values
@@ -39,6 +40,14 @@ def run_python(code: str, **environment: str) -> str:
         capture_output=True,
         text=True,
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def forked(programs: Programs, code: str) -> str:
+    """What a process prints that has imported torch, but nothing of faststep."""
+    there = f"import os\nos.chdir({str(fake.ROOT / 'tests')!r})\n"
+    done = programs.run(there + textwrap.dedent(code))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -213,8 +222,9 @@ def test_a_device_that_kernels_do_not_serve_is_left_to_torch(
     assert float(fake.plain(pair.cuda[0].grad).norm()) == pytest.approx(0.5)
 
 
-def test_a_forked_child_says_so() -> None:
-    out = run_python(
+def test_a_forked_child_says_so(programs: Programs) -> None:
+    out = forked(
+        programs,
         SETUP
         + """
 import os
@@ -231,14 +241,15 @@ if pid == 0:
     print("CPU", q.detach().tolist() != [1.0, 1.0, 1.0], flush=True)
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-"""
+""",
     )
     assert "fork" in out
     assert "CPU True" in out
 
 
-def test_without_kernels() -> None:
-    out = run_python(
+def test_without_kernels(programs: Programs) -> None:
+    out = forked(
+        programs,
         """
 import torch, faststep
 from faststep import _C
@@ -251,15 +262,16 @@ q = torch.nn.Parameter(torch.ones(3))
 q.grad = torch.ones(3)
 faststep.optim.AdamW([q]).step()
 print("CPU", q.detach().tolist() != [1.0, 1.0, 1.0], flush=True)
-"""
+""",
     )
     assert "CPU True" in out
     assert "no NVIDIA driver" in out or "no CUDA kernels" in out
 
 
-def test_import_does_not_touch_the_driver() -> None:
+def test_import_does_not_touch_the_driver(programs: Programs) -> None:
     fake.library()  # builds it
-    out = run_python(
+    out = forked(
+        programs,
         """
 import ctypes
 from device import fake
@@ -270,7 +282,7 @@ q.grad = torch.ones(3)
 faststep.optim.AdamW([q], max_grad_norm=1.0).step()
 faststep.clip_grad_norm_([q], 1.0)
 print(loaded.fake_cuda_calls(None))
-"""
+""",
     )
     assert out.strip() == "0"
 
@@ -332,7 +344,11 @@ except OSError:
     ids=["no driver", "old driver", "no device", "old device", "driver older than the kernels"],
 )
 def test_machines_that_cannot_be_used(
-    tmp_path: Path, library: str, machine: tuple[int, int, int] | None, text: str
+    programs: Programs,
+    tmp_path: Path,
+    library: str,
+    machine: tuple[int, int, int] | None,
+    text: str,
 ) -> None:
     """Each use says why, and the CPU is as ever before and after."""
     if not library and has_driver():
@@ -341,7 +357,8 @@ def test_machines_that_cannot_be_used(
         fake.build(library)
     fatbin = tmp_path / "kernels.fatbin"
     fatbin.write_bytes(fake.EMPTY_FATBIN)
-    out = run_python(
+    out = forked(
+        programs,
         f"""
 import ctypes, torch, faststep
 from faststep import _C
@@ -358,8 +375,10 @@ def cpu():
 
 cpu()
 _C.use_kernels_of({str(fatbin)!r})
-if {machine}:
-    ctypes.CDLL("libcuda.so.1").fake_cuda_machine(*{machine})
+if {library!r}:  # called libcuda.so.1, so that it is found from here on
+    driver = ctypes.CDLL({str(fake.ROOT / library)!r})
+    if {machine}:
+        driver.fake_cuda_machine(*{machine})
 for _ in range(2):
     try:
         _C.device_info(0)
@@ -367,15 +386,15 @@ for _ in range(2):
         print(error)
     cpu()
 """,
-        LD_LIBRARY_PATH=str((fake.ROOT / library).parent),
     )
     lines = out.splitlines()
     assert len(lines) == 2
     assert all(text in line for line in lines)
 
 
-def test_a_first_step_on_a_device_that_is_too_old() -> None:
-    out = run_python(
+def test_a_first_step_on_a_device_that_is_too_old(programs: Programs) -> None:
+    out = forked(
+        programs,
         SETUP
         + """
 machine.library.fake_cuda_machine(1, 70, 13000)
@@ -392,7 +411,7 @@ assert q.detach().tolist() != [1.0, 1.0, 1.0]
 machine.library.fake_cuda_machine(1, 90, 13000)
 optimizer.step()
 assert torch.equal(fake.plain(p), q)
-"""
+""",
     )
     for line in out.splitlines():
         assert line.startswith("AdamW: cuModuleLoadData on CUDA device 0: CUDA_ERROR_NO_BINARY")

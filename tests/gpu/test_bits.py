@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import faststep
+from combinations import of_three
 from optim.common import DTYPES, dtype_name, generator, same_bits
 from optim.declarations import ALL, Declaration
 from optim.layouts import LAYOUTS, Layout
@@ -25,15 +26,26 @@ SETTINGS = [
     for name, kwargs in {"usual": d.kwargs, "other": d.other, **d.variants}.items()
 ]
 # A scaled step without clipping writes gradients back; one that is expanded cannot be written.
-CASES = [
-    pytest.param(d, dtype, layout, chain, id=f"{d.name}-{dtype_name(dtype)}-{layout.name}-{chain}")
-    for d, dtype, layout, chain in itertools.product(ALL, DTYPES, LAYOUTS, CHAINS)
-    if layout.written_back or chain != "scaled"
+EVERY = [
+    case
+    for case in itertools.product(ALL, DTYPES, LAYOUTS, CHAINS, (False, True))
+    if case[2].written_back or case[3] != "scaled"
 ]
 
 
-@pytest.mark.parametrize("maximize", [False, True], ids=["minimize", "maximize"])
-@pytest.mark.parametrize(("declaration", "dtype", "layout", "chain"), CASES)
+def name_case(value: Any) -> str:
+    if isinstance(value, bool):
+        return "maximize" if value else "minimize"
+    if isinstance(value, torch.dtype):
+        return dtype_name(value)
+    return value if isinstance(value, str) else str(value.name)
+
+
+@pytest.mark.parametrize(
+    ("declaration", "dtype", "layout", "chain", "maximize"),
+    of_three(EVERY) if REHEARSAL else EVERY,  # the simulator is slow
+    ids=name_case,
+)
 def test_every_dtype_layout_and_chain(
     declaration: Declaration, dtype: torch.dtype, layout: Layout, chain: str, maximize: bool
 ) -> None:

@@ -23,6 +23,7 @@ import faststep
 from faststep import _C, optim
 from faststep.amp import GradScaler
 from faststep.data import DataLoader
+from programs import Programs
 
 FEW, MANY = 4, 400
 FAKE_TORCH = Path(__file__).parents[1] / "c" / "fake_torch.c"
@@ -185,7 +186,7 @@ print(regions(1, 1 << 21, max_grad_norm=1.0), regions(2000, 2048, max_grad_norm=
 """
 
 
-def test_a_pass_is_one_parallel_region(tmp_path: Path) -> None:
+def test_a_pass_is_one_parallel_region(programs: Programs, tmp_path: Path) -> None:
     if not _C.use_threads_of(faststep._torch.library.libtorch_cpu_path()):
         pytest.skip("this torch offers no threads")
     library = tmp_path / "fake_torch.so"
@@ -193,10 +194,5 @@ def test_a_pass_is_one_parallel_region(tmp_path: Path) -> None:
     # Without a sanitizer, which would report what the compiler leaks.
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     subprocess.run(command, check=True, env=environment)
-    done = subprocess.run(
-        [sys.executable, "-c", REGIONS, str(library)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = programs.run(REGIONS, str(library))
     assert done.stdout.split("\n")[:2] == ["1 1 1 0", "2 2"], done.stdout + done.stderr

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 import faststep
 from faststep import _C
+from programs import Programs
 
 from .common import TOLERANCE, Snapshot, assert_near, parameters, set_gradients
 from .declarations import ALL, TORCHS, Declaration
@@ -140,9 +139,7 @@ class _AtTheCheck(TorchFunctionMode):
 
 
 @pytest.mark.parametrize("change", ["gradient", "no gradient", "state", "parameter"])
-def test_what_the_check_replaces_is_found_again(
-    monkeypatch: pytest.MonkeyPatch, change: str
-) -> None:
+def test_what_the_check_replaces_is_found_again(programs: Programs, change: str) -> None:
     """A step without torch's records asks about every tensor, which runs the script's mode."""
     code = """
 import sys
@@ -171,10 +168,7 @@ for one in (p, q):
     average = state and round(float(state["exp_avg"][0]), 4)
     print(round(float(one[0].detach()), 2), average, state and float(state["step"]))
 """
-    monkeypatch.setenv("FASTSTEP_RECORDS", "0")
-    tests = str(Path(__file__).parents[1])
-    command = [sys.executable, "-c", code, change, tests]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = programs.run(code, change, str(Path(__file__).parents[1]), FASTSTEP_RECORDS="0")
     want = {
         "gradient": "0.97 -0.81 2.0\n7.0 None None\n",
         "no gradient": "0.9 0.1 1.0\n7.0 None None\n",

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 import faststep
 from faststep import _C
 from faststep._torch import records as _records
+from programs import Programs
 
 from .common import assert_same_bits, generator, parameters
 from .declarations import ALL, Declaration
@@ -97,9 +98,9 @@ def test_what_is_compared_does_not_depend_on_pythons_allocator(
 
 
 @pytest.mark.parametrize(("value", "asked"), [("1", False), ("0", True)])
-def test_torch_is_not_asked_again(monkeypatch: pytest.MonkeyPatch, value: str, asked: bool) -> None:
-    monkeypatch.setenv("FASTSTEP_RECORDS", value)
-    done = subprocess.run([sys.executable, "-c", COUNT], capture_output=True, text=True, check=True)
+def test_torch_is_not_asked_again(programs: Programs, value: str, asked: bool) -> None:
+    done = programs.run(COUNT, FASTSTEP_RECORDS=value)
+    assert done.returncode == 0, done.stderr
     counts = [int(line) for line in done.stdout.split()]
     assert counts[0] >= 30, "of every new tensor torch was asked"
     assert (counts[5] >= 30) is asked

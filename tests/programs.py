@@ -1,0 +1,64 @@
+"""Programs of tests, forked from a process that has imported torch, which takes seconds.
+
+Nothing of faststep is imported there, so that a program can change torch or the environment first.
+The compiler of torch is: torch imports it in an optimizer's first step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SERVER = r"""
+import json, os, sys, torch, torch._dynamo
+
+for line in sys.stdin:
+    code, arguments, environment, folder = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        for fd, name in ((0, os.devnull), (1, folder + "/out"), (2, folder + "/err")):
+            os.dup2(os.open(name, os.O_RDWR | os.O_CREAT), fd)
+        os.environ.update(environment)
+        sys.argv[1:] = arguments
+        exec(compile(code, "<program>", "exec"), {"__name__": "__main__"})
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Programs:
+    """Runs programs one after the other.
+
+    Args:
+        environment: what differs from this process's when torch is imported.
+    """
+
+    def __init__(self, **environment: str) -> None:
+        self._server = subprocess.Popen(
+            [sys.executable, "-c", SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+
+    def run(
+        self, code: str, *arguments: str, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        """As `python -c code *arguments`, with an environment that is set after torch's import."""
+        sent, answers = self._server.stdin, self._server.stdout
+        assert sent
+        assert answers
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps([code, arguments, environment, folder]), file=sent, flush=True)
+            answer = answers.readline()
+            assert answer, "the process that has imported torch is gone"
+            out, err = ((Path(folder) / name).read_text() for name in ("out", "err"))
+        return subprocess.CompletedProcess(code, int(answer), out, err)
+
+    def close(self) -> None:
+        self._server.communicate()
