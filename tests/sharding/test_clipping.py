@@ -27,7 +27,7 @@ from .common import Twins, backward, fully_sharded, jobs_of, local, locals_of, w
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
-STEPS = 3
+STEPS = 2
 LIMIT = 0.3
 ORDERS = (1.0, 2.0, 3.5, math.inf)
 
@@ -115,7 +115,7 @@ def check_twins(twins: Twins) -> None:
 
 def in_the_step(rank: int, world: int) -> None:
     """FSDP2: `max_grad_norm` clips by the norm of all, with one collective per step."""
-    for name, options in (("AdamW", {}), ("SGD", {"momentum": 0.9}), ("Lion", {})):
+    for name, options in (("AdamW", {}), ("SGD", {"momentum": 0.9})):
         cls = getattr(faststep.optim, name)
         model = fully_sharded()
         optimizer = cls(model.parameters(), lr=0.1, max_grad_norm=LIMIT, **options)
@@ -208,25 +208,24 @@ def on_one_rank_only(rank: int, world: int) -> None:
 
 def by_functions(rank: int, world: int) -> None:
     """The four functions on gradients of several meshes, for every order of the norm."""
-    for order in ORDERS:
-        for limit in (0.3, 1e6):
-            params = mixed_params(world)
-            norm = exact_norm(params, order)
-            versions = [(p.grad._version, local(p.grad)._version) for p in params]
-            before = [whole(param.grad) for param in params]
-            with counted() as groups:
-                found = faststep.clip_grad_norm_(params, limit, order)
-            assert len(groups) == len(set(groups))
-            assert type(found) is DTensor
-            assert found.item() == pytest.approx(norm, rel=1e-6)
-            assert torch.equal(found.full_tensor(), found.to_local())
-            same_everywhere(found.to_local())
-            factor = min(1.0, limit / (norm + 1e-6))
-            for param, grad in zip(params, before, strict=True):
-                torch.testing.assert_close(whole(param.grad), grad * factor)
-            if factor < 1.0:
-                moved = [(p.grad._version, local(p.grad)._version) for p in params]
-                assert all(a < b and c < d for (a, c), (b, d) in zip(versions, moved, strict=True))
+    for order, limit in zip(ORDERS, (0.3, 1e6, 0.3, 0.3), strict=True):
+        params = mixed_params(world)
+        norm = exact_norm(params, order)
+        versions = [(p.grad._version, local(p.grad)._version) for p in params]
+        before = [whole(param.grad) for param in params]
+        with counted() as groups:
+            found = faststep.clip_grad_norm_(params, limit, order)
+        assert len(groups) == len(set(groups))
+        assert type(found) is DTensor
+        assert found.item() == pytest.approx(norm, rel=1e-6)
+        assert torch.equal(found.full_tensor(), found.to_local())
+        same_everywhere(found.to_local())
+        factor = min(1.0, limit / (norm + 1e-6))
+        for param, grad in zip(params, before, strict=True):
+            torch.testing.assert_close(whole(param.grad), grad * factor)
+        if factor < 1.0:
+            moved = [(p.grad._version, local(p.grad)._version) for p in params]
+            assert all(a < b and c < d for (a, c), (b, d) in zip(versions, moved, strict=True))
         params = mixed_params(world)
         grads = [param.grad for param in params]
         total = faststep.get_total_norm(grads, order)

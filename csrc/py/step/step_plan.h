@@ -69,6 +69,7 @@ typedef struct {
 
 typedef struct fst_trace fst_trace;
 typedef struct fst_traced_state fst_traced_state;
+typedef struct fst_traced_dtensors fst_traced_dtensors;
 
 typedef struct {
     PyObject_HEAD
@@ -84,13 +85,15 @@ typedef struct {
     int64_t written_total; /* elements of its parameters on all devices */
     int busy;
     int has_dtensors; /* one of the parameters that are bound is a DTensor */
-    int is_long; /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
+    int is_long;      /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
     /* The trace: tells whether the next step is like this one, so that what is bound stays
      * valid. */
     fst_trace *traces;
     fst_traced_state *traced_states;
     fst_traced_group *traced_groups;
+    fst_traced_dtensors *traced_dtensors; /* of as many parameters as there are traces; or NULL */
     size_t trace_capacity, traced_state_capacity, traced_state_count, traced_group_count;
+    size_t traced_dtensor_capacity;
     int traceable, traced;
     uint64_t bindings; /* number of binds; the first is 1 */
     uint64_t moves;    /* number of times that a gradient was followed to other memory */
