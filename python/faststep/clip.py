@@ -15,10 +15,14 @@ The four functions have the names, arguments, results and errors of torch.nn.uti
 * CUDA gradients take one launch to measure and one to scale, which reads the norm on the device;
   nothing waits for the device unless `error_if_nonfinite` is set, as in torch.
 
-Gradients other than plain strided real CPU or CUDA tensors (sparse, complex, DTensor and other
-wrapper classes, integer, CUDA where this build has no kernels), those on several devices, and calls
-inside torch.compile or a TorchDispatchMode, go to torch's function of the same name; a list with
-one such gradient goes there as a whole.
+DTensors are measured and scaled by their local tensors. Their norm is that of all ranks, by one
+all-reduce of a few numbers per process group; it is a DTensor that every rank has whole. `Partial`
+gradients are reduced first. Every rank must make the call, as with torch's functions.
+
+Gradients other than strided real CPU or CUDA tensors (sparse, complex, wrapper classes other than
+DTensor, integer, CUDA where this build has no kernels), those on several devices, DTensors in norms
+of an order of 0 or below, and calls inside torch.compile or a TorchDispatchMode, go to torch's
+function of the same name; a list with one such gradient goes there as a whole.
 
 Sums of faststep.accumulate that wait for their division are divided first. Parameters that
 faststep.release_gradients has updated in backward raise an error, as no gradient is left to clip.
@@ -171,7 +175,7 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping, 0-d, in the promoted dtype of the gradients and on the device of
-        the first; `tensor(0.)` if there is no gradient.
+        the first; `tensor(0.)` if there is no gradient. A DTensor if the first gradient is one.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; or torch's errors
@@ -222,7 +226,7 @@ def get_total_norm(
 
     Returns:
         The norm, 0-d, in the promoted dtype of the tensors and on the device of the first;
-        `tensor(0.)` for no tensors.
+        `tensor(0.)` for no tensors. A DTensor if the first tensor is one.
 
     Raises:
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set; or torch's errors

@@ -278,7 +278,29 @@ def dtensors() -> Iterator[Case]:
         plan.forget()
         assert step(plan) == "layouts"
 
+    number = _C.rules()["momentum"][0]
+    momentum = (number, ("momentum_buffer",), False, (0.0,) * 5, False, None)
+    stated, other = _C.Plan(), p.grad.clone()
+    state = {p: {"momentum_buffer": torch.zeros_like(p)}}
+    settle(stated)
+
+    def follow() -> None:
+        """Like the step before, but for the gradient's memory or its spec."""
+        for grad, words in ((first, ("done", "done")), (other, ("layouts", "layouts"))):
+            p.grad = grad
+            for word in words:
+                answer = stated.step([[p]], [momentum], state, None, *options)
+                assert answer[0] == word
+        p.grad = first
+
+    def divided() -> None:
+        options = ({-1: (None, torch.zeros(()), None)}, True, float("nan"), False, 0)
+        assert settled.step([[p]], [spec], {}, None, *options) == ("divided", None)
+
+    first = p.grad
     settle(settled)
+    yield follow, [*held, other, state, momentum]
+    yield divided, held
     yield functools.partial(settle, settled), held
     yield functools.partial(step, settled), held
     yield functools.partial(step, unsettled), held

@@ -1,4 +1,4 @@
-"""The processes that the tests of sharded parameters share."""
+"""The processes that the tests of a file share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,7 @@ import pytest
 from accumulate.processes import results_of
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def on_ranks(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
     """The results of a job by rank; a module lists its jobs in SHARDED."""
-    jobs = {}
-    for item in request.session.items:
-        for job in getattr(getattr(item, "module", None), "SHARDED", ()):
-            jobs[job.name] = job
-    results = results_of(list(jobs.values()))
-    return results.__getitem__
+    return results_of(request.module.SHARDED).__getitem__

@@ -33,7 +33,7 @@ from .common import Twins, backward, fully_sharded, jobs_of, local, locals_of, n
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
-STEPS = 3
+STEPS = 2
 CLASSES: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw": ("AdamW", {"lr": 0.1, "weight_decay": 0.1}),
     "adam": ("Adam", {"lr": 0.1, "amsgrad": True, "maximize": True}),

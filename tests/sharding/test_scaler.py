@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has 
 
 SCALE = 256.0
 LIMIT = 0.3
-STEPS = 4
-BAD = 2  # the step in which a gradient overflows
+STEPS = 3
+BAD = 1  # the step in which a gradient overflows
 
 # scaler, optimizer, how it is clipped, options of the optimizer
 WAYS: list[tuple[Any, Any, str, dict[str, Any]]] = [
@@ -79,15 +79,14 @@ def train(
 def overflow_on_one_rank(rank: int, world: int) -> None:
     """All skip or none does, for every pair of scalers and optimizers, and scales stay alike."""
     results: dict[bool, list[Any]] = {}
-    for way in WAYS:
-        for bad_rank in (0, 1):
-            model = fully_sharded()
-            scales = train(way, model, rank, bad_rank)
-            assert scales == [SCALE, SCALE, SCALE / 2, SCALE / 2], (way, scales)
-            values = [whole(param) for param in model.parameters()]
-            expected = results.setdefault(way[2] != "", values)
-            for mine, other in zip(values, expected, strict=True):
-                torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=str(way))
+    for number, way in enumerate(WAYS[:: world // 2]):
+        model = fully_sharded()
+        scales = train(way, model, rank, number % 2)
+        assert scales == [SCALE, SCALE / 2, SCALE / 2], (way, scales)
+        values = [whole(param) for param in model.parameters()]
+        expected = results.setdefault(way[2] != "", values)
+        for mine, other in zip(values, expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5, msg=str(way))
 
 
 def flags_that_differ(rank: int, world: int) -> None:

@@ -47,14 +47,16 @@ static fst_step_part *enter_part(fst_binding *at, PyObject *object, int device)
 }
 
 /* Traces the parameter at hand; its states follow. */
-static void trace_param(fst_binding *at, const fst_param *param, PyObject *object,
+static void trace_param(fst_binding *at, const fst_param *param, PyObject *object, PyObject *local,
                         const fst_view *view, PyObject *grad, const fst_view *grad_view,
                         int64_t span)
 {
     fst_step_plan *self = at->self;
+    const fst_record_layout *layout = &at->module->records;
     self->traceable = self->traceable && param->flat;
-    at->trace =
-        fst_trace_param(&at->module->records, self, at->param_count, object, view, grad, grad_view);
+    at->trace = fst_trace_param(layout, self, at->param_count, local, view, grad, grad_view);
+    if (at->trace && object != local)
+        fst_trace_dtensor(layout, self, at->trace, at->param_count, object);
     if (at->trace) {
         at->trace->span = (int32_t)span;
         at->trace->part = (int16_t)(at->part - self->parts);
@@ -116,7 +118,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if (fst_bind_operand(at, param, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
         fst_bind_operand(at, param, "gradient", &grad_view, at->write_grads, &ops[FST_OP_GRAD]))
         return -1;
-    trace_param(at, param, object, &view, grad, &grad_view, counter->span);
+    trace_param(at, param, object, local, &view, grad, &grad_view, counter->span);
     const int found = fst_bind_states(at, param, object, view.dtype, ops, counter);
     if (found < 0)
         return -1;
@@ -185,9 +187,10 @@ static int bind_group(fst_binding *at, PyObject *params)
             return -1;
         at->ran_python |= tensors->ran_python;
         tensors->ran_python = 0;
-        if (!fst_tensor_is_plain(tensors, object))
+        const int is_dtensor = fst_tensor_is_dtensor(tensors, object);
+        if (!is_dtensor && !fst_tensor_is_plain(tensors, object))
             self->traceable = 0; /* only tensors have records */
-        self->has_dtensors |= fst_tensor_is_dtensor(tensors, object);
+        self->has_dtensors |= is_dtensor;
         if (grad == Py_None)
             fst_trace_idle(&at->module->records, self, at->param_count, object);
         else if (bind_settled(at, object, grad))

@@ -20,6 +20,8 @@ int fst_bind_local(fst_binding *at, fst_param *param, unsigned which, PyObject *
     }
     PyObject *local = fst_dtensor_local(tensors, *object);
     *object = local ? fst_bind_hold(at->self, local) : NULL;
+    if (*object && !fst_tensor_is_plain(tensors, *object))
+        at->self->traceable = 0;
     return *object ? 0 : -1;
 }
 

@@ -86,11 +86,13 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
 
 /* Traces state `k` of the parameter at hand, entry `k` of its dictionary. */
 static void trace_state(const fst_binding *at, const fst_param *param, unsigned k,
-                        const PyObject *key, PyObject *value, const fst_view *view)
+                        const PyObject *key, PyObject *whole, PyObject *value, const fst_view *view)
 {
     if (at->trace)
         fst_trace_state(&at->module->records, at->self, at->trace, key, value, view,
                         param->states[k].pin != NULL);
+    if (at->trace && whole != value)
+        fst_trace_dtensor_state(&at->module->records, at->self, at->trace, k, whole);
 }
 
 /* Lists a state that the step writes. Neighbouring small states share a version counter, which
@@ -203,7 +205,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
             const int there = bind_counter(at, param, value, counter, &view);
             if (there <= 0)
                 return there;
-            trace_state(at, param, k, key, value, &view);
+            trace_state(at, param, k, key, whole, value, &view);
             continue;
         }
         fst_problem problem;
@@ -218,7 +220,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         if (fst_bind_operand(at, param, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
             note_written(at, value, whole))
             return -1;
-        trace_state(at, param, k, key, value, &view);
+        trace_state(at, param, k, key, whole, value, &view);
         if (ops[FST_OP_STATE + slot].layout)
             at->self->traceable = 0;
     }

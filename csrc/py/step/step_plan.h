@@ -69,6 +69,7 @@ typedef struct {
 
 typedef struct fst_trace fst_trace;
 typedef struct fst_traced_state fst_traced_state;
+typedef struct fst_traced_dtensors fst_traced_dtensors;
 
 typedef struct {
     PyObject_HEAD
@@ -90,7 +91,9 @@ typedef struct {
     fst_trace *traces;
     fst_traced_state *traced_states;
     fst_traced_group *traced_groups;
+    fst_traced_dtensors *traced_dtensors; /* of as many parameters as there are traces; or NULL */
     size_t trace_capacity, traced_state_capacity, traced_state_count, traced_group_count;
+    size_t traced_dtensor_capacity;
     int traceable, traced;
     uint64_t bindings; /* number of binds; the first is 1 */
     uint64_t moves;    /* number of times that a gradient was followed to other memory */

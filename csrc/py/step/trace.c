@@ -21,6 +21,9 @@ void fst_trace_free(fst_step_plan *self)
     PyMem_Free(self->traces);
     PyMem_Free(self->traced_states);
     PyMem_Free(self->traced_groups);
+    PyMem_Free(self->traced_dtensors);
+    self->traced_dtensors = NULL;
+    self->traced_dtensor_capacity = 0;
     self->traces = NULL;
     self->traced_states = NULL;
     self->traced_groups = NULL;
@@ -168,31 +171,35 @@ static int same_groups(const fst_step_plan *self, PyObject *param_lists)
 
 /* Whether the parameter has the same states in the same dictionary. Adds their records to the
  * hash. */
-static int same_states(const fst_record_layout *layout, const fst_trace *trace,
-                       const fst_traced_state *states, PyObject *state, unsigned key_count,
-                       uint64_t *hash)
+static int same_states(const fst_module *module, const fst_step_plan *self, const fst_trace *trace,
+                       PyObject *object, PyObject *state, unsigned key_count, uint64_t *hash)
 {
+    const fst_record_layout *layout = &module->records;
+    const fst_traced_state *states = self->traced_states + trace->states;
+    const int pinned = trace->pinned && !trace->is_dtensor;
     PyObject *key, *value;
     Py_ssize_t position = trace->state_at;
-    if (!PyDict_Next(state, &position, &key, &value) || key != trace->param.object ||
-        value != trace->dict)
+    if (!PyDict_Next(state, &position, &key, &value) || key != object || value != trace->dict)
         return 0;
     position = 0;
     for (unsigned k = 0; k < key_count; k++) {
         const fst_tensor_record *was = &states[k].value;
-        if (!PyDict_Next(trace->dict, &position, &key, &value) || key != states[k].key ||
-            value != was->object || (!trace->pinned && fst_record_of(layout, value) != was->impl))
+        if (!PyDict_Next(trace->dict, &position, &key, &value) || key != states[k].key)
+            return 0;
+        if (trace->is_dtensor)
+            value = fst_trace_same_state(module, self, trace, k, value);
+        if (value != was->object || (!pinned && fst_record_of(layout, value) != was->impl))
             return 0;
         fst_record_add(layout, was->impl, hash);
     }
     return 1;
 }
 
-/* Whether the gradient is the same, or like it in other memory, to which the span then points.
- * The gradient's Python object is not read: it may be gone. */
-static int same_grad(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace)
+/* Whether the gradient with this record is the same, or like it in other memory, to which the span
+ * then points. */
+static int same_grad(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
+                     const void *impl)
 {
-    const void *impl = fst_record_grad(layout, trace->param.impl);
     uint64_t by = 0;
     if (!impl || !fst_moving_follow(layout, &trace->grad, impl, &by))
         return 0;
@@ -204,21 +211,27 @@ static int same_grad(const fst_record_layout *layout, fst_step_plan *self, fst_t
     return 1;
 }
 
-static int same_param(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
-                      PyObject *object, PyObject *state, unsigned key_count)
+/* A gradient's Python object is not read, as it may be gone; that of a DTensor has to be. */
+static int same_param(fst_module *module, fst_step_plan *self, fst_trace *trace, PyObject *object,
+                      PyObject *state, unsigned key_count)
 {
+    const fst_record_layout *layout = &module->records;
     const void *impl = trace->param.impl;
+    PyObject *local = object, *grad = NULL;
     uint64_t hash = 0;
-    if (object != trace->param.object || fst_record_of(layout, object) != impl ||
-        (const void *)Py_TYPE(object) != trace->type)
+    if ((const void *)Py_TYPE(object) != trace->type ||
+        (trace->is_dtensor && !fst_trace_same_dtensor(module, self, trace, &local, &grad)))
+        return 0;
+    if (local != trace->param.object || fst_record_of(layout, local) != impl)
         return 0;
     if (!trace->has_grad)
         return fst_record_grad(layout, impl) == trace->grad.impl;
     fst_record_add(layout, impl, &hash);
-    if (key_count &&
-        !same_states(layout, trace, self->traced_states + trace->states, state, key_count, &hash))
+    if (key_count && !same_states(module, self, trace, object, state, key_count, &hash))
         return 0;
-    return hash == trace->hash && same_grad(layout, self, trace);
+    return hash == trace->hash &&
+           same_grad(layout, self, trace,
+                     grad ? fst_record_of(layout, grad) : fst_record_grad(layout, impl));
 }
 
 static void fetch_bytes(const void *from, size_t size)
@@ -259,13 +272,13 @@ static void fetch(const fst_record_layout *layout, const fst_step_plan *self,
     }
 }
 
-static int same_params(const fst_record_layout *layout, fst_step_plan *self, PyObject *params,
-                       fst_trace *trace, PyObject *state, unsigned key_count)
+static int same_params(fst_module *module, fst_step_plan *self, PyObject *params, fst_trace *trace,
+                       PyObject *state, unsigned key_count)
 {
     const Py_ssize_t count = PyList_Size(params);
     for (Py_ssize_t i = 0; i < count; i++, trace++) {
-        fetch(layout, self, trace, (size_t)(count - i), key_count);
-        if (!same_param(layout, self, trace, PyList_GetItem(params, i), state, key_count))
+        fetch(&module->records, self, trace, (size_t)(count - i), key_count);
+        if (!same_param(module, self, trace, PyList_GetItem(params, i), state, key_count))
             return 0;
     }
     return 1;
@@ -293,7 +306,7 @@ int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_li
     fst_trace *trace = self->traces;
     for (size_t g = 0; g < self->group_count; g++) {
         PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
-        if (!same_params(&module->records, self, params, trace, state, self->groups[g].key_count))
+        if (!same_params(module, self, params, trace, state, self->groups[g].key_count))
             return 0;
         trace += self->traced_groups[g].size;
     }

@@ -26,7 +26,17 @@ struct fst_trace {
     int32_t span;        /* -1: it has no elements */
     int16_t part;
     uint8_t has_grad;
-    uint8_t pinned; /* its states are pinned, so their records live as long as the pins */
+    uint8_t is_dtensor; /* `param` and `grad` are its local tensors; see fst_traced_dtensors */
+    uint8_t pinned;     /* its states are pinned, so their records live as long as the pins */
+};
+
+/* The DTensors of a traced parameter, whose local tensors are traced. Pointers are compared, never
+ * followed. */
+struct fst_traced_dtensors {
+    const void *object, *impl; /* the parameter */
+    struct {
+        const void *object, *impl; /* NULL: the state is a plain tensor */
+    } states[FST_MAX_KEYS];
 };
 
 /* Begin and end tracing a bind. The trace is kept if everything could be traced. */
@@ -46,6 +56,23 @@ void fst_trace_state(const fst_record_layout *layout, fst_step_plan *self, fst_t
 
 void fst_trace_forget(fst_step_plan *self);
 void fst_trace_free(fst_step_plan *self);
+
+/* Trace that parameter `index` is a DTensor, and so is a state of it (trace_dtensors.c). */
+void fst_trace_dtensor(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
+                       size_t index, PyObject *object);
+void fst_trace_dtensor_state(const fst_record_layout *layout, fst_step_plan *self,
+                             const fst_trace *trace, unsigned k, PyObject *object);
+
+/* Whether a parameter that was traced as a DTensor is still the same: its local tensor becomes
+ * *object, and that of its gradient *grad, both borrowed. The gradient may be another one that is
+ * divided in the same way. */
+int fst_trace_same_dtensor(fst_module *module, const fst_step_plan *self, const fst_trace *trace,
+                           PyObject **object, PyObject **grad);
+
+/* The local tensor of a state, borrowed; the state itself where it was no DTensor; NULL if it is
+ * another one than was traced. */
+PyObject *fst_trace_same_state(const fst_module *module, const fst_step_plan *self,
+                               const fst_trace *trace, unsigned k, PyObject *object);
 
 /* Whether what is bound is still valid. Follows gradients to other memory. */
 int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,

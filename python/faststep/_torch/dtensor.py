@@ -7,9 +7,10 @@ it there are no DTensors.
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,8 +29,10 @@ __all__ = [
     "replicated",
     "set_local",
     "spec_of",
+    "specs_of",
 ]
 
+_read_spec: Callable[[torch.Tensor], Any] = operator.attrgetter("_spec")
 _known: Any = None  # the class DTensor, once it is imported
 
 
@@ -78,6 +81,14 @@ def spec_of(tensor: torch.Tensor) -> Any:
     """How a DTensor is divided: `mesh`, `placements` and the whole tensor's shape and strides."""
     divided: Any = tensor
     return divided._spec
+
+
+def specs_of(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The specs of many tensors, None for those that are no DTensors."""
+    try:
+        return list(map(_read_spec, tensors))
+    except AttributeError:
+        return [spec_of(tensor) if is_dtensor(tensor) else None for tensor in tensors]
 
 
 def like_dtensor(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,8 @@ class Ranks:
                 inside = f" (its submodule {name!r})" if name else ""
                 raise TypeError(
                     f"accumulate() does not support {type(part).__name__} models{inside}; model= "
-                    "must be a plain module or a DistributedDataParallel itself"
+                    "must be a plain module or a DistributedDataParallel itself. With fully_shard "
+                    "leave model= away: every micro-step then reduces its gradients"
                 )
 
     @property

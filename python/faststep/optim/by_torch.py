@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .._torch.dtensor import full_tensor
 from .request import StepAnswer, StepRequest
 
 if TYPE_CHECKING:
@@ -33,10 +34,10 @@ def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer
         grads = [grad * inverse.to(grad.device, grad.dtype) for grad in grads]
     norm = None
     if grads and request.measures:
-        norm = torch.nn.utils.get_total_norm(grads)
+        norm = full_tensor(torch.nn.utils.get_total_norm(grads))
     found = request.found_inf
     if request.looks_for_inf and found is not None:
-        finite = [torch.isfinite(grad).all().to(found.device) for grad in grads]
+        finite = [full_tensor(torch.isfinite(grad).all()).to(found.device) for grad in grads]
         found.fill_(0.0) if not finite else found.copy_(~torch.stack(finite).all())
     if found is not None and bool(found != 0.0):
         return StepAnswer(True, norm)

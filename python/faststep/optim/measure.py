@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import Scalars, agree, on_device
-from .._torch.dtensor import is_dtensor, spec_of
+from .._torch.dtensor import is_dtensor, spec_of, specs_of
 from ..grads.regions import Region, over_ranks, regions_of
 from ..grads.shards import LayoutError
 from .request import Rule
@@ -67,7 +67,7 @@ class DividedGrads:
     def _follow(self, work: Work) -> None:
         """Find the regions anew, if the parameters or how they are divided have changed."""
         params = list(itertools.chain.from_iterable(work.params))
-        specs = [spec_of(param) if is_dtensor(param) else None for param in params]
+        specs = specs_of(params)
         if _same(params, self._params) and _same(specs, self._specs):
             return
         try:

@@ -36,6 +36,7 @@ class Stepper:
     def forget(self) -> None:
         """Let go of the tensors of earlier steps."""
         self._plan.forget()
+        self._divided = None
 
     def find_devices(self, work: Work) -> None:
         """Set `devices` before the first step."""
