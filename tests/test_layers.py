@@ -51,13 +51,14 @@ MAY_IMPORT = {
     "clip": {*TORCH, "_devices", "grads"},
     "amp": {*TORCH, "_devices", "clip", "grads", "optim"},
     "accumulation": {*TORCH, "_devices", "amp", "clip", "grads", "optim"},
+    "zero": {*TORCH, "_devices", "clip", "grads", "optim"},
     "release": {*TORCH, "_devices", "amp", "grads", "optim"},
     **{
         f"data.{room}": {*TORCH, *(f"data.{name}" for name in below.split())}
         for room, below in LOADER.items()
     },
     "data": {f"data.{room}" for room in LOADER},
-    "faststep": {*TORCH, "accumulation", "amp", "clip", "data", "optim", "release"},
+    "faststep": {*TORCH, "accumulation", "amp", "clip", "data", "optim", "release", "zero"},
     "cli": {*TORCH, "faststep", "data"},
     "__main__": {"cli"},
 }
