@@ -181,7 +181,7 @@ class Gradients:
                 )
 
     def drop(self, set_to_none: bool) -> None:
-        """Forget all gradients, or set them to zero."""
+        """Prepare for zero_grad(), which sets each `.grad` to None or to zero."""
         if self._open and self._next:
             raise RuntimeError(
                 "faststep.zero: a backward pass has failed after its first buckets were sent, and "
@@ -189,14 +189,10 @@ class Gradients:
             )
         self._open = self._unsent = False
         self._passes.clear()
-        for slot in self._slots:
-            grad = slot.param.grad
-            if set_to_none:
+        if set_to_none:
+            for slot in self._slots:
                 slot.held = False
-                slot.param.grad = None
                 slot.stand_in.pending = None
-            elif grad is not None:
-                grad.zero_()
 
     def close(self) -> None:
         """Take the hooks away."""

@@ -21,6 +21,13 @@ from .engine import Engine
 __all__ = ["ShardedOptimizer"]
 
 
+def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
+    raise RuntimeError(
+        f"this {type(optimizer).__name__} was replaced by what faststep.zero.shard() returned: "
+        "step that one"
+    )
+
+
 class ShardedOptimizer(Optimizer):
     """An optimizer whose states, and updates, are spread over the ranks; made by :func:`shard`.
 
@@ -45,6 +52,7 @@ class ShardedOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self._last_norm: float | None = None
         self._skipped = False
+        optimizer.register_step_pre_hook(_refuse_step)
         super().__setstate__(
             {
                 "defaults": optimizer.defaults,
@@ -148,10 +156,9 @@ class ShardedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero. As torch's."""
-        if self._engine is None:
-            super().zero_grad(set_to_none)
-        else:
+        if self._engine is not None:
             self._engine.gradients.drop(set_to_none)
+        super().zero_grad(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False

@@ -14,6 +14,7 @@ from .._torch.tensors import new_wrapper
 __all__ = ["Holder", "Placeholder"]
 
 _aten = torch.ops.aten
+_REFUSED = object()
 
 
 class Holder(Protocol):
@@ -68,8 +69,8 @@ class Placeholder(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         answer = _ANSWERS.get(func)
-        if answer is not None and (found := answer(*args, **(kwargs or {}))) is not None:
-            return found
+        if answer is not None and (given := answer(*args, **(kwargs or {}))) is not _REFUSED:
+            return given
         raise RuntimeError(_refusal(str(func), (*args, *(kwargs or {}).values())))
 
 
@@ -85,43 +86,42 @@ def _refusal(operation: str, args: tuple[Any, ...]) -> str:
     )
 
 
-def _detach(held: Tensor) -> Tensor | None:
+def _detach(held: Tensor) -> object:
     if not isinstance(held, Placeholder):
-        return None
+        return _REFUSED
     return Placeholder(held, held._holder, held._index)
 
 
-def _add(held: Tensor, more: Tensor, *, alpha: float = 1) -> Tensor | None:
+def _add(held: Tensor, more: Tensor, *, alpha: float = 1) -> object:
     """Keep what backward adds, for the hook that follows."""
     if not isinstance(held, Placeholder) or current_backward() < 0 or alpha != 1:
-        return None
+        return _REFUSED
     held.pending = more if held.pending is None else held.pending + more
     return held
 
 
-def _zero(held: Tensor) -> Tensor | None:
+def _zero(held: Tensor) -> object:
     if not isinstance(held, Placeholder):
-        return None
+        return _REFUSED
     held.pending = None
     held._holder.make_zero(held._index)
     return held
 
 
-def _zero_all(held: list[Tensor]) -> tuple[()]:
+def _zero_all(held: list[Tensor]) -> None:
     for one in held:
-        if _zero(one) is None:
+        if _zero(one) is _REFUSED:
             one.zero_()
-    return ()
 
 
-def _unscale(held: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> tuple[()] | None:
+def _unscale(held: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> object:
     first = held[0]
     if not isinstance(first, Placeholder):
-        return None
+        return _REFUSED
     if not all(isinstance(one, Placeholder) and one._holder is first._holder for one in held):
-        return None
+        return _REFUSED
     first._holder.unscale(first.dtype, inv_scale, found_inf)
-    return ()
+    return None
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
