@@ -70,6 +70,7 @@ class Engine:
         self.owned = Owned(kind, groups, grouped)
         self._sums = ChunkSums(self._in_groups, group)
         self.gradients = Gradients(self.slots, self.buckets, group)
+        self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
 
     def _move(self, places: Sequence[Any], members: list[Slot]) -> None:
         """Move the memory of a bucket's parameters into one flat tensor."""

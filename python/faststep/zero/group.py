@@ -106,8 +106,8 @@ class Group:
         dist.gather_object(value, found, dst=self._global(0), group=self._group)
         return found
 
-    def check_alike(self, lines: Sequence[str]) -> None:
-        """Raise on every rank if they describe their parameters differently."""
+    def check_alike(self, lines: Sequence[str], caller: str = "shard()") -> None:
+        """Raise on every rank if they describe their parameters differently; a collective."""
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
         mine = int.from_bytes(digest, "big", signed=True) >> 1
         both = torch.tensor([mine, -mine, len(lines), -len(lines)])
@@ -116,7 +116,7 @@ class Group:
             return
         described: list[Any] = [None] * self.world
         dist.all_gather_object(described, list(lines), group=self._group)
-        raise RuntimeError(_difference(described))
+        raise RuntimeError(f"{caller}: the ranks differ{_difference(described)}")
 
 
 def _difference(described: Sequence[Sequence[str]]) -> str:
@@ -125,8 +125,8 @@ def _difference(described: Sequence[Sequence[str]]) -> str:
         here = [lines[index] if index < len(lines) else "nothing" for lines in described]
         if len(set(here)) > 1:
             who = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(here))
-            return f"shard(): the ranks differ in what they shard, first in number {index}: {who}"
-    return "shard(): the ranks differ in what they shard"
+            return f", first in number {index}: {who}"
+    return ""
 
 
 def group_of(process_group: Any) -> Group | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, refuse_unchecked
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest
+from .checkpoint import gather_states, load_states
 from .engine import Engine
 
 __all__ = ["ShardedOptimizer"]
@@ -197,6 +199,62 @@ class ShardedOptimizer(Optimizer):
             return
         with self._engine.gradients.no_sync():
             yield
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in torch's format on rank 0; without states on the others.
+
+        A collective: all ranks must call it. Rank 0 holds the states of all parameters in CPU
+        memory for as long as the result lives; they come bucket by bucket.
+        """
+        if self._engine is None:
+            return super().state_dict()
+        mine = self.state
+        whole = gather_states(self._engine)
+        self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = mine
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of an optimizer of this class or of the one that was sharded.
+
+        It may come from any number of ranks, or from one process that did not shard. A collective;
+        every rank passes the same dict.
+
+        Raises:
+            ValueError: torch's errors for groups that do not fit.
+            RuntimeError: only some ranks have states, as where each passes its own state_dict().
+        """
+        groups, mine = self.param_groups, self.state
+        if self._engine is None:
+            super().load_state_dict(state_dict)
+            self._owned.state = self.state
+        else:
+            self.state = defaultdict(dict)
+            try:
+                super().load_state_dict(state_dict)
+                self._complete_loaded()
+                load_states(self._engine, self.state)
+            except BaseException:
+                self.param_groups = groups
+                raise
+            finally:
+                self.state = mine
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
+        if self._engine is None:
+            self._owned.__setstate__({})
+
+    def _complete_loaded(self) -> None:
+        """Add what older versions of torch did not save, as the class does that was sharded."""
+        kind = type(self._owned)
+        kind.__new__(kind).__setstate__(
+            {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raises RuntimeError: slices are laid out by `shard`."""

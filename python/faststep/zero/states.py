@@ -32,6 +32,10 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
                 key: _part(key, value, slot.param, begin, piece.numel())
                 for key, value in whole.items()
             }
+    sharded = {id(slot.param) for slot in engine.slots}
+    engine.frozen_states = {
+        param: state for param, state in states.items() if id(param) not in sharded
+    }
     engine.owned.forget()
 
 
