@@ -23,6 +23,7 @@ def shard(
     stage: Literal[1, 2] = 2,
     process_group: Any = None,
     bucket_mb: float = 25,
+    gather: Literal["step", "forward"] = "step",
     max_grad_norm: float | None = None,
 ) -> ShardedOptimizer:
     """Spread optimizer states, updates and (stage 2) gradients over the ranks.
@@ -50,6 +51,9 @@ def shard(
         process_group: the ranks, with gloo. Default: None, all ranks; one process is the ordinary
             fused optimizer.
         bucket_mb: MiB from which a bucket of gradients is complete. Default: 25.
+        gather: "step" returns from `step` when all parameters are there. "forward" returns at
+            once, and the next forward waits for each module's parameters when it comes to them; see
+            docs/sharding.md for what must not read parameters before. Default: "step".
         max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
             of the optimizer, if it has one.
 
@@ -69,6 +73,8 @@ def shard(
         raise ValueError(f"stage must be 1 or 2, not {stage!r}")
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
+    if gather not in ("step", "forward"):
+        raise ValueError(f'gather must be "step" or "forward", not {gather!r}')
     check_limit("max_grad_norm", max_grad_norm)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -82,4 +88,7 @@ def shard(
             "shard() takes the place of DistributedDataParallel, and both would reduce the "
             "gradients: pass the module inside (model.module), and call that one in the loop"
         )
-    return build(model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm)
+    made = build(model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm)
+    if gather == "forward" and made._engine is not None:
+        made._engine.wait_in_forward(model)
+    return made

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import _C
 from .._torch.optim import increment_version
@@ -15,12 +15,13 @@ from ..clip import clip_grads_with_norm_
 from ..optim.request import StepAnswer, StepRequest
 from .buckets import GradientBucket
 from .gradients import Gradients
-from .group import Group
+from .group import Group, Pending
 from .layout import Flat, make_buckets
 from .norm import ChunkSums
 from .owned import Kind, Owned, set_grads
 from .placeholder import Placeholder
 from .slots import Slot
+from .waits import ForwardWaits
 
 __all__ = ["Engine"]
 
@@ -69,6 +70,8 @@ class Engine:
         self._in_groups = [slot for members in grouped for slot in members]
         self.owned = Owned(kind, groups, grouped)
         self._sums = ChunkSums(self._in_groups, group)
+        self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
+        self.waits: ForwardWaits | None = None  # with gather="forward"
         self.gradients = Gradients(self.slots, self.buckets, group)
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
 
@@ -97,7 +100,7 @@ class Engine:
                 slot.begins.append(begin)
 
     def share(self, others: Sequence[Tensor]) -> None:
-        """Give all ranks the parameters of rank 0, and these tensors."""
+        """Give all ranks the parameters of rank 0, and these tensors; a collective."""
         self.group.broadcast([*self._memory, *others])
 
     # ---- what a placeholder asks
@@ -130,6 +133,9 @@ class Engine:
 
     def step(self, request: StepRequest) -> StepAnswer:
         """Update this rank's slices and gather all parameters; a collective."""
+        self.wait(None)
+        if self.waits is not None:
+            self.waits.learn()
         self.gradients.settle()
         self._follow_moves()
         found = request.found_inf
@@ -149,15 +155,30 @@ class Engine:
         return StepAnswer(False, norm)
 
     def _gather(self) -> None:
-        """Receive what other ranks have updated."""
-        under_way = [
-            bucket.gather(memory, number)
-            for number, (bucket, memory) in enumerate(zip(self.buckets, self._memory, strict=True))
-            if any(slot.held for slot in bucket.slots)
-        ]
-        for pending in under_way:
-            pending.wait()
+        """Receive what other ranks have updated; the parameters that forward needs first go first.
+
+        With gather="forward" the rest of the program waits for it.
+        """
+        for number in reversed(range(len(self.buckets))):
+            bucket = self.buckets[number]
+            if any(slot.held for slot in bucket.slots):
+                self._under_way[number] = bucket.gather(self._memory[number], number)
+        if self.waits is None:
+            self.wait(None)
         increment_version([slot.param for slot in self.slots if slot.held])
+
+    def wait(self, buckets: Iterable[int] | None) -> None:
+        """Return when these buckets of parameters are there; all of them for None."""
+        if not self._under_way:
+            return
+        for number in list(self._under_way) if buckets is None else buckets:
+            if (pending := self._under_way.pop(number, None)) is not None:
+                pending.wait()
+
+    def wait_in_forward(self, model: nn.Module) -> None:
+        """Let modules wait for what they use, in place of the step."""
+        bucket_of = {id(slot.param): slot.bucket for slot in self.slots}
+        self.waits = ForwardWaits(model, bucket_of, self.wait)
 
     def _follow_moves(self) -> None:
         """Take over parameters whose memory the script has replaced through `.data`."""

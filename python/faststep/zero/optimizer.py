@@ -200,6 +200,15 @@ class ShardedOptimizer(Optimizer):
         with self._engine.gradients.no_sync():
             yield
 
+    def wait(self) -> None:
+        """Return when all parameters have the values of the last step.
+
+        With gather="forward", call it before you read parameters in another way than by calling
+        the model or its state_dict().
+        """
+        if self._engine is not None:
+            self._engine.wait(None)
+
     def state_dict(self) -> dict[str, Any]:
         """The whole state in torch's format on rank 0; without states on the others.
 
@@ -208,6 +217,7 @@ class ShardedOptimizer(Optimizer):
         """
         if self._engine is None:
             return super().state_dict()
+        self.wait()
         mine = self.state
         whole = gather_states(self._engine)
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
