@@ -80,7 +80,7 @@ class Group:
     def add_up(self, numbers: Tensor, what: str) -> None:
         """Replace numbers by their sums over all ranks; waits."""
         work = dist.all_reduce(numbers, group=self._group, async_op=True)
-        Pending(what, [work], [numbers]).wait()
+        Pending(f"rank {self.rank}: {what}", [work], [numbers]).wait()
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the values of rank 0."""
