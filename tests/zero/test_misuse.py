@@ -56,7 +56,12 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     said["kind"] = _error(lambda: zero.shard(model, torch.optim.RMSprop(params)))
     said["stage"] = _error(lambda: zero.shard(model, first, stage=3))  # type: ignore[arg-type]
     said["strange"] = _error(lambda: zero.shard(nn.Linear(1, 1), first))
-    said["ddp"] = _error(lambda: zero.shard(DistributedDataParallel(nn.Linear(1, 1)), first))
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), find_unused_parameters=True)
+    said["unused"] = _error(lambda: zero.shard(wrapper, torch.optim.SGD(wrapper.parameters())))
+    wrapper = DistributedDataParallel(nn.Linear(1, 1))
+    said["part"] = _error(lambda: zero.shard(wrapper, torch.optim.SGD([wrapper.module.bias])))
+    wrapper.register_comm_hook(None, lambda _, bucket: bucket)
+    said["hook"] = _error(lambda: zero.shard(wrapper, torch.optim.SGD(wrapper.parameters())))
     params[0].grad = torch.ones_like(params[0])
     said["by hand"] = _error(optimizer.step)
     said["unchanged"] = differences(before, model.parameters())
@@ -87,7 +92,9 @@ def test_misuse(ranks: Ranks) -> None:
             "kind": "TypeError: shard() takes AdamW",
             "stage": "ValueError: stage must be 1 or 2",
             "strange": "ValueError: shard(): 2 parameters of the optimizer are not in the model",
-            "ddp": "TypeError: shard() takes the place of DistributedDataParallel",
+            "unused": "TypeError: shard() does not support DistributedDataParallel(find_unused",
+            "part": "TypeError: shard(): the DistributedDataParallel model has a parameter ",
+            "hook": "TypeError: shard() needs the communication hook",
             "by hand": "RuntimeError: faststep.zero: the gradient of 'p0' was set by hand",
             "accumulate": "TypeError: accumulate() does not support a sharded optimizer",
             "release": "TypeError: ",

@@ -40,10 +40,12 @@ def shard(
     per step. The result has the bits of one process that steps with the same mean gradients.
 
     This takes the place of DistributedDataParallel. Like it, `shard` gives all ranks the parameters
-    and buffers of rank 0. See docs/sharding.md.
+    and buffers of rank 0. A model that is inside of one already is taken over. See
+    docs/sharding.md.
 
     Args:
-        model: a plain module in CPU memory.
+        model: the module that the loop calls, in CPU memory: a plain one, or one inside
+            DistributedDataParallel, which then reduces nothing by itself.
         optimizer: AdamW, Adam or SGD of torch.optim or faststep.optim, or faststep's Lion, with or
             without state. Do not step it any more.
         stage: 1 keeps memory for whole gradients from step to step. 2 frees them bucket by bucket
@@ -61,8 +63,9 @@ def shard(
         An optimizer over the same `param_groups`: the same list and dicts.
 
     Raises:
-        TypeError: an optimizer of another class; a model that is wrapped already; a parameter that
-            is no dense tensor of a floating dtype in CPU memory.
+        TypeError: an optimizer of another class; a DistributedDataParallel model with a
+            communication hook, `find_unused_parameters` or `static_graph`; a parameter that is no
+            dense tensor of a floating dtype in CPU memory.
         ValueError: an argument out of range, or a parameter that is not the model's.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
 
@@ -83,12 +86,8 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    if isinstance(model, DistributedDataParallel):
-        raise TypeError(
-            "shard() takes the place of DistributedDataParallel, and both would reduce the "
-            "gradients: pass the module inside (model.module), and call that one in the loop"
-        )
     made = build(model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm)
     if gather == "forward" and made._engine is not None:
-        made._engine.wait_in_forward(model)
+        inside = model.module if isinstance(model, DistributedDataParallel) else model
+        made._engine.wait_in_forward(inside)
     return made

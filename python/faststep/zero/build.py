@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..grads.params import params_of
@@ -17,6 +18,7 @@ from .group import group_of
 from .optimizer import ShardedOptimizer
 from .owned import Kind, fused_class_of
 from .states import cut_states, whole_states
+from .wrapped import check_wrapped
 
 __all__ = ["build"]
 
@@ -38,6 +40,10 @@ def build(
     for option in ("keep_grads", "norm_in_backward"):
         if getattr(optimizer, option, False) is not False:
             raise TypeError(f"shard() does not support an optimizer with {option}=")
+    wrapper = model if isinstance(model, DistributedDataParallel) else None
+    if wrapper is not None:
+        model = wrapper.module
+        process_group = wrapper.process_group if process_group is None else process_group
     named = _named(model, optimizer)
     group = group_of(process_group)
     if group is None:
@@ -46,7 +52,9 @@ def build(
     for name, param in named:
         _check(name, param)
     _refuse_overlaps(named)
-    engine = Engine(kind, optimizer.param_groups, named, group, stage, bucket_bytes)
+    if wrapper is not None:
+        check_wrapped(wrapper, {id(param) for _, param in named})
+    engine = Engine(kind, optimizer.param_groups, named, group, stage, bucket_bytes, wrapper)
     own = {id(slot.param) for slot in engine.slots}
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
     cut_states(engine, optimizer.state)

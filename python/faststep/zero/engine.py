@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from .. import _C
 from .._torch.optim import increment_version
@@ -22,6 +23,7 @@ from .owned import Kind, Owned, set_grads
 from .placeholder import Placeholder
 from .slots import Slot
 from .waits import ForwardWaits
+from .wrapped import WrappedGradients
 
 __all__ = ["Engine"]
 
@@ -36,6 +38,7 @@ class Engine:
         group: the ranks, two or more.
         stage: 1 keeps the memory of whole gradients between steps, 2 does not.
         bucket_bytes: the size from which a bucket is complete.
+        wrapper: the DistributedDataParallel around the model, if there is one.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class Engine:
         group: Group,
         stage: int,
         bucket_bytes: float,
+        wrapper: DistributedDataParallel | None = None,
     ) -> None:
         self.group = group
         flats = [Flat(param.numel(), param.dtype, param.device) for _, param in named]
@@ -72,7 +76,11 @@ class Engine:
         self._sums = ChunkSums(self._in_groups, group)
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
-        self.gradients = Gradients(self.slots, self.buckets, group)
+        self.gradients = (
+            Gradients(self.slots, self.buckets, group)
+            if wrapper is None
+            else WrappedGradients(self.slots, self.buckets, group, wrapper)
+        )
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
 
     def _move(self, places: Sequence[Any], members: list[Slot]) -> None:

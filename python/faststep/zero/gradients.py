@@ -42,7 +42,11 @@ class Gradients:
         self._next = 0  # the bucket that is sent next
         self._under_way: deque[GradientBucket] = deque()
         self._hooks: Hooked[Slot] = Hooked()
-        for slot in slots:
+        self._attach()
+
+    def _attach(self) -> None:
+        """Have gradients handed over by a hook on each parameter."""
+        for slot in self._slots:
             self._hooks.add(slot.param, slot, _hook(weakref.ref(self), slot))
 
     @contextlib.contextmanager
@@ -64,8 +68,11 @@ class Gradients:
             return
         self._note_pass()
         grad = self._taken(slot)
-        if grad is None:
-            return
+        if grad is not None:
+            self._put(slot, grad)
+
+    def _put(self, slot: Slot, grad: Tensor) -> None:
+        """Take over a gradient of the pass, and send the buckets that are full."""
         bucket = self._buckets[slot.bucket]
         if slot.arrived:
             if bucket.is_sent:
@@ -90,6 +97,9 @@ class Gradients:
         if not self._open:
             self.begin()
         self._passes.add(number)
+        self._finish_after_backward()
+
+    def _finish_after_backward(self) -> None:
         mine = weakref.ref(self)
 
         def end() -> None:
@@ -117,7 +127,7 @@ class Gradients:
             grad, slot.stand_in.pending = slot.stand_in.pending, None
         elif grad is not None:
             slot.stand_in.pending = None
-            if slot.held and not slot.arrived:
+            if slot.held and not slot.arrived and not slot.aside:
                 slot.forget()  # zero_grad() of the model has dropped what was there
         if grad is None:
             return None
@@ -161,6 +171,7 @@ class Gradients:
             if count:
                 slot.held = True
                 slot.param.grad = slot.stand_in
+            slot.aside = False
         self._open = self._unsent = False
 
     def settle(self) -> None:
@@ -191,7 +202,7 @@ class Gradients:
         self._passes.clear()
         if set_to_none:
             for slot in self._slots:
-                slot.held = False
+                slot.held = slot.aside = False
                 slot.stand_in.pending = None
 
     def close(self) -> None:

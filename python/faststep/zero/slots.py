@@ -23,10 +23,22 @@ class Slot:
         begins: of each piece, in elements of the parameter.
         arrived: in this backward pass, on this rank.
         held: the slices hold a gradient that some rank has given since the last zero_grad().
+        aside: the placeholder was taken out of `.grad` to make room for a gradient of this rank.
     """
 
     __slots__ = (
-        *("arrived", "begins", "bucket", "held", "index", "name", "param", "pieces", "place"),
+        *(
+            "arrived",
+            "aside",
+            "begins",
+            "bucket",
+            "held",
+            "index",
+            "name",
+            "param",
+            "pieces",
+            "place",
+        ),
         "stand_in",
     )
 
@@ -41,6 +53,7 @@ class Slot:
         self.begins: list[int] = []
         self.arrived = False
         self.held = False
+        self.aside = False
 
     @property
     def is_present(self) -> bool:
