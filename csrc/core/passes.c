@@ -43,6 +43,11 @@ fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
     return FST_OK;
 }
 
+double fst_fold_squares(const double *sums, size_t count)
+{
+    return kernels->combine(sums, count, FST_NORM_SQUARES);
+}
+
 fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status)
 {

@@ -21,6 +21,9 @@ fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
 /* The second half of fst_measure, for a plan whose plan->partial holds the chunks' sums already. */
 void fst_conclude(const fst_plan *plan, unsigned operand, fst_measurement *out);
 
+/* The sum of chunks' sums of squares, in the order of every norm. */
+double fst_fold_squares(const double *sums, size_t count);
+
 /* Measures like fst_measure and writes the operand times inv_scale back, rounded to its dtype. */
 fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status);

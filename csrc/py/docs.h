@@ -10,6 +10,10 @@
     FST_DOC("accumulate($module, sums, terms, factor, start=False, more=None, /)",              \
             "Add factor times each term to its sum, in place. The lists hold tensors of equal " \
             "shapes and any of the four dtypes, in CPU memory.")
+#define FST_DOC_CHUNK_SQUARES                                                                     \
+    FST_DOC("chunk_squares($module, tensors, inv_scale, sums, /)",                                \
+            "Write the sum of squares of each chunk of a list of tensors, times inv_scale, to a " \
+            "float64 tensor. Returns whether an element is infinite or NaN.")
 #define FST_DOC_CLAMP                            \
     FST_DOC("clamp($module, tensors, limit, /)", \
             "Clamp all elements of a list of tensors to [-limit, limit] in place. NaN stays.")
@@ -20,6 +24,9 @@
 #define FST_DOC_COLLECT_GRADS                    \
     FST_DOC("collect_grads($module, params, /)", \
             "The gradients of a list of parameters that are not None, in order.")
+#define FST_DOC_FOLD_SQUARES                  \
+    FST_DOC("fold_squares($module, sums, /)", \
+            "The sum of the sums of squares of chunks, added up as every norm adds them.")
 #define FST_DOC_FUSABLE                                                                        \
     FST_DOC("fusable($module, tensors, device=-1, /)",                                         \
             "Whether the functions of this module take these tensors, all on one device. The " \

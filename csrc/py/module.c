@@ -11,6 +11,7 @@
 
 static PyMethodDef methods[] = {
     {"accumulate", fst_py_accumulate, METH_VARARGS, FST_DOC_ACCUMULATE},
+    {"chunk_squares", fst_py_chunk_squares, METH_VARARGS, FST_DOC_CHUNK_SQUARES},
     {"clamp", fst_py_clamp, METH_VARARGS, FST_DOC_CLAMP},
     {"collect_grads", fst_py_collect_grads, METH_O, FST_DOC_COLLECT_GRADS},
     {"copy_indices", fst_py_copy_indices, METH_VARARGS, FST_DOC_COPY_INDICES},
@@ -23,6 +24,7 @@ static PyMethodDef methods[] = {
     {"device_info", fst_py_device_info, METH_O, FST_DOC_DEVICE_INFO},
     {"device_norm", fst_py_device_norm, METH_VARARGS, FST_DOC_DEVICE_NORM},
     {"device_unscale", fst_py_device_unscale, METH_VARARGS, FST_DOC_DEVICE_UNSCALE},
+    {"fold_squares", fst_py_fold_squares, METH_O, FST_DOC_FOLD_SQUARES},
     {"fusable", fst_py_fusable, METH_VARARGS, FST_DOC_FUSABLE},
     {"has_kernels", fst_py_has_kernels, METH_NOARGS, FST_DOC_HAS_KERNELS},
     {"hold", fst_py_hold, METH_VARARGS, FST_DOC_HOLD},

@@ -69,6 +69,8 @@ PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);
 PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args);
 PyObject *fst_py_clip_grads(PyObject *module, PyObject *args);
 PyObject *fst_py_fusable(PyObject *module, PyObject *args);
+PyObject *fst_py_chunk_squares(PyObject *module, PyObject *args); /* chunk_squares.c */
+PyObject *fst_py_fold_squares(PyObject *module, PyObject *sums);
 PyObject *fst_py_measure(PyObject *module, PyObject *args);
 PyObject *fst_py_norm(PyObject *module, PyObject *args);
 PyObject *fst_py_scale(PyObject *module, PyObject *args);

@@ -158,6 +158,19 @@ def accumulate(
         ValueError: the lists differ in length.
     """
 
+def chunk_squares(tensors: Sequence[Tensor], inv_scale: float, sums: Tensor, /) -> bool:
+    """Write the sum of squares of each chunk, of its elements times inv_scale, to `sums`.
+
+    Chunks are 16384 elements of a tensor, the last of each may be shorter; tensors without an
+    element have none. `sums` is contiguous float64, with an element per chunk, in order.
+
+    Returns whether an element is infinite or NaN.
+
+    Raises:
+        TypeError: a tensor or `sums` cannot be used.
+        ValueError: `sums` has another number of elements.
+    """
+
 def clamp(tensors: Sequence[Tensor], limit: float, /) -> None:
     """Clamp all elements to [-limit, limit] in place; NaN stays."""
 
@@ -209,6 +222,16 @@ def device_unscale(
 
     Raises:
         ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
+    """
+
+def fold_squares(sums: Tensor, /) -> float:
+    """The sum of chunks' sums of squares, added up as every norm adds them.
+
+    With the `chunk_squares` of all gradients in the order of their parameters this is the square of
+    the norm that a step finds, bit for bit.
+
+    Raises:
+        TypeError: `sums` is not a contiguous float64 tensor in CPU memory.
     """
 
 def fusable(tensors: Sequence[Tensor], device: int = ..., /) -> bool:

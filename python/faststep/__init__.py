@@ -19,7 +19,7 @@ _KERNELS = Path(__file__).with_name("kernels.fatbin")  # missing where it was bu
 if _KERNELS.is_file():
     _C.use_kernels_of(str(_KERNELS))
 
-from . import amp, data, optim  # noqa: E402
+from . import amp, data, optim, zero  # noqa: E402
 from .accumulation import accumulate  # noqa: E402
 from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from .release import release_gradients  # noqa: E402
@@ -36,4 +36,5 @@ __all__ = [
     "get_total_norm",
     "optim",
     "release_gradients",
+    "zero",
 ]

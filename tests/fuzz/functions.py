@@ -132,6 +132,25 @@ def measure(world: World) -> None:
     world.call("measure", _C.measure, args, kept=list(tensors))
 
 
+def chunk_squares(world: World) -> None:
+    tensors = tensors_for(world)
+    count = sum(-(-t.numel() // 16384) for t in tensors) + world.rng.choice((0, 0, 0, 1))
+    sums = world.track(torch.zeros(count, dtype=torch.float64))
+    args, _ = maybe_bad(world, (sequence(world, tensors), world.rng.choice(FACTORS), sums))
+    world.call("chunk_squares", _C.chunk_squares, args, kept=list(tensors))
+
+
+def fold_squares(world: World) -> None:
+    sums = world.track(torch.ones(world.rng.choice((0, 1, 255, 600)), dtype=torch.float64))
+    args, good = maybe_bad(world, (sums,))
+
+    def check(result: Any) -> None:
+        if result != sums.numel():
+            raise FaultError(f"fold_squares: {result} instead of {sums.numel()}")
+
+    world.call("fold_squares", _C.fold_squares, args, kept=[sums], check=check if good else None)
+
+
 def fusable(world: World) -> None:
     tensors = tensors_for(world)
     device = world.rng.choice((-1, -1, -1, 0, -2, 63, 64, 2**31 - 1))
@@ -370,6 +389,8 @@ FUNCTIONS: dict[str, Target] = {
     "device_info": device_info,
     "device_norm": on_device("device_norm", _number, _scalar),
     "device_unscale": on_device("device_unscale", _scalar, _scalar, lambda world: True),
+    "chunk_squares": chunk_squares,
+    "fold_squares": fold_squares,
     "fusable": fusable,
     "has_kernels": no_arguments("has_kernels"),
     "hold": hold,

@@ -150,6 +150,24 @@ def norms() -> Iterator[Case]:
         yield lambda order=order: _C.norm(some, order), some
 
 
+def chunk_squares() -> Iterator[Case]:
+    some = tensors()
+    sums = torch.empty(sum(-(-t.numel() // 16384) for t in some), dtype=torch.float64)
+    yield lambda: _C.chunk_squares(some, 0.5, sums), [*some, some, sums]
+    for bad in (sums[1:], sums.float(), sums.expand(2, -1), 5):
+        yield failing(_C.chunk_squares, some, 0.5, bad), [*some, bad]
+    for unfit in unusable():
+        yield failing(_C.chunk_squares, unfit, 0.5, sums), [*unfit, sums]
+    yield failing(_C.chunk_squares, 5, 0.5, sums), [sums]
+
+
+def fold_squares() -> Iterator[Case]:
+    sums = torch.ones(700, dtype=torch.float64)
+    yield lambda: _C.fold_squares(sums), [sums]
+    for bad in (sums[::2], sums.float(), 5):
+        yield failing(_C.fold_squares, bad), [bad]
+
+
 def fusable() -> Iterator[Case]:
     some = tensors()
     yield lambda: _C.fusable(some), [*some, some]
@@ -666,6 +684,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Squares": squares,
     "TensorError": tensor_error,
     "accumulate": accumulate,
+    "chunk_squares": chunk_squares,
     "clamp": lambda: on_tensors(_C.clamp, 0.5),
     "collect_grads": collect_grads,
     "copy_indices": copy_indices,
@@ -673,6 +692,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "crc32c": crc32c,
     "device_counts": lambda: iter([(_C.device_counts, [])]),
     "device_info": device_info,
+    "fold_squares": fold_squares,
     "fusable": fusable,
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "hold": hold,

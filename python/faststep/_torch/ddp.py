@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import torch
 
 __all__ = [
     "after_backward",
+    "current_backward",
     "is_fsdp_shard",
+    "is_inside_backward",
     "rebuild_buckets",
 ]
 
@@ -28,6 +31,20 @@ def after_backward(callback: Callable[[], None]) -> None:
     no such list.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def current_backward() -> int:
+    """The number of the backward pass that runs in this thread; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def is_inside_backward() -> bool:
+    """Whether a pass that ends now is inside of another, as with reentrant checkpoints."""
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        depth += frame.f_code.co_name == "_engine_run_backward"
+        frame = frame.f_back  # type: ignore[assignment]
+    return depth > 1
 
 
 def rebuild_buckets(model: torch.nn.Module) -> bool:

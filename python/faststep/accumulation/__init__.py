@@ -87,6 +87,11 @@ def _unwrapped(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
         if not isinstance(one, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(one).__name__}")
     optimizers = [unwrapped(one, "accumulate()") for one in optimizers]
+    if any(hasattr(type(one), "clip_grad_norm_") for one in optimizers):
+        raise TypeError(
+            "accumulate() does not support a sharded optimizer: call backward inside its no_sync() "
+            "in all micro-steps but the last, and divide the loss"
+        )
     if not optimizers:
         raise ValueError("accumulate() got no optimizer")
     return optimizers

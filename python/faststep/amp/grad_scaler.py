@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from .._torch.optim import OptState, cuda_amp_is_unavailable
 from ..clip import clip_grad_norm_
 from ..grads.params import params_of
-from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
 from ..optim.request import ScalerRequest
-from .protocol import any_found, lent_attributes, takes_found_inf
+from .protocol import any_found, lent_attributes, takes_found_inf, takes_requests
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
 from .unscale import UnscalingScaler
 
@@ -142,7 +141,7 @@ class GradScaler(UnscalingScaler):
                 that is negative or NaN.
         """
         check_limit("max_norm", max_norm)
-        fused = isinstance(optimizer, FusedOptimizer)
+        fused = takes_requests(optimizer)
         lent: dict[str, Any] = {}
         if max_norm is not None and fused:
             lent["_asked"] = ScalerRequest(max_norm=max_norm)
@@ -164,7 +163,7 @@ class GradScaler(UnscalingScaler):
         kwargs: dict[str, Any],
     ) -> float | None:
         """The step of an optimizer that unscales by itself, which gets `lent` for that time."""
-        fused = isinstance(optimizer, FusedOptimizer)
+        fused = takes_requests(optimizer)
         state = self._begin_step(optimizer, kwargs)
         scale = cast(Tensor, self._get_scale_async())
         before: Tensor | None = getattr(optimizer, "grad_scale", None)

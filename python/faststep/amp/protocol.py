@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..optim.base import FusedOptimizer
 
-__all__ = ["AskedToUnscale", "any_found", "lent_attributes", "takes_found_inf"]
+__all__ = ["AskedToUnscale", "any_found", "lent_attributes", "takes_found_inf", "takes_requests"]
 
 
 class AskedToUnscale:
@@ -40,6 +40,11 @@ class AskedToUnscale:
         if optimizer is not None:
             vars(optimizer).pop("_is_asked_to_unscale", None)
         self._optimizer = None
+
+
+def takes_requests(optimizer: Optimizer) -> bool:
+    """True for optimizers whose step measures and clips by itself: faststep's, sharded or not."""
+    return hasattr(type(optimizer), "_asked")
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

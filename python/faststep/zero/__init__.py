@@ -1,0 +1,93 @@
+"""Sharded training for plain torchrun scripts: ZeRO stages 1 and 2."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .._torch.compiler import uncompiled
+from ..optim.checks import check_limit
+from .build import build
+from .optimizer import ShardedOptimizer
+
+__all__ = ["ShardedOptimizer", "shard"]
+
+
+def shard(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    stage: Literal[1, 2] = 2,
+    process_group: Any = None,
+    bucket_mb: float = 25,
+    gather: Literal["step", "forward"] = "step",
+    max_grad_norm: float | None = None,
+) -> ShardedOptimizer:
+    """Spread optimizer states, updates and (stage 2) gradients over the ranks.
+
+    ::
+
+        torch.distributed.init_process_group("gloo")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        optimizer = faststep.zero.shard(model, optimizer, stage=2)
+
+    The loop stays as it is: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`,
+    schedulers. During backward each rank receives the mean of one slice of the gradients; `step`
+    updates the slice and gathers the parameters. Each rank sends 2 (N-1)/N of the parameters' bytes
+    per step. The result has the bits of one process that steps with the same mean gradients.
+
+    This takes the place of DistributedDataParallel. Like it, `shard` gives all ranks the parameters
+    and buffers of rank 0. A model that is inside of one already is taken over. See
+    docs/sharding.md.
+
+    Args:
+        model: the module that the loop calls, in CPU memory: a plain one, or one inside
+            DistributedDataParallel, which then reduces nothing by itself.
+        optimizer: AdamW, Adam or SGD of torch.optim or faststep.optim, or faststep's Lion, with or
+            without state. Do not step it any more.
+        stage: 1 keeps memory for whole gradients from step to step. 2 frees them bucket by bucket
+            during backward, and keeps slices. Default: 2.
+        process_group: the ranks, with gloo. Default: None, all ranks; one process is the ordinary
+            fused optimizer.
+        bucket_mb: MiB from which a bucket of gradients is complete. Default: 25.
+        gather: "step" returns from `step` when all parameters are there. "forward" returns at
+            once, and the next forward waits for each module's parameters when it comes to them; see
+            docs/sharding.md for what must not read parameters before. Default: "step".
+        max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
+            of the optimizer, if it has one.
+
+    Returns:
+        An optimizer over the same `param_groups`: the same list and dicts.
+
+    Raises:
+        TypeError: an optimizer of another class; a DistributedDataParallel model with a
+            communication hook, `find_unused_parameters` or `static_graph`; a parameter that is no
+            dense tensor of a floating dtype in CPU memory.
+        ValueError: an argument out of range, or a parameter that is not the model's.
+        RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
+
+    Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models", arXiv:1910.02054.
+    """
+    if stage not in (1, 2):
+        raise ValueError(f"stage must be 1 or 2, not {stage!r}")
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
+    if gather not in ("step", "forward"):
+        raise ValueError(f'gather must be "step" or "forward", not {gather!r}')
+    check_limit("max_grad_norm", max_grad_norm)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {optimizer!r:.60}")
+    if isinstance(optimizer, ShardedOptimizer):
+        raise TypeError("shard(): this optimizer is sharded already")
+    model = uncompiled(model)
+    made = build(model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm)
+    if gather == "forward" and made._engine is not None:
+        inside = model.module if isinstance(model, DistributedDataParallel) else model
+        made._engine.wait_in_forward(inside)
+    return made

@@ -1,0 +1,104 @@
+"""One bucket of gradients: filled by hooks, reduced over the ranks, kept as this rank's slice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..grads.add import Addition, add_all
+from .group import Group, Pending
+from .layout import Bucket
+from .slots import Slot
+
+__all__ = ["GradientBucket"]
+
+
+class GradientBucket:
+    """The gradients of a bucket's parameters.
+
+    Args:
+        layout: where they lie.
+        slots: its parameters, in the layout's order.
+        group: the ranks.
+        keeps_buffer: keep the memory of whole gradients for the next backward (stage 1).
+    """
+
+    def __init__(self, layout: Bucket, slots: list[Slot], group: Group, keeps_buffer: bool) -> None:
+        self.layout = layout
+        self.slots = slots
+        self.missing = 0  # gradients, until the bucket can be sent
+        self.is_sent = False
+        self._group = group
+        self._keeps_buffer = keeps_buffer
+        self._buffer: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._way: tuple[Tensor, Pending] | None = None
+        self._holds = False  # whether the slice has gradients of an earlier backward
+        own = layout.slice_of(group.rank)
+        self.values = torch.zeros(
+            own.stop - own.start, dtype=layout.dtype, device=layout.device
+        )  # of this rank's slice
+
+    def begin(self) -> None:
+        """Start a backward pass."""
+        self.missing = sum(slot.param.requires_grad for slot in self.slots)
+        self.is_sent = False
+        self._holds = any(slot.held for slot in self.slots)
+
+    def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
+        """Take over a gradient of this rank, divided by the number of ranks as DDP divides it."""
+        view = self._view_of(slot)
+        factor = 1.0 / self._group.world
+        if again:
+            view.add_(grad, alpha=factor)
+        else:
+            torch.mul(grad, factor, out=view)
+
+    def _view_of(self, slot: Slot) -> Tensor:
+        if self._buffer is None:
+            layout = self.layout
+            self._buffer = torch.zeros(layout.size, dtype=layout.dtype, device=layout.device)
+            self._views = [
+                self._buffer.as_strided(one.param.size(), one.param.stride(), place.begin)
+                for one, place in zip(self.slots, layout.places, strict=True)
+            ]
+        return self._views[slot.place]
+
+    def send(self) -> None:
+        """Send every rank its slice; gradients that have not arrived are zero."""
+        for slot in self.slots:
+            if not slot.arrived:
+                self._view_of(slot).zero_()
+        self.is_sent = True
+        if self.layout.size and self._buffer is not None:
+            cuts = self.layout.cuts
+            sizes = [cuts[r + 1] - cuts[r] for r in range(self._group.world)]
+            self._way = self._group.exchange(self._buffer, sizes, self._what("reducing"))
+        if not self._keeps_buffer:
+            self._buffer, self._views = None, []
+
+    def is_there(self) -> bool:
+        """Whether `receive` would not wait."""
+        return self._way is None or self._way[1].is_done()
+
+    def receive(self) -> None:
+        """Add what the ranks have sent to the slice, in the order of the ranks."""
+        if self._way is None:
+            return
+        rows, pending = self._way
+        pending.wait()
+        self._way = None
+        if not self.values.numel():
+            return
+        for rank in range(0, len(rows), 2):
+            more = rows[rank + 1] if rank + 1 < len(rows) else None
+            start = rank == 0 and not self._holds
+            add_all([Addition(self.values, rows[rank], more, 1.0, start)])
+
+    def gather(self, flat: Tensor, tag: int) -> Pending:
+        """Send this rank's slice of the parameters to the others, and receive theirs."""
+        return self._group.gather(flat, self.layout.cuts, tag, self._what("gathering"))
+
+    def _what(self, doing: str) -> str:
+        first, last = self.slots[0].name, self.slots[-1].name
+        return f"rank {self._group.rank}: {doing} the parameters from {first!r} to {last!r}"

@@ -1,0 +1,137 @@
+"""What `shard` does once its arguments are checked: looks at every parameter, and moves it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..grads.params import params_of
+from .engine import Engine
+from .group import group_of
+from .optimizer import ShardedOptimizer
+from .owned import Kind, fused_class_of
+from .states import cut_states, whole_states
+from .wrapped import check_wrapped
+
+__all__ = ["build"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def build(
+    model: nn.Module,
+    optimizer: Optimizer,
+    stage: int,
+    process_group: Any,
+    bucket_bytes: float,
+    max_grad_norm: float | None,
+) -> ShardedOptimizer:
+    """Shard a model; see :func:`faststep.zero.shard`."""
+    kind = fused_class_of(optimizer)
+    if max_grad_norm is None:
+        max_grad_norm = getattr(optimizer, "max_grad_norm", None)
+    for option in ("keep_grads", "norm_in_backward"):
+        if getattr(optimizer, option, False) is not False:
+            raise TypeError(f"shard() does not support an optimizer with {option}=")
+    wrapper = model if isinstance(model, DistributedDataParallel) else None
+    if wrapper is not None:
+        model = wrapper.module
+        process_group = wrapper.process_group if process_group is None else process_group
+    named = _named(model, optimizer)
+    group = group_of(process_group)
+    if group is None:
+        return _alone(kind, optimizer, max_grad_norm)
+    group.check_alike(_described(model, optimizer))
+    for name, param in named:
+        _check(name, param)
+    _refuse_overlaps(named)
+    if wrapper is not None:
+        check_wrapped(wrapper, {id(param) for _, param in named})
+    engine = Engine(kind, optimizer.param_groups, named, group, stage, bucket_bytes, wrapper)
+    own = {id(slot.param) for slot in engine.slots}
+    engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
+    cut_states(engine, optimizer.state)
+    optimizer.state.clear()
+    return ShardedOptimizer(optimizer, engine.owned.optimizer, engine, max_grad_norm)
+
+
+def _alone(kind: Kind, optimizer: Optimizer, max_grad_norm: float | None) -> ShardedOptimizer:
+    """The fused optimizer itself, with the groups and states of the one that it replaces."""
+    first = optimizer.param_groups[0]
+    options = {key: value for key, value in first.items() if key not in ("params", "param_names")}
+    fused = kind([{**options, "params": first["params"]}])
+    fused.param_groups = optimizer.param_groups
+    fused.defaults = optimizer.defaults
+    fused.state = whole_states(optimizer.state)
+    return ShardedOptimizer(optimizer, fused, None, max_grad_norm)
+
+
+def _named(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
+    """The optimizer's parameters that get gradients, last ones first, as backward reaches them."""
+    wanted = {id(param): param for param in params_of(optimizer)}
+    named = [(name, param) for name, param in model.named_parameters() if id(param) in wanted]
+    strange = wanted.keys() - {id(param) for _, param in named}
+    if strange:
+        shapes = [tuple(wanted[key].shape) for key in strange]
+        raise ValueError(
+            f"shard(): {len(strange)} parameters of the optimizer are not in the model, the first "
+            f"of shape {shapes[0]}: pass the module that has all of them"
+        )
+    return [(name, param) for name, param in reversed(named) if param.requires_grad]
+
+
+def _described(model: nn.Module, optimizer: Optimizer) -> list[str]:
+    """A line per parameter, in which all ranks must agree."""
+    where = {
+        id(param): f"{number}.{index}"
+        for number, group in enumerate(optimizer.param_groups)
+        for index, param in enumerate(group["params"])
+    }
+    lines = [f"faststep {_version()}, torch {torch.__version__}, {type(optimizer).__name__}"]
+    for name, param in model.named_parameters():
+        frozen = "" if param.requires_grad else ", frozen"
+        place = where.get(id(param), "no group")
+        lines.append(f"{name!r} {tuple(param.shape)} {param.dtype} ({place}{frozen})")
+    return lines
+
+
+def _version() -> str:
+    try:
+        return version("faststep")
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def _check(name: str, param: Tensor) -> None:
+    """Raise TypeError for a parameter whose memory cannot be part of a flat tensor."""
+    if type(param) not in (Tensor, nn.Parameter):
+        problem = f"is a {type(param).__name__}"
+    elif not param.is_cpu:
+        problem = f"is on {param.device}, and only CPU memory is supported"
+    elif param.dtype not in _DTYPES:
+        problem = f"is {param.dtype}"
+    elif param.layout != torch.strided or torch.empty_like(param, device="meta").stride() != (
+        param.stride()
+    ):
+        problem = "is not dense in memory"
+    else:
+        return
+    raise TypeError(f"shard(): parameter {name!r} {problem}; nothing was changed")
+
+
+def _refuse_overlaps(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise for parameters that share memory: moving them apart would change the model."""
+    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named if p.nbytes)
+    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
+        if begin < end:
+            raise TypeError(
+                f"shard(): parameters {name!r} and {other!r} share memory but are two objects; tie "
+                "them by using the same Parameter twice; nothing was changed"
+            )

@@ -1,0 +1,241 @@
+"""Shards one model over the ranks: its parameters' memory, its gradients, and its steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .. import _C
+from .._torch.optim import increment_version
+from ..clip import clip_grads_with_norm_
+from ..optim.request import StepAnswer, StepRequest
+from .buckets import GradientBucket
+from .gradients import Gradients
+from .group import Group, Pending
+from .layout import Flat, make_buckets
+from .norm import ChunkSums
+from .owned import Kind, Owned, set_grads
+from .placeholder import Placeholder
+from .slots import Slot
+from .waits import ForwardWaits
+from .wrapped import WrappedGradients
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """The state of a sharded model on one rank.
+
+    Args:
+        kind: the class of the fused optimizer.
+        groups: the script's parameter groups.
+        named: the parameters to shard, in the order in which backward is expected to reach them.
+        group: the ranks, two or more.
+        stage: 1 keeps the memory of whole gradients between steps, 2 does not.
+        bucket_bytes: the size from which a bucket is complete.
+        wrapper: the DistributedDataParallel around the model, if there is one.
+    """
+
+    def __init__(
+        self,
+        kind: Kind,
+        groups: list[dict[str, Any]],
+        named: Sequence[tuple[str, Tensor]],
+        group: Group,
+        stage: int,
+        bucket_bytes: float,
+        wrapper: DistributedDataParallel | None = None,
+    ) -> None:
+        self.group = group
+        flats = [Flat(param.numel(), param.dtype, param.device) for _, param in named]
+        layouts = make_buckets(flats, group.world, bucket_bytes)
+        self.slots: list[Slot] = []
+        self.buckets: list[GradientBucket] = []
+        self._memory: list[Tensor] = []  # of the parameters, per bucket
+        self._views: list[Tensor] = []  # of each slot's parameter in it
+        for number, layout in enumerate(layouts):
+            members = []
+            for place, (param, *_) in enumerate(layout.places):
+                name, tensor = named[param]
+                slot = Slot(len(self.slots), name, tensor, number, place)
+                slot.stand_in = Placeholder(tensor, self, slot.index)
+                members.append(slot)
+                self.slots.append(slot)
+            self.buckets.append(GradientBucket(layout, members, group, stage == 1))
+            self._move(layout.places, members)
+        self._cut()
+        by_param = {id(slot.param): slot for slot in self.slots}
+        grouped = [[by_param[id(p)] for p in g["params"] if id(p) in by_param] for g in groups]
+        self._in_groups = [slot for members in grouped for slot in members]
+        self.owned = Owned(kind, groups, grouped)
+        self._sums = ChunkSums(self._in_groups, group)
+        self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
+        self.waits: ForwardWaits | None = None  # with gather="forward"
+        self.gradients = (
+            Gradients(self.slots, self.buckets, group)
+            if wrapper is None
+            else WrappedGradients(self.slots, self.buckets, group, wrapper)
+        )
+        self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
+
+    def _move(self, places: Sequence[Any], members: list[Slot]) -> None:
+        """Move the memory of a bucket's parameters into one flat tensor."""
+        layout = self.buckets[-1].layout
+        memory = torch.zeros(layout.size, dtype=layout.dtype, device=layout.device)
+        self._memory.append(memory)
+        for place, slot in zip(places, members, strict=True):
+            param = slot.param
+            view = memory.as_strided(param.size(), param.stride(), place.begin)
+            view.copy_(param.detach())
+            param.data = view
+            self._views.append(view)
+
+    def _cut(self) -> None:
+        """Cut what this rank owns out of parameters and slices."""
+        for bucket, memory in zip(self.buckets, self._memory, strict=True):
+            start = bucket.layout.slice_of(self.group.rank).start
+            by_place = {place.param: slot for place, slot in zip(
+                bucket.layout.places, bucket.slots, strict=True)}  # fmt: skip
+            for param, begin, count, at in bucket.layout.pieces_of(self.group.rank):
+                slot = by_place[param]
+                piece = memory[at : at + count].detach()
+                slot.pieces.append((piece, bucket.values[at - start : at - start + count]))
+                slot.begins.append(begin)
+
+    def share(self, others: Sequence[Tensor]) -> None:
+        """Give all ranks the parameters of rank 0, and these tensors; a collective."""
+        self.group.broadcast([*self._memory, *others])
+
+    # ---- what a placeholder asks
+
+    def name_of(self, index: int) -> str:
+        """The name of a parameter."""
+        return self.slots[index].name
+
+    def make_zero(self, index: int) -> None:
+        """Set the gradient of a parameter to zero."""
+        self.slots[index].make_zero()
+
+    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
+        """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
+        self.gradients.settle()
+        alike = [slot for slot in self.slots if slot.param.dtype == dtype and slot.is_present]
+        pieces = []
+        for slot in alike:
+            for piece, grad in slot.pieces:
+                piece.grad = grad
+                pieces.append(piece)
+        _, overflow, written = _C.unscale_grads(pieces, inv_scale.item(), True)
+        increment_version(written)
+        flag = torch.tensor([float(overflow)])
+        self.group.add_up(flag, "agreeing on an overflow")
+        if flag.item():
+            found_inf.fill_(1.0)
+
+    # ---- steps
+
+    def step(self, request: StepRequest) -> StepAnswer:
+        """Update this rank's slices and gather all parameters; a collective."""
+        self.wait(None)
+        if self.waits is not None:
+            self.waits.learn()
+        self.gradients.settle()
+        self._follow_moves()
+        found = request.found_inf
+        if found is not None and not request.looks_for_inf and found.item():
+            return StepAnswer(True, None)
+        norm, present = None, [slot.is_present for slot in self._in_groups]
+        if request.measures:
+            measured = self._sums.measure(_inverse(request.grad_scale))
+            norm, present = measured.norm, measured.present
+            if request.looks_for_inf and measured.found_inf:
+                if found is not None:
+                    found.fill_(1.0)
+                return StepAnswer(True, norm)
+        set_grads(self._in_groups, present)
+        self.owned.step(request._replace(found_inf=None, looks_for_inf=False), norm)
+        self._gather()
+        return StepAnswer(False, norm)
+
+    def _gather(self) -> None:
+        """Receive what other ranks have updated; the parameters that forward needs first go first.
+
+        With gather="forward" the rest of the program waits for it.
+        """
+        for number in reversed(range(len(self.buckets))):
+            bucket = self.buckets[number]
+            if any(slot.held for slot in bucket.slots):
+                self._under_way[number] = bucket.gather(self._memory[number], number)
+        if self.waits is None:
+            self.wait(None)
+        increment_version([slot.param for slot in self.slots if slot.held])
+
+    def wait(self, buckets: Iterable[int] | None) -> None:
+        """Return when these buckets of parameters are there; all of them for None."""
+        if not self._under_way:
+            return
+        for number in list(self._under_way) if buckets is None else buckets:
+            if (pending := self._under_way.pop(number, None)) is not None:
+                pending.wait()
+
+    def wait_in_forward(self, model: nn.Module) -> None:
+        """Let modules wait for what they use, in place of the step."""
+        bucket_of = {id(slot.param): slot.bucket for slot in self.slots}
+        self.waits = ForwardWaits(model, bucket_of, self.wait)
+
+    def _follow_moves(self) -> None:
+        """Take over parameters whose memory the script has replaced through `.data`."""
+        for slot, view in zip(self.slots, self._views, strict=True):
+            param = slot.param
+            if param.data_ptr() == view.data_ptr() or not param.numel():
+                continue
+            if param.size() != view.size() or param.dtype != view.dtype or not param.is_cpu:
+                raise RuntimeError(
+                    f"faststep.zero: {slot.name!r} became {param.dtype} of shape "
+                    f"{tuple(param.shape)} on {param.device} after shard(), where it was "
+                    f"{view.dtype} of shape {tuple(view.shape)}: change the model before shard(); "
+                    "nothing was updated"
+                )
+            view.copy_(param.detach())
+            param.data = view
+
+    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        """Scale all gradients so that their common norm is at most `max_norm`; a collective."""
+        self.gradients.settle()
+        measured = self._sums.measure(1.0)
+        if error_if_nonfinite and measured.norm - measured.norm != 0.0:
+            raise RuntimeError(
+                "The total norm of order 2.0 for the gradients is non-finite, so it cannot be "
+                "clipped; set error_if_nonfinite=False to scale them by it anyway"
+            )
+        set_grads(self._in_groups, measured.present)
+        pieces = [piece for slot in self._in_groups for piece, _ in slot.pieces]
+        norm = torch.tensor(measured.norm, dtype=torch.float64)
+        clip_grads_with_norm_(pieces, max_norm, norm)
+        here = zip(self._in_groups, measured.present, strict=True)
+        dtypes = [slot.param.dtype for slot, is_present in here if is_present]
+        return norm.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
+
+    def has_new_parameters(self, groups: list[dict[str, Any]]) -> Tensor | None:
+        """A parameter with a gradient that is not sharded, if there is one."""
+        known = {id(slot.param) for slot in self.slots}
+        for group in groups:
+            for param in group["params"]:
+                if param.grad is not None and id(param) not in known:
+                    return param  # type: ignore[no-any-return]
+        return None
+
+
+def _inverse(scale: Tensor | None) -> float:
+    """What gradients are multiplied by, rounded as a step of one process rounds it."""
+    if scale is None:
+        return 1.0
+    inverse = 1.0 / float(scale.item())
+    if scale.dtype == torch.float64:
+        return inverse
+    return float(torch.tensor(inverse, dtype=torch.float32).item())

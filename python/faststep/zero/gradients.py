@@ -1,0 +1,220 @@
+"""Gradients on their way from backward to the slices of the ranks.
+
+A hook on each parameter copies its gradient into a bucket. Full buckets are sent at once, in one
+order on every rank: a bucket waits for those before it. When backward ends, the other buckets are
+sent, with zeros for parameters that this rank did not use; the ranks then add up in how many of
+them each parameter was used, and wait for all buckets. So after backward `.grad` is set on all
+ranks or on none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from .._torch.compiler import disable_dynamo
+from .._torch.ddp import after_backward, current_backward, is_inside_backward
+from ..grads.hooks import Hooked
+from .buckets import GradientBucket
+from .group import Group
+from .placeholder import Placeholder
+from .slots import Slot
+
+__all__ = ["Gradients"]
+
+
+class Gradients:
+    """The hooks of one model, and its buckets."""
+
+    def __init__(self, slots: list[Slot], buckets: list[GradientBucket], group: Group) -> None:
+        self._slots = slots
+        self._buckets = buckets
+        self._group = group
+        self._quiet = 0  # nested no_sync() contexts
+        self._unsent = False  # whether a no_sync() may have left gradients of this rank
+        self._passes: set[int] = set()  # backward passes whose end is to be noticed
+        self._open = False  # whether a pass has begun and is not complete
+        self._next = 0  # the bucket that is sent next
+        self._under_way: deque[GradientBucket] = deque()
+        self._hooks: Hooked[Slot] = Hooked()
+        self._attach()
+
+    def _attach(self) -> None:
+        """Have gradients handed over by a hook on each parameter."""
+        for slot in self._slots:
+            self._hooks.add(slot.param, slot, _hook(weakref.ref(self), slot))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward leaves gradients on this rank; the next one outside sends their sums."""
+        self._quiet += 1
+        self._unsent = True
+        try:
+            yield
+        finally:
+            self._quiet -= 1
+
+    def arrived(self, slot: Slot) -> None:
+        """Called by the hook of a parameter whose gradient is in `.grad`."""
+        if self._quiet:
+            held = slot.param.grad
+            if isinstance(held, Placeholder) and held.pending is not None:
+                held.pending = held.pending.clone()  # autograd may use that memory again
+            return
+        self._note_pass()
+        grad = self._taken(slot)
+        if grad is not None:
+            self._put(slot, grad)
+
+    def _put(self, slot: Slot, grad: Tensor) -> None:
+        """Take over a gradient of the pass, and send the buckets that are full."""
+        bucket = self._buckets[slot.bucket]
+        if slot.arrived:
+            if bucket.is_sent:
+                raise RuntimeError(
+                    f"faststep.zero: the gradient of {slot.name!r} came twice in one backward "
+                    "pass, and its bucket was sent after the first time. Either a backward pass "
+                    "before this one has failed, or reentrant checkpoints share the parameter: "
+                    "use torch.utils.checkpoint with use_reentrant=False"
+                )
+            bucket.put(slot, grad, again=True)
+            return
+        bucket.put(slot, grad)
+        slot.arrived = True
+        bucket.missing -= 1
+        self._send_full()
+
+    def _note_pass(self) -> None:
+        """Begin a pass at its first gradient."""
+        number = current_backward()
+        if number in self._passes:
+            return
+        if not self._open:
+            self.begin()
+        self._passes.add(number)
+        self._finish_after_backward()
+
+    def _finish_after_backward(self) -> None:
+        mine = weakref.ref(self)
+
+        def end() -> None:
+            if (gradients := mine()) is not None and not is_inside_backward():
+                gradients.finish()
+
+        after_backward(end)
+
+    def begin(self) -> None:
+        """Start to collect gradients that add to those in the slices, if these are still wanted."""
+        for slot in self._slots:
+            slot.arrived = False
+            if slot.param.grad is None:
+                slot.stand_in.pending = None
+                if slot.held:
+                    slot.forget()
+        for bucket in self._buckets:
+            bucket.begin()
+        self._open, self._next = True, 0
+
+    def _taken(self, slot: Slot) -> Tensor | None:
+        """A gradient that backward has put into `.grad`, where a placeholder takes its place."""
+        grad = slot.param.grad
+        if grad is slot.stand_in:
+            grad, slot.stand_in.pending = slot.stand_in.pending, None
+        elif grad is not None:
+            slot.stand_in.pending = None
+            if slot.held and not slot.arrived and not slot.aside:
+                slot.forget()  # zero_grad() of the model has dropped what was there
+        if grad is None:
+            return None
+        if grad.is_sparse:
+            raise TypeError(
+                f"faststep.zero does not support sparse gradients, which {slot.name!r} has: use "
+                "torch.nn.Embedding(sparse=False)"
+            )
+        slot.param.grad = slot.stand_in
+        return grad.detach()
+
+    def _send_full(self) -> None:
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._send_next()
+        while self._under_way and self._under_way[0].is_there():
+            self._under_way.popleft().receive()
+
+    def _send_next(self) -> None:
+        bucket = self._buckets[self._next]
+        bucket.send()
+        self._next += 1
+        self._under_way.append(bucket)
+
+    def finish(self) -> None:
+        """Send what is left, and wait until this rank's slices are complete; a collective."""
+        if not self._open:
+            return
+        self._passes.clear()
+        with torch.no_grad():
+            for slot in self._slots:
+                if not slot.arrived and (grad := self._taken(slot)) is not None:
+                    self._buckets[slot.bucket].put(slot, grad)
+                    slot.arrived = True
+            while self._next < len(self._buckets):
+                self._send_next()
+            used = torch.tensor([slot.arrived for slot in self._slots], dtype=torch.int32)
+            self._group.add_up(used, "counting the parameters that were used")
+            while self._under_way:
+                self._under_way.popleft().receive()
+        for slot, count in zip(self._slots, used.tolist(), strict=True):
+            if count:
+                slot.held = True
+                slot.param.grad = slot.stand_in
+            slot.aside = False
+        self._open = self._unsent = False
+
+    def settle(self) -> None:
+        """Before the gradients are used: complete a pass, and send what no_sync() has left.
+
+        Raises:
+            RuntimeError: a `.grad` was set by hand.
+        """
+        if self._unsent and not self._open:
+            self.begin()
+        self.finish()
+        for slot in self._slots:
+            grad = slot.param.grad
+            if grad is not None and (grad is not slot.stand_in or not slot.held):
+                raise RuntimeError(
+                    f"faststep.zero: the gradient of {slot.name!r} was set by hand, after "
+                    "backward had reduced it over the ranks; nothing was updated"
+                )
+
+    def drop(self, set_to_none: bool) -> None:
+        """Prepare for zero_grad(), which sets each `.grad` to None or to zero."""
+        if self._open and self._next:
+            raise RuntimeError(
+                "faststep.zero: a backward pass has failed after its first buckets were sent, and "
+                "the ranks are out of step: start again from a checkpoint"
+            )
+        self._open = self._unsent = False
+        self._passes.clear()
+        if set_to_none:
+            for slot in self._slots:
+                slot.held = slot.aside = False
+                slot.stand_in.pending = None
+
+    def close(self) -> None:
+        """Take the hooks away."""
+        self._hooks.remove()
+
+
+def _hook(owner: Callable[[], Gradients | None], slot: Slot) -> Callable[[Tensor], None]:
+    @disable_dynamo
+    def arrived(_: Tensor) -> None:
+        if (gradients := owner()) is not None:
+            with torch.no_grad():
+                gradients.arrived(slot)
+
+    return arrived

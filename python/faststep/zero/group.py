@@ -1,0 +1,144 @@
+"""The ranks that share a model: what they send each other."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._torch.ranks import is_distributed
+
+__all__ = ["Group", "Pending", "group_of"]
+
+
+class Pending:
+    """Messages under way, and the tensors that they read and write."""
+
+    def __init__(self, what: str, works: Iterable[Any], kept: Iterable[Tensor]) -> None:
+        self._what = what
+        self._works = list(works)
+        self._kept = list(kept)
+
+    def is_done(self) -> bool:
+        """Whether `wait` would not wait."""
+        return all(work.is_completed() for work in self._works)
+
+    def wait(self) -> None:
+        """Return when all have arrived.
+
+        Raises:
+            RuntimeError: a rank has gone, or did not send in time.
+        """
+        try:
+            for work in self._works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self._what} failed: {error}") from error
+        self._works, self._kept = [], []
+
+
+class Group:
+    """A process group, with the collectives that sharding needs."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self.rank: int = dist.get_rank(group)
+        self.world: int = dist.get_world_size(group)
+
+    def _global(self, rank: int) -> int:
+        return int(dist.get_global_rank(self._group, rank))
+
+    def exchange(self, sent: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, Pending]:
+        """Send each rank its slice of a flat tensor; returns where the ranks' own slices arrive."""
+        own = sizes[self.rank]
+        received = sent.new_empty((self.world, own))
+        work = dist.all_to_all_single(
+            received.view(-1), sent, [own] * self.world, list(sizes), self._group, async_op=True
+        )
+        return received, Pending(what, [work], [sent, received])
+
+    def gather(self, flat: Tensor, cuts: Sequence[int], tag: int, what: str) -> Pending:
+        """Send the own slice of a flat tensor to all other ranks, and receive theirs in place."""
+        mine = flat[cuts[self.rank] : cuts[self.rank + 1]]
+        works: list[Any] = []
+        kept = [mine]
+        for step in range(1, self.world):
+            target = (self.rank + step) % self.world
+            source = (self.rank - step) % self.world
+            theirs = flat[cuts[source] : cuts[source + 1]]
+            if theirs.numel():
+                works.append(dist.irecv(theirs, self._global(source), self._group, tag))
+                kept.append(theirs)
+            if mine.numel():
+                works.append(dist.isend(mine, self._global(target), self._group, tag))
+        return Pending(what, works, kept)
+
+    def add_up(self, numbers: Tensor, what: str) -> None:
+        """Replace numbers by their sums over all ranks; waits."""
+        work = dist.all_reduce(numbers, group=self._group, async_op=True)
+        Pending(f"rank {self.rank}: {what}", [work], [numbers]).wait()
+
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give all ranks the values of rank 0."""
+        source = self._global(0)
+        for tensor in tensors:
+            if tensor.numel():
+                values = tensor.contiguous()
+                dist.broadcast(values, source, group=self._group)
+                if values.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(values)
+
+    def send(self, values: Tensor) -> None:
+        """Send rank 0 a tensor."""
+        dist.send(values, self._global(0), group=self._group)
+
+    def receive(self, values: Tensor, rank: int) -> None:
+        """Receive what a rank sends."""
+        dist.recv(values, self._global(rank), group=self._group)
+
+    def collect(self, value: object) -> list[Any] | None:
+        """The objects of all ranks on rank 0, None on the others."""
+        found = [None] * self.world if self.rank == 0 else None
+        dist.gather_object(value, found, dst=self._global(0), group=self._group)
+        return found
+
+    def check_alike(self, lines: Sequence[str], caller: str = "shard()") -> None:
+        """Raise on every rank if they describe their parameters differently; a collective."""
+        digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
+        mine = int.from_bytes(digest, "big", signed=True) >> 1
+        both = torch.tensor([mine, -mine, len(lines), -len(lines)])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        if both[0] == -both[1] and both[2] == -both[3]:
+            return
+        described: list[Any] = [None] * self.world
+        dist.all_gather_object(described, list(lines), group=self._group)
+        raise RuntimeError(f"{caller}: the ranks differ{_difference(described)}")
+
+
+def _difference(described: Sequence[Sequence[str]]) -> str:
+    """The first line in which ranks differ."""
+    for index in range(max(map(len, described))):
+        here = [lines[index] if index < len(lines) else "nothing" for lines in described]
+        if len(set(here)) > 1:
+            who = "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(here))
+            return f", first in number {index}: {who}"
+    return ""
+
+
+def group_of(process_group: Any) -> Group | None:
+    """The ranks to share with; None for a single one.
+
+    Raises:
+        ValueError: this process is not in the group.
+    """
+    if process_group is None:
+        if not is_distributed():
+            return None
+        process_group = dist.group.WORLD
+    if dist.get_rank(process_group) < 0:
+        raise ValueError("shard(): this process does not belong to process_group")
+    return Group(process_group) if dist.get_world_size(process_group) > 1 else None

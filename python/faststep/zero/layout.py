@@ -1,0 +1,137 @@
+"""Where parameters lie in flat buckets, and which part of each bucket a rank owns. Arithmetic only.
+
+A bucket is cut between two parameters, or inside of one at a chunk's border. A chunk is
+`CHUNK` elements of a parameter, counted from the parameter's own start: the unit in which norms are
+summed. So each chunk belongs to one rank, and ranks need to exchange nothing but chunks' sums to
+get a norm with the same bits as one process. Cuts lie beside the equal split for that reason; what
+a rank gets too much in one bucket it gets less in the next ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["CHUNK", "Bucket", "Flat", "Piece", "Place", "chunks_in", "make_buckets"]
+
+CHUNK = 16384  # elements; FST_CHUNK in csrc/base/work.h
+ALIGNMENT = 128  # bytes between the starts of parameters are a multiple of this
+
+
+class Flat(NamedTuple):
+    """What the layout needs to know of a parameter."""
+
+    size: int  # elements
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Place(NamedTuple):
+    """Where a parameter lies in its bucket, in elements."""
+
+    param: int
+    begin: int
+    size: int
+
+
+class Piece(NamedTuple):
+    """What a rank owns of a parameter: elements in the order of the parameter's memory."""
+
+    param: int
+    begin: int  # in the parameter
+    size: int
+    at: int  # in the bucket
+
+
+class Bucket(NamedTuple):
+    """Parameters of one dtype and device, side by side, and where ranks' slices end."""
+
+    dtype: torch.dtype
+    device: torch.device
+    places: tuple[Place, ...]
+    size: int  # elements, with the gaps
+    cuts: tuple[int, ...]  # rank r owns the elements from cuts[r] to cuts[r + 1]
+
+    def slice_of(self, rank: int) -> slice:
+        """The elements that a rank owns."""
+        return slice(self.cuts[rank], self.cuts[rank + 1])
+
+    def pieces_of(self, rank: int) -> Iterator[Piece]:
+        """What a rank owns of each parameter. Parameters without elements are rank 0's."""
+        low, high = self.cuts[rank], self.cuts[rank + 1]
+        for param, begin, size in self.places:
+            if not size:
+                if rank == 0:
+                    yield Piece(param, 0, 0, low)
+                continue
+            first, last = max(begin, low), min(begin + size, high)
+            if first < last:
+                yield Piece(param, first - begin, last - first, first)
+
+
+def chunks_in(count: int) -> int:
+    """The number of chunks of so many elements."""
+    return -(-count // CHUNK)
+
+
+def make_buckets(params: Sequence[Flat], world: int, bucket_bytes: float) -> list[Bucket]:
+    """Lay parameters out, in the order given, in buckets of about `bucket_bytes`.
+
+    A bucket is complete with the parameter that fills it. Buckets come in the order in which they
+    are complete.
+    """
+    open_now: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes
+    complete = []
+    for index, param in enumerate(params):
+        kind = param.dtype, param.device
+        open_now.setdefault(kind, []).append(index)
+        filled[kind] = filled.get(kind, 0) + param.size * param.dtype.itemsize
+        if filled[kind] >= bucket_bytes:
+            complete.append(open_now.pop(kind))
+            del filled[kind]
+    complete += open_now.values()
+    loads = [0] * world
+    return [_placed(params, members, loads) for members in complete]
+
+
+def _placed(params: Sequence[Flat], members: list[int], loads: list[int]) -> Bucket:
+    """One bucket; adds the bytes of each rank's slice to `loads`."""
+    dtype, device = params[members[0]].dtype, params[members[0]].device
+    step = ALIGNMENT // dtype.itemsize
+    places, end = [], 0
+    for index in members:
+        size = params[index].size
+        places.append(Place(index, end, size))
+        end += -(-size // step) * step
+    cuts = _cuts(places, end, dtype.itemsize, loads)
+    for rank in range(len(loads)):
+        loads[rank] += (cuts[rank + 1] - cuts[rank]) * dtype.itemsize
+    return Bucket(dtype, device, tuple(places), end, cuts)
+
+
+def _cuts(
+    places: Sequence[Place], size: int, itemsize: int, loads: Sequence[int]
+) -> tuple[int, ...]:
+    """The borders of the ranks' slices: at candidates next to where all loads would be equal."""
+    equal = (sum(loads) + size * itemsize) / len(loads)
+    wanted = [max(0.0, equal - load) for load in loads]
+    total = sum(wanted) or 1.0
+    cuts, target = [0], 0.0
+    for part in wanted[:-1]:
+        target += part / total * size
+        cuts.append(max(cuts[-1], _nearest(places, size, target)))
+    return (*cuts, size)
+
+
+def _nearest(places: Sequence[Place], size: int, target: float) -> int:
+    """The place closest to `target` where a bucket may be cut."""
+    best = size
+    for _, begin, count in places:
+        inside = max(0, min(round((target - begin) / CHUNK), (count - 1) // CHUNK))
+        at = begin + inside * CHUNK
+        if abs(at - target) < abs(best - target):
+            best = at
+    return best

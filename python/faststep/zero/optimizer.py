@@ -1,0 +1,280 @@
+"""The optimizer that `shard` returns."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .._torch.compiler import disable_dynamo
+from ..clip import clip_grad_norm_
+from ..grads.params import params_of
+from ..optim.base import FusedOptimizer
+from ..optim.checks import check_limit, refuse_unchecked
+from ..optim.request import ScalerRequest, StepAnswer, StepRequest
+from .checkpoint import gather_states, load_states
+from .engine import Engine
+
+__all__ = ["ShardedOptimizer"]
+
+
+def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
+    raise RuntimeError(
+        f"this {type(optimizer).__name__} was replaced by what faststep.zero.shard() returned: "
+        "step that one"
+    )
+
+
+class ShardedOptimizer(Optimizer):
+    """An optimizer whose states, and updates, are spread over the ranks; made by :func:`shard`.
+
+    It has the parameter groups of the optimizer that it was made of: the same list and the same
+    dicts. `state` is what this rank owns. Every rank must call `step`, `clip_grad_norm_`,
+    `state_dict` and `load_state_dict`, in the same order.
+    """
+
+    _step_supports_amp_scaling = True  # a scaler leaves the gradients to the step
+    _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        owned: FusedOptimizer,
+        engine: Engine | None,
+        max_grad_norm: float | None,
+    ) -> None:
+        self._engine = engine
+        self._owned = owned
+        self._replaced = optimizer
+        self.max_grad_norm = max_grad_norm
+        self._last_norm: float | None = None
+        self._skipped = False
+        optimizer.register_step_pre_hook(_refuse_step)
+        super().__setstate__(
+            {
+                "defaults": optimizer.defaults,
+                "state": owned.state,
+                "param_groups": optimizer.param_groups,
+            }
+        )
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The global 2-norm to which every step clips the gradients of all ranks; may be set."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, limit: float | None) -> None:
+        check_limit("max_grad_norm", limit)
+        self._max_grad_norm = None if limit is None else float(limit)
+
+    @property
+    def last_grad_norm(self) -> Tensor | None:
+        """The global 2-norm of the unscaled gradients before clipping, from the last step.
+
+        A 0-d float32 tensor; None before the first step that measured it.
+        """
+        if self._engine is None:
+            return self._owned.last_grad_norm
+        return None if self._last_norm is None else torch.tensor(self._last_norm).float()
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step left everything as it was: a gradient of a rank was not finite."""
+        return self._owned.step_was_skipped if self._engine is None else self._skipped
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the parameters on all ranks.
+
+        Args:
+            closure (Callable, optional): reevaluates the model and returns the loss.
+
+        Raises:
+            RuntimeError: a rank does not answer; a gradient was set by hand; a parameter that was
+                frozen when the model was sharded has a gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_uncompiled()
+        return loss
+
+    @disable_dynamo
+    def _step_uncompiled(self) -> None:
+        self._note_step()
+        if self._engine is None:
+            self._step_alone()
+            return
+        with torch.no_grad():
+            self._refuse_new_parameters(self._engine)
+            answer: StepAnswer = self._engine.step(self._request())
+        self._skipped = bool(answer.skipped)
+        if answer.norm is not None:
+            self._last_norm = float(answer.norm)
+
+    def _note_step(self) -> None:
+        """Tell schedulers of the optimizer that this one replaces that there was a step."""
+        if hasattr(self._replaced.step, "_wrapped_by_lr_sched"):
+            self._replaced._opt_called = True  # type: ignore[attr-defined]
+
+    def _step_alone(self) -> None:
+        """The step of the only rank: that of the fused optimizer itself."""
+        lent = {"max_grad_norm": self.max_grad_norm, "_asked": self._asked}
+        for name in ("grad_scale", "found_inf"):
+            if name in vars(self):
+                lent[name] = vars(self)[name]
+        vars(self._owned).update(lent)
+        try:
+            self._owned._fused_step()
+        finally:
+            for name in lent.keys() - {"max_grad_norm"}:
+                del vars(self._owned)[name]
+
+    def _refuse_new_parameters(self, engine: Engine) -> None:
+        param = engine.has_new_parameters(self.param_groups)
+        if param is not None:
+            raise RuntimeError(
+                f"faststep.zero: a parameter of shape {tuple(param.shape)} has a gradient, but was "
+                "frozen or missing when shard() was called: shard the model after it was changed; "
+                "nothing was updated"
+            )
+
+    def _request(self) -> StepRequest:
+        """What this step is asked for: by `max_grad_norm`, by torch's scaler, by ours."""
+        max_norm = self.max_grad_norm if self._asked.max_norm is None else self._asked.max_norm
+        scale: Tensor | None = getattr(self, "grad_scale", None)
+        found: Any = getattr(self, "found_inf", None)
+        if found is not None and not isinstance(found, Tensor):
+            refuse_unchecked(self)  # torch's scaler passes the number 0 where it saw no gradient
+            found = None
+        write_grads = scale is not None and max_norm is None
+        return StepRequest(scale, found, self._asked.looks_for_inf, max_norm, write_grads)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or set them to zero. As torch's."""
+        if self._engine is not None:
+            self._engine.gradients.drop(set_to_none)
+        super().zero_grad(set_to_none)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients so that their global norm, over all ranks, is at most `max_norm`.
+
+        Args:
+            max_norm: the largest norm allowed.
+            norm_type: must be 2.0. Default: 2.0.
+            error_if_nonfinite: raise if the norm is NaN or infinite. Default: False.
+
+        Returns:
+            The norm before clipping, 0-d, the same on every rank.
+
+        Raises:
+            ValueError: another `norm_type`, or a negative `max_norm`.
+            RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        """
+        if float(norm_type) != 2.0:
+            raise ValueError(f"norm_type must be 2.0 for sharded gradients, not {norm_type}")
+        check_limit("max_norm", max_norm)
+        if self._engine is None:
+            return clip_grad_norm_(params_of(self), max_norm, 2.0, error_if_nonfinite)
+        with torch.no_grad():
+            return self._engine.clip(float(max_norm), error_if_nonfinite)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this context send nothing; the next one sends the sums of all.
+
+        For accumulation with a single reduction per step, as DistributedDataParallel.no_sync().
+        Whole gradients stay in memory until then.
+        """
+        if self._engine is None:
+            yield
+            return
+        with self._engine.gradients.no_sync():
+            yield
+
+    def wait(self) -> None:
+        """Return when all parameters have the values of the last step.
+
+        With gather="forward", call it before you read parameters in another way than by calling
+        the model or its state_dict().
+        """
+        if self._engine is not None:
+            self._engine.wait(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state in torch's format on rank 0; without states on the others.
+
+        A collective: all ranks must call it. Rank 0 holds the states of all parameters in CPU
+        memory for as long as the result lives; they come bucket by bucket.
+        """
+        if self._engine is None:
+            return super().state_dict()
+        self.wait()
+        mine = self.state
+        whole = gather_states(self._engine)
+        self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
+        try:
+            return super().state_dict()
+        finally:
+            self.state = mine
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of an optimizer of this class or of the one that was sharded.
+
+        It may come from any number of ranks, or from one process that did not shard. A collective;
+        every rank passes the same dict.
+
+        Raises:
+            ValueError: torch's errors for groups that do not fit.
+            RuntimeError: only some ranks have states, as where each passes its own state_dict().
+        """
+        groups, mine = self.param_groups, self.state
+        if self._engine is None:
+            super().load_state_dict(state_dict)
+            self._owned.state = self.state
+        else:
+            self.state = defaultdict(dict)
+            try:
+                super().load_state_dict(state_dict)
+                self._complete_loaded()
+                load_states(self._engine, self.state)
+            except BaseException:
+                self.param_groups = groups
+                raise
+            finally:
+                self.state = mine
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            group.clear()
+            group.update(loaded)
+        self.param_groups = groups
+        if self._engine is None:
+            self._owned.__setstate__({})
+
+    def _complete_loaded(self) -> None:
+        """Add what older versions of torch did not save, as the class does that was sharded."""
+        kind = type(self._owned)
+        kind.__new__(kind).__setstate__(
+            {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
+        )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raises RuntimeError: slices are laid out by `shard`."""
+        raise RuntimeError(
+            "faststep.zero: a parameter group cannot be added to a sharded optimizer; add it to "
+            "the optimizer before shard()"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "a sharded optimizer cannot be pickled or copied: it holds this rank's part only; save "
+            "its state_dict(), which gathers all parts"
+        )

@@ -1,0 +1,122 @@
+"""The optimizer of one rank: a fused step over the pieces of parameters that the rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from .. import _C, optim
+from .._devices import HOST, Scalars
+from ..optim.base import FusedOptimizer
+from ..optim.request import StepRequest
+from ..optim.step import Stepper
+from ..optim.work import Phase, Work
+from .slots import Slot
+
+__all__ = ["Kind", "Owned", "fused_class_of"]
+
+Kind = Callable[[list[dict[str, Any]]], FusedOptimizer]
+
+_FUSED: dict[type[Optimizer], Kind] = {
+    torch.optim.AdamW: optim.AdamW,
+    torch.optim.Adam: optim.Adam,
+    torch.optim.SGD: optim.SGD,
+    optim.AdamW: optim.AdamW,
+    optim.Adam: optim.Adam,
+    optim.SGD: optim.SGD,
+    optim.Lion: optim.Lion,
+}
+
+
+def fused_class_of(optimizer: Optimizer) -> Kind:
+    """The class whose step makes the same update.
+
+    Raises:
+        TypeError: there is none.
+    """
+    kind = type(optimizer)
+    if kind in _FUSED:
+        return _FUSED[kind]
+    known = "AdamW, Adam or SGD of torch.optim, or AdamW, Adam, SGD or Lion of faststep.optim"
+    raise TypeError(
+        f"shard() takes {known}, not a {kind.__module__}.{kind.__qualname__}: what another class "
+        "does in its step may need whole tensors"
+    )
+
+
+class _AgreedStepper(Stepper):
+    """Applies an update with the norm that the ranks have agreed on, and measures nothing."""
+
+    norm: Tensor | None = None
+
+    def _measure_and_apply(self, work: Work, request: StepRequest, measures: bool) -> Any:
+        scalars = {HOST: Scalars(request.grad_scale, request.found_inf, self.norm)}
+        return work.run(self._plan, work.rules(), request, scalars, Phase.APPLY), scalars
+
+
+class Owned:
+    """Steps this rank's pieces, with the options of the script's parameter groups.
+
+    Args:
+        kind: the optimizer's class.
+        groups: the script's parameter groups.
+        slots: per group, those of its parameters that are sharded.
+    """
+
+    def __init__(self, kind: Kind, groups: list[dict[str, Any]], slots: list[list[Slot]]) -> None:
+        self._groups = groups
+        made = []
+        for group, members in zip(groups, slots, strict=True):
+            pieces = [piece for slot in members for piece, _ in slot.pieces]
+            made.append({**_options(group), "params": pieces})
+        self.optimizer = kind(made)
+        for group, members in zip(self.optimizer.param_groups, slots, strict=True):
+            group["param_names"] = [slot.name for slot in members for _ in slot.pieces]
+        self._names = [group["param_names"] for group in self.optimizer.param_groups]
+        self._stepper = _AgreedStepper()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank owns nothing."""
+        return not any(self._names)
+
+    def step(self, request: StepRequest, norm: float | None) -> None:
+        """Update the pieces that have a gradient.
+
+        Raises:
+            TypeError, RuntimeError, KeyError: a tensor or an option cannot be used; nothing was
+                updated on this rank.
+        """
+        if self.is_empty:
+            return
+        optimizer = self.optimizer
+        for group, script, names in zip(
+            optimizer.param_groups, self._groups, self._names, strict=True
+        ):
+            group.update(_options(script))
+            group["param_names"] = names
+        self._stepper.norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
+        params = [group["params"] for group in optimizer.param_groups]
+        try:
+            self._stepper.step(Work(optimizer, params, optimizer._rules), request)
+        except _C.TensorError as error:
+            raise optimizer._explained(*error.args) from None
+
+    def forget(self) -> None:
+        """Let go of states that were replaced."""
+        self._stepper.forget()
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
+
+
+def set_grads(slots: Sequence[Slot], present: Sequence[bool]) -> None:
+    """Let the next step see the gradients of these parameters only."""
+    for slot, is_present in zip(slots, present, strict=True):
+        for piece, grad in slot.pieces:
+            piece.grad = grad if is_present else None

@@ -1,0 +1,71 @@
+"""What the engine knows of one parameter."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .placeholder import Placeholder
+
+__all__ = ["Slot"]
+
+
+class Slot:
+    """A parameter that is sharded.
+
+    Attributes:
+        index: among all that are sharded, in the order of buckets.
+        name: in the model.
+        param: the model's parameter.
+        bucket: the number of its bucket.
+        place: its number in the bucket.
+        stand_in: what stands in its `.grad` while the slices hold its gradient.
+        pieces: what this rank owns of it: flat tensors, and their gradients in the slice.
+        begins: of each piece, in elements of the parameter.
+        arrived: in this backward pass, on this rank.
+        held: the slices hold a gradient that some rank has given since the last zero_grad().
+        aside: the placeholder was taken out of `.grad` to make room for a gradient of this rank.
+    """
+
+    __slots__ = (
+        *(
+            "arrived",
+            "aside",
+            "begins",
+            "bucket",
+            "held",
+            "index",
+            "name",
+            "param",
+            "pieces",
+            "place",
+        ),
+        "stand_in",
+    )
+
+    def __init__(self, index: int, name: str, param: Tensor, bucket: int, place: int) -> None:
+        self.index = index
+        self.name = name
+        self.param = param
+        self.bucket = bucket
+        self.place = place
+        self.stand_in: Placeholder
+        self.pieces: list[tuple[Tensor, Tensor]] = []
+        self.begins: list[int] = []
+        self.arrived = False
+        self.held = False
+        self.aside = False
+
+    @property
+    def is_present(self) -> bool:
+        """Whether the next step updates it."""
+        return self.held and self.param.grad is self.stand_in
+
+    def forget(self) -> None:
+        """Drop its gradient, on this rank."""
+        self.held = False
+        self.make_zero()
+
+    def make_zero(self) -> None:
+        """Set its gradient to zero, on this rank."""
+        for _, grad in self.pieces:
+            grad.zero_()

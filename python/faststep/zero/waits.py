@@ -1,0 +1,107 @@
+"""Lets a forward pass wait for each parameter only when it comes to a module that uses it.
+
+A module waits for its own parameters, and for those of modules below it that are not called: some
+modules use their children's parameters without calling them (torch.nn.MultiheadAttention). Which
+modules are called is seen in the first forward, which waits for everything at once. A module that
+was left out in one forward counts as not called from then on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from .._torch.compiler import disable_dynamo
+
+__all__ = ["ForwardWaits"]
+
+
+class ForwardWaits:
+    """The hooks of one model.
+
+    Args:
+        model: the module that is sharded.
+        bucket_of: the bucket of each parameter, by its `id`.
+        wait: waits until these buckets have arrived; all of them for None.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        bucket_of: Mapping[int, int],
+        wait: Callable[[Iterable[int] | None], None],
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._wait = wait
+        self._own = {
+            module: _buckets_of(module.parameters(recurse=False), bucket_of)
+            for module in model.modules()
+        }
+        self._needs: dict[nn.Module, set[int]] | None = None  # None until the first forward is over
+        self._called: set[nn.Module] = set()  # since the last step
+        self._always: set[nn.Module] = set(self._own)  # called in every forward so far
+        mine = weakref.ref(self)
+        self._handles = [
+            module.register_forward_pre_hook(_hook(mine), prepend=True) for module in self._own
+        ]
+        saved = model.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            _hook(mine, everything=True)
+        )
+        self._handles.append(saved)
+
+    def reached(self, module: nn.Module, everything: bool) -> None:
+        """Called before a module's forward, and before a state dict is made."""
+        if everything:
+            self._wait(None)
+            return
+        self._called.add(module)
+        self._wait(None if self._needs is None else self._needs.get(module))
+
+    def learn(self) -> None:
+        """Called by each step: note what the forward passes before it have called."""
+        model = self._model()
+        if model is None or not self._called:
+            return
+        always = self._always & self._called
+        if always != self._always or self._needs is None:
+            self._always = always
+            self._needs = {module: set(own) for module, own in self._own.items()}
+            self._hand_up(model)
+        self._called = set()
+
+    def _hand_up(self, module: nn.Module) -> set[int]:
+        """Give each called module what those below it, which are not called, need."""
+        assert self._needs is not None
+        below: set[int] = set()
+        for child in module.children():
+            below |= self._hand_up(child)
+        self._needs[module] |= below
+        if module in self._always:
+            return set()
+        if module is self._model():  # called by nobody: whatever runs first waits
+            for called in self._always:
+                self._needs[called] |= self._needs[module]
+        return self._needs[module]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _buckets_of(params: Iterable[Tensor], bucket_of: Mapping[int, int]) -> set[int]:
+    return {bucket_of[id(param)] for param in params if id(param) in bucket_of}
+
+
+def _hook(
+    owner: Callable[[], ForwardWaits | None], everything: bool = False
+) -> Callable[..., None]:
+    @disable_dynamo
+    def wait(module: nn.Module, *_: Any, **__: Any) -> None:
+        if (waits := owner()) is not None:
+            waits.reached(module, everything)
+
+    return wait

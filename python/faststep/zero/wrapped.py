@@ -1,0 +1,139 @@
+"""Gradients of a model inside DistributedDataParallel, which hands them over and reduces none.
+
+The model's communication hook gets each of its buckets before it is reduced, copies the gradients
+into ours, and returns it as it is. DistributedDataParallel puts that into `.grad` when backward
+ends; after that the placeholders take its place. `no_sync()` of the model works as usual.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from .._torch.compiler import disable_dynamo
+from .._torch.ddp import after_backward
+from .buckets import GradientBucket
+from .gradients import Gradients
+from .group import Group
+from .slots import Slot
+
+__all__ = ["WrappedGradients", "check_wrapped"]
+
+
+def check_wrapped(model: DistributedDataParallel, sharded: set[int]) -> None:
+    """Raise TypeError for a model whose gradients cannot be taken over.
+
+    Args:
+        sharded: the parameters that are, by `id`.
+    """
+    for option in ("find_unused_parameters", "static_graph"):
+        if getattr(model, option, False):
+            raise TypeError(
+                f"shard() does not support DistributedDataParallel({option}=True): pass the module "
+                "inside (model.module), and call that one in the loop"
+            )
+    for name, param in model.module.named_parameters():
+        if param.requires_grad and id(param) not in sharded:
+            raise TypeError(
+                f"shard(): the DistributedDataParallel model has a parameter {name!r} that is not "
+                "the optimizer's, whose gradient would no more be reduced: freeze it, or pass the "
+                "module inside"
+            )
+
+
+class WrappedGradients(Gradients):
+    """What Gradients does, with a model's communication hook in place of hooks on parameters."""
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        buckets: list[GradientBucket],
+        group: Group,
+        model: DistributedDataParallel,
+    ) -> None:
+        self._model = weakref.ref(model)
+        self._slot_of = {id(slot.param): slot for slot in slots}
+        self._handles: list[Any] = []
+        super().__init__(slots, buckets, group)
+
+    def _attach(self) -> None:
+        model = self._model()
+        assert model is not None
+        mine = weakref.ref(self)
+        try:
+            model.register_comm_hook(None, lambda _, bucket: _take(mine(), bucket))
+        except RuntimeError as error:
+            raise TypeError(
+                "shard() needs the communication hook of the DistributedDataParallel model, which "
+                f"has one already: {error}"
+            ) from error
+        for slot in self._slots:
+            hook = _make_room(mine, slot)
+            self._handles.append(slot.param.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """That of the model."""
+        model = self._model()
+        with contextlib.nullcontext() if model is None else model.no_sync():
+            yield
+
+    def make_room(self, slot: Slot) -> None:
+        """Called before backward adds to `.grad`, where the model must find a real tensor."""
+        self._unsent = True
+        if slot.param.grad is slot.stand_in:
+            slot.param.grad = None
+            slot.aside = True
+        elif slot.param.grad is None:
+            slot.aside = False
+
+    def take(self, params: list[Tensor], grads: list[Tensor]) -> None:
+        """Called with the gradients of one of the model's buckets."""
+        self._note_pass()
+        for param, grad in zip(params, grads, strict=True):
+            slot = self._slot_of[id(param)]
+            if slot.held and not slot.aside:
+                slot.forget()
+            self._put(slot, grad)
+
+    def _finish_after_backward(self) -> None:
+        """When the model has put its buckets into `.grad`, which it queues after this."""
+        finish = super()._finish_after_backward
+        after_backward(finish)
+
+    def close(self) -> None:
+        """Take the hooks away; torch cannot remove that of the model."""
+        super().close()
+        for handle in self._handles:
+            handle.remove()
+
+
+def _take(gradients: WrappedGradients | None, bucket: Any) -> Future[Tensor]:
+    if gradients is None:
+        raise RuntimeError(
+            "faststep.zero: the optimizer that shard() returned is gone, and nobody reduces the "
+            "gradients of this DistributedDataParallel model"
+        )
+    with torch.no_grad():
+        gradients.take(list(bucket.parameters()), list(bucket.gradients()))
+    done: Future[Tensor] = Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def _make_room(
+    owner: Callable[[], WrappedGradients | None], slot: Slot
+) -> Callable[[Tensor], None]:
+    @disable_dynamo
+    def make_room(_: Tensor) -> None:
+        if (gradients := owner()) is not None:
+            gradients.make_room(slot)
+
+    return make_room

@@ -1,0 +1,110 @@
+"""Models whose gradients are given, and what one process does with the mean over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import faststep
+from faststep import zero
+
+SHAPES = [(300, 70), (70,), (), (0, 4), (33000,), (5, 4, 3, 3), (16384,), (40, 50), (3,)]
+
+
+class Given(nn.Module):
+    """Parameters with a loss whose gradients are what the test wants."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]) -> None:
+        super().__init__()
+        made = torch.Generator().manual_seed(7)
+        for number, shape in enumerate(shapes):
+            value = torch.randn(shape, generator=made).to(dtypes[number % len(dtypes)])
+            if len(shape) == 4:
+                value = value.to(memory_format=torch.channels_last)
+            self.register_parameter(f"p{number}", nn.Parameter(value))
+
+    def forward(self, grads: Sequence[Tensor | None]) -> Tensor:
+        total = torch.zeros(())
+        for param, grad in zip(self.parameters(), grads, strict=True):
+            if grad is not None:
+                total = total + (param * grad).sum().float()
+        return total
+
+
+def grads_for(model: nn.Module, *seed: int, scale: float = 1.0) -> list[Tensor]:
+    """Gradients of one rank in one step."""
+    made = torch.Generator().manual_seed(hash(seed) % 2**31)
+    return [
+        (torch.randn(p.shape, generator=made) * scale).to(p.dtype).to(p.device)
+        for p in model.parameters()
+    ]
+
+
+def mean_of(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """The mean over ranks in the order in which they add up; None where no rank has a gradient."""
+    some = next((part for part in parts if part is not None), None)
+    if some is None:
+        return None
+    rows = [torch.zeros_like(some) if part is None else part * (1.0 / len(parts)) for part in parts]
+    total = torch.zeros_like(some)
+    wide = torch.float64 if some.dtype == torch.float64 else torch.float32
+    for first in range(0, len(rows), 2):
+        two = [row.to(wide) for row in rows[first : first + 2]]
+        exact = two[0] if first == 0 else total.to(wide) + two[0]
+        total = (exact + two[1] if len(two) == 2 else exact).to(some.dtype)
+    return total
+
+
+def differences(one: Iterable[Tensor], other: Iterable[Tensor]) -> list[int]:
+    """The places where tensors are not equal bit for bit."""
+    pairs = enumerate(zip(one, other, strict=True))
+    return [place for place, (a, b) in pairs if not torch.equal(a, b)]
+
+
+def states_differ(sharded: zero.ShardedOptimizer, whole: torch.optim.Optimizer) -> list[str]:
+    """What differs between this rank's states and those of a process that has all of them."""
+    engine = sharded._engine
+    if engine is None:
+        return [
+            f"{number} {key}"
+            for number, (p, q) in enumerate(zip(_params(sharded), _params(whole), strict=True))
+            for key, value in whole.state[q].items()
+            if not torch.equal(sharded.state[p][key], value)
+        ]
+    of = dict(zip(map(id, _params(sharded)), _params(whole), strict=True))
+    wrong = []
+    for slot in engine.slots:
+        state = whole.state.get(of[id(slot.param)], {})
+        for (piece, _), begin in zip(slot.pieces, slot.begins, strict=True):
+            mine = sharded.state.get(piece, {})
+            if mine.keys() != state.keys():
+                wrong.append(f"{slot.name} has {list(mine)}, not {list(state)}")
+                continue
+            for key, value in state.items():
+                if key != "step":
+                    value = zero.states.in_order_of_memory(value, of[id(slot.param)])
+                    value = value[begin : begin + piece.numel()]
+                if not torch.equal(mine[key], value):
+                    wrong.append(f"{slot.name} {key}")
+    return wrong
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
+    """An optimizer of faststep by the name of its options."""
+    made = {
+        "AdamW": lambda: faststep.optim.AdamW(params, lr=0.01),
+        "Adam": lambda: faststep.optim.Adam(params, lr=0.01, amsgrad=True, weight_decay=0.1),
+        "SGD": lambda: faststep.optim.SGD(params, lr=0.1),
+        "momentum": lambda: faststep.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.5),
+        "Lion": lambda: faststep.optim.Lion(params, lr=0.01),
+        "torch AdamW": lambda: torch.optim.AdamW(params, lr=0.01),
+        "torch SGD": lambda: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    }
+    return made[name]()

@@ -1,0 +1,163 @@
+"""State dicts of sharded optimizers, saved and loaded at other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import SHAPES, Given, differences, grads_for, mean_of, optimizer_of, states_differ
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+LOW = [torch.float32, torch.bfloat16, torch.float64]
+
+
+def _without_one(model: Given, *seed: int) -> list[Any]:
+    return [None if n == 1 else grad for n, grad in enumerate(grads_for(model, *seed))]
+
+
+def _steps(
+    sharded: Any, model: Given, reference: Any, whole: Given, world: int, first: int
+) -> None:
+    """Two steps of both, in which all ranks have the same gradients."""
+    for step in (first, first + 1):
+        for one, opt in ((model, sharded), (whole, reference)):
+            grads = _without_one(one, step)
+            if opt is sharded:
+                one(grads).backward()
+            else:
+                for param, grad in zip(one.parameters(), grads, strict=True):
+                    mean = None if grad is None else mean_of([grad] * world)
+                    param.grad = None if mean is None else torch.empty_like(param).copy_(mean)
+            opt.step()
+            opt.zero_grad()
+
+
+def _unlike(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two state dicts differ, in layout too."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        if list(one) != list(other):
+            return [f"{where}: {list(one)}, not {list(other)}"]
+        return [text for key in one for text in _unlike(one[key], other[key], f"{where}.{key}")]
+    if isinstance(one, torch.Tensor):
+        same = torch.equal(one, other) and one.dtype == other.dtype
+        return [] if same and one.stride() == other.stride() else [where]
+    if isinstance(one, list):
+        return [text for a, b in zip(one, other, strict=True) for text in _unlike(a, b, where)]
+    return [] if one == other else [f"{where}: {one}, not {other}"]
+
+
+def _saved(rank: int, world: int, name: str) -> dict[str, Any]:
+    groups = {2: dist.new_group([0, 1]), 1: dist.new_group([0]), 3: None}
+    said: dict[str, Any] = {"wrong": []}
+    model, whole = Given(SHAPES, LOW), Given(SHAPES, LOW)
+    reference = optimizer_of(name, whole.parameters())
+    sharded = zero.shard(model, optimizer_of(name, model.parameters()), bucket_mb=0.1)
+    said["empty"] = sharded.state_dict()["state"]
+    _steps(sharded, model, reference, whole, world, 0)
+    said["wrong"] += [f"p{n}" for n in differences(model.parameters(), whole.parameters())]
+    saved = sharded.state_dict()
+    if rank:
+        said["elsewhere"] = saved["state"]
+        said["own"] = _error(lambda: sharded.load_state_dict(saved))
+    else:
+        said["wrong"] += _unlike(saved, reference.state_dict())
+        said["own"] = _error(lambda: sharded.load_state_dict(saved))
+        file = io.BytesIO()
+        torch.save(saved, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=True)
+    sent = [saved]
+    dist.broadcast_object_list(sent, 0)
+    (saved,) = sent
+    for ranks, group in groups.items():
+        if rank >= ranks:
+            continue
+        new, other = Given(SHAPES, LOW), Given(SHAPES, LOW)
+        new.load_state_dict(whole.state_dict())
+        other.load_state_dict(whole.state_dict())
+        ours = zero.shard(
+            new, optimizer_of(name, new.parameters()), process_group=group, bucket_mb=0.3
+        )
+        said["wrong"] += [
+            f"start {ranks} {n}" for n in differences(new.parameters(), other.parameters())
+        ]
+        kept, kept_group = ours.param_groups, ours.param_groups[0]
+        ours.load_state_dict(copy.deepcopy(saved))  # with one rank it keeps the tensors
+        if ours.param_groups is not kept or ours.param_groups[0] is not kept_group:
+            said["wrong"].append(f"{ranks}: other groups")
+        theirs = optimizer_of(name, other.parameters())
+        theirs.load_state_dict(copy.deepcopy(saved))
+        _steps(ours, new, theirs, other, ranks, 5)
+        said["wrong"] += [
+            f"{ranks}: p{n}" for n in differences(new.parameters(), other.parameters())
+        ]
+        said["wrong"] += states_differ(ours, theirs)
+    return said
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "momentum", "Lion"])
+def test_saved_on_three_loaded_on_any(name: str, ranks: Ranks) -> None:
+    results = ranks(f"saved: {name}")
+    assert [result["wrong"] for result in results] == [[], [], []]
+    assert [result["empty"] for result in results] == [{}, {}, {}]
+    assert [result["elsewhere"] for result in results[1:]] == [{}, {}]
+    for result in results:
+        assert result["own"].startswith("RuntimeError: load_state_dict(): the ranks differ, first")
+
+
+def _taken_over(rank: int, world: int) -> dict[str, Any]:
+    """An optimizer that has made steps, with a frozen parameter that has a state."""
+    said: dict[str, Any] = {}
+    models = [Given(SHAPES, LOW) for _ in range(2)]
+    optimizers: list[Any] = [faststep.optim.AdamW(m.parameters(), lr=0.01) for m in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(grads_for(model, 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.p0.requires_grad_(False)
+    torch_one = torch.optim.AdamW(models[0].parameters(), lr=0.01)
+    torch_one.load_state_dict(optimizers[0].state_dict())
+    sharded = zero.shard(models[0], torch_one)
+    said["left"] = len(torch_one.state)
+    grads = [None if n == 0 else g for n, g in enumerate(grads_for(models[0], 2))]
+    models[0](grads).backward()
+    for param, grad in zip(models[1].parameters(), grads, strict=True):
+        param.grad = (
+            None if grad is None else torch.empty_like(param).copy_(mean_of([grad] * world))
+        )
+    sharded.step()
+    optimizers[1].step()
+    said["differ"] = differences(models[0].parameters(), models[1].parameters())
+    saved = sharded.state_dict()
+    said["unlike"] = _unlike(saved, optimizers[1].state_dict()) if rank == 0 else []
+    return said
+
+
+def test_states_are_taken_over(ranks: Ranks) -> None:
+    for said in ranks("taken over"):
+        assert said == {"left": 0, "differ": [], "unlike": []}
+
+
+ZERO_JOBS = [
+    *(Job(f"saved: {name}", 3, _saved, (name,)) for name in ("AdamW", "Adam", "momentum", "Lion")),
+    Job("taken over", 2, _taken_over),
+]

@@ -1,0 +1,127 @@
+"""Sharded steps against the fused optimizer of one process that gets the same mean gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import SHAPES, Given, differences, grads_for, mean_of, optimizer_of, states_differ
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+LOW = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.float64]
+KB = 1 / 1024  # MiB
+
+
+def _unused(case: dict[str, Any], rank: int, step: int, number: int) -> bool:
+    """Parameter 1 is never used, 4 on even ranks only, 7 in every third step."""
+    if not case.get("unused"):
+        return False
+    return number == 1 or (number == 4 and rank % 2 == 1) or (number == 7 and step % 3 > 0)
+
+
+def _grads(case: dict[str, Any], model: Given, rank: int, step: int) -> list[Any]:
+    grads = grads_for(model, rank, step, scale=0.01 if step % 4 == 3 else 1.0)
+    return [
+        None if _unused(case, rank, step, number) else grad for number, grad in enumerate(grads)
+    ]
+
+
+def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
+    dtypes = case.get("dtypes", [torch.float32])
+    model, whole = Given(SHAPES, dtypes), Given(SHAPES, dtypes)
+    if rank:  # rank 0's values are those that count
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1.0)
+    name, clip = case["optimizer"], case.get("clip")
+    groups = [list(m.parameters()) for m in (model, whole)]
+    half = [
+        [{"params": some[4:], "lr": 0.003}, {"params": some[:4]}] if case.get("groups") else some
+        for some in groups
+    ]
+    reference = optimizer_of(name.removeprefix("torch "), half[1])
+    if name.startswith("torch SGD"):
+        reference.param_groups[0]["momentum"] = 0.9
+    sharded = zero.shard(
+        model, optimizer_of(name, half[0]), stage=case["stage"], bucket_mb=case["mb"],
+        max_grad_norm=clip if case.get("how", "step") == "step" else None,
+    )  # fmt: skip
+    wrong: list[str] = []
+    for step in range(20):
+        model(_grads(case, model, rank, step)).backward()
+        means = [_grads(case, whole, r, step) for r in range(world)]
+        for param, parts in zip(whole.parameters(), zip(*means, strict=True), strict=True):
+            param.grad = mean_of(parts)
+            if param.grad is not None:
+                param.grad = torch.empty_like(param).copy_(param.grad)
+        if case.get("how") == "by hand":
+            norm = sharded.clip_grad_norm_(clip)
+            expected = zero.optimizer.clip_grad_norm_(list(whole.parameters()), clip)
+        versions = [p._version for p in model.parameters()]
+        sharded.step()
+        if case.get("how", "step") == "step":
+            reference.max_grad_norm = clip
+        reference.step()
+        if case.get("how") != "by hand":
+            norm, expected = sharded.last_grad_norm, reference.last_grad_norm
+            unrounded = (sharded if world > 1 else sharded._owned)._last_norm
+            if clip is not None and unrounded != reference._last_norm:
+                wrong.append(f"step {step}: unrounded norm {unrounded}")
+        wrong += [f"step {step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
+        if clip is not None and not torch.equal(norm, expected):
+            wrong.append(f"step {step}: norm {norm}, not {expected}")
+        for number, param in enumerate(model.parameters()):
+            used = any(grads[number] is not None for grads in means)
+            if (param._version > versions[number]) is not used:
+                wrong.append(f"step {step}: version of p{number}")
+        sharded.zero_grad()
+        if any(p.grad is not None for p in model.parameters()):
+            wrong.append(f"step {step}: gradients after zero_grad()")
+    wrong += states_differ(sharded, reference)
+    return {"wrong": wrong, "norm": None if norm is None else float(norm)}
+
+
+BASE = {"optimizer": "AdamW", "stage": 2, "mb": 0.1, "clip": 1.0}
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    **{
+        f"AdamW on {world}, {mb} MiB": (world, {**BASE, "mb": mb})
+        for world in (1, 2, 3, 4)
+        for mb in (KB, 0.1, math.inf)
+    },
+    **{
+        f"{name} on 3": (3, {**BASE, "optimizer": name})
+        for name in ("Adam", "SGD", "momentum", "Lion", "torch AdamW", "torch SGD")
+    },
+    "stage 1": (2, {**BASE, "stage": 1}),
+    "stage 1 on 3": (3, {**BASE, "stage": 1, "unused": True}),
+    "several dtypes on 2": (2, {**BASE, "dtypes": LOW}),
+    "several dtypes on 3": (3, {**BASE, "dtypes": LOW, "mb": KB}),
+    "unused": (2, {**BASE, "unused": True}),
+    "unused on 4": (4, {**BASE, "unused": True, "mb": KB}),
+    "without clipping": (2, {**BASE, "clip": None, "unused": True}),
+    "groups": (3, {**BASE, "groups": True, "unused": True}),
+    "clipped by hand": (2, {**BASE, "how": "by hand", "unused": True}),
+    "clipped by hand on 3": (3, {**BASE, "how": "by hand", "dtypes": LOW}),
+}
+ZERO_JOBS = [Job(f"exact: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()]
+Ranks = Callable[[str], list[Any]]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bits_of_one_process(name: str, ranks: Ranks) -> None:
+    results = ranks(f"exact: {name}")
+    assert [result["wrong"] for result in results] == [[]] * len(results)
+
+
+def test_the_norm_has_the_same_bits_on_every_rank(ranks: Ranks) -> None:
+    for name, (world, case) in CASES.items():
+        if case["clip"] is not None:
+            assert len({result["norm"] for result in ranks(f"exact: {name}")}) == 1, (name, world)

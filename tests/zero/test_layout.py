@@ -1,0 +1,92 @@
+"""The arithmetic of buckets and slices, without ranks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from faststep.zero.layout import CHUNK, Flat, make_buckets
+
+CPU = torch.device("cpu")
+
+
+def flats(counts: list[int], dtype: torch.dtype = torch.float32) -> list[Flat]:
+    return [Flat(count, dtype, CPU) for count in counts]
+
+
+def random_params(seed: int) -> list[Flat]:
+    rng = random.Random(seed)
+    dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float64)
+    sizes = (0, 1, 31, 33, 1000, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 7, 300_000)
+    return [Flat(rng.choice(sizes), rng.choice(dtypes), CPU) for _ in range(rng.randrange(1, 40))]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20, float("inf")])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_element_has_one_owner(world: int, bucket_bytes: float, seed: int) -> None:
+    params = random_params(seed)
+    buckets = make_buckets(params, world, bucket_bytes)
+    covered = dict.fromkeys(range(len(params)), 0)
+    owners = dict.fromkeys(range(len(params)), 0)
+    for bucket in buckets:
+        assert len(bucket.cuts) == world + 1
+        assert list(bucket.cuts) == sorted(bucket.cuts)
+        assert (bucket.cuts[0], bucket.cuts[-1]) == (0, bucket.size)
+        for rank in range(world):
+            for piece in bucket.pieces_of(rank):
+                begin = next(p.begin for p in bucket.places if p.param == piece.param)
+                assert piece.begin == covered[piece.param]
+                assert piece.at == begin + piece.begin or not piece.size
+                assert bucket.cuts[rank] <= piece.at
+                assert piece.at + piece.size <= bucket.cuts[rank + 1]
+                covered[piece.param] += piece.size
+                owners[piece.param] += 1
+    assert covered == {index: param.size for index, param in enumerate(params)}
+    assert all(owners.values())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_pieces_begin_at_chunks_and_parameters_are_aligned(world: int) -> None:
+    for bucket in make_buckets(random_params(5), world, 1 << 20):
+        for place in bucket.places:
+            assert place.begin * bucket.dtype.itemsize % 128 == 0
+        for rank in range(world):
+            assert all(piece.begin % CHUNK == 0 for piece in bucket.pieces_of(rank))
+
+
+def test_buckets_keep_the_order_and_hold_one_dtype_each() -> None:
+    low = torch.bfloat16
+    params = [Flat(600, t, CPU) for t in (torch.float32, low, torch.float32, low, low)]
+    buckets = make_buckets(params, 2, 2400)
+    assert [[p.param for p in b.places] for b in buckets] == [[0], [2], [1, 3], [4]]
+    for bucket in buckets:
+        assert {params[p.param].dtype for p in bucket.places} == {bucket.dtype}
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20, 25 << 20, float("inf")])
+def test_ranks_are_equal_over_all_buckets(world: int, bucket_bytes: float) -> None:
+    block = [768 * 768, 768, 3072 * 768, 3072, 768 * 3072, 768, 768, 768]
+    params = flats(block * 4 + [50257 * 384])
+    loads = [0] * world
+    for bucket in make_buckets(params, world, bucket_bytes):
+        for rank in range(world):
+            loads[rank] += bucket.cuts[rank + 1] - bucket.cuts[rank]
+    assert max(loads) <= 1.01 * sum(loads) / world
+
+
+def test_small_buckets_take_turns() -> None:
+    loads = [0, 0, 0]
+    for bucket in make_buckets(flats([256] * 300), 3, 1024):
+        owners = [r for r in range(3) if bucket.cuts[r] < bucket.cuts[r + 1]]
+        assert len(owners) == 1
+        loads[owners[0]] += 1
+    assert loads == [100, 100, 100]
+
+
+def test_a_parameter_without_elements_is_the_first_ranks() -> None:
+    (bucket,) = make_buckets(flats([0]), 3, 1024)
+    assert [len(list(bucket.pieces_of(rank))) for rank in range(3)] == [1, 0, 0]

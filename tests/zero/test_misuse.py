@@ -1,0 +1,213 @@
+"""What a script can do wrong, ranks that differ, and models with odd parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import Given, differences, grads_for
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _misused(rank: int, world: int) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    model = Given([(50, 3), (4,)], [torch.float32])
+    first = torch.optim.AdamW(model.parameters())
+    optimizer = zero.shard(model, first)
+    before = [p.detach().clone() for p in model.parameters()]
+    params = list(model.parameters())
+    grads = grads_for(model, rank)
+    model(grads).backward()
+    said["repr"] = repr(params[0].grad)
+    said["clip"] = _error(lambda: nn.utils.clip_grad_norm_(params, 1.0))
+    said["our clip"] = _error(lambda: faststep.clip_grad_norm_(params, 1.0))
+    said["value"] = _error(lambda: nn.utils.clip_grad_value_(params, 1.0))
+    said["total"] = _error(lambda: faststep.get_total_norm([p.grad for p in params]))
+    said["norm"] = _error(lambda: params[0].grad.norm())
+    said["write"] = _error(lambda: params[0].grad.mul_(2.0))
+    said["first"] = _error(first.step)
+    said["fused"] = _error(torch.optim.SGD(params, fused=True).step)
+    said["ours"] = _error(faststep.optim.AdamW(params).step)
+    said["group"] = _error(lambda: optimizer.add_param_group({"params": []}))
+    said["pickle"] = _error(lambda: __import__("pickle").dumps(optimizer))
+    said["p norm"] = _error(lambda: optimizer.clip_grad_norm_(1.0, norm_type=1.0))
+    said["twice"] = _error(lambda: zero.shard(model, optimizer))
+    said["kind"] = _error(lambda: zero.shard(model, torch.optim.RMSprop(params)))
+    said["stage"] = _error(lambda: zero.shard(model, first, stage=3))  # type: ignore[arg-type]
+    said["strange"] = _error(lambda: zero.shard(nn.Linear(1, 1), first))
+    wrapper = DistributedDataParallel(nn.Linear(1, 1), find_unused_parameters=True)
+    said["unused"] = _error(lambda: zero.shard(wrapper, torch.optim.SGD(wrapper.parameters())))
+    wrapper = DistributedDataParallel(nn.Linear(1, 1))
+    said["part"] = _error(lambda: zero.shard(wrapper, torch.optim.SGD([wrapper.module.bias])))
+    wrapper.register_comm_hook(None, lambda _, bucket: bucket)
+    said["hook"] = _error(lambda: zero.shard(wrapper, torch.optim.SGD(wrapper.parameters())))
+    params[0].grad = torch.ones_like(params[0])
+    said["by hand"] = _error(optimizer.step)
+    said["unchanged"] = differences(before, model.parameters())
+    optimizer.zero_grad()
+    said["no gradient"] = _error(optimizer.step)
+    said["accumulate"] = _error(lambda: faststep.accumulate(optimizer, 2))
+    said["release"] = _error(lambda: faststep.release_gradients(optimizer))
+    return said
+
+
+def test_misuse(ranks: Ranks) -> None:
+    for said in ranks("misused"):
+        assert "p0" in said.pop("repr")
+        assert said.pop("unchanged") == []
+        assert said.pop("no gradient") == "no error"
+        for name in ("clip", "our clip", "value", "total", "norm", "write", "fused"):
+            text = said.pop(name)
+            assert text.startswith("RuntimeError"), (name, text)
+            assert "faststep.zero" in text
+            assert "clip_grad_norm_" in text
+        assert "Placeholder" in said.pop("ours")
+        expected = {
+            "first": "RuntimeError: this AdamW was replaced by what faststep.zero.shard() returned",
+            "group": "RuntimeError: faststep.zero: a parameter group cannot be added",
+            "pickle": "TypeError: a sharded optimizer cannot be pickled",
+            "p norm": "ValueError: norm_type must be 2.0",
+            "twice": "TypeError: shard(): this optimizer is sharded already",
+            "kind": "TypeError: shard() takes AdamW",
+            "stage": "ValueError: stage must be 1 or 2",
+            "strange": "ValueError: shard(): 2 parameters of the optimizer are not in the model",
+            "unused": "TypeError: shard() does not support DistributedDataParallel(find_unused",
+            "part": "TypeError: shard(): the DistributedDataParallel model has a parameter ",
+            "hook": "TypeError: shard() needs the communication hook",
+            "by hand": "RuntimeError: faststep.zero: the gradient of 'p0' was set by hand",
+            "accumulate": "TypeError: accumulate() does not support a sharded optimizer",
+            "release": "TypeError: ",
+        }
+        for name, start in expected.items():
+            assert said.pop(name).startswith(start), name
+        assert said == {}
+
+
+def _mismatched(rank: int, world: int) -> dict[str, str]:
+    said = {}
+    shapes = [(3, 4), (5,), (2, 2)]
+    for what in ("shape", "dtype", "frozen", "order", "number", "optimizer"):
+        mine, dtypes = list(shapes), [torch.float32]
+        if rank == 1 and what == "shape":
+            mine[1] = (6,)
+        if rank == 1 and what == "dtype":
+            dtypes = [torch.float32, torch.bfloat16]
+        if rank == 1 and what == "number":
+            mine.append((1,))
+        model = Given(mine, dtypes)
+        if rank == 1 and what == "frozen":
+            model.p1.requires_grad_(False)
+        params = list(model.parameters())
+        if rank == 1 and what == "order":
+            params.reverse()
+        kind = torch.optim.Adam if rank == 1 and what == "optimizer" else torch.optim.AdamW
+        said[what] = _error(lambda m=model, k=kind, p=params: zero.shard(m, k(p)))
+    return said
+
+
+def test_ranks_that_differ_are_told_so(ranks: Ranks) -> None:
+    first, *others = ranks("mismatched")
+    assert all(other == first for other in others)
+    for what, name in {
+        "shape": "p1",
+        "dtype": "p1",
+        "frozen": "p1",
+        "order": "p0",
+        "number": "p3",
+    }.items():
+        assert first[what].startswith("RuntimeError: shard(): the ranks differ"), first[what]
+        assert f"'{name}'" in first[what], first[what]
+        assert "rank 1 has" in first[what]
+    assert "Adam;" in first["optimizer"] or "Adam" in first["optimizer"]
+
+
+# ---- odd models
+
+
+class _Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(30, 16)
+        self.head = nn.Linear(16, 30, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Linear(16, 16)
+        self.frozen.requires_grad_(False)
+        self.never = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.frozen(self.embedding(x)))
+
+
+def _odd(rank: int, world: int) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    torch.manual_seed(rank)
+    model = _Tied()
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    sharded = zero.shard(model, optimizer)
+    said["groups"] = sharded.param_groups is optimizer.param_groups
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            x = torch.randint(30, (8,), generator=torch.Generator().manual_seed(step + rank))
+            nn.functional.cross_entropy(model(x), x).backward()
+            sharded.step()
+            scheduler.step()
+            sharded.zero_grad()
+    said["warned"] = [str(one.message) for one in caught if "lr_scheduler" in str(one.message)]
+    said["lr"] = sharded.param_groups[0]["lr"]
+    said["tied"] = model.head.weight is model.embedding.weight
+    said["moved"] = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
+    said["sum"] = sum(float(p.double().sum()) for p in model.parameters())
+    model.frozen.requires_grad_(True)
+    nn.functional.cross_entropy(model(x), x).backward()
+    said["unfrozen"] = _error(sharded.step)
+    model.frozen.requires_grad_(False)
+    sharded.zero_grad()
+    with torch.no_grad():
+        model.never.bias.data = torch.full((2,), 5.0)
+        model.head.weight.data = model.head.weight.detach() * 2.0
+        doubled = model.head.weight.detach().clone()
+    nn.functional.cross_entropy(model(x), x).backward()
+    sharded.step()
+    said["swapped"] = float((model.head.weight - doubled).abs().max()), model.never.bias.tolist()
+    return said
+
+
+def test_odd_models(ranks: Ranks) -> None:
+    results = ranks("odd")
+    for said in results:
+        assert said["groups"]
+        assert said["tied"]
+        assert said["warned"] == []
+        assert said["lr"] == 0.025
+        assert said["moved"] == ["embedding.weight"]
+        assert said["sum"] == results[0]["sum"]
+        assert said["unfrozen"].startswith("RuntimeError: faststep.zero: a parameter of shape")
+        assert 0.0 < said["swapped"][0] < 0.1
+        assert said["swapped"][1] == [5.0, 5.0]
+
+
+ZERO_JOBS = [Job("misused", 2, _misused), Job("mismatched", 3, _mismatched), Job("odd", 2, _odd)]

@@ -1,0 +1,137 @@
+"""Backward passes in which ranks reach parameters in different orders, or several times."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import Given, differences, grads_for, mean_of
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+SHAPES = [(300,), (20, 30), (7,), (20000,), (9, 9)]
+
+
+def _orders(rank: int, world: int) -> list[str]:
+    """Every rank and step uses the parameters in an order of its own."""
+    model, whole = Given(SHAPES, [torch.float32]), Given(SHAPES, [torch.float32])
+    optimizer = zero.shard(
+        model, torch.optim.AdamW(model.parameters()), bucket_mb=1 / 1024, max_grad_norm=1.0
+    )
+    reference = faststep.optim.AdamW(whole.parameters(), max_grad_norm=1.0)
+    wrong = []
+    for step in range(6):
+        grads = grads_for(model, rank, step)
+        params = list(model.parameters())
+        order = torch.randperm(5, generator=torch.Generator().manual_seed(10 * step + rank))
+        sum((params[n] * grads[n]).sum() for n in order.tolist()).backward()
+        parts = [grads_for(whole, r, step) for r in range(world)]
+        for param, rows in zip(whole.parameters(), zip(*parts, strict=True), strict=True):
+            param.grad = mean_of(rows)
+        for one in (optimizer, reference):
+            one.step()
+            one.zero_grad()
+        wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
+    return wrong
+
+
+def test_any_order_of_hooks(ranks: Ranks) -> None:
+    assert ranks("orders") == [[], [], []]
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(4))
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            if self.how == "none" or (number == 1 and self.how != "all reentrant"):
+                x = layer(x).tanh()
+            else:
+                reentrant = self.how != "not reentrant"
+                x = checkpoint(lambda y, m=layer: m(y).tanh(), x, use_reentrant=reentrant)
+        return x
+
+
+def _checkpointed(rank: int, world: int) -> list[str]:
+    wrong = []
+    results = {}
+    for how in ("none", "not reentrant", "reentrant", "all reentrant"):
+        model = _Checkpointed(how)
+        optimizer = zero.shard(
+            model, torch.optim.AdamW(model.parameters(), lr=0.01), bucket_mb=1 / 1024
+        )
+        for step in range(3):
+            x = torch.randn(5, 24, generator=torch.Generator().manual_seed(step + 5 * rank))
+            model(x.requires_grad_()).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results[how] = list(model.parameters())
+        wrong += [f"{how}: p{n}" for n in differences(results["none"], results[how])]
+    return wrong
+
+
+def test_checkpoints_of_both_kinds(ranks: Ranks) -> None:
+    assert ranks("checkpointed") == [[], []]
+
+
+def _several(rank: int, world: int) -> dict[str, Any]:
+    """Two losses, a failed backward, and gradients of a part of the model."""
+    model = Given(SHAPES, [torch.float32])
+    optimizer = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=1.0), bucket_mb=0.02)
+    said: dict[str, Any] = {}
+    before = [p.detach().clone() for p in model.parameters()]
+    model([g if n < 2 else None for n, g in enumerate(grads_for(model, 1))]).backward()
+    model([g if n >= 2 else None for n, g in enumerate(grads_for(model, 1))]).backward()
+    optimizer.step()
+    means = [mean_of([g] * world) for g in grads_for(model, 1)]
+    expected = [b - m for b, m in zip(before, means, strict=True)]
+    said["two losses"] = differences(model.parameters(), expected)
+    optimizer.zero_grad()
+    handle = model.p4.register_hook(_raise)  # the first one: nothing has been sent
+    with contextlib.suppress(ValueError):
+        model(grads_for(model, 2)).backward()
+    handle.remove()
+    optimizer.zero_grad()
+    model(grads_for(model, 3)).backward()
+    optimizer.step()
+    expected = [
+        b - mean_of([g] * world) for b, g in zip(expected, grads_for(model, 3), strict=True)
+    ]
+    said["after a failure"] = differences(model.parameters(), expected)
+    inputs = (model.p0,)
+    loss = model(grads_for(model, 4))
+    said["torch.autograd.grad"] = torch.equal(
+        torch.autograd.grad(loss, inputs)[0], grads_for(model, 4)[0]
+    )
+    return said
+
+
+def _raise(_: Tensor) -> None:
+    raise ValueError("planted")
+
+
+def test_several_backward_passes(ranks: Ranks) -> None:
+    for said in ranks("several"):
+        assert said == {"two losses": [], "after a failure": [], "torch.autograd.grad": True}
+
+
+ZERO_JOBS = [
+    Job("orders", 3, _orders),
+    Job("checkpointed", 2, _checkpointed),
+    Job("several", 2, _several),
+]
