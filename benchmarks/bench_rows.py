@@ -11,6 +11,7 @@ from faststep.cli.contenders import OURS
 from faststep.cli.workloads import SHAPES, Work, count_elements
 
 __all__ = [
+    "DTENSORS",
     "GPT_BELOW",
     "HOST_TENSORS",
     "LARGE",
@@ -29,6 +30,8 @@ SMOKE = os.environ.get("FASTSTEP_BENCH_SMOKE") == "1"
 MANY_SMALL = "2000 x 64"
 HOST_TENSORS = (300, 5000)
 RELEASED = ("150 x 64", "2000 x 64")
+# Sharded parameters: how many, and the elements of each on all ranks together.
+DTENSORS = {"150 x 4096": (150, 4096), "150 x 256K": (150, 1 << 18), "1000 x 64": (1000, 64)}
 LARGE = ("16 x 1M", "ResNet-50", "GPT-2 small")
 GPT_BELOW = "GPT-2 small, norm below the limit"
 SWEEP_CONTENDERS = (OURS, "torch fused", "torch default")

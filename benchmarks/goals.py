@@ -6,13 +6,15 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench_rows import GPT_BELOW, HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
+from bench_rows import DTENSORS, GPT_BELOW, HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
+from dtensor_steps import TORCH
 from faststep.cli.console import table
 from faststep.cli.contenders import OURS, SWAPPED
 from faststep.cli.report import times
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import ALL_FAMILIES
 from loader_rows import BEST, COPY, LOADER_WORKS
+from sharded import DDP, DEEPSPEED, FSDP2, IN_FORWARD, OUR_STAGES
 from windows import BY_HAND, IN_BACKWARD, IN_PAIRS, RECIPE
 
 __all__ = ["GOALS", "Goal", "goals_text"]
@@ -71,6 +73,20 @@ def _goals() -> tuple[Goal, ...]:
             for work in LOADER_WORKS
             if COPY in dict(work.others)
         ),
+        *(Goal("sharded", "GPT, 27M", DDP, 1.0, who) for who in OUR_STAGES),
+        *(
+            Goal("sharded", "GPT, 27M", rival, 1.0 / 0.65, who)
+            for who in OUR_STAGES
+            for rival in (FSDP2, *(DEEPSPEED.format(stage) for stage in (1, 2)))
+        ),
+        *(
+            Goal("sharded update", "GPT, 27M", DDP, 1.5, IN_FORWARD.format(stage))
+            for stage in (1, 2)
+        ),
+        *(
+            Goal("dtensors", label, TORCH, ratio)
+            for label, ratio in zip(DTENSORS, (5.0, 1.3, 20.0), strict=True)
+        ),
         *(Goal("host", f"{tensors} x 1", "torch fused", 20.0) for tensors in HOST_TENSORS),
     ]
     return tuple(goals)
@@ -78,6 +94,7 @@ def _goals() -> tuple[Goal, ...]:
 
 GOALS = _goals()
 HOW = {SWAPPED: ", only imports swapped", IN_BACKWARD: ", norm in backward", IN_PAIRS: ", in pairs"}
+HOW |= {who: who.removeprefix(OURS) for who in OUR_STAGES}
 RIVALS = {"copy_": "copy_'s bytes/s", BEST: "torch at its best"}
 
 

@@ -114,6 +114,9 @@ ALL_FAMILIES: Mapping[str, Family] = MappingProxyType(
         "sums": Family("windows of 8, bf16 with fp32 sums: add up, divide, clip, AdamW step", 0),
         "mean": Family("the end of a window of 8, fp32: divide, clip, AdamW step", 0),
         "release": Family("what AdamW updates in backward add to backward", 0),
+        "sharded": Family("training steps with clipping and AdamW, 2 ranks", 0),
+        "sharded update": Family("clipping and AdamW's step, 2 ranks", 0),
+        "dtensors": Family("clipping and AdamW's step on DTensors, 2 ranks", 0),
         "loader": Family("a batch of a loader, shuffled", 4),
         "host": Family("host time of a CUDA step, AdamW: a fake driver, empty kernels", 0),
     }

@@ -1,0 +1,74 @@
+"""Training on two ranks: each contender in processes of its own, in turns with the others."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench_rows import DTENSORS, SMOKE
+from contest import Ring
+from dtensor_steps import STEPS
+from faststep.cli.timing import Outcome
+from faststep.cli.workloads import Work
+from figures import Figure
+from ranks import run_on_ranks
+from sharded import DDP, DEEPSPEED, FSDP2, OUR_STAGES, REDUNDANCY, STAGE, TRAINERS, Measured
+
+MODEL = "tiny" if SMOKE else "GPT, 27M"
+RANKS = 2
+TURNS = 1 if SMOKE else 3
+STEPS_PER_TURN = 1 if SMOKE else 6
+SMOKED = (STAGE.format(2), DDP)
+RIVALS = (DDP, REDUNDANCY, FSDP2, *(DEEPSPEED.format(stage) for stage in (1, 2, 3)))
+Found = dict[str, list[Measured]]
+
+
+def trained() -> tuple[Found, dict[str, str]]:
+    """What each contender measured in each turn, and why some could not."""
+    found: Found = {}
+    absent: dict[str, str] = {}
+    for _ in range(TURNS):
+        for who in SMOKED if SMOKE else TRAINERS:
+            if who in absent:
+                continue
+            answer = run_on_ranks("sharded.py", RANKS, who, MODEL, STEPS_PER_TURN)
+            if isinstance(answer, str):
+                absent[who] = answer
+            else:
+                found.setdefault(who, []).append(Measured(**answer))
+    return found, absent
+
+
+def test_training(ring: Ring) -> None:
+    found, absent = trained()
+    elements = next(iter(found.values()))[0].parameters // 4
+    for family, field in (("sharded", "seconds"), ("sharded update", "update")):
+        times = {
+            who: [s for turn in turns for s in getattr(turn, field)] for who, turns in found.items()
+        }
+        outcome = Outcome(Work(family, MODEL, ((elements,),)), times, order=(*times, *absent))
+        outcome.absent.update(absent)
+        ring.note(outcome)
+    sent = {who: min(turn.sent for turn in turns) / RANKS for who, turns in found.items()}
+    peaks = {who: min(turn.peak for turn in turns) / 1e6 for who, turns in found.items()}
+    assert all(bytes_ > 0 for bytes_ in sent.values())
+    needed = 2 * 4 * elements * (RANKS - 1) / RANKS
+    for who in OUR_STAGES:
+        if who not in found:
+            continue
+        what = f"bytes that a rank sends in a step, {who} (DDP: {100 * sent[DDP] / needed:.0f})"
+        share = 100 * sent[who] / needed
+        ring.figures.append(Figure(what, "% of 2 Psi (N-1)/N", share, 101.0))
+        best = min((rival for rival in RIVALS if rival in peaks), key=peaks.__getitem__)
+        what = f"peak memory of a rank, {who} (least of the others: {peaks[best]:.0f}, {best})"
+        ring.figures.append(Figure(what, "MB", peaks[who], peaks[best]))
+
+
+@pytest.mark.parametrize("label", DTENSORS)
+def test_steps_on_dtensors(ring: Ring, label: str) -> None:
+    tensors, elements = DTENSORS[label]
+    rounds = 2 if SMOKE else 20
+    times: dict[str, list[float]] = {who: [] for who in STEPS}
+    for _ in range(TURNS):
+        for who, seconds in times.items():
+            seconds += run_on_ranks("dtensor_steps.py", RANKS, who, tensors, elements, rounds)
+    ring.note(Outcome(Work("dtensors", label, ((elements,),) * tensors), times, order=tuple(times)))
