@@ -58,7 +58,8 @@ def measured(who: str, tensors: int, elements: int, rounds: int) -> list[float]:
     for number in range(WARM + rounds):
         for param in params:
             local = torch.randn_like(param.to_local())
-            param.grad = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            # With the parameter's own spec, as fully_shard makes gradients.
+            param.grad = DTensor(local, param._spec, requires_grad=False)
         dist.barrier()
         start = time.perf_counter()
         step()

@@ -1,8 +1,9 @@
 """Training steps of one rank: sharded.py WHO MODEL STEPS, which ranks.py starts.
 
-Prints what rank 0 measured, as JSON. WHO is a key of TRAINERS, MODEL one of MODELS. A step is forward, backward, clipping by the
-global norm and AdamW. Bytes are those that the loopback device sent, by all ranks together. Peaks are
-those of the resident memory of rank 0 above what it was before the model was made.
+Prints what rank 0 measured, as JSON. WHO is a key of TRAINERS, MODEL one of MODELS. A step is
+forward, backward, clipping by the global norm and AdamW. Bytes are those that the loopback device
+sent, by all ranks together. Peaks are those of the resident memory of rank 0 above what it was
+before the model was made.
 """
 
 from __future__ import annotations
@@ -118,9 +119,8 @@ def ours(stage: int, **options: Any) -> Callable[[nn.Module], tuple[nn.Module, S
     """faststep.zero.shard, on the bare module."""
 
     def build(model: nn.Module) -> tuple[nn.Module, Step]:
-        from faststep.zero import shard
-
         from faststep.optim import AdamW
+        from faststep.zero import shard
 
         optimizer = AdamW(model.parameters(), lr=LR)
         sharded = shard(model, optimizer, stage=stage, max_grad_norm=MAX_NORM, **options)
