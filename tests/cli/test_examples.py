@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,3 +53,29 @@ def test_accumulation_gives_the_curve_of_the_large_batch(
     assert len(curves) == 3
     for name, curve in curves.items():
         assert max(abs(a - b) for a, b in zip(curve, exact, strict=True)) > 1e-3, name
+
+
+def losses_of_ranks(ranks: int, name: str, *args: object) -> dict[int, float]:
+    """What an example prints under torchrun: the loss by the number of the step."""
+    launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    command = [*launch, str(ranks), str(EXAMPLES / f"{name}.py"), *map(str, args)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return {int(s): float(v) for s, v in re.findall(r"step +(\d+)  loss ([0-9.]+)", done.stdout)}
+
+
+def test_sharded_training_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
+    """After the checkpoint of a run on two ranks one rank goes on, with the losses of two."""
+    kept = tmp_path / "kept.pt"
+    options = ("--every", 4, "--checkpoint")
+    straight = losses_of_ranks(2, "train_ddp", "--steps", 16, *options, tmp_path / "straight.pt")
+    first = losses_of_ranks(2, "train_ddp", "--steps", 8, *options, kept)
+    (tmp_path / "kept.unfinished").write_bytes(b"half of a checkpoint")
+    then = losses_of_ranks(1, "train_ddp", "--steps", 16, *options, kept)
+    assert list(straight) == [4, 8, 12, 16]
+    assert list(first) == [4, 8]
+    assert list(then) == [12, 16]
+    assert {**first, **then} == pytest.approx(straight, rel=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
@@ -20,13 +21,14 @@ def shard(
     model: nn.Module,
     optimizer: Optimizer,
     *,
-    stage: Literal[1, 2] = 2,
+    stage: Literal[1, 2, 3] = 2,
     process_group: Any = None,
     bucket_mb: float = 25,
     gather: Literal["step", "forward"] = "step",
     max_grad_norm: float | None = None,
+    blocks: Sequence[nn.Module] | None = None,
 ) -> ShardedOptimizer:
-    """Spread optimizer states, updates and (stage 2) gradients over the ranks.
+    """Spread optimizer states, updates, gradients (stage 2) and parameters (stage 3) over ranks.
 
     ::
 
@@ -49,15 +51,19 @@ def shard(
         optimizer: AdamW, Adam or SGD of torch.optim or faststep.optim, or faststep's Lion, with or
             without state. Do not step it any more.
         stage: 1 keeps memory for whole gradients from step to step. 2 frees them bucket by bucket
-            during backward, and keeps slices. Default: 2.
+            during backward, and keeps slices. 3 applies torch's `fully_shard` to the model, whose
+            parameters become DTensors. Default: 2.
         process_group: the ranks, with gloo. Default: None, all ranks; one process is the ordinary
             fused optimizer.
-        bucket_mb: MiB from which a bucket of gradients is complete. Default: 25.
+        bucket_mb: MiB from which a bucket of gradients is complete; stages 1 and 2. Default: 25.
         gather: "step" returns from `step` when all parameters are there. "forward" returns at
             once, and the next forward waits for each module's parameters when it comes to them; see
-            docs/sharding.md for what must not read parameters before. Default: "step".
+            docs/sharding.md for what must not read parameters before; stages 1 and 2. Default:
+            "step".
         max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
             of the optimizer, if it has one.
+        blocks: modules that stage 3 shards one by one, before the rest of the model. Default: None,
+            the children of the longest ModuleList.
 
     Returns:
         An optimizer over the same `param_groups`: the same list and dicts.
@@ -68,12 +74,17 @@ def shard(
             dense tensor of a floating dtype in CPU memory.
         ValueError: an argument out of range, or a parameter that is not the model's.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
+            For stage 3 also: a parameter that has a gradient or hooks.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models", arXiv:1910.02054.
     """
-    if stage not in (1, 2):
-        raise ValueError(f"stage must be 1 or 2, not {stage!r}")
+    if stage not in (1, 2, 3):
+        raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
+    if stage == 3 and gather != "step":
+        raise ValueError('gather="forward" is for stages 1 and 2: fully_shard gathers by itself')
+    if stage != 3 and blocks is not None:
+        raise ValueError("blocks are for stage 3")
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
     if gather not in ("step", "forward"):
@@ -86,7 +97,7 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    made = build(model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm)
+    made = build(model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm, blocks)
     if gather == "forward" and made._engine is not None:
         inside = model.module if isinstance(model, DistributedDataParallel) else model
         made._engine.wait_in_forward(inside)

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from ..grads.params import params_of
 from .engine import Engine
+from .fully_sharded import blocks_of, shard_fully
 from .group import group_of
 from .optimizer import ShardedOptimizer
 from .owned import Kind, fused_class_of
@@ -32,6 +33,7 @@ def build(
     process_group: Any,
     bucket_bytes: float,
     max_grad_norm: float | None,
+    blocks: Sequence[nn.Module] | None,
 ) -> ShardedOptimizer:
     """Shard a model; see :func:`faststep.zero.shard`."""
     kind = fused_class_of(optimizer)
@@ -41,6 +43,11 @@ def build(
         if getattr(optimizer, option, False) is not False:
             raise TypeError(f"shard() does not support an optimizer with {option}=")
     wrapper = model if isinstance(model, DistributedDataParallel) else None
+    if stage == 3 and wrapper is not None:
+        raise TypeError(
+            "shard(stage=3) takes the module inside DistributedDataParallel (model.module): "
+            "fully_shard reduces the gradients by itself"
+        )
     if wrapper is not None:
         model = wrapper.module
         process_group = wrapper.process_group if process_group is None else process_group
@@ -49,6 +56,11 @@ def build(
     if group is None:
         return _alone(kind, optimizer, max_grad_norm)
     group.check_alike(_described(model, optimizer))
+    if stage == 3:
+        sharded = _alone(kind, optimizer, max_grad_norm)
+        shard_fully(model, sharded, group, blocks_of(model) if blocks is None else blocks)
+        optimizer.state.clear()
+        return sharded
     for name, param in named:
         _check(name, param)
     _refuse_overlaps(named)

@@ -49,6 +49,12 @@ class Group:
         self.rank: int = dist.get_rank(group)
         self.world: int = dist.get_world_size(group)
 
+    def mesh(self, device: str) -> Any:
+        """The ranks as a DeviceMesh of one dimension."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        return DeviceMesh.from_group(self._group, device)
+
     def _global(self, rank: int) -> int:
         return int(dist.get_global_rank(self._group, rank))
 
