@@ -258,6 +258,8 @@ static void fetch(const fst_record_layout *layout, const fst_step_plan *self,
     trace += FETCH_AHEAD;
     __builtin_prefetch(trace->param.object);
     __builtin_prefetch(trace->meta);
+    if (trace->is_dtensor)
+        fst_trace_fetch_dtensors(self, trace, key_count);
     fst_record_fetch(layout, &trace->param);
     fst_moving_fetch(layout, &trace->grad);
     if (!key_count || !trace->has_grad)
@@ -266,7 +268,7 @@ static void fetch(const fst_record_layout *layout, const fst_step_plan *self,
     fetch_bytes(trace->entries, 2 * 64);
     for (unsigned k = 0; k < key_count; k++) {
         const fst_tensor_record *value = &self->traced_states[trace->states + k].value;
-        if (!trace->pinned)
+        if (!trace->pinned || trace->is_dtensor)
             __builtin_prefetch(value->object);
         fst_record_fetch(layout, value);
     }

@@ -63,6 +63,10 @@ void fst_trace_dtensor(const fst_record_layout *layout, fst_step_plan *self, fst
 void fst_trace_dtensor_state(const fst_record_layout *layout, fst_step_plan *self,
                              const fst_trace *trace, unsigned k, PyObject *object);
 
+/* Prefetches the objects of a parameter that was traced as a DTensor. */
+void fst_trace_fetch_dtensors(const fst_step_plan *self, const fst_trace *trace,
+                              unsigned key_count);
+
 /* Whether a parameter that was traced as a DTensor is still the same: its local tensor becomes
  * *object, and that of its gradient *grad, both borrowed. The gradient may be another one that is
  * divided in the same way. */

@@ -45,6 +45,16 @@ void fst_trace_dtensor_state(const fst_record_layout *layout, fst_step_plan *sel
     traced(self, trace)->states[k].impl = fst_record_of(layout, object);
 }
 
+void fst_trace_fetch_dtensors(const fst_step_plan *self, const fst_trace *trace, unsigned key_count)
+{
+    const fst_traced_dtensors *was = traced(self, trace);
+    __builtin_prefetch(was->object);
+    __builtin_prefetch(was->impl);
+    for (unsigned k = 0; k < key_count; k++)
+        if (was->states[k].object)
+            __builtin_prefetch(was->states[k].object);
+}
+
 /* The local tensor of a DTensor, which keeps it alive; NULL where that fails. */
 static PyObject *local_of(const fst_module *module, PyObject *object)
 {
