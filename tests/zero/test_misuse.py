@@ -45,7 +45,7 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     said["value"] = _error(lambda: nn.utils.clip_grad_value_(params, 1.0))
     said["total"] = _error(lambda: faststep.get_total_norm([p.grad for p in params]))
     said["norm"] = _error(lambda: params[0].grad.norm())
-    said["write"] = _error(lambda: params[0].grad.mul_(2.0))
+    said["write"] = _error(lambda: params[0].grad.add_(2.0))
     said["first"] = _error(first.step)
     said["fused"] = _error(torch.optim.SGD(params, fused=True).step)
     said["ours"] = _error(faststep.optim.AdamW(params).step)
@@ -67,7 +67,10 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     said["unchanged"] = differences(before, model.parameters())
     optimizer.zero_grad()
     said["no gradient"] = _error(optimizer.step)
-    said["accumulate"] = _error(lambda: faststep.accumulate(optimizer, 2))
+    said["several"] = _error(
+        lambda: faststep.accumulate([optimizer, torch.optim.SGD([torch.ones(1)])], 2)
+    )
+    said["sums"] = _error(lambda: faststep.accumulate(optimizer, 2, dtype=torch.float32))
     said["release"] = _error(lambda: faststep.release_gradients(optimizer))
     return said
 
@@ -96,7 +99,8 @@ def test_misuse(ranks: Ranks) -> None:
             "part": "TypeError: shard(): the DistributedDataParallel model has a parameter ",
             "hook": "TypeError: shard() needs the communication hook",
             "by hand": "RuntimeError: faststep.zero: the gradient of 'p0' was set by hand",
-            "accumulate": "TypeError: accumulate() does not support a sharded optimizer",
+            "several": "TypeError: accumulate() takes a sharded optimizer alone",
+            "sums": "TypeError: accumulate() with dtype= does not support a sharded optimizer",
             "release": "TypeError: ",
         }
         for name, start in expected.items():
