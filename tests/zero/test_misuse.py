@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +30,22 @@ def _error(work: Callable[[], object]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def _is_freed() -> bool:
+    """Whether model and optimizer go when nobody refers to them, with gradients in place."""
+    model = Given([(50, 3), (4,)], [torch.float32])
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), gather="forward")
+    model(grads_for(model, 1)).backward()
+    optimizer.step()
+    optimizer.wait()
+    model(grads_for(model, 2)).backward()
+    gone = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer._engine)]
+    left = model.p0.grad
+    del model, optimizer
+    gc.collect()
+    said = _error(left.zero_)
+    return all(one() is None for one in gone) and "the optimizer that had this" in said
 
 
 def _misused(rank: int, world: int) -> dict[str, Any]:
@@ -67,6 +85,7 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     said["unchanged"] = differences(before, model.parameters())
     optimizer.zero_grad()
     said["no gradient"] = _error(optimizer.step)
+    said["alive"] = _is_freed()
     said["several"] = _error(
         lambda: faststep.accumulate([optimizer, torch.optim.SGD([torch.ones(1)])], 2)
     )
@@ -78,6 +97,7 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
 def test_misuse(ranks: Ranks) -> None:
     for said in ranks("misused"):
         assert "p0" in said.pop("repr")
+        assert said.pop("alive")
         assert said.pop("unchanged") == []
         assert said.pop("no gradient") == "no error"
         for name in ("clip", "our clip", "value", "total", "norm", "write", "fused"):

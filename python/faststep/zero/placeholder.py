@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -41,8 +42,17 @@ class Placeholder(Tensor):
     """
 
     pending: Tensor | None
-    _holder: Holder
+    _refer: Callable[[], Holder | None]  # weakly: torch cannot collect a circle through `.grad`
     _index: int
+
+    @property
+    def _holder(self) -> Holder:
+        holder = self._refer()
+        if holder is None:
+            raise RuntimeError(
+                "faststep.zero: the optimizer that had this gradient is gone; set .grad to None"
+            )
+        return holder
 
     @staticmethod
     def __new__(cls, param: Tensor, holder: Holder, index: int) -> Placeholder:
@@ -52,7 +62,7 @@ class Placeholder(Tensor):
         )
         assert isinstance(made, Placeholder)
         made.pending = None
-        made._holder = holder
+        made._refer = weakref.ref(holder)
         made._index = index
         return made
 
