@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +32,22 @@ def _error(work: Callable[[], object]) -> str:
     return "no error"
 
 
+def _is_freed() -> bool:
+    """Whether model and optimizer go when nobody refers to them, with gradients in place."""
+    model = Given([(50, 3), (4,)], [torch.float32])
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters()), gather="forward")
+    model(grads_for(model, 1)).backward()
+    optimizer.step()
+    optimizer.wait()
+    model(grads_for(model, 2)).backward()
+    gone = [weakref.ref(model), weakref.ref(optimizer), weakref.ref(optimizer._engine)]
+    left = model.p0.grad
+    del model, optimizer
+    gc.collect()
+    said = _error(left.zero_)
+    return all(one() is None for one in gone) and "the optimizer that had this" in said
+
+
 def _misused(rank: int, world: int) -> dict[str, Any]:
     said: dict[str, Any] = {}
     model = Given([(50, 3), (4,)], [torch.float32])
@@ -45,7 +63,7 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     said["value"] = _error(lambda: nn.utils.clip_grad_value_(params, 1.0))
     said["total"] = _error(lambda: faststep.get_total_norm([p.grad for p in params]))
     said["norm"] = _error(lambda: params[0].grad.norm())
-    said["write"] = _error(lambda: params[0].grad.mul_(2.0))
+    said["write"] = _error(lambda: params[0].grad.add_(2.0))
     said["first"] = _error(first.step)
     said["fused"] = _error(torch.optim.SGD(params, fused=True).step)
     said["ours"] = _error(faststep.optim.AdamW(params).step)
@@ -67,7 +85,11 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     said["unchanged"] = differences(before, model.parameters())
     optimizer.zero_grad()
     said["no gradient"] = _error(optimizer.step)
-    said["accumulate"] = _error(lambda: faststep.accumulate(optimizer, 2))
+    said["alive"] = _is_freed()
+    said["several"] = _error(
+        lambda: faststep.accumulate([optimizer, torch.optim.SGD([torch.ones(1)])], 2)
+    )
+    said["sums"] = _error(lambda: faststep.accumulate(optimizer, 2, dtype=torch.float32))
     said["release"] = _error(lambda: faststep.release_gradients(optimizer))
     return said
 
@@ -75,6 +97,7 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
 def test_misuse(ranks: Ranks) -> None:
     for said in ranks("misused"):
         assert "p0" in said.pop("repr")
+        assert said.pop("alive")
         assert said.pop("unchanged") == []
         assert said.pop("no gradient") == "no error"
         for name in ("clip", "our clip", "value", "total", "norm", "write", "fused"):
@@ -96,7 +119,8 @@ def test_misuse(ranks: Ranks) -> None:
             "part": "TypeError: shard(): the DistributedDataParallel model has a parameter ",
             "hook": "TypeError: shard() needs the communication hook",
             "by hand": "RuntimeError: faststep.zero: the gradient of 'p0' was set by hand",
-            "accumulate": "TypeError: accumulate() does not support a sharded optimizer",
+            "several": "TypeError: accumulate() takes a sharded optimizer alone",
+            "sums": "TypeError: accumulate() with dtype= does not support a sharded optimizer",
             "release": "TypeError: ",
         }
         for name, start in expected.items():

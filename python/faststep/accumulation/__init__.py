@@ -13,6 +13,7 @@ from ..grads.owners import accumulating, releasing
 from ..grads.params import params_of
 from ..optim.wrapped import unwrapped
 from .helper import Accumulation
+from .sharded import is_sharded
 from .window import Normalize, Window
 
 __all__ = ["Accumulation", "accumulate"]
@@ -75,6 +76,7 @@ def accumulate(
     """
     optimizers = _unwrapped(optimizer)
     _check_options(steps, model, normalize, dtype, in_pairs)
+    _check_sharded(optimizers, dtype)
     _check_unowned(optimizers)
     _check_disjoint(optimizers)
     return Accumulation(Window(optimizers, steps, model, normalize, dtype, in_pairs))
@@ -87,11 +89,6 @@ def _unwrapped(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
         if not isinstance(one, Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(one).__name__}")
     optimizers = [unwrapped(one, "accumulate()") for one in optimizers]
-    if any(hasattr(type(one), "clip_grad_norm_") for one in optimizers):
-        raise TypeError(
-            "accumulate() does not support a sharded optimizer: call backward inside its no_sync() "
-            "in all micro-steps but the last, and divide the loss"
-        )
     if not optimizers:
         raise ValueError("accumulate() got no optimizer")
     return optimizers
@@ -119,6 +116,16 @@ def _check_options(
             'normalize="tokens" on several ranks needs model=: the DistributedDataParallel module, '
             "over whose ranks tokens are counted, or a plain module to count on each rank alone"
         )
+
+
+def _check_sharded(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
+    """Raise for what cannot be done with gradients that are spread over ranks."""
+    if not any(map(is_sharded, optimizers)):
+        return
+    if len(optimizers) > 1:
+        raise TypeError("accumulate() takes a sharded optimizer alone, not several together")
+    if dtype is not None:
+        raise TypeError("accumulate() with dtype= does not support a sharded optimizer")
 
 
 def _check_unowned(optimizers: Sequence[Optimizer]) -> None:

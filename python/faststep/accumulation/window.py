@@ -17,6 +17,7 @@ from ..optim.base import FusedOptimizer
 from .marks import Mark, mark_of
 from .norms import Norms
 from .ranks import Ranks
+from .sharded import ShardedRanks, is_sharded
 from .steps import StepHooks, Steps
 from .sums import Sums
 
@@ -49,7 +50,7 @@ class Window:
         self.broken = False
         self.model = model
         self._model_checked = False
-        self.ranks = Ranks(model)
+        self.ranks = ShardedRanks(optimizers[0]) if is_sharded(optimizers[0]) else Ranks(model)
         self.optimizers = list(optimizers)
         self.sums = None if dtype is None else Sums(in_pairs)
         self.steps_taken = Steps(self.optimizers)
@@ -191,6 +192,11 @@ class Window:
             if self.normalize == "tokens":
                 return self.ranks.total([self.count])[0] / world
             return float(self.micro_step) if self.normalize == "mean" else 1.0
+        if isinstance(self.ranks, ShardedRanks):
+            self.ranks.reduce()
+            micro_steps, count = self.ranks.total([float(self.micro_step), self.count])
+            divisor = {"sum": world, "tokens": count, "mean": micro_steps}[self.normalize] / world
+            return divisor if micro_steps else None
         return self._add_up_over_ranks()
 
     def _add_up_over_ranks(self) -> float | None:

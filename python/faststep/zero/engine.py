@@ -121,6 +121,12 @@ class Engine:
         """Set the gradient of a parameter to zero."""
         self.slots[index].make_zero()
 
+    def scale(self, index: int, factor: float) -> None:
+        """Multiply the gradient of a parameter."""
+        self.gradients.settle()
+        for _, grad in self.slots[index].pieces:
+            grad.mul_(factor)
+
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
         self.gradients.settle()

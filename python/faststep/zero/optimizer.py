@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from .._torch.compiler import disable_dynamo
 from ..clip import clip_grad_norm_
+from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, refuse_unchecked
@@ -182,6 +183,7 @@ class ShardedOptimizer(Optimizer):
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type must be 2.0 for sharded gradients, not {norm_type}")
         check_limit("max_norm", max_norm)
+        division.divide(self)
         if self._engine is None:
             return clip_grad_norm_(params_of(self), max_norm, 2.0, error_if_nonfinite)
         with torch.no_grad():
@@ -199,6 +201,34 @@ class ShardedOptimizer(Optimizer):
             return
         with self._engine.gradients.no_sync():
             yield
+
+    def add_up(self, numbers: Tensor) -> int:
+        """Replace numbers by their sums over all ranks, a collective; returns how many there are.
+
+        Nothing is sent for an empty tensor.
+        """
+        if self._engine is None:
+            return 1
+        if numbers.numel():
+            self._engine.group.add_up(numbers, "adding up numbers")
+        return self._engine.group.world
+
+    def reduce(self) -> None:
+        """Reduce the gradients that `no_sync` has left on the ranks; a collective.
+
+        `step`, `clip_grad_norm_` and scalers do that too.
+        """
+        if self._engine is not None:
+            self._engine.gradients.settle()
+
+    @classmethod
+    def _has_own_step(cls) -> bool:
+        """That of faststep's optimizers: the step divides by `grad_scale`."""
+        return False
+
+    @property
+    def _devices(self) -> tuple[int, ...]:
+        return self._owned._devices
 
     def wait(self) -> None:
         """Return when all parameters have the values of the last step.

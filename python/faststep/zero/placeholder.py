@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -26,6 +27,9 @@ class Holder(Protocol):
     def make_zero(self, index: int) -> None:
         """Set the gradient of a parameter to zero."""
 
+    def scale(self, index: int, factor: float) -> None:
+        """Multiply the gradient of a parameter."""
+
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks."""
 
@@ -38,8 +42,17 @@ class Placeholder(Tensor):
     """
 
     pending: Tensor | None
-    _holder: Holder
+    _refer: Callable[[], Holder | None]  # weakly: torch cannot collect a circle through `.grad`
     _index: int
+
+    @property
+    def _holder(self) -> Holder:
+        holder = self._refer()
+        if holder is None:
+            raise RuntimeError(
+                "faststep.zero: the optimizer that had this gradient is gone; set .grad to None"
+            )
+        return holder
 
     @staticmethod
     def __new__(cls, param: Tensor, holder: Holder, index: int) -> Placeholder:
@@ -49,7 +62,7 @@ class Placeholder(Tensor):
         )
         assert isinstance(made, Placeholder)
         made.pending = None
-        made._holder = holder
+        made._refer = weakref.ref(holder)
         made._index = index
         return made
 
@@ -108,6 +121,24 @@ def _zero(held: Tensor) -> object:
     return held
 
 
+def _multiply(held: Tensor, factor: object) -> object:
+    """By a number; ranks are expected to do the same."""
+    if isinstance(factor, Tensor) and factor.dim() == 0 and type(factor) is Tensor:
+        factor = factor.item()
+    if not isinstance(held, Placeholder) or not isinstance(factor, (int, float)):
+        return _REFUSED
+    held._holder.scale(held._index, float(factor))
+    return held
+
+
+def _divide(held: Tensor, divisor: object) -> object:
+    if isinstance(divisor, Tensor) and divisor.dim() == 0 and type(divisor) is Tensor:
+        divisor = divisor.item()
+    if not isinstance(divisor, (int, float)) or not divisor:
+        return _REFUSED
+    return _multiply(held, 1.0 / divisor)
+
+
 def _zero_all(held: list[Tensor]) -> None:
     for one in held:
         if _zero(one) is _REFUSED:
@@ -129,6 +160,8 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _detach,
     _aten.add_.Tensor: _add,
     _aten.zero_.default: _zero,
+    _aten.mul_.Tensor: _multiply,
+    _aten.div_.Tensor: _divide,
     _aten._foreach_zero_.default: _zero_all,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }

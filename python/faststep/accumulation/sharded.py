@@ -1,0 +1,67 @@
+"""The ranks of a sharded optimizer (faststep.zero), which reduces gradients by itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeGuard
+
+import torch
+from torch.optim import Optimizer
+
+from .ranks import Ranks
+
+__all__ = ["Sharded", "ShardedRanks", "is_sharded"]
+
+
+class Sharded(Protocol):
+    """What faststep.zero's optimizers offer."""
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Backward passes inside send nothing."""
+
+    def add_up(self, numbers: torch.Tensor) -> int:
+        """Replace numbers by their sums over all ranks; the number of ranks."""
+
+    def reduce(self) -> None:
+        """Reduce what no_sync() has left."""
+
+
+def is_sharded(optimizer: Any) -> TypeGuard[Sharded]:
+    """Whether this is an optimizer of faststep.zero, which builds on nothing of this folder."""
+    return isinstance(optimizer, Optimizer) and hasattr(type(optimizer), "add_up")
+
+
+class ShardedRanks(Ranks):
+    """Ranks whose gradients the optimizer reduces: in backward, or when it is asked to."""
+
+    def __init__(self, optimizer: Sharded) -> None:
+        super().__init__(None)
+        self._optimizer = optimizer
+
+    @property
+    def knows_model(self) -> bool:
+        """Whether nobody else reduces the gradients."""
+        return True
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return self._optimizer.add_up(torch.zeros(0))
+
+    def set_quiet(self, quiet: bool) -> None:
+        """Keep backward from communicating; False allows it again."""
+        self._quiet.close()
+        if quiet:
+            self._quiet.enter_context(self._optimizer.no_sync())
+
+    def total(self, numbers: Sequence[float]) -> list[float]:
+        """The sums of these numbers over all ranks; a collective."""
+        exact = torch.tensor(numbers, dtype=torch.float64)
+        self._optimizer.add_up(exact)
+        found: list[float] = exact.tolist()
+        return found
+
+    def reduce(self) -> None:
+        """Reduce the gradients of a window that ended early; a collective."""
+        self._optimizer.reduce()
