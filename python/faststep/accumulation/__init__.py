@@ -76,9 +76,7 @@ def accumulate(
     """
     optimizers = _unwrapped(optimizer)
     _check_options(steps, model, normalize, dtype, in_pairs)
-    _check_sharded(optimizers, dtype)
-    _check_unowned(optimizers)
-    _check_disjoint(optimizers)
+    _check_optimizers(optimizers, dtype)
     return Accumulation(Window(optimizers, steps, model, normalize, dtype, in_pairs))
 
 
@@ -116,6 +114,12 @@ def _check_options(
             'normalize="tokens" on several ranks needs model=: the DistributedDataParallel module, '
             "over whose ranks tokens are counted, or a plain module to count on each rank alone"
         )
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
+    _check_sharded(optimizers, dtype)
+    _check_unowned(optimizers)
+    _check_disjoint(optimizers)
 
 
 def _check_sharded(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
