@@ -326,7 +326,10 @@ def hold(world: World) -> None:
         record = 0 if tensor.is_shared() else faststep._torch.tensors.storage_record_of(tensor)
     except (RuntimeError, NotImplementedError):  # a tensor without a storage
         record = 0
-    args = (junk(world), record) if world.chance(0.1) else (tensor, record)
+    args: tuple[Any, int] = (tensor, record)
+    if world.chance(0.1):
+        other = junk(world)
+        args = (other, 0 if isinstance(other, torch.Tensor) else record)
 
     def check(held: torch.Tensor) -> None:
         if type(tensor) is not torch.Tensor or tensor.is_neg():
