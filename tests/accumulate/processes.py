@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Collectives", "Job", "results_of"]
 
-WAIT = 60  # seconds
+WAIT = 60  # seconds that a rank may wait for another
+ALL_JOBS = 600  # seconds for all jobs of a rank, on a machine that is busy
 
 
 class Job(NamedTuple):
@@ -76,7 +77,7 @@ def results_of(jobs: Sequence[Job]) -> dict[str, list[Any]]:
             process.start()
         answers = []
         for receive, _ in pipes:
-            assert receive.poll(2 * WAIT), "a rank gave no answer in time"
+            assert receive.poll(ALL_JOBS), "a rank gave no answer in time"
             answers.append(pickle.loads(receive.recv_bytes()))
         failures = [text for done, text in answers if not done]
         assert not failures, "\n".join(failures)
