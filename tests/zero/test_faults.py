@@ -17,7 +17,7 @@ from faststep import zero
 from .common import Given, grads_for
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-TIMEOUT = 3  # seconds, of the process group
+TIMEOUT = 6  # seconds, of the process group
 FAULTS = ("dies", "raises in backward", "skips backward", "dies before step")
 
 
