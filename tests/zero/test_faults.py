@@ -23,6 +23,7 @@ FAULTS = ("dies", "raises in backward", "skips backward", "dies before step")
 
 def _rank(rank: int, port: int, faults: tuple[str, ...], send: Any) -> None:
     torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports torch's compiler: seconds
     wait = datetime.timedelta(seconds=TIMEOUT)
     long = datetime.timedelta(seconds=300)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=long)
