@@ -72,7 +72,7 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     said["p norm"] = _error(lambda: optimizer.clip_grad_norm_(1.0, norm_type=1.0))
     said["twice"] = _error(lambda: zero.shard(model, optimizer))
     said["kind"] = _error(lambda: zero.shard(model, torch.optim.RMSprop(params)))
-    said["stage"] = _error(lambda: zero.shard(model, first, stage=3))  # type: ignore[arg-type]
+    said["stage"] = _error(lambda: zero.shard(model, first, stage=4))  # type: ignore[arg-type]
     said["strange"] = _error(lambda: zero.shard(nn.Linear(1, 1), first))
     wrapper = DistributedDataParallel(nn.Linear(1, 1), find_unused_parameters=True)
     said["unused"] = _error(lambda: zero.shard(wrapper, torch.optim.SGD(wrapper.parameters())))
@@ -113,7 +113,7 @@ def test_misuse(ranks: Ranks) -> None:
             "p norm": "ValueError: norm_type must be 2.0",
             "twice": "TypeError: shard(): this optimizer is sharded already",
             "kind": "TypeError: shard() takes AdamW",
-            "stage": "ValueError: stage must be 1 or 2",
+            "stage": "ValueError: stage must be 1, 2 or 3",
             "strange": "ValueError: shard(): 2 parameters of the optimizer are not in the model",
             "unused": "TypeError: shard() does not support DistributedDataParallel(find_unused",
             "part": "TypeError: shard(): the DistributedDataParallel model has a parameter ",

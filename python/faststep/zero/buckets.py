@@ -59,7 +59,7 @@ class GradientBucket:
             layout = self.layout
             self._buffer = torch.zeros(layout.size, dtype=layout.dtype, device=layout.device)
             self._views = [
-                self._buffer.as_strided(one.param.size(), one.param.stride(), place.begin)
+                self._buffer.as_strided(one.shape, one.strides, place.begin)
                 for one, place in zip(self.slots, layout.places, strict=True)
             ]
         return self._views[slot.place]

@@ -110,7 +110,8 @@ def _described(model: nn.Module, optimizer: Optimizer) -> list[str]:
     for name, param in model.named_parameters():
         frozen = "" if param.requires_grad else ", frozen"
         place = where.get(id(param), "no group")
-        lines.append(f"{name!r} {tuple(param.shape)} {param.dtype} ({place}{frozen})")
+        strides = "" if param.is_contiguous() else f" with strides {param.stride()}"
+        lines.append(f"{name!r} {tuple(param.shape)}{strides} {param.dtype} ({place}{frozen})")
     return lines
 
 

@@ -151,7 +151,7 @@ class Engine:
         if self.waits is not None:
             self.waits.learn()
         self.gradients.settle()
-        self._follow_moves()
+        self.follow_moves()
         found = request.found_inf
         if found is not None and not request.looks_for_inf and found.item():
             return StepAnswer(True, None)
@@ -194,11 +194,12 @@ class Engine:
         bucket_of = {id(slot.param): slot.bucket for slot in self.slots}
         self.waits = ForwardWaits(model, bucket_of, self.wait)
 
-    def _follow_moves(self) -> None:
+    def follow_moves(self) -> None:
         """Take over parameters whose memory the script has replaced through `.data`."""
         for slot, view in zip(self.slots, self._views, strict=True):
             param = slot.param
-            if param.data_ptr() == view.data_ptr() or not param.numel():
+            stays = param.data_ptr() == view.data_ptr() or not param.numel()
+            if stays and param.size() == view.size() and param.stride() == view.stride():
                 continue
             if param.size() != view.size() or param.dtype != view.dtype or not param.is_cpu:
                 raise RuntimeError(

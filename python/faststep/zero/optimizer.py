@@ -248,6 +248,7 @@ class ShardedOptimizer(Optimizer):
         if self._engine is None:
             return super().state_dict()
         self.wait()
+        self._engine.follow_moves()
         mine = self.state
         whole = gather_states(self._engine)
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
@@ -272,6 +273,8 @@ class ShardedOptimizer(Optimizer):
             super().load_state_dict(state_dict)
             self._owned.state = self.state
         else:
+            self.wait()
+            self._engine.follow_moves()
             self.state = defaultdict(dict)
             try:
                 super().load_state_dict(state_dict)

@@ -18,6 +18,8 @@ class Slot:
         param: the model's parameter.
         bucket: the number of its bucket.
         place: its number in the bucket.
+        shape: of the parameter, and of its gradient in the bucket.
+        strides: the same. The script may give the parameter others; a step puts them back.
         stand_in: what stands in its `.grad` while the slices hold its gradient.
         pieces: what this rank owns of it: flat tensors, and their gradients in the slice.
         begins: of each piece, in elements of the parameter.
@@ -38,6 +40,8 @@ class Slot:
             "param",
             "pieces",
             "place",
+            "shape",
+            "strides",
         ),
         "stand_in",
     )
@@ -48,6 +52,8 @@ class Slot:
         self.param = param
         self.bucket = bucket
         self.place = place
+        self.shape = param.size()
+        self.strides = param.stride()
         self.stand_in: Placeholder
         self.pieces: list[tuple[Tensor, Tensor]] = []
         self.begins: list[int] = []
