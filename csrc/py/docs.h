@@ -166,10 +166,10 @@
 #define FST_DOC_PLAN_FORGET     \
     FST_DOC("forget($self, /)", \
             "Drop the tensors of earlier steps. Raises RuntimeError during a step.")
-#define FST_DOC_PLAN_SETTLE                                                                      \
-    FST_DOC("settle($self, index, param_spec, grad_spec, /)",                                    \
-            "Take a gradient with this spec for a parameter with that one: both are divided in " \
-            "the same way. The index counts the parameters of all lists.")
+#define FST_DOC_PLAN_SETTLE                                                                       \
+    FST_DOC("settle($self, index, param_spec, grad_spec, state_specs=(), /)",                     \
+            "Take a gradient and states with these specs for a parameter with that one: all are " \
+            "divided in the same way. The index counts the parameters of all lists.")
 #define FST_DOC_PLAN_STEP                                                                       \
     FST_DOC("step($self, param_lists, groups, state, fresh, scalars, measure_found_inf, "       \
             "max_norm, write_grads, phase, squares=None, /)",                                   \

@@ -19,14 +19,22 @@ class Plan:
     def forget(self) -> None:
         """Drop the tensors of earlier steps. RuntimeError during a step."""
 
-    def settle(self, index: int, param_spec: object, grad_spec: object, /) -> None:
-        """Take a gradient with this spec for a parameter with that one, both of DTensors.
+    def settle(
+        self,
+        index: int,
+        param_spec: object,
+        grad_spec: object,
+        state_specs: tuple[object, ...] = (),
+        /,
+    ) -> None:
+        """Take a gradient and states with these specs for a parameter with that one.
 
-        `index` counts the parameters of all lists. The specs are kept, and compared by identity.
+        All are DTensors. The states are in the order of the rule's keys. `index` counts the
+        parameters of all lists. The specs are kept, and compared by identity.
 
         Raises:
             RuntimeError: a step runs.
-            ValueError: the index is negative or too large.
+            ValueError: the index is negative or too large, or there are too many states.
         """
 
     def step(
@@ -64,8 +72,8 @@ class Plan:
             In the other cases nothing was done:
             ("missing", [(group, index), ...]): a state is missing, or a step counter is not on its
             parameter's device.
-            ("layouts", [(group, index), ...]): the parameter is a DTensor, and settle() was not
-            told that its gradient is divided in the same way.
+            ("layouts", [(group, index), ...]): the parameter, its gradient or a state is a DTensor,
+            and settle() was not told that all are divided in the same way.
             ("divided", None): a parameter is a DTensor, and a norm or an overflow of this rank's
             part is not that of all: measure and apply in two calls.
             ("devices", [...]): the devices with gradients; `scalars` lacks one of them.

@@ -276,6 +276,7 @@ def dtensors() -> Iterator[Case]:
     mesh = init_device_mesh("cpu", (1,))
     p: Any = torch.nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Shard(0)]))
     p.grad = distribute_tensor(torch.ones(3), mesh, [Shard(0)])
+    moment: Any = torch.zeros_like(p)
     dist.destroy_process_group()
     spec = (_C.rules()["sgd"][0], (), False, (0.0,) * 5, False, None)
     options = ({-1: (None, None, None)}, False, float("nan"), False, 0)
@@ -283,7 +284,7 @@ def dtensors() -> Iterator[Case]:
     held = [p, p.grad, p._local_tensor, p.grad._local_tensor, p._spec, p.grad._spec, spec]
 
     def settle(plan: Any) -> None:
-        plan.settle(0, p._spec, p.grad._spec)
+        plan.settle(0, p._spec, p.grad._spec, (moment._spec,))
 
     def step(plan: Any) -> str:
         return str(plan.step([[p]], [spec], {}, None, *options)[0])
@@ -299,7 +300,7 @@ def dtensors() -> Iterator[Case]:
     number = _C.rules()["momentum"][0]
     momentum = (number, ("momentum_buffer",), False, (0.0,) * 5, False, None)
     stated, other = _C.Plan(), p.grad.clone()
-    state = {p: {"momentum_buffer": torch.zeros_like(p)}}
+    state = {p: {"momentum_buffer": moment}}
     settle(stated)
 
     def follow() -> None:
@@ -324,6 +325,7 @@ def dtensors() -> Iterator[Case]:
     yield functools.partial(step, unsettled), held
     yield new, held
     yield failing(settled.settle, -1, p._spec, p._spec), held
+    yield failing(settled.settle, 0, p._spec, p._spec, (p._spec,) * 99), held
 
 
 def release_hook() -> Iterator[Case]:

@@ -181,6 +181,33 @@ def other_placements(rank: int, world: int) -> None:
             assert param.grad.placements == param.placements
 
 
+def states_with_other_placements(rank: int, world: int) -> None:
+    """A state is divided as its parameter first, even if parts of other rows have its shape."""
+    line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
+    values = torch.arange(12.0).reshape(4, 3)
+    for mesh, of_param, of_state in (
+        (line, [Shard(0)], [Replicate()]),
+        (line, [Replicate()], [Partial()]),
+        (square, [Shard(0), Replicate()], [Replicate(), Shard(0)]),
+        (square, [Replicate(), Shard(0)], [Shard(0), Replicate()]),
+    ):
+        both: list[list[Tensor]] = []
+        for cls in (faststep.optim.SGD, torch.optim.SGD):
+            param = nn.Parameter(distribute_tensor(values.clone(), mesh, of_param))
+            optimizer: Any = cls([param], lr=0.1, momentum=0.9)
+            for step in range(4):
+                param.grad = distribute_tensor(values.cos(), mesh, of_param)
+                if step == 2:
+                    moment = DTensor.from_local(values * (rank + 1), mesh, of_state)
+                    if not any(one.is_partial() for one in of_state):
+                        moment = distribute_tensor(values.clone(), mesh, of_state)
+                    optimizer.state[param]["momentum_buffer"] = moment
+                optimizer.step()
+            both.append([whole(param), whole(optimizer.state[param]["momentum_buffer"])])
+        for mine, theirs in zip(*both, strict=True):
+            torch.testing.assert_close(mine, theirs)
+
+
 def several_meshes(rank: int, world: int) -> None:
     """Of different shapes, and plain parameters, in several groups of one optimizer."""
     line = init_device_mesh("cpu", (world,))
@@ -316,13 +343,25 @@ def refused(rank: int, world: int) -> None:
     must_fail(RuntimeError, "'bad'", optimizer.step)
     param.grad = torch.ones_like(param)
     moment: Any = optimizer.state[param]["exp_avg"]
-    optimizer.state[param]["exp_avg"] = local(moment).new_zeros(9, 9)
-    must_fail(RuntimeError, "'bad'", optimizer.step)
+    for shape in ((9, 9), local(moment).shape, (5, 3)):  # of one rank a plain state may fit
+        optimizer.state[param]["exp_avg"] = local(moment).new_zeros(shape)
+        must_fail(TypeError, "state 'exp_avg' of parameter 1 in group 0 ('bad'", optimizer.step)
+    elsewhere = distribute_tensor(torch.ones(5, 3), square, [Shard(0), Replicate()])
+    optimizer.state[param]["exp_avg"] = elsewhere
+    must_fail(RuntimeError, "state 'exp_avg' of parameter 1 in group 0 ('bad'", optimizer.step)
     optimizer.state[param]["exp_avg"] = moment
     sums = nn.Parameter(DTensor.from_local(torch.ones(5, 3), mesh, [Partial()]))
     sums.grad = torch.ones_like(sums)
     other = faststep.optim.AdamW([("sums", sums)], lr=0.1)
     must_fail(RuntimeError, "'sums'", other.step)
+    plain = nn.Parameter(torch.ones(5, 3))
+    other = faststep.optim.SGD([("plain", plain)], lr=0.1, momentum=0.9)
+    plain.grad = DTensor.from_local(torch.ones(5, 3), mesh, [Partial()])
+    must_fail(TypeError, "gradient of parameter 0 in group 0 ('plain'", other.step)
+    plain.grad = torch.ones(5, 3)
+    other.step()
+    other.state[plain]["momentum_buffer"] = distribute_tensor(torch.ones(5, 3), mesh, [Replicate()])
+    must_fail(TypeError, "state 'momentum_buffer' of parameter 0 in group 0 ('plain'", other.step)
     before = locals_of([fine])[0]
     optimizer.step()
     assert not torch.equal(before, locals_of([fine])[0])
@@ -331,8 +370,10 @@ def refused(rank: int, world: int) -> None:
 SHARDED = [
     *jobs_of(2, fsdp2, mixed_precision, offloaded, tensor_parallel, sequence_parallel),
     *jobs_of(2, other_placements, several_meshes, changed_between_steps),
+    *jobs_of(2, states_with_other_placements),
     *jobs_of(2, torchs_scale_protocol, refused),
     *jobs_of(4, fsdp2, hybrid, tensor_parallel, other_placements, several_meshes),
+    *jobs_of(4, states_with_other_placements),
 ]
 
 

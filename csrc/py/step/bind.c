@@ -122,8 +122,8 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     const int found = fst_bind_states(at, param, object, view.dtype, ops, counter);
     if (found < 0)
         return -1;
-    if (!found)
-        return note_missing(at);
+    if (found != 1)
+        return found ? fst_bind_unsettled(at) : note_missing(at);
     const int fresh = is_fresh(at);
     if (fresh < 0)
         return -1;

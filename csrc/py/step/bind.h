@@ -41,8 +41,8 @@ static inline PyObject *fst_bind_found(fst_binding *at)
  * `param->dtensors` (dtensors.c). Returns 0, or -1 with a Python error. */
 int fst_bind_local(fst_binding *at, fst_param *param, unsigned which, PyObject **object);
 
-/* Lists a parameter whose gradient may be divided among the ranks in another way. Returns 0, or -1
- * with a Python error. */
+/* Lists a parameter whose gradient or state may be divided among the ranks in another way. Returns
+ * 0, or -1 with a Python error. */
 int fst_bind_unsettled(fst_binding *at);
 
 /* Lists a tensor that the step writes. Returns 0, or -1 with a Python error. */
@@ -56,7 +56,9 @@ int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *
                      const fst_view *view, int written, fst_operand *op);
 
 /* Binds the states of the parameter at hand (states.c). Returns 1 if all are there, 0 if one is
- * missing, -1 with a Python error. */
+ * missing, FST_UNSETTLED if one may be divided in another way than the parameter, -1 with a Python
+ * error. */
+enum { FST_UNSETTLED = 2 };
 int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
                     fst_operand *ops, fst_counter *counter);
 

@@ -36,21 +36,46 @@ int fst_bind_unsettled(fst_binding *at)
     return failed ? -1 : 0;
 }
 
+/* The specs of a parameter that settle() was told. */
+static PyObject **settled_of(const fst_step_plan *self, size_t index)
+{
+    return self->settled + index * FST_SETTLED;
+}
+
+/* Whether a DTensor has a spec; -1 with a Python error. */
+static int has_spec(const fst_tensors *tensors, PyObject *object, const PyObject *wanted)
+{
+    PyObject *spec = fst_dtensor_spec(tensors, object);
+    Py_XDECREF(spec); /* the DTensor keeps it */
+    return spec ? spec == wanted : -1;
+}
+
 int fst_step_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
                         PyObject *param, PyObject *grad)
 {
-    if (!fst_tensor_is_dtensor(tensors, param))
-        return 1;
-    if (!fst_tensor_is_dtensor(tensors, grad) || index >= self->settled_count)
+    const int divided = fst_tensor_is_dtensor(tensors, param);
+    if (divided != fst_tensor_is_dtensor(tensors, grad))
         return 0;
-    PyObject *of_param = fst_dtensor_spec(tensors, param);
-    PyObject *of_grad = of_param ? fst_dtensor_spec(tensors, grad) : NULL;
-    const int same =
-        self->settled[2 * index] == of_param && self->settled[2 * index + 1] == of_grad;
-    const int failed = !of_grad;
-    Py_XDECREF(of_param);
-    Py_XDECREF(of_grad);
-    return failed ? -1 : same;
+    if (!divided)
+        return 1;
+    if (index >= self->settled_count)
+        return 0;
+    PyObject **specs = settled_of(self, index);
+    const int same = has_spec(tensors, param, specs[0]);
+    return same > 0 ? has_spec(tensors, grad, specs[1]) : same;
+}
+
+int fst_step_state_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
+                              unsigned k, PyObject *param, PyObject *state)
+{
+    const int divided = fst_tensor_is_dtensor(tensors, param);
+    if (divided != fst_tensor_is_dtensor(tensors, state))
+        return 0;
+    if (!divided)
+        return 1;
+    if (index >= self->settled_count)
+        return 0;
+    return has_spec(tensors, state, settled_of(self, index)[FST_SETTLED_STATE + k]);
 }
 
 /* Makes room for the specs of a parameter. Returns 0, or -1 with a Python error. */
@@ -59,12 +84,13 @@ static int reserve(fst_step_plan *self, size_t index)
     if (index < self->settled_count)
         return 0;
     const size_t count = self->param_count > index ? self->param_count : index + 1;
-    PyObject **grown = PyMem_Realloc(self->settled, 2 * count * sizeof *grown);
+    const size_t before = self->settled_count * FST_SETTLED;
+    PyObject **grown = PyMem_Realloc(self->settled, count * FST_SETTLED * sizeof *grown);
     if (!grown) {
         PyErr_NoMemory();
         return -1;
     }
-    memset(grown + 2 * self->settled_count, 0, 2 * (count - self->settled_count) * sizeof *grown);
+    memset(grown + before, 0, (count * FST_SETTLED - before) * sizeof *grown);
     self->settled = grown;
     self->settled_count = count;
     return 0;
@@ -73,9 +99,9 @@ static int reserve(fst_step_plan *self, size_t index)
 PyObject *fst_step_settle(PyObject *object, PyObject *args)
 {
     fst_step_plan *self = (fst_step_plan *)object;
-    PyObject *of_param, *of_grad;
+    PyObject *of_param, *of_grad, *of_states = NULL, *before[FST_SETTLED];
     Py_ssize_t index;
-    if (!PyArg_ParseTuple(args, "nOO", &index, &of_param, &of_grad))
+    if (!PyArg_ParseTuple(args, "nOO|O!", &index, &of_param, &of_grad, &PyTuple_Type, &of_states))
         return NULL;
     if (self->busy) {
         PyErr_SetString(PyExc_RuntimeError, "this optimizer is stepping");
@@ -85,13 +111,22 @@ PyObject *fst_step_settle(PyObject *object, PyObject *args)
         PyErr_Format(PyExc_ValueError, "no parameter %zd", index);
         return NULL;
     }
+    const Py_ssize_t states = of_states ? PyTuple_Size(of_states) : 0;
+    if (states > FST_MAX_KEYS) {
+        PyErr_Format(PyExc_ValueError, "a parameter has at most %d states", (int)FST_MAX_KEYS);
+        return NULL;
+    }
     if (reserve(self, (size_t)index))
         return NULL;
-    PyObject **pair = self->settled + 2 * index, *before[2] = {pair[0], pair[1]};
-    pair[0] = Py_NewRef(of_param);
-    pair[1] = Py_NewRef(of_grad);
-    Py_XDECREF(before[0]);
-    Py_XDECREF(before[1]);
+    PyObject **specs = settled_of(self, (size_t)index);
+    memcpy(before, specs, sizeof before);
+    memset(specs, 0, sizeof before);
+    specs[0] = Py_NewRef(of_param);
+    specs[1] = Py_NewRef(of_grad);
+    for (Py_ssize_t k = 0; k < states; k++)
+        specs[FST_SETTLED_STATE + k] = Py_NewRef(PyTuple_GetItem(of_states, k));
+    for (size_t i = 0; i < FST_SETTLED; i++)
+        Py_XDECREF(before[i]);
     return Py_NewRef(Py_None);
 }
 
@@ -101,7 +136,7 @@ void fst_step_unsettle(fst_step_plan *self)
     const size_t count = self->settled_count;
     self->settled = NULL;
     self->settled_count = 0;
-    for (size_t i = 0; i < 2 * count; i++)
+    for (size_t i = 0; i < count * FST_SETTLED; i++)
         Py_XDECREF(settled[i]);
     PyMem_Free(settled);
 }

@@ -180,6 +180,16 @@ static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *v
     return fst_bind_problem(at, role, problem);
 }
 
+/* Whether a state is known to be divided as its parameter is; -1 with a Python error. A step
+ * counter is the same on all ranks. */
+static int is_settled(const fst_binding *at, unsigned k, PyObject *param, PyObject *state)
+{
+    if (at->again || (k == 0 && at->self->groups[at->group].has_step))
+        return 1;
+    return fst_step_state_is_settled(&at->module->tensors, at->self, at->param_count, k, param,
+                                     state);
+}
+
 int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
                     fst_operand *ops, fst_counter *counter)
 {
@@ -199,6 +209,9 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         fst_view view;
         if (!value || value == Py_None)
             return PyErr_Occurred() ? -1 : 0;
+        const int settled = is_settled(at, k, object, whole);
+        if (settled <= 0)
+            return settled ? -1 : FST_UNSETTLED;
         if (fst_bind_local(at, param, FST_IS_STATE + k, &value))
             return -1;
         if (k == 0 && group->has_step) {

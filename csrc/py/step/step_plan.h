@@ -67,6 +67,9 @@ typedef struct {
     Py_ssize_t size;
 } fst_traced_group;
 
+/* Where specs lie among those of a parameter that were settled. */
+enum { FST_SETTLED_STATE = 2, FST_SETTLED = FST_SETTLED_STATE + FST_MAX_KEYS };
+
 typedef struct fst_trace fst_trace;
 typedef struct fst_traced_state fst_traced_state;
 typedef struct fst_traced_dtensors fst_traced_dtensors;
@@ -78,7 +81,8 @@ typedef struct {
     fst_param *params;
     size_t param_count;
     PyObject *last_written; /* the list that the last short step returned */
-    /* Of each parameter that is a DTensor, its spec and one that its gradient may have; owned. */
+    /* Of each parameter that is a DTensor, its spec and those that its gradient and its states may
+     * have; owned. */
     PyObject **settled;
     size_t settled_count;  /* parameters */
     int64_t total;         /* elements of the last step that the host worked on */
@@ -171,12 +175,16 @@ int fst_step_is_frozen(fst_module *module, PyObject *object);
  * (bound.c). */
 int fst_step_count_written(const fst_module *module, fst_step_plan *self);
 
-/* Whether a gradient is known to be divided among the ranks as its parameter is, where this one is
- * a DTensor; -1 with a Python error (dtensors.c). */
+/* Whether a gradient is known to be divided among the ranks as its parameter is, or neither of the
+ * two is a DTensor; -1 with a Python error (dtensors.c). */
 int fst_step_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
                         PyObject *param, PyObject *grad);
 
-/* settle(index, param_spec, grad_spec) of a plan. */
+/* The same for state `k` of a parameter whose gradient is settled. */
+int fst_step_state_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
+                              unsigned k, PyObject *param, PyObject *state);
+
+/* settle(index, param_spec, grad_spec, state_specs) of a plan. */
 PyObject *fst_step_settle(PyObject *object, PyObject *args);
 
 /* Drops what settle() was told. */

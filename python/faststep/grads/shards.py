@@ -7,7 +7,7 @@ parameter is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from .._torch.dtensor import (
     spec_of,
 )
 
-__all__ = ["LayoutError", "align", "reduce_sums", "summed", "wait_for"]
+__all__ = ["LayoutError", "align", "align_states", "reduce_sums", "summed", "wait_for"]
 
 
 class LayoutError(TypeError):
@@ -29,32 +29,70 @@ class LayoutError(TypeError):
 
 
 def align(param: Tensor) -> tuple[Any, Any] | None:
-    """Divide the gradient as the parameter is, and return the specs of both; None without one.
+    """Divide the gradient as the parameter is, and return the specs of both.
+
+    None without a gradient, and where neither is a DTensor.
 
     A `Partial` gradient is reduced over the ranks, and another one is redistributed, as torch's
     operators do. It then takes the place of the one before in `.grad`.
 
     Raises:
-        LayoutError: the gradient is no DTensor or has another mesh, or the parameter is `Partial`.
+        LayoutError: only one of the two is a DTensor, the meshes differ, or the parameter is
+            `Partial`.
     """
     grad = param.grad
     if grad is None:
         return None
-    if not is_dtensor(grad):
-        what = f"is a {type(grad).__name__}, but its parameter is a DTensor"
-        raise LayoutError("gradient", "type", what)
-    here, there = spec_of(param), spec_of(grad)
+    aligned = _aligned(param, grad, "gradient")
+    if not is_dtensor(param):
+        return None
+    if aligned is not grad:
+        param.grad = aligned
+        aligned = param.grad
+    return spec_of(param), spec_of(aligned)
+
+
+def align_states(param: Tensor, state: dict[str, Any], keys: Sequence[str]) -> tuple[Any, ...]:
+    """Divide the states of these names as the parameter is, and return the spec of each.
+
+    A state with other placements is redistributed, and replaced in `state`. The spec is None for
+    a state that is missing, and for the step counter, which is the same on all ranks.
+
+    Raises:
+        LayoutError: only one of the state and the parameter is a DTensor, or the meshes differ.
+    """
+    specs: list[Any] = []
+    for key in keys:
+        value = state.get(key)
+        if value is None or key == "step":
+            specs.append(None)
+            continue
+        aligned = _aligned(param, value, f"state '{key}'")
+        if aligned is not value:
+            state[key] = aligned
+        specs.append(spec_of(aligned) if is_dtensor(aligned) else None)
+    return tuple(specs)
+
+
+def _aligned(param: Tensor, tensor: Tensor, role: str) -> Tensor:
+    """The tensor itself, or divided as the parameter is. LayoutError where that cannot be."""
+    if is_dtensor(tensor) != is_dtensor(param):
+        kinds = type(tensor).__name__, type(param).__name__
+        raise LayoutError(role, "type", "is a {}, but its parameter is a {}".format(*kinds))
+    if not is_dtensor(param):
+        return tensor
+    here, there = spec_of(param), spec_of(tensor)
     if any(placement.is_partial() for placement in here.placements):
         raise LayoutError("parameter", "placement", f"has the placements {here.placements}")
     if here.mesh != there.mesh:
         what = f"is on {there.mesh}, but its parameter is on {here.mesh}"
-        raise LayoutError("gradient", "placement", what)
-    if here.placements != there.placements:
-        with torch.no_grad():
-            divided: Any = grad
-            param.grad = divided.redistribute(here.mesh, here.placements)
-        there = spec_of(param.grad)
-    return here, there
+        raise LayoutError(role, "placement", what)
+    if here.placements == there.placements:
+        return tensor
+    with torch.no_grad():
+        divided: Any = tensor
+        made: Tensor = divided.redistribute(here.mesh, here.placements)
+    return made
 
 
 def summed(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import _C
 from .._devices import Scalars
 from .._torch.optim import is_capturing
-from ..grads.shards import LayoutError, align, wait_for
+from ..grads.shards import LayoutError, align, align_states, wait_for
 from .request import Rule, StepRequest
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Work:
             if what == "missing":
                 self._create_states(value, rules)
             elif what == "layouts":
-                self._align_grads(plan, value)
+                self._align(plan, value, rules)
             elif what == "memory":
                 self._empty_cache(value)
             elif what == "devices":
@@ -189,16 +189,19 @@ class Work:
                 group = optimizer.param_groups[self.place(which, index)[0]]
                 optimizer._new_state(group, self.params[which][index])
 
-    def _align_grads(self, plan: _C.Plan, places: list[Place]) -> None:
-        """Divide gradients among the ranks as their parameters are."""
+    def _align(self, plan: _C.Plan, places: list[Place], rules: list[Rule]) -> None:
+        """Divide gradients and states among the ranks as their parameters are."""
         first = [0, *itertools.accumulate(map(len, self.params))]
         for which, index in places:
+            param = self.params[which][index]
             try:
-                specs = align(self.params[which][index])
+                specs = align(param)
+                state = self.optimizer.state.get(param, {})
+                of_states = align_states(param, state, rules[which].state_keys)
             except LayoutError as error:
                 raise _C.TensorError(*self.place(which, index), *error.args) from None
             if specs is not None:
-                plan.settle(first[which] + index, *specs)
+                plan.settle(first[which] + index, *specs, of_states)
 
     def _empty_cache(self, reason: str) -> None:
         """Have torch give back device memory that nobody uses, once."""
