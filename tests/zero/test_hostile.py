@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from accumulate.processes import Job
 from faststep import zero
@@ -90,7 +91,97 @@ def test_ranks_with_other_strides_are_told_so(ranks: Ranks) -> None:
         assert "'0.weight'" in said
 
 
+def _grad_in_between(rank: int, world: int) -> dict[str, float]:
+    """torch.autograd.grad after backward calls hooks of parameters, and adds to no `.grad`."""
+    distances = {}
+    for wrapped in (False, True):
+        inside = _net()
+        model: Any = DistributedDataParallel(inside) if wrapped else inside
+        optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        for step in range(2):
+            _loss(model, rank, step).backward()
+            torch.autograd.grad(_loss(inside, rank, 9), list(inside.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        distances[f"wrapped {wrapped}"] = _distance(inside, _whole(world, 2))
+    return distances
+
+
+def test_autograd_grad_between_backward_and_step(ranks: Ranks) -> None:
+    for said in ranks("grad in between"):
+        assert max(said.values()) < 1e-6, said
+
+
+class _TiedBlocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.blocks[2].weight = self.blocks[0].weight
+
+
+def _tied_blocks(rank: int, world: int) -> list[str]:
+    model = _TiedBlocks()
+    try:
+        zero.shard(model, torch.optim.AdamW(model.parameters()), stage=3)
+    except TypeError as error:
+        return [str(error), str(model.blocks[2].weight is model.blocks[0].weight)]
+    return ["no error", ""]
+
+
+def test_stage_3_does_not_part_tied_parameters(ranks: Ranks) -> None:
+    for refused, tied in ranks("tied blocks"):
+        assert "'blocks.0.weight' and 'blocks.2.weight'" in refused
+        assert tied == "True"
+
+
+def _loaded_on_the_way(rank: int, world: int) -> list[bool]:
+    """Parameters that are loaded while others still arrive."""
+    model = _net()
+    optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), gather="forward")
+    saved = {key: value.clone() for key, value in model.state_dict().items()}
+    part = {key: value.clone() for key, value in model[3].state_dict().items()}
+    quiet = []
+    for load in (lambda: model.load_state_dict(saved), lambda: model[3].load_state_dict(part)):
+        _loss(model, rank, 0).backward()
+        optimizer.step()
+        quiet.append(bool(optimizer._engine._under_way))
+        load()
+        quiet.append(not optimizer._engine._under_way)
+        optimizer.wait()
+        quiet.append(torch.equal(model[3].weight, saved["3.weight"]))
+    return quiet
+
+
+def test_loading_waits_for_what_arrives(ranks: Ranks) -> None:
+    for said in ranks("loaded on the way"):
+        assert said == [True] * 6
+
+
+def _options_differ(rank: int, world: int) -> list[str]:
+    said = []
+    for options in ({"stage": 1 + rank}, {"bucket_mb": 1 + rank}, {"max_grad_norm": 1.0 + rank}):
+        model = _net()
+        try:
+            zero.shard(model, torch.optim.AdamW(model.parameters()), **options)  # type: ignore[arg-type]
+            said.append("no error")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
+def test_ranks_with_other_arguments_are_told_so(ranks: Ranks) -> None:
+    for said in ranks("options differ"):
+        names = ("stage 2", "bucket_mb 2.0", "max_grad_norm 2.0")
+        for text, name in zip(said, names, strict=True):
+            assert text.startswith("shard(): the ranks differ")
+            assert name in text
+
+
 ZERO_JOBS = [
+    Job("grad in between", 2, _grad_in_between),
+    Job("tied blocks", 2, _tied_blocks),
+    Job("loaded on the way", 2, _loaded_on_the_way),
+    Job("options differ", 2, _options_differ),
     *(Job(f"other strides, stage {stage}", 2, _other_strides, (stage,)) for stage in (1, 2)),
     Job("strides differ", 2, _strides_differ),
 ]

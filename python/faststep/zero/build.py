@@ -55,7 +55,9 @@ def build(
     group = group_of(process_group)
     if group is None:
         return _alone(kind, optimizer, max_grad_norm)
-    group.check_alike(_described(model, optimizer))
+    options = f"stage {stage}, bucket_mb {bucket_bytes / 2**20}, max_grad_norm {max_grad_norm}"
+    wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
+    group.check_alike([options + wrapped, *_described(model, optimizer)])
     if stage == 3:
         sharded = _alone(kind, optimizer, max_grad_norm)
         shard_fully(model, sharded, group, blocks_of(model) if blocks is None else blocks)

@@ -37,11 +37,13 @@ def shard_fully(
 
     Raises:
         ValueError: a parameter of the optimizer is not one of the model.
+        TypeError: a parameter is used inside of a block and outside of it.
         RuntimeError: a parameter has a gradient, or hooks that its successor would not have.
     """
     from torch.distributed.fsdp import fully_shard
 
     places = _places_of(model)
+    _refuse_ties(model, blocks)
     for param, name in _named_params(optimizer):
         if id(param) not in places:
             raise ValueError(f"{name} is not a parameter of the model that is sharded")
@@ -54,6 +56,24 @@ def shard_fully(
     for module in (*blocks, model):
         fully_shard(module, mesh=mesh)
     _replace(optimizer, places)
+
+
+def _refuse_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Raise for a parameter that fully_shard would replace by one DTensor in each of two places."""
+    home: dict[int, object] = {}  # the innermost block of each module
+    for block in sorted(blocks, key=lambda one: -sum(1 for _ in one.modules())):
+        home.update((id(module), block) for module in block.modules())
+    seen: dict[int, tuple[object, str]] = {}
+    for path, module in model.named_modules():
+        here = home.get(id(module))
+        for name, param in module.named_parameters(path, recurse=False):
+            other, first = seen.setdefault(id(param), (here, name))
+            if other is not here:
+                raise TypeError(
+                    f"shard(stage=3): {first!r} and {name!r} are one parameter, in different "
+                    "blocks, and fully_shard would make it two: pass blocks= of which one has "
+                    "both; nothing was changed"
+                )
 
 
 def _named_params(optimizer: Optimizer) -> Iterator[tuple[Tensor, str]]:

@@ -47,13 +47,14 @@ class ForwardWaits:
         self._handles = [
             module.register_forward_pre_hook(_hook(mine), prepend=True) for module in self._own
         ]
-        saved = model.register_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            _hook(mine, everything=True)
-        )
-        self._handles.append(saved)
+        everything = _hook(mine, everything=True)
+        for module in self._own:
+            saved = module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
+            loaded = module.register_load_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
+            self._handles += (saved, loaded)
 
     def reached(self, module: nn.Module, everything: bool) -> None:
-        """Called before a module's forward, and before a state dict is made."""
+        """Called before a module's forward, and before a state dict is made or loaded."""
         if everything:
             self._wait(None)
             return

@@ -75,8 +75,9 @@ class WrappedGradients(Gradients):
                 f"has one already: {error}"
             ) from error
         for slot in self._slots:
-            hook = _make_room(mine, slot)
-            self._handles.append(slot.param.register_hook(hook))  # type: ignore[no-untyped-call]
+            before = slot.param.register_hook(_hook(mine, slot, "look"))  # type: ignore[no-untyped-call]
+            self._handles.append(before)
+            self._hooks.add(slot.param, slot, _hook(mine, slot, "make_room"))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -85,14 +86,17 @@ class WrappedGradients(Gradients):
         with contextlib.nullcontext() if model is None else model.no_sync():
             yield
 
+    def look(self, slot: Slot) -> None:
+        """Called before backward adds to `.grad`, and by torch.autograd.grad(), which does not."""
+        if slot.param.grad is None:
+            slot.aside = False
+
     def make_room(self, slot: Slot) -> None:
-        """Called before backward adds to `.grad`, where the model must find a real tensor."""
+        """Called when backward has added to `.grad`, where the model must find a real tensor."""
         self._unsent = True
         if slot.param.grad is slot.stand_in:
-            slot.param.grad = None
+            slot.param.grad, slot.stand_in.pending = slot.stand_in.pending, None
             slot.aside = True
-        elif slot.param.grad is None:
-            slot.aside = False
 
     def take(self, params: list[Tensor], grads: list[Tensor]) -> None:
         """Called with the gradients of one of the model's buckets."""
@@ -128,12 +132,13 @@ def _take(gradients: WrappedGradients | None, bucket: Any) -> Future[Tensor]:
     return done
 
 
-def _make_room(
-    owner: Callable[[], WrappedGradients | None], slot: Slot
+def _hook(
+    owner: Callable[[], WrappedGradients | None], slot: Slot, method: str
 ) -> Callable[[Tensor], None]:
     @disable_dynamo
-    def make_room(_: Tensor) -> None:
+    def call(_: Tensor) -> None:
         if (gradients := owner()) is not None:
-            gradients.make_room(slot)
+            with torch.no_grad():
+                getattr(gradients, method)(slot)
 
-    return make_room
+    return call
