@@ -90,14 +90,16 @@ def test_state_dicts_and_what_is_replaced() -> None:
     assert differences(one.parameters(), other.parameters()) == []
     with pytest.raises(ValueError, match="different number of parameter groups"):
         sharded.load_state_dict({"state": {}, "param_groups": []})
-    with pytest.raises(RuntimeError, match=r"was replaced by what faststep\.zero\.shard"):
-        sharded._replaced.step()
+    replaced = sharded._replaced
+    for use in (replaced.step, replaced.state_dict, lambda: replaced.load_state_dict(saved)):
+        with pytest.raises(RuntimeError, match=r"was replaced by what faststep\.zero\.shard"):
+            use()
 
 
 @pytest.mark.parametrize(
     ("options", "error", "text"),
     [
-        ({"stage": 0}, ValueError, "stage must be 1 or 2"),
+        ({"stage": 0}, ValueError, "stage must be 1, 2 or 3"),
         ({"bucket_mb": 0}, ValueError, "bucket_mb must be positive"),
         ({"gather": "later"}, ValueError, "gather must be"),
         ({"max_grad_norm": -1.0}, ValueError, "Invalid max_grad_norm"),

@@ -71,8 +71,8 @@ def _refuse_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
             if other is not here:
                 raise TypeError(
                     f"shard(stage=3): {first!r} and {name!r} are one parameter, in different "
-                    "blocks, and fully_shard would make it two: pass blocks= of which one has "
-                    "both; nothing was changed"
+                    "blocks, and fully_shard would make it two: leave these blocks out of blocks=; "
+                    "nothing was changed"
                 )
 
 

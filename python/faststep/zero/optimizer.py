@@ -24,10 +24,10 @@ from .engine import Engine
 __all__ = ["ShardedOptimizer"]
 
 
-def _refuse_step(optimizer: Optimizer, *_: Any) -> None:
+def _refuse_use(optimizer: Optimizer, *_: Any) -> None:
     raise RuntimeError(
         f"this {type(optimizer).__name__} was replaced by what faststep.zero.shard() returned: "
-        "step that one"
+        "step, save and load that one"
     )
 
 
@@ -55,7 +55,9 @@ class ShardedOptimizer(Optimizer):
         self.max_grad_norm = max_grad_norm
         self._last_norm: float | None = None
         self._skipped = False
-        optimizer.register_step_pre_hook(_refuse_step)
+        optimizer.register_step_pre_hook(_refuse_use)
+        optimizer.register_state_dict_pre_hook(_refuse_use)
+        optimizer.register_load_state_dict_pre_hook(_refuse_use)
         super().__setstate__(
             {
                 "defaults": optimizer.defaults,
