@@ -88,7 +88,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step left everything as it was: a gradient of a rank was not finite."""
+        """Whether the last step left everything as it was, as a gradient was not finite."""
         return self._owned.step_was_skipped if self._engine is None else self._skipped
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
