@@ -159,6 +159,8 @@ def refused(rank: int, world: int) -> None:
     with pytest.raises(RuntimeError, match=r"'token\.weight' has hooks"):
         shard(model, optimizer, stage=3)
     assert not any(isinstance(param, DTensor) for param in model.parameters())
+    optimizer.step()
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1  # it was not replaced
 
 
 SHARDED = [

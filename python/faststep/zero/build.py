@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..grads.params import params_of
+from ..optim.base import FusedOptimizer
 from .engine import Engine
 from .fully_sharded import blocks_of, shard_fully
 from .group import group_of
@@ -54,15 +55,15 @@ def build(
     named = _named(model, optimizer)
     group = group_of(process_group)
     if group is None:
-        return _alone(kind, optimizer, max_grad_norm)
+        return ShardedOptimizer(optimizer, _fused(kind, optimizer), None, max_grad_norm)
     options = f"stage {stage}, bucket_mb {bucket_bytes / 2**20}, max_grad_norm {max_grad_norm}"
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
     group.check_alike([options + wrapped, *_described(model, optimizer)])
     if stage == 3:
-        sharded = _alone(kind, optimizer, max_grad_norm)
-        shard_fully(model, sharded, group, blocks_of(model) if blocks is None else blocks)
+        fused = _fused(kind, optimizer)
+        shard_fully(model, fused, group, blocks_of(model) if blocks is None else blocks)
         optimizer.state.clear()
-        return sharded
+        return ShardedOptimizer(optimizer, fused, None, max_grad_norm)
     for name, param in named:
         _check(name, param)
     _refuse_overlaps(named)
@@ -76,7 +77,7 @@ def build(
     return ShardedOptimizer(optimizer, engine.owned.optimizer, engine, max_grad_norm)
 
 
-def _alone(kind: Kind, optimizer: Optimizer, max_grad_norm: float | None) -> ShardedOptimizer:
+def _fused(kind: Kind, optimizer: Optimizer) -> FusedOptimizer:
     """The fused optimizer itself, with the groups and states of the one that it replaces."""
     first = optimizer.param_groups[0]
     options = {key: value for key, value in first.items() if key not in ("params", "param_names")}
@@ -84,7 +85,7 @@ def _alone(kind: Kind, optimizer: Optimizer, max_grad_norm: float | None) -> Sha
     fused.param_groups = optimizer.param_groups
     fused.defaults = optimizer.defaults
     fused.state = whole_states(optimizer.state)
-    return ShardedOptimizer(optimizer, fused, None, max_grad_norm)
+    return fused
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:

@@ -32,11 +32,12 @@ def shard_fully(
 ) -> None:
     """Shard the blocks, then the rest of the model, and let the optimizer have the new parameters.
 
+    All parameters of the optimizer are the model's.
+
     All ranks get the parameters and buffers of the group's first rank, as from
     DistributedDataParallel. States are cut as their parameters are, without communication.
 
     Raises:
-        ValueError: a parameter of the optimizer is not one of the model.
         TypeError: a parameter is used inside of a block and outside of it.
         RuntimeError: a parameter has a gradient, or hooks that its successor would not have.
     """
@@ -45,8 +46,6 @@ def shard_fully(
     places = _places_of(model)
     _refuse_ties(model, blocks)
     for param, name in _named_params(optimizer):
-        if id(param) not in places:
-            raise ValueError(f"{name} is not a parameter of the model that is sharded")
         if param.grad is not None:
             raise RuntimeError(f"{name} has a gradient: call zero_grad() before shard()")
         if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
