@@ -23,7 +23,7 @@ from . import hostile
 from .backward import BACKWARD
 from .batches import BATCHES
 from .data_functions import DATA_FUNCTIONS
-from .functions import FUNCTIONS
+from .functions import FUNCTIONS, gradients_of
 from .odd_tensors import leave_out
 from .steps import STEPS
 from .world import FaultError, World
@@ -91,6 +91,9 @@ def _beside(world: World, story: tuple[str, ...], calls: int) -> None:
     twin = World(Random(world.rng.random()), world.log, world.known)
     for name in ("containers", "objects", "params", "tracked", "again", "counts"):
         setattr(twin, name, getattr(world, name))
+    alive = [param for ref in world.params if (param := ref()) is not None]
+    world.held = twin.held = gradients_of(alive)
+    del alive
     world.threaded = twin.threaded = True
     threads = [
         threading.Thread(target=_in_thread, args=(one, story, calls, faults), daemon=True)
@@ -100,6 +103,7 @@ def _beside(world: World, story: tuple[str, ...], calls: int) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    world.held.clear()
     gc.disable()
     if faults:
         raise faults[0]

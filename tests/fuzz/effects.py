@@ -63,7 +63,7 @@ def drop_gradients(world: World) -> None:
     for ref in world.params:
         param = ref()
         if param is not None and world.chance(0.7):
-            param.grad = None
+            world.set_grad(param, None)
 
 
 def replace_gradients(world: World) -> None:
@@ -72,7 +72,7 @@ def replace_gradients(world: World) -> None:
         param = ref()
         if param is not None and world.chance(0.5):
             try:
-                param.grad = torch.full_like(param, 2.0)
+                world.set_grad(param, torch.full_like(param, 2.0))
             except (RuntimeError, TypeError, NotImplementedError, AttributeError):
                 continue
 

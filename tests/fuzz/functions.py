@@ -217,14 +217,14 @@ def _give_gradient(world: World, param: torch.Tensor) -> None:
     try:
         if kind < 0.1:
             return
-        if kind < 0.5 and param.requires_grad and param.is_leaf:
+        if kind < 0.5 and param.requires_grad and param.is_leaf and not world.threaded:
             (param * 1.0).backward(torch.randn(param.shape, dtype=param.dtype))
         else:
             grad = usable(rng, tuple(param.shape)) if world.chance(0.9) else any_tensor(rng)
             grad = grad.detach()
             if world.chance(0.8) and grad.untyped_storage().nbytes():
                 grad = grad.to(param.dtype)
-            param.grad = world.track(grad)
+            world.set_grad(param, world.track(grad))
     except (RuntimeError, TypeError, NotImplementedError, ValueError, AttributeError):
         return  # torch does not allow it
 

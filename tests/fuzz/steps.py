@@ -118,9 +118,9 @@ def _rewrite(world: World, own: Stepping) -> None:
             continue
         try:
             if world.chance(0.2):
-                param.grad = None
+                world.set_grad(param, None)
             elif world.chance(0.3):
-                param.grad = torch.randn_like(param.detach())
+                world.set_grad(param, torch.randn_like(param.detach()))
             elif world.chance(0.05):
                 param.data = param.detach().clone()
             elif world.chance(0.05):

@@ -61,6 +61,7 @@ class World:
         self.names: list[str] = []  # of the calls that run, the outermost first
         self.finalizing = False  # whether a finalizer made one of them
         self.threaded = False
+        self.held: list[torch.Tensor] = []  # gradients, while there are two threads
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
@@ -68,6 +69,12 @@ class World:
     def track(self, tensor: torch.Tensor) -> torch.Tensor:
         self.tracked.append(weakref.ref(tensor))
         return tensor
+
+    def set_grad(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
+        """torch crashes if a gradient is freed in one thread and asked for in another one."""
+        if self.threaded and grad is not None:
+            self.held.append(grad)
+        param.grad = grad
 
     def contain(self, container: Any) -> Any:
         """Hostile objects may clear it."""
