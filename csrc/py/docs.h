@@ -181,11 +181,15 @@
     FST_DOC("ReleaseHook(otherwise, optimizer, rules, /)",                                         \
             "Updates a parameter in backward and frees its gradient, or calls otherwise with the " \
             "parameter.")
-#define FST_DOC_RELEASE_HOOK_CLIPS \
-    "Whether a gradient is clipped by its own norm to the optimizer's max_grad_norm."
+#define FST_DOC_RELEASE_HOOK_CLIPS "Whether gradients are clipped to the optimizer's max_grad_norm."
 #define FST_DOC_RELEASE_HOOK_GROUP "The number of the parameter's group."
+#define FST_DOC_RELEASE_HOOK_LAST_NORM \
+    "The norm of all gradients of the step before; negative where it is not known."
+#define FST_DOC_RELEASE_HOOK_MEASURES \
+    "Whether a gradient is measured, and clipped by last_norm instead of by its own norm."
 #define FST_DOC_RELEASE_HOOK_PLAIN "Whether the hook may step without calling Python."
 #define FST_DOC_RELEASE_HOOK_PLAN "The Plan for this parameter only."
+#define FST_DOC_RELEASE_HOOK_SQUARE_SUM "The sum of squares of the gradient that was measured."
 #define FST_DOC_RELEASE_HOOK_UPDATED \
     "Whether the parameter was updated since the last optimizer.step()."
 

@@ -90,14 +90,18 @@ class ReleaseHook:
 
     It updates the parameter itself, and sets `updated`, if all of these hold: `plain` is set,
     `updated` is not, `rules` has the group, the optimizer does not measure in backward, it does not
-    clip either or `clips` is set and `max_grad_norm` is a float,
-    nothing but the gradient's memory has changed since the last step of `plan`, and `mode_depth()`
-    is 0. The argument `mode_depth` is the address of an `int64_t (*)(void)`, or 0 for none.
+    clip either or `clips` is set and `max_grad_norm` is a float (with `measures`, `last_norm` must
+    be known too), nothing but the gradient's memory has changed since the last step of `plan`, and
+    `mode_depth()` is 0. The argument `mode_depth` is the address of an `int64_t (*)(void)`, or 0
+    for none.
     """
 
     clips: bool
     group: int
+    last_norm: float
+    measures: bool
     plain: bool
+    square_sum: float
     updated: bool
     @property
     def plan(self) -> Plan:

@@ -64,6 +64,30 @@ def test_python_sees_one_gradient_per_group(make: Any, calls: list[int]) -> None
     release.remove()
 
 
+@pytest.mark.parametrize("clip", ["per_parameter", "lagged"])
+def test_clipping_without_python_has_the_same_bits(clip: str, calls: list[int]) -> None:
+    """Also for limits of 0 and above all norms, and where one is changed between steps."""
+    seen = []
+    for plain in (True, False):
+        model, optimizer, release = warm(
+            functools.partial(faststep.optim.AdamW, lr=1e-2, max_grad_norm=0.1), clip=clip
+        )
+        for place in release._places.entries():
+            place.hook.plain = plain
+        calls[0], norms = 0, []
+        for batch, limit in zip(DATA[WARM:], (0.1, 0.0, 1e9, 0.01), strict=True):
+            optimizer.max_grad_norm = limit
+            loss_of(model, batch).backward()
+            optimizer.step()
+            norms.append(optimizer.last_grad_norm)
+        assert calls[0] == (2 if plain else 6) * 4
+        seen.append((values(model), states(optimizer), norms))
+        release.remove()
+    assert_equal(seen[0][0], seen[1][0])
+    assert_equal(seen[0][1], seen[1][1])
+    assert str(seen[0][2]) == str(seen[1][2])
+
+
 def test_without_records_python_sees_all(calls: list[int]) -> None:
     _C.use_records()
     try:

@@ -11,7 +11,7 @@ import torch
 from faststep import _C
 
 from . import hostile
-from .arguments import junk, maybe_bad, odd_int
+from .arguments import FLOATS, junk, maybe_bad, odd_int
 from .functions import params_for
 from .hostile import Key
 from .odd_tensors import packed
@@ -112,7 +112,9 @@ def hook_new(world: World) -> None:
     hook = world.call("ReleaseHook", _C.ReleaseHook, args)
     if hook is not None:
         hook.group = world.rng.choice((0, 0, 0, 1, Key(0, True), Key(0, False), [], None))
-        hook.plain, hook.clips = True, world.chance(0.5)
+        hook.plain, hook.clips, hook.measures = True, world.chance(0.5), world.chance(0.3)
+        if world.chance(0.8):
+            hook.last_norm = world.rng.choice((0.5, 100.0, *FLOATS))
         _hooks(world).append((hook, param, owner))
     del args, otherwise
     gc.collect(0)
@@ -128,7 +130,7 @@ def hook_call(world: World) -> None:
     with_grad = isinstance(param, torch.Tensor) and type(param) is torch.nn.Parameter
     if with_grad and param.device.type == "cpu" and world.chance(0.9):
         try:
-            param.grad = torch.randn_like(param.detach())
+            world.set_grad(param, torch.randn_like(param.detach()))
         except (RuntimeError, TypeError, NotImplementedError):
             return
     if world.chance(0.7):

@@ -8,6 +8,7 @@
 /* The request of a step as the passes read it, and what they find. */
 typedef struct {
     double inv_scale, max_norm, norm;
+    double measure_scale; /* what the gradients are multiplied by when they are measured */
     int measure, measure_found_inf, write_grads, skip, only_measure;
     int measured; /* in backward: the plan's partial sums are filled already */
     fst_measurement seen;
@@ -96,7 +97,7 @@ static int run_measure(fst_step_part *part, step_work *work, fst_status *status)
 {
     if (work->measured)
         fst_conclude(&part->plan, FST_OP_GRAD, &work->seen);
-    else if (fst_measure(&part->plan, FST_OP_GRAD, work->inv_scale, &work->seen, status))
+    else if (fst_measure(&part->plan, FST_OP_GRAD, work->measure_scale, &work->seen, status))
         return -1;
     work->norm = sqrt(work->seen.square_sum);
     work->skip = work->measure_found_inf && work->seen.nonfinite;
@@ -144,11 +145,13 @@ static int read_options(fst_module *module, const fst_step_options *options, ste
         PyErr_SetString(PyExc_ValueError, "expected found_inf and norm to measure or apply");
         return -1;
     }
+    const double inv_scale = options->scalars ? fst_inverse_of(&scale) : 1.0 / options->divisor;
     *work = (step_work){
-        .inv_scale = fst_inverse_of(&scale),
+        .inv_scale = inv_scale,
+        .measure_scale = options->measure_undivided ? 1.0 : inv_scale,
         .max_norm = options->max_norm,
         .norm = apply && norm->data ? fst_scalar_number(norm) : (double)NAN,
-        .measure = !apply && (options->measure_found_inf || clips),
+        .measure = !apply && (options->measure_found_inf || clips || options->measure_undivided),
         .measure_found_inf = !apply && options->measure_found_inf,
         .only_measure = options->phase == FST_STEP_MEASURE,
         .write_grads = options->write_grads,
@@ -200,6 +203,7 @@ int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_option
     }
     outcome->skipped = work.skip;
     outcome->norm = work.norm;
+    outcome->square_sum = work.seen.square_sum;
     if (work.measure_found_inf && work.skip)
         write_scalar(&found, 1.0);
     if (work.measure && norm.data)

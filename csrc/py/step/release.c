@@ -18,9 +18,12 @@ typedef struct {
     PyObject *group;
     /* libtorch's count of active TorchDispatchModes; NULL: not asked */
     int64_t (*mode_depth)(void);
-    char plain;   /* no Python code has to see the step */
-    char clips;   /* a gradient is clipped by its own norm to the optimizer's max_grad_norm */
-    char updated; /* since the last optimizer.step() */
+    char plain;        /* no Python code has to see the step */
+    char clips;        /* gradients are clipped to the optimizer's max_grad_norm */
+    char measures;     /* a gradient is measured, and clipped by `last_norm`, not by its own norm */
+    char updated;      /* since the last optimizer.step() */
+    double last_norm;  /* of all gradients of the step before; negative: not known */
+    double square_sum; /* of the gradient that was measured */
 } release_hook;
 
 /* Whether an attribute is this object; -1 with a Python error. */
@@ -31,19 +34,36 @@ static int has(PyObject *object, PyObject *name, const PyObject *value)
     return found ? found == value : -1;
 }
 
-/* Reads what a gradient is clipped to: NaN for no clipping. Returns 1, 0 if Python has to look at
- * it, or -1 with a Python error. */
-static int read_max_norm(const fst_module *module, const release_hook *self, PyObject *optimizer,
-                         double *max_norm)
+/* What the gradients are divided by to be clipped by the norm of the step before;
+ * release/clipping.py computes the same. */
+static double lagged_divisor(double max_norm, double last_norm)
+{
+    const double coefficient = max_norm / (last_norm + 1e-6);
+    if (coefficient >= 1.0)
+        return 1.0;
+    return coefficient == 0.0 ? (double)INFINITY : 1.0 / coefficient;
+}
+
+/* Reads how a gradient is clipped. Returns 1, 0 if Python has to look at it, or -1 with a Python
+ * error. */
+static int read_clipping(const fst_module *module, const release_hook *self, PyObject *optimizer,
+                         fst_step_options *options)
 {
     PyObject *found = PyObject_GetAttr(optimizer, module->names.max_grad_norm);
     if (!found)
         return -1;
-    const int clips = self->clips && PyFloat_CheckExact(found);
-    *max_norm = clips ? PyFloat_AsDouble(found) : (double)NAN;
-    const int known = clips ? *max_norm >= 0.0 : found == Py_None;
+    const int clips = self->clips && PyFloat_CheckExact(found), none = found == Py_None;
+    const double max_norm = clips ? PyFloat_AsDouble(found) : (double)NAN;
     Py_DECREF(found);
-    return known;
+    if (!clips || !self->measures) {
+        options->max_norm = max_norm;
+        return clips ? max_norm >= 0.0 : none;
+    }
+    if (!(max_norm >= 0.0) || self->last_norm < 0.0)
+        return 0;
+    options->measure_undivided = 1;
+    options->divisor = lagged_divisor(max_norm, self->last_norm);
+    return 1;
 }
 
 /* [object] or [[object]] */
@@ -60,11 +80,12 @@ static PyObject *listed(PyObject *object, int deep)
     return list;
 }
 
-static int step_alike(fst_module *module, const release_hook *self, PyObject *optimizer,
-                      PyObject *rule, PyObject *param)
+static int step_alike(fst_module *module, release_hook *self, PyObject *optimizer, PyObject *rule,
+                      PyObject *param)
 {
-    double max_norm;
-    int done = read_max_norm(module, self, optimizer, &max_norm);
+    fst_step_options options = {.max_norm = NAN, .divisor = 1.0, .phase = FST_STEP_WHOLE};
+    fst_step_outcome outcome = {0};
+    int done = read_clipping(module, self, optimizer, &options);
     if (done > 0)
         done = has(optimizer, module->names.norm_in_backward, Py_False);
     if (done <= 0)
@@ -73,7 +94,10 @@ static int step_alike(fst_module *module, const release_hook *self, PyObject *op
     PyObject *params = listed(param, 1), *rules = listed(rule, 0);
     done = state && params && rules ? 0 : -1;
     if (!done && PyDict_Check(state))
-        done = fst_step_repeat(module, (fst_step_plan *)self->plan, params, rules, state, max_norm);
+        done = fst_step_repeat(module, (fst_step_plan *)self->plan, params, rules, state, &options,
+                               &outcome);
+    if (done > 0)
+        self->square_sum = outcome.square_sum;
     Py_XDECREF(state);
     Py_XDECREF(params);
     Py_XDECREF(rules);
@@ -82,7 +106,7 @@ static int step_alike(fst_module *module, const release_hook *self, PyObject *op
 
 /* Steps if that needs no Python code. Returns 1, 0 if Python has to step, or -1 with a Python
  * error. */
-static int try_step(fst_module *module, const release_hook *self, PyObject *param)
+static int try_step(fst_module *module, release_hook *self, PyObject *param)
 {
     if (!self->plain || self->updated || !self->group || (self->mode_depth && self->mode_depth()))
         return 0;
@@ -151,6 +175,7 @@ static PyObject *hook_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     self->optimizer = Py_NewRef(optimizer);
     self->rules = Py_NewRef(rules);
     self->mode_depth = (int64_t (*)(void))(uintptr_t)mode_depth;
+    self->last_norm = -1.0;
     self->plan = PyObject_CallNoArgs((PyObject *)module->plan_type);
     if (!self->plan)
         Py_CLEAR(self);
@@ -195,8 +220,12 @@ static void hook_dealloc(PyObject *object)
 static PyMemberDef hook_members[] = {
     {"clips", T_BOOL, offsetof(release_hook, clips), 0, FST_DOC_RELEASE_HOOK_CLIPS},
     {"group", T_OBJECT, offsetof(release_hook, group), 0, FST_DOC_RELEASE_HOOK_GROUP},
+    {"last_norm", T_DOUBLE, offsetof(release_hook, last_norm), 0, FST_DOC_RELEASE_HOOK_LAST_NORM},
+    {"measures", T_BOOL, offsetof(release_hook, measures), 0, FST_DOC_RELEASE_HOOK_MEASURES},
     {"plain", T_BOOL, offsetof(release_hook, plain), 0, FST_DOC_RELEASE_HOOK_PLAIN},
     {"plan", T_OBJECT, offsetof(release_hook, plan), READONLY, FST_DOC_RELEASE_HOOK_PLAN},
+    {"square_sum", T_DOUBLE, offsetof(release_hook, square_sum), 0,
+     FST_DOC_RELEASE_HOOK_SQUARE_SUM},
     {"updated", T_BOOL, offsetof(release_hook, updated), 0, FST_DOC_RELEASE_HOOK_UPDATED},
     {NULL, 0, 0, 0, NULL},
 };

@@ -158,7 +158,7 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
     fst_step_plan *self = (fst_step_plan *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     PyObject *param_lists, *specs, *state, *fresh, *squares = Py_None, *result = NULL;
-    fst_step_options options;
+    fst_step_options options = {.divisor = 1.0};
     if (!PyArg_ParseTuple(args, "O!O!O!OO!pdpi|O", &PyList_Type, &param_lists, &PyList_Type, &specs,
                           &PyDict_Type, &state, &fresh, &PyDict_Type, &options.scalars,
                           &options.measure_found_inf, &options.max_norm, &options.write_grads,
@@ -198,31 +198,30 @@ static int is_on_host(const fst_step_plan *self)
 }
 
 static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *param_lists,
-                         PyObject *state, double max_norm)
+                         PyObject *state, const fst_step_options *options,
+                         fst_step_outcome *outcome)
 {
-    const fst_step_options options = {.max_norm = max_norm, .phase = FST_STEP_WHOLE};
-    fst_step_outcome outcome = {0};
     if (!fst_trace_follow(module, self, param_lists, state) || !is_on_host(self))
         return 0;
     if (fst_step_count_written(module, self))
         return -1;
     if (self->counted_count < self->written_count)
         return 0;
-    if (fst_host_step(module, self, &options, &outcome))
+    if (fst_host_step(module, self, options, outcome))
         return -1;
     fst_record_move_versions(&module->records, self->counted, self->counted_count);
     return 1;
 }
 
 int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
-                    PyObject *state, double max_norm)
+                    PyObject *state, const fst_step_options *options, fst_step_outcome *outcome)
 {
     if (self->busy || !self->traced)
         return 0;
     self->busy = 1;
     int done = fst_groups_parse(self, specs);
     if (!done)
-        done = step_if_alike(module, self, param_lists, state, max_norm);
+        done = step_if_alike(module, self, param_lists, state, options, outcome);
     fst_step_end(self);
     return done;
 }

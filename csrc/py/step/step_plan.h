@@ -127,7 +127,9 @@ typedef struct {
     /* {device: (grad_scale, found_inf, norm)}, tensors or None; NULL: all None */
     PyObject *scalars;
     int measure_found_inf, write_grads;
-    double max_norm; /* NaN: no clipping */
+    int measure_undivided; /* measure the gradients as they are; for a step without the two above */
+    double max_norm;       /* NaN: no clipping */
+    double divisor;        /* of gradients in CPU memory where `scalars` is NULL */
     int phase;
     const fst_squares_object *squares; /* for the host; NULL: measured in the step */
 } fst_step_options;
@@ -136,7 +138,7 @@ typedef struct {
 typedef struct {
     int skipped, measured;
     int refused; /* the measured squares do not fit, and nothing was done */
-    double norm;
+    double norm, square_sum;
 } fst_step_outcome;
 
 /* Raises TensorError(group, index, role, kind, detail), which Python turns into the error that
@@ -223,10 +225,10 @@ int fst_device_prepare(fst_module *module, fst_step_plan *self, fst_step_part *p
 int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_options *options);
 
 /* Steps without Python code if the step is like the one before: all parameters in CPU memory, and
- * nothing but the gradients' memory has changed. A max_norm of NaN is no clipping. Returns 1, 0 if
- * nothing was done, or -1 with a Python error (step_plan.c). */
+ * nothing but the gradients' memory has changed. Returns 1, 0 if nothing was done, or -1 with a
+ * Python error (step_plan.c). */
 int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
-                    PyObject *state, double max_norm);
+                    PyObject *state, const fst_step_options *options, fst_step_outcome *outcome);
 
 /* Forgets the parameters. Their pins go to the old pins. */
 void fst_params_free(fst_step_plan *self);

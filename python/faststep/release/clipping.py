@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -13,15 +13,9 @@ from .. import _C
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit
 
-__all__ = ["Clip", "Clipping", "Measured", "check_clipping"]
+__all__ = ["Clip", "Clipping", "check_clipping"]
 
 Clip = Literal["per_parameter", "lagged"]
-
-
-class Measured:
-    """What clipping keeps per parameter."""
-
-    square_sum = 0.0  # with "lagged": of its gradient in this step
 
 
 class Clipping:
@@ -36,13 +30,20 @@ class Clipping:
         self.scale: Tensor | None = None  # what the gradients of this step are divided by
         self._norm: float | None = None  # of all gradients of the step before
 
-    def limit_of(self, grad: Tensor, max_norm: float | None, measured: Measured) -> float | None:
+    def prepare(self, hook: _C.ReleaseHook) -> None:
+        """Tell the hook of a parameter how its gradient is clipped."""
+        hook.clips = self.way is not None
+        hook.measures = self.way == "lagged"
+        if self._norm is not None:
+            hook.last_norm = self._norm
+
+    def limit_of(self, grad: Tensor, max_norm: float | None, hook: _C.ReleaseHook) -> float | None:
         """The norm to clip this gradient alone by, or None; sets `scale` if that is lagged."""
         if max_norm is None or self.way is None:
             return None
         if self.way == "per_parameter":
             return max_norm
-        measured.square_sum = _C.measure([grad], 1.0)[0]
+        hook.square_sum = _C.measure([grad], 1.0)[0]
         if self._norm is None:
             return max_norm
         coefficient = max_norm / (self._norm + 1e-6)
@@ -53,11 +54,17 @@ class Clipping:
             self.scale = torch.tensor(divisor, dtype=torch.float64, device="cpu")
         return None
 
-    def end_step(self, updated: Iterable[Measured]) -> float:
-        """The norm of these parameters' gradients, by which "lagged" clips from now on."""
+    def end_step(self, hooks: Sequence[_C.ReleaseHook]) -> float:
+        """The norm of the gradients of this step, by which "lagged" clips the next ones.
+
+        `hooks` are those of all parameters.
+        """
         # An exact sum: ranks whose buckets arrive in another order must get the same.
-        self._norm = math.sqrt(math.fsum(one.square_sum for one in updated))
-        return self._norm
+        norm = math.sqrt(math.fsum(hook.square_sum for hook in hooks if hook.updated))
+        for hook in hooks:
+            hook.last_norm = norm
+        self._norm = norm
+        return norm
 
 
 def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:

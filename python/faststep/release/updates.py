@@ -22,7 +22,7 @@ from ..optim.base import FusedOptimizer, Rule
 from ..optim.request import StepRequest
 from ..optim.step import Stepper
 from ..optim.work import Work
-from .clipping import Clip, Clipping, Measured, check_clipping
+from .clipping import Clip, Clipping, check_clipping
 from .moments import Moments
 from .states import make_state
 from .tied import give_rows, tied_embeddings
@@ -32,7 +32,7 @@ __all__ = ["Release"]
 _MODE_DEPTH = address_of_mode_depth()
 
 
-class _Place(Measured):
+class _Place:
     """Where a parameter is in the optimizer, and what its hook needs."""
 
     def __init__(self, hook: _C.ReleaseHook) -> None:
@@ -117,9 +117,8 @@ class Release:
     def _new_place(self, param: Tensor) -> _Place:
         """Hook a parameter; its place is not known yet."""
         hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
-        hook.clips = self._clipping.way == "per_parameter"
-        plain = self._clipping.way != "lagged" and self._moments is None and self._reduced is None
-        hook.plain = plain and _MODE_DEPTH != 0
+        self._clipping.prepare(hook)
+        hook.plain = self._moments is None and self._reduced is None and _MODE_DEPTH != 0
         place = _Place(hook)
         self._places.add(param, place, hook)
         return place
@@ -173,7 +172,7 @@ class Release:
         rule = self._rule_of(optimizer, place)
         max_norm = optimizer.max_grad_norm
         try:
-            max_norm = self._clipping.limit_of(grad, max_norm, place)
+            max_norm = self._clipping.limit_of(grad, max_norm, place.hook)
             request = StepRequest(self._clipping.scale, None, False, max_norm)
             _step(optimizer, place, param, rule, request)
         except _C.TensorError as error:
@@ -233,7 +232,8 @@ class Release:
             return
         updated = [place for place in self._places.entries() if place.hook.updated]
         if updated and self._clipping.way == "lagged":
-            optimizer._last_norm = self._clipping.end_step(updated)
+            hooks = [place.hook for place in self._places.entries()]
+            optimizer._last_norm = self._clipping.end_step(hooks)
         if self._moments is not None:
             params = [param for param, place in self._places if place.hook.updated]
             self._moments.apply(optimizer, params)
