@@ -15,6 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import faststep
 from accumulate.processes import Job
 from faststep import zero
+from faststep.zero import gradients
+from faststep.zero.buckets import GradientBucket
 
 from .common import Given, differences, grads_for, mean_of
 
@@ -23,8 +25,32 @@ Ranks = Callable[[str], list[Any]]
 SHAPES = [(300,), (20, 30), (7,), (20000,), (9, 9)]
 
 
-def _orders(rank: int, world: int) -> list[str]:
+def _orders(rank: int, world: int, most: int) -> list[str]:
     """Every rank and step uses the parameters in an order of its own."""
+    under_way: set[GradientBucket] = set()
+    at_once = []
+    send, receive = GradientBucket.send, GradientBucket.receive
+
+    def sent(bucket: GradientBucket) -> None:
+        send(bucket)
+        under_way.add(bucket)
+        at_once.append(len(under_way))
+
+    def received(bucket: GradientBucket) -> None:
+        receive(bucket)
+        under_way.remove(bucket)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradients, "MOST_UNDER_WAY", most)
+        patch.setattr(GradientBucket, "send", sent)
+        patch.setattr(GradientBucket, "receive", received)
+        wrong = _steps_in_other_orders(rank, world)
+    assert len(at_once) > 12
+    assert most or max(at_once) == 1
+    return wrong
+
+
+def _steps_in_other_orders(rank: int, world: int) -> list[str]:
     model, whole = Given(SHAPES, [torch.float32]), Given(SHAPES, [torch.float32])
     optimizer = zero.shard(
         model, torch.optim.AdamW(model.parameters()), bucket_mb=1 / 1024, max_grad_norm=1.0
@@ -46,8 +72,9 @@ def _orders(rank: int, world: int) -> list[str]:
     return wrong
 
 
-def test_any_order_of_hooks(ranks: Ranks) -> None:
-    assert ranks("orders") == [[], [], []]
+@pytest.mark.parametrize("how", ["orders", "orders, one bucket at a time"])
+def test_any_order_of_hooks(how: str, ranks: Ranks) -> None:
+    assert ranks(how) == [[], [], []]
 
 
 class _Checkpointed(nn.Module):
@@ -131,7 +158,8 @@ def test_several_backward_passes(ranks: Ranks) -> None:
 
 
 ZERO_JOBS = [
-    Job("orders", 3, _orders),
+    Job("orders", 3, _orders, (2**25,)),
+    Job("orders, one bucket at a time", 3, _orders, (0,)),
     Job("checkpointed", 2, _checkpointed),
     Job("several", 2, _several),
 ]

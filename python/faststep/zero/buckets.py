@@ -8,6 +8,7 @@ from torch import Tensor
 from ..grads.add import Addition, add_all
 from .group import Group, Pending
 from .layout import Bucket
+from .pages import new_pages
 from .slots import Slot
 
 __all__ = ["GradientBucket"]
@@ -26,6 +27,7 @@ class GradientBucket:
     def __init__(self, layout: Bucket, slots: list[Slot], group: Group, keeps_buffer: bool) -> None:
         self.layout = layout
         self.slots = slots
+        self.nbytes = layout.size * layout.dtype.itemsize
         self.missing = 0  # gradients, until the bucket can be sent
         self.is_sent = False
         self._group = group
@@ -57,7 +59,7 @@ class GradientBucket:
     def _view_of(self, slot: Slot) -> Tensor:
         if self._buffer is None:
             layout = self.layout
-            self._buffer = torch.zeros(layout.size, dtype=layout.dtype, device=layout.device)
+            self._buffer = new_pages(layout.size, layout.dtype, layout.device)
             self._views = [
                 self._buffer.as_strided(one.shape, one.strides, place.begin)
                 for one, place in zip(self.slots, layout.places, strict=True)

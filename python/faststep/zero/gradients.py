@@ -27,6 +27,8 @@ from .slots import Slot
 
 __all__ = ["Gradients"]
 
+MOST_UNDER_WAY = 32 * 2**20  # bytes of buckets that are sent; a larger one goes alone
+
 
 class Gradients:
     """The hooks of one model, and its buckets."""
@@ -147,9 +149,15 @@ class Gradients:
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
+        # Backward would otherwise run ahead of a slow network, with all gradients in memory.
+        while self._under_way and self._bytes_under_way() + bucket.nbytes > MOST_UNDER_WAY:
+            self._under_way.popleft().receive()
         bucket.send()
         self._next += 1
         self._under_way.append(bucket)
+
+    def _bytes_under_way(self) -> int:
+        return sum(bucket.nbytes for bucket in self._under_way)
 
     def finish(self) -> None:
         """Send what is left, and wait until this rank's slices are complete; a collective."""

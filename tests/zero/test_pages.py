@@ -1,0 +1,41 @@
+"""Memory of buckets, which goes back to the system."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from faststep.zero.pages import new_pages
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("count", [0, 1, MIB // 2 - 1, MIB // 2, MIB + 3])
+def test_zeros(count: int, dtype: torch.dtype) -> None:
+    pages = new_pages(count, dtype, CPU)
+    assert (pages.shape, pages.dtype, pages.device) == ((count,), dtype, CPU)
+    assert not pages.any()
+    assert pages.data_ptr() % 64 == 0
+    pages.fill_(1.0)
+    assert pages.sum(dtype=torch.float64) == count
+
+
+def test_they_go_back_with_the_last_view() -> None:
+    pages = new_pages(32 * MIB, torch.float32, CPU)
+    pages.fill_(1.0)
+    view = pages[5:7]
+    full = resident()
+    del pages
+    assert view.tolist() == [1.0, 1.0]
+    assert full - resident() < 16 * MIB
+    del view
+    assert full - resident() > 120 * MIB
