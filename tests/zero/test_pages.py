@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from faststep.zero.pages import new_pages
+from faststep.zero.pages import Pages
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -21,16 +21,19 @@ def resident() -> int:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("count", [0, 1, MIB // 2 - 1, MIB // 2, MIB + 3])
 def test_zeros(count: int, dtype: torch.dtype) -> None:
-    pages = new_pages(count, dtype, CPU)
+    memory = Pages(count, dtype, CPU)
+    pages = memory.tensor
     assert (pages.shape, pages.dtype, pages.device) == ((count,), dtype, CPU)
     assert not pages.any()
     assert pages.data_ptr() % 64 == 0
     pages.fill_(1.0)
     assert pages.sum(dtype=torch.float64) == count
+    memory.forget()
+    assert not pages.any()
 
 
 def test_they_go_back_with_the_last_view() -> None:
-    pages = new_pages(32 * MIB, torch.float32, CPU)
+    pages = Pages(32 * MIB, torch.float32, CPU).tensor
     pages.fill_(1.0)
     view = pages[5:7]
     full = resident()
@@ -39,3 +42,15 @@ def test_they_go_back_with_the_last_view() -> None:
     assert full - resident() < 16 * MIB
     del view
     assert full - resident() > 120 * MIB
+
+
+def test_forgotten_values_take_no_memory() -> None:
+    pages = Pages(32 * MIB, torch.float32, CPU)
+    view = pages.tensor[7:]
+    view.fill_(1.0)
+    full = resident()
+    pages.forget()
+    assert full - resident() > 120 * MIB
+    assert view[-1] == 0.0
+    view.fill_(2.0)
+    assert pages.tensor[[0, 7, -1]].tolist() == [0.0, 2.0, 2.0]

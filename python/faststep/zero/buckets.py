@@ -8,7 +8,7 @@ from torch import Tensor
 from ..grads.add import Addition, add_all
 from .group import Group, Pending
 from .layout import Bucket
-from .pages import new_pages
+from .pages import Pages
 from .slots import Slot
 
 __all__ = ["GradientBucket"]
@@ -37,15 +37,16 @@ class GradientBucket:
         self._way: tuple[Tensor, Pending] | None = None
         self._holds = False  # whether the slice has gradients of an earlier backward
         own = layout.slice_of(group.rank)
-        self.values = torch.zeros(
-            own.stop - own.start, dtype=layout.dtype, device=layout.device
-        )  # of this rank's slice
+        self._slice = Pages(own.stop - own.start, layout.dtype, layout.device)
+        self.values = self._slice.tensor  # of this rank's slice
 
     def begin(self) -> None:
         """Start a backward pass."""
         self.missing = sum(slot.param.requires_grad for slot in self.slots)
         self.is_sent = False
         self._holds = any(slot.held for slot in self.slots)
+        if not self._holds:
+            self._slice.forget()
 
     def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
         """Take over a gradient of this rank, divided by the number of ranks as DDP divides it."""
@@ -59,7 +60,7 @@ class GradientBucket:
     def _view_of(self, slot: Slot) -> Tensor:
         if self._buffer is None:
             layout = self.layout
-            self._buffer = new_pages(layout.size, layout.dtype, layout.device)
+            self._buffer = Pages(layout.size, layout.dtype, layout.device).tensor
             self._views = [
                 self._buffer.as_strided(one.shape, one.strides, place.begin)
                 for one, place in zip(self.slots, layout.places, strict=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._torch.ranks import is_distributed
-from .pages import new_pages
+from .pages import Pages
 
 __all__ = ["Group", "Pending", "group_of"]
 
@@ -62,7 +62,7 @@ class Group:
     def exchange(self, sent: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, Pending]:
         """Send each rank its slice of a flat tensor; returns where the ranks' own slices arrive."""
         own = sizes[self.rank]
-        received = new_pages(self.world * own, sent.dtype, sent.device).view(self.world, own)
+        received = Pages(self.world * own, sent.dtype, sent.device).tensor.view(self.world, own)
         work = dist.all_to_all_single(
             received.view(-1), sent, [own] * self.world, list(sizes), self._group, async_op=True
         )

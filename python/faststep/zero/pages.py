@@ -1,4 +1,4 @@
-"""Memory that goes back to the system as soon as it is free.
+"""Memory that goes back to the system as soon as nobody needs what is in it.
 
 The C library keeps freed blocks of up to 32 MiB, and few of them fit the next bucket.
 """
@@ -6,21 +6,37 @@ The C library keeps freed blocks of up to 32 MiB, and few of them fit the next b
 from __future__ import annotations
 
 import mmap
+import sys
 
 import torch
 from torch import Tensor
 
-__all__ = ["new_pages"]
+__all__ = ["Pages"]
 
 _LEAST = 2**20  # bytes; the C library has smaller blocks at hand
 
 
-def new_pages(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat tensor of zeros."""
-    nbytes = count * dtype.itemsize
-    if device.type != "cpu" or nbytes < _LEAST:
-        return torch.zeros(count, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype)
+class Pages:
+    """A flat tensor of zeros, and its memory.
+
+    The memory lives as long as the tensor or a view of it.
+    """
+
+    def __init__(self, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        nbytes = count * dtype.itemsize
+        self.tensor: Tensor
+        self._map: mmap.mmap | None = None
+        if device.type != "cpu" or nbytes < _LEAST:
+            self.tensor = torch.zeros(count, dtype=dtype, device=device)
+            return
+        self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.tensor = torch.frombuffer(self._map, dtype=dtype)
+
+    def forget(self) -> None:
+        """Give the memory back; all elements become 0."""
+        if self._map is None or sys.platform != "linux":  # elsewhere the values may stay
+            self.tensor.zero_()
+        else:
+            self._map.madvise(mmap.MADV_DONTNEED)
