@@ -21,7 +21,14 @@ from torch.optim import Optimizer
 
 from ..optim.base import FusedOptimizer
 
-__all__ = ["AskedToUnscale", "any_found", "lent_attributes", "takes_found_inf", "takes_requests"]
+__all__ = [
+    "AskedToUnscale",
+    "any_found",
+    "had_grads_elsewhere",
+    "lent_attributes",
+    "takes_found_inf",
+    "takes_requests",
+]
 
 
 class AskedToUnscale:
@@ -45,6 +52,11 @@ class AskedToUnscale:
 def takes_requests(optimizer: Optimizer) -> bool:
     """True for optimizers whose step measures and clips by itself: faststep's, sharded or not."""
     return hasattr(type(optimizer), "_asked")
+
+
+def had_grads_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether another rank had a gradient at a step that has looked for overflows of DTensors."""
+    return isinstance(optimizer, FusedOptimizer) and optimizer._ranks_have_grads()
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

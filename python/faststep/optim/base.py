@@ -131,6 +131,10 @@ class FusedOptimizer(ClippedOptimizer):
         """Of the parameters, as the C side calls them; empty before the first step."""
         return () if self._stepper is None else self._stepper.devices
 
+    def _ranks_have_grads(self) -> bool:
+        """Whether a rank had a gradient at the last step that measured DTensors."""
+        return self._stepper is not None and self._stepper.ranks_have_grads()
+
     def _lr_of(self, group: dict[str, Any]) -> tuple[float, dict[int, Tensor] | None]:
         """The learning rate, as a number or as a tensor that each device reads for itself."""
         lr = group["lr"]
