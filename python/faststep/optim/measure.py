@@ -27,10 +27,13 @@ _NO_RULE = Rule(_C.rules()["sgd"][0], (), False, (0.0,) * 5, False)
 
 
 class _Part(NamedTuple):
-    """A region of an optimizer's parameters, and the plan that measures their gradients."""
+    """A region of an optimizer's parameters, and the plan that measures their gradients.
+
+    It knows no optimizer: that keeps it, and would be freed by the garbage collector alone.
+    """
 
     plan: _C.Plan
-    work: Work
+    params: list[list[Tensor]]
 
 
 class DividedGrads:
@@ -61,7 +64,8 @@ class DividedGrads:
         failure = None
         rows: list[dict[int, Scalars]] = []
         try:
-            rows = [measure_part(part.plan, part.work) for part in self._parts]
+            for part in self._parts:
+                rows.append(measure_part(part.plan, _work_on(part.params, work)))
         except DevicesChangedError:  # this rank measures again
             raise
         except Exception as error:
@@ -118,8 +122,8 @@ class DividedGrads:
         except LayoutError as error:
             raise _C.TensorError(*_first_outside(work), *error.args) from None
         self._params, self._specs = params, specs
-        parts = [_part_of(work, set(region.places)) for region in self._regions]
-        self._parts = [_Part(_C.Plan(), part) for part in parts]
+        lists = [_in_region(work.params, set(region.places)) for region in self._regions]
+        self._parts = [_Part(_C.Plan(), some) for some in lists]
 
 
 def _explained(work: Work, failure: Exception) -> Exception:
@@ -147,12 +151,17 @@ def _first_outside(work: Work) -> tuple[int, int]:
     raise AssertionError("every parameter has a part on this rank")
 
 
-def _part_of(work: Work, places: set[int]) -> Work:
-    """The work on some of the parameters, which are given by their places among all."""
+def _in_region(params: list[list[Tensor]], places: set[int]) -> list[list[Tensor]]:
+    """Those of the parameters that have these places among all."""
     lists, first = [], 0
-    for params in work.params:
-        lists.append([p for at, p in enumerate(params, first) if at in places])
-        first += len(params)
-    groups = list(range(len(lists))) if work.groups is None else work.groups
-    rules = [_NO_RULE] * len(lists)
-    return Work(work.optimizer, lists, lambda: rules, groups, unchanged=work.unchanged)
+    for some in params:
+        lists.append([p for at, p in enumerate(some, first) if at in places])
+        first += len(some)
+    return lists
+
+
+def _work_on(params: list[list[Tensor]], work: Work) -> Work:
+    """The work on some of the parameters: measuring them."""
+    groups = list(range(len(params))) if work.groups is None else work.groups
+    rules = [_NO_RULE] * len(params)
+    return Work(work.optimizer, params, lambda: rules, groups, unchanged=work.unchanged)
