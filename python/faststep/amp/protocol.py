@@ -4,7 +4,8 @@ The scaler sets them for the time of one step: `grad_scale`, the 0-d float32 sca
 still in the gradients (None where they are unscaled), and `found_inf`, 0-d float32, not 0 where
 the step must be skipped. This is torch's protocol for its fused optimizers. faststep's optimizers
 know one more, `_asked`: a `ScalerRequest` says whether the step itself looks for overflows and
-writes `found_inf`, and to which global norm it clips. FusedOptimizer._request reads all three.
+writes `found_inf`, and to which global norm it clips. `request_of` of optim/request.py reads all
+three.
 """
 
 from __future__ import annotations
