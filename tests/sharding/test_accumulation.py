@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor, init_device_mesh
 
 import faststep
 import faststep.optim
 import faststep.zero
 
-from .common import backward, fully_sharded, jobs_of, net, whole
+from .common import backward, fully_sharded, jobs_of, local, net, whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 
@@ -131,6 +132,52 @@ def windows_that_fail(rank: int, world: int) -> None:
     assert all(map(torch.equal, *results))
 
 
+def in_float32(rank: int, world: int) -> None:
+    """The parts of bf16 gradients are added up in fp32, on FSDP2 and on tensor parallelism."""
+    count = 6
+    for in_pairs in (False, True):
+        for cls in (faststep.optim.SGD, torch.optim.SGD):
+            model = fully_shard(net().bfloat16())
+            optimizer = cls(model.parameters(), lr=1.0)
+            before = [whole(param) for param in model.parameters()]
+            sums = [torch.zeros(param.shape) for param in before]
+            for step in range(count):
+                backward_in_bfloat16(model, rank, step)
+                for total, param in zip(sums, model.parameters(), strict=True):
+                    total += whole(param.grad).float()
+                optimizer.zero_grad()
+            accum = faststep.accumulate(optimizer, count, dtype=torch.float32, in_pairs=in_pairs)
+            for _ in range(2):
+                for step in range(count):
+                    with accum:
+                        backward_in_bfloat16(model, rank, step)
+                assert accum.ready
+                for total, param in zip(sums, model.parameters(), strict=True):
+                    assert isinstance(param.grad, DTensor)
+                    if cls is faststep.optim.SGD:
+                        assert param.grad.dtype == torch.float32
+                        torch.testing.assert_close(whole(param.grad), total, rtol=1e-6, atol=1e-7)
+                    else:
+                        mean = (total / count).bfloat16()
+                        torch.testing.assert_close(whole(param.grad), mean)
+                params = [whole(param) for param in model.parameters()]
+                optimizer.step()
+                for old, total, param in zip(params, sums, model.parameters(), strict=True):
+                    new = (old.float() - total / count).bfloat16()
+                    torch.testing.assert_close(whole(param), new, rtol=1e-2, atol=1e-2)
+                with torch.no_grad():
+                    for param, value in zip(model.parameters(), before, strict=True):
+                        made = distribute_tensor(value, param.device_mesh, param.placements)
+                        local(param).copy_(local(made))
+                optimizer.zero_grad()
+            accum.remove()
+
+
+def backward_in_bfloat16(model: nn.Module, rank: int, step: int) -> None:
+    source = torch.Generator().manual_seed(100 * rank + step)
+    model(torch.randn(4, 6, generator=source).bfloat16()).float().square().mean().backward()
+
+
 def installed(rank: int, world: int) -> None:
     """An unchanged loop, over a model that calls fully_shard itself and one of shard(stage=3)."""
     results = []
@@ -160,11 +207,10 @@ def installed(rank: int, world: int) -> None:
 def refused(rank: int, world: int) -> None:
     model = fully_sharded()
     optimizer = faststep.optim.AdamW(model.named_parameters(), lr=0.1)
-    for in_pairs in (False, True):
-        half: Any = nn.Parameter(next(iter(model.parameters())).detach().bfloat16())
-        low = faststep.optim.SGD([("half", half)], lr=0.1)
-        with pytest.raises(TypeError, match=r"'half'.*DTensor"):
-            faststep.accumulate(low, 2, dtype=torch.float32, in_pairs=in_pairs)
+    low = fully_shard(net().bfloat16())
+    of_low = faststep.optim.SGD(low.named_parameters(), lr=0.1)
+    with pytest.raises(TypeError, match=r"'0\.weight'.*leave model= away"):
+        faststep.accumulate(of_low, 2, model=low, dtype=torch.float32)
     with pytest.raises(TypeError, match=re.escape("'0.weight'")):
         faststep.release_gradients(model, optimizer)
     optimizer.norm_in_backward = True
@@ -180,7 +226,8 @@ def refused(rank: int, world: int) -> None:
 
 
 SHARDED = [
-    *jobs_of(2, windows, windows_by_model, windows_that_fail, installed, refused),
+    *jobs_of(2, windows, windows_by_model, windows_that_fail, installed, in_float32),
+    *jobs_of(2, refused),
     *jobs_of(4, windows_by_model),
 ]
 

@@ -22,7 +22,7 @@ from .norms import Norms
 from .ranks import Ranks
 from .sharded import ReducingRanks, ShardedRanks, is_sharded
 from .steps import StepHooks, Steps
-from .sums import Sums
+from .sums import LOW_PRECISION, Sums
 
 __all__ = ["Normalize", "Window"]
 
@@ -127,7 +127,15 @@ class Window:
 
     def _attach_sums(self, sums: Sums) -> None:
         """Sum up the gradients of new parameters too; norms in backward must measure the sums."""
-        if sums.attach(self.named_params()):
+        params = self.named_params()
+        for name, param in params:
+            if self.ranks.keeps_sums and param.dtype in LOW_PRECISION:
+                raise TypeError(
+                    f"accumulate(dtype=torch.float32) cannot sum up the gradients of {name} in "
+                    "FSDP2: leave model= away, so that each micro-step reduces its gradients, "
+                    "whose parts are added up in float32"
+                )
+        if sums.attach(params):
             self._norms.run_last()
 
     def begin_window(self) -> None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from .._devices import has_kernels_for, ordinal_of
-from .._torch.dtensor import any_dtensor, is_dtensor, local_of
+from .._torch.dtensor import any_dtensor, is_dtensor, part_of
 from .._torch.modes import is_watched
 from .._torch.optim import dtypes_of, increment_version
 from ..grads import divide as division
@@ -142,7 +142,7 @@ def _parts_by_device(params: list[Tensor], allow_fp16: bool) -> dict[torch.devic
         grad = param.grad
         if grad is None:
             continue
-        part = local_of(grad) if is_dtensor(grad) else grad
+        part = part_of(grad)
         if not allow_fp16 and part.dtype is torch.float16:
             raise ValueError("Attempting to unscale FP16 gradients.")
         if not _C.fusable([part], ordinal_of(part)):
@@ -173,7 +173,7 @@ def _scale_parts(parts: list[Tensor], inv_scale: Tensor) -> None:
 
 
 def _device_of(params: list[Tensor]) -> torch.device:
-    return (local_of(params[0]) if is_dtensor(params[0]) else params[0]).device
+    return part_of(params[0]).device
 
 
 def _unscale(params: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, bool] | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import has_kernels_for
-from .._torch.dtensor import full_tensor, is_dtensor, local_of, replicated
+from .._torch.dtensor import full_tensor, is_dtensor, part_of, replicated
 from .._torch.optim import increment_version
 from .agreement import Agreed, over_ranks
 from .regions import Region, regions_of
@@ -24,13 +24,9 @@ from .total import NONFINITE, promoted
 __all__ = ["clamp_shards", "clip_shards", "norm_of_shards", "scale_shards"]
 
 
-def _part_of(tensor: Tensor) -> Tensor:
-    return local_of(tensor) if is_dtensor(tensor) else tensor
-
-
 def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The parts; TypeError if they cannot be used."""
-    parts = [_part_of(one) for one in tensors]
+    parts = [part_of(one) for one in tensors]
     device = parts[0].device if parts else torch.device("cpu")
     usable = device.type == "cpu" or (device.type == "cuda" and has_kernels_for(parts[0]))
     if not usable or any(part.device != device for part in parts):
@@ -60,7 +56,7 @@ def _norm_of_all(
             values, dtypes = _norms_of(regions, tensors, norm_type)
     except Exception as error:
         failure = error
-    values = values.to(_part_of(owners[0]).device)
+    values = values.to(part_of(owners[0]).device)
     undefined = values.isnan().any()
     infinite = math.isinf(norm_type)
     values = torch.where(values.isnan(), 0.0, values) if infinite else values.pow(norm_type)
@@ -107,7 +103,7 @@ def _norm(parts: list[Tensor], norm_type: float) -> tuple[Tensor, int]:
 def _text_of(failure: Exception, tensors: Sequence[Tensor | None]) -> str:
     """What went wrong, with the place of the first gradient that cannot be used."""
     for place, one in enumerate(tensors):
-        if one is not None and not _C.fusable([_part_of(one)]):
+        if one is not None and not _C.fusable([part_of(one)]):
             shape = tuple(one.shape)
             what = f"the gradient at {place} of the list (shape {shape}, {one.dtype}, {one.layout})"
             return f"{what} cannot be used beside DTensors: {failure}; nothing was changed"
