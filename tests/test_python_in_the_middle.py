@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
+import faststep
+import faststep.optim
 from faststep import _C
 
 
@@ -144,3 +148,100 @@ def test_a_group_of_a_hook_that_is_replaced_while_it_is_looked_up() -> None:
     param = torch.nn.Parameter(torch.ones(3))
     hook(param)
     assert seen == [param]
+
+
+def acting_when_learnt(values: torch.Tensor, actions: list[Callable[[], None]]) -> torch.Tensor:
+    """A tensor of a class that does these things, once, when C looks at the class."""
+
+    class Meta(type(torch.Tensor)):  # type: ignore[misc]
+        def __getattribute__(cls, name: str) -> Any:
+            if name == "__dlpack_c_exchange_api__" and actions:
+                actions.pop()()
+            return super().__getattribute__(name)
+
+    class Learnt(torch.Tensor, metaclass=Meta):
+        pass
+
+    return values.as_subclass(Learnt)
+
+
+DEEP = (2, 1, 1, 2, 1, 1, 3)  # of so many dimensions torch keeps the shape in memory of its own
+
+
+def replace(tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+    tensor.data = torch.ones(shape)
+
+
+def replaced_while_learnt(shape: tuple[int, ...]) -> torch.nn.Parameter:
+    """A parameter that gets other memory while C learns the type of its gradient."""
+    param = torch.nn.Parameter(torch.zeros(DEEP))
+    param.grad = acting_when_learnt(torch.ones(DEEP), [lambda: replace(param, shape)])
+    return param
+
+
+@pytest.mark.parametrize("shape", [DEEP, (12,)], ids=["alike", "flat"])
+def test_a_parameter_that_is_replaced_while_its_gradient_is_learnt(shape: tuple[int, ...]) -> None:
+    param = replaced_while_learnt(shape)
+    optimizer = faststep.optim.SGD([param], lr=0.5)
+    if shape == DEEP:
+        optimizer.step()
+        assert torch.equal(param, torch.full(shape, 0.5))
+    else:
+        with pytest.raises(RuntimeError, match=r"gradient.*shape"):
+            optimizer.step()
+        assert torch.equal(param, torch.ones(shape))
+
+
+@pytest.mark.parametrize("shape", [DEEP, (12,)], ids=["alike", "flat"])
+def test_a_parameter_that_is_replaced_while_its_gradient_is_measured(
+    shape: tuple[int, ...],
+) -> None:
+    assert _C.Squares().measure(0, replaced_while_learnt(shape)) is (shape == DEEP)
+
+
+@pytest.mark.parametrize("shape", [DEEP, (12,)], ids=["alike", "flat"])
+def test_a_sum_that_is_replaced_while_its_term_is_learnt(shape: tuple[int, ...]) -> None:
+    total = torch.zeros(DEEP)
+    term = acting_when_learnt(torch.ones(DEEP), [lambda: replace(total, shape)])
+    if shape == DEEP:
+        _C.accumulate([total], [term], 1.0, False)
+        assert torch.equal(total, torch.full(DEEP, 2.0))
+    else:
+        with pytest.raises(TypeError, match="shape"):
+            _C.accumulate([total], [term], 1.0, False)
+        assert torch.equal(total, torch.ones(shape))
+
+
+def test_a_step_counter_that_is_replaced_while_it_is_asked() -> None:
+    param = torch.nn.Parameter(torch.zeros(3))
+    optimizer = faststep.optim.AdamW([param], lr=0.1)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    with torch.inference_mode():  # so that torch is asked whether it may be written
+        counter = torch.ones((1,) * 7)
+    optimizer.state[param]["step"] = counter
+    done: list[int] = []
+
+    class Replacing(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.Tensor.is_inference and not done:
+                done.append(1)
+                with torch._C.DisableTorchFunction(), torch.inference_mode():
+                    counter.data = torch.ones(())
+            return func(*args, **(kwargs or {}))
+
+    with Replacing(), torch.inference_mode():
+        optimizer.step()
+    assert done
+    assert counter.item() == 2.0
+
+
+def test_pixels_that_are_replaced_while_the_copy_is_learnt() -> None:
+    pixels = torch.zeros(256, 256, 3, dtype=torch.uint8)
+
+    def replace() -> None:
+        pixels.data = torch.ones(256, 256, 3, dtype=torch.uint8)
+
+    out = acting_when_learnt(torch.zeros(3, 256, 256, dtype=torch.uint8), [replace])
+    _C.split_channels(pixels, out)
+    assert bool((out == 1).all())

@@ -17,7 +17,9 @@ The four functions have the names, arguments, results and errors of torch.nn.uti
 
 DTensors are measured and scaled by their local tensors. Their norm is that of all ranks, by one
 all-reduce of a few numbers per process group; it is a DTensor that every rank has whole. `Partial`
-gradients are reduced first. Every rank must make the call, as with torch's functions.
+gradients are reduced first. Every rank must make the call, as with torch's functions; in
+`clip_grad_norm_` it may be one without gradients, and if one rank fails the others raise an error
+that names it.
 
 Gradients other than strided real CPU or CUDA tensors (sparse, complex, wrapper classes other than
 DTensor, integer, CUDA where this build has no kernels), those on several devices, DTensors in norms
@@ -193,11 +195,13 @@ def clip_grad_norm_(
             "`parameters` is an empty generator, no gradient clipping will occur.",
             stacklevel=2,
         )
-    norm = _clip(parameters, max_norm, norm_type, error_if_nonfinite)
+    # By the parameters: a rank without gradients must not leave the others waiting.
+    divided = any_dtensor(parameters)
+    norm = None if divided else _clip(parameters, max_norm, norm_type, error_if_nonfinite)
     if norm is not None:
         return norm
     grads = _C.collect_grads(parameters)
-    if any_dtensor(grads):
+    if divided or any_dtensor(grads):
         with contextlib.suppress(TypeError):
             return clip_shards(parameters, float(max_norm), float(norm_type), error_if_nonfinite)
     elif grads and _for_device(grads[0]):
@@ -247,7 +251,7 @@ def get_total_norm(
     except TypeError:
         if any_dtensor(tensors):
             with contextlib.suppress(TypeError):
-                return norm_of_shards(tensors, float(norm_type), error_if_nonfinite)[1]
+                return norm_of_shards(tensors, float(norm_type), error_if_nonfinite)
         return _torch_get_total_norm(tensors, norm_type, error_if_nonfinite, foreach)
 
 

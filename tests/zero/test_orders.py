@@ -157,9 +157,45 @@ def test_several_backward_passes(ranks: Ranks) -> None:
         assert said == {"two losses": [], "after a failure": [], "torch.autograd.grad": True}
 
 
+def _half(rank: int, world: int, stage: Any) -> dict[str, Any]:
+    """A backward that fails on all ranks, and a script that goes on with a step all the same."""
+    said: dict[str, Any] = {}
+    for number in range(len(SHAPES)):
+        model = Given(SHAPES, [torch.float32])
+        optimizer = zero.shard(
+            model, faststep.optim.SGD(model.parameters(), lr=1.0), stage=stage, bucket_mb=0.02
+        )
+        before = [p.detach().clone() for p in model.parameters()]
+        handle = getattr(model, f"p{number}").register_hook(_raise)
+        with contextlib.suppress(ValueError):
+            model(grads_for(model, 2)).backward()
+        handle.remove()
+        for name, use in (
+            ("step", optimizer.step),
+            ("clip", lambda made=optimizer: made.clip_grad_norm_(1.0)),
+        ):
+            try:
+                use()
+                said[f"{name} {number}"] = "done"
+            except RuntimeError as error:
+                said[f"{name} {number}"] = "backward" in str(error)
+        said[f"same {number}"] = differences(model.parameters(), before)
+    return said
+
+
+def test_a_step_after_a_backward_that_failed(ranks: Ranks) -> None:
+    """It would use the gradients of a part of the model, as those of all of it."""
+    for stage in (1, 2):
+        for said in ranks(f"half, stage {stage}"):
+            assert all(said.pop(f"same {number}") == [] for number in range(len(SHAPES)))
+            # Where the first gradient fails, there are none.
+            assert sorted(map(str, said.values())) == ["True"] * 8 + ["done"] * 2
+
+
 ZERO_JOBS = [
     Job("orders", 3, _orders, (2**25,)),
     Job("orders, one bucket at a time", 3, _orders, (0,)),
     Job("checkpointed", 2, _checkpointed),
     Job("several", 2, _several),
+    *(Job(f"half, stage {stage}", 2, _half, (stage,)) for stage in (1, 2)),
 ]

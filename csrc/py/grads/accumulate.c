@@ -93,16 +93,26 @@ static const fst_list *list_of(const addition *a, unsigned operand)
     return operand ? &a->terms[operand - 1] : &a->sums;
 }
 
+static const char *role_of(unsigned operand)
+{
+    return operand ? term_roles[operand - 1] : "sum";
+}
+
 /* Reads the tensors at `index` of each list. *role names the one with a problem. */
 static int view_all(fst_module *state, const addition *a, Py_ssize_t index, fst_view *views,
                     const char **role, fst_problem *problem)
 {
+    PyObject *objects[1 + MOST_TERMS];
+    unsigned which;
+    for (unsigned k = 0; k <= a->term_count; k++)
+        objects[k] = PyTuple_GetItem(list_of(a, k)->items, index);
+    if (fst_tensor_views(&state->tensors, objects, 1 + a->term_count, views, &which, problem)) {
+        *role = role_of(which);
+        return -1;
+    }
     for (unsigned k = 0; k <= a->term_count; k++) {
-        const fst_list *list = list_of(a, k);
-        *role = k ? term_roles[k - 1] : "sum";
-        if (fst_tensor_view(&state->tensors, PyTuple_GetItem(list->items, index), &views[k],
-                            problem) ||
-            fst_view_is_on(&views[k], list->device, problem))
+        *role = role_of(k);
+        if (fst_view_is_on(&views[k], list_of(a, k)->device, problem))
             return -1;
         if (!same_geometry(&views[0], &views[k]))
             return fst_problem_set(problem, "shape", "is not of the sum's shape");
@@ -128,7 +138,7 @@ static int bind_span(fst_module *state, addition *a, Py_ssize_t index, const cha
         return fst_problem_set(problem, "storage", "%s", status.message);
     for (unsigned k = a->term_count + 1; k-- > 0;) {
         const fst_list *list = list_of(a, k);
-        *role = k ? term_roles[k - 1] : "sum";
+        *role = role_of(k);
         if (bind_operand(&views[k], kept, order, k == 0, &list->layouts[index], &ops[k], problem))
             return -1;
     }

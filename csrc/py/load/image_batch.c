@@ -245,8 +245,10 @@ PyObject *fst_py_split_channels(PyObject *module, PyObject *args)
     fst_module *state = fst_module_state(module);
     PyObject *pixels, *out;
     fst_dl_tensor from, to;
-    if (!PyArg_ParseTuple(args, "OO", &pixels, &out) ||
-        read_bytes(state, pixels, "pixels", 2, &from) || read_bytes(state, out, "out", 0, &to))
+    if (!PyArg_ParseTuple(args, "OO", &pixels, &out))
+        return NULL;
+    fst_tensors_learn(&state->tensors, out); /* before the first address is read */
+    if (read_bytes(state, pixels, "pixels", 2, &from) || read_bytes(state, out, "out", 0, &to))
         return NULL;
     if (from.shape[0] != to.shape[1] || from.shape[1] != to.shape[2]) {
         PyErr_SetString(PyExc_ValueError, "out has another height or width than pixels");

@@ -76,23 +76,30 @@ static int note_grad(fst_step_plan *self, PyObject *grad)
     return fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad);
 }
 
+/* Reads a parameter and its gradient. Returns 0, or -1 with a Python error. */
+static int view_both(fst_binding *at, PyObject *param, PyObject *grad, fst_view views[2])
+{
+    PyObject *objects[] = {param, grad};
+    fst_problem problem;
+    unsigned which;
+    if (!fst_tensor_views(&at->module->tensors, objects, 2, views, &which, &problem))
+        return 0;
+    return fst_bind_problem(at, which ? "gradient" : "parameter", &problem);
+}
+
 /* Binds one parameter and its gradient, straight into the operands of a new span. */
 static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObject *whole_grad)
 {
     fst_step_plan *self = at->self;
-    fst_tensors *tensors = &at->module->tensors;
     fst_operand of_empty[FST_OP_COUNT], *ops = of_empty;
-    fst_view view, grad_view;
+    fst_view views[2];
     fst_problem problem;
     fst_status status = {0};
     PyObject *local = object, *grad = whole_grad;
     if (fst_bind_local(at, param, FST_IS_PARAM, &local) ||
-        fst_bind_local(at, param, FST_IS_GRAD, &grad))
+        fst_bind_local(at, param, FST_IS_GRAD, &grad) || view_both(at, local, grad, views))
         return -1;
-    if (fst_tensor_view(tensors, local, &view, &problem))
-        return fst_bind_problem(at, "parameter", &problem);
-    if (fst_tensor_view(tensors, grad, &grad_view, &problem))
-        return fst_bind_problem(at, "gradient", &problem);
+    const fst_view view = views[0], grad_view = views[1];
     param->record = view.shape;
     param->grad = grad;
     param->grad_record = grad_view.shape;

@@ -50,11 +50,13 @@ static int has_spec(const fst_tensors *tensors, PyObject *object, const PyObject
     return spec ? spec == wanted : -1;
 }
 
-int fst_step_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
-                        PyObject *param, PyObject *grad)
+/* Whether a parameter and a tensor of its are plain or, as DTensors, have specs that settle() was
+ * told: the parameter its first one, the tensor entry `which`. -1 with a Python error. */
+static int is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
+                      PyObject *param, PyObject *tensor, size_t which)
 {
     const int divided = fst_tensor_is_dtensor(tensors, param);
-    if (divided != fst_tensor_is_dtensor(tensors, grad))
+    if (divided != fst_tensor_is_dtensor(tensors, tensor))
         return 0;
     if (!divided)
         return 1;
@@ -62,20 +64,19 @@ int fst_step_is_settled(const fst_tensors *tensors, const fst_step_plan *self, s
         return 0;
     PyObject **specs = settled_of(self, index);
     const int same = has_spec(tensors, param, specs[0]);
-    return same > 0 ? has_spec(tensors, grad, specs[1]) : same;
+    return same > 0 ? has_spec(tensors, tensor, specs[which]) : same;
+}
+
+int fst_step_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
+                        PyObject *param, PyObject *grad)
+{
+    return is_settled(tensors, self, index, param, grad, FST_SETTLED_GRAD);
 }
 
 int fst_step_state_is_settled(const fst_tensors *tensors, const fst_step_plan *self, size_t index,
                               unsigned k, PyObject *param, PyObject *state)
 {
-    const int divided = fst_tensor_is_dtensor(tensors, param);
-    if (divided != fst_tensor_is_dtensor(tensors, state))
-        return 0;
-    if (!divided)
-        return 1;
-    if (index >= self->settled_count)
-        return 0;
-    return has_spec(tensors, state, settled_of(self, index)[FST_SETTLED_STATE + k]);
+    return is_settled(tensors, self, index, param, state, FST_SETTLED_STATE + k);
 }
 
 /* Makes room for the specs of a parameter. Returns 0, or -1 with a Python error. */
@@ -122,7 +123,7 @@ PyObject *fst_step_settle(PyObject *object, PyObject *args)
     memcpy(before, specs, sizeof before);
     memset(specs, 0, sizeof before);
     specs[0] = Py_NewRef(of_param);
-    specs[1] = Py_NewRef(of_grad);
+    specs[FST_SETTLED_GRAD] = Py_NewRef(of_grad);
     for (Py_ssize_t k = 0; k < states; k++)
         specs[FST_SETTLED_STATE + k] = Py_NewRef(PyTuple_GetItem(of_states, k));
     for (size_t i = 0; i < FST_SETTLED; i++)

@@ -33,29 +33,31 @@ static void measuring_free(measuring *m)
 static int bind(fst_tensors *tensors, measuring *m, PyObject *param, PyObject *grad,
                 fst_problem *problem)
 {
-    fst_view view, grad_view;
+    PyObject *objects[] = {param, grad};
+    fst_view views[2];
+    const fst_view *grad_view = &views[1];
+    unsigned which;
     fst_status status = {0};
-    if (fst_tensor_view(tensors, param, &view, problem) ||
-        fst_view_is_on(&view, FST_HOST, problem) ||
-        fst_tensor_view(tensors, grad, &grad_view, problem) ||
-        fst_view_is_on(&grad_view, FST_HOST, problem) ||
-        fst_param_learn(&m->param, &m->none, param, &view, problem))
+    if (fst_tensor_views(tensors, objects, 2, views, &which, problem) ||
+        fst_view_is_on(&views[0], FST_HOST, problem) ||
+        fst_view_is_on(grad_view, FST_HOST, problem) ||
+        fst_param_learn(&m->param, &m->none, param, &views[0], problem))
         return -1;
-    if (!fst_param_has_shape(&m->param, &grad_view))
+    if (!fst_param_has_shape(&m->param, grad_view))
         return fst_problem_set(problem, "shape", "is not of the parameter's shape");
-    m->data = grad_view.data;
-    m->dtype = grad_view.dtype;
+    m->data = grad_view->data;
+    m->dtype = grad_view->dtype;
     m->count = m->param.count;
     if (m->count == 0)
         return 0;
-    if (!fst_param_is_packed_in(&m->param, &grad_view) &&
-        fst_view_layout(&grad_view, m->param.order_count, m->param.order, 0, &m->layout, problem))
+    if (!fst_param_is_packed_in(&m->param, grad_view) &&
+        fst_view_layout(grad_view, m->param.order_count, m->param.order, 0, &m->layout, problem))
         return -1;
     fst_operand *op = fst_plan_add(&m->plan, m->count, 0, &status);
     if (!op || fst_plan_seal(&m->plan, 0, 0, &status))
         return fst_problem_set(problem, "storage", "%s", status.message);
     op = &m->plan.operands[0];
-    *op = (fst_operand){grad_view.data, m->layout, grad_view.dtype};
+    *op = (fst_operand){grad_view->data, m->layout, grad_view->dtype};
     return 0;
 }
 

@@ -73,6 +73,9 @@ static int bind_counter(const fst_binding *at, fst_param *param, PyObject *objec
         return fst_bind_problem(at, "state 'step'", &problem);
     if (check_counter(at, object))
         return -1;
+    if (at->module->tensors.ran_python && /* which may have moved it */
+        fst_tensor_view(&at->module->tensors, object, view, &problem))
+        return fst_bind_problem(at, "state 'step'", &problem);
     if (view->device == FST_HOST && at->part->device != FST_HOST)
         return 0;
     if (fst_view_is_scalar(view, at->part->device, &problem))

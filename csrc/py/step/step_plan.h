@@ -68,7 +68,7 @@ typedef struct {
 } fst_traced_group;
 
 /* Where specs lie among those of a parameter that were settled. */
-enum { FST_SETTLED_STATE = 2, FST_SETTLED = FST_SETTLED_STATE + FST_MAX_KEYS };
+enum { FST_SETTLED_GRAD = 1, FST_SETTLED_STATE, FST_SETTLED = FST_SETTLED_STATE + FST_MAX_KEYS };
 
 typedef struct fst_trace fst_trace;
 typedef struct fst_traced_state fst_traced_state;

@@ -82,8 +82,12 @@ static int ask(fst_tensors *tensors, PyObject *method, PyObject *object)
     return truth;
 }
 
-int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem)
+/* Whether a tensor is a lazily negated view: 1 or 0, or -1 with `problem` filled. Runs Python code
+ * where the type is not learnt, and in a mode where torch's records are not known. */
+static int is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem)
 {
+    if (!type_of(tensors, object, problem))
+        return -1;
     if (tensors->negated) {
         const uint64_t *impl =
             (const uint64_t *)(uintptr_t)((const uint64_t *)object)[tensors->impl_in_object];
@@ -101,15 +105,14 @@ int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object)
 int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
                           fst_problem *problem)
 {
-    if (fst_tensor_read(tensors, object, tensor, problem))
-        return -1;
-    const int negated = fst_tensor_is_negated(tensors, object, problem);
+    const int negated = is_negated(tensors, object, problem);
     if (negated > 0)
         fst_problem_set(problem, "negated", "is a lazily negated view; call .resolve_neg() on it");
-    return negated ? -1 : 0;
+    return negated ? -1 : fst_tensor_read(tensors, object, tensor, problem);
 }
 
-int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
+/* Reads all of a view but whether it is negated. Runs Python code only to learn a type. */
+static int read_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
 {
     fst_dl_tensor tensor;
     if (fst_tensor_read(tensors, object, &tensor, problem))
@@ -131,8 +134,38 @@ int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_
     view->device = tensor.device.device_type == FST_DL_CPU ? FST_HOST : tensor.device.device_id;
     if (!tensor.data && fst_view_count(view) > 0)
         return fst_problem_set(problem, "storage", "has no memory behind it");
-    view->negated = fst_tensor_is_negated(tensors, object, problem);
-    return view->negated < 0 ? -1 : 0;
+    return 0;
+}
+
+int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
+{
+    view->negated = is_negated(tensors, object, problem);
+    return view->negated < 0 ? -1 : read_view(tensors, object, view, problem);
+}
+
+int fst_tensor_views(fst_tensors *tensors, PyObject *const *objects, unsigned count,
+                     fst_view *views, unsigned *which, fst_problem *problem)
+{
+    int ran_python = tensors->ran_python;
+    for (int i = 0; i < FST_ATTEMPTS; i++) {
+        for (*which = 0; *which < count; ++*which) {
+            fst_view *view = &views[*which];
+            view->negated = is_negated(tensors, objects[*which], problem);
+            if (view->negated < 0)
+                return -1;
+        }
+        ran_python |= tensors->ran_python;
+        tensors->ran_python = 0;
+        for (*which = 0; *which < count; ++*which)
+            if (read_view(tensors, objects[*which], &views[*which], problem))
+                return -1;
+        const int is_valid = !tensors->ran_python;
+        tensors->ran_python |= ran_python;
+        if (is_valid)
+            return 0;
+    }
+    *which = 0;
+    return fst_problem_set(problem, "storage", "may be moved by Python code each time it is read");
 }
 
 static const char *device_name(int device, char name[16])

@@ -76,10 +76,6 @@ const fst_tensor_type *fst_tensor_type_learn(fst_tensors *tensors, PyTypeObject 
 int fst_tensor_read(fst_tensors *tensors, PyObject *object, fst_dl_tensor *tensor,
                     fst_problem *problem);
 
-/* Whether a tensor is a lazily negated view: 1 or 0, or -1 with `problem` filled. May run Python
- * code where torch's records are not known. */
-int fst_tensor_is_negated(fst_tensors *tensors, PyObject *object, fst_problem *problem);
-
 /* Whether a tensor was made in inference mode; -1 with a Python error. */
 int fst_tensor_is_inference(fst_tensors *tensors, PyObject *object);
 
@@ -90,6 +86,11 @@ int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor 
 /* Reads a tensor of a supported dtype in CPU or CUDA memory. Returns 0, or -1 with `problem`
  * filled and no Python error. */
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);
+
+/* Reads several such tensors, all after the last Python code that reading them runs: it may change
+ * those that were read before. *which is the one with a problem. */
+int fst_tensor_views(fst_tensors *tensors, PyObject *const *objects, unsigned count,
+                     fst_view *views, unsigned *which, fst_problem *problem);
 
 /* Fills `problem`: the tensor is on one device and must be on another. Returns -1. */
 int fst_view_misplaced(const fst_view *view, int device, fst_problem *problem);

@@ -25,6 +25,7 @@ __all__ = [
     "learn_dtensors",
     "like_dtensor",
     "local_of",
+    "part_of",
     "replicate",
     "replicated",
     "set_local",
@@ -69,6 +70,11 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     divided: Any = tensor
     local: torch.Tensor = divided._local_tensor
     return local
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor; another tensor as it is."""
+    return local_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:

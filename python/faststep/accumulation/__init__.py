@@ -52,7 +52,8 @@ def accumulate(
             the end of the window. One that accelerate has wrapped is unwrapped.
         steps: micro-steps per window, at least 1.
         model: the module that the loop calls. Needed for DistributedDataParallel: it then
-            communicates in the last micro-step of a window only. Default: None.
+            communicates in the last micro-step of a window only, and so does a model of
+            fully_shard. Default: None.
         normalize: what the sum of a window is divided by. "mean": the number of micro-steps, for
             losses that are means over micro-batches of one size. "sum": nothing. "tokens": the
             total that `add_count` was given in the window, on all ranks, for losses that are sums.

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .. import _C
 from .._torch.compiler import disable_dynamo
+from .._torch.dtensor import any_dtensor
 from .._torch.modes import is_watched
 from ..clip import clip_grad_norm_
 from ..grads import divide as division
@@ -200,7 +201,8 @@ class Accumulation:
         params = [p for optimizer in self._window.optimizers for p in params_of(optimizer)]
         grads = _C.collect_grads(params)
         divisor = divisors.pop()
-        if divisors or divisor is None or norm_type == 0.0 or is_watched() or not _C.fusable(grads):
+        apart = any_dtensor(params) or is_watched() or not _C.fusable(grads)
+        if divisors or divisor is None or norm_type == 0.0 or apart:
             self.normalize_()
             return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
         norm = _C.norm(grads, float(norm_type))[0] / divisor

@@ -51,8 +51,8 @@ class Ranks:
                 inside = f" (its submodule {name!r})" if name else ""
                 raise TypeError(
                     f"accumulate() does not support {type(part).__name__} models{inside}; model= "
-                    "must be a plain module or a DistributedDataParallel itself. With fully_shard "
-                    "leave model= away: every micro-step then reduces its gradients"
+                    "must be a plain module, a DistributedDataParallel itself or a model of "
+                    "fully_shard"
                 )
 
     @property
@@ -70,6 +70,14 @@ class Ranks:
         self._quiet.close()
         if quiet and self._model is not None:
             self._quiet.enter_context(self._model.no_sync())
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether the sums of an open window are where `.grad` does not show them."""
+        return False
+
+    def drop(self) -> None:
+        """Drop the sums of the open window that are not in `.grad`."""
 
     def synchronized(self) -> bool:
         """After a backward that communicated: whether DistributedDataParallel moved gradients."""

@@ -22,6 +22,11 @@ def state_of(window: Window) -> dict[str, Any]:
     over = window.ready and window.steps_taken.are_all()
     ready = window.ready and not over
     open_window = bool(window.micro_step or ready)
+    if window.micro_step and window.ranks.keeps_sums:
+        raise RuntimeError(
+            "state_dict() inside a window: the sums of its gradients are inside FSDP2, which does "
+            "not show them; save when a window is complete, or leave model= away"
+        )
     if open_window and window.sums is not None:
         window.sums.add_held()
     grads = [_sum_of(window, param) if open_window else None for _, param in window.named_params()]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from .ranks import Ranks
 
-__all__ = ["Sharded", "ShardedRanks", "is_sharded"]
+__all__ = ["ReducingRanks", "Sharded", "ShardedRanks", "is_sharded"]
 
 
 class Sharded(Protocol):
@@ -32,17 +32,25 @@ def is_sharded(optimizer: Any) -> TypeGuard[Sharded]:
     return isinstance(optimizer, Optimizer) and hasattr(type(optimizer), "add_up")
 
 
-class ShardedRanks(Ranks):
-    """Ranks whose gradients the optimizer reduces: in backward, or when it is asked to."""
-
-    def __init__(self, optimizer: Sharded) -> None:
-        super().__init__(None)
-        self._optimizer = optimizer
+class ReducingRanks(Ranks):
+    """Ranks whose gradients somebody reduces to their mean: in backward, or when asked to."""
 
     @property
     def knows_model(self) -> bool:
         """Whether nobody else reduces the gradients."""
         return True
+
+    def reduce(self) -> None:
+        """Reduce the gradients of a window that ended early; a collective."""
+        raise NotImplementedError
+
+
+class ShardedRanks(ReducingRanks):
+    """Ranks whose gradients the optimizer reduces."""
+
+    def __init__(self, optimizer: Sharded) -> None:
+        super().__init__(None)
+        self._optimizer = optimizer
 
     @property
     def world(self) -> int:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from .._torch.compiler import disable_dynamo
-from .._torch.dtensor import is_dtensor
 from .._torch.optim import get_grad_dtype, set_grad_dtype
 from ..grads.add import Addition, add_all, add_to
 from ..grads.hooks import Hooked
+from ..grads.shards import align_all
 
 __all__ = ["LOW_PRECISION", "Sums"]
 
@@ -65,19 +65,9 @@ class Sums:
         """Hook the low-precision parameters among (name, parameter) that have no hook yet.
 
         Returns whether there were any.
-
-        Raises:
-            TypeError: one of them is a DTensor, whose hooks fully_shard does not run.
         """
         before = len(self._sums)
         for name, param in params:
-            if is_dtensor(param) and param.dtype in LOW_PRECISION:
-                raise TypeError(
-                    f"accumulate(dtype=torch.float32) cannot sum up the gradients of {name}, which "
-                    f"is a DTensor in {param.dtype}: leave dtype away, or keep the sharded "
-                    "parameters in float32 and let MixedPrecisionPolicy(param_dtype=...) compute "
-                    "in the other type"
-                )
             if param.requires_grad and param.dtype in LOW_PRECISION and param not in self:
                 self._hook(name, param)
         return len(self._sums) > before
@@ -110,6 +100,7 @@ class Sums:
         Args:
             hold: keep the gradient, if none is kept already.
         """
+        align_all([param])
         grad = param.grad
         if grad is not None and grad is mine.buffer:
             mine.generation = self._generation

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .._torch.compiler import uncompiled
+from .._torch.fsdp import fsdp_modules_of
 from ..grads import divide as division
 from ..grads.buckets import reducing_model
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
+from .fsdp_ranks import FullyShardedRanks
 from .marks import Mark, mark_of
 from .norms import Norms
 from .ranks import Ranks
-from .sharded import ShardedRanks, is_sharded
+from .sharded import ReducingRanks, ShardedRanks, is_sharded
 from .steps import StepHooks, Steps
-from .sums import Sums
+from .sums import LOW_PRECISION, Sums
 
 __all__ = ["Normalize", "Window"]
 
@@ -50,7 +53,7 @@ class Window:
         self.broken = False
         self.model = model
         self._model_checked = False
-        self.ranks = ShardedRanks(optimizers[0]) if is_sharded(optimizers[0]) else Ranks(model)
+        self.ranks = _ranks_of(optimizers[0], model)
         self.optimizers = list(optimizers)
         self.sums = None if dtype is None else Sums(in_pairs)
         self.steps_taken = Steps(self.optimizers)
@@ -124,7 +127,15 @@ class Window:
 
     def _attach_sums(self, sums: Sums) -> None:
         """Sum up the gradients of new parameters too; norms in backward must measure the sums."""
-        if sums.attach(self.named_params()):
+        params = self.named_params()
+        for name, param in params:
+            if self.ranks.keeps_sums and param.dtype in LOW_PRECISION:
+                raise TypeError(
+                    f"accumulate(dtype=torch.float32) cannot sum up the gradients of {name} in "
+                    "FSDP2: leave model= away, so that each micro-step reduces its gradients, "
+                    "whose parts are added up in float32"
+                )
+        if sums.attach(params):
             self._norms.run_last()
 
     def begin_window(self) -> None:
@@ -192,7 +203,7 @@ class Window:
             if self.normalize == "tokens":
                 return self.ranks.total([self.count])[0] / world
             return float(self.micro_step) if self.normalize == "mean" else 1.0
-        if isinstance(self.ranks, ShardedRanks):
+        if isinstance(self.ranks, ReducingRanks):
             self.ranks.reduce()
             micro_steps, count = self.ranks.total([float(self.micro_step), self.count])
             divisor = {"sum": world, "tokens": count, "mean": micro_steps}[self.normalize] / world
@@ -257,6 +268,7 @@ class Window:
             self.sums.forget()
         for _, param in self.named_params():
             param.grad = None
+        self.ranks.drop()
         self._marks.clear()
         self.micro_step, self.count, self.counted = 0, 0.0, False
 
@@ -321,6 +333,13 @@ class Window:
         if self.ready:
             self.steps_taken.note(optimizer)
             self.mark()
+
+
+def _ranks_of(optimizer: Optimizer, model: nn.Module | None) -> Ranks:
+    """Who reduces the gradients."""
+    if isinstance(model, nn.Module) and fsdp_modules_of(uncompiled(model)):
+        return FullyShardedRanks(model)
+    return ShardedRanks(optimizer) if is_sharded(optimizer) else Ranks(model)
 
 
 def _undo(hooks: list[StepHooks], sums: Sums | None) -> None:

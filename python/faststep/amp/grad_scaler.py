@@ -15,7 +15,13 @@ from ..clip import clip_grad_norm_
 from ..grads.params import params_of
 from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
 from ..optim.request import ScalerRequest
-from .protocol import any_found, lent_attributes, takes_found_inf, takes_requests
+from .protocol import (
+    any_found,
+    had_grads_elsewhere,
+    lent_attributes,
+    takes_found_inf,
+    takes_requests,
+)
 from .scale_rule import ScaleRule, check_bounds, check_hysteresis
 from .unscale import UnscalingScaler
 
@@ -189,7 +195,7 @@ class GradScaler(UnscalingScaler):
             result = cast("float | None", optimizer.step(*args, **kwargs))
         # Without gradients nothing was checked, and torch's update() says so. A closure may have
         # made the first ones.
-        if measures and (had_grads or has_grads(optimizer)):
+        if measures and (had_grads or has_grads(optimizer) or had_grads_elsewhere(optimizer)):
             state["found_inf_per_device"] = {lent["found_inf"].device: lent["found_inf"]}
         state["stage"] = OptState.STEPPED
         return result

@@ -4,7 +4,8 @@ The scaler sets them for the time of one step: `grad_scale`, the 0-d float32 sca
 still in the gradients (None where they are unscaled), and `found_inf`, 0-d float32, not 0 where
 the step must be skipped. This is torch's protocol for its fused optimizers. faststep's optimizers
 know one more, `_asked`: a `ScalerRequest` says whether the step itself looks for overflows and
-writes `found_inf`, and to which global norm it clips. FusedOptimizer._request reads all three.
+writes `found_inf`, and to which global norm it clips. `request_of` of optim/request.py reads all
+three.
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ from torch.optim import Optimizer
 
 from ..optim.base import FusedOptimizer
 
-__all__ = ["AskedToUnscale", "any_found", "lent_attributes", "takes_found_inf", "takes_requests"]
+__all__ = [
+    "AskedToUnscale",
+    "any_found",
+    "had_grads_elsewhere",
+    "lent_attributes",
+    "takes_found_inf",
+    "takes_requests",
+]
 
 
 class AskedToUnscale:
@@ -45,6 +53,11 @@ class AskedToUnscale:
 def takes_requests(optimizer: Optimizer) -> bool:
     """True for optimizers whose step measures and clips by itself: faststep's, sharded or not."""
     return hasattr(type(optimizer), "_asked")
+
+
+def had_grads_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether another rank had a gradient at a step that has looked for overflows of DTensors."""
+    return isinstance(optimizer, FusedOptimizer) and optimizer._ranks_have_grads()
 
 
 def takes_found_inf(optimizer: Optimizer) -> bool:

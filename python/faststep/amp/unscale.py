@@ -12,13 +12,14 @@ from torch.optim import Optimizer
 
 from .. import _C
 from .._devices import has_kernels_for, ordinal_of
-from .._torch.dtensor import any_dtensor, is_dtensor, local_of
+from .._torch.dtensor import any_dtensor, is_dtensor, part_of
 from .._torch.modes import is_watched
 from .._torch.optim import dtypes_of, increment_version
 from ..grads import divide as division
+from ..grads.agreement import over_ranks
 from ..grads.params import params_of
-from ..grads.regions import over_ranks, regions_of
-from ..grads.shards import LayoutError, reduce_sums
+from ..grads.regions import regions_of
+from ..grads.shards import LayoutError, align_all
 
 __all__ = ["UnscalingScaler"]
 
@@ -84,44 +85,95 @@ def _unscale_shards(
 ) -> dict[torch.device, Tensor] | None:
     """Multiply in place where parameters are DTensors: an overflow on one rank is one on all.
 
-    A flag for each device, none without gradients. Every rank takes part, even without any. None in
-    place of all, and nothing is written, if one of the gradients is not for the C passes.
+    A flag for each device; none if no rank has gradients. Every rank takes part, even without any.
+    None in place of all, and nothing is written, if gradients are not for the C passes.
     """
     try:
-        reduce_sums(params)
         regions = regions_of(params)
     except LayoutError:
         return None
-    grads = _C.collect_grads(params)
-    if not allow_fp16 and torch.float16 in dtypes_of(grads):
-        raise ValueError("Attempting to unscale FP16 gradients.")
-    lists: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-    for grad in grads:
-        part = local_of(grad) if is_dtensor(grad) else grad
-        lists[part.device].append(part)
-    if not all(_C.fusable(parts, ordinal_of(parts[0])) for parts in lists.values()):
+    failure = None
+    lists: dict[torch.device, list[Tensor]] = {}
+    flags: dict[torch.device, Tensor] = {}
+    try:
+        lists = _parts_by_device(params, allow_fp16)
+        for device, parts in lists.items():
+            flags[device] = _look_at_parts(parts, inv_scale, found_inf)
+    except (TypeError, ValueError) as error:
+        failure = error
+    overflow = found_inf.clone()
+    for flag in flags.values():
+        overflow += flag.to(overflow.device, non_blocking=True)
+    agreed = over_ranks(
+        regions,
+        torch.zeros(len(regions), dtype=torch.float64, device=overflow.device),
+        overflow,
+        has_grads=bool(lists),
+        failure=None if failure is None else f"unscale_: {failure}; no gradient was changed",
+    )
+    if isinstance(failure, ValueError):
+        raise failure
+    if failure is not None and agreed.fails_alone:
+        raise RuntimeError(f"unscale_: {failure}; no gradient was changed")
+    if failure is not None:
         return None
-    flags, overflow = {}, found_inf.clone()
-    for device, parts in lists.items():
-        flags[device] = _unscale_parts(parts, inv_scale, found_inf)
-        overflow += flags[device].to(overflow.device, non_blocking=True)
-    increment_version([grad for grad in grads if is_dtensor(grad)])
-    nothing = torch.zeros(len(regions), dtype=torch.float64, device=overflow.device)
-    _, found = over_ranks(regions, nothing, overflow)
-    return {device: flag.copy_(found.ne(0.0)) for device, flag in flags.items()}
+    for parts in lists.values():
+        _scale_parts(parts, inv_scale)
+    increment_version([p.grad for p in params if p.grad is not None and is_dtensor(p.grad)])
+    if not flags and bool(agreed.grads):  # of the other ranks
+        flags[_device_of(params)] = found_inf
+    return {
+        device: agreed.found.ne(0.0).to(device=device, dtype=torch.float32, non_blocking=True)
+        for device in flags
+    }
 
 
-def _unscale_parts(parts: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
-    """Multiply tensors of one device in place, and return the flag of this rank there."""
+def _parts_by_device(params: list[Tensor], allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
+    """The parts of the gradients by their device.
+
+    Raises:
+        LayoutError: see `align_all`.
+        TypeError: one of them is not for the C passes.
+        ValueError: one of them is float16, which is not allowed.
+    """
+    align_all(params)
+    lists: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for at, param in enumerate(params):
+        grad = param.grad
+        if grad is None:
+            continue
+        part = part_of(grad)
+        if not allow_fp16 and part.dtype is torch.float16:
+            raise ValueError("Attempting to unscale FP16 gradients.")
+        if not _C.fusable([part], ordinal_of(part)):
+            shape = tuple(grad.shape)
+            raise TypeError(
+                f"the gradient of parameter {at} (shape {shape}, {grad.dtype}, {grad.layout}) "
+                "cannot be used beside DTensors"
+            )
+        lists[part.device].append(part)
+    return lists
+
+
+def _look_at_parts(parts: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> Tensor:
+    """The flag of this rank for the parts on one device; a CUDA device multiplies as well."""
     if parts[0].is_cuda:
         flags = _unscale_on_devices(parts, inv_scale, found_inf, True) or {}
         return next(iter(flags.values()))
-    factor = inv_scale.item()
     _, overflow = _C.measure(parts, 1.0)
-    if factor != 1.0:
-        _C.scale(parts, factor)
-        increment_version(parts)
     return _flag_on(found_inf, _HOST, overflow)
+
+
+def _scale_parts(parts: list[Tensor], inv_scale: Tensor) -> None:
+    """Multiply parts in host memory, which have only been looked at."""
+    if parts[0].is_cuda or (factor := inv_scale.item()) == 1.0:
+        return
+    _C.scale(parts, factor)
+    increment_version(parts)
+
+
+def _device_of(params: list[Tensor]) -> torch.device:
+    return part_of(params[0]).device
 
 
 def _unscale(params: list[Tensor], inv_scale: Tensor, allow_fp16: bool) -> tuple[bool, bool] | None:

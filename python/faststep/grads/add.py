@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import has_kernels_for
+from .._torch.dtensor import is_dtensor, part_of
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 
@@ -46,8 +47,10 @@ def _add_alike(additions: list[Addition]) -> None:
     if is_watched():
         _add_by_torch(additions)
         return
-    totals, terms = [one.total for one in additions], [one.term for one in additions]
-    more = [one.more for one in additions if one.more is not None]
+    # Those of DTensors are divided alike: their parts are added.
+    totals = [part_of(one.total) for one in additions]
+    terms = [part_of(one.term) for one in additions]
+    more = [part_of(one.more) for one in additions if one.more is not None]
     on_device = totals[0].is_cuda and has_kernels_for(totals[0])
     add = _C.device_accumulate if on_device else _C.accumulate
     try:
@@ -56,6 +59,7 @@ def _add_alike(additions: list[Addition]) -> None:
         _add_by_torch(additions)
     else:
         increment_version(totals)
+        increment_version([one.total for one in additions if is_dtensor(one.total)])
 
 
 def _add_by_torch(additions: Iterable[Addition]) -> None:

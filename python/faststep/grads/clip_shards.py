@@ -5,6 +5,7 @@ Raises TypeError, before anything is written, where torch's own functions have t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import has_kernels_for
-from .._torch.dtensor import full_tensor, is_dtensor, local_of, replicated
+from .._torch.dtensor import full_tensor, is_dtensor, part_of, replicated
 from .._torch.optim import increment_version
-from .regions import over_ranks, regions_of
-from .shards import reduce_sums, summed
+from .agreement import Agreed, over_ranks
+from .regions import Region, regions_of
+from .shards import LayoutError, align_all, summed
 from .total import NONFINITE, promoted
 
 __all__ = ["clamp_shards", "clip_shards", "norm_of_shards", "scale_shards"]
@@ -24,7 +26,7 @@ __all__ = ["clamp_shards", "clip_shards", "norm_of_shards", "scale_shards"]
 
 def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The parts; TypeError if they cannot be used."""
-    parts = [local_of(one) if is_dtensor(one) else one for one in tensors]
+    parts = [part_of(one) for one in tensors]
     device = parts[0].device if parts else torch.device("cpu")
     usable = device.type == "cpu" or (device.type == "cuda" and has_kernels_for(parts[0]))
     if not usable or any(part.device != device for part in parts):
@@ -32,63 +34,141 @@ def _parts_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     return parts
 
 
-def _norm_of_all(tensors: Sequence[Tensor], norm_type: float) -> tuple[Tensor, int]:
-    """The norm of all tensors, 0-d float64 on their device, and their dtypes as bits."""
-    if not norm_type > 0.0:  # a count, or a smallest element
-        raise TypeError("only norms of an order above 0 can be added up")
-    tensors = [summed(one) for one in tensors]
-    parts = _parts_of(tensors)
-    regions = regions_of(tensors)
+def _norm_of_all(
+    owners: Sequence[Tensor],
+    tensors: Sequence[Tensor | None],
+    norm_type: float,
+    failure: Exception | None = None,
+) -> tuple[Tensor, int, Agreed]:
+    """The norm of all tensors, 0-d float64 on their device, and their dtypes as bits.
+
+    Args:
+        owners: of the tensors. They are divided alike, and are there on every rank.
+        tensors: None where this rank has none.
+        norm_type: order of the norm.
+        failure: what has failed on this rank already.
+    """
+    regions = regions_of(owners)
+    values = torch.full((len(regions),), math.nan, dtype=torch.float64)
+    dtypes = 0
+    try:
+        if failure is None:
+            values, dtypes = _norms_of(regions, tensors, norm_type)
+    except Exception as error:
+        failure = error
+    values = values.to(part_of(owners[0]).device)
+    undefined = values.isnan().any()
+    infinite = math.isinf(norm_type)
+    values = torch.where(values.isnan(), 0.0, values) if infinite else values.pow(norm_type)
+    agreed = over_ranks(
+        regions,
+        values,
+        undefined,
+        has_grads=any(one is not None for one in tensors),
+        failure=None if failure is None else _text_of(failure, tensors),
+        largest=infinite,
+    )
+    if failure is not None:
+        alone = agreed.fails_alone and isinstance(failure, TypeError)  # else torch does it
+        raise RuntimeError(_text_of(failure, tensors)) if alone else failure
+    if infinite:
+        return torch.where(agreed.found != 0.0, math.nan, agreed.values.max()), dtypes, agreed
+    return agreed.values.sum().pow(1.0 / norm_type), dtypes, agreed
+
+
+def _norms_of(
+    regions: Sequence[Region], tensors: Sequence[Tensor | None], norm_type: float
+) -> tuple[Tensor, int]:
+    """The norm of this rank's parts in each region, and their dtypes as bits."""
+    parts = iter(_parts_of([one for one in tensors if one is not None]))
+    by_place = [None if one is None else next(parts) for one in tensors]
     norms, dtypes = [], 0
     for region in regions:
-        some = [parts[place] for place in region.places]
+        some = [part for place in region.places if (part := by_place[place]) is not None]
         norm, found = _norm(some, norm_type)
         norms.append(norm)
         dtypes |= found
-    values = torch.stack(norms)
-    undefined = values.isnan().any()
-    if math.isinf(norm_type):
-        comparable = torch.where(values.isnan(), 0.0, values)
-        values, found_nan = over_ranks(regions, comparable, undefined, largest=True)
-        norm = torch.where(found_nan != 0.0, math.nan, values.max())
-    else:
-        powers, _ = over_ranks(regions, values.pow(norm_type), undefined)
-        norm = powers.sum().pow(1.0 / norm_type)
-    return norm, dtypes
+    device = next((norm.device for norm in norms if norm.is_cuda), None)
+    return torch.stack([norm.to(device) for norm in norms]), dtypes
 
 
 def _norm(parts: list[Tensor], norm_type: float) -> tuple[Tensor, int]:
-    if parts[0].is_cuda:
+    if parts and parts[0].is_cuda:
         wide = torch.empty((), dtype=torch.float64, device=parts[0].device)
         return wide, _C.device_norm(parts, norm_type, wide)
     norm, dtypes = _C.norm(parts, norm_type)
     return torch.tensor(norm, dtype=torch.float64, device="cpu"), dtypes
 
 
-def norm_of_shards(
-    tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool
-) -> tuple[Tensor, Tensor]:
-    """The norm of all ranks' parts: in float64, and as torch returns it.
+def _text_of(failure: Exception, tensors: Sequence[Tensor | None]) -> str:
+    """What went wrong, with the place of the first gradient that cannot be used."""
+    for place, one in enumerate(tensors):
+        if one is not None and not _C.fusable([part_of(one)]):
+            shape = tuple(one.shape)
+            what = f"the gradient at {place} of the list (shape {shape}, {one.dtype}, {one.layout})"
+            return f"{what} cannot be used beside DTensors: {failure}; nothing was changed"
+    return f"{failure}; nothing was changed"
+
+
+def norm_of_shards(tensors: Sequence[Tensor], norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """The norm of all ranks' parts of gradients, as torch returns it.
 
     Of DTensors torch returns a DTensor. This one is whole on all ranks, so that `full_tensor()` and
     `item()` communicate no more.
     """
-    norm, dtypes = _norm_of_all(tensors, norm_type)
+    _check_order(norm_type)
+    tensors = [summed(one) for one in tensors]
+    norm, dtypes, _ = _norm_of_all(tensors, tensors, norm_type)
+    return _returned(norm, promoted(dtypes), tensors[0], norm_type, error_if_nonfinite)
+
+
+def _check_order(norm_type: float) -> None:
+    if not norm_type > 0.0:  # a count, or a smallest element
+        raise TypeError("only norms of an order above 0 can be added up")
+
+
+def _returned(
+    norm: Tensor, dtype: torch.dtype, like: Tensor, norm_type: float, error_if_nonfinite: bool
+) -> Tensor:
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
         raise RuntimeError(NONFINITE.format(norm_type))
-    returned = norm.to(promoted(dtypes))
-    return norm, replicated(returned, tensors[0]) if is_dtensor(tensors[0]) else returned
+    rounded = norm.to(dtype)
+    return replicated(rounded, like) if is_dtensor(like) else rounded
 
 
 def clip_shards(
     parameters: Sequence[Tensor], max_norm: float, norm_type: float, error_if_nonfinite: bool
 ) -> Tensor:
-    """Clip the gradients of parameters, and return their norm."""
-    reduce_sums(parameters)
-    grads = _C.collect_grads(parameters)
-    norm, returned = norm_of_shards(grads, norm_type, error_if_nonfinite)
-    scale_shards(grads, max_norm, norm)
+    """Clip the gradients of parameters, and return their norm.
+
+    A rank without gradients takes part, and has the norm of the others.
+    """
+    _check_order(norm_type)
+    failure = None
+    try:
+        align_all(parameters)
+    except LayoutError as error:
+        failure = error
+    grads = [param.grad for param in parameters]
+    owners = [
+        param if grad is None or is_dtensor(param) else grad
+        for param, grad in zip(parameters, grads, strict=True)
+    ]
+    norm, dtypes, agreed = _norm_of_all(owners, grads, norm_type, failure)
+    mine = [grad for grad in grads if grad is not None]
+    if not mine and not bool(agreed.grads):
+        return torch.tensor(0.0)
+    if mine:
+        dtype, like = promoted(dtypes), mine[0]
+    else:
+        dtype, like = _dtype_of(parameters), owners[0]
+    returned = _returned(norm, dtype, like, norm_type, error_if_nonfinite)
+    scale_shards(mine, max_norm, norm)
     return returned
+
+
+def _dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:
+    return functools.reduce(torch.promote_types, [one.dtype for one in tensors])
 
 
 def scale_shards(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
@@ -108,7 +188,7 @@ def scale_shards(tensors: Sequence[Tensor], max_norm: float, norm: Tensor) -> No
 
 def clamp_shards(parameters: Sequence[Tensor], limit: float) -> None:
     """Clamp every element of the gradients to [-limit, limit]."""
-    reduce_sums(parameters)
+    align_all(parameters)
     grads = _C.collect_grads(parameters)
     parts = _parts_of(grads)
     (_C.device_clamp if parts[0].is_cuda else _C.clamp)(parts, limit)

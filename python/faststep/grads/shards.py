@@ -21,7 +21,7 @@ from .._torch.dtensor import (
     spec_of,
 )
 
-__all__ = ["LayoutError", "align", "align_states", "reduce_sums", "summed", "wait_for"]
+__all__ = ["LayoutError", "align", "align_all", "align_states", "summed", "wait_for"]
 
 
 class LayoutError(TypeError):
@@ -107,19 +107,28 @@ def summed(tensor: Tensor) -> Tensor:
     return made
 
 
-def reduce_sums(parameters: Iterable[Tensor]) -> None:
-    """Reduce gradients that are sums which wait to be added over the ranks, in `.grad`.
+def align_all(parameters: Iterable[Tensor]) -> None:
+    """Divide all gradients as their parameters are: see `align`.
+
+    That of a plain parameter may be a DTensor here; sums that wait are reduced.
 
     Raises:
         LayoutError: see `align`.
     """
     for param in parameters:
         grad = param.grad
-        if grad is not None and is_dtensor(grad) and _has_sums(grad):
-            if is_dtensor(param):
-                align(param)
-            else:
-                param.grad = summed(grad)
+        if grad is None or not is_dtensor(grad):
+            continue
+        if not is_dtensor(param):
+            param.grad = summed(grad)
+        elif not _is_alike(spec_of(param), spec_of(grad)):
+            align(param)
+
+
+def _is_alike(one: Any, other: Any) -> bool:
+    """Whether two specs are sure to divide in the same way; most are the same object's."""
+    same = one is other or (one.mesh is other.mesh and one.placements == other.placements)
+    return same and not any(placement.is_partial() for placement in one.placements)
 
 
 def _has_sums(tensor: Tensor) -> bool:

@@ -20,9 +20,9 @@ from .._torch.optim import has_global_step_hooks
 from .._torch.tensors import has_no_memory
 from ..grads.params import described
 from .by_torch import step_by_torch, update_by_torch
-from .checks import check_limit, refuse_group_options, refuse_shards, refuse_unchecked
+from .checks import check_limit, refuse_group_options, refuse_shards
 from .clipping import ClippedOptimizer
-from .request import Rule, ScalerRequest, StepAnswer, StepRequest
+from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper
 from .work import StaleSquaresError, Work
 from .zeros import Zeros
@@ -131,6 +131,10 @@ class FusedOptimizer(ClippedOptimizer):
         """Of the parameters, as the C side calls them; empty before the first step."""
         return () if self._stepper is None else self._stepper.devices
 
+    def _ranks_have_grads(self) -> bool:
+        """Whether a rank had a gradient at the last step that measured DTensors."""
+        return self._stepper is not None and self._stepper.ranks_have_grads()
+
     def _lr_of(self, group: dict[str, Any]) -> tuple[float, dict[int, Tensor] | None]:
         """The learning rate, as a number or as a tensor that each device reads for itself."""
         lr = group["lr"]
@@ -210,21 +214,10 @@ class FusedOptimizer(ClippedOptimizer):
             self._last_norm = answer.norm
 
     def _request(self) -> StepRequest:
-        """What this step is asked for: by the optimizer's options, by torch's protocol, by ours.
-
-        torch's protocol are the attributes `grad_scale` and `found_inf`, which a scaler sets for
-        the time of a step. They are read here alone.
-        """
-        max_norm = self.max_grad_norm if self._asked.max_norm is None else self._asked.max_norm
-        if max_norm is not None:
-            self._check_clipping(max_norm)
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Any = getattr(self, "found_inf", None)
-        if found_inf is not None and not isinstance(found_inf, Tensor):
-            refuse_unchecked(self)  # torch's scaler passes the number 0 where it saw no gradient
-            found_inf = None
-        write_grads = grad_scale is not None if max_norm is None else self.keep_grads
-        return StepRequest(grad_scale, found_inf, self._asked.looks_for_inf, max_norm, write_grads)
+        request = request_of(self, self._asked, self.max_grad_norm, self.keep_grads)
+        if request.max_norm is not None:
+            self._check_clipping(request.max_norm)
+        return request
 
     def _check_clipping(self, max_norm: float) -> None:
         """ValueError for a negative or NaN limit, RuntimeError for a shard of the parameters."""

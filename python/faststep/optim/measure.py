@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .._devices import Scalars, agree, on_device
+from .._devices import Scalars, agree, new_scalar, on_device
 from .._torch.dtensor import is_dtensor, spec_of, specs_of
-from ..grads.regions import Region, over_ranks, regions_of
+from ..grads.agreement import Agreed, over_ranks
+from ..grads.regions import Region, regions_of
 from ..grads.shards import LayoutError
 from .request import Rule
-from .work import Work
+from .work import DevicesChangedError, Work
 
 __all__ = ["DividedGrads"]
 
@@ -25,44 +27,89 @@ _NO_RULE = Rule(_C.rules()["sgd"][0], (), False, (0.0,) * 5, False)
 
 
 class _Part(NamedTuple):
-    """A region of an optimizer's parameters, and the plan that measures their gradients."""
+    """A region of an optimizer's parameters, and the plan that measures their gradients.
+
+    It knows no optimizer: that keeps it, and would be freed by the garbage collector alone.
+    """
 
     plan: _C.Plan
-    work: Work
+    params: list[list[Tensor]]
 
 
 class DividedGrads:
     """The regions of the parameters of one optimizer, some of which are DTensors."""
 
     def __init__(self) -> None:
+        self._grads: Tensor | None = None  # not 0 if a rank had a gradient at the last step
         self._params: list[Tensor] = []
         self._specs: list[Any] = []
         self._regions: list[Region] = []
         self._parts: list[_Part] = []
 
     def measure(
-        self, work: Work, measure_part: Callable[[_C.Plan, Work], dict[int, Scalars]]
+        self,
+        work: Work,
+        device: int,
+        measure_part: Callable[[_C.Plan, Work], dict[int, Scalars]],
     ) -> dict[int, Scalars]:
         """The norm of all gradients and the flag of all ranks, for each device in use.
 
-        `measure_part` measures the gradients of a part of the parameters by a plan.
+        A rank that fails takes part, so that the others raise an error as well.
+
+        Args:
+            device: the first in use.
+            measure_part: measures the gradients of a part of the parameters by a plan.
         """
         self._follow(work)
-        rows = [measure_part(part.plan, part.work) for part in self._parts]
-        for device_rows in rows:
-            if len(device_rows) > 1:
-                device_rows.update(agree(device_rows))
-        first = next(iter(rows[0]))
-        norms = [on_device(_of(row[first].norm), first).double() for row in rows]
-        flags = [on_device(_of(row[first].found_inf), first).double() for row in rows]
-        squares, flag = over_ranks(
-            self._regions, torch.stack(norms).square(), torch.stack(flags).ne(0.0).any()
-        )
-        norm, found = squares.sum().sqrt(), flag.ne(0.0).float()
+        failure = None
+        rows: list[dict[int, Scalars]] = []
+        try:
+            for part in self._parts:
+                rows.append(measure_part(part.plan, _work_on(part.params, work)))
+        except DevicesChangedError:  # this rank measures again
+            raise
+        except Exception as error:
+            failure = error
+        agreed = self._agreed(work, device, rows, failure)
+        if failure is not None:
+            raise _explained(work, failure) if agreed.fails_alone else failure
+        found = agreed.found.ne(0.0).float()
+        norm = agreed.values.sum().sqrt()
         return {
-            device: Scalars(row.grad_scale, on_device(found, device), on_device(norm, device))
-            for device, row in rows[0].items()
+            at: Scalars(row.grad_scale, on_device(found, at), on_device(norm, at))
+            for at, row in rows[0].items()
         }
+
+    def _agreed(
+        self,
+        work: Work,
+        device: int,
+        rows: list[dict[int, Scalars]],
+        failure: Exception | None,
+    ) -> Agreed:
+        """What all ranks have; without rows where this rank has failed."""
+        for row in rows:
+            if len(row) > 1:
+                row.update(agree(row))
+        if failure is None:
+            norms = [on_device(_of(row[device].norm), device).double() for row in rows]
+            flags = [on_device(_of(row[device].found_inf), device).double() for row in rows]
+        else:
+            norms = [new_scalar(device, torch.float64).fill_(math.nan)] * len(self._regions)
+            flags = [new_scalar(device, torch.float64)]
+        agreed = over_ranks(
+            self._regions,
+            torch.stack(norms).square(),
+            torch.stack(flags).ne(0.0).any(),
+            has_grads=any(param.grad is not None for param in self._params),
+            failure=None if failure is None else str(_explained(work, failure)),
+        )
+        self._grads = agreed.grads
+        return agreed
+
+    def ranks_have_grads(self) -> bool:
+        """Whether a rank had a gradient at the last step that measured; waits for a device."""
+        return self._grads is not None and bool(self._grads != 0.0)
 
     def _follow(self, work: Work) -> None:
         """Find the regions anew, if the parameters or how they are divided have changed."""
@@ -75,8 +122,15 @@ class DividedGrads:
         except LayoutError as error:
             raise _C.TensorError(*_first_outside(work), *error.args) from None
         self._params, self._specs = params, specs
-        parts = [_part_of(work, set(region.places)) for region in self._regions]
-        self._parts = [_Part(_C.Plan(), part) for part in parts]
+        lists = [_in_region(work.params, set(region.places)) for region in self._regions]
+        self._parts = [_Part(_C.Plan(), some) for some in lists]
+
+
+def _explained(work: Work, failure: Exception) -> Exception:
+    """What the optimizer's step raises for it."""
+    if isinstance(failure, _C.TensorError):
+        return work.optimizer._explained(*failure.args)
+    return failure
 
 
 def _same(now: list[Any], before: list[Any]) -> bool:
@@ -97,12 +151,17 @@ def _first_outside(work: Work) -> tuple[int, int]:
     raise AssertionError("every parameter has a part on this rank")
 
 
-def _part_of(work: Work, places: set[int]) -> Work:
-    """The work on some of the parameters, which are given by their places among all."""
+def _in_region(params: list[list[Tensor]], places: set[int]) -> list[list[Tensor]]:
+    """Those of the parameters that have these places among all."""
     lists, first = [], 0
-    for params in work.params:
-        lists.append([p for at, p in enumerate(params, first) if at in places])
-        first += len(params)
-    groups = list(range(len(lists))) if work.groups is None else work.groups
-    rules = [_NO_RULE] * len(lists)
-    return Work(work.optimizer, lists, lambda: rules, groups, unchanged=work.unchanged)
+    for some in params:
+        lists.append([p for at, p in enumerate(some, first) if at in places])
+        first += len(some)
+    return lists
+
+
+def _work_on(params: list[list[Tensor]], work: Work) -> Work:
+    """The work on some of the parameters: measuring them."""
+    groups = list(range(len(params))) if work.groups is None else work.groups
+    rules = [_NO_RULE] * len(params)
+    return Work(work.optimizer, params, lambda: rules, groups, unchanged=work.unchanged)

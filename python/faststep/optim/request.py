@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from .. import _C
+from .checks import refuse_unchecked
 
-__all__ = ["Rule", "ScalerRequest", "StepAnswer", "StepRequest"]
+__all__ = ["Rule", "ScalerRequest", "StepAnswer", "StepRequest", "request_of"]
 
 
 class ScalerRequest(NamedTuple):
@@ -32,6 +34,27 @@ class StepRequest(NamedTuple):
     def measures(self) -> bool:
         """Whether all gradients are read before the first parameter is written."""
         return self.looks_for_inf or self.max_norm is not None
+
+
+def request_of(
+    optimizer: Optimizer, asked: ScalerRequest, max_grad_norm: float | None, keep_grads: bool
+) -> StepRequest:
+    """What a step is asked for: by the optimizer's options, by torch's protocol, by ours.
+
+    torch's protocol are the attributes `grad_scale` and `found_inf`, which a scaler sets for the
+    time of a step. They are read here alone.
+
+    Raises:
+        AssertionError: torch's scaler saw no gradient, and there is one.
+    """
+    max_norm = max_grad_norm if asked.max_norm is None else asked.max_norm
+    grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    found_inf: Any = getattr(optimizer, "found_inf", None)
+    if found_inf is not None and not isinstance(found_inf, Tensor):
+        refuse_unchecked(optimizer)  # torch's scaler passes the number 0 where it saw no gradient
+        found_inf = None
+    write_grads = grad_scale is not None if max_norm is None else keep_grads
+    return StepRequest(grad_scale, found_inf, asked.looks_for_inf, max_norm, write_grads)
 
 
 class StepAnswer(NamedTuple):

@@ -42,6 +42,10 @@ class Stepper:
         """Set `devices` before the first step."""
         self.devices = devices_of(param for params in work.params for param in params)
 
+    def ranks_have_grads(self) -> bool:
+        """Whether another rank had a gradient at the last step that measured DTensors."""
+        return self._divided is not None and self._divided.ranks_have_grads()
+
     def step(self, work: Work, request: StepRequest) -> StepAnswer:
         """Update all parameters of `work` that have a gradient, or none of them.
 
@@ -92,6 +96,11 @@ class Stepper:
                 self.devices = changed.devices
             except DividedError:
                 self._divided = DividedGrads()
+            except _C.TensorError:
+                # Maybe before the plan came to a DTensor; then the other ranks measure, and wait.
+                if not measures or self._divided is not None or not work.has_dtensors():
+                    raise
+                self._divided = DividedGrads()
 
     def _agree_with_ranks(
         self, divided: DividedGrads, work: Work, request: StepRequest
@@ -104,7 +113,7 @@ class Stepper:
             part.run(plan, part.rules(), alone, scalars, Phase.MEASURE)
             return scalars
 
-        return divided.measure(work, measure_part)
+        return divided.measure(work, self.devices[0], measure_part)
 
     def _applied(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import Scalars
+from .._torch.dtensor import any_dtensor
 from .._torch.optim import is_capturing
 from ..grads.shards import LayoutError, align, align_states, wait_for
 from .request import Rule, StepRequest
@@ -168,6 +169,10 @@ class Work:
         group, param = self.groups[which], self.params[which][index]
         params = self.optimizer.param_groups[group]["params"]
         return group, next((i for i, other in enumerate(params) if other is param), index)
+
+    def has_dtensors(self) -> bool:
+        """Whether one of the parameters is a DTensor."""
+        return any_dtensor(itertools.chain.from_iterable(self.params))
 
     def _create_states(self, missing: list[Place], rules: list[Rule]) -> None:
         """Create states that were found missing; an error for those that still are."""

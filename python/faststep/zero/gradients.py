@@ -40,6 +40,7 @@ class Gradients:
         self._quiet = 0  # nested no_sync() contexts
         self._unsent = False  # whether a no_sync() may have left gradients of this rank
         self._passes: set[int] = set()  # backward passes whose end is to be noticed
+        self._running: set[int] = set()  # those of them whose end has not come
         self._open = False  # whether a pass has begun and is not complete
         self._next = 0  # the bucket that is sent next
         self._under_way: deque[GradientBucket] = deque()
@@ -99,13 +100,17 @@ class Gradients:
         if not self._open:
             self.begin()
         self._passes.add(number)
-        self._finish_after_backward()
+        self._running.add(number)
+        self._finish_after_backward(number)
 
-    def _finish_after_backward(self) -> None:
+    def _finish_after_backward(self, number: int) -> None:
         mine = weakref.ref(self)
 
         def end() -> None:
-            if (gradients := mine()) is not None and not is_inside_backward():
+            if (gradients := mine()) is None:
+                return
+            gradients._running.discard(number)
+            if not is_inside_backward():
                 gradients.finish()
 
         after_backward(end)
@@ -164,6 +169,7 @@ class Gradients:
         if not self._open:
             return
         self._passes.clear()
+        self._running.clear()
         with torch.no_grad():
             for slot in self._slots:
                 if not slot.arrived and (grad := self._taken(slot)) is not None:
@@ -186,8 +192,14 @@ class Gradients:
         """Before the gradients are used: complete a pass, and send what no_sync() has left.
 
         Raises:
-            RuntimeError: a `.grad` was set by hand.
+            RuntimeError: a backward pass has failed, or a `.grad` was set by hand.
         """
+        if self._running:
+            raise RuntimeError(
+                "faststep.zero: a backward pass has failed after its first gradients, which are "
+                "not those of the whole model: call zero_grad() and go on with the next batch; "
+                "nothing was updated"
+            )
         if self._unsent and not self._open:
             self.begin()
         self.finish()
@@ -208,6 +220,7 @@ class Gradients:
             )
         self._open = self._unsent = False
         self._passes.clear()
+        self._running.clear()
         if set_to_none:
             for slot in self._slots:
                 slot.held = slot.aside = False

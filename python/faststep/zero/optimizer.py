@@ -16,8 +16,8 @@ from ..clip import clip_grad_norm_
 from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.checks import check_limit, refuse_unchecked
-from ..optim.request import ScalerRequest, StepAnswer, StepRequest
+from ..optim.checks import check_limit
+from ..optim.request import ScalerRequest, StepAnswer, request_of
 from .checkpoint import gather_states, load_states
 from .engine import Engine
 
@@ -116,7 +116,8 @@ class ShardedOptimizer(Optimizer):
             return
         with torch.no_grad():
             self._refuse_new_parameters(self._engine)
-            answer: StepAnswer = self._engine.step(self._request())
+            request = request_of(self, self._asked, self.max_grad_norm, keep_grads=False)
+            answer: StepAnswer = self._engine.step(request)
         self._skipped = bool(answer.skipped)
         if answer.norm is not None:
             self._last_norm = float(answer.norm)
@@ -147,17 +148,6 @@ class ShardedOptimizer(Optimizer):
                 "frozen or missing when shard() was called: shard the model after it was changed; "
                 "nothing was updated"
             )
-
-    def _request(self) -> StepRequest:
-        """What this step is asked for: by `max_grad_norm`, by torch's scaler, by ours."""
-        max_norm = self.max_grad_norm if self._asked.max_norm is None else self._asked.max_norm
-        scale: Tensor | None = getattr(self, "grad_scale", None)
-        found: Any = getattr(self, "found_inf", None)
-        if found is not None and not isinstance(found, Tensor):
-            refuse_unchecked(self)  # torch's scaler passes the number 0 where it saw no gradient
-            found = None
-        write_grads = scale is not None and max_norm is None
-        return StepRequest(scale, found, self._asked.looks_for_inf, max_norm, write_grads)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero. As torch's."""

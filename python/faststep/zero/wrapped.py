@@ -8,6 +8,7 @@ ends; after that the placeholders take its place. `no_sync()` of the model works
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -107,10 +108,9 @@ class WrappedGradients(Gradients):
                 slot.forget()
             self._put(slot, grad)
 
-    def _finish_after_backward(self) -> None:
+    def _finish_after_backward(self, number: int) -> None:
         """When the model has put its buckets into `.grad`, which it queues after this."""
-        finish = super()._finish_after_backward
-        after_backward(finish)
+        after_backward(functools.partial(super()._finish_after_backward, number))
 
     def close(self) -> None:
         """Take the hooks away; torch cannot remove that of the model."""
