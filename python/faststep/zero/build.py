@@ -69,7 +69,9 @@ def build(
     _refuse_overlaps(named)
     if wrapper is not None:
         check_wrapped(wrapper, {id(param) for _, param in named})
-    engine = Engine(kind, optimizer.param_groups, named, group, stage, bucket_bytes, wrapper)
+    engine = Engine(
+        kind, optimizer.param_groups, named, group.alone(), stage, bucket_bytes, wrapper
+    )
     own = {id(slot.param) for slot in engine.slots}
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
     cut_states(engine, optimizer.state)

@@ -10,6 +10,7 @@ ranks or on none.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,6 +28,9 @@ from .slots import Slot
 
 __all__ = ["Gradients"]
 
+_count = itertools.count()
+_living: weakref.WeakSet[Gradients] = weakref.WeakSet()
+
 
 class Gradients:
     """The hooks of one model, and its buckets."""
@@ -42,6 +46,8 @@ class Gradients:
         self._next = 0  # the bucket that is sent next
         self._under_way: deque[GradientBucket] = deque()
         self._hooks: Hooked[Slot] = Hooked()
+        self._made = next(_count)  # the same order on all ranks, as shard() is a collective
+        _living.add(self)
         self._attach()
 
     def _attach(self) -> None:
@@ -94,19 +100,24 @@ class Gradients:
         number = current_backward()
         if number in self._passes:
             return
+        for other in _living:
+            if number in other._passes and other._group.is_shared_with(self._group):
+                raise RuntimeError(
+                    "faststep.zero: one backward pass reaches two models that were sharded over "
+                    "the same process_group, where their messages could change places: give each "
+                    "a torch.distributed.new_group() of its own"
+                )
         if not self._open:
             self.begin()
         self._passes.add(number)
-        self._finish_after_backward()
+        self._finish_after_backward(number)
 
-    def _finish_after_backward(self) -> None:
-        mine = weakref.ref(self)
+    def _finish_after_backward(self, number: int) -> None:
+        """When DistributedDataParallel, if there is one, has put its buckets into `.grad`.
 
-        def end() -> None:
-            if (gradients := mine()) is not None and not is_inside_backward():
-                gradients.finish()
-
-        after_backward(end)
+        It queues that after this, so the end is queued when the pass is over.
+        """
+        after_backward(lambda: after_backward(lambda: _end(number)))
 
     def begin(self) -> None:
         """Start to collect gradients that add to those in the slices, if these are still wanted."""
@@ -208,6 +219,17 @@ class Gradients:
     def close(self) -> None:
         """Take the hooks away."""
         self._hooks.remove()
+
+
+def _end(number: int) -> None:
+    """Complete a backward pass for all sharded models that it has reached.
+
+    Ranks may reach the models in different orders, and wait for each other in each.
+    """
+    if not is_inside_backward():
+        for one in sorted(_living, key=lambda gradients: gradients._made):
+            if number in one._passes:
+                one.finish()
 
 
 def _hook(owner: Callable[[], Gradients | None], slot: Slot) -> Callable[[Tensor], None]:

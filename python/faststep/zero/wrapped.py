@@ -18,7 +18,6 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.compiler import disable_dynamo
-from .._torch.ddp import after_backward
 from .buckets import GradientBucket
 from .gradients import Gradients
 from .group import Group
@@ -106,11 +105,6 @@ class WrappedGradients(Gradients):
             if slot.held and not slot.aside:
                 slot.forget()
             self._put(slot, grad)
-
-    def _finish_after_backward(self) -> None:
-        """When the model has put its buckets into `.grad`, which it queues after this."""
-        finish = super()._finish_after_backward
-        after_backward(finish)
 
     def close(self) -> None:
         """Take the hooks away; torch cannot remove that of the model."""
