@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._torch.checkpoint import wanted_states
 from .._torch.compiler import disable_dynamo
 from ..clip import clip_grad_norm_
 from ..grads import divide as division
@@ -18,7 +19,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, refuse_unchecked
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest
-from .checkpoint import gather_states, load_states
+from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
 
 __all__ = ["ShardedOptimizer"]
@@ -246,13 +247,16 @@ class ShardedOptimizer(Optimizer):
 
         A collective: all ranks must call it. Rank 0 holds the states of all parameters in CPU
         memory for as long as the result lives; they come bucket by bucket.
+
+        torch.distributed.checkpoint, with its functions for state dicts, gets each rank's own part
+        on every rank instead, without gathering. It saves and loads that at any number of ranks.
         """
         if self._engine is None:
             return super().state_dict()
         self.wait()
         self._engine.follow_moves()
         mine = self.state
-        whole = gather_states(self._engine)
+        whole = states_for(self._engine, wanted_states())
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
         try:
             return super().state_dict()
@@ -280,6 +284,7 @@ class ShardedOptimizer(Optimizer):
             self.state = defaultdict(dict)
             try:
                 super().load_state_dict(state_dict)
+                drop_missing(self.state)
                 self._complete_loaded()
                 load_states(self._engine, self.state)
             except BaseException:
