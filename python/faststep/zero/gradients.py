@@ -26,7 +26,7 @@ from .group import Group
 from .placeholder import Placeholder
 from .slots import Slot
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "sharded_params"]
 
 _count = itertools.count()
 _living: weakref.WeakSet[Gradients] = weakref.WeakSet()
@@ -219,6 +219,11 @@ class Gradients:
     def close(self) -> None:
         """Take the hooks away."""
         self._hooks.remove()
+
+
+def sharded_params() -> set[int]:
+    """The parameters of all sharded models, by `id`."""
+    return {id(slot.param) for one in _living for slot in one._slots}
 
 
 def _end(number: int) -> None:

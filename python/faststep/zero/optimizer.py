@@ -21,6 +21,7 @@ from ..optim.checks import check_limit, refuse_unchecked
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest
 from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
+from .group import Group
 
 __all__ = ["ShardedOptimizer"]
 
@@ -49,8 +50,10 @@ class ShardedOptimizer(Optimizer):
         owned: FusedOptimizer,
         engine: Engine | None,
         max_grad_norm: float | None,
+        group: Group | None = None,
     ) -> None:
         self._engine = engine
+        self._group = group if engine is None else engine.group
         self._owned = owned
         self._replaced = optimizer
         self.max_grad_norm = max_grad_norm
@@ -210,11 +213,11 @@ class ShardedOptimizer(Optimizer):
 
         Nothing is sent for an empty tensor.
         """
-        if self._engine is None:
+        if self._group is None:
             return 1
         if numbers.numel():
-            self._engine.group.add_up(numbers, "adding up numbers")
-        return self._engine.group.world
+            self._group.add_up(numbers, "adding up numbers")
+        return self._group.world
 
     def reduce(self) -> None:
         """Reduce the gradients that `no_sync` has left on the ranks; a collective.
