@@ -13,6 +13,8 @@ __all__ = [
     "end_group",
     "instances_of",
     "is_distributed",
+    "is_first_in_join",
+    "is_in_join",
     "rank_and_world_size",
     "same_ranks",
     "world_size",
@@ -53,6 +55,16 @@ def end_group(group: Any) -> None:
     """Close the connections of a process group, if torch.distributed has not done so already."""
     if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
+
+
+def is_in_join(joinable: Any) -> bool:
+    """Whether torch.distributed.algorithms.Join was given this object."""
+    return bool(joinable._join_config.enable)
+
+
+def is_first_in_join(joinable: Any) -> bool:
+    """Whether Join was given this object before all others."""
+    return bool(joinable._join_config.is_first_joinable)
 
 
 def instances_of(kind: type[_Kind]) -> Iterator[_Kind]:

@@ -87,7 +87,7 @@ def build(
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
     cut_states(engine, optimizer.state)
     optimizer.state.clear()
-    return ShardedOptimizer(optimizer, engine.owned.optimizer, engine, max_grad_norm)
+    return ShardedOptimizer(optimizer, engine.owned.optimizer, engine, max_grad_norm, group)
 
 
 def _fused(kind: Kind, optimizer: Optimizer) -> FusedOptimizer:

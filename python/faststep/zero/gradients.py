@@ -46,6 +46,7 @@ class Gradients:
         self._next = 0  # the bucket that is sent next
         self._under_way: deque[GradientBucket] = deque()
         self._hooks: Hooked[Slot] = Hooked()
+        self.on_begin: Callable[[bool], None] = _nothing
         self._made = next(_count)  # the same order on all ranks, as shard() is a collective
         _living.add(self)
         self._attach()
@@ -108,6 +109,7 @@ class Gradients:
                     "a torch.distributed.new_group() of its own"
                 )
         if not self._open:
+            self.on_begin(True)
             self.begin()
         self._passes.add(number)
         self._finish_after_backward(number)
@@ -130,6 +132,15 @@ class Gradients:
         for bucket in self._buckets:
             bucket.begin()
         self._open, self._next = True, 0
+
+    def begin_empty(self) -> bool:
+        """Begin a pass in which this rank has no gradients, or those of no_sync() alone.
+
+        Returns whether there is one: the other ranks may be in no_sync().
+        """
+        if not self._open:
+            self.begin()
+        return True
 
     def _taken(self, slot: Slot) -> Tensor | None:
         """A gradient that backward has put into `.grad`, where a placeholder takes its place."""
@@ -192,6 +203,7 @@ class Gradients:
             RuntimeError: a `.grad` was set by hand.
         """
         if self._unsent and not self._open:
+            self.on_begin(False)
             self.begin()
         self.finish()
         for slot in self._slots:
@@ -219,6 +231,10 @@ class Gradients:
     def close(self) -> None:
         """Take the hooks away."""
         self._hooks.remove()
+
+
+def _nothing(_: object) -> None:
+    """What is called for optimizers that nobody joins."""
 
 
 def sharded_params() -> set[int]:

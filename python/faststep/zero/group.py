@@ -50,6 +50,11 @@ class Group:
         self.rank: int = dist.get_rank(group)
         self.world: int = dist.get_world_size(group)
 
+    @property
+    def process_group(self) -> Any:
+        """As torch knows it."""
+        return self._group
+
     def alone(self) -> Group:
         """The same ranks with connections of their own, closed when nobody has them; a collective.
 

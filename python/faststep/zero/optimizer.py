@@ -22,6 +22,7 @@ from ..optim.request import ScalerRequest, StepAnswer, StepRequest
 from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
 from .group import Group
+from .join import JoinableSteps
 
 __all__ = ["ShardedOptimizer"]
 
@@ -33,7 +34,7 @@ def _refuse_use(optimizer: Optimizer, *_: Any) -> None:
     )
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, JoinableSteps):
     """An optimizer whose states, and updates, are spread over the ranks; made by :func:`shard`.
 
     It has the parameter groups of the optimizer that it was made of: the same list and the same
@@ -53,7 +54,10 @@ class ShardedOptimizer(Optimizer):
         group: Group | None = None,
     ) -> None:
         self._engine = engine
-        self._group = group if engine is None else engine.group
+        self._group = group
+        JoinableSteps.__init__(self)
+        if engine is not None:
+            self._attach_to(engine)
         self._owned = owned
         self._replaced = optimizer
         self.max_grad_norm = max_grad_norm
@@ -120,7 +124,14 @@ class ShardedOptimizer(Optimizer):
             return
         with torch.no_grad():
             self._refuse_new_parameters(self._engine)
-            answer: StepAnswer = self._engine.step(self._request())
+            request = self._request()
+            if request.grad_scale is not None or request.looks_for_inf:
+                self._refuse_in_join("a step with a scaler")
+            self._note_backward(False)
+            try:
+                answer: StepAnswer = self._engine.step(request)
+            finally:
+                self._is_noted = False
         self._skipped = bool(answer.skipped)
         if answer.norm is not None:
             self._last_norm = float(answer.norm)
@@ -216,7 +227,8 @@ class ShardedOptimizer(Optimizer):
         if self._group is None:
             return 1
         if numbers.numel():
-            self._group.add_up(numbers, "adding up numbers")
+            group = self._group if self._engine is None else self._engine.group
+            group.add_up(numbers, "adding up numbers")
         return self._group.world
 
     def reduce(self) -> None:
