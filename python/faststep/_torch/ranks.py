@@ -6,9 +6,19 @@ import gc
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
-__all__ = ["instances_of", "is_distributed", "rank_and_world_size", "world_size"]
+__all__ = [
+    "end_group",
+    "instances_of",
+    "is_distributed",
+    "is_first_in_join",
+    "is_in_join",
+    "rank_and_world_size",
+    "same_ranks",
+    "world_size",
+]
 
 _Kind = TypeVar("_Kind")
 
@@ -28,6 +38,33 @@ def world_size(group: Any = None) -> int:
 def rank_and_world_size() -> tuple[int, int]:
     """This process's rank and the number of ranks; 0 and 1 without torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+
+
+def same_ranks(group: Any) -> Any:
+    """A new process group of the ranks of another, with its backend and timeout; a collective.
+
+    The other one must have all ranks. torch names a group of some ranks by how many groups each of
+    them has, or needs all ranks for it.
+    """
+    backend = group._get_backend(torch.device("cpu"))
+    kind = None if group is dist.group.WORLD else dist.get_backend(group)
+    return dist.new_group(timeout=backend.options._timeout, backend=kind)
+
+
+def end_group(group: Any) -> None:
+    """Close the connections of a process group, if torch.distributed has not done so already."""
+    if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
+        dist.destroy_process_group(group)
+
+
+def is_in_join(joinable: Any) -> bool:
+    """Whether torch.distributed.algorithms.Join was given this object."""
+    return bool(joinable._join_config.enable)
+
+
+def is_first_in_join(joinable: Any) -> bool:
+    """Whether Join was given this object before all others."""
+    return bool(joinable._join_config.is_first_joinable)
 
 
 def instances_of(kind: type[_Kind]) -> Iterator[_Kind]:

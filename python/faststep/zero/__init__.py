@@ -70,8 +70,8 @@ def shard(
 
     Raises:
         TypeError: an optimizer of another class; a DistributedDataParallel model with a
-            communication hook, `find_unused_parameters` or `static_graph`; a parameter that is no
-            dense tensor of a floating dtype in CPU memory.
+            communication hook; a parameter that is sharded already, or is no dense tensor of a
+            floating dtype in CPU memory.
         ValueError: an argument out of range, or a parameter that is not the model's.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             For stage 3 also: a parameter that has a gradient or hooks.

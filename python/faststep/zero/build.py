@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +16,8 @@ from torch.optim import Optimizer
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from .engine import Engine
-from .fully_sharded import blocks_of, shard_fully
+from .fully_sharded import blocks_of, check_fully, shard_fully
+from .gradients import sharded_params
 from .group import group_of
 from .optimizer import ShardedOptimizer
 from .owned import Kind, fused_class_of
@@ -56,25 +58,36 @@ def build(
     group = group_of(process_group)
     if group is None:
         return ShardedOptimizer(optimizer, _fused(kind, optimizer), None, max_grad_norm)
+    taken = _taken(optimizer)
     options = f"stage {stage}, bucket_mb {bucket_bytes / 2**20}, max_grad_norm {max_grad_norm}"
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
-    group.check_alike([options + wrapped, *_described(model, optimizer)])
+    group.check_alike([options + wrapped, *_described(model, optimizer, taken)])
+    for key, value in model.named_parameters():
+        if id(value) in taken:
+            raise TypeError(
+                f"shard(): parameter {key!r} is sharded already, for another optimizer: shard a "
+                "model once, with one optimizer for all of its parameters; nothing was changed"
+            )
     if stage == 3:
+        blocks = blocks_of(model) if blocks is None else blocks
+        check_fully(model, optimizer, blocks)
         fused = _fused(kind, optimizer)
-        shard_fully(model, fused, group, blocks_of(model) if blocks is None else blocks)
+        shard_fully(model, fused, group, blocks)
         optimizer.state.clear()
-        return ShardedOptimizer(optimizer, fused, None, max_grad_norm)
+        return ShardedOptimizer(optimizer, fused, None, max_grad_norm, group)
     for name, param in named:
         _check(name, param)
     _refuse_overlaps(named)
     if wrapper is not None:
         check_wrapped(wrapper, {id(param) for _, param in named})
-    engine = Engine(kind, optimizer.param_groups, named, group, stage, bucket_bytes, wrapper)
+    engine = Engine(
+        kind, optimizer.param_groups, named, group.alone(), stage, bucket_bytes, wrapper
+    )
     own = {id(slot.param) for slot in engine.slots}
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
     cut_states(engine, optimizer.state)
     optimizer.state.clear()
-    return ShardedOptimizer(optimizer, engine.owned.optimizer, engine, max_grad_norm)
+    return ShardedOptimizer(optimizer, engine.owned.optimizer, engine, max_grad_norm, group)
 
 
 def _fused(kind: Kind, optimizer: Optimizer) -> FusedOptimizer:
@@ -102,8 +115,16 @@ def _named(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     return [(name, param) for name, param in reversed(named) if param.requires_grad]
 
 
-def _described(model: nn.Module, optimizer: Optimizer) -> list[str]:
-    """A line per parameter, in which all ranks must agree."""
+def _taken(optimizer: Optimizer) -> set[int]:
+    """Its parameters that are sharded already, by `id`."""
+    wanted = {id(param) for param in params_of(optimizer)}
+    if wanted & sharded_params():
+        gc.collect()  # what sharded them may be gone
+    return wanted & sharded_params()
+
+
+def _described(model: nn.Module, optimizer: Optimizer, taken: set[int]) -> list[str]:
+    """A line per parameter and buffer, in which all ranks must agree."""
     where = {
         id(param): f"{number}.{index}"
         for number, group in enumerate(optimizer.param_groups)
@@ -112,9 +133,12 @@ def _described(model: nn.Module, optimizer: Optimizer) -> list[str]:
     lines = [f"faststep {_version()}, torch {torch.__version__}, {type(optimizer).__name__}"]
     for name, param in model.named_parameters():
         frozen = "" if param.requires_grad else ", frozen"
+        frozen += ", sharded" if id(param) in taken else ""
         place = where.get(id(param), "no group")
         strides = "" if param.is_contiguous() else f" with strides {param.stride()}"
         lines.append(f"{name!r} {tuple(param.shape)}{strides} {param.dtype} ({place}{frozen})")
+    for name, buffer in model.named_buffers():
+        lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")
     return lines
 
 

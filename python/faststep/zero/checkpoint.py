@@ -1,18 +1,23 @@
-"""States of whole parameters, gathered on rank 0 and cut again; a bucket at a time."""
+"""States of whole parameters: gathered on rank 0, a bucket at a time, or each rank's own part."""
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .._torch.checkpoint import Wanted
 from .engine import Engine
+from .sliced import SlicedState
 from .slots import Slot
-from .states import cut_states
+from .states import cut_states, problem_of
 
-__all__ = ["gather_states", "load_states"]
+__all__ = ["drop_missing", "load_states", "states_for"]
+
+States = defaultdict[Tensor, dict[str, Any]]
 
 
 class _Told(NamedTuple):
@@ -29,14 +34,95 @@ class _Told(NamedTuple):
         return [(key, it) for key, it in self.entries.items() if isinstance(it, torch.dtype)]
 
 
-def gather_states(engine: Engine) -> defaultdict[Tensor, dict[str, Any]]:
+def states_for(engine: Engine, wanted: Wanted) -> States:
+    """The states by whole parameters; a collective."""
+    if wanted == "slices":
+        return _sliced_states(engine)
+    whole = _gather_states(engine)
+    if wanted == "whole everywhere":
+        _spread(engine, whole)
+    return whole
+
+
+def _sliced_states(engine: Engine) -> States:
+    """Tensors with the elements of this rank, of all parameters that have a state on some rank.
+
+    Before the first step these are new states, to be loaded into.
+    """
+    states: Mapping[Tensor, dict[str, Any]] = engine.owned.optimizer.state
+    entries_of = _entries_on_all(engine, states)
+    if not entries_of:
+        states = engine.owned.new_states()
+        entries_of = _entries_on_all(engine, states)
+    made: States = defaultdict(dict)
+    for slot in engine.slots:
+        if not (entries := entries_of.get(slot.index)):
+            if not engine.owned.has_states(slot):
+                made[slot.param] = {}  # as in torch, where such a class has empty states
+            continue
+        own = [
+            (begin, states[piece])
+            for (piece, _), begin in zip(slot.pieces, slot.begins, strict=True)
+        ]
+        for key, it in entries.items():
+            made[slot.param][key] = (
+                SlicedState(
+                    slot.name, slot.param.size(), slot.param.stride(), it,
+                    [(begin, state[key].detach().view(-1)) for begin, state in own],
+                )
+                if isinstance(it, torch.dtype)
+                else own[0][1][key] if own else it
+            )  # fmt: skip
+    made.update(engine.frozen_states)
+    return made
+
+
+def _entries_on_all(
+    engine: Engine, states: Mapping[Tensor, dict[str, Any]]
+) -> dict[int, dict[str, Any]]:
+    """What the states of each parameter are made of, by the number of its slot."""
+    mine = {one.slot: one.entries for slot in engine.slots for one in _told(states, slot)}
+    found: dict[int, dict[str, Any]] = {}
+    for theirs in engine.group.share(mine):
+        for index, entries in theirs.items():
+            found.setdefault(index, entries)
+    return found
+
+
+def _spread(engine: Engine, whole: States) -> None:
+    """Give all ranks the whole states that rank 0 has."""
+    described = {
+        slot.index: _entries(whole[slot.param]) for slot in engine.slots if slot.param in whole
+    }
+    for index, entries in engine.group.share(described)[0].items():
+        param = engine.slots[index].param
+        state = whole[param]
+        for key, it in entries.items():
+            if not isinstance(it, torch.dtype):
+                state.setdefault(key, it)
+                continue
+            if key not in state:
+                state[key] = torch.empty_like(param, dtype=it, requires_grad=False)
+            engine.group.broadcast([state[key]])
+    whole.update(engine.frozen_states)
+
+
+def drop_missing(states: dict[Tensor, dict[str, Any]]) -> None:
+    """Drop what torch.distributed.checkpoint puts in where a flat state dict has no entry."""
+    for state in states.values():
+        for key in [key for key, value in state.items() if isinstance(value, dict) and not value]:
+            del state[key]
+
+
+def _gather_states(engine: Engine) -> States:
     """The states of whole parameters on rank 0, none on the others; a collective.
 
     Rank 0 needs room for all of them, and for one rank's part of one bucket.
     """
-    whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    whole: States = defaultdict(dict)
+    states = engine.owned.optimizer.state
     for bucket in engine.buckets:
-        told = [_told(engine, slot) for slot in bucket.slots]
+        told = [_told(states, slot) for slot in bucket.slots]
         mine = [one for some in told for one in some]
         everyone = engine.group.collect(mine)
         if everyone is None:
@@ -51,17 +137,20 @@ def gather_states(engine: Engine) -> defaultdict[Tensor, dict[str, Any]]:
     return whole
 
 
-def _told(engine: Engine, slot: Slot) -> list[_Told]:
+def _told(states: Mapping[Tensor, dict[str, Any]], slot: Slot) -> list[_Told]:
     told = []
     for (piece, _), begin in zip(slot.pieces, slot.begins, strict=True):
-        state = engine.owned.optimizer.state.get(piece)
-        if state:
-            entries = {
-                key: value.dtype if key != "step" and isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
-            told.append(_Told(slot.index, begin, piece.numel(), entries))
+        if state := states.get(piece):
+            told.append(_Told(slot.index, begin, piece.numel(), _entries(state)))
     return told
+
+
+def _entries(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state with dtypes in the place of tensors."""
+    return {
+        key: value.dtype if key != "step" and isinstance(value, Tensor) else value
+        for key, value in state.items()
+    }
 
 
 def _packed(engine: Engine, told: list[_Told]) -> dict[torch.dtype, Tensor]:
@@ -97,7 +186,7 @@ def _unpack(
     engine: Engine,
     told: list[_Told],
     packed: dict[torch.dtype, Tensor],
-    whole: defaultdict[Tensor, dict[str, Any]],
+    whole: States,
 ) -> None:
     """Copy a rank's parts to where they belong in the states of whole parameters."""
     at = dict.fromkeys(packed, 0)
@@ -119,10 +208,13 @@ def load_states(engine: Engine, states: dict[Tensor, dict[str, Any]]) -> None:
     """Keep this rank's part of the states of whole parameters; a collective.
 
     Raises:
-        RuntimeError: ranks were given states of different parameters, or only some were.
+        RuntimeError: ranks were given states of different parameters, or only some were; a state
+            does not fit. Nothing was loaded, on all ranks.
     """
-    lines = [
-        f"{slot.name!r} state of {sorted(states.get(slot.param, {}))}" for slot in engine.slots
-    ]
-    engine.group.check_alike(lines, "load_state_dict()")
+    found = [(slot, states.get(slot.param, {})) for slot in engine.slots]
+    problems = [text for slot, state in found if (text := problem_of(slot, state))]
+    lines = [f"{slot.name!r} state of {sorted(state)}" for slot, state in found]
+    engine.group.check_alike([*lines, problems[0] if problems else ""], "load_state_dict()")
+    if problems:
+        raise RuntimeError(f"load_state_dict(): {problems[0]}; nothing was loaded")
     cut_states(engine, states)

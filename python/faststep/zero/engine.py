@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -76,6 +76,7 @@ class Engine:
         self._sums = ChunkSums(self._in_groups, group)
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
+        self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
         self.gradients = (
             Gradients(self.slots, self.buckets, group)
             if wrapper is None
@@ -129,6 +130,7 @@ class Engine:
 
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
+        self.before_exchange("torch's GradScaler")
         self.gradients.settle()
         alike = [slot for slot in self.slots if slot.param.dtype == dtype and slot.is_present]
         pieces = []
@@ -213,6 +215,7 @@ class Engine:
 
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their common norm is at most `max_norm`; a collective."""
+        self.before_exchange("clip_grad_norm_")
         self.gradients.settle()
         measured = self._sums.measure(1.0)
         if error_if_nonfinite and measured.norm - measured.norm != 0.0:

@@ -6,7 +6,7 @@ follow, so that hyper-parameters, schedulers and what was trained before stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,13 +15,76 @@ from torch.optim import Optimizer
 from ..grads.params import name_of
 from .group import Group
 
-__all__ = ["blocks_of", "shard_fully"]
+__all__ = ["blocks_of", "check_fully", "shard_fully"]
+
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The repeated part of a model: the children of the longest ModuleList; none without one."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    return list(max(lists, key=len, default=()))
+    if not lists:
+        return []
+    longest = max(lists, key=len)
+    return list(_unpacked(longest))
+
+
+def _unpacked(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """These modules, and in place of containers that have no forward what is in them."""
+    for module in modules:
+        if isinstance(module, _CONTAINERS):
+            yield from _unpacked(module.children())
+        else:
+            yield module
+
+
+def check_fully(model: nn.Module, optimizer: Optimizer, blocks: Sequence[nn.Module]) -> None:
+    """Raise for what fully_shard would refuse when a part of the model is sharded already.
+
+    Raises:
+        TypeError: a block or a parameter of the wrong kind, or a parameter that is used inside of a
+            block and outside of it.
+        ValueError: a block that is not one of the model's, or is there twice.
+        RuntimeError: a parameter has a gradient, or hooks that its successor would not have.
+    """
+    _refuse_blocks(model, blocks)
+    for name, param in model.named_parameters():
+        problem = ""
+        if type(param) is not nn.Parameter:
+            problem = f"is a {type(param).__name__}"
+        elif not param.dim():
+            problem = "is 0-d, which fully_shard does not support: make it a tensor of one element"
+        elif not param.is_contiguous():
+            problem = "is not contiguous, which fully_shard does not support"
+        if problem:
+            raise TypeError(f"shard(stage=3): parameter {name!r} {problem}; nothing was changed")
+    _refuse_ties(model, blocks)
+    for tensor, name in _named_params(optimizer):
+        if tensor.grad is not None:
+            raise RuntimeError(f"{name} has a gradient: call zero_grad() before shard()")
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise RuntimeError(f"{name} has hooks: shard the model before they are set")
+
+
+def _refuse_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    known = {id(module) for module in model.modules()}
+    seen: set[int] = set()
+    for number, block in enumerate(blocks):
+        kind, problem = type(block).__name__, ""
+        error: type[Exception] = ValueError
+        if not isinstance(block, nn.Module):
+            error, problem = TypeError, f"must be a torch.nn.Module, not {kind}"
+        elif isinstance(block, _CONTAINERS):
+            error, problem = TypeError, f"is a {kind}, which has no forward: pass what is in it"
+        elif block is model:
+            problem = "is the model itself, which is sharded last anyway"
+        elif id(block) not in known:
+            problem = "is not in the model"
+        elif id(block) in seen:
+            problem = "is there twice"
+        if problem:
+            raise error(f"shard(): blocks[{number}] {problem}; nothing was changed")
+        seen.add(id(block))
 
 
 def shard_fully(
@@ -32,35 +95,30 @@ def shard_fully(
 ) -> None:
     """Shard the blocks, then the rest of the model, and let the optimizer have the new parameters.
 
-    All parameters of the optimizer are the model's.
+    All parameters of the optimizer are the model's, and `check_fully` has found nothing.
 
     All ranks get the parameters and buffers of the group's first rank, as from
     DistributedDataParallel. States are cut as their parameters are, without communication.
-
-    Raises:
-        TypeError: a parameter is used inside of a block and outside of it.
-        RuntimeError: a parameter has a gradient, or hooks that its successor would not have.
     """
     from torch.distributed.fsdp import fully_shard
 
     places = _places_of(model)
-    _refuse_ties(model, blocks)
-    for param, name in _named_params(optimizer):
-        if param.grad is not None:
-            raise RuntimeError(f"{name} has a gradient: call zero_grad() before shard()")
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-            raise RuntimeError(f"{name} has hooks: shard the model before they are set")
     group.broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
     mesh = group.mesh(next(model.parameters()).device.type)
-    for module in (*blocks, model):
+    for module in (*sorted(blocks, key=_size), model):  # those inside of others first
         fully_shard(module, mesh=mesh)
     _replace(optimizer, places)
+
+
+def _size(module: nn.Module) -> int:
+    """How many modules there are in one."""
+    return sum(1 for _ in module.modules())
 
 
 def _refuse_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Raise for a parameter that fully_shard would replace by one DTensor in each of two places."""
     home: dict[int, object] = {}  # the innermost block of each module
-    for block in sorted(blocks, key=lambda one: -sum(1 for _ in one.modules())):
+    for block in sorted(blocks, key=_size, reverse=True):
         home.update((id(module), block) for module in block.modules())
     seen: dict[int, tuple[object, str]] = {}
     for path, module in model.named_modules():

@@ -10,6 +10,7 @@ ranks or on none.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -25,7 +26,10 @@ from .group import Group
 from .placeholder import Placeholder
 from .slots import Slot
 
-__all__ = ["Gradients"]
+__all__ = ["Gradients", "sharded_params"]
+
+_count = itertools.count()
+_living: weakref.WeakSet[Gradients] = weakref.WeakSet()
 
 MOST_UNDER_WAY = 32 * 2**20  # bytes of buckets that are sent; a larger one goes alone
 
@@ -45,6 +49,9 @@ class Gradients:
         self._next = 0  # the bucket that is sent next
         self._under_way: deque[GradientBucket] = deque()
         self._hooks: Hooked[Slot] = Hooked()
+        self.on_begin: Callable[[bool], None] = _nothing
+        self._made = next(_count)  # the same order on all ranks, as shard() is a collective
+        _living.add(self)
         self._attach()
 
     def _attach(self) -> None:
@@ -97,23 +104,26 @@ class Gradients:
         number = current_backward()
         if number in self._passes:
             return
+        for other in _living:
+            if number in other._passes and other._group.is_shared_with(self._group):
+                raise RuntimeError(
+                    "faststep.zero: one backward pass reaches two models that were sharded over "
+                    "the same process_group, where their messages could change places: give each "
+                    "a torch.distributed.new_group() of its own"
+                )
         if not self._open:
+            self.on_begin(True)
             self.begin()
         self._passes.add(number)
         self._running.add(number)
         self._finish_after_backward(number)
 
     def _finish_after_backward(self, number: int) -> None:
-        mine = weakref.ref(self)
+        """When DistributedDataParallel, if there is one, has put its buckets into `.grad`.
 
-        def end() -> None:
-            if (gradients := mine()) is None:
-                return
-            gradients._running.discard(number)
-            if not is_inside_backward():
-                gradients.finish()
-
-        after_backward(end)
+        It queues that after this, so the end is queued when the pass is over.
+        """
+        after_backward(lambda: after_backward(lambda: _end(number)))
 
     def begin(self) -> None:
         """Start to collect gradients that add to those in the slices, if these are still wanted."""
@@ -126,6 +136,15 @@ class Gradients:
         for bucket in self._buckets:
             bucket.begin()
         self._open, self._next = True, 0
+
+    def begin_empty(self) -> bool:
+        """Begin a pass in which this rank has no gradients, or those of no_sync() alone.
+
+        Returns whether there is one: the other ranks may be in no_sync().
+        """
+        if not self._open:
+            self.begin()
+        return True
 
     def _taken(self, slot: Slot) -> Tensor | None:
         """A gradient that backward has put into `.grad`, where a placeholder takes its place."""
@@ -201,6 +220,7 @@ class Gradients:
                 "nothing was updated"
             )
         if self._unsent and not self._open:
+            self.on_begin(False)
             self.begin()
         self.finish()
         for slot in self._slots:
@@ -229,6 +249,28 @@ class Gradients:
     def close(self) -> None:
         """Take the hooks away."""
         self._hooks.remove()
+
+
+def _nothing(_: object) -> None:
+    """What is called for optimizers that nobody joins."""
+
+
+def sharded_params() -> set[int]:
+    """The parameters of all sharded models, by `id`."""
+    return {id(slot.param) for one in _living for slot in one._slots}
+
+
+def _end(number: int) -> None:
+    """Complete a backward pass for all sharded models that it has reached.
+
+    Ranks may reach the models in different orders, and wait for each other in each.
+    """
+    ended = [one for one in _living if number in one._passes]
+    for one in ended:
+        one._running.discard(number)
+    if not is_inside_backward():
+        for one in sorted(ended, key=lambda gradients: gradients._made):
+            one.finish()
 
 
 def _hook(owner: Callable[[], Gradients | None], slot: Slot) -> Callable[[Tensor], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch.ranks import is_distributed
+from .._torch.ranks import end_group, is_distributed, same_ranks
 from .pages import Pages
 
 __all__ = ["Group", "Pending", "group_of"]
@@ -49,6 +50,29 @@ class Group:
         self._group = group
         self.rank: int = dist.get_rank(group)
         self.world: int = dist.get_world_size(group)
+
+    @property
+    def process_group(self) -> Any:
+        """As torch knows it."""
+        return self._group
+
+    def alone(self) -> Group:
+        """The same ranks with connections of their own, closed when nobody has them; a collective.
+
+        Messages of one process group must be sent in one order on all ranks. What the script sends
+        in another thread, as torch.distributed.checkpoint does, or for another model, then cannot
+        come between those of a sharded model. A group of some of the ranks is used as it is.
+        """
+        if self.world < dist.get_world_size():
+            return self
+        group = same_ranks(self._group)
+        made = Group(group)
+        weakref.finalize(made, end_group, group).atexit = False
+        return made
+
+    def is_shared_with(self, other: Group) -> bool:
+        """Whether messages of both go through one process group."""
+        return self._group is other._group
 
     def mesh(self, device: str) -> Any:
         """The ranks as a DeviceMesh of one dimension."""
@@ -113,6 +137,12 @@ class Group:
         dist.gather_object(value, found, dst=self._global(0), group=self._group)
         return found
 
+    def share(self, value: object) -> list[Any]:
+        """The objects of all ranks, by rank."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self._group)
+        return found
+
     def check_alike(self, lines: Sequence[str], caller: str = "shard()") -> None:
         """Raise on every rank if they describe their parameters differently; a collective."""
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
@@ -121,9 +151,7 @@ class Group:
         dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
         if both[0] == -both[1] and both[2] == -both[3]:
             return
-        described: list[Any] = [None] * self.world
-        dist.all_gather_object(described, list(lines), group=self._group)
-        raise RuntimeError(f"{caller}: the ranks differ{_difference(described)}")
+        raise RuntimeError(f"{caller}: the ranks differ{_difference(self.share(list(lines)))}")
 
 
 def _difference(described: Sequence[Sequence[str]]) -> str:

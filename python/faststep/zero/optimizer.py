@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._torch.checkpoint import wanted_states
 from .._torch.compiler import disable_dynamo
 from ..clip import clip_grad_norm_
 from ..grads import divide as division
@@ -18,8 +19,10 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit
 from ..optim.request import ScalerRequest, StepAnswer, request_of
-from .checkpoint import gather_states, load_states
+from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
+from .group import Group
+from .join import JoinableSteps
 
 __all__ = ["ShardedOptimizer"]
 
@@ -31,7 +34,7 @@ def _refuse_use(optimizer: Optimizer, *_: Any) -> None:
     )
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(Optimizer, JoinableSteps):
     """An optimizer whose states, and updates, are spread over the ranks; made by :func:`shard`.
 
     It has the parameter groups of the optimizer that it was made of: the same list and the same
@@ -48,8 +51,13 @@ class ShardedOptimizer(Optimizer):
         owned: FusedOptimizer,
         engine: Engine | None,
         max_grad_norm: float | None,
+        group: Group | None = None,
     ) -> None:
         self._engine = engine
+        self._group = group
+        JoinableSteps.__init__(self)
+        if engine is not None:
+            self._attach_to(engine)
         self._owned = owned
         self._replaced = optimizer
         self.max_grad_norm = max_grad_norm
@@ -117,7 +125,13 @@ class ShardedOptimizer(Optimizer):
         with torch.no_grad():
             self._refuse_new_parameters(self._engine)
             request = request_of(self, self._asked, self.max_grad_norm, keep_grads=False)
-            answer: StepAnswer = self._engine.step(request)
+            if request.grad_scale is not None or request.looks_for_inf:
+                self._refuse_in_join("a step with a scaler")
+            self._note_backward(False)
+            try:
+                answer: StepAnswer = self._engine.step(request)
+            finally:
+                self._is_noted = False
         self._skipped = bool(answer.skipped)
         if answer.norm is not None:
             self._last_norm = float(answer.norm)
@@ -199,11 +213,12 @@ class ShardedOptimizer(Optimizer):
 
         Nothing is sent for an empty tensor.
         """
-        if self._engine is None:
+        if self._group is None:
             return 1
         if numbers.numel():
-            self._engine.group.add_up(numbers, "adding up numbers")
-        return self._engine.group.world
+            group = self._group if self._engine is None else self._engine.group
+            group.add_up(numbers, "adding up numbers")
+        return self._group.world
 
     def reduce(self) -> None:
         """Reduce the gradients that `no_sync` has left on the ranks; a collective.
@@ -236,13 +251,16 @@ class ShardedOptimizer(Optimizer):
 
         A collective: all ranks must call it. Rank 0 holds the states of all parameters in CPU
         memory for as long as the result lives; they come bucket by bucket.
+
+        torch.distributed.checkpoint, with its functions for state dicts, gets each rank's own part
+        on every rank instead, without gathering. It saves and loads that at any number of ranks.
         """
         if self._engine is None:
             return super().state_dict()
         self.wait()
         self._engine.follow_moves()
         mine = self.state
-        whole = gather_states(self._engine)
+        whole = states_for(self._engine, wanted_states())
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
         try:
             return super().state_dict()
@@ -270,6 +288,7 @@ class ShardedOptimizer(Optimizer):
             self.state = defaultdict(dict)
             try:
                 super().load_state_dict(state_dict)
+                drop_missing(self.state)
                 self._complete_loaded()
                 load_states(self._engine, self.state)
             except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -58,6 +59,26 @@ class _AgreedStepper(Stepper):
         return work.run(self._plan, work.rules(), request, scalars, Phase.APPLY), scalars
 
 
+class OwnedStates(defaultdict[Tensor, dict[str, Any]]):
+    """The states of this rank's pieces.
+
+    torch.distributed.checkpoint asks two things of an optimizer's states. It makes a step with
+    gradients of zero if there are none; a sharded optimizer gives it new states without one, so
+    there always are some. And it asks which states a parameter has.
+    """
+
+    def __init__(self, keys_of: Callable[[Tensor], tuple[str, ...] | None]) -> None:
+        super().__init__(dict)
+        self._keys_of = keys_of
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, key: Tensor) -> dict[str, Any]:
+        keys = self._keys_of(key)
+        return super().__missing__(key) if keys is None else dict.fromkeys(keys)
+
+
 class Owned:
     """Steps this rank's pieces, with the options of the script's parameter groups.
 
@@ -78,6 +99,45 @@ class Owned:
             group["param_names"] = [slot.name for slot in members for _ in slot.pieces]
         self._names = [group["param_names"] for group in self.optimizer.param_groups]
         self._stepper = _AgreedStepper()
+        self._group_of = {
+            id(slot.param): number for number, members in enumerate(slots) for slot in members
+        }
+        self.optimizer.state = OwnedStates(self._keys_of)
+
+    def _keys_of(self, param: Tensor) -> tuple[str, ...] | None:
+        """The names of the states of a parameter that is sharded; None for another tensor."""
+        number = self._group_of.get(id(param))
+        return None if number is None else self.state_keys(number)
+
+    def state_keys(self, number: int) -> tuple[str, ...]:
+        """The names of the states of a group's parameters."""
+        self._take_options()
+        return self.optimizer._rule_of(self.optimizer.param_groups[number]).state_keys
+
+    def has_states(self, slot: Slot) -> bool:
+        """Whether the class keeps states of a parameter."""
+        return bool(self._keys_of(slot.param))
+
+    def new_states(self) -> dict[Tensor, dict[str, Any]]:
+        """The states that the pieces have before their first step, which get none by this."""
+        self._take_options()
+        optimizer = self.optimizer
+        kept, optimizer.state = optimizer.state, defaultdict(dict)
+        try:
+            for number, group in enumerate(optimizer.param_groups):
+                if self.state_keys(number):
+                    for piece in group["params"]:
+                        optimizer._new_state(group, piece)
+            return dict(optimizer.state)
+        finally:
+            optimizer.state = kept
+
+    def _take_options(self) -> None:
+        """Take over what the script has set in its groups."""
+        groups = self.optimizer.param_groups
+        for group, script, names in zip(groups, self._groups, self._names, strict=True):
+            group.update(_options(script))
+            group["param_names"] = names
 
     @property
     def is_empty(self) -> bool:
@@ -94,11 +154,7 @@ class Owned:
         if self.is_empty:
             return
         optimizer = self.optimizer
-        for group, script, names in zip(
-            optimizer.param_groups, self._groups, self._names, strict=True
-        ):
-            group.update(_options(script))
-            group["param_names"] = names
+        self._take_options()
         self._stepper.norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         params = [group["params"] for group in optimizer.param_groups]
         try:

@@ -55,14 +55,14 @@ class Placeholder(Tensor):
         return holder
 
     @staticmethod
-    def __new__(cls, param: Tensor, holder: Holder, index: int) -> Placeholder:
-        """Of the parameter with this number."""
+    def __new__(cls, param: Tensor, holder: Holder | None, index: int) -> Placeholder:
+        """Of the parameter with this number; of nobody if the optimizer is gone."""
         made = new_wrapper(
             cls, param.size(), device=str(param.device), dtype=param.dtype, strides=param.stride()
         )
         assert isinstance(made, Placeholder)
         made.pending = None
-        made._refer = weakref.ref(holder)
+        made._refer = weakref.ref(holder) if holder is not None else lambda: None
         made._index = index
         return made
 
@@ -70,7 +70,10 @@ class Placeholder(Tensor):
         super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        name = self._holder.name_of(self._index)
+        holder = self._refer()
+        if holder is None:
+            return "Placeholder(gradient of faststep.zero, whose optimizer is gone)"
+        name = holder.name_of(self._index)
         return f"Placeholder(gradient of {name!r}, which faststep.zero has spread over the ranks)"
 
     @classmethod
@@ -102,7 +105,7 @@ def _refusal(operation: str, args: tuple[Any, ...]) -> str:
 def _detach(held: Tensor) -> object:
     if not isinstance(held, Placeholder):
         return _REFUSED
-    return Placeholder(held, held._holder, held._index)
+    return Placeholder(held, held._refer(), held._index)
 
 
 def _add(held: Tensor, more: Tensor, *, alpha: float = 1) -> object:

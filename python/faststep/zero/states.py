@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from .engine import Engine
+from .sliced import SlicedState
+from .slots import Slot
 
-__all__ = ["cut_states", "in_order_of_memory", "whole_states"]
+__all__ = ["cut_states", "in_order_of_memory", "problem_of", "whole_states"]
 
 
 def whole_states(states: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
@@ -19,19 +21,45 @@ def whole_states(states: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor,
     return defaultdict(dict, {param: dict(state) for param, state in states.items()})
 
 
+def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
+    """Why the state of a parameter cannot be cut for this rank; "" if it can."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or key == "step" or not value.dim():
+            continue
+        if value.shape != slot.param.shape:
+            return (
+                f"{key!r} of {slot.name!r} has the shape {tuple(value.shape)}, and the parameter "
+                f"{tuple(slot.param.shape)}"
+            )
+        if isinstance(value, SlicedState):
+            wanted = [(b, p.numel()) for b, (p, _) in zip(slot.begins, slot.pieces, strict=True)]
+            found = [(begin, values.numel()) for begin, values in value.parts]
+            if wanted != found or value.stride() != slot.param.stride():
+                return (
+                    f"{key!r} of {slot.name!r} was cut for other slices; load it by "
+                    "torch.distributed.checkpoint, or take whole states "
+                    "(StateDictOptions(full_state_dict=True))"
+                )
+    return ""
+
+
 def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     """Give this rank's optimizer its part of the states of whole parameters."""
-    mine = engine.owned.optimizer.state
-    mine.clear()
+    cut: dict[Tensor, dict[str, Any]] = {}
     for slot in engine.slots:
         whole = states.get(slot.param)
         if not whole:
             continue
-        for (piece, _), begin in zip(slot.pieces, slot.begins, strict=True):
-            mine[piece] = {
-                key: _part(key, value, slot.param, begin, piece.numel())
+        for number, ((piece, _), begin) in enumerate(zip(slot.pieces, slot.begins, strict=True)):
+            cut[piece] = {
+                key: value.parts[number][1]
+                if isinstance(value, SlicedState)
+                else _part(key, value, slot.param, begin, piece.numel())
                 for key, value in whole.items()
             }
+    mine = engine.owned.optimizer.state
+    mine.clear()
+    mine.update(cut)
     sharded = {id(slot.param) for slot in engine.slots}
     engine.frozen_states = {
         param: state for param, state in states.items() if id(param) not in sharded

@@ -8,7 +8,6 @@ ends; after that the placeholders take its place. `no_sync()` of the model works
 from __future__ import annotations
 
 import contextlib
-import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +18,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.compiler import disable_dynamo
-from .._torch.ddp import after_backward
+from .._torch.ddp import current_backward
 from .buckets import GradientBucket
 from .gradients import Gradients
 from .group import Group
@@ -34,12 +33,6 @@ def check_wrapped(model: DistributedDataParallel, sharded: set[int]) -> None:
     Args:
         sharded: the parameters that are, by `id`.
     """
-    for option in ("find_unused_parameters", "static_graph"):
-        if getattr(model, option, False):
-            raise TypeError(
-                f"shard() does not support DistributedDataParallel({option}=True): pass the module "
-                "inside (model.module), and call that one in the loop"
-            )
     for name, param in model.module.named_parameters():
         if param.requires_grad and id(param) not in sharded:
             raise TypeError(
@@ -62,6 +55,8 @@ class WrappedGradients(Gradients):
         self._model = weakref.ref(model)
         self._slot_of = {id(slot.param): slot for slot in slots}
         self._handles: list[Any] = []
+        self._used: set[Slot] = set()  # that backward has reached on this rank
+        self._is_shadowed = False  # whether the model takes part in a backward without data
         super().__init__(slots, buckets, group)
 
     def _attach(self) -> None:
@@ -95,22 +90,37 @@ class WrappedGradients(Gradients):
     def make_room(self, slot: Slot) -> None:
         """Called when backward has added to `.grad`, where the model must find a real tensor."""
         self._unsent = True
+        self._used.add(slot)
         if slot.param.grad is slot.stand_in:
             slot.param.grad, slot.stand_in.pending = slot.stand_in.pending, None
             slot.aside = True
 
     def take(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Called with the gradients of one of the model's buckets."""
+        """Called with the gradients of one of the model's buckets.
+
+        With find_unused_parameters or static_graph some are zeros of parameters that were not used.
+        """
+        if current_backward() < 0:  # by torch.distributed.algorithms.Join
+            self._is_shadowed = True
+            return
         self._note_pass()
         for param, grad in zip(params, grads, strict=True):
             slot = self._slot_of[id(param)]
+            if slot not in self._used:
+                continue
             if slot.held and not slot.aside:
                 slot.forget()
             self._put(slot, grad)
 
-    def _finish_after_backward(self, number: int) -> None:
-        """When the model has put its buckets into `.grad`, which it queues after this."""
-        after_backward(functools.partial(super()._finish_after_backward, number))
+    def begin_empty(self) -> bool:
+        """Begin a pass without gradients of this rank, if the model has found that there is one."""
+        found, self._is_shadowed = self._is_shadowed, False
+        return found and super().begin_empty()
+
+    def finish(self) -> None:
+        """Send what is left, and wait until this rank's slices are complete; a collective."""
+        super().finish()
+        self._used.clear()
 
     def close(self) -> None:
         """Take the hooks away; torch cannot remove that of the model."""

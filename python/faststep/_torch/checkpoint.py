@@ -1,0 +1,30 @@
+"""What torch.distributed.checkpoint does not tell those whose state it asks for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+__all__ = ["Wanted", "wanted_states"]
+
+Wanted = Literal["slices", "whole", "whole everywhere"]
+
+
+def wanted_states() -> Wanted:
+    """What the caller of the function that calls this needs of states that are spread over ranks.
+
+    torch.distributed.checkpoint saves and loads each rank's own part, with the states that
+    `state_dict()` of the optimizer gives it. With StateDictOptions(full_state_dict=True) it wants
+    all of them, on rank 0 if they go to the CPU, else on every rank. Other callers want all on
+    rank 0. torch passes no argument that says so, so the stack does.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_globals.get("__name__")
+        if isinstance(name, str) and name.startswith("torch.distributed.checkpoint."):
+            info = frame.f_locals.get("info")
+            if not getattr(info, "full_state_dict", False):
+                return "slices"
+            return "whole" if getattr(info, "cpu_offload", False) else "whole everywhere"
+        frame = frame.f_back  # type: ignore[assignment]
+    return "whole"

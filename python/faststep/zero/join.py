@@ -1,0 +1,112 @@
+"""torch.distributed.algorithms.Join for sharded optimizers: ranks whose data end at other times."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+
+from .._torch.ranks import is_first_in_join, is_in_join
+from .engine import Engine
+from .group import Group
+from .wrapped import WrappedGradients
+
+if TYPE_CHECKING:
+    from .optimizer import ShardedOptimizer
+
+__all__ = ["JoinableSteps"]
+
+
+class _Shadow(JoinHook):
+    """What a rank does in the place of each step of the others when it has no more data."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """Take part in a backward pass with gradients of zero, or those that no_sync() has left."""
+        optimizer = self._optimizer
+        if optimizer._engine is None:
+            return
+        if not optimizer._engine.gradients.begin_empty():
+            return
+        optimizer._has_joined = True
+        try:
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            optimizer._has_joined = False
+
+
+class JoinableSteps(Joinable):
+    """The part of a sharded optimizer that torch.distributed.algorithms.Join asks."""
+
+    _group: Group | None
+    _engine: Engine | None
+    _has_joined = False  # whether this rank has no more data
+    _is_noted = False  # whether the others know of the backward pass before the next step
+
+    def join_hook(self, **_: Any) -> JoinHook:
+        """For Join: steps along with ranks that still have data."""
+        optimizer: Any = self
+        if self._group is not None and optimizer._engine is None:
+            raise RuntimeError(
+                "Join does not support shard(stage=3): fully_shard communicates in forward"
+            )
+        return _Shadow(optimizer)
+
+    @property
+    def join_device(self) -> torch.device:
+        """For Join: where its messages are."""
+        return torch.device("cpu")
+
+    @property
+    def join_process_group(self) -> Any:
+        """For Join: the ranks, as the script has passed them."""
+        return dist.group.WORLD if self._group is None else self._group.process_group
+
+    def _attach_to(self, engine: Engine) -> None:
+        """Hear of what is sent."""
+        mine = weakref.ref(self)
+
+        def note(is_backward: bool) -> None:
+            if (optimizer := mine()) is not None:
+                optimizer._note_backward(is_backward)
+
+        def refuse(what: str) -> None:
+            if (optimizer := mine()) is not None:
+                optimizer._refuse_in_join(what)
+
+        engine.gradients.on_begin = note
+        engine.before_exchange = refuse
+
+    def _note_backward(self, is_backward: bool) -> None:
+        """Called before a backward pass communicates, and by a step, which may be without one."""
+        if not is_in_join(self) or self._has_joined:
+            return
+        if self._is_noted and not is_backward:
+            return
+        if self._is_noted:
+            raise RuntimeError(
+                "faststep.zero: inside of torch.distributed.algorithms.Join only one backward pass "
+                "per step may communicate: call the others in optimizer.no_sync()"
+            )
+        engine = self._engine
+        if is_first_in_join(self) and engine and isinstance(engine.gradients, WrappedGradients):
+            raise RuntimeError(
+                "faststep.zero: give torch.distributed.algorithms.Join the DistributedDataParallel "
+                "model before the optimizer: Join([model, optimizer])"
+            )
+        self._is_noted = True
+        Join.notify_join_context(self)
+
+    def _refuse_in_join(self, what: str) -> None:
+        """Raise for a message that ranks without data would not take part in."""
+        if is_in_join(self) and not self._has_joined:
+            raise RuntimeError(
+                f"faststep.zero: {what} inside of torch.distributed.algorithms.Join, where ranks "
+                "without data take part in backward and step alone: clip with max_grad_norm="
+            )

@@ -1,0 +1,133 @@
+"""A state of a whole parameter of which this rank has a part, for torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._torch.tensors import new_wrapper
+from .boxes import Box, boxes_of
+
+__all__ = ["SlicedState"]
+
+_aten = torch.ops.aten
+
+
+class SlicedState(Tensor):
+    """A tensor of the parameter's shape that holds the elements of this rank alone.
+
+    torch.distributed.checkpoint saves and loads it part by part, without gathering. Whatever else
+    would read or write it raises an error.
+
+    Attributes:
+        param_name: the name of the parameter.
+        parts: ranges of the parameter's memory: where they begin, and their elements.
+    """
+
+    param_name: str
+    parts: list[tuple[int, Tensor]]
+
+    @staticmethod
+    def __new__(
+        cls,
+        name: str,
+        size: Sequence[int],
+        strides: Sequence[int],
+        dtype: torch.dtype,
+        parts: Sequence[tuple[int, Tensor]],
+    ) -> SlicedState:
+        """Of a parameter with this size and these strides."""
+        made = new_wrapper(cls, torch.Size(size), device="cpu", dtype=dtype, strides=tuple(strides))
+        assert isinstance(made, SlicedState)
+        made.param_name = name
+        made.parts = list(parts)
+        return made
+
+    def __init__(self, *_: object) -> None:
+        super().__init__()
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        own = sum(values.numel() for _, values in self.parts)
+        return (
+            f"SlicedState(of {self.param_name!r}, size={tuple(self.size())}, dtype={self.dtype}, "
+            f"{own} elements on this rank)"
+        )
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        size, strides = tuple(self.size()), self.stride()
+        return SlicedState, (self.param_name, size, strides, self.dtype, self.parts)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        change = _CHANGES.get(func)
+        if change is not None and isinstance(args[0], SlicedState):
+            return args[0]._changed(change, kwargs or {})
+        held = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, SlicedState)]
+        name = held[0].param_name if held else "a parameter"
+        raise RuntimeError(
+            f"{func} on a state of {name!r}: this rank has a slice of it, which "
+            "torch.distributed.checkpoint's save, load and async_save (with checkpoint_id=, or a "
+            "DefaultStager) take. For whole states use StateDictOptions(full_state_dict=True), or "
+            "state_dict() of the optimizer"
+        )
+
+    def _changed(
+        self, change: Callable[[Tensor, dict[str, Any]], Tensor], options: dict[str, Any]
+    ) -> SlicedState:
+        """The same with other parts."""
+        parts = [(begin, change(values, options)) for begin, values in self.parts]
+        dtype = options.get("dtype") or self.dtype
+        return SlicedState(self.param_name, self.size(), self.stride(), dtype, parts)
+
+    # ---- what torch.distributed.checkpoint asks, by the names of its protocol
+
+    def _boxes(self) -> Iterator[tuple[Box, Tensor]]:
+        for begin, values in self.parts:
+            for box in boxes_of(begin, values.numel(), self.size(), self.stride()):
+                start = values.storage_offset() + box.at
+                yield box, values.as_strided(box.sizes, self.stride(), start)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
+            for box, _ in self._boxes()
+        ]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, TensorProperties(self.dtype), self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        for box, values in self._boxes():
+            if box.offsets == tuple(index.offset):
+                return values
+        raise ValueError(f"this rank has no part of {index.fqn!r} at {tuple(index.offset)}")
+
+
+_CHANGES: dict[Any, Callable[[Tensor, dict[str, Any]], Tensor]] = {
+    _aten.detach.default: lambda values, _: values.detach(),
+    _aten.alias.default: lambda values, _: values,
+    _aten.clone.default: lambda values, _: values.clone(),
+    _aten.new_empty.default: lambda values, _: torch.empty_like(values),
+    _aten._to_copy.default: lambda values, options: values.to(options.get("dtype"), copy=True),
+}

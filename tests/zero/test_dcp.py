@@ -1,0 +1,234 @@
+"""Sharded optimizers and torch.distributed.checkpoint: saved on N ranks, loaded on M."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from accumulate.processes import Job
+
+from .checkpoints import (
+    LOW,
+    both_step,
+    load,
+    made,
+    plain_run,
+    remove,
+    save,
+    shared_folder,
+)
+from .common import SHAPES, Given, differences, grads_for, optimizer_of, states_differ
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+
+
+def _resharded(rank: int, world: int, name: str) -> list[str]:
+    """Every number of ranks loads what every other has saved, and so do unsharded runs."""
+    warnings.simplefilter("ignore")
+    groups: dict[int, Any] = {1: dist.new_group([0]), 2: dist.new_group([0, 1]), 3: None}
+    path = shared_folder()
+    wrong: list[str] = []
+    expected = {str(ranks): plain_run(name, ranks) for ranks in groups}
+    expected["flat"] = expected["plain"] = expected["3"]
+    for ranks, group in groups.items():
+        if rank < ranks:
+            model, sharded = made(name, group)
+            for seed in (1, 2):
+                model(grads_for(model, seed)).backward()
+                sharded.step()
+                sharded.zero_grad()
+            save(model, sharded, path / str(ranks), process_group=group)
+            if ranks == 3:
+                save(model, sharded, path / "flat", flat=True)
+    if rank == 0:
+        save(*expected["plain"], path / "plain", no_dist=True)
+    dist.barrier()
+    for saved, (whole, plain) in expected.items():
+        for ranks, group in groups.items():
+            if rank < ranks:
+                found = _loaded_on(group, name, path / saved, whole, plain)
+                wrong += [f"{saved} on {ranks}: {text}" for text in found]
+        if rank == 0:
+            other = copy.deepcopy(whole)
+            new = optimizer_of(name, other.parameters())
+            load(other, new, path / saved, saved == "flat", no_dist=True)
+            for a, b in zip(whole.parameters(), other.parameters(), strict=True):
+                for key, value in plain.state[a].items():
+                    if not torch.equal(value, new.state[b][key]):
+                        wrong.append(f"{saved} in an unsharded run: {key}")
+    remove(path)
+    return wrong
+
+
+def _loaded_on(group: Any, name: str, path: Path, whole: Given, plain: Any) -> list[str]:
+    """What differs after loading, and after one more step."""
+    model, sharded = made(name, group, 0.3)
+    sharded.param_groups[0]["lr"] = 0.5
+    load(model, sharded, path, path.name == "flat", process_group=group)
+    wrong = states_differ(sharded, plain)
+    model.load_state_dict(whole.state_dict())
+    other = copy.deepcopy(whole)
+    reference = optimizer_of(name, other.parameters())
+    reference.load_state_dict(copy.deepcopy(plain.state_dict()))
+    both_step(sharded, model, reference, other, 3)
+    moved = differences(model.parameters(), other.parameters())
+    return wrong + [f"p{n} after a step" for n in moved]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam", "momentum", "Lion", "SGD"])
+def test_saved_on_any_loaded_on_any(name: str, ranks: Ranks) -> None:
+    assert ranks(f"resharded: {name}") == [[], [], []]
+
+
+def _without_gathering(rank: int, world: int) -> dict[str, Any]:
+    """What save and load take: no whole state, and no memory beyond the slices."""
+    path = shared_folder()
+    model, sharded = made("AdamW", None)
+    whole = Given(SHAPES, LOW)
+    plain = optimizer_of("AdamW", whole.parameters())
+    both_step(sharded, model, plain, whole, 1)
+    states = get_optimizer_state_dict(model, sharded)["state"]
+    live = {t.untyped_storage().data_ptr() for s in sharded.state.values() for t in s.values()}
+    shards = [
+        item
+        for entries in states.values()
+        for key in ("exp_avg", "exp_avg_sq")
+        for _, item in entries[key].parts
+    ]
+    save(model, sharded, path / "kept")
+    written = sum(file.stat().st_size for file in (path / "kept").glob(f"__{rank}_*"))
+    said = {
+        "keys": sorted(states) == sorted(name for name, _ in model.named_parameters()),
+        "same memory": all(t.untyped_storage().data_ptr() in live for t in shards if t.numel()),
+        "share": sum(t.nbytes for t in shards) / (2 * sum(p.nbytes for p in model.parameters())),
+        "written": written / (2 * sum(p.nbytes for p in model.parameters())),
+    }
+    remove(path)
+    return said
+
+
+def test_nothing_is_gathered(ranks: Ranks) -> None:
+    for said in ranks("without gathering"):
+        assert said["keys"]
+        assert said["same memory"]
+        assert said["share"] < 0.5
+        assert said["written"] < 0.65
+
+
+def _fresh(rank: int, world: int) -> dict[str, Any]:
+    """An optimizer without states, before and after it was asked for its state dict."""
+    said: dict[str, Any] = {}
+    model, sharded = made("AdamW", None)
+    before = [p.detach().clone() for p in model.parameters()]
+    states = get_optimizer_state_dict(model, sharded)
+    said["steps"] = {float(entries["step"]) for entries in states["state"].values()}
+    said["zeros"] = all(
+        not part.any()
+        for entries in states["state"].values()
+        for _, part in entries["exp_avg"].parts
+    )
+    said["untouched"] = differences(before, model.parameters())
+    said["grads"] = sum(p.grad is not None for p in model.parameters())
+    said["lr"] = sharded.param_groups[0]["lr"]
+    said["left"] = len(sharded.state)
+    whole = Given(SHAPES, LOW)
+    plain = optimizer_of("AdamW", whole.parameters())
+    both_step(sharded, model, plain, whole, 1)
+    said["goes on"] = differences(model.parameters(), whole.parameters())
+    return said
+
+
+def test_a_state_dict_before_the_first_step(ranks: Ranks) -> None:
+    for said in ranks("fresh"):
+        assert said == {
+            "steps": {0.0}, "zeros": True, "untouched": [], "grads": 0, "lr": 0.01, "left": 0,
+            "goes on": [],
+        }  # fmt: skip
+
+
+def _unused(rank: int, world: int) -> list[str]:
+    """A parameter without a state, and one that is frozen."""
+    path = shared_folder()
+    wrong = []
+    whole = Given(SHAPES, LOW)
+    plain = optimizer_of("AdamW", whole.parameters())
+    model, sharded = made("AdamW", None)
+    both_step(sharded, model, plain, whole, 1, without=1)
+    save(model, sharded, path / "kept")
+    new, ours = made("AdamW", None, 0.3)
+    partial = DefaultLoadPlanner(allow_partial_load=True)
+    load(new, ours, path / "kept", planner=partial)
+    new.load_state_dict(model.state_dict())
+    for flat in (False, True):  # into one that is in use
+        options = StateDictOptions(flatten_optimizer_state_dict=flat, strict=False)
+        states = get_optimizer_state_dict(model, sharded, options=options)
+        set_optimizer_state_dict(model, sharded, states, options=options)
+    wrong += states_differ(sharded, plain)
+    for one, optimizer in ((model, sharded), (new, ours)):
+        other = copy.deepcopy(whole)
+        reference = optimizer_of("AdamW", other.parameters())
+        reference.load_state_dict(copy.deepcopy(plain.state_dict()))
+        both_step(optimizer, one, reference, other, 2)
+        wrong += [f"p{n}" for n in differences(one.parameters(), other.parameters())]
+    remove(path)
+    return wrong
+
+
+def test_a_parameter_without_a_state(ranks: Ranks) -> None:
+    assert ranks("unused in a checkpoint") == [[], []]
+
+
+def _async_saved(rank: int, world: int) -> list[str]:
+    """Steps go on while a checkpoint is written, which has the states of its time."""
+    path = shared_folder()
+    wrong = []
+    whole = Given(SHAPES, LOW)
+    plain = optimizer_of("AdamW", whole.parameters())
+    model, sharded = made("AdamW", None)
+    both_step(sharded, model, plain, whole, 1)
+    then = copy.deepcopy(plain.state_dict())
+    states = get_optimizer_state_dict(model, sharded)
+    saving = dcp.async_save({"optimizer": states}, checkpoint_id=path / "kept")
+    for seed in range(2, 12):
+        both_step(sharded, model, plain, whole, seed)
+    saving.result()
+    wrong += [f"p{n}" for n in differences(model.parameters(), whole.parameters())]
+    dist.barrier()
+    new, ours = made("AdamW", None, 0.3)
+    load(new, ours, path / "kept")
+    reference = optimizer_of("AdamW", whole.parameters())
+    reference.load_state_dict(then)
+    wrong += states_differ(ours, reference)
+    remove(path)
+    return wrong
+
+
+def test_async_save(ranks: Ranks) -> None:
+    assert ranks("async save") == [[], []]
+
+
+ZERO_JOBS = [
+    *(
+        Job(f"resharded: {name}", 3, _resharded, (name,))
+        for name in ("AdamW", "Adam", "momentum", "Lion", "SGD")
+    ),
+    Job("without gathering", 3, _without_gathering),
+    Job("fresh", 3, _fresh),
+    Job("unused in a checkpoint", 2, _unused),
+    Job("async save", 2, _async_saved),
+]

@@ -1,0 +1,217 @@
+"""Sharded optimizers and torch.distributed.checkpoint: whole states, other stages, and errors."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+from .checkpoints import (
+    LOW,
+    both_step,
+    load,
+    made,
+    remove,
+    save,
+    shared_folder,
+)
+from .common import SHAPES, Given, optimizer_of, states_differ
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+
+
+def _whole_states(rank: int, world: int) -> list[str]:
+    """StateDictOptions(full_state_dict=True), with and without rank 0 as the only one."""
+    wrong = []
+    whole = Given(SHAPES, LOW)
+    plain = optimizer_of("AdamW", whole.parameters())
+    model, sharded = made("AdamW", None)
+    both_step(sharded, model, plain, whole, 1)
+    expected = get_optimizer_state_dict(whole, plain)
+    for first_only in (False, True):
+        options = StateDictOptions(full_state_dict=True, cpu_offload=first_only)
+        found = get_optimizer_state_dict(model, sharded, options=options)
+        if first_only and rank:
+            wrong += [f"{found} on rank {rank}"] if found else []
+        else:
+            wrong += _unlike(found, expected)
+        options.broadcast_from_rank0 = first_only
+        new, ours = made("AdamW", None, 0.3)
+        set_optimizer_state_dict(new, ours, found, options=options)
+        wrong += [
+            f"{first_only}: {text}"
+            for text in states_differ(ours, plain)
+            # torch broadcasts the memory of a channels_last tensor into a contiguous one
+            if not (first_only and text.startswith("p5"))
+        ]
+    return wrong
+
+
+def _unlike(found: Any, expected: Any) -> list[str]:
+    if found["param_groups"] != expected["param_groups"]:
+        return ["groups"]
+    return [
+        f"{name} {key}"
+        for name, entries in expected["state"].items()
+        for key, value in entries.items()
+        if not torch.equal(found["state"][name][key], value)
+    ]
+
+
+def test_full_state_dicts(ranks: Ranks) -> None:
+    assert ranks("full state dicts") == [[], []]
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except BaseException as error:  # as torch's CheckpointException is
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _refused(rank: int, world: int) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    path = shared_folder()
+    model, sharded = made("AdamW", None)
+    both_step(sharded, model, optimizer_of("AdamW", model.parameters()), model, 1)
+    states = get_optimizer_state_dict(model, sharded)
+    first = states["state"]["p0"]["exp_avg"]
+    said["repr"] = repr(first)
+    said["sum"] = _error(first.sum)
+    said["copy"] = _error(lambda: torch.empty(300, 70).copy_(first))
+    writer = dcp.FileSystemWriter(path / "other")
+    said["writer"] = _error(lambda: dcp.async_save(states, storage_writer=writer))
+    new, ours = made("AdamW", None, 1e-3)
+    before = {key: dict(value) for key, value in ours.state.items()}
+    said["other slices"] = _error(lambda: set_optimizer_state_dict(new, ours, states))
+    whole = sharded.state_dict()
+    sent = [whole]
+    dist.broadcast_object_list(sent, 0)
+    sent[0]["state"][0]["exp_avg"] = torch.zeros(3, 3)
+    said["shape"] = _error(lambda: ours.load_state_dict(sent[0]))
+    said["kept"] = before == {key: dict(value) for key, value in ours.state.items()}
+    file = io.BytesIO()
+    torch.save(states, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)["state"]["p0"]["exp_avg"]
+    said["pickled"] = all(
+        torch.equal(a, b) for (_, a), (_, b) in zip(again.parts, first.parts, strict=True)
+    )
+    remove(path)
+    return said
+
+
+def test_what_slices_cannot_do(ranks: Ranks) -> None:
+    for said in ranks("refused states"):
+        assert "'p0'" in said["repr"]
+        for name in ("sum", "copy", "writer"):
+            assert "this rank has a slice of it" in said[name], said[name]
+        assert said["other slices"].startswith("RuntimeError: load_state_dict(): "), said
+        assert "other slices" in said["other slices"]
+        assert "'p0'" in said["shape"], said["shape"]
+        assert "(3, 3)" in said["shape"]
+        assert said["kept"]
+        assert said["pickled"]
+
+
+class _FailingWriter(dcp.FileSystemWriter):
+    """Ends in the middle of a save, after this rank has written its file."""
+
+    def write_data(self, *args: Any) -> Any:
+        super().write_data(*args).wait()
+        raise OSError("planted")
+
+
+def _interrupted(rank: int, world: int) -> list[str]:
+    """What docs/sharding.md does: save beside the last checkpoint, then rename."""
+    path = shared_folder()
+    whole = Given(SHAPES, LOW)
+    plain = optimizer_of("AdamW", whole.parameters())
+    model, sharded = made("AdamW", None)
+    both_step(sharded, model, plain, whole, 1)
+    save(model, sharded, path / "first.tmp")
+    if rank == 0:
+        (path / "first.tmp").rename(path / "first")
+    dist.barrier()
+    other = copy.deepcopy(whole)
+    both_step(sharded, model, optimizer_of("AdamW", other.parameters()), other, 2)
+    states = {"optimizer": get_optimizer_state_dict(model, sharded)}
+    kind = _FailingWriter if rank == 1 else dcp.FileSystemWriter
+    saved = _error(lambda: dcp.save(states, storage_writer=kind(path / "second.tmp")))
+    wrong = [] if "planted" in saved else [saved]
+    new, ours = made("AdamW", None, 0.3)
+    half = _error(lambda: load(new, ours, path / "second.tmp"))
+    wrong += [] if ".metadata" in half else [half]
+    load(new, ours, path / "first")
+    wrong += states_differ(ours, plain)
+    remove(path)
+    return wrong
+
+
+def test_a_save_that_fails_leaves_the_last_checkpoint(ranks: Ranks) -> None:
+    assert ranks("interrupted save") == [[], []]
+
+
+def _as_stateful(rank: int, world: int) -> list[str]:
+    """The optimizer itself in what is saved, and stage 3, whose files stage 2 loads."""
+    path = shared_folder()
+    wrong = []
+    whole = Given(SHAPES, LOW)
+    plain = optimizer_of("AdamW", whole.parameters())
+    model, sharded = made("AdamW", None)
+    both_step(sharded, model, plain, whole, 1)
+    dcp.save({"optimizer": sharded}, checkpoint_id=path / "itself")
+    _, ours = made("AdamW", None, 0.3)
+    dcp.load({"optimizer": ours}, checkpoint_id=path / "itself")
+    wrong += states_differ(ours, plain)
+    nets = [nn.Sequential(nn.Linear(33, 7), nn.Linear(7, 300)) for _ in range(2)]
+    pair = [faststep.optim.AdamW(net.parameters(), lr=0.01) for net in nets]
+    third, second = (
+        zero.shard(net, one, stage=stage)
+        for net, one, stage in zip(nets, pair, (3, 2), strict=True)
+    )
+    nets[0](torch.ones(2, 33)).square().mean().backward()
+    third.step()
+    save(nets[0], third, path / "stage 3")
+    load(nets[1], second, path / "stage 3")
+    save(nets[1], second, path / "stage 2")
+    back = get_optimizer_state_dict(nets[0], third)
+    kept = {name: entry["exp_avg"].full_tensor() for name, entry in back["state"].items()}
+    for entry in back["state"].values():
+        entry["exp_avg"].zero_()
+    dcp.load({"optimizer": back}, checkpoint_id=path / "stage 2")
+    for name, entry in back["state"].items():
+        if not torch.equal(entry["exp_avg"].full_tensor(), kept[name]):
+            wrong.append(name)
+    remove(path)
+    return wrong
+
+
+def test_the_optimizer_as_a_stateful_and_other_stages(ranks: Ranks) -> None:
+    assert ranks("as stateful") == [[], []]
+
+
+ZERO_JOBS = [
+    Job("full state dicts", 2, _whole_states),
+    Job("refused states", 2, _refused),
+    Job("interrupted save", 2, _interrupted),
+    Job("as stateful", 2, _as_stateful),
+]

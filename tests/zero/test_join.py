@@ -1,0 +1,126 @@
+"""torch.distributed.algorithms.Join: ranks whose data end at other times."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import differences
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
+
+
+def _loss(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    made = torch.Generator().manual_seed(100 * step + rank)
+    return model(torch.randn(6, 64, generator=made)).square().mean()  # type: ignore[no-any-return]
+
+
+def _train(rank: int, how: str) -> nn.Module:
+    """Rank 0 has three batches, rank 1 has seven."""
+    inside = _model()
+    optimizer: Any = faststep.optim.AdamW(inside.parameters(), lr=0.01, max_grad_norm=0.1)
+    model: Any = inside if how in ("plain", "forward") else DistributedDataParallel(inside)
+    if how == "ddp":
+        joined = [model]
+    else:
+        gather: Any = "forward" if how == "forward" else "step"
+        optimizer = zero.shard(model, optimizer, bucket_mb=0.01, gather=gather)
+        joined = [model, optimizer] if how == "wrapped" else [optimizer]
+    quiet = model if how in ("ddp", "wrapped") else optimizer
+    with Join(joined):
+        for step in range(3 if rank == 0 else 7):
+            with quiet.no_sync():
+                _loss(model, rank, step + 50).backward()
+            _loss(model, rank, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    if how == "forward":
+        optimizer.wait()
+    return inside
+
+
+def _uneven(rank: int, world: int) -> dict[str, list[int]]:
+    expected = _train(rank, "ddp")
+    return {
+        how: differences(expected.parameters(), _train(rank, how).parameters())
+        for how in ("plain", "forward", "wrapped")
+    }
+
+
+def test_uneven_inputs_have_the_bits_of_ddp(ranks: Ranks) -> None:
+    for said in ranks("uneven inputs"):
+        assert said == {"plain": [], "forward": [], "wrapped": []}
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _refused(rank: int, world: int) -> dict[str, str]:
+    said = {}
+    model = _model()
+    optimizer = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=0.1))
+    with contextlib.suppress(ZeroDivisionError), Join([optimizer]):
+        _loss(model, rank, 0).backward()
+        said["clip"] = _error(lambda: optimizer.clip_grad_norm_(1.0))
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        said["scaler"] = _error(lambda: scaler.step(optimizer))
+        said["unscale"] = _error(lambda: scaler.unscale_(optimizer))
+        said["second"] = _error(lambda: _loss(model, rank, 1).backward())
+        raise ZeroDivisionError  # leave without waiting for the others
+    wrapper = DistributedDataParallel(_model())
+    second = zero.shard(wrapper, faststep.optim.SGD(wrapper.parameters(), lr=0.1))
+    with contextlib.suppress(ZeroDivisionError), Join([second, wrapper]):
+        said["order"] = _error(lambda: _loss(wrapper, rank, 1).backward())
+        raise ZeroDivisionError
+    third = _model()
+    whole = zero.shard(third, faststep.optim.SGD(third.parameters(), lr=0.1), stage=3)
+    said["stage 3"] = _error(lambda: Join([whole]))
+    again = _model()
+    early = zero.shard(again, faststep.optim.SGD(again.parameters(), lr=0.1))
+
+    def ends_early() -> None:
+        with Join([early], throw_on_early_termination=True):
+            for step in range(2 + rank):
+                _loss(again, rank, step).backward()
+                early.step()
+                early.zero_grad()
+
+    said["early"] = _error(ends_early)
+    return said
+
+
+def test_what_join_does_not_take(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks("refused in join")):
+        for name in ("clip", "scaler", "unscale"):
+            assert "clip with max_grad_norm=" in said[name], said[name]
+        assert "only one backward pass per step" in said["second"]
+        assert "Join([model, optimizer])" in said["order"]
+        assert "fully_shard communicates in forward" in said["stage 3"]
+        assert ("exhausted all inputs" if rank == 0 else "at least one rank") in said["early"]
+
+
+ZERO_JOBS = [Job("uneven inputs", 2, _uneven), Job("refused in join", 2, _refused)]

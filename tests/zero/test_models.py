@@ -1,0 +1,112 @@
+"""Several sharded models in one process, and what they must not do to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import Given, differences, grads_for, mean_of
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+SHAPES = [(300, 70), (70,), (20000,), (5, 5)]
+
+
+def _two_models(rank: int, world: int, wrapped: bool) -> list[str]:
+    """One backward of two models, which each rank reaches in another order."""
+    models = [Given(SHAPES, [torch.float32]) for _ in range(2)]
+    wholes = [Given(SHAPES, [torch.float32]) for _ in range(2)]
+    sharded: list[Any] = []
+    for number, model in enumerate(models):
+        outside: Any = model
+        if wrapped and number == 0:
+            outside = torch.nn.parallel.DistributedDataParallel(model)
+        made = faststep.optim.SGD(model.parameters(), lr=1.0)
+        sharded.append((outside, zero.shard(outside, made, bucket_mb=1e-3)))
+    wrong = []
+    for step in range(4):
+        losses = [
+            outside(grads_for(model, rank, step, number))
+            for number, ((outside, _), model) in enumerate(zip(sharded, models, strict=True))
+        ]
+        if (rank + step) % 2:
+            losses.reverse()
+        sum(losses).backward()  # autograd goes through the last one first
+        for number, whole in enumerate(wholes):
+            rows = [grads_for(whole, r, step, number) for r in range(world)]
+            with torch.no_grad():
+                for param, parts in zip(whole.parameters(), zip(*rows, strict=True), strict=True):
+                    param -= mean_of(parts)
+        for number, (_, optimizer) in enumerate(sharded):
+            optimizer.step()
+            optimizer.zero_grad()
+            moved = differences(models[number].parameters(), wholes[number].parameters())
+            wrong += [f"step {step}, model {number}: p{n}" for n in moved]
+    return wrong
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_two_models_in_one_backward(wrapped: bool, ranks: Ranks) -> None:
+    assert ranks(f"two models, wrapped {wrapped}") == [[], []]
+
+
+def _one_group(rank: int, world: int) -> str:
+    """Two models over one group of some of the ranks."""
+    group = dist.new_group([0, 1])
+    if rank == 2:
+        return ""
+    models = [Given(SHAPES, [torch.float32]) for _ in range(2)]
+    kept = [
+        zero.shard(m, torch.optim.SGD(m.parameters(), lr=1.0), process_group=group) for m in models
+    ]
+    for model, optimizer in zip(models, kept, strict=True):  # one after the other
+        model(grads_for(model, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    try:
+        sum(model(grads_for(model, rank)) for model in models).backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_two_models_over_one_group(ranks: Ranks) -> None:
+    *told, rest = ranks("two models, one group")
+    assert rest == ""
+    for text in told:
+        assert "sharded over the same process_group" in text
+
+
+def _connections(rank: int, world: int) -> tuple[int, int]:
+    """Process groups that are left when sharded models are gone."""
+    known = dist.distributed_c10d._world.pg_map
+    before = len(known)
+    for _ in range(3):
+        model = Given(SHAPES, [torch.float32])
+        optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=1.0))
+        model(grads_for(model, rank)).backward()
+        optimizer.step()
+        during = len(known)
+        dist.barrier()
+        del model, optimizer
+        __import__("gc").collect()
+    return during - before, len(known) - before
+
+
+def test_connections_go_with_the_model(ranks: Ranks) -> None:
+    assert ranks("connections") == [(1, 0), (1, 0)]
+
+
+ZERO_JOBS = [
+    *(Job(f"two models, wrapped {w}", 2, _two_models, (w,)) for w in (False, True)),
+    Job("two models, one group", 3, _one_group),
+    Job("connections", 2, _connections),
+]

@@ -1,0 +1,213 @@
+"""What `shard` refuses before it changes anything, and what ranks have in common after it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import Given, differences, grads_for
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+SHAPES = [(300, 70), (70,), (5, 5)]
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _again(rank: int, world: int) -> dict[str, Any]:
+    """Parameters that are sharded already, of which only some are in the second optimizer."""
+    said: dict[str, Any] = {}
+    model = Given(SHAPES, [torch.float32])
+    first = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=1.0))
+    second = torch.optim.SGD([model.p1, model.p2], lr=1.0)
+    where = [p.data_ptr() for p in model.parameters()]
+    said["again"] = _error(lambda: zero.shard(model, second))
+    said["at stage 3"] = _error(lambda: zero.shard(model, second, stage=3))
+    said["wrapped"] = _error(lambda: zero.shard(nn.parallel.DistributedDataParallel(model), second))
+    said["moved"] = where != [p.data_ptr() for p in model.parameters()]
+    before = [p.detach().clone() for p in model.parameters()]
+    model(grads_for(model, 1)).backward()
+    first.step()
+    expected = [b - g for b, g in zip(before, grads_for(model, 1), strict=True)]
+    said["differ"] = differences(expected, model.parameters())
+    said["second"] = second.state_dict()["param_groups"][0]["lr"]
+    kept = first if rank else None  # one rank alone still has the first optimizer
+    del first
+    gc.collect()
+    third = torch.optim.SGD(model.parameters(), lr=1.0)
+    said["on one rank"] = _error(lambda: zero.shard(model, third))
+    del kept
+    gc.collect()
+    said["later"] = _error(lambda: zero.shard(model, third))
+    return said
+
+
+def test_parameters_that_are_sharded_already(ranks: Ranks) -> None:
+    for said in ranks("sharded again"):
+        for how in ("again", "at stage 3", "wrapped"):
+            assert said[how].startswith("TypeError: shard(): parameter 'p1' is sharded"), said[how]
+        assert not said["moved"]
+        assert said["differ"] == []
+        assert said["second"] == 1.0
+        assert "rank 1 has 'p0' (300, 70) torch.float32 (0.0, sharded)" in said["on one rank"]
+        assert said["later"] == "no error"
+
+
+class _Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs = nn.ModuleList(
+            nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]) for _ in range(3)
+        )
+        self.scalar = nn.Parameter(torch.ones(1))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first, second in self.pairs:
+            x = second(first(x).tanh())
+        return self.head(x) * self.scalar  # type: ignore[no-any-return]
+
+
+def _blocks(rank: int, world: int) -> dict[str, Any]:
+    """Blocks that fully_shard refuses, or would take in another order."""
+    said: dict[str, Any] = {}
+    model = _Blocks()
+
+    def sharded(*blocks: Any, at: Any = model) -> str:
+        optimizer = torch.optim.SGD(at.parameters(), lr=0.1)
+        text = _error(lambda: zero.shard(at, optimizer, stage=3, blocks=blocks))
+        assert optimizer.state_dict()["param_groups"], "it was replaced"
+        assert not any(isinstance(param, DTensor) for param in at.parameters())
+        return text
+
+    said["list"] = sharded(model.head, model.pairs[0])
+    said["model"] = sharded(model.head, model)
+    said["twice"] = sharded(model.head, model.head)
+    said["stranger"] = sharded(model.head, nn.Linear(1, 1))
+    said["name"] = sharded(model.head, "head")
+    model.scalar.data = torch.ones(())
+    said["0-d"] = sharded(model.head)
+    model.scalar.data = torch.ones(1)
+    model.head[0].weight.data = torch.ones(4, 4, 2)[:, :, 0]
+    said["strides"] = sharded(model.head)
+    model.head[0].weight.data = torch.ones(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    made = zero.shard(model, optimizer, stage=3)
+    model(torch.ones(2, 4)).sum().backward()
+    made.step()
+    said["found"] = sum(isinstance(one, FSDPModule) for one in model.modules())
+    other = torch.optim.SGD(model.parameters(), lr=0.1)
+    for stage in (2, 3):
+        said[f"again at {stage}"] = _error(lambda s=stage: zero.shard(model, other, stage=s))
+    nested = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4))
+    outer, inner = nested[0], nested[0][0]
+    one = torch.optim.SGD(nested.parameters(), lr=0.1)
+    said["outer first"] = _error(lambda: zero.shard(nested, one, stage=3, blocks=[outer, inner]))
+    nested(torch.ones(1, 4)).sum().backward()
+    return said
+
+
+def test_blocks_of_stage_3(ranks: Ranks) -> None:
+    for said in ranks("blocks"):
+        assert said.pop("found") == 7  # the six in the lists, and the model
+        assert said.pop("outer first") == "no error"
+        for name, text in {
+            "list": "TypeError: shard(): blocks[1] is a ModuleList, which has no forward",
+            "model": "ValueError: shard(): blocks[1] is the model itself",
+            "twice": "ValueError: shard(): blocks[1] is there twice",
+            "stranger": "ValueError: shard(): blocks[1] is not in the model",
+            "name": "TypeError: shard(): blocks[1] must be a torch.nn.Module, not str",
+            "0-d": "TypeError: shard(stage=3): parameter 'scalar' is 0-d",
+            "strides": "TypeError: shard(stage=3): parameter 'head.0.weight' is not contiguous",
+            "again at 2": "TypeError: shard(): parameter 'head.1.bias' is a DTensor",
+            "again at 3": "TypeError: shard(stage=3): parameter 'scalar' is a DTensor",
+        }.items():
+            assert said.pop(name).startswith(text), name
+        assert said == {}
+
+
+class _Buffers(nn.Module):
+    def __init__(self, rank: int, size: int = 3) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2, 3), float(rank)))
+        self.frozen = nn.Parameter(torch.full((2,), float(rank)), requires_grad=False)
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.running_mean += rank
+        self.register_buffer("flags", torch.tensor([rank > 0, False]))
+        self.register_buffer("hidden", torch.full((size,), rank), persistent=False)
+        self.register_buffer("turned", torch.full((2, 3), float(rank)).t())
+
+
+def _buffers(rank: int, world: int) -> dict[str, Any]:
+    """After shard() ranks have what DistributedDataParallel gives them."""
+    found: dict[str, Any] = {}
+    kinds: dict[str, Callable[[nn.Module], Any]] = {
+        "ddp": nn.parallel.DistributedDataParallel,
+        "stage 1": lambda m: zero.shard(m, torch.optim.SGD(m.parameters()), stage=1),
+        "stage 3": lambda m: zero.shard(m, torch.optim.SGD(m.parameters()), stage=3),
+    }
+    for kind, made in kinds.items():
+        model = _Buffers(rank)
+        kept = made(model)
+        values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        found[kind] = {
+            name: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone().tolist()
+            for name, v in values.items()
+        }
+        del kept
+    odd = _Buffers(0, 3 + rank)
+    found["odd"] = _error(lambda: zero.shard(odd, torch.optim.SGD(odd.parameters())))
+    return found
+
+
+def test_buffers_are_those_of_rank_0(ranks: Ranks) -> None:
+    first, second = ranks("buffers")
+    for said in (first, second):
+        assert said["stage 1"] == said["ddp"] == said["stage 3"] == first["ddp"]
+        assert "buffer 'hidden' (4,)" in said["odd"], said["odd"]
+        assert said["odd"].startswith("RuntimeError: shard(): the ranks differ")
+
+
+def _placeholder(rank: int, world: int) -> list[str]:
+    model = Given(SHAPES, [torch.float32])
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(grads_for(model, 1)).backward()
+    grad = model.p0.grad
+    alive = repr(grad)
+    del optimizer
+    gc.collect()
+    return [alive, repr(grad), str(grad), _error(grad.norm), repr(grad.detach())]
+
+
+def test_a_placeholder_can_always_be_printed(ranks: Ranks) -> None:
+    for alive, gone, text, norm, detached in ranks("placeholder"):
+        assert "gradient of 'p0'" in alive
+        assert gone == text == detached
+        assert "is gone" in gone
+        assert norm.startswith("RuntimeError: faststep.zero: the optimizer that had this gradient")
+
+
+ZERO_JOBS = [
+    Job("sharded again", 2, _again),
+    Job("blocks", 2, _blocks),
+    Job("buffers", 2, _buffers),
+    Job("placeholder", 2, _placeholder),
+]

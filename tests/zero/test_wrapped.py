@@ -1,0 +1,102 @@
+"""Models inside DistributedDataParallel, with its options, against what it does alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import differences
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+
+
+class _Routes(nn.Module):
+    """Each rank takes a route of its own in each step; the last one is taken by nobody."""
+
+    def __init__(self, changes: bool, checkpoints: str) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.first = nn.Linear(12, 12)
+        self.routes = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.changes, self.checkpoints = changes, checkpoints
+
+    def forward(self, x: Tensor, number: int) -> Tensor:
+        x = self.first(x).tanh()
+        route = self.routes[number % 3 if self.changes else 1]
+        if self.checkpoints:
+            y: Tensor = checkpoint(route, x, use_reentrant=self.checkpoints == "reentrant")
+        else:
+            y = route(x)
+        return y + route(x * 0.5) if not self.changes else y
+
+
+CASES: dict[str, tuple[dict[str, bool], str, int]] = {
+    "unused": ({"find_unused_parameters": True}, "", 1),
+    "unused, accumulated": ({"find_unused_parameters": True}, "", 3),
+    "unused, checkpoints": ({"find_unused_parameters": True}, "not reentrant", 1),
+    "static": ({"static_graph": True}, "", 1),
+    "static, accumulated": ({"static_graph": True}, "", 3),
+    "static, views": ({"static_graph": True, "gradient_as_bucket_view": True}, "", 1),
+    "static, checkpoints": ({"static_graph": True}, "not reentrant", 1),
+    "static, reentrant": ({"static_graph": True}, "reentrant", 1),
+}
+
+
+def _wrapped(rank: int, world: int, case: str) -> dict[str, Any]:
+    options, checkpoints, micro = CASES[case]
+    found: dict[str, Any] = {"losses": []}
+    values = []
+    for sharded in (False, True):
+        inside = _Routes("find_unused_parameters" in options, checkpoints)
+        model = DistributedDataParallel(inside, bucket_cap_mb=1e-3, **options)
+        optimizer: Any = faststep.optim.AdamW(
+            inside.parameters(), lr=0.01, weight_decay=0.5, max_grad_norm=1.0
+        )
+        if sharded:
+            optimizer = zero.shard(model, optimizer, bucket_mb=1e-3)
+        losses = []
+        for step in range(5):
+            for number in range(micro):
+                made = torch.Generator().manual_seed(100 * step + 10 * number + rank)
+                x = torch.randn(4, 12, generator=made)
+                quiet = number + 1 < micro and ("static" not in case or step > 0)
+                with model.no_sync() if quiet else torch.enable_grad():
+                    loss = model(x, rank + step + number).square().mean()
+                    loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        found["losses"].append(losses)
+        values.append([p.detach().clone() for p in inside.parameters()])
+        found["never"] = differences(
+            _Routes(True, "").routes[3].parameters(), inside.routes[3].parameters()
+        )
+    far = max(float((a - b).abs().max()) for a, b in zip(*values, strict=True))
+    return {**found, "differ": differences(*values), "far": far}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_bits_of_ddp(case: str, ranks: Ranks) -> None:
+    # A backward outside of no_sync() adds to means: DDP rounds the sum of both, shard each mean.
+    rounds = case == "static, accumulated"
+    for said in ranks(f"options of DDP: {case}"):
+        theirs, ours = said["losses"]
+        assert ours == (pytest.approx(theirs, rel=1e-5) if rounds else theirs)
+        assert said["differ"] == [] or (rounds and said["far"] < 1e-6)
+        if "unused" in case:
+            assert said["never"] == []
+
+
+ZERO_JOBS = [Job(f"options of DDP: {case}", 2, _wrapped, (case,)) for case in CASES]
