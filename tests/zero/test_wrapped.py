@@ -90,8 +90,13 @@ def _wrapped(rank: int, world: int, case: str) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES)
 def test_the_bits_of_ddp(case: str, ranks: Ranks) -> None:
     for said in ranks(f"options of DDP: {case}"):
-        assert said["losses"][0] == said["losses"][1]
-        assert said["differ"] == [] or (case == "static, accumulated" and said["far"] < 1e-6)
+        one, other = said["losses"]
+        if case == "static, accumulated":  # DDP reduces the sums of the first window's passes
+            assert one == pytest.approx(other, rel=1e-6)
+            assert said["far"] < 1e-6
+        else:
+            assert one == other
+            assert said["differ"] == []
         if "unused" in case:
             assert said["never"] == []
 
