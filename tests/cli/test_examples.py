@@ -55,27 +55,49 @@ def test_accumulation_gives_the_curve_of_the_large_batch(
         assert max(abs(a - b) for a, b in zip(curve, exact, strict=True)) > 1e-3, name
 
 
-def losses_of_ranks(ranks: int, name: str, *args: object) -> dict[int, float]:
-    """What an example prints under torchrun: the loss by the number of the step."""
+def losses_of_ranks(
+    ranks: int, name: str, *args: object, killed_by: Path | None = None
+) -> dict[int, float]:
+    """What an example prints under torchrun: the loss by the number of the step.
+
+    `killed_by` is a script that runs the example, and does not return.
+    """
     launch = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-    command = [*launch, str(ranks), str(EXAMPLES / f"{name}.py"), *map(str, args)]
+    script = killed_by or EXAMPLES / f"{name}.py"
+    command = [*launch, str(ranks), str(script), *map(str, args)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env=environment, timeout=120
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode == 0) is (killed_by is None), done.stderr
     return {int(s): float(v) for s, v in re.findall(r"step +(\d+)  loss ([0-9.]+)", done.stdout)}
 
 
+KILLED = """
+import os, runpy, signal, sys
+saves = []
+def fsync(file):
+    saves.append(file)
+    if len(saves) == 2:  # in the middle of the second checkpoint
+        os.kill(os.getpid(), signal.SIGKILL)
+os.fsync = fsync
+sys.path.insert(0, {folder!r})
+runpy.run_path({folder!r} + "/train_ddp.py", run_name="__main__")
+"""
+
+
 def test_sharded_training_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
-    """After the checkpoint of a run on two ranks one rank goes on, with the losses of two."""
+    """A rank of two is killed while it saves; one rank goes on, with the losses of two."""
     kept = tmp_path / "kept.pt"
-    options = ("--every", 4, "--checkpoint")
-    straight = losses_of_ranks(2, "train_ddp", "--steps", 16, *options, tmp_path / "straight.pt")
-    first = losses_of_ranks(2, "train_ddp", "--steps", 8, *options, kept)
-    (tmp_path / "kept.unfinished").write_bytes(b"half of a checkpoint")
-    then = losses_of_ranks(1, "train_ddp", "--steps", 16, *options, kept)
+    options = ("--steps", 16, "--every", 4, "--checkpoint")
+    straight = losses_of_ranks(2, "train_ddp", *options, tmp_path / "straight.pt")
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED.format(folder=str(EXAMPLES)))
+    first = losses_of_ranks(2, "train_ddp", *options, kept, killed_by=script)
+    assert (tmp_path / "kept.unfinished").exists()
+    then = losses_of_ranks(1, "train_ddp", *options, kept)
     assert list(straight) == [4, 8, 12, 16]
-    assert list(first) == [4, 8]
-    assert list(then) == [12, 16]
-    assert {**first, **then} == pytest.approx(straight, rel=1e-4)
+    assert list(first) == [4, 8]  # it is printed before it is saved
+    assert list(then) == [8, 12, 16]
+    assert first == pytest.approx({step: straight[step] for step in first}, rel=1e-4)
+    assert then == pytest.approx({step: straight[step] for step in then}, rel=1e-4)

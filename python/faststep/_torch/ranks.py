@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "absent_ranks",
     "end_group",
     "instances_of",
     "is_distributed",
@@ -55,6 +57,26 @@ def end_group(group: Any) -> None:
     """Close the connections of a process group, if torch.distributed has not done so already."""
     if dist.is_initialized() and group in dist.distributed_c10d._world.pg_map:
         dist.destroy_process_group(group)
+
+
+def absent_ranks(group: Any, patience: float) -> list[int] | None:
+    """The ranks of a group that do not call this too within so many seconds, once it has failed.
+
+    None if the store of torch.distributed, through which ranks say so, does not answer.
+    """
+    key = f"faststep/failed/{group.group_name}"
+    absent = list(range(dist.get_world_size(group)))
+    until = time.monotonic() + patience
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"{key}/{dist.get_rank(group)}", "")
+        while True:
+            absent = [rank for rank in absent if not store.check([f"{key}/{rank}"])]
+            if not absent or time.monotonic() > until:
+                return absent
+            time.sleep(0.05)
+    except (RuntimeError, ValueError):
+        return None
 
 
 def is_in_join(joinable: Any) -> bool:

@@ -104,4 +104,4 @@ class GradientBucket:
 
     def _what(self, doing: str) -> str:
         first, last = self.slots[0].name, self.slots[-1].name
-        return f"rank {self._group.rank}: {doing} the parameters from {first!r} to {last!r}"
+        return f"{doing} the parameters from {first!r} to {last!r}"

@@ -11,16 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch.ranks import end_group, is_distributed, same_ranks
+from .._torch.ranks import absent_ranks, end_group, is_distributed, same_ranks
 from .pages import Pages
 
 __all__ = ["Group", "Pending", "group_of"]
+
+PATIENCE = 10.0  # seconds in which ranks that have failed say so to each other
 
 
 class Pending:
     """Messages under way, and the tensors that they read and write."""
 
-    def __init__(self, what: str, works: Iterable[Any], kept: Iterable[Tensor]) -> None:
+    def __init__(
+        self, group: Group, what: str, works: Iterable[Any], kept: Iterable[Tensor]
+    ) -> None:
+        self._group = group
         self._what = what
         self._works = list(works)
         self._kept = list(kept)
@@ -39,7 +44,9 @@ class Pending:
             for work in self._works:
                 work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"{self._what} failed: {error}") from error
+            who = f"rank {self._group.rank}"
+            hint = self._group.who_is_absent()
+            raise RuntimeError(f"{who}: {self._what} failed{hint}: {error}") from error
         self._works, self._kept = [], []
 
 
@@ -50,6 +57,17 @@ class Group:
         self._group = group
         self.rank: int = dist.get_rank(group)
         self.world: int = dist.get_world_size(group)
+
+    def who_is_absent(self) -> str:
+        """After a message has failed: which ranks do not report the same, to be put in an error.
+
+        One of them died, raised or waits elsewhere. Others may still wait for their own timeout.
+        """
+        absent = absent_ranks(self._group, PATIENCE)
+        if not absent:
+            return ""
+        ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent))}"
+        return f" (not reported by {ranks} within {PATIENCE:.0f} s)"
 
     @property
     def process_group(self) -> Any:
@@ -90,7 +108,7 @@ class Group:
         work = dist.all_to_all_single(
             received.view(-1), sent, [own] * self.world, list(sizes), self._group, async_op=True
         )
-        return received, Pending(what, [work], [sent, received])
+        return received, Pending(self, what, [work], [sent, received])
 
     def gather(self, flat: Tensor, cuts: Sequence[int], tag: int, what: str) -> Pending:
         """Send the own slice of a flat tensor to all other ranks, and receive theirs in place."""
@@ -106,12 +124,12 @@ class Group:
                 kept.append(theirs)
             if mine.numel():
                 works.append(dist.isend(mine, self._global(target), self._group, tag))
-        return Pending(what, works, kept)
+        return Pending(self, what, works, kept)
 
     def add_up(self, numbers: Tensor, what: str) -> None:
         """Replace numbers by their sums over all ranks; waits."""
         work = dist.all_reduce(numbers, group=self._group, async_op=True)
-        Pending(f"rank {self.rank}: {what}", [work], [numbers]).wait()
+        Pending(self, what, [work], [numbers]).wait()
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the values of rank 0."""
