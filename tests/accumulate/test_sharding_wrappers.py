@@ -127,17 +127,13 @@ def fsdp(rank: int, world: int, original: bool) -> dict[str, Any]:
 
     found: dict[str, Any] = {}
     model, params = made()
-    optimizer = faststep.optim.AdamW(params, lr=0.1, max_grad_norm=LIMIT)
+    optimizer = faststep.optim.AdamW(params, lr=0.1)
     backward(model, 0)
     before = [p.detach().clone() for p in params]
-    found["step"] = _outcome(optimizer.step)
-    found["untouched"] = all(map(torch.equal, before, params))
-    optimizer.max_grad_norm = None
-    for name, cls in (("ours", faststep.optim.SGD), ("torch's", torch.optim.SGD)):
-        scaler = faststep.amp.GradScaler("cpu", init_scale=SCALE)
-        scaler.scale(torch.zeros(()))
-        other = cls(params, lr=0.1)
-        found[f"scaler, {name}"] = _outcome(lambda s=scaler, o=other: s.step(o, max_norm=LIMIT))
+    scaler = faststep.amp.GradScaler("cpu", init_scale=SCALE)
+    scaler.scale(torch.zeros(()))
+    other = torch.optim.SGD(params, lr=0.1)
+    found["scaler"] = _outcome(lambda: scaler.step(other, max_norm=LIMIT))
     found["untouched by the scaler"] = all(map(torch.equal, before, params))
     found["release"] = _outcome(lambda: faststep.release_gradients(model, optimizer))
     results = []
@@ -210,12 +206,10 @@ def test_zero_redundancy_trains_as_torch(how: str, ranks: Callable[[str], list[A
 @pytest.mark.parametrize("kind", ["original", "flat"])
 def test_fully_sharded(kind: str, ranks: Callable[[str], list[Any]]) -> None:
     for found in ranks(f"fsdp, {kind}"):
-        for call in ("step", "scaler, ours", "scaler, torch's"):
-            error, text = found[call]
-            assert error == "RuntimeError", call
-            assert "parameter 0 in group 0" in text
-            assert "model.clip_grad_norm_(max_norm)" in text
-        assert found["untouched"]
+        error, text = found["scaler"]
+        assert error == "RuntimeError"
+        assert "parameter 0 in group 0" in text
+        assert "model.clip_grad_norm_(max_norm)" in text
         assert found["untouched by the scaler"]
         error, text = found["release"]
         assert error == "TypeError"

@@ -10,18 +10,9 @@ import torch
 __all__ = [
     "after_backward",
     "current_backward",
-    "is_fsdp_shard",
     "is_inside_backward",
     "rebuild_buckets",
 ]
-
-
-def is_fsdp_shard(tensor: torch.Tensor) -> bool:
-    """Whether FullyShardedDataParallel leaves only a part of this parameter on each rank.
-
-    FSDP2 has tensors of a class of its own (DTensor) instead.
-    """
-    return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -1,15 +1,65 @@
-"""What torch keeps private of FSDP2: models to which `fully_shard` was applied."""
+"""What torch keeps private of FSDP2 (`fully_shard`) and FSDP1 (FullyShardedDataParallel)."""
 
 from __future__ import annotations
 
 import itertools
 import sys
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["drop_local_grads", "fsdp_modules_of", "groups_of_fsdp", "reduce_local_grads"]
+from .ranks import instances_of
+
+__all__ = [
+    "drop_local_grads",
+    "fsdp_modules_of",
+    "group_of_shard",
+    "groups_of_fsdp",
+    "is_fsdp_shard",
+    "reduce_local_grads",
+]
+
+_Found = tuple[weakref.ref[Tensor], Any]
+_groups_of_shards: dict[int, _Found] = {}  # by the id of the parameter
+
+
+def is_fsdp_shard(tensor: Tensor) -> bool:
+    """Whether FullyShardedDataParallel leaves only a part of this parameter on each rank.
+
+    FSDP2 has tensors of a class of its own (DTensor) instead.
+    """
+    return bool(getattr(tensor, "_fsdp_flattened", False))
+
+
+def group_of_shard(param: Tensor) -> Any:
+    """The process group over whose ranks such a parameter is divided; None if each has all of it.
+
+    Parameters do not know their model, so the first call looks for all of them.
+
+    Raises:
+        KeyError: there is no FullyShardedDataParallel with this parameter.
+    """
+    found = _groups_of_shards.get(id(param))
+    if found is None or found[0]() is not param:
+        _find_shards()
+        found = _groups_of_shards[id(param)]
+    return found[1]
+
+
+def _find_shards() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    _groups_of_shards.clear()
+    for module in instances_of(FullyShardedDataParallel):
+        handle: Any = vars(module).get("_handle")
+        if handle is None:
+            continue
+        group = handle.process_group if handle.uses_sharded_strategy else None
+        flat = handle.flat_param
+        for param in (flat, *(flat._params or ()), *(flat._shared_params or ())):
+            _groups_of_shards[id(param)] = weakref.ref(param), group
 
 
 def fsdp_modules_of(model: nn.Module) -> list[Any]:

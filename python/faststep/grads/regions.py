@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._torch.dtensor import is_dtensor, spec_of
+from .._torch.fsdp import group_of_shard, is_fsdp_shard
+from .._torch.ranks import world_size
 from .shards import LayoutError
 
 __all__ = ["Region", "groups_of", "regions_of"]
@@ -39,7 +41,7 @@ def groups_of(tensor: Tensor) -> tuple[Any, ...]:
         LayoutError: this rank has no part in the mesh.
     """
     if not is_dtensor(tensor):
-        return ()
+        return _groups_of_shard(tensor) if is_fsdp_shard(tensor) else ()
     spec = spec_of(tensor)
     key = id(spec.mesh), spec.placements
     known = _layouts.get(key)
@@ -48,6 +50,16 @@ def groups_of(tensor: Tensor) -> tuple[Any, ...]:
             _layouts.clear()
         known = _layouts[key] = spec.mesh, _groups_of(spec)
     return known[1]
+
+
+def _groups_of_shard(param: Tensor) -> tuple[Any, ...]:
+    """Those of a part in FSDP1."""
+    try:
+        group = group_of_shard(param)
+    except KeyError:
+        what = "is of a FullyShardedDataParallel model that is gone"
+        raise LayoutError("parameter", "placement", what) from None
+    return () if group is None or world_size(group) == 1 else (group,)
 
 
 def _groups_of(spec: Any) -> tuple[Any, ...]:

@@ -15,12 +15,13 @@ from .. import _C
 from .._devices import HOST, HOST_ONLY, on_device
 from .._torch.compiler import disable_dynamo
 from .._torch.dtensor import learn_dtensors
+from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import is_watched
 from .._torch.optim import has_global_step_hooks
 from .._torch.tensors import has_no_memory
-from ..grads.params import described
+from ..grads.params import described, params_of
 from .by_torch import step_by_torch, update_by_torch
-from .checks import check_limit, refuse_group_options, refuse_shards
+from .checks import check_limit, refuse_group_options, refuse_part
 from .clipping import ClippedOptimizer
 from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper
@@ -69,7 +70,8 @@ class FusedOptimizer(ClippedOptimizer):
     _stepper: Stepper | None = None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
     _is_asked_to_unscale: bool = False
-    _norm_is_whole: bool = False  # no parameter is a part of one: known from the first clipped step
+    _norm_is_whole: bool = False  # no wrapper has the rest: known from the first clipped step
+    _has_shards: bool | None = None  # of FSDP1: known from the first step that measures
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -148,7 +150,7 @@ class FusedOptimizer(ClippedOptimizer):
         """As torch's; ValueError for a group with `max_grad_norm` or the like of its own."""
         if isinstance(param_group, dict):  # else torch says what it must be
             refuse_group_options(param_group)
-        self._norm_is_whole = False
+        self._norm_is_whole, self._has_shards = False, None
         super().add_param_group(param_group)
         if (norm := self._measured_in_backward()) is not None:
             norm.attach(self)
@@ -220,10 +222,10 @@ class FusedOptimizer(ClippedOptimizer):
         return request
 
     def _check_clipping(self, max_norm: float) -> None:
-        """ValueError for a negative or NaN limit, RuntimeError for a shard of the parameters."""
+        """ValueError for a negative or NaN limit, RuntimeError for some of the parameters."""
         check_limit("max_grad_norm", max_norm)
         if not self._norm_is_whole:
-            refuse_shards(self)
+            refuse_part(self)
             self._norm_is_whole = True
 
     def _step_by_plan(self, request: StepRequest) -> StepAnswer:
@@ -237,6 +239,11 @@ class FusedOptimizer(ClippedOptimizer):
         stepper = self._stepper
         if stepper.devices != HOST_ONLY:
             self._check_capture()
+        if request.measures:
+            if self._has_shards is None:
+                self._has_shards = any(map(is_fsdp_shard, params_of(self)))
+            if self._has_shards:
+                stepper.divide()
         in_backward = None if self._norm_in_backward is False else self._measured_in_backward()
         if in_backward is None:
             return stepper.step(work, request)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from .._torch.ddp import is_fsdp_shard
+from .._torch.fsdp import is_fsdp_shard
 from .._torch.ranks import instances_of, is_distributed
 from ..grads.params import place_of
 
@@ -15,6 +15,7 @@ __all__ = [
     "check_limit",
     "has_grads",
     "refuse_group_options",
+    "refuse_part",
     "refuse_shards",
     "refuse_unchecked",
 ]
@@ -61,8 +62,8 @@ def refuse_group_options(group: dict[str, Any]) -> None:
             )
 
 
-def refuse_shards(optimizer: Optimizer) -> None:
-    """Raise if the norm of the gradients here would be that of one rank's part of them."""
+def refuse_part(optimizer: Optimizer) -> None:
+    """Raise for an optimizer that a wrapper has given some of the parameters."""
     if _is_inside_zero(optimizer):
         raise RuntimeError(
             f"{type(optimizer).__name__}: this optimizer is that of one rank in a "
@@ -70,14 +71,23 @@ def refuse_shards(optimizer: Optimizer) -> None:
             "gradients: call faststep.clip_grad_norm_(model.parameters(), max_norm) before the "
             "wrapper's step(), without max_grad_norm= and max_norm=; nothing was updated"
         )
+
+
+def refuse_shards(optimizer: Optimizer) -> None:
+    """Raise if the norm of the gradients here would be that of one rank's part of them.
+
+    The steps of faststep's optimizers add up the norms of the parts.
+    """
+    refuse_part(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for index, param in enumerate(group["params"]):
             if is_fsdp_shard(param):
                 raise RuntimeError(
                     f"{type(optimizer).__name__}: {place_of(number, index)} is the part "
                     "of this rank (FullyShardedDataParallel), and its step would clip by the norm "
-                    "of that part: call model.clip_grad_norm_(max_norm) before the step, without "
-                    "max_grad_norm= and max_norm=; nothing was updated"
+                    "of that part: use an optimizer of faststep.optim, or call "
+                    "model.clip_grad_norm_(max_norm) before the step, without max_norm=; nothing "
+                    "was updated"
                 )
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from .. import _C
 from .._devices import Scalars, agree, new_scalar, on_device
-from .._torch.dtensor import is_dtensor, spec_of, specs_of
+from .._torch.dtensor import specs_of
 from ..grads.agreement import Agreed, over_ranks
-from ..grads.regions import Region, regions_of
+from ..grads.regions import Region, groups_of, regions_of
 from ..grads.shards import LayoutError
 from .request import Rule
 from .work import DevicesChangedError, Work
@@ -143,10 +143,12 @@ def _of(scalar: Tensor | None) -> Tensor:
 
 
 def _first_outside(work: Work) -> tuple[int, int]:
-    """The place of the first parameter of whose mesh this rank is no part."""
+    """The place of the first parameter of which this rank has no part that is known."""
     for which, params in enumerate(work.params):
         for index, param in enumerate(params):
-            if is_dtensor(param) and spec_of(param).mesh.get_coordinate() is None:
+            try:
+                groups_of(param)
+            except LayoutError:
                 return work.place(which, index)
     raise AssertionError("every parameter has a part on this rank")
 

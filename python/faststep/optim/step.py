@@ -30,13 +30,18 @@ class Stepper:
     def __init__(self, plan: _C.Plan | None = None) -> None:
         self._plan = _C.Plan() if plan is None else plan
         self._norms: dict[int, Tensor] = {}  # per CUDA device: where it writes the norm
-        self._divided: DividedGrads | None = None  # if there are DTensors among the parameters
+        self._divided: DividedGrads | None = None  # if parameters are divided over ranks
         self.devices: tuple[int, ...] = ()  # of the parameters of the last step
 
     def forget(self) -> None:
         """Let go of the tensors of earlier steps."""
         self._plan.forget()
         self._divided = None
+
+    def divide(self) -> None:
+        """Agree with other ranks from now on, also without DTensors."""
+        if self._divided is None:
+            self._divided = DividedGrads()
 
     def find_devices(self, work: Work) -> None:
         """Set `devices` before the first step."""

@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
-from .._torch.ddp import is_fsdp_shard
+from .._torch.fsdp import is_fsdp_shard
 from ..grads.buckets import Reduced
 from ..grads.owners import accumulating, releasing
 from ..grads.params import params_of
