@@ -53,9 +53,11 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     sharded = zero.shard(
         model, optimizer_of(name, half[0]), stage=case["stage"], bucket_mb=case["mb"],
         max_grad_norm=clip if case.get("how", "step") == "step" else None,
+        update=case.get("update", "step"), gather=case.get("gather", "step"),
     )  # fmt: skip
     wrong: list[str] = []
     for step in range(20):
+        versions = [p._version for p in model.parameters()]
         model(_grads(case, model, rank, step)).backward()
         means = [_grads(case, whole, r, step) for r in range(world)]
         for param, parts in zip(whole.parameters(), zip(*means, strict=True), strict=True):
@@ -65,7 +67,6 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
         if case.get("how") == "by hand":
             norm = sharded.clip_grad_norm_(clip)
             expected = zero.optimizer.clip_grad_norm_(list(whole.parameters()), clip)
-        versions = [p._version for p in model.parameters()]
         sharded.step()
         if case.get("how", "step") == "step":
             reference.max_grad_norm = clip
@@ -75,6 +76,7 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
             unrounded = (sharded if world > 1 else sharded._owned)._last_norm
             if clip is not None and unrounded != reference._last_norm:
                 wrong.append(f"step {step}: unrounded norm {unrounded}")
+        sharded.wait()
         wrong += [f"step {step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
         if clip is not None and not torch.equal(norm, expected):
             wrong.append(f"step {step}: norm {norm}, not {expected}")
@@ -90,6 +92,7 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
 
 
 BASE = {"optimizer": "AdamW", "stage": 2, "mb": 0.1, "clip": 1.0}
+IN_BACKWARD = {**BASE, "clip": None, "update": "backward"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{
         f"AdamW on {world}, {mb} MiB": (world, {**BASE, "mb": mb})
@@ -109,6 +112,13 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "without clipping": (2, {**BASE, "clip": None, "unused": True}),
     "groups": (3, {**BASE, "groups": True, "unused": True}),
     "clipped by hand": (2, {**BASE, "how": "by hand", "unused": True}),
+    **{
+        f"in backward on {world}, {mb} MiB": (world, {**IN_BACKWARD, "mb": mb, "unused": world > 2})
+        for world, mb in ((1, 0.1), (2, KB), (2, 0.1), (3, KB), (3, math.inf))
+    },
+    "in backward, several dtypes": (3, {**IN_BACKWARD, "dtypes": LOW, "mb": KB, "groups": True}),
+    "in backward, stage 1": (2, {**IN_BACKWARD, "stage": 1, "unused": True}),
+    "in backward and forward": (2, {**IN_BACKWARD, "gather": "forward", "optimizer": "momentum"}),
     "clipped by hand on 3": (3, {**BASE, "how": "by hand", "dtypes": LOW}),
 }
 ZERO_JOBS = [Job(f"exact: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()]

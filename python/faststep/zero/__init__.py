@@ -25,6 +25,7 @@ def shard(
     process_group: Any = None,
     bucket_mb: float = 25,
     gather: Literal["step", "forward"] = "step",
+    update: Literal["step", "backward"] = "step",
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
 ) -> ShardedOptimizer:
@@ -60,6 +61,10 @@ def shard(
             once, and the next forward waits for each module's parameters when it comes to them; see
             docs/sharding.md for what must not read parameters before; stages 1 and 2. Default:
             "step".
+        update: "step" updates the parameters in `step`. "backward" updates and gathers each bucket
+            as soon as its gradients are reduced, while backward goes on, and `step` only ends the
+            step. Clipping and GradScalers, which need all gradients first, raise an error; stages 1
+            and 2. Default: "step".
         max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
             of the optimizer, if it has one.
         blocks: modules that stage 3 shards one by one, before the rest of the model. Default: None,
@@ -83,12 +88,16 @@ def shard(
         raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
     if stage == 3 and gather != "step":
         raise ValueError('gather="forward" is for stages 1 and 2: fully_shard gathers by itself')
+    if stage == 3 and update != "step":
+        raise ValueError('update="backward" is for stages 1 and 2')
     if stage != 3 and blocks is not None:
         raise ValueError("blocks are for stage 3")
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
     if gather not in ("step", "forward"):
         raise ValueError(f'gather must be "step" or "forward", not {gather!r}')
+    if update not in ("step", "backward"):
+        raise ValueError(f'update must be "step" or "backward", not {update!r}')
     check_limit("max_grad_norm", max_grad_norm)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -97,7 +106,10 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    made = build(model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm, blocks)
+    made = build(
+        model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm, blocks,
+        update == "backward",
+    )  # fmt: skip
     if gather == "forward" and made._engine is not None:
         inside = model.module if isinstance(model, DistributedDataParallel) else model
         made._engine.wait_in_forward(inside)

@@ -21,15 +21,26 @@ class GradientBucket:
         slots: its parameters, in the layout's order.
         group: the ranks.
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1).
+        counts_used: learn with each reduction in how many ranks each parameter was used.
     """
 
-    def __init__(self, layout: Bucket, slots: list[Slot], group: Group, keeps_buffer: bool) -> None:
+    def __init__(
+        self,
+        layout: Bucket,
+        slots: list[Slot],
+        group: Group,
+        keeps_buffer: bool,
+        counts_used: bool = False,
+    ) -> None:
         self.layout = layout
         self.slots = slots
         self.missing = 0  # gradients, until the bucket can be sent
         self.is_sent = False
         self._group = group
         self._keeps_buffer = keeps_buffer
+        self._counts_used = counts_used
+        self.used = torch.empty(0)  # per slot, once it was received: the ranks that used it
+        self._counting: Pending | None = None
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._way: tuple[Tensor, Pending] | None = None
@@ -76,13 +87,20 @@ class GradientBucket:
             self._way = self._group.exchange(self._buffer, sizes, self._what("reducing"))
         if not self._keeps_buffer:
             self._buffer, self._views = None, []
+        if self._counts_used:
+            self.used = torch.tensor([slot.arrived for slot in self.slots], dtype=torch.int32)
+            self._counting = self._group.start_adding(self.used, self._what("counting the uses of"))
 
     def is_there(self) -> bool:
         """Whether `receive` would not wait."""
-        return self._way is None or self._way[1].is_done()
+        waits = [self._counting, None if self._way is None else self._way[1]]
+        return all(pending is None or pending.is_done() for pending in waits)
 
     def receive(self) -> None:
         """Add what the ranks have sent to the slice, in the order of the ranks."""
+        if self._counting is not None:
+            self._counting.wait()
+            self._counting = None
         if self._way is None:
             return
         rows, pending = self._way

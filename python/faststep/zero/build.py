@@ -17,6 +17,7 @@ from ..optim.base import FusedOptimizer
 from .engine import Engine
 from .fully_sharded import blocks_of, shard_fully
 from .group import group_of
+from .in_backward import REFUSED_CLIPPING
 from .optimizer import ShardedOptimizer
 from .owned import Kind, fused_class_of
 from .states import cut_states, whole_states
@@ -35,11 +36,14 @@ def build(
     bucket_bytes: float,
     max_grad_norm: float | None,
     blocks: Sequence[nn.Module] | None,
+    updates_in_backward: bool = False,
 ) -> ShardedOptimizer:
     """Shard a model; see :func:`faststep.zero.shard`."""
     kind = fused_class_of(optimizer)
     if max_grad_norm is None:
         max_grad_norm = getattr(optimizer, "max_grad_norm", None)
+    if updates_in_backward and max_grad_norm is not None:
+        raise ValueError(REFUSED_CLIPPING)
     for option in ("keep_grads", "norm_in_backward"):
         if getattr(optimizer, option, False) is not False:
             raise TypeError(f"shard() does not support an optimizer with {option}=")
@@ -55,8 +59,11 @@ def build(
     named = _named(model, optimizer)
     group = group_of(process_group)
     if group is None:
-        return ShardedOptimizer(optimizer, _fused(kind, optimizer), None, max_grad_norm)
+        fused = _fused(kind, optimizer)
+        return ShardedOptimizer(optimizer, fused, None, max_grad_norm, updates_in_backward)
     options = f"stage {stage}, bucket_mb {bucket_bytes / 2**20}, max_grad_norm {max_grad_norm}"
+    if updates_in_backward:
+        options += ', update="backward"'
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
     group.check_alike([options + wrapped, *_described(model, optimizer)])
     if stage == 3:
@@ -69,12 +76,17 @@ def build(
     _refuse_overlaps(named)
     if wrapper is not None:
         check_wrapped(wrapper, {id(param) for _, param in named})
-    engine = Engine(kind, optimizer.param_groups, named, group, stage, bucket_bytes, wrapper)
+    engine = Engine(
+        kind, optimizer.param_groups, named, group, stage, bucket_bytes, wrapper,
+        updates_in_backward,
+    )  # fmt: skip
     own = {id(slot.param) for slot in engine.slots}
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
     cut_states(engine, optimizer.state)
     optimizer.state.clear()
-    return ShardedOptimizer(optimizer, engine.owned.optimizer, engine, max_grad_norm)
+    return ShardedOptimizer(
+        optimizer, engine.owned.optimizer, engine, max_grad_norm, updates_in_backward
+    )
 
 
 def _fused(kind: Kind, optimizer: Optimizer) -> FusedOptimizer:

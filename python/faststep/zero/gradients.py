@@ -22,6 +22,7 @@ from .._torch.ddp import after_backward, current_backward, is_inside_backward
 from ..grads.hooks import Hooked
 from .buckets import GradientBucket
 from .group import Group
+from .in_backward import BackwardUpdates
 from .placeholder import Placeholder
 from .slots import Slot
 
@@ -30,6 +31,8 @@ __all__ = ["Gradients"]
 
 class Gradients:
     """The hooks of one model, and its buckets."""
+
+    updates: BackwardUpdates | None = None  # with update="backward"
 
     def __init__(self, slots: list[Slot], buckets: list[GradientBucket], group: Group) -> None:
         self._slots = slots
@@ -110,6 +113,8 @@ class Gradients:
 
     def begin(self) -> None:
         """Start to collect gradients that add to those in the slices, if these are still wanted."""
+        if self.updates is not None:
+            self.updates.begin()
         for slot in self._slots:
             slot.arrived = False
             if slot.param.grad is None:
@@ -143,7 +148,13 @@ class Gradients:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send_next()
         while self._under_way and self._under_way[0].is_there():
-            self._under_way.popleft().receive()
+            self._receive_next()
+
+    def _receive_next(self) -> None:
+        bucket = self._under_way.popleft()
+        bucket.receive()
+        if self.updates is not None:
+            self.updates.received(bucket)
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
@@ -163,10 +174,14 @@ class Gradients:
                     slot.arrived = True
             while self._next < len(self._buckets):
                 self._send_next()
-            used = torch.tensor([slot.arrived for slot in self._slots], dtype=torch.int32)
-            self._group.add_up(used, "counting the parameters that were used")
+            if self.updates is None:
+                used = torch.tensor([slot.arrived for slot in self._slots], dtype=torch.int32)
+                self._group.add_up(used, "counting the parameters that were used")
             while self._under_way:
-                self._under_way.popleft().receive()
+                self._receive_next()
+            if self.updates is not None:
+                used = torch.cat([bucket.used for bucket in self._buckets])
+                self.updates.finish()
         for slot, count in zip(self._slots, used.tolist(), strict=True):
             if count:
                 slot.held = True
@@ -186,9 +201,10 @@ class Gradients:
         for slot in self._slots:
             grad = slot.param.grad
             if grad is not None and (grad is not slot.stand_in or not slot.held):
+                done = "nothing was updated" if self.updates is None else "it was not used"
                 raise RuntimeError(
                     f"faststep.zero: the gradient of {slot.name!r} was set by hand, after "
-                    "backward had reduced it over the ranks; nothing was updated"
+                    f"backward had reduced it over the ranks; {done}"
                 )
 
     def drop(self, set_to_none: bool) -> None:
@@ -200,6 +216,8 @@ class Gradients:
             )
         self._open = self._unsent = False
         self._passes.clear()
+        if self.updates is not None:
+            self.updates.stop_watching()
         if set_to_none:
             for slot in self._slots:
                 slot.held = slot.aside = False

@@ -85,8 +85,12 @@ class Group:
 
     def add_up(self, numbers: Tensor, what: str) -> None:
         """Replace numbers by their sums over all ranks; waits."""
+        self.start_adding(numbers, f"rank {self.rank}: {what}").wait()
+
+    def start_adding(self, numbers: Tensor, what: str) -> Pending:
+        """Replace numbers by their sums over all ranks, until the answer has been waited for."""
         work = dist.all_reduce(numbers, group=self._group, async_op=True)
-        Pending(f"rank {self.rank}: {what}", [work], [numbers]).wait()
+        return Pending(what, [work], [numbers])
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all ranks the values of rank 0."""

@@ -20,6 +20,7 @@ from ..optim.checks import check_limit, refuse_unchecked
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest
 from .checkpoint import gather_states, load_states
 from .engine import Engine
+from .in_backward import REFUSED_CLIPPING, refuse_request
 
 __all__ = ["ShardedOptimizer"]
 
@@ -48,8 +49,10 @@ class ShardedOptimizer(Optimizer):
         owned: FusedOptimizer,
         engine: Engine | None,
         max_grad_norm: float | None,
+        updates_in_backward: bool = False,
     ) -> None:
         self._engine = engine
+        self._updates_in_backward = updates_in_backward
         self._owned = owned
         self._replaced = optimizer
         self.max_grad_norm = max_grad_norm
@@ -74,6 +77,8 @@ class ShardedOptimizer(Optimizer):
     @max_grad_norm.setter
     def max_grad_norm(self, limit: float | None) -> None:
         check_limit("max_grad_norm", limit)
+        if self._updates_in_backward and limit is not None:
+            raise ValueError(REFUSED_CLIPPING)
         self._max_grad_norm = None if limit is None else float(limit)
 
     @property
@@ -112,10 +117,13 @@ class ShardedOptimizer(Optimizer):
     def _step_uncompiled(self) -> None:
         self._note_step()
         if self._engine is None:
+            if self._updates_in_backward:
+                refuse_request(self._request())
             self._step_alone()
             return
         with torch.no_grad():
-            self._refuse_new_parameters(self._engine)
+            if not self._updates_in_backward:
+                self._engine.refuse_new_parameters()
             answer: StepAnswer = self._engine.step(self._request())
         self._skipped = bool(answer.skipped)
         if answer.norm is not None:
@@ -138,15 +146,6 @@ class ShardedOptimizer(Optimizer):
         finally:
             for name in lent.keys() - {"max_grad_norm"}:
                 del vars(self._owned)[name]
-
-    def _refuse_new_parameters(self, engine: Engine) -> None:
-        param = engine.has_new_parameters(self.param_groups)
-        if param is not None:
-            raise RuntimeError(
-                f"faststep.zero: a parameter of shape {tuple(param.shape)} has a gradient, but was "
-                "frozen or missing when shard() was called: shard the model after it was changed; "
-                "nothing was updated"
-            )
 
     def _request(self) -> StepRequest:
         """What this step is asked for: by `max_grad_norm`, by torch's scaler, by ours."""
@@ -185,6 +184,8 @@ class ShardedOptimizer(Optimizer):
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type must be 2.0 for sharded gradients, not {norm_type}")
         check_limit("max_norm", max_norm)
+        if self._updates_in_backward:
+            raise RuntimeError(REFUSED_CLIPPING)
         division.divide(self)
         if self._engine is None:
             return clip_grad_norm_(params_of(self), max_norm, 2.0, error_if_nonfinite)
@@ -222,6 +223,11 @@ class ShardedOptimizer(Optimizer):
         """
         if self._engine is not None:
             self._engine.gradients.settle()
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether backward updates the parameters, so that nothing can divide gradients later."""
+        return self._updates_in_backward
 
     @classmethod
     def _has_own_step(cls) -> bool:
