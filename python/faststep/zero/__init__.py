@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
@@ -106,11 +105,7 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    made = build(
+    return build(
         model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm, blocks,
-        update == "backward",
+        update == "backward", gather == "forward",
     )  # fmt: skip
-    if gather == "forward" and made._engine is not None:
-        inside = model.module if isinstance(model, DistributedDataParallel) else model
-        made._engine.wait_in_forward(inside)
-    return made

@@ -37,6 +37,7 @@ def build(
     max_grad_norm: float | None,
     blocks: Sequence[nn.Module] | None,
     updates_in_backward: bool = False,
+    gathers_in_forward: bool = False,
 ) -> ShardedOptimizer:
     """Shard a model; see :func:`faststep.zero.shard`."""
     kind = fused_class_of(optimizer)
@@ -64,6 +65,8 @@ def build(
     options = f"stage {stage}, bucket_mb {bucket_bytes / 2**20}, max_grad_norm {max_grad_norm}"
     if updates_in_backward:
         options += ', update="backward"'
+    if gathers_in_forward:
+        options += ', gather="forward"'
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
     group.check_alike([options + wrapped, *_described(model, optimizer)])
     if stage == 3:
@@ -78,8 +81,10 @@ def build(
         check_wrapped(wrapper, {id(param) for _, param in named})
     engine = Engine(
         kind, optimizer.param_groups, named, group, stage, bucket_bytes, wrapper,
-        updates_in_backward,
+        updates_in_backward, gathers_in_forward,
     )  # fmt: skip
+    if gathers_in_forward:
+        engine.wait_in_forward(model)
     own = {id(slot.param) for slot in engine.slots}
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
     cut_states(engine, optimizer.state)

@@ -28,6 +28,8 @@ from .wrapped import WrappedGradients
 
 __all__ = ["Engine"]
 
+LAST_BUCKET = 2**20  # bytes
+
 
 class Engine:
     """The state of a sharded model on one rank.
@@ -41,6 +43,7 @@ class Engine:
         bucket_bytes: the size from which a bucket is complete.
         wrapper: the DistributedDataParallel around the model, if there is one.
         updates_in_backward: update each bucket when its gradients are reduced.
+        gathers_in_forward: forward waits for parameters one by one.
     """
 
     def __init__(
@@ -53,11 +56,16 @@ class Engine:
         bucket_bytes: float,
         wrapper: DistributedDataParallel | None = None,
         updates_in_backward: bool = False,
+        gathers_in_forward: bool = False,
     ) -> None:
         self.group = group
         self._groups = groups
-        flats = [Flat(param.numel(), param.dtype, param.device) for _, param in named]
-        layouts = make_buckets(flats, group.world, bucket_bytes)
+        flats = [
+            Flat(param.numel(), param.dtype, param.device, name.rpartition(".")[0] or None)
+            for name, param in named
+        ]
+        last_bytes = LAST_BUCKET if updates_in_backward or gathers_in_forward else None
+        layouts = make_buckets(flats, group.world, bucket_bytes, last_bytes)
         self.slots: list[Slot] = []
         self.buckets: list[GradientBucket] = []
         self._memory: list[Tensor] = []  # of the parameters, per bucket
