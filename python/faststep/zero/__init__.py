@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
-from .build import build
+from .build import Options, build
 from .optimizer import ShardedOptimizer
 
 __all__ = ["ShardedOptimizer", "shard"]
@@ -22,6 +22,7 @@ def shard(
     *,
     stage: Literal[1, 2, 3] = 2,
     process_group: Any = None,
+    replicate_group: Any = None,
     bucket_mb: float = 25,
     gather: Literal["step", "forward"] = "step",
     update: Literal["step", "backward"] = "step",
@@ -55,6 +56,9 @@ def shard(
             parameters become DTensors. Default: 2.
         process_group: the ranks, with gloo. Default: None, all ranks; one process is the ordinary
             fused optimizer.
+        replicate_group: the ranks that own the same slices, one of each `process_group`: those of
+            other nodes, where `process_group` has those of this node. Gradients are then reduced
+            into slices inside, and the slices are added up across; stages 1 and 2. Default: None.
         bucket_mb: MiB from which a bucket of gradients is complete; stages 1 and 2. Default: 25.
         gather: "step" returns from `step` when all parameters are there. "forward" returns at
             once, and the next forward waits for each module's parameters when it comes to them; see
@@ -89,6 +93,11 @@ def shard(
         raise ValueError('gather="forward" is for stages 1 and 2: fully_shard gathers by itself')
     if stage == 3 and update != "step":
         raise ValueError('update="backward" is for stages 1 and 2')
+    if stage == 3 and replicate_group is not None:
+        raise ValueError(
+            "replicate_group is for stages 1 and 2: for stage 3 call fully_shard with a mesh of "
+            "two dimensions, and use an optimizer of faststep.optim"
+        )
     if stage != 3 and blocks is not None:
         raise ValueError("blocks are for stage 3")
     if not bucket_mb > 0:
@@ -105,7 +114,5 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    return build(
-        model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm, blocks,
-        update == "backward", gather == "forward",
-    )  # fmt: skip
+    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, update, gather)
+    return build(model, optimizer, asked, process_group, replicate_group, blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,31 +23,35 @@ from .owned import Kind, fused_class_of
 from .states import cut_states, whole_states
 from .wrapped import check_wrapped
 
-__all__ = ["build"]
+__all__ = ["Options", "build"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Options(NamedTuple):
+    """What `shard` was asked for, the same on all ranks."""
+
+    stage: int
+    bucket_bytes: float
+    max_grad_norm: float | None
+    update: str
+    gather: str
 
 
 def build(
     model: nn.Module,
     optimizer: Optimizer,
-    stage: int,
+    asked: Options,
     process_group: Any,
-    bucket_bytes: float,
-    max_grad_norm: float | None,
+    replicate_group: Any,
     blocks: Sequence[nn.Module] | None,
-    updates_in_backward: bool = False,
-    gathers_in_forward: bool = False,
 ) -> ShardedOptimizer:
     """Shard a model; see :func:`faststep.zero.shard`."""
     kind = fused_class_of(optimizer)
-    if max_grad_norm is None:
-        max_grad_norm = getattr(optimizer, "max_grad_norm", None)
-    if updates_in_backward and max_grad_norm is not None:
-        raise ValueError(REFUSED_CLIPPING)
-    for option in ("keep_grads", "norm_in_backward"):
-        if getattr(optimizer, option, False) is not False:
-            raise TypeError(f"shard() does not support an optimizer with {option}=")
+    if asked.max_grad_norm is None:
+        asked = asked._replace(max_grad_norm=getattr(optimizer, "max_grad_norm", None))
+    _refuse_options(optimizer, asked)
+    stage, max_grad_norm, in_backward = asked.stage, asked.max_grad_norm, asked.update == "backward"
     wrapper = model if isinstance(model, DistributedDataParallel) else None
     if stage == 3 and wrapper is not None:
         raise TypeError(
@@ -58,17 +62,12 @@ def build(
         model = wrapper.module
         process_group = wrapper.process_group if process_group is None else process_group
     named = _named(model, optimizer)
-    group = group_of(process_group)
+    group = group_of(process_group, replicate_group)
     if group is None:
         fused = _fused(kind, optimizer)
-        return ShardedOptimizer(optimizer, fused, None, max_grad_norm, updates_in_backward)
-    options = f"stage {stage}, bucket_mb {bucket_bytes / 2**20}, max_grad_norm {max_grad_norm}"
-    if updates_in_backward:
-        options += ', update="backward"'
-    if gathers_in_forward:
-        options += ', gather="forward"'
+        return ShardedOptimizer(optimizer, fused, None, max_grad_norm, in_backward)
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
-    group.check_alike([options + wrapped, *_described(model, optimizer)])
+    group.check_alike([str(asked) + wrapped, *_described(model, optimizer)])
     if stage == 3:
         fused = _fused(kind, optimizer)
         shard_fully(model, fused, group, blocks_of(model) if blocks is None else blocks)
@@ -80,18 +79,26 @@ def build(
     if wrapper is not None:
         check_wrapped(wrapper, {id(param) for _, param in named})
     engine = Engine(
-        kind, optimizer.param_groups, named, group, stage, bucket_bytes, wrapper,
-        updates_in_backward, gathers_in_forward,
+        kind, optimizer.param_groups, named, group, stage, asked.bucket_bytes, wrapper,
+        in_backward, asked.gather == "forward",
     )  # fmt: skip
-    if gathers_in_forward:
+    if asked.gather == "forward":
         engine.wait_in_forward(model)
     own = {id(slot.param) for slot in engine.slots}
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
     cut_states(engine, optimizer.state)
     optimizer.state.clear()
-    return ShardedOptimizer(
-        optimizer, engine.owned.optimizer, engine, max_grad_norm, updates_in_backward
-    )
+    owned = engine.owned.optimizer
+    return ShardedOptimizer(optimizer, owned, engine, max_grad_norm, in_backward)
+
+
+def _refuse_options(optimizer: Optimizer, asked: Options) -> None:
+    """Raise for options of the optimizer that the sharded step does not have."""
+    if asked.update == "backward" and asked.max_grad_norm is not None:
+        raise ValueError(REFUSED_CLIPPING)
+    for option in ("keep_grads", "norm_in_backward"):
+        if getattr(optimizer, option, False) is not False:
+            raise TypeError(f"shard() does not support an optimizer with {option}=")
 
 
 def _fused(kind: Kind, optimizer: Optimizer) -> FusedOptimizer:

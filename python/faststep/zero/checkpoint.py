@@ -32,9 +32,13 @@ class _Told(NamedTuple):
 def gather_states(engine: Engine) -> defaultdict[Tensor, dict[str, Any]]:
     """The states of whole parameters on rank 0, none on the others; a collective.
 
-    Rank 0 needs room for all of them, and for one rank's part of one bucket.
+    With replicas it is rank 0 of the first one. Rank 0 needs room for all of them, and for one
+    rank's part of one bucket.
     """
     whole: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+    replicas = engine.group.replicas
+    if replicas is not None and replicas.rank:
+        return whole  # the first replica has them too
     for bucket in engine.buckets:
         told = [_told(engine, slot) for slot in bucket.slots]
         mine = [one for some in told for one in some]

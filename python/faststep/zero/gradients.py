@@ -176,9 +176,16 @@ class Gradients:
                 self._send_next()
             if self.updates is None:
                 used = torch.tensor([slot.arrived for slot in self._slots], dtype=torch.int32)
-                self._group.add_up(used, "counting the parameters that were used")
+                self._group.add_up_inside(used, "counting the parameters that were used")
+            replicas = self._group.replicas
+            if replicas is not None:
+                for bucket in self._under_way:
+                    bucket.add()
             while self._under_way:
                 self._receive_next()
+            if replicas is not None and self.updates is None:
+                # After the buckets, which some ranks have sent to their replicas in backward.
+                replicas.add_up(used, "counting the parameters that were used, over the replicas")
             if self.updates is not None:
                 used = torch.cat([bucket.used for bucket in self._buckets])
                 self.updates.finish()

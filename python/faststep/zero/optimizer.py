@@ -214,7 +214,7 @@ class ShardedOptimizer(Optimizer):
             return 1
         if numbers.numel():
             self._engine.group.add_up(numbers, "adding up numbers")
-        return self._engine.group.world
+        return self._engine.group.total
 
     def reduce(self) -> None:
         """Reduce the gradients that `no_sync` has left on the ranks; a collective.
