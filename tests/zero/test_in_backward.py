@@ -247,6 +247,13 @@ def _refused(rank: int, world: int) -> dict[str, Any]:
         said[f"unscale {ours}"] = _error(lambda s=scaler, o=optimizer: s.unscale_(o))
     model, optimizer = fresh()
     model[0].weight.requires_grad_(False)
+    again, optimizer = fresh()
+    planted = again[1].weight.register_hook(lambda _: 1 / 0)
+    said["failed"] = _error(lambda: again(x).sum().backward())
+    planted.remove()
+    optimizer.zero_grad()
+    again(x).sum().backward()
+    said["after"] = _error(optimizer.step)
     kept = zero.shard(
         model, torch.optim.SGD(model.parameters(), lr=0.1), update="backward", stage=1
     )
@@ -276,6 +283,8 @@ EXPECTED = {
     "scaler False": 'RuntimeError: update="backward" cannot work with a GradScaler',
     "unscale True": 'RuntimeError: update="backward" cannot work with a GradScaler',
     "unscale False": 'RuntimeError: update="backward" cannot work with a GradScaler',
+    "failed": "ZeroDivisionError",
+    "after": "no error",
     "unfrozen": "RuntimeError: faststep.zero: a parameter of shape (6, 6)",
     "{'max_grad_norm': 1.0}": 'ValueError: update="backward" cannot clip by the global norm',
     "{'stage': 3}": 'ValueError: update="backward" is for stages 1 and 2',

@@ -37,6 +37,12 @@ class Options(NamedTuple):
     update: str
     gather: str
 
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage}, bucket_mb {self.bucket_bytes / 2**20}, max_grad_norm "
+            f"{self.max_grad_norm}, update {self.update!r}, gather {self.gather!r}"
+        )
+
 
 def build(
     model: nn.Module,

@@ -221,10 +221,10 @@ class Gradients:
                 "faststep.zero: a backward pass has failed after its first buckets were sent, and "
                 "the ranks are out of step: start again from a checkpoint"
             )
+        if self._open and self.updates is not None:
+            self.updates.abandon()
         self._open = self._unsent = False
         self._passes.clear()
-        if self.updates is not None:
-            self.updates.stop_watching()
         if set_to_none:
             for slot in self._slots:
                 slot.held = slot.aside = False

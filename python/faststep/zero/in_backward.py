@@ -97,6 +97,11 @@ class BackwardUpdates:
         if engine.waits is None:
             engine.wait(None)
 
+    def abandon(self) -> None:
+        """After a pass that failed before anything was sent: the next one may begin."""
+        self._rules = None
+        self.stop_watching()
+
     def end_step(self, request: StepRequest) -> StepAnswer:
         """What is left for `step`: to check that backward did what the step is asked for.
 
@@ -137,7 +142,7 @@ class BackwardUpdates:
             self._watch = register_module_forward_pre_hook(_hook(weakref.ref(self)))
 
     def stop_watching(self) -> None:
-        """At the end of a pass, or after one that failed."""
+        """When no parameter is written any more."""
         self._written.clear()
         if self._watch is not None:
             self._watch.remove()
