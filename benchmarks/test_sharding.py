@@ -6,6 +6,7 @@ import pytest
 
 from bench_rows import DTENSORS, SMOKE
 from contest import Ring
+from delayed import Waited
 from dtensor_steps import STEPS
 from faststep.cli.timing import Outcome
 from faststep.cli.workloads import Work
@@ -61,6 +62,26 @@ def test_training(ring: Ring) -> None:
         best = min((rival for rival in RIVALS if rival in peaks), key=peaks.__getitem__)
         what = f"peak memory of a rank, {who} (least of the others: {peaks[best]:.0f}, {best})"
         ring.figures.append(Figure(what, "MB", peaks[who], peaks[best]))
+
+
+def test_a_slow_network(ring: Ring) -> None:
+    found = Waited(**run_on_ranks("delayed.py", RANKS, 1 if SMOKE else 20))
+    assert min(found) > 0.0
+    for what, share, goal in (
+        (
+            'of the all-gather, that forward waits for with gather="forward"',
+            found.in_forward / found.gathering,
+            20.0,
+        ),
+        (
+            'of all communication, that is left after backward with update="backward"',
+            found.after_backward / found.everything,
+            10.0,
+        ),
+    ):
+        ring.figures.append(
+            Figure(f"share {what}, collectives delayed by 5 ms", "%", 100 * share, goal)
+        )
 
 
 @pytest.mark.parametrize("label", list(DTENSORS)[: 1 if SMOKE else None])

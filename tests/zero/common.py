@@ -43,18 +43,26 @@ def grads_for(model: nn.Module, *seed: int, scale: float = 1.0) -> list[Tensor]:
     ]
 
 
-def mean_of(parts: Sequence[Tensor | None]) -> Tensor | None:
-    """The mean over ranks in the order in which they add up; None where no rank has a gradient."""
+def mean_of(parts: Sequence[Tensor | None], nodes: int = 1) -> Tensor | None:
+    """The mean over ranks in the order in which they add up; None where no rank has a gradient.
+
+    With several nodes their ranks add up first, and then the nodes.
+    """
     some = next((part for part in parts if part is not None), None)
     if some is None:
         return None
     rows = [torch.zeros_like(some) if part is None else part * (1.0 / len(parts)) for part in parts]
-    total = torch.zeros_like(some)
-    wide = torch.float64 if some.dtype == torch.float64 else torch.float32
+    size = len(rows) // nodes
+    return _sum([_sum(rows[first : first + size]) for first in range(0, len(rows), size)])
+
+
+def _sum(rows: Sequence[Tensor]) -> Tensor:
+    total = torch.zeros_like(rows[0])
+    wide = torch.float64 if total.dtype == torch.float64 else torch.float32
     for first in range(0, len(rows), 2):
         two = [row.to(wide) for row in rows[first : first + 2]]
         exact = two[0] if first == 0 else total.to(wide) + two[0]
-        total = (exact + two[1] if len(two) == 2 else exact).to(some.dtype)
+        total = (exact + two[1] if len(two) == 2 else exact).to(total.dtype)
     return total
 
 

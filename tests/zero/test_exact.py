@@ -34,6 +34,16 @@ def _grads(case: dict[str, Any], model: Given, rank: int, step: int) -> list[Any
     ]
 
 
+def _groups(rank: int, world: int, nodes: int) -> dict[str, Any]:
+    """Groups of neighbours, and of the ranks with the same place among them."""
+    if nodes == 1:
+        return {}
+    size = world // nodes
+    inside = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    across = [dist.new_group(list(range(first, world, size))) for first in range(size)]
+    return {"process_group": inside[rank // size], "replicate_group": across[rank % size]}
+
+
 def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     dtypes = case.get("dtypes", [torch.float32])
     model, whole = Given(SHAPES, dtypes), Given(SHAPES, dtypes)
@@ -50,22 +60,25 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     reference = optimizer_of(name.removeprefix("torch "), half[1])
     if name.startswith("torch SGD"):
         reference.param_groups[0]["momentum"] = 0.9
+    nodes = case.get("nodes", 1)
     sharded = zero.shard(
         model, optimizer_of(name, half[0]), stage=case["stage"], bucket_mb=case["mb"],
         max_grad_norm=clip if case.get("how", "step") == "step" else None,
+        update=case.get("update", "step"), gather=case.get("gather", "step"),
+        **_groups(rank, world, nodes),
     )  # fmt: skip
     wrong: list[str] = []
     for step in range(20):
+        versions = [p._version for p in model.parameters()]
         model(_grads(case, model, rank, step)).backward()
         means = [_grads(case, whole, r, step) for r in range(world)]
         for param, parts in zip(whole.parameters(), zip(*means, strict=True), strict=True):
-            param.grad = mean_of(parts)
+            param.grad = mean_of(parts, nodes)
             if param.grad is not None:
                 param.grad = torch.empty_like(param).copy_(param.grad)
         if case.get("how") == "by hand":
             norm = sharded.clip_grad_norm_(clip)
             expected = zero.optimizer.clip_grad_norm_(list(whole.parameters()), clip)
-        versions = [p._version for p in model.parameters()]
         sharded.step()
         if case.get("how", "step") == "step":
             reference.max_grad_norm = clip
@@ -75,6 +88,7 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
             unrounded = (sharded if world > 1 else sharded._owned)._last_norm
             if clip is not None and unrounded != reference._last_norm:
                 wrong.append(f"step {step}: unrounded norm {unrounded}")
+        sharded.wait()
         wrong += [f"step {step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
         if clip is not None and not torch.equal(norm, expected):
             wrong.append(f"step {step}: norm {norm}, not {expected}")
@@ -90,6 +104,7 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
 
 
 BASE = {"optimizer": "AdamW", "stage": 2, "mb": 0.1, "clip": 1.0}
+IN_BACKWARD = {**BASE, "clip": None, "update": "backward"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{
         f"AdamW on {world}, {mb} MiB": (world, {**BASE, "mb": mb})
@@ -109,6 +124,17 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "without clipping": (2, {**BASE, "clip": None, "unused": True}),
     "groups": (3, {**BASE, "groups": True, "unused": True}),
     "clipped by hand": (2, {**BASE, "how": "by hand", "unused": True}),
+    **{
+        f"in backward on {world}, {mb} MiB": (world, {**IN_BACKWARD, "mb": mb, "unused": world > 2})
+        for world, mb in ((1, 0.1), (2, KB), (2, 0.1), (3, KB), (3, math.inf))
+    },
+    "in backward, several dtypes": (3, {**IN_BACKWARD, "dtypes": LOW, "mb": KB, "groups": True}),
+    "in backward, stage 1": (2, {**IN_BACKWARD, "stage": 1, "unused": True}),
+    "in backward and forward": (2, {**IN_BACKWARD, "gather": "forward", "optimizer": "momentum"}),
+    "2 nodes": (4, {**BASE, "nodes": 2, "unused": True}),
+    "2 nodes, several dtypes": (4, {**BASE, "nodes": 2, "dtypes": LOW, "stage": 1}),
+    "2 nodes, in backward": (4, {**IN_BACKWARD, "nodes": 2, "mb": KB, "unused": True}),
+    "2 nodes, by hand": (4, {**BASE, "nodes": 2, "how": "by hand", "optimizer": "momentum"}),
     "clipped by hand on 3": (3, {**BASE, "how": "by hand", "dtypes": LOW}),
 }
 ZERO_JOBS = [Job(f"exact: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()]

@@ -90,3 +90,28 @@ def test_small_buckets_take_turns() -> None:
 def test_a_parameter_without_elements_is_the_first_ranks() -> None:
     (bucket,) = make_buckets(flats([0]), 3, 1024)
     assert [len(list(bucket.pieces_of(rank))) for rank in range(3)] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("bucket_bytes", [4096, float("inf")])
+def test_the_last_buckets_may_grow_from_the_last_one(bucket_bytes: float) -> None:
+    low = torch.bfloat16
+    params = [Flat(256, torch.float32, CPU), Flat(64, low, CPU)] * 40
+    buckets = make_buckets(params, 2, bucket_bytes, 1024)
+    sizes = [sum(p.size for p in b.places) * 4 for b in buckets if b.dtype != low]
+    assert sizes[:0:-1] == [min(bucket_bytes, 1024 * 2**n) for n in range(len(sizes) - 1)]
+    assert sum(sizes) == 40 * 1024
+    assert sizes[0] <= bucket_bytes
+    last = [b.places[-1].param for b in buckets]
+    assert last == sorted(last)
+    for bucket in buckets:
+        members = [place.param for place in bucket.places]
+        assert members == sorted(members)
+        assert {params[member].dtype for member in members} == {bucket.dtype}
+    everything = sorted(place.param for bucket in buckets for place in bucket.places)
+    assert everything == list(range(80))
+
+
+def test_growing_buckets_keep_modules_together() -> None:
+    params = [Flat(size, torch.float32, CPU, name) for name in "dcba" for size in (8, 256)]
+    buckets = make_buckets(params, 2, 1024, 1024)
+    assert [[p.param for p in b.places] for b in buckets] == [[0, 1], [2, 3], [4, 5], [6, 7]]

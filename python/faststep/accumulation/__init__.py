@@ -77,7 +77,7 @@ def accumulate(
     """
     optimizers = _unwrapped(optimizer)
     _check_options(steps, model, normalize, dtype, in_pairs)
-    _check_optimizers(optimizers, dtype)
+    _check_optimizers(optimizers, dtype, normalize)
     return Accumulation(Window(optimizers, steps, model, normalize, dtype, in_pairs))
 
 
@@ -117,13 +117,17 @@ def _check_options(
         )
 
 
-def _check_optimizers(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
-    _check_sharded(optimizers, dtype)
+def _check_optimizers(
+    optimizers: Sequence[Optimizer], dtype: torch.dtype | None, normalize: Normalize
+) -> None:
+    _check_sharded(optimizers, dtype, normalize)
     _check_unowned(optimizers)
     _check_disjoint(optimizers)
 
 
-def _check_sharded(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -> None:
+def _check_sharded(
+    optimizers: Sequence[Optimizer], dtype: torch.dtype | None, normalize: Normalize
+) -> None:
     """Raise for what cannot be done with gradients that are spread over ranks."""
     if not any(map(is_sharded, optimizers)):
         return
@@ -131,6 +135,11 @@ def _check_sharded(optimizers: Sequence[Optimizer], dtype: torch.dtype | None) -
         raise TypeError("accumulate() takes a sharded optimizer alone, not several together")
     if dtype is not None:
         raise TypeError("accumulate() with dtype= does not support a sharded optimizer")
+    if normalize != "sum" and any(o.updates_in_backward for o in optimizers if is_sharded(o)):
+        raise TypeError(
+            'accumulate() of an optimizer with update="backward" cannot divide the sum, which '
+            'backward uses at once: pass normalize="sum", and divide the losses'
+        )
 
 
 def _check_unowned(optimizers: Sequence[Optimizer]) -> None:

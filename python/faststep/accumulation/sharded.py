@@ -20,6 +20,10 @@ class Sharded(Protocol):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside send nothing."""
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether backward updates the parameters, so that nothing can divide gradients later."""
+
     def add_up(self, numbers: torch.Tensor) -> int:
         """Replace numbers by their sums over all ranks; the number of ranks."""
 

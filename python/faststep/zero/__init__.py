@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
-from .build import build
+from .build import Options, build
 from .optimizer import ShardedOptimizer
 
 __all__ = ["ShardedOptimizer", "shard"]
@@ -23,8 +22,10 @@ def shard(
     *,
     stage: Literal[1, 2, 3] = 2,
     process_group: Any = None,
+    replicate_group: Any = None,
     bucket_mb: float = 25,
     gather: Literal["step", "forward"] = "step",
+    update: Literal["step", "backward"] = "step",
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
 ) -> ShardedOptimizer:
@@ -55,11 +56,18 @@ def shard(
             parameters become DTensors. Default: 2.
         process_group: the ranks, with gloo. Default: None, all ranks; one process is the ordinary
             fused optimizer.
+        replicate_group: the ranks that own the same slices, one of each `process_group`: those of
+            other nodes, where `process_group` has those of this node. Gradients are then reduced
+            into slices inside, and the slices are added up across; stages 1 and 2. Default: None.
         bucket_mb: MiB from which a bucket of gradients is complete; stages 1 and 2. Default: 25.
         gather: "step" returns from `step` when all parameters are there. "forward" returns at
             once, and the next forward waits for each module's parameters when it comes to them; see
             docs/sharding.md for what must not read parameters before; stages 1 and 2. Default:
             "step".
+        update: "step" updates the parameters in `step`. "backward" updates and gathers each bucket
+            as soon as its gradients are reduced, while backward goes on, and `step` only ends the
+            step. Clipping and GradScalers, which need all gradients first, raise an error; stages 1
+            and 2. Default: "step".
         max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
             of the optimizer, if it has one.
         blocks: modules that stage 3 shards one by one, before the rest of the model. Default: None,
@@ -83,12 +91,21 @@ def shard(
         raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
     if stage == 3 and gather != "step":
         raise ValueError('gather="forward" is for stages 1 and 2: fully_shard gathers by itself')
+    if stage == 3 and update != "step":
+        raise ValueError('update="backward" is for stages 1 and 2')
+    if stage == 3 and replicate_group is not None:
+        raise ValueError(
+            "replicate_group is for stages 1 and 2: for stage 3 call fully_shard with a mesh of "
+            "two dimensions, and use an optimizer of faststep.optim"
+        )
     if stage != 3 and blocks is not None:
         raise ValueError("blocks are for stage 3")
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
     if gather not in ("step", "forward"):
         raise ValueError(f'gather must be "step" or "forward", not {gather!r}')
+    if update not in ("step", "backward"):
+        raise ValueError(f'update must be "step" or "backward", not {update!r}')
     check_limit("max_grad_norm", max_grad_norm)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -97,8 +114,5 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    made = build(model, optimizer, stage, process_group, bucket_mb * 2**20, max_grad_norm, blocks)
-    if gather == "forward" and made._engine is not None:
-        inside = model.module if isinstance(model, DistributedDataParallel) else model
-        made._engine.wait_in_forward(inside)
-    return made
+    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, update, gather)
+    return build(model, optimizer, asked, process_group, replicate_group, blocks)

@@ -22,9 +22,17 @@ class GradientBucket:
         slots: its parameters, in the layout's order.
         group: the ranks.
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1).
+        counts_used: learn with each reduction in how many ranks each parameter was used.
     """
 
-    def __init__(self, layout: Bucket, slots: list[Slot], group: Group, keeps_buffer: bool) -> None:
+    def __init__(
+        self,
+        layout: Bucket,
+        slots: list[Slot],
+        group: Group,
+        keeps_buffer: bool,
+        counts_used: bool = False,
+    ) -> None:
         self.layout = layout
         self.slots = slots
         self.nbytes = layout.size * layout.dtype.itemsize
@@ -32,9 +40,15 @@ class GradientBucket:
         self.is_sent = False
         self._group = group
         self._keeps_buffer = keeps_buffer
+        self._counts_used = counts_used
+        self.used = torch.empty(0)  # per slot, once it was received: the ranks that used it
+        self._counting: Pending | None = None
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._way: tuple[Tensor, Pending] | None = None
+        self._is_added = True
+        self._sums: Tensor | None = None  # of this group, on their way to those of all replicas
+        self._replicating: Pending | None = None
         self._holds = False  # whether the slice has gradients of an earlier backward
         own = layout.slice_of(group.rank)
         self._slice = Pages(own.stop - own.start, layout.dtype, layout.device)
@@ -51,7 +65,7 @@ class GradientBucket:
     def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
         """Take over a gradient of this rank, divided by the number of ranks as DDP divides it."""
         view = self._view_of(slot)
-        factor = 1.0 / self._group.world
+        factor = 1.0 / self._group.total
         if again:
             view.add_(grad, alpha=factor)
         else:
@@ -72,20 +86,38 @@ class GradientBucket:
         for slot in self.slots:
             if not slot.arrived:
                 self._view_of(slot).zero_()
-        self.is_sent = True
+        self.is_sent, self._is_added = True, False
         if self.layout.size and self._buffer is not None:
             cuts = self.layout.cuts
             sizes = [cuts[r + 1] - cuts[r] for r in range(self._group.world)]
             self._way = self._group.exchange(self._buffer, sizes, self._what("reducing"))
         if not self._keeps_buffer:
             self._buffer, self._views = None, []
+        if self._counts_used:
+            self.used = torch.tensor([slot.arrived for slot in self.slots], dtype=torch.int32)
+            self._counting = self._group.start_adding(self.used, self._what("counting the uses of"))
 
     def is_there(self) -> bool:
-        """Whether `receive` would not wait."""
-        return self._way is None or self._way[1].is_done()
+        """Whether `receive` would not wait; begins what follows on what has arrived."""
+        waits = [self._counting, None if self._way is None else self._way[1]]
+        if not self._is_added and not _are_done(waits):
+            return False
+        if self._group.replicas is None:
+            return True
+        self.add()
+        return _are_done([self._counting, self._replicating])
 
-    def receive(self) -> None:
-        """Add what the ranks have sent to the slice, in the order of the ranks."""
+    def add(self) -> None:
+        """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""
+        if self._is_added:
+            return
+        self._is_added = True
+        if self._counting is not None:
+            self._counting.wait()
+            self._counting = None
+            if self._group.replicas is not None:
+                what = self._what("counting the uses, over the replicas, of")
+                self._counting = self._group.replicas.start_adding(self.used, what)
         if self._way is None:
             return
         rows, pending = self._way
@@ -93,10 +125,26 @@ class GradientBucket:
         self._way = None
         if not self.values.numel():
             return
+        apart = self._group.replicas is not None and self._holds
+        sums = torch.empty_like(self.values) if apart else self.values
         for rank in range(0, len(rows), 2):
             more = rows[rank + 1] if rank + 1 < len(rows) else None
-            start = rank == 0 and not self._holds
-            add_all([Addition(self.values, rows[rank], more, 1.0, start)])
+            start = rank == 0 and (apart or not self._holds)
+            add_all([Addition(sums, rows[rank], more, 1.0, start)])
+        if self._group.replicas is not None:
+            what = self._what("reducing over the replicas")
+            self._replicating = self._group.replicas.start_adding(sums, what)
+            self._sums = sums if apart else None
+
+    def receive(self) -> None:
+        """Wait until the slice has the gradients of all ranks."""
+        self.add()
+        for pending in (self._counting, self._replicating):
+            if pending is not None:
+                pending.wait()
+        if self._sums is not None:
+            self.values.add_(self._sums)
+        self._counting = self._replicating = self._sums = None
 
     def gather(self, flat: Tensor, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""
@@ -105,3 +153,7 @@ class GradientBucket:
     def _what(self, doing: str) -> str:
         first, last = self.slots[0].name, self.slots[-1].name
         return f"{doing} the parameters from {first!r} to {last!r}"
+
+
+def _are_done(waits: list[Pending | None]) -> bool:
+    return all(pending is None or pending.is_done() for pending in waits)

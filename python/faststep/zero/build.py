@@ -6,7 +6,7 @@ import gc
 import itertools
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,33 +18,48 @@ from ..optim.base import FusedOptimizer
 from .engine import Engine
 from .fully_sharded import blocks_of, check_fully, shard_fully
 from .gradients import sharded_params
-from .group import group_of
+from .group import Group, group_of
+from .in_backward import REFUSED_CLIPPING
 from .optimizer import ShardedOptimizer
 from .owned import Kind, fused_class_of
 from .states import cut_states, whole_states
 from .wrapped import check_wrapped
 
-__all__ = ["build"]
+__all__ = ["Options", "build"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class Options(NamedTuple):
+    """What `shard` was asked for, the same on all ranks."""
+
+    stage: int
+    bucket_bytes: float
+    max_grad_norm: float | None
+    update: str
+    gather: str
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage}, bucket_mb {self.bucket_bytes / 2**20}, max_grad_norm "
+            f"{self.max_grad_norm}, update {self.update!r}, gather {self.gather!r}"
+        )
 
 
 def build(
     model: nn.Module,
     optimizer: Optimizer,
-    stage: int,
+    asked: Options,
     process_group: Any,
-    bucket_bytes: float,
-    max_grad_norm: float | None,
+    replicate_group: Any,
     blocks: Sequence[nn.Module] | None,
 ) -> ShardedOptimizer:
     """Shard a model; see :func:`faststep.zero.shard`."""
     kind = fused_class_of(optimizer)
-    if max_grad_norm is None:
-        max_grad_norm = getattr(optimizer, "max_grad_norm", None)
-    for option in ("keep_grads", "norm_in_backward"):
-        if getattr(optimizer, option, False) is not False:
-            raise TypeError(f"shard() does not support an optimizer with {option}=")
+    if asked.max_grad_norm is None:
+        asked = asked._replace(max_grad_norm=getattr(optimizer, "max_grad_norm", None))
+    _refuse_options(optimizer, asked)
+    stage, max_grad_norm, in_backward = asked.stage, asked.max_grad_norm, asked.update == "backward"
     wrapper = model if isinstance(model, DistributedDataParallel) else None
     if stage == 3 and wrapper is not None:
         raise TypeError(
@@ -55,19 +70,12 @@ def build(
         model = wrapper.module
         process_group = wrapper.process_group if process_group is None else process_group
     named = _named(model, optimizer)
-    group = group_of(process_group)
+    group = group_of(process_group, replicate_group)
     if group is None:
-        return ShardedOptimizer(optimizer, _fused(kind, optimizer), None, max_grad_norm)
-    taken = _taken(optimizer)
-    options = f"stage {stage}, bucket_mb {bucket_bytes / 2**20}, max_grad_norm {max_grad_norm}"
+        fused = _fused(kind, optimizer)
+        return ShardedOptimizer(optimizer, fused, None, max_grad_norm, None, in_backward)
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
-    group.check_alike([options + wrapped, *_described(model, optimizer, taken)])
-    for key, value in model.named_parameters():
-        if id(value) in taken:
-            raise TypeError(
-                f"shard(): parameter {key!r} is sharded already, for another optimizer: shard a "
-                "model once, with one optimizer for all of its parameters; nothing was changed"
-            )
+    _check_alike(group, model, optimizer, str(asked) + wrapped)
     if stage == 3:
         blocks = blocks_of(model) if blocks is None else blocks
         check_fully(model, optimizer, blocks)
@@ -81,13 +89,38 @@ def build(
     if wrapper is not None:
         check_wrapped(wrapper, {id(param) for _, param in named})
     engine = Engine(
-        kind, optimizer.param_groups, named, group.alone(), stage, bucket_bytes, wrapper
-    )
+        kind, optimizer.param_groups, named, group.alone(), stage, asked.bucket_bytes, wrapper,
+        in_backward, asked.gather == "forward",
+    )  # fmt: skip
+    if asked.gather == "forward":
+        engine.wait_in_forward(model)
     own = {id(slot.param) for slot in engine.slots}
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
     cut_states(engine, optimizer.state)
     optimizer.state.clear()
-    return ShardedOptimizer(optimizer, engine.owned.optimizer, engine, max_grad_norm, group)
+    owned = engine.owned.optimizer
+    return ShardedOptimizer(optimizer, owned, engine, max_grad_norm, group, in_backward)
+
+
+def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: str) -> None:
+    """Raise on every rank if the ranks differ, or a parameter is sharded on one of them."""
+    taken = _taken(optimizer)
+    group.check_alike([asked, *_described(model, optimizer, taken)])
+    for key, value in model.named_parameters():
+        if id(value) in taken:
+            raise TypeError(
+                f"shard(): parameter {key!r} is sharded already, for another optimizer: shard a "
+                "model once, with one optimizer for all of its parameters; nothing was changed"
+            )
+
+
+def _refuse_options(optimizer: Optimizer, asked: Options) -> None:
+    """Raise for options of the optimizer that the sharded step does not have."""
+    if asked.update == "backward" and asked.max_grad_norm is not None:
+        raise ValueError(REFUSED_CLIPPING)
+    for option in ("keep_grads", "norm_in_backward"):
+        if getattr(optimizer, option, False) is not False:
+            raise TypeError(f"shard() does not support an optimizer with {option}=")
 
 
 def _fused(kind: Kind, optimizer: Optimizer) -> FusedOptimizer:

@@ -117,9 +117,13 @@ def drop_missing(states: dict[Tensor, dict[str, Any]]) -> None:
 def _gather_states(engine: Engine) -> States:
     """The states of whole parameters on rank 0, none on the others; a collective.
 
-    Rank 0 needs room for all of them, and for one rank's part of one bucket.
+    With replicas it is rank 0 of the first one. Rank 0 needs room for all of them, and for one
+    rank's part of one bucket.
     """
     whole: States = defaultdict(dict)
+    replicas = engine.group.replicas
+    if replicas is not None and replicas.rank:
+        return whole  # the first replica has them too
     states = engine.owned.optimizer.state
     for bucket in engine.buckets:
         told = [_told(states, slot) for slot in bucket.slots]

@@ -17,6 +17,7 @@ from ..optim.request import StepAnswer, StepRequest
 from .buckets import GradientBucket
 from .gradients import Gradients
 from .group import Group, Pending
+from .in_backward import REFUSED_SCALER, BackwardUpdates
 from .layout import Flat, make_buckets
 from .norm import ChunkSums
 from .owned import Kind, Owned, set_grads
@@ -26,6 +27,8 @@ from .waits import ForwardWaits
 from .wrapped import WrappedGradients
 
 __all__ = ["Engine"]
+
+LAST_BUCKET = 2**20  # bytes
 
 
 class Engine:
@@ -39,6 +42,8 @@ class Engine:
         stage: 1 keeps the memory of whole gradients between steps, 2 does not.
         bucket_bytes: the size from which a bucket is complete.
         wrapper: the DistributedDataParallel around the model, if there is one.
+        updates_in_backward: update each bucket when its gradients are reduced.
+        gathers_in_forward: forward waits for parameters one by one.
     """
 
     def __init__(
@@ -50,10 +55,17 @@ class Engine:
         stage: int,
         bucket_bytes: float,
         wrapper: DistributedDataParallel | None = None,
+        updates_in_backward: bool = False,
+        gathers_in_forward: bool = False,
     ) -> None:
         self.group = group
-        flats = [Flat(param.numel(), param.dtype, param.device) for _, param in named]
-        layouts = make_buckets(flats, group.world, bucket_bytes)
+        self._groups = groups
+        flats = [
+            Flat(param.numel(), param.dtype, param.device, name.rpartition(".")[0] or None)
+            for name, param in named
+        ]
+        last_bytes = LAST_BUCKET if updates_in_backward or gathers_in_forward else None
+        layouts = make_buckets(flats, group.world, bucket_bytes, last_bytes)
         self.slots: list[Slot] = []
         self.buckets: list[GradientBucket] = []
         self._memory: list[Tensor] = []  # of the parameters, per bucket
@@ -66,7 +78,9 @@ class Engine:
                 slot.stand_in = Placeholder(tensor, self, slot.index)
                 members.append(slot)
                 self.slots.append(slot)
-            self.buckets.append(GradientBucket(layout, members, group, stage == 1))
+            self.buckets.append(
+                GradientBucket(layout, members, group, stage == 1, updates_in_backward)
+            )
             self._move(layout.places, members)
         self._cut()
         by_param = {id(slot.param): slot for slot in self.slots}
@@ -82,6 +96,8 @@ class Engine:
             if wrapper is None
             else WrappedGradients(self.slots, self.buckets, group, wrapper)
         )
+        self.updates = BackwardUpdates(self) if updates_in_backward else None
+        self.gradients.updates = self.updates
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
 
     def _move(self, places: Sequence[Any], members: list[Slot]) -> None:
@@ -124,12 +140,16 @@ class Engine:
 
     def scale(self, index: int, factor: float) -> None:
         """Multiply the gradient of a parameter."""
+        if self.updates is not None:
+            self.updates.refuse_change(self.slots[index].name)
         self.gradients.settle()
         for _, grad in self.slots[index].pieces:
             grad.mul_(factor)
 
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
+        if self.updates is not None:
+            raise RuntimeError(REFUSED_SCALER)
         self.before_exchange("torch's GradScaler")
         self.gradients.settle()
         alike = [slot for slot in self.slots if slot.param.dtype == dtype and slot.is_present]
@@ -149,6 +169,8 @@ class Engine:
 
     def step(self, request: StepRequest) -> StepAnswer:
         """Update this rank's slices and gather all parameters; a collective."""
+        if self.updates is not None:
+            return self.updates.end_step(request)
         self.wait(None)
         if self.waits is not None:
             self.waits.learn()
@@ -176,12 +198,15 @@ class Engine:
         With gather="forward" the rest of the program waits for it.
         """
         for number in reversed(range(len(self.buckets))):
-            bucket = self.buckets[number]
-            if any(slot.held for slot in bucket.slots):
-                self._under_way[number] = bucket.gather(self._memory[number], number)
+            if any(slot.held for slot in self.buckets[number].slots):
+                self.start_gather(number)
         if self.waits is None:
             self.wait(None)
         increment_version([slot.param for slot in self.slots if slot.held])
+
+    def start_gather(self, number: int) -> None:
+        """Send this rank's slice of a bucket of parameters, and let those of the others come in."""
+        self._under_way[number] = self.buckets[number].gather(self._memory[number], number)
 
     def wait(self, buckets: Iterable[int] | None) -> None:
         """Return when these buckets of parameters are there; all of them for None."""
@@ -231,14 +256,22 @@ class Engine:
         dtypes = [slot.param.dtype for slot, is_present in here if is_present]
         return norm.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
 
-    def has_new_parameters(self, groups: list[dict[str, Any]]) -> Tensor | None:
-        """A parameter with a gradient that is not sharded, if there is one."""
+    def refuse_new_parameters(self) -> None:
+        """Raise RuntimeError if a parameter of the groups needs a gradient and is not sharded.
+
+        With update="backward" that must be found before the first update.
+        """
         known = {id(slot.param) for slot in self.slots}
-        for group in groups:
+        for group in self._groups:
             for param in group["params"]:
-                if param.grad is not None and id(param) not in known:
-                    return param  # type: ignore[no-any-return]
-        return None
+                if id(param) in known:
+                    continue
+                if param.grad is not None or (self.updates is not None and param.requires_grad):
+                    raise RuntimeError(
+                        f"faststep.zero: a parameter of shape {tuple(param.shape)} has a gradient, "
+                        "but was frozen or missing when shard() was called: shard the model after "
+                        "it was changed; nothing was updated"
+                    )
 
 
 def _inverse(scale: Tensor | None) -> float:

@@ -23,6 +23,7 @@ from .._torch.ddp import after_backward, current_backward, is_inside_backward
 from ..grads.hooks import Hooked
 from .buckets import GradientBucket
 from .group import Group
+from .in_backward import BackwardUpdates
 from .placeholder import Placeholder
 from .slots import Slot
 
@@ -36,6 +37,8 @@ MOST_UNDER_WAY = 32 * 2**20  # bytes of buckets that are sent; a larger one goes
 
 class Gradients:
     """The hooks of one model, and its buckets."""
+
+    updates: BackwardUpdates | None = None  # with update="backward"
 
     def __init__(self, slots: list[Slot], buckets: list[GradientBucket], group: Group) -> None:
         self._slots = slots
@@ -127,6 +130,8 @@ class Gradients:
 
     def begin(self) -> None:
         """Start to collect gradients that add to those in the slices, if these are still wanted."""
+        if self.updates is not None:
+            self.updates.begin()
         for slot in self._slots:
             slot.arrived = False
             if slot.param.grad is None:
@@ -169,13 +174,19 @@ class Gradients:
         while self._next < len(self._buckets) and not self._buckets[self._next].missing:
             self._send_next()
         while self._under_way and self._under_way[0].is_there():
-            self._under_way.popleft().receive()
+            self._receive_next()
+
+    def _receive_next(self) -> None:
+        bucket = self._under_way.popleft()
+        bucket.receive()
+        if self.updates is not None:
+            self.updates.received(bucket)
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         # Backward would otherwise run ahead of a slow network, with all gradients in memory.
         while self._under_way and self._bytes_under_way() + bucket.nbytes > MOST_UNDER_WAY:
-            self._under_way.popleft().receive()
+            self._receive_next()
         bucket.send()
         self._next += 1
         self._under_way.append(bucket)
@@ -196,10 +207,21 @@ class Gradients:
                     slot.arrived = True
             while self._next < len(self._buckets):
                 self._send_next()
-            used = torch.tensor([slot.arrived for slot in self._slots], dtype=torch.int32)
-            self._group.add_up(used, "counting the parameters that were used")
+            if self.updates is None:
+                used = torch.tensor([slot.arrived for slot in self._slots], dtype=torch.int32)
+                self._group.add_up_inside(used, "counting the parameters that were used")
+            replicas = self._group.replicas
+            if replicas is not None:
+                for bucket in self._under_way:
+                    bucket.add()
             while self._under_way:
-                self._under_way.popleft().receive()
+                self._receive_next()
+            if replicas is not None and self.updates is None:
+                # After the buckets, which some ranks have sent to their replicas in backward.
+                replicas.add_up(used, "counting the parameters that were used, over the replicas")
+            if self.updates is not None:
+                used = torch.cat([bucket.used for bucket in self._buckets])
+                self.updates.finish()
         for slot, count in zip(self._slots, used.tolist(), strict=True):
             if count:
                 slot.held = True
@@ -226,9 +248,10 @@ class Gradients:
         for slot in self._slots:
             grad = slot.param.grad
             if grad is not None and (grad is not slot.stand_in or not slot.held):
+                done = "nothing was updated" if self.updates is None else "it was not used"
                 raise RuntimeError(
                     f"faststep.zero: the gradient of {slot.name!r} was set by hand, after "
-                    "backward had reduced it over the ranks; nothing was updated"
+                    f"backward had reduced it over the ranks; {done}"
                 )
 
     def drop(self, set_to_none: bool) -> None:
@@ -238,6 +261,8 @@ class Gradients:
                 "faststep.zero: a backward pass has failed after its first buckets were sent, and "
                 "the ranks are out of step: start again from a checkpoint"
             )
+        if self._open and self.updates is not None:
+            self.updates.abandon()
         self._open = self._unsent = False
         self._passes.clear()
         self._running.clear()

@@ -51,12 +51,19 @@ class Pending:
 
 
 class Group:
-    """A process group, with the collectives that sharding needs."""
+    """A process group, with the collectives that sharding needs.
 
-    def __init__(self, group: Any) -> None:
+    Args:
+        group: the ranks that share the slices.
+        replicas: the ranks of other such groups that own the same slices, if there are any.
+    """
+
+    def __init__(self, group: Any, replicas: Group | None = None) -> None:
         self._group = group
         self.rank: int = dist.get_rank(group)
         self.world: int = dist.get_world_size(group)
+        self.replicas = replicas
+        self.total = self.world * (1 if replicas is None else replicas.world)  # ranks
 
     def who_is_absent(self) -> str:
         """After a message has failed: which ranks do not report the same, to be put in an error.
@@ -127,12 +134,25 @@ class Group:
         return Pending(self, what, works, kept)
 
     def add_up(self, numbers: Tensor, what: str) -> None:
-        """Replace numbers by their sums over all ranks; waits."""
+        """Replace numbers by their sums over all ranks, replicas too; waits."""
+        self.add_up_inside(numbers, what)
+        if self.replicas is not None:
+            self.replicas.add_up(numbers, f"{what} over the replicas")
+
+    def add_up_inside(self, numbers: Tensor, what: str) -> None:
+        """Replace numbers by their sums over the ranks that share the slices; waits."""
+        self.start_adding(numbers, what).wait()
+
+    def start_adding(self, numbers: Tensor, what: str) -> Pending:
+        """Replace numbers by their sums inside the group, until the answer is waited for."""
         work = dist.all_reduce(numbers, group=self._group, async_op=True)
-        Pending(self, what, [work], [numbers]).wait()
+        return Pending(self, what, [work], [numbers])
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give all ranks the values of rank 0."""
+        """Give all ranks the values of rank 0 of the first replica."""
+        tensors = list(tensors)
+        if self.replicas is not None:
+            self.replicas.broadcast(tensors)
         source = self._global(0)
         for tensor in tensors:
             if tensor.numel():
@@ -166,10 +186,24 @@ class Group:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
         mine = int.from_bytes(digest, "big", signed=True) >> 1
         both = torch.tensor([mine, -mine, len(lines), -len(lines)])
-        dist.all_reduce(both, op=dist.ReduceOp.MAX, group=self._group)
+        self._largest(both)
         if both[0] == -both[1] and both[2] == -both[3]:
             return
-        raise RuntimeError(f"{caller}: the ranks differ{_difference(self.share(list(lines)))}")
+        described = self.share(list(lines))
+        if self.replicas is not None:  # each of them has described its own group
+            described = [one for some in self.replicas.share(described) for one in some]
+        raise RuntimeError(f"{caller}: the ranks differ{_difference(described)}")
+
+    def _largest(self, numbers: Tensor) -> None:
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
+        if self.replicas is not None:
+            self.replicas._largest(numbers)
+
+    def _everyone(self, value: object) -> list[Any]:
+        """The objects of all ranks inside the group."""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value, group=self._group)
+        return found
 
 
 def _difference(described: Sequence[Sequence[str]]) -> str:
@@ -182,16 +216,43 @@ def _difference(described: Sequence[Sequence[str]]) -> str:
     return ""
 
 
-def group_of(process_group: Any) -> Group | None:
+def group_of(process_group: Any, replicate_group: Any = None) -> Group | None:
     """The ranks to share with; None for a single one.
 
     Raises:
-        ValueError: this process is not in the group.
+        ValueError: this process is not in the group; groups do not fit together.
     """
+    if replicate_group is not None and process_group is None:
+        raise ValueError(
+            "shard(): replicate_group needs process_group, the ranks among which slices are cut"
+        )
     if process_group is None:
         if not is_distributed():
             return None
         process_group = dist.group.WORLD
-    if dist.get_rank(process_group) < 0:
-        raise ValueError("shard(): this process does not belong to process_group")
+    for name, one in (("process_group", process_group), ("replicate_group", replicate_group)):
+        if one is not None and dist.get_rank(one) < 0:
+            raise ValueError(f"shard(): this process does not belong to {name}")
+    if replicate_group is not None and dist.get_world_size(replicate_group) > 1:
+        return _replicated(process_group, replicate_group)
     return Group(process_group) if dist.get_world_size(process_group) > 1 else None
+
+
+def _replicated(process_group: Any, replicate_group: Any) -> Group:
+    """The ranks that share slices, and those that own the same ones; a collective."""
+    inside = dist.get_process_group_ranks(process_group)
+    across = dist.get_process_group_ranks(replicate_group)
+    if set(inside) & set(across) != {dist.get_rank()}:
+        raise ValueError(
+            f"shard(): process_group {inside} and replicate_group {across} must have this rank "
+            "alone in common: replicate_group has one rank of each process_group"
+        )
+    replicas = Group(replicate_group)
+    seat = f"rank {dist.get_rank(process_group)} of {len(inside)} in process_group"
+    replicas.check_alike([seat])
+    if len(inside) == 1:
+        raise ValueError(
+            "shard(): with replicate_group, process_group needs several ranks: without, pass all "
+            "ranks as process_group"
+        )
+    return Group(process_group, replicas)

@@ -56,6 +56,9 @@ class JoinableSteps(Joinable):
             raise RuntimeError(
                 "Join does not support shard(stage=3): fully_shard communicates in forward"
             )
+        engine = self._engine
+        if engine is not None and (engine.updates is not None or engine.group.replicas is not None):
+            raise RuntimeError('Join does not support update="backward" or replicate_group=')
         return _Shadow(optimizer)
 
     @property

@@ -17,6 +17,7 @@ import torch
 __all__ = ["CHUNK", "Bucket", "Flat", "Piece", "Place", "chunks_in", "make_buckets"]
 
 CHUNK = 16384  # elements; FST_CHUNK in csrc/base/work.h
+TOGETHER = 4  # parameters of a module: weights and biases
 ALIGNMENT = 128  # bytes between the starts of parameters are a multiple of this
 
 
@@ -26,6 +27,7 @@ class Flat(NamedTuple):
     size: int  # elements
     dtype: torch.dtype
     device: torch.device
+    owner: str | None = None  # the module that has it
 
 
 class Place(NamedTuple):
@@ -76,12 +78,26 @@ def chunks_in(count: int) -> int:
     return -(-count // CHUNK)
 
 
-def make_buckets(params: Sequence[Flat], world: int, bucket_bytes: float) -> list[Bucket]:
+def make_buckets(
+    params: Sequence[Flat], world: int, bucket_bytes: float, last_bytes: float | None = None
+) -> list[Bucket]:
     """Lay parameters out, in the order given, in buckets of about `bucket_bytes`.
 
     A bucket is complete with the parameter that fills it. Buckets come in the order in which they
-    are complete.
+    are complete. With `last_bytes` the last bucket of each dtype is of about this size, and each
+    one before it of twice the size of the next, up to `bucket_bytes`; up to four parameters of
+    one module stay together.
     """
+    if last_bytes is None:
+        complete = _filled(params, bucket_bytes)
+    else:
+        complete = _growing(params, min(last_bytes, bucket_bytes), bucket_bytes)
+    loads = [0] * world
+    return [_placed(params, members, loads) for members in complete]
+
+
+def _filled(params: Sequence[Flat], bucket_bytes: float) -> list[list[int]]:
+    """The members of each bucket, where all have one size."""
     open_now: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     filled: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes
     complete = []
@@ -92,9 +108,28 @@ def make_buckets(params: Sequence[Flat], world: int, bucket_bytes: float) -> lis
         if filled[kind] >= bucket_bytes:
             complete.append(open_now.pop(kind))
             del filled[kind]
-    complete += open_now.values()
-    loads = [0] * world
-    return [_placed(params, members, loads) for members in complete]
+    return [*complete, *open_now.values()]
+
+
+def _growing(params: Sequence[Flat], least: float, most: float) -> list[list[int]]:
+    """The members of each bucket, from small ones at the end to large ones."""
+    made: dict[tuple[torch.dtype, torch.device], list[list[int]]] = {}
+    filled: dict[tuple[torch.dtype, torch.device], int] = {}  # bytes
+    for index in reversed(range(len(params))):
+        param = params[index]
+        kind = param.dtype, param.device
+        buckets = made.setdefault(kind, [[]])
+        limit = min(most, least * 2 ** (len(buckets) - 1))
+        last = [params[other].owner for other in buckets[-1][-TOGETHER:]]
+        alike = param.owner is not None and last[-1:] == [param.owner]
+        stays = alike and last.count(param.owner) < TOGETHER
+        if buckets[-1] and filled[kind] >= limit and not stays:
+            buckets.append([])
+            filled[kind] = 0
+        buckets[-1].append(index)
+        filled[kind] = filled.get(kind, 0) + param.size * param.dtype.itemsize
+    complete = [members[::-1] for buckets in made.values() for members in buckets]
+    return sorted(complete, key=lambda members: members[-1])
 
 
 def _placed(params: Sequence[Flat], members: list[int], loads: list[int]) -> Bucket:

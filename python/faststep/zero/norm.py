@@ -61,8 +61,11 @@ class ChunkSums:
         everything[torch.tensor(index, dtype=torch.int64)] = sums
         everything[self._total : -1] = torch.tensor(present, dtype=torch.float64)
         everything[-1] = float(found)
-        self._group.add_up(everything, "adding up the norm")
-        agreed = (everything[self._total : -1] == self._group.world).tolist()
+        self._group.add_up_inside(everything, "adding up the norm")
+        if self._group.replicas is not None:  # these have the same sums
+            said = everything[self._total :]
+            self._group.replicas.add_up(said, "agreeing on an overflow over the replicas")
+        agreed = (everything[self._total : -1] == self._group.total).tolist()
         folded = everything[: self._total]
         if not all(agreed):
             wanted = torch.tensor(agreed).repeat_interleave(torch.tensor(self._counts))

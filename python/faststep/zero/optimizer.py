@@ -18,10 +18,11 @@ from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit
-from ..optim.request import ScalerRequest, StepAnswer, request_of
+from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
 from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
 from .group import Group
+from .in_backward import REFUSED_CLIPPING, refuse_request
 from .join import JoinableSteps
 
 __all__ = ["ShardedOptimizer"]
@@ -52,9 +53,11 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
         engine: Engine | None,
         max_grad_norm: float | None,
         group: Group | None = None,
+        updates_in_backward: bool = False,
     ) -> None:
         self._engine = engine
         self._group = group
+        self._updates_in_backward = updates_in_backward
         JoinableSteps.__init__(self)
         if engine is not None:
             self._attach_to(engine)
@@ -82,6 +85,8 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
     @max_grad_norm.setter
     def max_grad_norm(self, limit: float | None) -> None:
         check_limit("max_grad_norm", limit)
+        if self._updates_in_backward and limit is not None:
+            raise ValueError(REFUSED_CLIPPING)
         self._max_grad_norm = None if limit is None else float(limit)
 
     @property
@@ -120,11 +125,14 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
     def _step_uncompiled(self) -> None:
         self._note_step()
         if self._engine is None:
+            if self._updates_in_backward:
+                refuse_request(self._request())
             self._step_alone()
             return
         with torch.no_grad():
-            self._refuse_new_parameters(self._engine)
-            request = request_of(self, self._asked, self.max_grad_norm, keep_grads=False)
+            if not self._updates_in_backward:
+                self._engine.refuse_new_parameters()
+            request = self._request()
             if request.grad_scale is not None or request.looks_for_inf:
                 self._refuse_in_join("a step with a scaler")
             self._note_backward(False)
@@ -135,6 +143,9 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
         self._skipped = bool(answer.skipped)
         if answer.norm is not None:
             self._last_norm = float(answer.norm)
+
+    def _request(self) -> StepRequest:
+        return request_of(self, self._asked, self.max_grad_norm, keep_grads=False)
 
     def _note_step(self) -> None:
         """Tell schedulers of the optimizer that this one replaces that there was a step."""
@@ -153,15 +164,6 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
         finally:
             for name in lent.keys() - {"max_grad_norm"}:
                 del vars(self._owned)[name]
-
-    def _refuse_new_parameters(self, engine: Engine) -> None:
-        param = engine.has_new_parameters(self.param_groups)
-        if param is not None:
-            raise RuntimeError(
-                f"faststep.zero: a parameter of shape {tuple(param.shape)} has a gradient, but was "
-                "frozen or missing when shard() was called: shard the model after it was changed; "
-                "nothing was updated"
-            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero. As torch's."""
@@ -189,6 +191,8 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type must be 2.0 for sharded gradients, not {norm_type}")
         check_limit("max_norm", max_norm)
+        if self._updates_in_backward:
+            raise RuntimeError(REFUSED_CLIPPING)
         division.divide(self)
         if self._engine is None:
             return clip_grad_norm_(params_of(self), max_norm, 2.0, error_if_nonfinite)
@@ -218,7 +222,7 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
         if numbers.numel():
             group = self._group if self._engine is None else self._engine.group
             group.add_up(numbers, "adding up numbers")
-        return self._group.world
+        return self._group.total
 
     def reduce(self) -> None:
         """Reduce the gradients that `no_sync` has left on the ranks; a collective.
@@ -227,6 +231,11 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
         """
         if self._engine is not None:
             self._engine.gradients.settle()
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether backward updates the parameters, so that nothing can divide gradients later."""
+        return self._updates_in_backward
 
     @classmethod
     def _has_own_step(cls) -> bool:

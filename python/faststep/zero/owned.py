@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from .. import _C, optim
 from .._devices import HOST, Scalars
 from ..optim.base import FusedOptimizer
-from ..optim.request import StepRequest
+from ..optim.request import Rule, StepRequest
 from ..optim.step import Stepper
 from ..optim.work import Phase, Work
 from .slots import Slot
 
-__all__ = ["Kind", "Owned", "fused_class_of"]
+__all__ = ["Kind", "Owned", "OwnedPart", "fused_class_of"]
 
 Kind = Callable[[list[dict[str, Any]]], FusedOptimizer]
 
@@ -99,6 +99,7 @@ class Owned:
             group["param_names"] = [slot.name for slot in members for _ in slot.pieces]
         self._names = [group["param_names"] for group in self.optimizer.param_groups]
         self._stepper = _AgreedStepper()
+        self._parts: list[OwnedPart] = []
         self._group_of = {
             id(slot.param): number for number, members in enumerate(slots) for slot in members
         }
@@ -111,8 +112,7 @@ class Owned:
 
     def state_keys(self, number: int) -> tuple[str, ...]:
         """The names of the states of a group's parameters."""
-        self._take_options()
-        return self.optimizer._rule_of(self.optimizer.param_groups[number]).state_keys
+        return self.take_options()[number].state_keys
 
     def has_states(self, slot: Slot) -> bool:
         """Whether the class keeps states of a parameter."""
@@ -120,29 +120,40 @@ class Owned:
 
     def new_states(self) -> dict[Tensor, dict[str, Any]]:
         """The states that the pieces have before their first step, which get none by this."""
-        self._take_options()
+        rules = self.take_options()
         optimizer = self.optimizer
         kept, optimizer.state = optimizer.state, defaultdict(dict)
         try:
-            for number, group in enumerate(optimizer.param_groups):
-                if self.state_keys(number):
+            for group, rule in zip(optimizer.param_groups, rules, strict=True):
+                if rule.state_keys:
                     for piece in group["params"]:
                         optimizer._new_state(group, piece)
             return dict(optimizer.state)
         finally:
             optimizer.state = kept
 
-    def _take_options(self) -> None:
-        """Take over what the script has set in its groups."""
-        groups = self.optimizer.param_groups
-        for group, script, names in zip(groups, self._groups, self._names, strict=True):
-            group.update(_options(script))
-            group["param_names"] = names
-
     @property
     def is_empty(self) -> bool:
         """Whether this rank owns nothing."""
         return not any(self._names)
+
+    def take_options(self) -> list[Rule]:
+        """The rules of all groups, by what the script's groups say now."""
+        optimizer = self.optimizer
+        for group, script, names in zip(
+            optimizer.param_groups, self._groups, self._names, strict=True
+        ):
+            group.update(_options(script))
+            group["param_names"] = names
+        return optimizer._rules()
+
+    def part(self, slots: Sequence[Slot]) -> OwnedPart:
+        """What this rank owns of some parameters, to be stepped apart from the others."""
+        pieces = {id(piece): piece for slot in slots for piece, _ in slot.pieces}
+        groups = self.optimizer.param_groups
+        params = [[p for p in group["params"] if id(p) in pieces] for group in groups]
+        self._parts.append(OwnedPart(self.optimizer, params))
+        return self._parts[-1]
 
     def step(self, request: StepRequest, norm: float | None) -> None:
         """Update the pieces that have a gradient.
@@ -154,13 +165,50 @@ class Owned:
         if self.is_empty:
             return
         optimizer = self.optimizer
-        self._take_options()
+        self.take_options()
         self._stepper.norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
         params = [group["params"] for group in optimizer.param_groups]
         try:
             self._stepper.step(Work(optimizer, params, optimizer._rules), request)
         except _C.TensorError as error:
             raise optimizer._explained(*error.args) from None
+
+    def forget(self) -> None:
+        """Let go of states that were replaced."""
+        self._stepper.forget()
+        for part in self._parts:
+            part.forget()
+
+
+class OwnedPart:
+    """Some of the pieces of a rank, with a plan of their own.
+
+    Args:
+        optimizer: the one that has their states.
+        params: per group, those of its pieces that are stepped.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer, params: list[list[Tensor]]) -> None:
+        self._optimizer = optimizer
+        self._groups = [number for number, pieces in enumerate(params) if pieces]
+        self._params = [params[number] for number in self._groups]
+        self._stepper = Stepper()
+
+    def step(self, rules: Sequence[Rule]) -> None:
+        """Update the pieces that have a gradient, by these rules of all groups.
+
+        Raises:
+            TypeError, RuntimeError, KeyError: a tensor or an option cannot be used; none of these
+                pieces was updated.
+        """
+        if not self._params:
+            return
+        mine = [rules[number] for number in self._groups]
+        work = Work(self._optimizer, self._params, lambda: mine, self._groups)
+        try:
+            self._stepper.step(work, StepRequest())
+        except _C.TensorError as error:
+            raise self._optimizer._explained(*error.args) from None
 
     def forget(self) -> None:
         """Let go of states that were replaced."""

@@ -1,0 +1,110 @@
+"""replicate_group: slices inside a node, and equal slices in every node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import SHAPES, Given, differences, grads_for, mean_of, states_differ
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def _set_means(model: Given, whole: Given, world: int, scale: float, *seeds: int) -> None:
+    """Give one process the gradients that two nodes add up."""
+    rows = [[grads_for(model, rank, seed) for rank in range(world)] for seed in seeds]
+    if seeds == (2,):
+        rows[0][3][4].view(-1)[7] = float("inf")
+    for number, param in enumerate(whole.parameters()):
+        sums = [mean_of([grads[number] * scale for grads in row], 2) for row in rows]
+        total = sums[0] if len(sums) == 1 else sums[0] + sums[1]
+        param.grad = torch.empty_like(param).copy_(total)
+
+
+def _replicated(rank: int, world: int) -> dict[str, Any]:
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    groups = {"process_group": inside[rank // 2], "replicate_group": across[rank % 2]}
+    said: dict[str, Any] = {"wrong": [], "skipped": []}
+    model, whole = Given(SHAPES, [torch.float32]), Given(SHAPES, [torch.float32])
+    if rank == 3:
+        with torch.no_grad():
+            model.p0.add_(1.0)  # rank 0's values are those that count
+    optimizer = zero.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=0.01), bucket_mb=0.1, **groups
+    )
+    reference = faststep.optim.AdamW(whole.parameters(), lr=0.01)
+    scaler, other = (faststep.amp.GradScaler("cpu", init_scale=64.0) for _ in range(2))
+    for step in range(5):  # in step 2 a rank of the second node has an inf; step 4 has two backward
+        scale = other.scale(torch.ones(())).item()
+        seeds = (step, 9) if step == 4 else (step,)
+        for seed in seeds:
+            grads = grads_for(model, rank, seed)
+            if seed == 2 and rank == 3:
+                grads[4].view(-1)[7] = float("inf")
+            scaler.scale(model(grads)).backward()
+        _set_means(model, whole, world, scale, *seeds)
+        for one, opt in ((scaler, optimizer), (other, reference)):
+            one.step(opt, max_norm=1.0)
+            one.update()
+            opt.zero_grad()
+        said["skipped"].append(optimizer.step_was_skipped)
+        wrong = differences(model.parameters(), whole.parameters())
+        said["wrong"] += [f"step {step}, p{number}" for number in wrong]
+    said["wrong"] += states_differ(optimizer, reference)
+    said["sum"] = optimizer.add_up(torch.ones(1))
+    saved = optimizer.state_dict()
+    said["saved"] = len(saved["state"])
+    sent = [saved]
+    dist.broadcast_object_list(sent, 0)
+    fresh = Given(SHAPES, [torch.float32])
+    loaded = zero.shard(fresh, torch.optim.AdamW(fresh.parameters(), lr=0.01), **groups)
+    loaded.load_state_dict(sent[0])
+    said["wrong"] += states_differ(loaded, reference)
+    said["one group"] = _error(
+        lambda: zero.shard(
+            fresh, torch.optim.SGD(fresh.parameters()),
+            process_group=inside[rank // 2], replicate_group=inside[rank // 2],
+        )
+    )  # fmt: skip
+    said["alone"] = _error(
+        lambda: zero.shard(
+            fresh, torch.optim.SGD(fresh.parameters()), replicate_group=across[rank % 2]
+        )
+    )
+    odd = Given([(3, 4), (6,) if rank == 2 else (5,)], [torch.float32])
+    said["differ"] = _error(lambda: zero.shard(odd, torch.optim.SGD(odd.parameters()), **groups))
+    return said
+
+
+def test_two_nodes_of_two_ranks(ranks: Ranks) -> None:
+    results = ranks("replicated")
+    assert [said["saved"] for said in results] == [len(SHAPES), 0, 0, 0]
+    for said in results:
+        assert said["wrong"] == []
+        assert said["skipped"] == [False, False, True, False, False]
+        assert said["sum"] == 4
+        assert "must have this rank alone in common" in said["one group"]
+        assert said["alone"].startswith("ValueError: shard(): replicate_group needs process_group")
+        assert said["differ"].startswith("RuntimeError: shard(): the ranks differ")
+        assert "rank 2 has 'p1' (6,)" in said["differ"]
+
+
+ZERO_JOBS = [Job("replicated", 4, _replicated)]
