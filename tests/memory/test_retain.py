@@ -181,6 +181,7 @@ assert memory.stats().used == 0 < memory.stats().kept
 
 def test_a_child_gets_the_tensors_and_none_of_what_is_kept() -> None:
     run("""
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 memory.retain()
 mine, gone = tensor(8), tensor(16)
 del gone
@@ -188,7 +189,7 @@ stop = threading.Event()
 def churn():
     while not stop.is_set():
         tensor(1)
-busy = threading.Thread(target=churn)
+busy = threading.Thread(target=churn, daemon=True)
 busy.start()
 for _ in range(10):
     child = os.fork()
