@@ -94,7 +94,7 @@
             "Undo retain_memory(), and give back what is kept. Returns its bytes.")
 #define FST_DOC_RETAINED_MEMORY            \
     FST_DOC("retained_memory($module, /)", \
-            "(active, limit or None, used, kept, peak of used, blocks, bytes that were fresh)")
+            "Returns (active, limit or None, used, kept, peak of used, blocks, fresh bytes).")
 #define FST_DOC_FOREIGN_ALLOCATOR            \
     FST_DOC("foreign_allocator($module, /)", \
             "The file of the library whose malloc is in use; None if it is glibc's.")
