@@ -122,6 +122,9 @@ docs: build $(BIN)/.installed-docs ## make HTML of the guides, with a reference,
 bench: build $(BIN)/.installed-$(RIVALS) ## measure against torch and other libraries: table and plot
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
 
+bench-whole: build ## measure whole training steps with memory that stays; TCMALLOC=LIBRARY is a rival
+	$(BIN)/python benchmarks/whole/memory_modes.py $(if $(TCMALLOC),--tcmalloc $(TCMALLOC)) $(ARGS)
+
 # Nothing but the standard library, a C compiler and valgrind; of a program that `make test-c` builds too.
 count: ## count instructions of the passes under Callgrind, against the expected
 	+@$(C_TESTS) TESTS=count_passes RUN=true
@@ -172,4 +175,4 @@ clean: ## remove what was built, but not the environment
 
 .DEFAULT_GOAL := help
 .PHONY: help build build-asan demo test tests levels test-c asan asan-c asan-python asan-all tsan leaks fuzz lint \
-    fix docs bench count count-renew build-gpu test-gpu bench-gpu wheel matrix ci clean
+    fix docs bench bench-whole count count-renew build-gpu test-gpu bench-gpu wheel matrix ci clean

@@ -1,9 +1,10 @@
 """The layers of the tree: what a folder may include, import, call or name; and its sizes.
 
 python/faststep -> csrc/py -> csrc/core -> csrc/cpu, csrc/gpu, csrc/io -> csrc/rules -> csrc/base
+csrc/py -> csrc/memory -> csrc/base
 
 MAY_IMPORT has the rooms of python/faststep.
-Within csrc/py: module.c -> step, grads, load -> module.h, docs.h -> torch
+Within csrc/py: module.c -> step, grads, load, memory -> module.h, docs.h -> torch
 """
 
 import ast
@@ -19,8 +20,9 @@ MAY_INCLUDE = {
     "cpu": {"cpu", "rules", "base"},
     "gpu": {"gpu", "rules", "base"},
     "io": {"io", "rules", "base"},
+    "memory": {"memory", "base"},
     "core": {"core", "cpu", "gpu", "io", "rules", "base"},
-    "py": {"py", "core", "cpu", "gpu", "io", "rules", "base"},
+    "py": {"py", "core", "cpu", "gpu", "io", "memory", "rules", "base"},
     "cuda": {"cuda", "rules", "base"},
 }
 # Which room of the package may import which. A room is a folder or a file.
@@ -46,6 +48,7 @@ MAY_IMPORT = {
     "_C": set(),
     "_torch": {"_C"},
     "_devices": {"_C"},
+    "memory": {"_C"},
     "grads": {*TORCH, "_devices"},
     "optim": {*TORCH, "_devices", "grads"},
     "clip": {*TORCH, "_devices", "grads"},
@@ -58,7 +61,10 @@ MAY_IMPORT = {
         for room, below in LOADER.items()
     },
     "data": {f"data.{room}" for room in LOADER},
-    "faststep": {*TORCH, "accumulation", "amp", "clip", "data", "optim", "release", "zero"},
+    "faststep": {
+        *TORCH,
+        *("accumulation", "amp", "clip", "data", "memory", "optim", "release", "zero"),
+    },
     "cli": {*TORCH, "faststep", "data"},
     "__main__": {"cli"},
 }
@@ -344,14 +350,15 @@ def test_a_wrong_arrow_between_rooms_is_caught(
 
 
 # The rooms of csrc/py: torch below, then what the module shares (module.h, docs.h), then step,
-# grads and load, which know nothing of each other, and module.c above them all.
+# grads, load and memory, which know nothing of each other, and module.c above them all.
 ROOM_MAY_INCLUDE = {
     "torch": {"torch"},
     "shared": {"shared", "torch"},
     "step": {"step", "shared", "torch"},
     "grads": {"grads", "shared", "torch"},
     "load": {"load", "shared", "torch"},
-    "module.c": {"module.c", "step", "grads", "load", "shared", "torch"},
+    "memory": {"memory", "shared", "torch"},
+    "module.c": {"module.c", "step", "grads", "load", "memory", "shared", "torch"},
 }
 DEFINED = re.compile(
     r"^(?!static\b|typedef\b|extern\b)[A-Za-z_][\w *]*?\b(\w+)\s*(?:\([^;{}]*\)\s*\n\{|= \{$)",

@@ -81,6 +81,24 @@
         "Multiply tensors on one CUDA device by inv_scale, and set found_inf to 1 if an element " \
         "is infinite or NaN. Both are 0-d float32 tensors on it, or found_inf is None.")
 
+/* Memory that stays with the process. */
+#define FST_DOC_RETAIN_MEMORY                                                                  \
+    FST_DOC("retain_memory($module, limit, group, version, /)",                                \
+            "Keep the memory that torch frees, at most limit bytes (negative: no limit), and " \
+            "only what the control group in this folder, of version 1 or 2, has left.")
+#define FST_DOC_RELEASE_MEMORY            \
+    FST_DOC("release_memory($module, /)", \
+            "Give what is kept back to the system. Returns its bytes.")
+#define FST_DOC_END_RETAINING            \
+    FST_DOC("end_retaining($module, /)", \
+            "Undo retain_memory(), and give back what is kept. Returns its bytes.")
+#define FST_DOC_RETAINED_MEMORY            \
+    FST_DOC("retained_memory($module, /)", \
+            "Returns (active, limit or None, used, kept, peak of used, blocks, fresh bytes).")
+#define FST_DOC_FOREIGN_ALLOCATOR            \
+    FST_DOC("foreign_allocator($module, /)", \
+            "The file of the library whose malloc is in use; None if it is glibc's.")
+
 /* The loader. */
 #define FST_DOC_COPY_INDICES                                                                     \
     FST_DOC("copy_indices($module, indices, out, /)",                                            \

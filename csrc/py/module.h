@@ -100,6 +100,13 @@ PyObject *fst_py_holds(PyObject *module, PyObject *unused);
 PyObject *fst_py_use_owners(PyObject *module, PyObject *args);
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_arena_spec;
 
+/* Memory that stays with the process (retaining.c). */
+PyObject *fst_py_retain_memory(PyObject *module, PyObject *args);
+PyObject *fst_py_release_memory(PyObject *module, PyObject *unused);
+PyObject *fst_py_end_retaining(PyObject *module, PyObject *unused);
+PyObject *fst_py_retained_memory(PyObject *module, PyObject *unused);
+PyObject *fst_py_foreign_allocator(PyObject *module, PyObject *unused);
+
 /* TFRecord files (tfrecord_scan.c). */
 PyObject *fst_py_crc32c(PyObject *module, PyObject *bytes);
 PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args);

@@ -540,6 +540,35 @@ def clip_grads(
 def copy_indices(indices: list[int] | tuple[int, ...], out: Tensor, /) -> bool:
     """Fill an int64 tensor of the same length; False if an item is not a plain int."""
 
+def retain_memory(limit: int, group: str | None, version: int, /) -> None:
+    """Keep the memory that torch frees for its next tensors, from now on.
+
+    Args:
+        limit: the most that is kept, in bytes; negative: no limit.
+        group: the folder of a control group, whose limit is watched too.
+        version: 1 or 2, of the group's files.
+
+    Raises:
+        MemoryError: no addresses can be reserved.
+        RuntimeError: the allocator is not glibc's, or torch does not use it in a known way.
+        ValueError: version is another, or the path is too long.
+    """
+
+def release_memory() -> int:
+    """Give what is kept back to the system; returns its bytes."""
+
+def end_retaining() -> int:
+    """Undo `retain_memory`, and give back what is kept; returns its bytes."""
+
+def retained_memory() -> tuple[bool, int | None, int, int, int, int, int]:
+    """(active, limit or None, used, kept, the most that was used, blocks, bytes that were fresh)
+
+    Sizes are bytes. Fresh memory is what had to be taken from the system, in all.
+    """
+
+def foreign_allocator() -> str | None:
+    """The file of the library whose malloc is in use; None if it is glibc's."""
+
 def keep_freed_memory() -> None:
     """Let malloc keep more of what is freed, until the process ends."""
 

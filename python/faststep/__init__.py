@@ -19,12 +19,14 @@ _KERNELS = Path(__file__).with_name("kernels.fatbin")  # missing where it was bu
 if _KERNELS.is_file():
     _C.use_kernels_of(str(_KERNELS))
 
-from . import amp, data, optim, zero  # noqa: E402
+from . import amp, data, memory, optim, zero  # noqa: E402
 from .accumulation import accumulate  # noqa: E402
 from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from .release import release_gradients  # noqa: E402
 
 __version__ = "0.1.0"
+
+memory._begin()
 
 __all__ = [
     "accumulate",
@@ -34,6 +36,7 @@ __all__ = [
     "clip_grads_with_norm_",
     "data",
     "get_total_norm",
+    "memory",
     "optim",
     "release_gradients",
     "zero",

@@ -366,6 +366,13 @@ def of_settings(name: str, *good: Any) -> Target:
     return target
 
 
+def retain_memory(world: World) -> None:
+    limit = world.rng.choice((-1, 0, 1 << 20, 2**63 - 1, 2**63, 1.5, None, "1"))
+    group = world.rng.choice((None, "/sys/fs/cgroup", "/nowhere", "a" * 600, "\0", b"/", 5))
+    version = world.rng.choice((1, 2, 3, -1, None))
+    world.call("retain_memory", _C.retain_memory, (limit, group, version))
+
+
 _layout = faststep._layout
 faststep._torch.held.hold(torch.ones(2))  # finds out where owners are
 SETTINGS: dict[str, tuple[Any, ...]] = {
@@ -393,7 +400,9 @@ FUNCTIONS: dict[str, Target] = {
     "device_norm": on_device("device_norm", _number, _scalar),
     "device_unscale": on_device("device_unscale", _scalar, _scalar, lambda world: True),
     "chunk_squares": chunk_squares,
+    "end_retaining": no_arguments("end_retaining"),
     "fold_squares": fold_squares,
+    "foreign_allocator": no_arguments("foreign_allocator"),
     "fusable": fusable,
     "has_kernels": no_arguments("has_kernels"),
     "hold": hold,
@@ -402,6 +411,9 @@ FUNCTIONS: dict[str, Target] = {
     "keep_freed_memory": no_arguments("keep_freed_memory"),
     "measure": measure,
     "norm": norm,
+    "release_memory": no_arguments("release_memory"),
+    "retain_memory": retain_memory,
+    "retained_memory": no_arguments("retained_memory"),
     "rules": no_arguments("rules"),
     "scale": scale,
     "unscale_grads": unscale_grads,

@@ -143,6 +143,19 @@ def on_tensors(function: Callable[..., Any], *extra: Any) -> Iterator[Case]:
     yield failing(function), []
 
 
+def retain_memory() -> Iterator[Case]:
+    def both() -> None:
+        _C.retain_memory(1 << 20, "/sys/fs/cgroup", 2)
+        torch.ones(1 << 18)
+        _C.end_retaining()
+
+    if _C.foreign_allocator() is None:
+        yield both, []
+    yield failing(_C.retain_memory, -1, "a" * 600, 2), []
+    yield failing(_C.retain_memory, -1, None, 3), []
+    yield failing(_C.retain_memory, None, None, 2), []
+
+
 def norms() -> Iterator[Case]:
     yield from on_tensors(_C.norm, 2.0)
     some = tensors()[:3]
@@ -694,7 +707,9 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "crc32c": crc32c,
     "device_counts": lambda: iter([(_C.device_counts, [])]),
     "device_info": device_info,
+    "end_retaining": lambda: iter([(_C.end_retaining, [])]),
     "fold_squares": fold_squares,
+    "foreign_allocator": lambda: iter([(_C.foreign_allocator, [])]),
     "fusable": fusable,
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "hold": hold,
@@ -707,6 +722,9 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "unscale_grads": lambda: on_grads(_C.unscale_grads, 1.0, False),
     "norm": norms,
     "permute": permute,
+    "release_memory": lambda: iter([(_C.release_memory, [])]),
+    "retain_memory": retain_memory,
+    "retained_memory": lambda: iter([(_C.retained_memory, [])]),
     "rules": lambda: iter([(_C.rules, [])]),
     "scale": lambda: on_tensors(_C.scale, 1.0),
     "scan_tfrecords": scan_tfrecords,

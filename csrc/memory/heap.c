@@ -1,0 +1,300 @@
+#define _GNU_SOURCE /* MAP_ANONYMOUS, madvise */
+#include "memory/heap.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <sys/mman.h>
+
+#include "memory/spans.h"
+
+enum {
+    HUGE_PAGE = 2 << 20, /* addresses become usable by so many bytes at once */
+    SLACK = 16 << 20,    /* bytes that blocks and kept memory may have above the peak */
+    SLACK_SHARE = 16,    /* and a 16th of the peak */
+    PAGES_PER_HUGE = HUGE_PAGE / FST_HEAP_PAGE,
+};
+
+static struct {
+    pthread_mutex_t lock;
+    fst_spans spans;
+    _Atomic(char *) start; /* NULL: not open */
+    char *end;
+    uint32_t top, usable, pages; /* pages: never used from, accessible up to, reserved */
+    size_t limit;
+    fst_heap_counts counts;
+} heap = {.lock = PTHREAD_MUTEX_INITIALIZER, .limit = SIZE_MAX};
+
+static size_t bytes_of(uint32_t pages)
+{
+    return (size_t)pages * FST_HEAP_PAGE;
+}
+
+static void *reserve(size_t bytes, int access)
+{
+    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    void *got = mmap(NULL, bytes, access, flags, -1, 0);
+    return got == MAP_FAILED ? NULL : got;
+}
+
+static int open_heap(size_t bytes)
+{
+    const size_t pages = bytes / FST_HEAP_PAGE;
+    if (pages < PAGES_PER_HUGE || pages > UINT32_MAX - PAGES_PER_HUGE)
+        return EINVAL;
+    const size_t range = bytes + HUGE_PAGE, notes = (pages + 1) * sizeof(fst_span);
+    char *got = reserve(range, PROT_NONE);
+    if (!got)
+        return ENOMEM;
+    heap.spans.at = reserve(notes, PROT_READ | PROT_WRITE);
+    if (!heap.spans.at) {
+        munmap(got, range);
+        return ENOMEM;
+    }
+    char *start = got + (HUGE_PAGE - (uintptr_t)got % HUGE_PAGE) % HUGE_PAGE;
+    heap.pages = (uint32_t)pages;
+    heap.end = start + bytes_of(heap.pages);
+    heap.top = heap.usable = 0;
+    atomic_store(&heap.start, start);
+    return 0;
+}
+
+int fst_heap_open(size_t bytes)
+{
+    pthread_mutex_lock(&heap.lock);
+    const int error = atomic_load(&heap.start) ? 0 : open_heap(bytes);
+    pthread_mutex_unlock(&heap.lock);
+    return error;
+}
+
+static char *address_of(uint32_t page)
+{
+    return atomic_load_explicit(&heap.start, memory_order_relaxed) + bytes_of(page);
+}
+
+bool fst_heap_owns(const void *address)
+{
+    const char *start = atomic_load_explicit(&heap.start, memory_order_acquire);
+    return start && (const char *)address >= start && (const char *)address < heap.end;
+}
+
+/* Adds free pages to their neighbours of the same kind. */
+static void add_free(uint32_t page, uint32_t pages, fst_span_kind kind)
+{
+    const fst_span before = page ? heap.spans.at[page - 1] : (fst_span){0};
+    if (before.kind == kind) {
+        page -= before.pages;
+        pages += before.pages;
+        fst_spans_remove(&heap.spans, page);
+    }
+    const uint32_t next = page + pages;
+    if (next < heap.top && heap.spans.at[next].kind == kind) {
+        pages += heap.spans.at[next].pages;
+        fst_spans_remove(&heap.spans, next);
+    }
+    if (kind == FST_SPAN_CLEAN && page + pages == heap.top)
+        heap.top = page;
+    else
+        fst_spans_add(&heap.spans, page, pages, kind);
+}
+
+/* Gives back the end of the span that is kept longest, at most `most` bytes and a page. */
+static size_t give_back_oldest(size_t most)
+{
+    const uint32_t first = heap.spans.oldest, pages = heap.spans.at[first].pages;
+    const uint32_t wanted = (uint32_t)((most + FST_HEAP_PAGE - 1) / FST_HEAP_PAGE);
+    const uint32_t part = wanted < pages ? wanted : pages;
+    const uint32_t page = first + pages - part;
+    fst_spans_remove(&heap.spans, first);
+    if (part < pages)
+        fst_spans_add(&heap.spans, first, pages - part, FST_SPAN_KEPT);
+    madvise(address_of(page), bytes_of(part), MADV_DONTNEED);
+    add_free(page, part, FST_SPAN_CLEAN);
+    heap.counts.kept -= bytes_of(part);
+    return bytes_of(part);
+}
+
+static size_t trim(size_t bytes)
+{
+    size_t gone = 0;
+    while (heap.counts.kept > bytes)
+        gone += give_back_oldest(heap.counts.kept - bytes);
+    return gone;
+}
+
+/* Before a block takes fresh memory, and `shared` bytes of what is kept: blocks and what is kept
+ * stay near the peak of the blocks. */
+static void make_room(uint32_t pages, uint32_t shared)
+{
+    const size_t used = heap.counts.used + bytes_of(pages);
+    const size_t peak = used > heap.counts.peak ? used : heap.counts.peak;
+    trim(peak + peak / SLACK_SHARE + SLACK - used + bytes_of(shared));
+}
+
+/* The pages of the kept span below the top; 0 if none lies there. */
+static uint32_t kept_below_top(void)
+{
+    const fst_span *below = &heap.spans.at[heap.top - 1];
+    return below->kind == FST_SPAN_KEPT ? below->pages : 0;
+}
+
+/* Makes addresses above the top accessible. */
+static bool reach(uint32_t page)
+{
+    if (page <= heap.usable)
+        return true;
+    const uint32_t rounded = (page + PAGES_PER_HUGE - 1) / PAGES_PER_HUGE * PAGES_PER_HUGE;
+    const uint32_t up_to = rounded < heap.pages ? rounded : heap.pages;
+    char *from = address_of(heap.usable);
+    const size_t bytes = bytes_of(up_to - heap.usable);
+    if (page > heap.pages || mprotect(from, bytes, PROT_READ | PROT_WRITE))
+        return false;
+#ifdef MADV_HUGEPAGE
+    madvise(from, bytes, MADV_HUGEPAGE);
+#endif
+    heap.usable = up_to;
+    return true;
+}
+
+/* The first page of a block in the span, whose rest remains free. */
+static uint32_t take_from(uint32_t page, uint32_t pages, fst_span_kind kind)
+{
+    const uint32_t has = heap.spans.at[page].pages;
+    fst_spans_remove(&heap.spans, page);
+    if (has > pages)
+        fst_spans_add(&heap.spans, page + pages, has - pages, kind);
+    if (kind == FST_SPAN_KEPT)
+        heap.counts.kept -= bytes_of(pages);
+    else
+        heap.counts.fresh += bytes_of(pages);
+    return page;
+}
+
+/* The first page of a block that ends above the top, and begins in the kept span below it, if one
+ * lies there; 0 if there are no addresses or no memory left. */
+static uint32_t take_from_top(uint32_t pages)
+{
+    if (!heap.top)
+        heap.top = 1;
+    make_room(pages, kept_below_top());
+    const uint32_t shared = kept_below_top(), page = heap.top - shared;
+    if (shared >= pages) /* one of so many that the search gave up */
+        return take_from(page, pages, FST_SPAN_KEPT);
+    if (pages > heap.pages - page || !reach(page + pages))
+        return 0;
+    if (shared)
+        fst_spans_remove(&heap.spans, page);
+    heap.counts.kept -= bytes_of(shared);
+    heap.counts.fresh += bytes_of(pages - shared);
+    heap.top = page + pages;
+    return page;
+}
+
+static uint32_t take(uint32_t pages)
+{
+    uint32_t page = fst_spans_find(&heap.spans, pages, FST_SPAN_KEPT);
+    if (page)
+        return take_from(page, pages, FST_SPAN_KEPT);
+    if (fst_spans_find(&heap.spans, pages, FST_SPAN_CLEAN)) {
+        make_room(pages, 0); /* may enlarge a span, and lower the top */
+        page = fst_spans_find(&heap.spans, pages, FST_SPAN_CLEAN);
+        if (page)
+            return take_from(page, pages, FST_SPAN_CLEAN);
+    }
+    return take_from_top(pages);
+}
+
+void *fst_heap_take(size_t size)
+{
+    const size_t wanted = size / FST_HEAP_PAGE + (size % FST_HEAP_PAGE != 0);
+    uint32_t page = 0;
+    pthread_mutex_lock(&heap.lock);
+    if (wanted && wanted < heap.pages) {
+        const uint32_t pages = (uint32_t)wanted;
+        page = take(pages);
+        if (!page && trim(0)) /* the system may have memory now */
+            page = take(pages);
+    }
+    if (page) {
+        fst_spans_add(&heap.spans, page, (uint32_t)wanted, FST_SPAN_USED);
+        heap.counts.blocks++;
+        heap.counts.used += bytes_of((uint32_t)wanted);
+        if (heap.counts.used > heap.counts.peak)
+            heap.counts.peak = heap.counts.used;
+    }
+    pthread_mutex_unlock(&heap.lock);
+    return page ? address_of(page) : NULL;
+}
+
+/* The page where a used span begins at this address; 0 if none does. */
+static uint32_t block_at(const void *address)
+{
+    if (!fst_heap_owns(address))
+        return 0;
+    const size_t offset = (size_t)((const char *)address - address_of(0));
+    const uint32_t page = (uint32_t)(offset / FST_HEAP_PAGE);
+    const fst_span *span = &heap.spans.at[page];
+    return offset % FST_HEAP_PAGE == 0 && page < heap.top && span->kind == FST_SPAN_USED ? page : 0;
+}
+
+size_t fst_heap_size(const void *block)
+{
+    pthread_mutex_lock(&heap.lock);
+    const uint32_t page = block_at(block);
+    const size_t size = page ? bytes_of(heap.spans.at[page].pages) : 0;
+    pthread_mutex_unlock(&heap.lock);
+    return size;
+}
+
+size_t fst_heap_give(void *block)
+{
+    pthread_mutex_lock(&heap.lock);
+    const uint32_t page = block_at(block), pages = page ? heap.spans.at[page].pages : 0;
+    if (page) {
+        fst_spans_remove(&heap.spans, page);
+        add_free(page, pages, FST_SPAN_KEPT);
+        heap.counts.blocks--;
+        heap.counts.used -= bytes_of(pages);
+        heap.counts.kept += bytes_of(pages);
+        trim(heap.limit);
+    }
+    pthread_mutex_unlock(&heap.lock);
+    return bytes_of(pages);
+}
+
+size_t fst_heap_limit(size_t bytes)
+{
+    pthread_mutex_lock(&heap.lock);
+    heap.limit = bytes;
+    const size_t gone = trim(bytes);
+    pthread_mutex_unlock(&heap.lock);
+    return gone;
+}
+
+size_t fst_heap_trim(size_t bytes)
+{
+    pthread_mutex_lock(&heap.lock);
+    const size_t gone = trim(bytes);
+    pthread_mutex_unlock(&heap.lock);
+    return gone;
+}
+
+fst_heap_counts fst_heap_count(void)
+{
+    pthread_mutex_lock(&heap.lock);
+    const fst_heap_counts counts = heap.counts;
+    pthread_mutex_unlock(&heap.lock);
+    return counts;
+}
+
+void fst_heap_before_fork(void)
+{
+    pthread_mutex_lock(&heap.lock);
+}
+
+void fst_heap_after_fork(bool in_child)
+{
+    if (in_child)
+        trim(0);
+    pthread_mutex_unlock(&heap.lock);
+}

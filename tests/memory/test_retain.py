@@ -1,0 +1,388 @@
+"""Memory that torch frees stays with the process, and what that must not change.
+
+Each program runs in a process of its own: what is kept belongs to a whole process.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from faststep import memory
+from faststep.memory.groups import group_of
+
+BEGIN = """
+import gc, os, resource, sys, threading, warnings
+from pathlib import Path
+import torch
+import faststep
+from faststep import _C, memory
+
+MEGABYTE = 1 << 20
+
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+def peak():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+def tensor(megabytes):
+    return torch.ones(int(megabytes * MEGABYTE) // 4)
+
+torch.set_num_threads(2)
+"""
+
+
+def run(program: str, *arguments: str, **environment: str) -> str:
+    """What the program prints; a failure of it is one of the test."""
+    done = subprocess.run(
+        [sys.executable, "-c", BEGIN + program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+TRAINING = """
+if sys.argv[1] == "retain":
+    assert memory.retain()
+torch.manual_seed(0)
+layers = [layer for _ in range(8) for layer in (torch.nn.Linear(1024, 1024), torch.nn.GELU())]
+model = torch.nn.Sequential(*layers)
+optimizer = faststep.optim.AdamW(model.parameters(), lr=1e-3)
+if sys.argv[2] == "release":
+    released = faststep.release_gradients(model, optimizer)
+data = torch.randn(512, 1024)
+for step in range(8):
+    if step == 4:
+        before = faults()
+    loss = model(data).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(faults() - before, peak(), loss.item())
+"""
+
+
+@pytest.mark.parametrize("gradients", ["hold", "release"])
+def test_training_takes_no_page_faults_and_no_more_memory(gradients: str) -> None:
+    plain_faults, plain_peak, plain_loss = run(TRAINING, "plain", gradients).split()
+    kept_faults, kept_peak, kept_loss = run(TRAINING, "retain", gradients).split()
+    assert int(plain_faults) > (1000 if gradients == "hold" else 0)
+    assert int(kept_faults) < max(int(plain_faults) / 100, 100)
+    assert int(kept_peak) <= int(plain_peak) * 1.05
+    assert kept_loss == plain_loss
+
+
+def test_limit_release_and_undo() -> None:
+    run("""
+assert not memory.stats().retains
+early = tensor(8)
+assert memory.retain()
+del early  # the C library's
+assert memory.stats().kept == 0
+some = [tensor(8) for _ in range(4)]
+assert memory.stats().used >= 32 * MEGABYTE
+before = memory.stats().resident
+some.clear()
+assert memory.stats().kept >= 32 * MEGABYTE
+assert memory.stats().resident > before - MEGABYTE
+assert memory.release() >= 32 * MEGABYTE
+assert memory.stats().resident < before - 31 * MEGABYTE and memory.stats().retains
+assert memory.retain(limit=10 * MEGABYTE)
+some = [tensor(8) for _ in range(4)]
+some.clear()
+assert memory.stats().kept == 10 * MEGABYTE == memory.stats().limit
+assert memory.retain(0)
+assert memory.stats().kept == 0
+assert memory.retain(2**80)
+late = tensor(8)
+assert memory.undo() == 0 and not memory.stats().retains
+used = memory.stats().used
+more = tensor(8)
+assert memory.stats().used == used >= 8 * MEGABYTE
+assert late.sum() == more.sum() == 2 * MEGABYTE
+del late
+assert memory.stats().used == memory.stats().kept == 0
+assert memory.undo() == 0
+assert memory.retain() and memory.retain()
+late = tensor(8)
+assert memory.stats().used >= 8 * MEGABYTE
+""")
+
+
+def test_sizes_around_the_least_and_what_others_do_with_the_memory() -> None:
+    run("""
+import numpy
+memory.retain()
+for size in (131071, 131072, 131073, 147455, 147456, 147457, 2**21 - 1, 2**21, 2**21 + 1):
+    first = torch.arange(size, dtype=torch.uint8)
+    second = torch.zeros(size, dtype=torch.uint8)
+    assert torch.from_dlpack(first.clone().numpy()).equal(first)
+    storage = first.untyped_storage()
+    storage.resize_(3 * size)
+    assert (first == torch.arange(size, dtype=torch.uint8)).all() and not second.any()
+    del first, storage, second
+    grown = torch.empty(0, dtype=torch.uint8)
+    for n in (100, size - 1, size, size + 1, 2 * size):
+        grown.resize_(n).fill_(n % 251)
+    assert (grown == n % 251).all()
+    view = numpy.asarray(grown)
+    del grown
+    assert (view == n % 251).all()
+    torch.from_numpy(numpy.ones(size))  # the C library's memory
+try:
+    torch.empty(2**60)
+except RuntimeError as error:
+    assert "memory" in str(error)
+else:
+    raise AssertionError("there is no such memory")
+assert memory.stats().used < 2 * MEGABYTE * 40
+""")
+
+
+def test_threads_free_what_others_took() -> None:
+    run("""
+import queue
+memory.retain()
+tensors = queue.Queue(8)
+def make(seed):
+    for i in range(150):
+        tensors.put((seed + i, torch.full((50000 + 997 * (i % 37),), float(seed + i))))
+def drop():
+    while True:
+        value, made = tensors.get()
+        if value is None:
+            return
+        assert (made == value).all()
+makers = [threading.Thread(target=make, args=(1000 * i,)) for i in range(3)]
+droppers = [threading.Thread(target=drop) for i in range(2)]
+for thread in makers + droppers:
+    thread.start()
+for thread in makers:
+    thread.join()
+for thread in droppers:
+    tensors.put((None, None))
+for thread in droppers:
+    thread.join()
+assert memory.stats().used == 0 < memory.stats().kept
+""")
+
+
+def test_a_child_gets_the_tensors_and_none_of_what_is_kept() -> None:
+    run("""
+torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+memory.retain()
+mine, gone = tensor(8), tensor(16)
+del gone
+stop = threading.Event()
+def churn():
+    while not stop.is_set():
+        tensor(1)
+busy = threading.Thread(target=churn, daemon=True)
+busy.start()
+for _ in range(10):
+    child = os.fork()
+    if child == 0:
+        good = memory.stats().kept == 0 and bool((mine == 1).all())
+        more = tensor(8)
+        good &= memory.stats().used >= 16 * MEGABYTE and bool((more == 1).all())
+        del more, mine
+        good &= memory.stats().kept >= 16 * MEGABYTE
+        os._exit(0 if good else 1)
+    assert os.waitpid(child, 0)[1] == 0
+stop.set()
+busy.join()
+assert (mine == 1).all() and memory.stats().kept >= 16 * MEGABYTE
+""")
+
+
+def test_loaders_use_it_with_and_without_workers() -> None:
+    run("""
+from torch.utils.data import TensorDataset
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+    def __getitem__(self, i):
+        return torch.full((20000,), float(i))
+memory.retain()
+rows = torch.arange(64.0).repeat_interleave(20000).view(64, 20000)
+before = memory.stats().used
+loader = faststep.data.DataLoader(TensorDataset(rows), batch_size=8)
+batches = [batch for (batch,) in loader]
+assert memory.stats().used - before >= 64 * 20000 * 4
+assert torch.cat(batches).equal(rows)
+del batches, batch
+for workers in (0, 2):
+    for kind in (faststep.data.DataLoader, torch.utils.data.DataLoader):
+        assert torch.cat(list(kind(Rows(), batch_size=8, num_workers=workers))).equal(rows)
+""")
+
+
+DDP = """
+import torch.distributed as dist
+rank, file = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(600, 600))
+optimizer = faststep.optim.AdamW(model.parameters())
+for step in range(4):
+    model(torch.full((300, 600), 1.0 + rank)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+assert memory.stats().retains and memory.stats().used
+weight = model.module.weight.detach()
+both = [torch.empty_like(weight) for _ in range(2)]
+dist.all_gather(both, weight)
+assert both[0].equal(both[1])
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BEGIN + DDP]
+    environment = {**os.environ, "FASTSTEP_RETAIN": "1"}
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], env=environment)
+        for rank in range(2)
+    ]
+    assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
+
+
+def test_what_is_kept_goes_back_before_a_group_is_full(tmp_path: Path) -> None:
+    run(
+        """
+folder = Path(sys.argv[1])
+(folder / "memory.max").write_text(f"{1024 * MEGABYTE}\\n")
+(folder / "memory.current").write_text(f"{500 * MEGABYTE}\\n")
+_C.retain_memory(-1, str(folder), 2)
+tensor(200)
+assert memory.stats().kept >= 200 * MEGABYTE
+(folder / "memory.current").write_text(f"{900 * MEGABYTE}\\n")
+held = tensor(100)
+assert memory.stats().kept >= 40 * MEGABYTE  # 124 MiB were left, of which 64 stay free
+(folder / "memory.current").write_text(f"{1023 * MEGABYTE}\\n")
+small = tensor(80)
+assert memory.stats().kept == 0
+(folder / "memory.stat").write_text(f"file 1\\ninactive_file {800 * MEGABYTE}\\n")
+del held, small
+assert memory.stats().kept >= 180 * MEGABYTE  # files that the kernel can drop do not count
+""",
+        str(tmp_path),
+    )
+
+
+def test_what_is_kept_goes_back_before_an_allocation_fails() -> None:
+    run("""
+memory.retain()
+tensor(100)
+tensor(300)
+assert memory.stats().kept >= 300 * MEGABYTE
+data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_DATA, (data + 50 * MEGABYTE, -1))
+some = [tensor(100) for _ in range(3)]
+try:
+    more = tensor(2000)
+except RuntimeError as error:
+    assert "memory" in str(error)
+else:
+    raise AssertionError("the limit did not hold")
+assert all((one == 1).all() for one in some)
+""")
+
+
+def test_few_addresses() -> None:
+    run("""
+size = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) * 1024
+resource.setrlimit(resource.RLIMIT_AS, (size + 300 * MEGABYTE, -1))
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    retains = memory.retain()
+assert retains == (not told)
+assert (tensor(100) == 1).all()
+""")
+
+
+@pytest.mark.parametrize(("value", "retains"), [("1", True), ("0", False), ("", False)])
+def test_the_variable(value: str, retains: bool) -> None:
+    assert run("print(memory.stats().retains)", FASTSTEP_RETAIN=value).split() == [str(retains)]
+
+
+def test_a_wrong_variable() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import faststep"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "FASTSTEP_RETAIN": "yes"},
+    )
+    assert done.returncode == 1
+    assert "ImportError: FASTSTEP_RETAIN=yes: it must be 1, 0 or empty" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_another_allocator_is_left_alone(tmp_path: Path) -> None:
+    source, library = tmp_path / "other.c", tmp_path / "libother.so"
+    source.write_text(
+        "#include <stddef.h>\nvoid *__libc_malloc(size_t);\n"
+        "void *malloc(size_t size)\n{\n    return __libc_malloc(size);\n}\n"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
+    run(
+        """
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    assert not memory.retain()
+assert "libother.so, not glibc's" in str(told[0].message)
+assert told[0].category is RuntimeWarning
+assert "libother.so" in memory.stats().reason and not memory.stats().retains
+tensor(8)
+assert memory.stats().used == 0
+""",
+        LD_PRELOAD=str(library),
+    )
+
+
+@pytest.mark.parametrize("limit", [1.5, "1GB", True])
+def test_a_limit_that_is_no_int(limit: object) -> None:
+    with pytest.raises(TypeError, match="limit must be an int, in bytes, or None"):
+        memory.retain(limit)  # type: ignore[arg-type]
+
+
+def test_a_negative_limit() -> None:
+    with pytest.raises(ValueError, match="limit must be at least 0, not -1"):
+        memory.retain(-1)
+    assert not memory.stats().retains
+
+
+def group_files(process: Path, mount: Path, memberships: str, **limits: str) -> None:
+    process.mkdir(exist_ok=True)
+    (process / "cgroup").write_text(memberships)
+    for path, text in limits.items():
+        file = mount / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+
+
+def test_the_group_with_the_lowest_limit(tmp_path: Path) -> None:
+    process, mount = tmp_path / "self", tmp_path / "cgroup"
+    assert group_of(process, mount) is None
+    group_files(process, mount, "0::/a/b\n", **{"a/memory.max": "500", "a/b/memory.max": "max"})
+    found = group_of(process, mount)
+    assert found is not None
+    assert found == (mount / "a", 2, 500)
+    group_files(process, mount, "0::/elsewhere\n", **{"memory.max": "900"})
+    assert group_of(process, mount) == (mount, 2, 900)
+    limits = {"memory/memory.limit_in_bytes": str(2**63 - 4096)}
+    limits["memory/jobs/memory.limit_in_bytes"] = "700"
+    group_files(process, mount, "4:cpu,memory:/jobs\n9:name=systemd:/\n", **limits)
+    assert group_of(process, mount) == (mount / "memory" / "jobs", 1, 700)
