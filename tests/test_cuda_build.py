@@ -89,7 +89,7 @@ def test_the_package_holds_an_image_for_every_architecture() -> None:
     data = files("faststep").joinpath("kernels.fatbin").read_bytes()
     numbers = [int(arch.removeprefix("sm_")) for arch in ARCHITECTURES]
     assert images(data) == {*((ELF, number) for number in numbers), (PTX, max(numbers))}
-    assert len(data) < 5_500_000
+    assert len(data) < 6_600_000  # nine of the rules cost 1.0 MB; zipped, all is 1.4 MB
 
 
 @pytest.fixture

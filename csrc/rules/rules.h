@@ -13,9 +13,15 @@
 #define REAL float
 #define FST_T(name) name##_f32
 #define FST_SQRT sqrtf
+#include "rules/adadelta.h"
+#include "rules/adagrad.h"
 #include "rules/adam.h"
+#include "rules/adamax.h"
 #include "rules/lion.h"
 #include "rules/moments.h"
+#include "rules/radam.h"
+#include "rules/rmsprop.h"
+#include "rules/rprop.h"
 #include "rules/sgd.h"
 #undef REAL
 #undef FST_T
@@ -24,9 +30,15 @@
 #define REAL double
 #define FST_T(name) name##_f64
 #define FST_SQRT sqrt
+#include "rules/adadelta.h"
+#include "rules/adagrad.h"
 #include "rules/adam.h"
+#include "rules/adamax.h"
 #include "rules/lion.h"
 #include "rules/moments.h"
+#include "rules/radam.h"
+#include "rules/rmsprop.h"
+#include "rules/rprop.h"
 #include "rules/sgd.h"
 #undef REAL
 #undef FST_T

@@ -36,71 +36,7 @@ static inline double power(double base, double exponent)
     return result;
 }
 
-static inline double expected_adam(const update_case *c, double p, double g, double *s)
-{
-    const double lr = c->hyper[0], beta1 = c->hyper[1], beta2 = c->hyper[2];
-    const double decay = c->hyper[4], root = sqrt(1.0 - power(beta2, c->step));
-    const double step_size = R(lr * root / (1.0 - power(beta1, c->step)));
-    if (c->hyper[5] == 0.0 && R(decay) != 0.0)
-        g = R(g + R(R(decay) * p));
-    s[0] = R(R(R(beta1) * s[0]) + R(R(1.0 - beta1) * g));
-    s[1] = R(R(R(beta2) * s[1]) + R(R(R(1.0 - beta2) * g) * g));
-    double v = s[1];
-    if (c->rule == FST_RULE_amsgrad)
-        v = s[2] = isnan(v) || isnan(s[2]) ? (double)NAN : s[2] > v ? s[2] : v;
-    const double denominator = R(R(sqrt(v)) + R(c->hyper[3] * root));
-    const double kept = c->hyper[5] != 0.0 ? R(p * R(1.0 - lr * decay)) : p;
-    return R(kept - R(step_size * R(s[0] / denominator)));
-}
-
-/* A call for each moment: gcc 12 makes one vector of both, and loses roundings to float there. */
-__attribute__((noinline)) static double moved(const update_case *c, double moment, double keep,
-                                              double term)
-{
-    return R(R(R(keep) * moment) + term);
-}
-
-static inline double expected_moments(const update_case *c, double p, double g, double *s)
-{
-    s[0] = moved(c, s[0], c->hyper[0], R(R(1.0 - c->hyper[2]) * g));
-    s[1] = moved(c, s[1], c->hyper[1], R(R(R(1.0 - c->hyper[3]) * g) * g));
-    return p;
-}
-
-static inline double expected_from_moments(const update_case *c, double p, const double *s)
-{
-    const double root = sqrt(1.0 - power(c->hyper[2], c->step));
-    const double step_size = R(c->hyper[0] * root / (1.0 - power(c->hyper[1], c->step)));
-    const double denominator = R(R(sqrt(s[1])) + R(c->hyper[3] * root));
-    const double decay = c->hyper[0] * c->hyper[4];
-    const double kept = c->hyper[5] != 0.0 ? R(p * R(1.0 - decay)) : p;
-    return R(kept - R(step_size * R(s[0] / denominator)));
-}
-
-static inline double expected_sgd(const update_case *c, double p, double g, double *s)
-{
-    const double lr = R(c->hyper[0]), momentum = R(c->hyper[1]), decay = R(c->hyper[3]);
-    if (decay != 0.0)
-        g = R(g + R(decay * p));
-    double direction = g;
-    if (c->rule == FST_RULE_momentum) {
-        if (c->step == 1.0)
-            s[0] = R(R(0.0 * s[0]) + g); /* 0 but for a buffer that is not finite */
-        else
-            s[0] = R(R(momentum * s[0]) + R(R(1.0 - c->hyper[2]) * g));
-        direction = c->hyper[4] != 0.0 ? R(g + R(momentum * s[0])) : s[0];
-    }
-    return R(p - R(lr * direction));
-}
-
-static inline double expected_lion(const update_case *c, double p, double g, double *s)
-{
-    const double lr = c->hyper[0], beta1 = c->hyper[1], beta2 = c->hyper[2];
-    const double u = R(R(R(beta1) * s[0]) + R(R(1.0 - beta1) * g));
-    const double direction = isnan(u) || u == 0.0 ? u : copysign(1.0, u);
-    s[0] = R(R(R(beta2) * s[0]) + R(R(1.0 - beta2) * g));
-    return R(R(p * R(1.0 - lr * c->hyper[3])) - R(R(lr) * direction));
-}
+#include "reference_rules.h"
 
 /* What fst_cpu_kernels.update is meant to do, one element after another. */
 static inline void expected_update(const fst_operand *op, int64_t begin, int64_t count,
@@ -116,16 +52,7 @@ static inline void expected_update(const fst_operand *op, int64_t begin, int64_t
         if (c->write_grad)
             set(&op[FST_OP_GRAD], i, g);
         g *= c->sign;
-        if (c->rule == FST_RULE_lion)
-            p = expected_lion(c, p, g, s);
-        else if (c->rule == FST_RULE_adam || c->rule == FST_RULE_amsgrad)
-            p = expected_adam(c, p, g, s);
-        else if (c->rule == FST_RULE_moments)
-            p = expected_moments(c, p, g, s);
-        else if (c->rule == FST_RULE_from_moments)
-            p = expected_from_moments(c, p, s);
-        else
-            p = expected_sgd(c, p, g, s);
+        p = expected_rule(c, p, g, s);
         for (unsigned k = 0; k < fst_rule_states(c->rule); k++)
             set(&op[FST_OP_STATE + k], i, s[k]);
         set(value, i, p);

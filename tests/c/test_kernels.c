@@ -78,7 +78,8 @@ static void compare(const shape *what, const update_case *c)
 /* Whether the rule takes Adam's hyper-parameters. */
 static int is_adam(fst_rule rule)
 {
-    return rule == FST_RULE_adam || rule == FST_RULE_amsgrad || rule == FST_RULE_from_moments;
+    return rule == FST_RULE_adam || rule == FST_RULE_amsgrad || rule == FST_RULE_from_moments ||
+           rule == FST_RULE_radam;
 }
 
 /* Everything that a rule looks at, at once: decay, look-ahead, dampening; step 2. */
@@ -92,6 +93,15 @@ static update_case usual(fst_rule rule)
         [FST_RULE_sgd] = {0.1, 0.0, 0.0, 0.01, 0.0},
         [FST_RULE_momentum] = {0.1, 0.9, 0.3, 0.01, 1.0},
         [FST_RULE_lion] = {0.001, 0.9, 0.99, 0.1},
+        [FST_RULE_adagrad] = {0.01, 0.3, 0.01, 1e-8},
+        [FST_RULE_rmsprop] = {0.01, 0.9, 1e-8, 0.01, 0.0},
+        [FST_RULE_rmsprop_momentum] = {0.01, 0.9, 1e-8, 0.01, 0.8},
+        [FST_RULE_rmsprop_centered] = {0.01, 0.9, 1e-8, 0.01, 0.0},
+        [FST_RULE_rmsprop_centered_momentum] = {0.01, 0.9, 1e-8, 0.01, 0.8},
+        [FST_RULE_adamax] = {0.01, 0.9, 0.999, 1e-8, 0.1},
+        [FST_RULE_adadelta] = {0.5, 0.9, 1e-6, 0.01},
+        [FST_RULE_radam] = {0.01, 0.9, 0.3, 1e-8, 0.1, 1.0},
+        [FST_RULE_rprop] = {0.01, 0.5, 1.2, 1e-6, 50.0},
     };
     update_case c = {.rule = rule, .step = 2.0, .inv_scale = 1.0 / 1024.0, .clip = 0.37};
     memcpy(c.hyper, hyper[rule], sizeof c.hyper);

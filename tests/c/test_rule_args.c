@@ -5,16 +5,37 @@
 
 static void table_names_every_rule(void)
 {
-    static const char *const names[] = {"adam", "amsgrad",  "moments", "from_moments",
-                                        "sgd",  "momentum", "lion"};
-    static const unsigned states[] = {2, 3, 2, 2, 0, 1, 1};
+    static const char *const names[] = {"adam",
+                                        "amsgrad",
+                                        "moments",
+                                        "from_moments",
+                                        "sgd",
+                                        "momentum",
+                                        "lion",
+                                        "adagrad",
+                                        "rmsprop",
+                                        "rmsprop_momentum",
+                                        "rmsprop_centered",
+                                        "rmsprop_centered_momentum",
+                                        "adamax",
+                                        "adadelta",
+                                        "radam",
+                                        "rprop"};
+    static const unsigned states[] = {2, 3, 2, 2, 0, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 2};
     static const char *const adam[] = {"lr", "beta1", "beta2", "eps", "weight_decay", "decoupled"};
     static const char *const moments[] = {"keep1", "keep2", "beta1", "beta2"};
     static const char *const sgd[] = {"lr", "momentum", "dampening", "weight_decay", "nesterov"};
     static const char *const lion[] = {"lr", "beta1", "beta2", "weight_decay"};
-    static const char *const *const hyper[] = {adam, adam, moments, adam, sgd, sgd, lion};
-    static const unsigned counts[] = {6, 6, 4, 6, 5, 5, 4};
-    CHECK_INT(FST_RULE_COUNT, 7);
+    static const char *const adagrad[] = {"lr", "lr_decay", "weight_decay", "eps"};
+    static const char *const rmsprop[] = {"lr", "alpha", "eps", "weight_decay", "momentum"};
+    static const char *const adamax[] = {"lr", "beta1", "beta2", "eps", "weight_decay"};
+    static const char *const adadelta[] = {"lr", "rho", "eps", "weight_decay"};
+    static const char *const rprop[] = {"lr", "eta_minus", "eta_plus", "smallest", "largest"};
+    static const char *const *const hyper[] = {adam,   adam,     moments, adam,    sgd,     sgd,
+                                               lion,   adagrad,  rmsprop, rmsprop, rmsprop, rmsprop,
+                                               adamax, adadelta, adam,    rprop};
+    static const unsigned counts[] = {6, 6, 4, 6, 5, 5, 4, 4, 5, 5, 5, 5, 5, 4, 6, 5};
+    CHECK_INT(FST_RULE_COUNT, 16);
     for (unsigned i = 0; i < FST_RULE_COUNT; i++) {
         const fst_rule rule = (fst_rule)i;
         CHECK(!strcmp(fst_rule_name(rule), names[i]));
@@ -140,6 +161,26 @@ static void moments_scalars(void)
     ROUNDED(b, a, one_minus_beta2);
 }
 
+static void scalars_that_depend_on_the_step(void)
+{
+    const double adagrad[FST_MAX_HYPER] = {0.1, 0.5, 0.01, 1e-10};
+    const double adamax[FST_MAX_HYPER] = {0.1, 0.5, 0.25, 1e-8, 0.0};
+    CHECK_NEAR(filled(FST_RULE_adagrad, 1, adagrad, 1.0).adagrad_f64.lr, 0.1, 0.0);
+    CHECK_NEAR(filled(FST_RULE_adagrad, 1, adagrad, 5.0).adagrad_f64.lr, 0.1 / 3.0, 0.0);
+    CHECK_NEAR(filled(FST_RULE_adamax, 1, adamax, 2.0).adamax_f64.step_size, 0.1 / 0.75, 0.0);
+    for (int step = 1; step < 20; step++) {
+        const double radam[FST_MAX_HYPER] = {0.1, 0.5, 0.999, 1e-8, 0.1, step % 2};
+        const radam_args_f64 a = filled(FST_RULE_radam, 1, radam, step).radam_f64;
+        const double t = step, power2 = pow(0.999, t), power1 = pow(0.5, t);
+        const double length = 1999.0 - 2.0 * t * power2 / (1.0 - power2);
+        const double factor = (length - 4.0) * (length - 2.0) * 1999.0 / (1995.0 * 1997.0 * length);
+        const double size = step < 6 ? 0.1 : 0.1 * sqrt(factor * (1.0 - power2));
+        CHECK_NEAR(a.step_size, size / (1.0 - power1), 1e-9 * size);
+        CHECK(a.eps == (step < 6 ? -1.0 : 1e-8)); /* the length passes 5 at the sixth step */
+        CHECK(a.keep == (step % 2 ? 1.0 - 0.1 * 0.1 : 1.0) && a.l2 == (step % 2 ? 0.0 : 0.1));
+    }
+}
+
 int main(void)
 {
     table_names_every_rule();
@@ -153,5 +194,6 @@ int main(void)
     sgd_scalars(FST_RULE_momentum);
     lion_scalars();
     moments_scalars();
+    scalars_that_depend_on_the_step();
     return check_report();
 }

@@ -23,6 +23,15 @@ static const double usual[FST_RULE_COUNT][FST_MAX_HYPER] = {
     [FST_RULE_sgd] = {0.125, 0.0, 0.0, 0.01, 0.0},
     [FST_RULE_momentum] = {0.125, 0.9, 0.3, 0.01, 1.0},
     [FST_RULE_lion] = {0.0009765625, 0.9, 0.99, 0.1},
+    [FST_RULE_adagrad] = {0.0078125, 0.3, 0.01, 1e-8},
+    [FST_RULE_rmsprop] = {0.0078125, 0.9, 1e-8, 0.01, 0.0},
+    [FST_RULE_rmsprop_momentum] = {0.0078125, 0.9, 1e-8, 0.01, 0.8},
+    [FST_RULE_rmsprop_centered] = {0.0078125, 0.9, 1e-8, 0.01, 0.0},
+    [FST_RULE_rmsprop_centered_momentum] = {0.0078125, 0.9, 1e-8, 0.01, 0.8},
+    [FST_RULE_adamax] = {0.0078125, 0.9, 0.999, 1e-8, 0.1},
+    [FST_RULE_adadelta] = {0.5, 0.9, 1e-6, 0.01},
+    [FST_RULE_radam] = {0.0078125, 0.9, 0.3, 1e-8, 0.1, 1.0},
+    [FST_RULE_rprop] = {0.0078125, 0.5, 1.2, 1e-6, 50.0},
 };
 
 static inline array *new_array(fst_dtype dtype, placement how, int64_t count)

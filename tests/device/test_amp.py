@@ -10,7 +10,7 @@ import torch
 import faststep
 from faststep import _C
 from optim.common import same_bits
-from optim.declarations import ALL, Declaration
+from optim.declarations import ALL, OTHERS, Declaration
 
 from . import fake
 from .common import Pair, scaler_on, values
@@ -42,7 +42,7 @@ def assert_same_scalers(a: Any, b: Any) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+@pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
 def test_chain_inside_the_step(declaration: Declaration, max_norm: float | None) -> None:
     pair = Pair([values((30,), 0, torch.float32), values((300,), 1, torch.bfloat16)])
     both = twins(pair, declaration.ours, **declaration.kwargs, max_grad_norm=max_norm)
@@ -59,7 +59,7 @@ def test_chain_inside_the_step(declaration: Declaration, max_norm: float | None)
             assert fake.plain(b.last_grad_norm) == a.last_grad_norm
 
 
-@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+@pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
 def test_skipped_first_step(declaration: Declaration) -> None:
     pair = Pair([values((30,), 0, torch.float32)])
     both = twins(pair, declaration.ours, **declaration.kwargs)

@@ -11,7 +11,7 @@ import faststep
 from faststep import _C
 from nvcc import KERNELS
 from optim.common import DTYPES, dtype_name
-from optim.declarations import ADAMW, ALL, LION, SGD, Declaration
+from optim.declarations import ADAMW, ALL, LION, OTHERS, SGD, Declaration
 from optim.layouts import negated
 
 from . import fake
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("machine")
 SHAPES = ((3, 5), (257,), (1,), (), (0, 4), (40, 50))
 SETTINGS = [
     pytest.param(d, kwargs, id=f"{d.name}-{name}")
-    for d in ALL
+    for d in ALL + OTHERS
     for name, kwargs in {"usual": d.kwargs, "other": d.other, **d.variants}.items()
 ]
 
@@ -45,7 +45,7 @@ def test_every_setting(declaration: Declaration, kwargs: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
+@pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
 def test_every_dtype(declaration: Declaration, dtype: torch.dtype) -> None:
     pair = Pair([values(s, i, dtype) for i, s in enumerate(SHAPES)])
     run(pair, declaration.ours, declaration.kwargs, max_grad_norm=0.7)

@@ -17,7 +17,19 @@ from .odd_tensors import any_tensor, packed
 from .world import World
 
 RULES = _C.rules()
-HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "keep1": 0.9, "keep2": 0.99}
+HYPER = {
+    "alpha": 0.9,
+    "rho": 0.9,
+    "eta_minus": 0.5,
+    "eta_plus": 1.2,
+    "largest": 50.0,
+    "lr": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.99,
+    "eps": 1e-8,
+    "keep1": 0.9,
+    "keep2": 0.99,
+}
 
 
 class Stepping:

@@ -21,6 +21,7 @@ CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": faststep.optim.SGD,
     "momentum": lambda ps, **kw: faststep.optim.SGD(ps, momentum=0.9, **kw),
     "Lion": faststep.optim.Lion,
+    "Rprop": faststep.optim.Rprop,
 }
 
 over_classes = pytest.mark.parametrize("make", CLASSES.values(), ids=CLASSES.keys())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,8 @@ class Declaration:
 
     kwargs are the hyper-parameters of the full cross product, other those of a second group,
     variants the further settings that one smaller product goes through.  flags maps a key of
-    the state that exists only under an option to that option.
+    the state that exists only under an option to that option.  errors are arguments of this class
+    that it refuses.  terms is the size of what its states are sums of.
     """
 
     ours: type[torch.optim.Optimizer]
@@ -30,10 +32,16 @@ class Declaration:
     other: dict[str, Any]
     flags: dict[str, str] = field(default_factory=dict)
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    errors: dict[str, dict[str, Any]] = field(default_factory=dict)
+    terms: float = 1.0
 
     @property
     def name(self) -> str:
         return self.ours.__name__
+
+    def takes(self, argument: str) -> bool:
+        """Whether torch's class has this argument."""
+        return argument in inspect.signature((self.torchs or self.ours).__init__).parameters
 
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Keys of the state tensors shaped like the parameter, for these hyper-parameters."""
@@ -106,5 +114,120 @@ LION = Declaration(
     },
 )
 
+ADAGRAD = Declaration(
+    ours=faststep.optim.Adagrad,
+    torchs=torch.optim.Adagrad,
+    reference=references.adagrad,
+    state=("step", "sum"),
+    kwargs={"lr": 1e-2, "weight_decay": 0.1, "initial_accumulator_value": 0.1},
+    other={"lr": 3e-2, "lr_decay": 0.5, "weight_decay": 0.0, "eps": 1e-3},
+    variants={
+        "plain": {"lr": 1e-2},
+        "lr_decay": {"lr_decay": 0.3, "weight_decay": 0.2},
+        "tensor_lr": {"lr": torch.tensor(1e-2, dtype=torch.float64)},
+    },
+    errors={
+        "lr_decay_negative": {"lr_decay": -0.1},
+        "initial_accumulator_value_negative": {"initial_accumulator_value": -1.0},
+        "eps_negative": {"eps": -1.0},
+        "foreach_and_fused": {"foreach": True, "fused": True},
+    },
+)
+
+RMSPROP = Declaration(
+    ours=faststep.optim.RMSprop,
+    torchs=torch.optim.RMSprop,
+    reference=references.rmsprop,
+    state=("step", "square_avg"),
+    flags={"momentum_buffer": "momentum", "grad_avg": "centered"},
+    kwargs={"lr": 1e-3, "weight_decay": 0.1, "momentum": 0.9, "centered": True, "alpha": 0.9},
+    terms=10.0,  # g / sqrt(0.01 * g * g)
+    other={"lr": 3e-3, "alpha": 0.95, "eps": 1e-3, "momentum": 0.0, "centered": False},
+    variants={
+        "plain": {"lr": 1e-3},
+        "momentum": {"lr": 1e-3, "momentum": 0.5},
+        "centered": {"lr": 1e-3, "centered": True, "eps": 1e-4},
+        "tensor_lr": {"lr": torch.tensor(1e-3, dtype=torch.float64)},
+    },
+    errors={
+        "momentum_negative": {"momentum": -0.5},
+        "alpha_negative": {"alpha": -0.5},
+        "eps_negative": {"eps": -1.0},
+    },
+)
+
+ADAMAX = Declaration(
+    ours=faststep.optim.Adamax,
+    torchs=torch.optim.Adamax,
+    reference=references.adamax,
+    state=("step", "exp_avg", "exp_inf"),
+    kwargs={"lr": 1e-2, "weight_decay": 0.1},
+    other={"lr": 3e-3, "betas": (0.5, 0.9), "eps": 1e-3, "weight_decay": 0.0},
+    variants={
+        "plain": {},
+        "betas_zero": {"betas": (0.0, 0.0)},
+        "tensor_lr": {"lr": torch.tensor(1e-2, dtype=torch.float64)},
+    },
+    errors={
+        "beta1_one": {"betas": (1.0, 0.9)},
+        "beta2_negative": {"betas": (0.9, -0.1)},
+        "eps_negative": {"eps": -1.0},
+    },
+)
+
+ADADELTA = Declaration(
+    ours=faststep.optim.Adadelta,
+    torchs=torch.optim.Adadelta,
+    reference=references.adadelta,
+    state=("step", "square_avg", "acc_delta"),
+    kwargs={"lr": 0.5, "weight_decay": 0.1},
+    other={"lr": 1.0, "rho": 0.5, "eps": 1e-3, "weight_decay": 0.0},
+    variants={
+        "plain": {},
+        "rho_zero": {"rho": 0.0},
+        "tensor_lr": {"lr": torch.tensor(0.5, dtype=torch.float64)},
+    },
+    errors={"rho_above_one": {"rho": 1.1}, "eps_negative": {"eps": -1.0}},
+)
+
+RADAM = Declaration(
+    ours=faststep.optim.RAdam,
+    torchs=torch.optim.RAdam,
+    reference=references.radam,
+    state=("step", "exp_avg", "exp_avg_sq"),
+    kwargs={"lr": 1e-2, "betas": (0.8, 0.9), "weight_decay": 0.1, "decoupled_weight_decay": True},
+    other={"lr": 3e-3, "eps": 1e-3, "weight_decay": 0.01, "decoupled_weight_decay": False},
+    variants={
+        "plain": {},
+        "decay": {"weight_decay": 0.2},
+        "betas_zero": {"betas": (0.0, 0.0)},
+        "tensor_lr": {"lr": torch.tensor(1e-2, dtype=torch.float64)},
+    },
+    errors={
+        "beta1_one": {"betas": (1.0, 0.9)},
+        "beta2_negative": {"betas": (0.9, -0.1)},
+        "eps_negative": {"eps": -1.0},
+    },
+)
+
+RPROP = Declaration(
+    ours=faststep.optim.Rprop,
+    torchs=torch.optim.Rprop,
+    reference=references.rprop,
+    state=("step", "prev", "step_size"),
+    kwargs={"lr": 2.0**-7},  # the first state in every dtype
+    other={"lr": 2.0**-8, "etas": (0.25, 2.0), "step_sizes": (2.0**-9, 2.0**-6)},
+    variants={
+        "etas": {"lr": 2.0**-7, "etas": (0.25, 1.5)},
+        "clamped": {"lr": 2.0**-7, "step_sizes": (2.0**-8, 2.0**-6)},
+        "tensor_lr": {"lr": torch.tensor(2.0**-7, dtype=torch.float64)},
+    },
+    errors={"etas_above_one": {"etas": (1.1, 1.2)}, "etas_zero": {"etas": (0.0, 1.2)}},
+)
+
+# Those that take every test. What the others share with them is not tested again for each.
 ALL = (ADAMW, ADAM, SGD, LION)
 TORCHS = (ADAMW, ADAM, SGD)
+
+# Those that take the tests of what a rule computes, and of what torch's class has.
+OTHERS = (ADAGRAD, RMSPROP, ADAMAX, ADADELTA, RADAM, RPROP)

@@ -26,6 +26,13 @@ RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("SGD", {"momentum": 0.9, "dampening": 0.2, "maximize": True}),
     ("SGD", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
     ("Lion", {"weight_decay": 0.1}),
+    ("Adagrad", {"weight_decay": 0.1, "lr_decay": 0.1}),
+    ("RMSprop", {"lr": 1e-3, "weight_decay": 0.1}),
+    ("RMSprop", {"lr": 1e-3, "momentum": 0.9, "centered": True}),
+    ("Adamax", {"weight_decay": 0.1}),
+    ("Adadelta", {"weight_decay": 0.1}),
+    ("RAdam", {"weight_decay": 0.1, "betas": (0.9, 0.5)}),
+    ("Rprop", {}),
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = (40_001, 3, 1, 513, 16_384, 0, 31)

@@ -25,13 +25,13 @@ from .common import (
     state_tensors,
     train,
 )
-from .declarations import ALL, SGD, TORCHS, Declaration
+from .declarations import ALL, OTHERS, SGD, TORCHS, Declaration
 
 SHAPES = ((17,), (4, 5), ())
 IMPLEMENTATIONS = ({"foreach": False}, {"foreach": True}, {"fused": True})
 
 over_all = pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
-over_torchs = pytest.mark.parametrize("declaration", TORCHS, ids=lambda d: d.name)
+over_torchs = pytest.mark.parametrize("declaration", TORCHS + OTHERS, ids=lambda d: d.name)
 
 
 def groups(declaration: Declaration, dtype: Any = None) -> tuple[list[Parameter], list[Any]]:
@@ -63,6 +63,8 @@ def test_interchange_with_torch(
     declaration: Declaration, dtype: torch.dtype, ours_first: bool, implementation: dict[str, Any]
 ) -> None:
     """Three steps in one library and three in the other are six steps of torch's."""
+    if "fused" in implementation and not declaration.takes("fused"):
+        implementation = {}
     low = dtype in (torch.bfloat16, torch.float16)
     if low and declaration is SGD and implementation.get("fused"):
         implementation = {}  # torch 2.13's fused vector loop loses this momentum buffer
@@ -162,8 +164,8 @@ def test_loading_casts_as_torch_does(declaration: Declaration) -> None:
 @over_torchs
 def test_flags_of_the_checkpoint_win(declaration: Declaration, flags: dict[str, bool]) -> None:
     """As in torch the loaded groups replace ours, and the step works with whatever they say."""
-    if declaration is SGD and "capturable" in flags:
-        flags = {"fused": True}
+    if not declaration.takes(next(iter(flags))):
+        flags = {"foreach": True}
     source, params = make(declaration, True)
     train(source, params, steps=2)
     saved = copy.deepcopy(source.state_dict())

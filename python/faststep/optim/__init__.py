@@ -1,7 +1,48 @@
-"""Optimizers with torch's classes, arguments and state, whose step is one C call."""
+"""Optimizers with torch's classes, arguments and state, whose step is one C call.
 
+What :mod:`torch.optim` has beside them is here too, as it is there, so that
+`import faststep.optim as optim` takes the place of `import torch.optim as optim`.
+"""
+
+from typing import Any
+
+import torch.optim
+from torch.optim import LBFGS as LBFGS
+from torch.optim import Optimizer as Optimizer
+from torch.optim import SparseAdam as SparseAdam
+from torch.optim import lr_scheduler as lr_scheduler
+from torch.optim import swa_utils as swa_utils
+
+from .adadelta import Adadelta
+from .adagrad import Adagrad
 from .adam import Adam, AdamW
+from .adamax import Adamax
 from .lion import Lion
+from .radam import RAdam
+from .rmsprop import RMSprop
+from .rprop import Rprop
 from .sgd import SGD
 
-__all__ = ["SGD", "Adam", "AdamW", "Lion"]
+__all__ = [
+    "SGD",
+    "Adadelta",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Adamax",
+    "Lion",
+    "RAdam",
+    "RMSprop",
+    "Rprop",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """What this torch has and others may lack: Adafactor, Muon."""
+    if name.startswith("_") or not hasattr(torch.optim, name):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(torch.optim, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *(name for name in dir(torch.optim) if name[0] != "_")})

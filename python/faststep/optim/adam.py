@@ -9,55 +9,30 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
-from .._torch.optim import is_capturing, step_dtype
-from .base import FusedOptimizer, Rule, number
+from .base import Rule, number
+from .counted import CountedOptimizer
 
 __all__ = ["Adam", "AdamW"]
 
 
-class _AdamStep(FusedOptimizer):
+class _AdamStep(CountedOptimizer):
     _keys = ("step", "exp_avg", "exp_avg_sq")
     _amsgrad_keys = (*_keys, "max_exp_avg_sq")
 
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         beta1, beta2 = group["betas"]
-        amsgrad = group["amsgrad"]
-        lr, lr_on_device = self._lr_of(group)
-        return Rule(
-            self._number_of["amsgrad" if amsgrad else "adam"],
-            self._amsgrad_keys if amsgrad else self._keys,
-            True,
-            (
-                lr,
-                number(beta1),
-                number(beta2),
-                group["eps"],
-                group["weight_decay"],
-                group["decoupled_weight_decay"],
-            ),
-            bool(group["maximize"]),
-            lr_on_device,
+        return self._counted_rule(
+            "amsgrad" if group["amsgrad"] else "adam",
+            group,
+            number(beta1),
+            number(beta2),
+            group["eps"],
+            group["weight_decay"],
+            group["decoupled_weight_decay"],
         )
 
-    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
-        state = self.state[param]
-        if state:  # with its counter in CPU memory, where torch keeps it
-            if param.is_cuda and isinstance(state["step"], Tensor):
-                state["step"] = state["step"].to(param.device)
-            return
-        on_device = group["capturable"] or group["fused"] or param.is_cuda
-        device = param.device if on_device else "cpu"
-        made = {"step": self._zeros.scalar(step_dtype(group["fused"]), device)}
-        for key in self._amsgrad_keys[1:] if group["amsgrad"] else self._keys[1:]:
-            made[key] = self._zeros.like(param)
-        state.update(made)  # all or none, should memory run out
-
-    def _check_capture(self) -> None:
-        if is_capturing() and not all(group["capturable"] for group in self.param_groups):
-            raise RuntimeError(
-                "Attempting CUDA graph capture of step() for an instance of "
-                f"{type(self).__name__} but param_groups' capturable is False."
-            )
+    def _keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return self._amsgrad_keys if group["amsgrad"] else self._keys
 
     def _sparse_error(self, where: str) -> str:
         return "Adam does not support sparse gradients, please consider SparseAdam instead"

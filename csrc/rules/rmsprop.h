@@ -1,0 +1,86 @@
+/* RMSprop (Tieleman & Hinton 2012) as in torch: `centered` (Graves 2013, arXiv:1308.0850) divides
+ * by an estimate of the standard deviation, and momentum is that of the quotient. The states are
+ * the average of squares, then the buffer with momentum, then the average of gradients if centered.
+ */
+#define FST_RMSPROP_HYPER(X) X(lr) X(alpha) X(eps) X(weight_decay) X(momentum)
+
+typedef struct {
+    REAL alpha, one_minus_alpha;
+    REAL lr, eps, l2, momentum;
+} FST_T(rmsprop_args);
+
+typedef FST_T(rmsprop_args) FST_T(rmsprop_momentum_args);
+typedef FST_T(rmsprop_args) FST_T(rmsprop_centered_args);
+typedef FST_T(rmsprop_args) FST_T(rmsprop_centered_momentum_args);
+
+FST_FN void FST_T(rmsprop_fill)(FST_T(rmsprop_args) *a, const double *hyper, double step)
+{
+    (void)step;
+    a->lr = (REAL)hyper[0];
+    a->alpha = (REAL)hyper[1];
+    a->one_minus_alpha = (REAL)(1.0 - hyper[1]);
+    a->eps = (REAL)hyper[2];
+    a->l2 = (REAL)hyper[3];
+    a->momentum = (REAL)hyper[4];
+}
+
+FST_FN void FST_T(rmsprop_momentum_fill)(FST_T(rmsprop_momentum_args) *a, const double *hyper,
+                                         double step)
+{
+    FST_T(rmsprop_fill)(a, hyper, step);
+}
+
+FST_FN void FST_T(rmsprop_centered_fill)(FST_T(rmsprop_centered_args) *a, const double *hyper,
+                                         double step)
+{
+    FST_T(rmsprop_fill)(a, hyper, step);
+}
+
+FST_FN void FST_T(rmsprop_centered_momentum_fill)(FST_T(rmsprop_centered_momentum_args) *a,
+                                                  const double *hyper, double step)
+{
+    FST_T(rmsprop_fill)(a, hyper, step);
+}
+
+/* Moves the average of squares; returns the gradient by its root. */
+FST_FN REAL FST_T(rmsprop_quotient)(REAL p, REAL g, REAL *squares, const FST_T(rmsprop_args) *a)
+{
+    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
+    *squares = a->alpha * *squares + a->one_minus_alpha * g * g;
+    return g / (FST_SQRT(*squares) + a->eps);
+}
+
+/* The same by the deviation from the average of gradients, which moves too. */
+FST_FN REAL FST_T(rmsprop_centered_quotient)(REAL p, REAL g, REAL *squares, REAL *mean,
+                                             const FST_T(rmsprop_args) *a)
+{
+    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
+    *squares = a->alpha * *squares + a->one_minus_alpha * g * g;
+    *mean = a->alpha * *mean + a->one_minus_alpha * g;
+    return g / (FST_SQRT(*squares - *mean * *mean) + a->eps);
+}
+
+FST_FN REAL FST_T(rmsprop_rule)(REAL p, REAL g, REAL *s, const FST_T(rmsprop_args) *a)
+{
+    return p - a->lr * FST_T(rmsprop_quotient)(p, g, &s[0], a);
+}
+
+FST_FN REAL FST_T(rmsprop_momentum_rule)(REAL p, REAL g, REAL *s,
+                                         const FST_T(rmsprop_momentum_args) *a)
+{
+    s[1] = a->momentum * s[1] + FST_T(rmsprop_quotient)(p, g, &s[0], a);
+    return p - a->lr * s[1];
+}
+
+FST_FN REAL FST_T(rmsprop_centered_rule)(REAL p, REAL g, REAL *s,
+                                         const FST_T(rmsprop_centered_args) *a)
+{
+    return p - a->lr * FST_T(rmsprop_centered_quotient)(p, g, &s[0], &s[1], a);
+}
+
+FST_FN REAL FST_T(rmsprop_centered_momentum_rule)(REAL p, REAL g, REAL *s,
+                                                  const FST_T(rmsprop_centered_momentum_args) *a)
+{
+    s[1] = a->momentum * s[1] + FST_T(rmsprop_centered_quotient)(p, g, &s[0], &s[2], a);
+    return p - a->lr * s[1];
+}

@@ -1,0 +1,98 @@
+"""Adagrad."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import ParamsT
+
+from .base import Rule
+from .counted import CountedOptimizer
+
+__all__ = ["Adagrad"]
+
+
+class Adagrad(CountedOptimizer, torch.optim.Adagrad):
+    """:class:`torch.optim.Adagrad` (Duchi, Hazan & Singer 2011) with a step that is one C call.
+
+    Same arguments, defaults, `param_groups`, `state` and errors. `foreach` changes nothing, and
+    `fused=True` only that torch.amp.GradScaler leaves unscaling to the step, as in torch.
+    Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or float16.
+    A step in which a gradient is sparse is made by torch's operators, at their speed.
+
+    Args:
+        params (iterable): as for torch.
+        lr (float or Tensor): learning rate. Default: 1e-2.
+        lr_decay (float): the learning rate is divided by 1 + (step - 1) * lr_decay. Default: 0.
+        weight_decay (float): L2 penalty. Default: 0.
+        initial_accumulator_value (float): what the sum of squares begins with. Default: 0.
+        eps (float): added to the denominator. Default: 1e-10.
+        maximize, foreach, differentiable, fused: as for torch; `differentiable=True` raises
+            RuntimeError at the step.
+        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
+            step. Default: None.
+        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
+            Default: False.
+        norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
+            that clips: one pass, the same bits; see the property of that name for what it cannot
+            notice. With several ranks pass the model. Default: False.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0,
+        weight_decay: float = 0,
+        initial_accumulator_value: float = 0,
+        eps: float = 1e-10,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+        keep_grads: bool = False,
+        norm_in_backward: bool | DistributedDataParallel = False,
+    ) -> None:
+        self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
+        super().__init__(
+            params,
+            lr,
+            lr_decay,
+            weight_decay,
+            initial_accumulator_value,
+            eps,
+            foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+            fused=fused,
+        )
+
+    def _keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("step", "sum")
+
+    def _rule_of(self, group: dict[str, Any]) -> Rule:
+        return self._counted_rule(
+            "adagrad", group, group["lr_decay"], group["weight_decay"], group["eps"]
+        )
+
+    def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
+        new = super()._new_tensor(group, param, key)
+        value = self.defaults["initial_accumulator_value"]  # torch does not ask the group either
+        return new.fill_(value) if value != 0 else new
+
+    def _is_for_torch(self, group: int, index: int) -> bool:
+        """A step with sparse gradients is torch's, which reads their rows alone."""
+        grad = self.param_groups[group]["params"][index].grad
+        return super()._is_for_torch(group, index) or (grad is not None and grad.is_sparse)
+
+    def _update_by_torch(self) -> None:
+        for group in self.param_groups:  # before torch's loop has written the first parameter
+            grads = (p.grad for p in group["params"] if p.grad is not None)
+            if group["weight_decay"] != 0 and any(grad.is_sparse for grad in grads):
+                raise RuntimeError("weight_decay option is not compatible with sparse gradients")
+        super()._update_by_torch()

@@ -1,0 +1,59 @@
+"""What optimizers share that count their steps: new states, and torch's errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .._torch.optim import is_capturing, step_dtype
+from .base import FusedOptimizer, Rule
+
+__all__ = ["CountedOptimizer"]
+
+
+class CountedOptimizer(FusedOptimizer):
+    """Base of the optimizers whose state begins with `step`.
+
+    A class has `_keys_of` and `_rule_of`, which calls `_counted_rule`. States begin as zeros unless
+    it has `_new_tensor` too.
+    """
+
+    def _keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Names of the states, `step` first, in torch's order."""
+        raise NotImplementedError
+
+    def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
+        """A new state of the parameter's shape."""
+        return self._zeros.like(param)
+
+    def _counted_rule(self, name: str, group: dict[str, Any], *hyper: float) -> Rule:
+        """The rule of that name, with the hyper-parameters that follow the learning rate."""
+        lr, lr_on_device = self._lr_of(group)
+        maximize = bool(group["maximize"])
+        number = self._number_of[name]
+        return Rule(number, self._keys_of(group), True, (lr, *hyper), maximize, lr_on_device)
+
+    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
+        state = self.state[param]
+        if state:  # with its counter in CPU memory, where torch keeps it
+            if param.is_cuda and isinstance(state["step"], Tensor):
+                state["step"] = state["step"].to(param.device)
+            return
+        fused = group.get("fused")
+        on_device = group.get("capturable") or fused or param.is_cuda
+        device = param.device if on_device else "cpu"
+        made = {"step": self._zeros.scalar(step_dtype(fused), device)}
+        for key in self._keys_of(group)[1:]:
+            made[key] = self._new_tensor(group, param, key)
+        state.update(made)  # all or none, should memory run out
+
+    def _check_capture(self) -> None:
+        if is_capturing() and not all(group.get("capturable") for group in self.param_groups):
+            raise RuntimeError(
+                "Attempting CUDA graph capture of step() for an instance of "
+                f"{type(self).__name__} but param_groups' capturable is False."
+            )
+
+    def _sparse_error(self, where: str) -> str:
+        return f"{type(self).__name__} does not support sparse gradients"

@@ -1,0 +1,87 @@
+"""Rprop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import ParamsT
+
+from .base import Rule, number
+from .counted import CountedOptimizer
+
+__all__ = ["Rprop"]
+
+
+class Rprop(CountedOptimizer, torch.optim.Rprop):
+    """:class:`torch.optim.Rprop` (Riedmiller & Braun 1993) with a step that is one C call.
+
+    Same arguments, defaults, `param_groups`, `state` and errors. `foreach` changes nothing.
+    Parameters: dense CPU or CUDA tensors in float32, float64, bfloat16 or float16.
+
+    Args:
+        params (iterable): as for torch.
+        lr (float or Tensor): the first step size of every element. Default: 1e-2.
+        etas (tuple of two floats): a step size is multiplied by the first where the gradient's sign
+            has turned, and by the second where it has not. Default: (0.5, 1.2).
+        step_sizes (tuple of two floats): the smallest and the largest one. Default: (1e-6, 50).
+        maximize, foreach, capturable, differentiable: as for torch; `differentiable=True` raises
+            RuntimeError at the step.
+        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
+            step. Default: None.
+        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
+            Default: False.
+        norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
+            that clips: one pass, the same bits; see the property of that name for what it cannot
+            notice. With several ranks pass the model. Default: False.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50),
+        *,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        max_grad_norm: float | None = None,
+        keep_grads: bool = False,
+        norm_in_backward: bool | DistributedDataParallel = False,
+    ) -> None:
+        self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
+        super().__init__(
+            params,
+            lr,
+            etas,
+            step_sizes,
+            capturable=capturable,
+            foreach=foreach,
+            maximize=maximize,
+            differentiable=differentiable,
+        )
+
+    def _keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("step", "prev", "step_size")
+
+    def _rule_of(self, group: dict[str, Any]) -> Rule:
+        minus, plus = group["etas"]
+        smallest, largest = group["step_sizes"]
+        return self._counted_rule("rprop", group, minus, plus, smallest, largest)
+
+    def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
+        new = super()._new_tensor(group, param, key)
+        return new.fill_(number(group["lr"])) if key == "step_size" else new
+
+    def _drop_new_state(self, param: Tensor) -> None:
+        """A learning rate that changes before the first step that happens counts."""
+        state = self.state.get(param)
+        if state and number(state["step"]) == 0:  # not one that was there, and moved to a device
+            state.clear()
+
+    def _zeros_differ(self, group: dict[str, Any]) -> bool:
+        return True
