@@ -222,7 +222,7 @@ loader = faststep.data.DataLoader(TensorDataset(rows), batch_size=8)
 batches = [batch for (batch,) in loader]
 assert memory.stats().used - before >= 64 * 20000 * 4
 assert torch.cat(batches).equal(rows)
-del batches, batch
+del batches
 for workers in (0, 2):
     for kind in (faststep.data.DataLoader, torch.utils.data.DataLoader):
         assert torch.cat(list(kind(Rows(), batch_size=8, num_workers=workers))).equal(rows)
