@@ -18,6 +18,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, refuse_unchecked
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest
+from ..optim.wrapped import beneath
 from .checkpoint import gather_states, load_states
 from .engine import Engine
 
@@ -74,7 +75,7 @@ class ShardedOptimizer(Optimizer):
     @max_grad_norm.setter
     def max_grad_norm(self, limit: float | None) -> None:
         check_limit("max_grad_norm", limit)
-        self._max_grad_norm = None if limit is None else float(limit)
+        beneath(self)._max_grad_norm = None if limit is None else float(limit)
 
     @property
     def last_grad_norm(self) -> Tensor | None:
