@@ -41,6 +41,7 @@ class ShardedOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling = True  # a scaler leaves the gradients to the step
+    _max_grad_norm: float | None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
 
     def __init__(
