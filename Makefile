@@ -72,6 +72,11 @@ levels: build ## run the tests of the loops on each lower instruction set
 	    echo "FASTSTEP_CPU=$$level"; FASTSTEP_CPU=$$level $(BIN)/python -m pytest -q $(LOOP_TESTS); \
 	done
 
+# Without what timm depends on: torchvision comes with another build of torch.
+frameworks: build $(BIN)/.installed-frameworks ## test inside accelerate, Lightning, Trainer, timm and PEFT
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps timm==1.0.31
+	$(BIN)/python -m pytest -q -rs tests/frameworks $(ARGS)
+
 test-c: ## run the core's tests in C: no Python, no torch
 	+$(C_TESTS)
 
@@ -174,5 +179,5 @@ clean: ## remove what was built, but not the environment
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
 
 .DEFAULT_GOAL := help
-.PHONY: help build build-asan demo test tests levels test-c asan asan-c asan-python asan-all tsan leaks fuzz lint \
+.PHONY: help build build-asan demo test tests levels frameworks test-c asan asan-c asan-python asan-all tsan leaks fuzz lint \
     fix docs bench bench-whole count count-renew build-gpu test-gpu bench-gpu wheel matrix ci clean

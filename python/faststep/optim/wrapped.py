@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from torch.optim import Optimizer
 
-__all__ = ["unwrapped"]
+__all__ = ["beneath", "unwrapped"]
+
+_Kind = TypeVar("_Kind", bound=Optimizer)
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
@@ -39,3 +43,12 @@ def unwrapped(optimizer: Optimizer, caller: str) -> Optimizer:
             f"(gradient_accumulation_steps={steps}): leave that away"
         )
     return unwrapped(inner, caller)
+
+
+def beneath(optimizer: _Kind) -> _Kind:
+    """The optimizer itself, or the one in Lightning's wrapper, whose class is a subclass of its.
+
+    Properties of the class find the wrapper in `self`, which has none of the attributes.
+    """
+    inner = vars(optimizer).get("_optimizer")
+    return inner if inner is not None and isinstance(optimizer, type(inner)) else optimizer

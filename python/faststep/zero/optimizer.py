@@ -19,6 +19,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
+from ..optim.wrapped import beneath
 from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
 from .group import Group
@@ -44,6 +45,7 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
     """
 
     _step_supports_amp_scaling = True  # a scaler leaves the gradients to the step
+    _max_grad_norm: float | None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
 
     def __init__(
@@ -85,9 +87,10 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
     @max_grad_norm.setter
     def max_grad_norm(self, limit: float | None) -> None:
         check_limit("max_grad_norm", limit)
-        if self._updates_in_backward and limit is not None:
+        own = beneath(self)
+        if own._updates_in_backward and limit is not None:
             raise ValueError(REFUSED_CLIPPING)
-        self._max_grad_norm = None if limit is None else float(limit)
+        own._max_grad_norm = None if limit is None else float(limit)
 
     @property
     def last_grad_norm(self) -> Tensor | None:

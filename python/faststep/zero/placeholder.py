@@ -98,7 +98,8 @@ def _refusal(operation: str, args: tuple[Any, ...]) -> str:
         f"{operation} on the gradient of {name!r}: faststep.zero has reduced it into slices on "
         "the ranks, and .grad has no values. Clip with max_grad_norm=, with "
         "optimizer.clip_grad_norm_(max_norm) or with scaler.step(optimizer, max_norm=...), where "
-        "optimizer is what shard() returned, and step that optimizer only"
+        "optimizer is what shard() returned, and step that optimizer only; "
+        "put DistributedDataParallel around the model before shard()"
     )
 
 
