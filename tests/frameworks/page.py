@@ -27,6 +27,8 @@ class Words(torch.utils.data.Dataset[Any]):
         return 16
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        if index >= 16:
+            raise IndexError(index)
         row = torch.randint(64, (16,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": row, "labels": row}
 

@@ -26,7 +26,6 @@ from .clipping import ClippedOptimizer
 from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper
 from .work import StaleSquaresError, Work
-from .wrapped import beneath
 from .zeros import Zeros
 
 __all__ = ["FusedOptimizer", "Rule", "number"]
@@ -82,12 +81,11 @@ class FusedOptimizer(ClippedOptimizer):
         It is also true if the step clips or measures in backward, which needs the gradients as
         backward left them, or if `grad_scale` is set, by which the step divides.
         """
-        me = beneath(self)
         return (
-            me._is_asked_to_unscale
-            or me.max_grad_norm is not None
-            or me._norm_in_backward is not False
-            or getattr(me, "grad_scale", None) is not None
+            self._is_asked_to_unscale
+            or self.max_grad_norm is not None
+            or self._norm_in_backward is not False
+            or getattr(self, "grad_scale", None) is not None
         )
 
     @_step_supports_amp_scaling.setter

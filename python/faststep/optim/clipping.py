@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch.compiler import uncompiled
 from ..grads.norm import BackwardNorm
 from .checks import check_limit
-from .wrapped import beneath
+from .wrapped import PassesOn
 
 __all__ = ["ClippedOptimizer"]
 
@@ -27,32 +27,16 @@ def _wanted(norm_in_backward: bool | DistributedDataParallel) -> bool | Distribu
     return bool(norm_in_backward)
 
 
-class ClippedOptimizer(torch.optim.Optimizer):
+class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     """`max_grad_norm`, `keep_grads` and `norm_in_backward`, and what a step tells of the norm."""
 
     # Class attributes stand in where pickle and deepcopy restore an optimizer without __init__.
+    max_grad_norm: float | None = None
+    keep_grads: bool = False
     _last_norm: float | Tensor | None = None
     _skipped: bool | Tensor = False
     _norm_in_backward: bool | DistributedDataParallel = False
     _backward_norm: BackwardNorm | None = None
-
-    @property
-    def max_grad_norm(self) -> float | None:
-        """The global 2-norm to which every step clips, None for no clipping; may be set."""
-        return vars(beneath(self)).get("max_grad_norm")
-
-    @max_grad_norm.setter
-    def max_grad_norm(self, limit: float | None) -> None:
-        vars(beneath(self))["max_grad_norm"] = limit
-
-    @property
-    def keep_grads(self) -> bool:
-        """Whether a step that clips writes the unscaled, clipped gradients back; may be set."""
-        return bool(vars(beneath(self)).get("keep_grads", False))
-
-    @keep_grads.setter
-    def keep_grads(self, wanted: bool) -> None:
-        vars(beneath(self))["keep_grads"] = wanted
 
     @property
     def _devices(self) -> tuple[int, ...]:
@@ -78,12 +62,11 @@ class ClippedOptimizer(torch.optim.Optimizer):
         under :class:`faststep.amp.GradScaler`). For CUDA parameters it lies on their device, NaN
         after a step that did not measure because it was skipped; nothing waits for the device.
         """
-        norm = beneath(self)._last_norm
-        if isinstance(norm, Tensor):
-            return norm.to(torch.float32, copy=True)
-        if norm is None:
+        if isinstance(self._last_norm, Tensor):
+            return self._last_norm.to(torch.float32, copy=True)
+        if self._last_norm is None:
             return None
-        return torch.tensor(norm, dtype=torch.float32, device="cpu")
+        return torch.tensor(self._last_norm, dtype=torch.float32, device="cpu")
 
     @property
     def step_was_skipped(self) -> bool:
@@ -92,10 +75,9 @@ class ClippedOptimizer(torch.optim.Optimizer):
         torch.amp.GradScaler does not call the step then, unless the optimizer is `fused=True` or
         clips. For CUDA parameters this waits for the device.
         """
-        skipped = beneath(self)._skipped
-        if isinstance(skipped, Tensor):
-            return bool(skipped.item() != 0.0)  # not kept: a graph may be replayed
-        return skipped
+        if isinstance(self._skipped, Tensor):
+            return bool(self._skipped.item() != 0.0)  # not kept: a graph may be replayed
+        return self._skipped
 
     @property
     def norm_in_backward(self) -> bool | DistributedDataParallel:
@@ -120,16 +102,16 @@ class ClippedOptimizer(torch.optim.Optimizer):
 
         A step with another scale than the step before runs its own measuring pass.
         """
-        return beneath(self)._norm_in_backward
+        return self._norm_in_backward
 
     @norm_in_backward.setter
     def norm_in_backward(self, wanted: bool | DistributedDataParallel) -> None:
-        wanted, me = _wanted(wanted), beneath(self)
-        if me._backward_norm is not None and wanted is not me._norm_in_backward:
-            me._backward_norm.remove()
-            me._backward_norm = None
-        me._norm_in_backward = wanted
-        me._measured_in_backward()
+        wanted = _wanted(wanted)
+        if self._backward_norm is not None and wanted is not self._norm_in_backward:
+            self._backward_norm.remove()
+            self._backward_norm = None
+        self._norm_in_backward = wanted
+        self._measured_in_backward()
 
     @property
     def norm_fallbacks(self) -> dict[str, int]:
@@ -140,8 +122,7 @@ class ClippedOptimizer(torch.optim.Optimizer):
         divisor of an accumulation window became known after the last backward. "distributed": there
         are several ranks, and no model was given. "device": parameters are on CUDA.
         """
-        norm = beneath(self)._backward_norm
-        return {} if norm is None else dict(norm.fallbacks)
+        return {} if self._backward_norm is None else dict(self._backward_norm.fallbacks)
 
     def _measured_in_backward(self) -> BackwardNorm | None:
         """The hooks, if they are wanted; a copy of an optimizer sets its own when it steps."""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any
 
 from torch.optim import Optimizer
 
-__all__ = ["beneath", "unwrapped"]
-
-_Kind = TypeVar("_Kind", bound=Optimizer)
+__all__ = ["PassesOn", "unwrapped"]
 
 _LIGHTNING = ("lightning", "lightning_fabric", "pytorch_lightning")
 
@@ -45,10 +43,33 @@ def unwrapped(optimizer: Optimizer, caller: str) -> Optimizer:
     return unwrapped(inner, caller)
 
 
-def beneath(optimizer: _Kind) -> _Kind:
-    """The optimizer itself, or the one in Lightning's wrapper, whose class is a subclass of its.
+class PassesOn:
+    """An optimizer whose attributes Lightning's wrappers pass on.
 
-    Properties of the class find the wrapper in `self`, which has none of the attributes.
+    Such a wrapper's class is made of its own and the optimizer's. Class attributes and properties
+    would so find the wrapper in `self`, which has none of the optimizer's attributes. Here they are
+    replaced in that class, and cost nothing in others.
     """
-    inner = vars(optimizer).get("_optimizer")
-    return inner if inner is not None and isinstance(optimizer, type(inner)) else optimizer
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if any(base.__module__.split(".")[0] in _LIGHTNING for base in cls.__bases__):
+            for name in _ours(cls):
+                setattr(cls, name, _passed_on(name))
+
+
+def _ours(kind: type) -> set[str]:
+    """The properties of faststep's classes, and the options that are plain attributes."""
+    ours = [base for base in kind.__mro__ if base.__module__.split(".")[0] == "faststep"]
+    found = {n for base in ours for n, value in vars(base).items() if isinstance(value, property)}
+    return found | {name for name in ("max_grad_norm", "keep_grads") if hasattr(kind, name)}
+
+
+def _passed_on(name: str) -> property:
+    def get(wrapper: Any) -> Any:
+        return getattr(wrapper._optimizer, name)
+
+    def put(wrapper: Any, value: Any) -> None:
+        setattr(wrapper._optimizer, name, value)
+
+    return property(get, put)

@@ -19,7 +19,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
-from ..optim.wrapped import beneath
+from ..optim.wrapped import PassesOn
 from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
 from .group import Group
@@ -36,7 +36,7 @@ def _refuse_use(optimizer: Optimizer, *_: Any) -> None:
     )
 
 
-class ShardedOptimizer(Optimizer, JoinableSteps):
+class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
     """An optimizer whose states, and updates, are spread over the ranks; made by :func:`shard`.
 
     It has the parameter groups of the optimizer that it was made of: the same list and the same
@@ -87,10 +87,9 @@ class ShardedOptimizer(Optimizer, JoinableSteps):
     @max_grad_norm.setter
     def max_grad_norm(self, limit: float | None) -> None:
         check_limit("max_grad_norm", limit)
-        own = beneath(self)
-        if own._updates_in_backward and limit is not None:
+        if self._updates_in_backward and limit is not None:
             raise ValueError(REFUSED_CLIPPING)
-        own._max_grad_norm = None if limit is None else float(limit)
+        self._max_grad_norm = None if limit is None else float(limit)
 
     @property
     def last_grad_norm(self) -> Tensor | None:
