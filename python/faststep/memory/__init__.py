@@ -34,7 +34,7 @@ class Stats(NamedTuple):
     used: int
     """Part of it that tensors have from :func:`retain`'s heap."""
     limit: int | None
-    """The most that is kept; None: only the rules of :func:`retain` limit it."""
+    """The most that is kept, or None where only the rules of :func:`retain` limit it."""
 
 
 def retain(limit: int | None = None) -> bool:
