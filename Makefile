@@ -89,8 +89,8 @@ asan-c: ## run the C tests under AddressSanitizer and UBSan
 	+$(C_TESTS) SANITIZE=$(SANITIZE)
 
 # What they find depends on the path to an element, not on its value: a part of the cases takes all paths.
-asan-python: build-asan ## run a quarter of the tests of loops, devices and the loader under them
-	FASTSTEP_EVERY=4 $(UNDER_ASAN) ASAN_OPTIONS=detect_leaks=0 \
+asan-python: build-asan ## run an eighth of the tests of loops, devices and the loader under them
+	FASTSTEP_EVERY=8 $(UNDER_ASAN) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS) $(LOADER_TESTS)
 
 # First a program that leaks, which must be reported; some of the options cost five times the time.

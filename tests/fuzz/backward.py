@@ -143,13 +143,18 @@ def hook_call(world: World) -> None:
     world.call("ReleaseHook.__call__", hook, args)
 
 
+HOOK_ATTRIBUTES = (
+    "clips", "group", "last_norm", "measures", "plain", "plan", "square_sum", "updated",
+)  # fmt: skip
+
+
 def hook_attributes(world: World) -> None:
     if not _hooks(world):
         hook_new(world)
     if not _hooks(world):
         return
     hook = world.rng.choice(_hooks(world))[0]
-    name = world.rng.choice(("clips", "group", "plain", "updated", "plan", "otherwise"))
+    name = world.rng.choice((*HOOK_ATTRIBUTES, "otherwise"))
     change = world.rng.choice(
         (
             lambda: getattr(hook, name),
@@ -170,11 +175,7 @@ def tensor_error(world: World) -> None:
 BACKWARD = {
     "ReleaseHook": hook_new,
     "ReleaseHook.__call__": hook_call,
-    "ReleaseHook.clips": hook_attributes,
-    "ReleaseHook.group": hook_attributes,
-    "ReleaseHook.plain": hook_attributes,
-    "ReleaseHook.plan": hook_attributes,
-    "ReleaseHook.updated": hook_attributes,
+    **dict.fromkeys((f"ReleaseHook.{name}" for name in HOOK_ATTRIBUTES), hook_attributes),
     "Squares": squares_new,
     "Squares.adopt": squares_adopt,
     "Squares.check": squares_check,
