@@ -261,6 +261,14 @@ static void channels_are_split(const fst_cpu_kernels *level)
     }
 }
 
+/* How a loop reaches its elements depends on the number of states, which the first rules have from
+ * 0 to 3. All rules would take minutes under AddressSanitizer. */
+#if defined(__SANITIZE_ADDRESS__)
+enum { RULES_IN_ALL_LAYOUTS = FST_RULE_lion + 1 };
+#else
+enum { RULES_IN_ALL_LAYOUTS = FST_RULE_COUNT };
+#endif
+
 int main(void)
 {
     level_count = supported_levels(levels);
@@ -269,7 +277,7 @@ int main(void)
     levels_are_found_by_name();
     for (int rule = 0; rule < FST_RULE_COUNT; rule++) {
         all_types((fst_rule)rule);
-        for (int dtype = 0; dtype < FST_DTYPE_COUNT; dtype++) {
+        for (int dtype = 0; dtype < FST_DTYPE_COUNT && rule < RULES_IN_ALL_LAYOUTS; dtype++) {
             all_layouts_and_sizes((fst_rule)rule, (fst_dtype)dtype);
             all_settings((fst_rule)rule, (fst_dtype)dtype);
         }
