@@ -78,7 +78,7 @@ def test_the_walk_through_works(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", SOME, "tests/optim"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "python")},
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "python"), "FASTSTEP_EVERY": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -87,12 +87,18 @@ def results_of(jobs: Sequence[Job]) -> dict[str, list[Any]]:
         for rank in range(count)
     ]
     try:
-        for process in ranks:
+        for process, (_, send) in zip(ranks, pipes, strict=True):
             process.start()
+            send.close()  # the rank has its own: its end is then the end of the pipe
         answers = []
-        for receive, _ in pipes:
-            assert receive.poll(ALL_JOBS), "a rank gave no answer in time"
-            answers.append(pickle.loads(receive.recv_bytes()))
+        for rank, (receive, _) in enumerate(pipes):
+            assert receive.poll(ALL_JOBS), f"rank {rank} gave no answer in time"
+            try:
+                answers.append(pickle.loads(receive.recv_bytes()))
+            except EOFError:
+                ranks[rank].join(WAIT)
+                code = ranks[rank].exitcode
+                raise AssertionError(f"rank {rank} ended with status {code}") from None
         failures = [text for done, text in answers if not done]
         assert not failures, "\n".join(failures)
         for process in ranks:

@@ -12,6 +12,7 @@ malloc takes at a time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import os
@@ -49,8 +50,11 @@ class Usage(NamedTuple):
 
 
 def _children() -> list[int]:
-    lists = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
-    return [int(pid) for one in lists for pid in one.split()]
+    pids: list[int] = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            pids += map(int, (thread / "children").read_text().split())
+    return pids
 
 
 def _kilobytes(pid: int) -> int:
