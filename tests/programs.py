@@ -1,7 +1,8 @@
 """Programs of tests, forked from a process that has imported torch, which takes seconds.
 
 Nothing of faststep is imported there, so that a program can change torch or the environment first.
-The compiler of torch is: torch imports it in an optimizer's first step.
+The compiler of torch is: torch imports it in an optimizer's first step. What is there by then is
+frozen, or a program would look through all of it when it ends, which takes most of a second.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ import tempfile
 from pathlib import Path
 
 SERVER = r"""
-import json, os, sys, torch, torch._dynamo
+import gc, json, os, sys, torch, torch._dynamo
+
+gc.collect()
+gc.freeze()
 
 for line in sys.stdin:
     code, arguments, environment, folder = json.loads(line)

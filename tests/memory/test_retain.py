@@ -9,12 +9,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from faststep import memory
 from faststep.memory.groups import group_of
+from programs import Programs
 
 BEGIN = """
 import gc, os, resource, sys, threading, warnings
@@ -39,18 +41,19 @@ torch.set_num_threads(2)
 """
 
 
-def run(program: str, *arguments: str, **environment: str) -> str:
-    """What the program prints; a failure of it is one of the test."""
-    done = subprocess.run(
-        [sys.executable, "-c", BEGIN + program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **environment},
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+Run = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run(programs: Programs) -> Run:
+    """Runs a program and returns what it prints; a failure of it is one of the test."""
+
+    def run(program: str, *arguments: str, **environment: str) -> str:
+        done = programs.run(BEGIN + program, *arguments, **environment)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
 
 
 TRAINING = """
@@ -74,17 +77,25 @@ print(faults() - before, peak(), loss.item())
 """
 
 
+def train(*arguments: str) -> list[str]:
+    """In a new process: that of a fork begins with memory that its parent took."""
+    command = [sys.executable, "-c", BEGIN + TRAINING, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
 @pytest.mark.parametrize("gradients", ["hold", "release"])
 def test_training_takes_no_page_faults_and_no_more_memory(gradients: str) -> None:
-    plain_faults, plain_peak, plain_loss = run(TRAINING, "plain", gradients).split()
-    kept_faults, kept_peak, kept_loss = run(TRAINING, "retain", gradients).split()
+    plain_faults, plain_peak, plain_loss = train("plain", gradients)
+    kept_faults, kept_peak, kept_loss = train("retain", gradients)
     assert int(plain_faults) > (1000 if gradients == "hold" else 0)
     assert int(kept_faults) < max(int(plain_faults) / 100, 100)
     assert int(kept_peak) <= int(plain_peak) * 1.05
     assert kept_loss == plain_loss
 
 
-def test_limit_release_and_undo() -> None:
+def test_limit_release_and_undo(run: Run) -> None:
     run("""
 assert not memory.stats().retains
 early = tensor(8)
@@ -121,7 +132,7 @@ assert memory.stats().used >= 8 * MEGABYTE
 """)
 
 
-def test_sizes_around_the_least_and_what_others_do_with_the_memory() -> None:
+def test_sizes_around_the_least_and_what_others_do_with_the_memory(run: Run) -> None:
     run("""
 import numpy
 memory.retain()
@@ -151,7 +162,7 @@ assert memory.stats().used < 2 * MEGABYTE * 40
 """)
 
 
-def test_threads_free_what_others_took() -> None:
+def test_threads_free_what_others_took(run: Run) -> None:
     run("""
 import queue
 memory.retain()
@@ -179,7 +190,7 @@ assert memory.stats().used == 0 < memory.stats().kept
 """)
 
 
-def test_a_child_gets_the_tensors_and_none_of_what_is_kept() -> None:
+def test_a_child_gets_the_tensors_and_none_of_what_is_kept(run: Run) -> None:
     run("""
 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
 memory.retain()
@@ -207,7 +218,7 @@ assert (mine == 1).all() and memory.stats().kept >= 16 * MEGABYTE
 """)
 
 
-def test_loaders_use_it_with_and_without_workers() -> None:
+def test_loaders_use_it_with_and_without_workers(run: Run) -> None:
     run("""
 from torch.utils.data import TensorDataset
 class Rows(torch.utils.data.Dataset):
@@ -258,7 +269,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert [rank.wait(timeout=300) for rank in ranks] == [0, 0]
 
 
-def test_what_is_kept_goes_back_before_a_group_is_full(tmp_path: Path) -> None:
+def test_what_is_kept_goes_back_before_a_group_is_full(run: Run, tmp_path: Path) -> None:
     run(
         """
 folder = Path(sys.argv[1])
@@ -281,7 +292,7 @@ assert memory.stats().kept >= 180 * MEGABYTE  # files that the kernel can drop d
     )
 
 
-def test_what_is_kept_goes_back_before_an_allocation_fails() -> None:
+def test_what_is_kept_goes_back_before_an_allocation_fails(run: Run) -> None:
     run("""
 memory.retain()
 tensor(100)
@@ -300,7 +311,7 @@ assert all((one == 1).all() for one in some)
 """)
 
 
-def test_few_addresses() -> None:
+def test_few_addresses(run: Run) -> None:
     run("""
 size = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) * 1024
 resource.setrlimit(resource.RLIMIT_AS, (size + 300 * MEGABYTE, -1))
@@ -313,20 +324,26 @@ assert (tensor(100) == 1).all()
 
 
 @pytest.mark.parametrize(("value", "retains"), [("1", True), ("0", False), ("", False)])
-def test_the_variable(value: str, retains: bool) -> None:
+def test_the_variable(run: Run, value: str, retains: bool) -> None:
     assert run("print(memory.stats().retains)", FASTSTEP_RETAIN=value).split() == [str(retains)]
 
 
-def test_a_wrong_variable() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import faststep"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "FASTSTEP_RETAIN": "yes"},
-    )
+def test_a_wrong_variable(programs: Programs) -> None:
+    done = programs.run("import faststep", FASTSTEP_RETAIN="yes")
     assert done.returncode == 1
     assert "ImportError: FASTSTEP_RETAIN=yes: it must be 1, 0 or empty" in done.stderr
+
+
+LEFT_ALONE = """
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    assert not memory.retain()
+assert "libother.so, not glibc's" in str(told[0].message)
+assert told[0].category is RuntimeWarning
+assert "libother.so" in memory.stats().reason and not memory.stats().retains
+tensor(8)
+assert memory.stats().used == 0
+"""
 
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
@@ -337,19 +354,10 @@ def test_another_allocator_is_left_alone(tmp_path: Path) -> None:
         "void *malloc(size_t size)\n{\n    return __libc_malloc(size);\n}\n"
     )
     subprocess.run(["cc", "-shared", "-fPIC", source, "-o", library], check=True)
-    run(
-        """
-with warnings.catch_warnings(record=True) as told:
-    warnings.simplefilter("always")
-    assert not memory.retain()
-assert "libother.so, not glibc's" in str(told[0].message)
-assert told[0].category is RuntimeWarning
-assert "libother.so" in memory.stats().reason and not memory.stats().retains
-tensor(8)
-assert memory.stats().used == 0
-""",
-        LD_PRELOAD=str(library),
-    )
+    started = Programs(LD_PRELOAD=str(library))
+    done = started.run(BEGIN + LEFT_ALONE)
+    started.close()
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("limit", [1.5, "1GB", True])
