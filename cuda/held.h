@@ -101,6 +101,15 @@ FST_DEVICE void FST_T(store)(const fst_share *share, uint32_t base, const fst_de
             *FST_T(word_at)(share, base, op, n) = words[n];
 }
 
+/* A number that is rounded to a type. */
+FST_DEVICE REAL FST_T(rounded)(REAL x, int32_t dtype)
+{
+    return dtype == FST_F64    ? x
+           : dtype == FST_F32  ? (REAL)(float)x
+           : dtype == FST_BF16 ? (REAL)fst_bf16_to_f32(fst_f32_to_bf16((float)x))
+                               : (REAL)fst_f16_to_f32(fst_f32_to_f16((float)x));
+}
+
 /* Reads one element of any operand. */
 FST_DEVICE REAL FST_T(get)(const fst_share *share, const fst_device_operand *op, uint32_t element)
 {

@@ -44,13 +44,23 @@ FST_DEVICE void FST_T(apply)(FST_T(fst_held) *x, unsigned held, const FST_T(fst_
     }
 }
 
+/* The master, or the parameter where that is not the master rounded. */
+FST_DEVICE REAL FST_T(newer)(REAL master, REAL param, int32_t dtype)
+{
+    return FST_T(rounded)(master, dtype) == param ? master : param;
+}
+
 FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base,
                                     const fst_device_operand *op, const FST_T(fst_step) *step,
                                     int write_grad)
 {
     const fst_device_operand *value = &op[op[FST_OP_MASTER].data ? FST_OP_MASTER : FST_OP_PARAM];
-    fst_words words[2 + FST_MAX_STATES][2];
+    const int has_master = op[FST_OP_MASTER].data != 0;
+    fst_words words[2 + FST_MAX_STATES][2], param[2];
     FST_T(fst_held) x;
+    param[0] = param[1] = fst_words_zero();
+    if (has_master)
+        FST_T(fetch)(share, base, &op[FST_OP_PARAM], param);
     FST_T(fetch)(share, base, value, words[0]);
     FST_T(fetch)(share, base, &op[FST_OP_GRAD], words[1]);
     FST_UNROLL
@@ -60,6 +70,12 @@ FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base,
             FST_T(fetch)(share, base, &op[FST_OP_STATE + k], words[2 + k]);
     }
     FST_T(widen)(words[0], value->dtype, x.p);
+    if (has_master) {
+        FST_T(widen)(param, op[FST_OP_PARAM].dtype, x.g);
+        FST_UNROLL
+        for (unsigned q = 0; q < HELD; q++)
+            x.p[q] = FST_T(newer)(x.p[q], x.g[q], op[FST_OP_PARAM].dtype);
+    }
     FST_T(widen)(words[1], op[FST_OP_GRAD].dtype, x.g);
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
@@ -73,7 +89,7 @@ FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base,
         if (op[FST_OP_STATE + k].data)
             FST_T(store)(share, base, &op[FST_OP_STATE + k], x.state[k]);
     FST_T(store)(share, base, value, x.p);
-    if (op[FST_OP_MASTER].data)
+    if (has_master)
         FST_T(store)(share, base, &op[FST_OP_PARAM], x.p);
     if (op[FST_OP_COPY].data)
         FST_T(store)(share, base, &op[FST_OP_COPY], x.p);
@@ -86,6 +102,9 @@ FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
     const fst_device_operand *value = &op[op[FST_OP_MASTER].data ? FST_OP_MASTER : FST_OP_PARAM];
     FST_T(fst_held) x;
     x.p[0] = FST_T(get)(share, value, element);
+    if (op[FST_OP_MASTER].data)
+        x.p[0] = FST_T(newer)(x.p[0], FST_T(get)(share, &op[FST_OP_PARAM], element),
+                              op[FST_OP_PARAM].dtype);
     x.g[0] = FST_T(get)(share, &op[FST_OP_GRAD], element);
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)

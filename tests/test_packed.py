@@ -99,7 +99,9 @@ def kinds(code: Code, pattern: re.Pattern[str]) -> set[str]:
 def is_packed(body: Code, register: str) -> bool:
     """It computes on whole registers, stores several results at once, and does nothing by ones."""
     whole = [line for line in body if register in line[2] or "pd2ps" in line[1]]
-    stores = [to for _, name, to in body if STORE.match(name) and re.search(r"%[xyz]mm.*\)$", to)]
+    stores = [
+        to for _, name, to in body if STORE.match(name) and re.search(r"%[xyz]mm.*\)({%k\d})?$", to)
+    ]
     return bool(
         stores and kinds(whole, re.compile(f"{PACKED.pattern}|{PACKED_BITS.pattern}"))
     ) and (not kinds(body, SCALAR))

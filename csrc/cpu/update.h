@@ -78,6 +78,26 @@ static void FST_T(update_plain)(const fst_operand *op, int64_t begin, size_t cou
     }
 }
 
+/* p = round(p) == now ? p : now */
+__attribute__((noinline)) static void FST_T(fst_loop_follow)(size_t n, REAL *restrict p,
+                                                             const REAL *restrict rounded,
+                                                             const REAL *restrict now)
+{
+    for (size_t i = 0; i < n; i++)
+        p[i] = rounded[i] == now[i] ? p[i] : now[i];
+}
+
+/* Takes over the elements of a parameter that are not the master's rounded. */
+static void FST_T(follow)(const fst_operand *param, REAL *p, int64_t at, size_t n)
+{
+    char raw[STRIP * sizeof(double)] ALIGNED;
+    REAL scratch[2][STRIP] ALIGNED;
+    const fst_operand narrow = {.data = raw, .dtype = param->dtype};
+    FST_T(store)(&narrow, p, 0, n);
+    FST_T(fst_loop_follow)(n, p, FST_T(load)(&narrow, scratch[0], 0, n),
+                           FST_T(load)(param, scratch[1], at, n));
+}
+
 static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
                           const fst_update_args *args, double inv_scale, int write_grad)
 {
@@ -101,6 +121,8 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
         }
         REAL *p = FST_T(load)(value, scratch[FST_OP_PARAM], at, n);
         REAL *g = FST_T(load)(&op[FST_OP_GRAD], scratch[FST_OP_GRAD], at, n);
+        if (value != &op[FST_OP_PARAM])
+            FST_T(follow)(&op[FST_OP_PARAM], p, at, n);
         if (write_grad) {
             FST_T(fst_loop_scale)(n, g, (REAL)inv_scale);
             FST_T(fst_loop_scale)(n, g, (REAL)args->clip_coefficient);

@@ -41,7 +41,9 @@ class Plan:
         self,
         param_lists: list[list[Tensor]],
         groups: Sequence[
-            tuple[int, tuple[str, ...], bool, tuple[float, ...], bool, dict[int, Tensor] | None]
+            tuple[
+                int, tuple[str, ...], bool, tuple[float, ...], bool, dict[int, Tensor] | None, bool
+            ]
         ],
         state: dict[Tensor, dict[str, Any]],
         fresh: list[tuple[int, int]] | None,

@@ -38,6 +38,17 @@ static inline double power(double base, double exponent)
 
 #include "reference_rules.h"
 
+/* What the rule begins with: the master, unless the parameter was written since. */
+static inline double value_of(const fst_operand *op, int64_t i, const update_case *c)
+{
+    if (!op[FST_OP_MASTER].data)
+        return R(get(&op[FST_OP_PARAM], i));
+    const double master = R(get(&op[FST_OP_MASTER], i)), now = R(get(&op[FST_OP_PARAM], i));
+    double rounded;
+    store_value(&rounded, op[FST_OP_PARAM].dtype, master);
+    return R(load_value(&rounded, op[FST_OP_PARAM].dtype)) == now ? master : now;
+}
+
 /* What fst_cpu_kernels.update is meant to do, one element after another. */
 static inline void expected_update(const fst_operand *op, int64_t begin, int64_t count,
                                    const update_case *c)
@@ -47,7 +58,7 @@ static inline void expected_update(const fst_operand *op, int64_t begin, int64_t
         double s[FST_MAX_STATES] = {0.0};
         for (unsigned k = 0; k < fst_rule_states(c->rule); k++)
             s[k] = R(get(&op[FST_OP_STATE + k], i));
-        double p = R(get(value, i)), g = R(R(get(&op[FST_OP_GRAD], i)) * R(c->inv_scale));
+        double p = value_of(op, i, c), g = R(R(get(&op[FST_OP_GRAD], i)) * R(c->inv_scale));
         g = R(g * R(c->clip));
         if (c->write_grad)
             set(&op[FST_OP_GRAD], i, g);

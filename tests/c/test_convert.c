@@ -136,13 +136,13 @@ static void floats_round_to_nearest(const format *f)
     CHECK(right);
 }
 
-/* Through the loops: plain descent at rate 0 leaves the master as it is and rounds it twice. */
+/* Through the loops: plain descent at rate 0 leaves the parameter as it is, and rounds the copy. */
 static void loops_narrow_alike(const fst_cpu_kernels *kernels)
 {
     enum { DISTANCES = 5, COUNT = FORMATS * 0x10000 * 2 * DISTANCES };
     const double hyper[FST_MAX_HYPER] = {0.0};
     fst_update_args args = {.clip_coefficient = 1.0, .sign = 1.0, .rule = FST_RULE_sgd};
-    array *master = array_new(FST_F32, FLAT, COUNT), *grad = array_new(FST_F32, FLAT, COUNT);
+    array *whole = array_new(FST_F32, FLAT, COUNT), *grad = array_new(FST_F32, FLAT, COUNT);
     array *narrow[FORMATS];
     fst_operand op[FST_OP_COUNT] = {{NULL, NULL, FST_F32}};
     int64_t at = 0;
@@ -154,26 +154,26 @@ static void loops_narrow_alike(const fst_cpu_kernels *kernels)
             for (int middle = 0; middle < 2; middle++)
                 for (int d = 0; d < DISTANCES; d++) {
                     const uint32_t bits = around(&formats[k], half, middle, d - 2);
-                    memcpy(element_at(&master->op, at++), &bits, sizeof bits);
+                    memcpy(element_at(&whole->op, at++), &bits, sizeof bits);
                 }
     }
     CHECK_INT(at, COUNT);
-    op[FST_OP_MASTER] = master->op;
+    op[FST_OP_PARAM] = whole->op;
     op[FST_OP_GRAD] = grad->op;
-    op[FST_OP_PARAM] = narrow[0]->op;
-    op[FST_OP_COPY] = narrow[1]->op;
-    kernels->update(op, 0, COUNT, &args, 1.0, 0);
-    for (size_t k = 0; k < FORMATS; k++)
+    for (size_t k = 0; k < FORMATS; k++) {
+        op[FST_OP_COPY] = narrow[k]->op;
+        kernels->update(op, 0, COUNT, &args, 1.0, 0);
         for (at = 0; at < COUNT; at++) {
-            const float value = (float)get(&master->op, at);
+            const float value = (float)get(&whole->op, at);
             uint16_t got, want = formats[k].narrow(value);
             memcpy(&got, element_at(&narrow[k]->op, at), sizeof got);
             wrong += got != want && !(isnan(value) && (got & 0x7FFF) == formats[k].nan);
         }
+    }
     CHECK_INT(wrong, 0);
     for (size_t k = 0; k < FORMATS; k++)
         array_free(narrow[k]);
-    array_free(master);
+    array_free(whole);
     array_free(grad);
 }
 

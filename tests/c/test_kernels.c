@@ -23,6 +23,10 @@ static void make(const shape *what, array *operand[FST_OP_COUNT])
         operand[k] = array_new((fst_dtype)what->dtype[k], what->how[k], what->total);
         array_fill(operand[k], k > FST_OP_STATE ? random_positive : random_value);
     }
+    if (operand[FST_OP_MASTER]) /* every third element of the parameter was written since */
+        for (int64_t i = 0; i < what->total; i++)
+            if (i % 3)
+                set(&operand[FST_OP_PARAM]->op, i, get(&operand[FST_OP_MASTER]->op, i));
 }
 
 static void copy(array *const from[FST_OP_COUNT], array *to[FST_OP_COUNT],

@@ -85,8 +85,13 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
     for (unsigned i = 0; i < fst_rule_states(rule); i++)
         add_operand(m, p, FST_OP_STATE + (int)i, k->state_dtype, k->how,
                     i ? random_positive : random_value);
-    if (k->master >= 0)
+    if (k->master >= 0) {
         add_operand(m, p, FST_OP_MASTER, (fst_dtype)k->master, k->how, random_value);
+        const fst_operand *of = &m->arrays[p->array[FST_OP_MASTER]]->op;
+        for (int64_t i = 0; i < count; i++) /* a third was written since the last step */
+            if (i % 3)
+                set(&m->arrays[p->array[FST_OP_PARAM]]->op, i, get(of, i));
+    }
     if (k->copy >= 0)
         add_operand(m, p, FST_OP_COPY, (fst_dtype)k->copy, k->how, random_value);
 }

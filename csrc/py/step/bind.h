@@ -59,7 +59,7 @@ int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *
  * missing, FST_UNSETTLED if one may be divided in another way than the parameter, -1 with a Python
  * error. */
 enum { FST_UNSETTLED = 2 };
-int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
+int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype of_param,
                     fst_operand *ops, fst_counter *counter);
 
 #endif

@@ -1,18 +1,18 @@
 /* Parses the parameter groups of a step. */
 #include "py/step/step_plan.h"
 
-/* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None).
- */
+/* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
+ * has masters). */
 static int parse_group(PyObject *spec, fst_group *group)
 {
     PyObject *keys, *hyper, *lr; /* borrowed from the tuple, which the caller holds */
-    int rule, has_step, maximize;
+    int rule, has_step, maximize, has_master = 0;
     if (!PyTuple_Check(spec)) {
         PyErr_SetString(PyExc_TypeError, "expected a tuple per group");
         return -1;
     }
-    if (!PyArg_ParseTuple(spec, "iO!pO!pO", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type,
-                          &hyper, &maximize, &lr))
+    if (!PyArg_ParseTuple(spec, "iO!pO!pO|p", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type,
+                          &hyper, &maximize, &lr, &has_master))
         return -1;
     if (rule < 0 || rule >= FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
@@ -22,10 +22,14 @@ static int parse_group(PyObject *spec, fst_group *group)
         PyErr_SetString(PyExc_TypeError, "expected lr per device, or None");
         return -1;
     }
-    *group = (fst_group){
-        .rule = (fst_rule)rule, .keys = keys, .has_step = has_step, .maximize = maximize, .lr = lr};
+    *group = (fst_group){.rule = (fst_rule)rule,
+                         .keys = keys,
+                         .has_step = has_step,
+                         .maximize = maximize,
+                         .has_master = has_master,
+                         .lr = lr};
     group->key_count = (unsigned)PyTuple_Size(keys);
-    if (group->key_count != fst_rule_states(group->rule) + (unsigned)has_step ||
+    if (group->key_count != fst_rule_states(group->rule) + (unsigned)(has_step + has_master) ||
         (size_t)PyTuple_Size(hyper) != fst_rule_hyper_count(group->rule)) {
         PyErr_Format(PyExc_ValueError, "rule %s takes %u states and %u hyper-parameters",
                      fst_rule_name(group->rule), fst_rule_states(group->rule),

@@ -170,6 +170,7 @@ static PyObject *find_state(fst_binding *at, PyObject *state, Py_ssize_t *positi
 static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *view,
                         fst_dtype dtype, int bad, fst_problem *problem, char role[64])
 {
+    const int has_master = at->self->groups[at->group].has_master;
     PyObject *bytes = PyUnicode_AsUTF8String(name);
     if (!bytes)
         return -1;
@@ -178,8 +179,9 @@ static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *v
     if (!bad && view->dtype == dtype)
         return 0;
     if (!bad)
-        fst_problem_set(problem, "dtype", "has dtype %s, not %s as the parameter has",
-                        fst_dtype_name(view->dtype), fst_dtype_name(dtype));
+        fst_problem_set(problem, "dtype", "has dtype %s, not %s as the parameter%s has",
+                        fst_dtype_name(view->dtype), fst_dtype_name(dtype),
+                        has_master ? " or its master" : "");
     return fst_bind_problem(at, role, problem);
 }
 
@@ -193,11 +195,22 @@ static int is_settled(const fst_binding *at, unsigned k, PyObject *param, PyObje
                                      state);
 }
 
-int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
+/* The operand that a state is. */
+static unsigned operand_of(const fst_group *group, unsigned k)
+{
+    if (group->has_master && k + 1 == group->key_count)
+        return FST_OP_MASTER;
+    return FST_OP_STATE + k - (unsigned)group->has_step;
+}
+
+int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype of_param,
                     fst_operand *ops, fst_counter *counter)
 {
     const fst_group *group = &at->self->groups[at->group];
-    if (group->key_count == 0)
+    const int is_low = of_param == FST_BF16 || of_param == FST_F16;
+    const fst_dtype dtype = group->has_master && is_low ? FST_F32 : of_param;
+    const unsigned key_count = group->key_count - (unsigned)(group->has_master && !is_low);
+    if (key_count == 0)
         return 1;
     PyObject *state = state_of(at, param, object), *key;
     Py_ssize_t position = 0;
@@ -205,8 +218,8 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         return PyErr_Occurred() ? -1 : 0;
     param->dict = state;
     if (at->trace)
-        fst_trace_dict(at->trace, state, param->state_at);
-    for (unsigned k = 0; k < group->key_count; k++) {
+        fst_trace_dict(at->trace, state, param->state_at, key_count);
+    for (unsigned k = 0; k < key_count; k++) {
         PyObject *wanted = PyTuple_GetItem(group->keys, k);
         PyObject *whole = find_state(at, state, &position, wanted, &key), *value = whole;
         fst_view view;
@@ -231,13 +244,12 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
              !fst_param_is_packed_in(param, &view)) &&
             refuse_state(at, wanted, &view, dtype, bad, &problem, role))
             return -1;
-        const unsigned slot = k - (unsigned)group->has_step;
+        fst_operand *op = &ops[operand_of(group, k)];
         fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, &view);
-        if (fst_bind_operand(at, param, role, &view, 1, &ops[FST_OP_STATE + slot]) ||
-            note_written(at, value, whole))
+        if (fst_bind_operand(at, param, role, &view, 1, op) || note_written(at, value, whole))
             return -1;
         trace_state(at, param, k, key, whole, value, &view);
-        if (ops[FST_OP_STATE + slot].layout)
+        if (op->layout)
             at->self->traceable = 0;
     }
     return 1;

@@ -13,11 +13,13 @@
 /* A parameter group of one step, parsed from a tuple. */
 typedef struct {
     fst_rule rule;
-    PyObject *keys;  /* owned: names of the states, "step" first where has_step */
+    PyObject *keys;  /* owned: names of the states, "step" first where has_step, and last that of
+                        the master where has_master */
     PyObject *lr;    /* owned: {device: hyper-parameter 0 as a tensor in its memory}, or None */
     Py_ssize_t size; /* parameters, when the step began */
     unsigned key_count;
     int has_step, maximize;
+    int has_master; /* bf16 and fp16 parameters have an fp32 master, and fp32 states */
     double hyper[FST_MAX_HYPER];
 } fst_group;
 

@@ -100,8 +100,9 @@ void fst_trace_idle(const fst_record_layout *layout, fst_step_plan *self, size_t
         };
 }
 
-void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at)
+void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at, unsigned key_count)
 {
+    trace->key_count = (uint8_t)key_count;
     trace->dict = dict;
     trace->entries = entries_of(dict);
     trace->state_at = state_at;
@@ -172,7 +173,7 @@ static int same_groups(const fst_step_plan *self, PyObject *param_lists)
 /* Whether the parameter has the same states in the same dictionary. Adds their records to the
  * hash. */
 static int same_states(const fst_module *module, const fst_step_plan *self, const fst_trace *trace,
-                       PyObject *object, PyObject *state, unsigned key_count, uint64_t *hash)
+                       PyObject *object, PyObject *state, uint64_t *hash)
 {
     const fst_record_layout *layout = &module->records;
     const fst_traced_state *states = self->traced_states + trace->states;
@@ -182,7 +183,7 @@ static int same_states(const fst_module *module, const fst_step_plan *self, cons
     if (!PyDict_Next(state, &position, &key, &value) || key != object || value != trace->dict)
         return 0;
     position = 0;
-    for (unsigned k = 0; k < key_count; k++) {
+    for (unsigned k = 0; k < trace->key_count; k++) {
         const fst_tensor_record *was = &states[k].value;
         if (!PyDict_Next(trace->dict, &position, &key, &value) || key != states[k].key)
             return 0;
@@ -213,7 +214,7 @@ static int same_grad(const fst_record_layout *layout, fst_step_plan *self, fst_t
 
 /* A gradient's Python object is not read, as it may be gone; that of a DTensor has to be. */
 static int same_param(fst_module *module, fst_step_plan *self, fst_trace *trace, PyObject *object,
-                      PyObject *state, unsigned key_count)
+                      PyObject *state)
 {
     const fst_record_layout *layout = &module->records;
     const void *impl = trace->param.impl;
@@ -227,7 +228,7 @@ static int same_param(fst_module *module, fst_step_plan *self, fst_trace *trace,
     if (!trace->has_grad)
         return fst_record_grad(layout, impl) == trace->grad.impl;
     fst_record_add(layout, impl, &hash);
-    if (key_count && !same_states(module, self, trace, object, state, key_count, &hash))
+    if (trace->key_count && !same_states(module, self, trace, object, state, &hash))
         return 0;
     return hash == trace->hash &&
            same_grad(layout, self, trace,
@@ -280,7 +281,7 @@ static int same_params(fst_module *module, fst_step_plan *self, PyObject *params
     const Py_ssize_t count = PyList_Size(params);
     for (Py_ssize_t i = 0; i < count; i++, trace++) {
         fetch(&module->records, self, trace, (size_t)(count - i), key_count);
-        if (!same_param(module, self, trace, PyList_GetItem(params, i), state, key_count))
+        if (!same_param(module, self, trace, PyList_GetItem(params, i), state))
             return 0;
     }
     return 1;

@@ -26,6 +26,7 @@ struct fst_trace {
     int32_t span;        /* -1: it has no elements */
     int16_t part;
     uint8_t has_grad;
+    uint8_t key_count;  /* states */
     uint8_t is_dtensor; /* `param` and `grad` are its local tensors; see fst_traced_dtensors */
     uint8_t pinned;     /* its states are pinned, so their records live as long as the pins */
 };
@@ -50,7 +51,7 @@ fst_trace *fst_trace_param(const fst_record_layout *layout, fst_step_plan *self,
                            const fst_view *grad_view);
 void fst_trace_idle(const fst_record_layout *layout, fst_step_plan *self, size_t index,
                     PyObject *object);
-void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at);
+void fst_trace_dict(fst_trace *trace, PyObject *dict, Py_ssize_t state_at, unsigned key_count);
 void fst_trace_state(const fst_record_layout *layout, fst_step_plan *self, fst_trace *trace,
                      const PyObject *key, PyObject *value, const fst_view *view, int pinned);
 

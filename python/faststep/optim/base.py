@@ -23,6 +23,7 @@ from ..grads.params import described, params_of
 from .by_torch import step_by_torch, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_part
 from .clipping import ClippedOptimizer
+from .masters import refuse_masters, with_master
 from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper
 from .work import StaleSquaresError, Work
@@ -70,6 +71,7 @@ class FusedOptimizer(ClippedOptimizer):
     _stepper: Stepper | None = None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
     _is_asked_to_unscale: bool = False
+    _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
     _norm_is_whole: bool = False  # no wrapper has the rest: known from the first clipped step
     _has_shards: bool | None = None  # of FSDP1: known from the first step that measures
 
@@ -261,6 +263,8 @@ class FusedOptimizer(ClippedOptimizer):
 
     def _step_by_torch(self, request: StepRequest) -> StepAnswer:
         """The step by operators of torch."""
+        if self._keeps_masters:
+            refuse_masters(self)
         for group in self.param_groups:
             self._refuse_differentiable(group)
         if self._backward_norm is not None:
@@ -282,7 +286,8 @@ class FusedOptimizer(ClippedOptimizer):
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
         self._refuse_differentiable(group)
-        return self._rule_of(group)
+        rule = self._rule_of(group)
+        return with_master(rule) if self._keeps_masters else rule
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
         """The error for a tensor that cannot be used: torch's own where it has one."""

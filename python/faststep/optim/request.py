@@ -76,3 +76,4 @@ class Rule(NamedTuple):
     hyper: tuple[float, ...]  # in the order of FST_..._HYPER in the rule's header, lr first
     maximize: bool
     lr: dict[int, Tensor] | None = None  # per CUDA device: read there instead of from `hyper`
+    has_master: bool = False  # `state_keys` end with that of the masters; see masters.py

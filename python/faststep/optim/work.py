@@ -19,6 +19,7 @@ from .._devices import Scalars
 from .._torch.dtensor import any_dtensor
 from .._torch.optim import is_capturing
 from ..grads.shards import LayoutError, align, align_states, wait_for
+from .masters import begin_state, keys_for, own_keys
 from .request import Rule, StepRequest
 
 if TYPE_CHECKING:
@@ -180,19 +181,19 @@ class Work:
             raise MissingStateError
         optimizer, before = self.optimizer, self._new or []
         for which, index in missing:
-            keys = rules[which].state_keys
+            keys = keys_for(rules[which], self.params[which][index])
             if (which, index) in before:  # it is there, but None
                 state = optimizer.state[self.params[which][index]]
                 key = next(key for key in keys if state.get(key) is None)
                 place = self.place(which, index)
                 raise _C.TensorError(*place, f"state '{key}'", "value", "is None")
         for which, index in missing:
-            optimizer._refuse_half_state(*self.place(which, index), rules[which].state_keys)
+            optimizer._refuse_half_state(*self.place(which, index), own_keys(rules[which]))
         self._new = sorted([*before, *missing])  # the first may have been dropped meanwhile
         with torch.no_grad():
             for which, index in missing:
                 group = optimizer.param_groups[self.place(which, index)[0]]
-                optimizer._new_state(group, self.params[which][index])
+                begin_state(optimizer, group, rules[which], self.params[which][index])
 
     def _align(self, plan: _C.Plan, places: list[Place], rules: list[Rule]) -> None:
         """Divide gradients and states among the ranks as their parameters are."""

@@ -26,6 +26,7 @@ def shard(
     bucket_mb: float = 25,
     gather: Literal["step", "forward"] = "step",
     update: Literal["step", "backward"] = "step",
+    master_weights: bool = False,
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
 ) -> ShardedOptimizer:
@@ -68,6 +69,11 @@ def shard(
             as soon as its gradients are reduced, while backward goes on, and `step` only ends the
             step. Clipping and GradScalers, which need all gradients first, raise an error; stages 1
             and 2. Default: "step".
+        master_weights: keep fp32 masters, and fp32 states, of the bf16 and fp16 parameters that a
+            rank owns. The step updates the masters, and parameters are these, rounded to the
+            nearest. Parameters of other dtypes have none. `state_dict()` has the masters as
+            "master_weights"; without them in a state dict they begin as the parameters; stages 1
+            and 2. Default: False.
         max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
             of the optimizer, if it has one.
         blocks: modules that stage 3 shards one by one, before the rest of the model. Default: None,
@@ -98,6 +104,11 @@ def shard(
             "replicate_group is for stages 1 and 2: for stage 3 call fully_shard with a mesh of "
             "two dimensions, and use an optimizer of faststep.optim"
         )
+    if stage == 3 and master_weights:
+        raise ValueError(
+            "master_weights is for stages 1 and 2: for stage 3 keep the parameters in fp32, and "
+            "call fully_shard with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+        )
     if stage != 3 and blocks is not None:
         raise ValueError("blocks are for stage 3")
     if not bucket_mb > 0:
@@ -114,5 +125,5 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, update, gather)
+    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, update, gather, bool(master_weights))
     return build(model, optimizer, asked, process_group, replicate_group, blocks)

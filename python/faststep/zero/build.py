@@ -38,11 +38,13 @@ class Options(NamedTuple):
     max_grad_norm: float | None
     update: str
     gather: str
+    master_weights: bool
 
     def __str__(self) -> str:
         return (
             f"stage {self.stage}, bucket_mb {self.bucket_bytes / 2**20}, max_grad_norm "
-            f"{self.max_grad_norm}, update {self.update!r}, gather {self.gather!r}"
+            f"{self.max_grad_norm}, update {self.update!r}, gather {self.gather!r}, "
+            f"master_weights {self.master_weights}"
         )
 
 
@@ -72,7 +74,7 @@ def build(
     named = _named(model, optimizer)
     group = group_of(process_group, replicate_group)
     if group is None:
-        fused = _fused(kind, optimizer)
+        fused = _fused(kind, optimizer, asked.master_weights)
         return ShardedOptimizer(optimizer, fused, None, max_grad_norm, None, in_backward)
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
     _check_alike(group, model, optimizer, str(asked) + wrapped)
@@ -90,7 +92,7 @@ def build(
         check_wrapped(wrapper, {id(param) for _, param in named})
     engine = Engine(
         kind, optimizer.param_groups, named, group.alone(), stage, asked.bucket_bytes, wrapper,
-        in_backward, asked.gather == "forward",
+        in_backward, asked.gather == "forward", asked.master_weights,
     )  # fmt: skip
     if asked.gather == "forward":
         engine.wait_in_forward(model)
@@ -123,14 +125,15 @@ def _refuse_options(optimizer: Optimizer, asked: Options) -> None:
             raise TypeError(f"shard() does not support an optimizer with {option}=")
 
 
-def _fused(kind: Kind, optimizer: Optimizer) -> FusedOptimizer:
+def _fused(kind: Kind, optimizer: Optimizer, keeps_masters: bool = False) -> FusedOptimizer:
     """The fused optimizer itself, with the groups and states of the one that it replaces."""
     first = optimizer.param_groups[0]
     options = {key: value for key, value in first.items() if key not in ("params", "param_names")}
     fused = kind([{**options, "params": first["params"]}])
     fused.param_groups = optimizer.param_groups
     fused.defaults = optimizer.defaults
-    fused.state = whole_states(optimizer.state)
+    fused.state = whole_states(optimizer.state, keeps_masters)
+    fused._keeps_masters = keeps_masters
     return fused
 
 

@@ -44,6 +44,7 @@ class Engine:
         wrapper: the DistributedDataParallel around the model, if there is one.
         updates_in_backward: update each bucket when its gradients are reduced.
         gathers_in_forward: forward waits for parameters one by one.
+        keeps_masters: low-precision parameters have fp32 masters.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Engine:
         wrapper: DistributedDataParallel | None = None,
         updates_in_backward: bool = False,
         gathers_in_forward: bool = False,
+        keeps_masters: bool = False,
     ) -> None:
         self.group = group
         self._groups = groups
@@ -86,7 +88,7 @@ class Engine:
         by_param = {id(slot.param): slot for slot in self.slots}
         grouped = [[by_param[id(p)] for p in g["params"] if id(p) in by_param] for g in groups]
         self._in_groups = [slot for members in grouped for slot in members]
-        self.owned = Owned(kind, groups, grouped)
+        self.owned = Owned(kind, groups, grouped, keeps_masters)
         self._sums = ChunkSums(self._in_groups, group)
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"

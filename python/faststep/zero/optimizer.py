@@ -18,6 +18,7 @@ from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit
+from ..optim.masters import note_stateless
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
 from ..optim.wrapped import PassesOn
 from .checkpoint import drop_missing, load_states, states_for
@@ -25,6 +26,7 @@ from .engine import Engine
 from .group import Group
 from .in_backward import REFUSED_CLIPPING, refuse_request
 from .join import JoinableSteps
+from .wide import loading_wide
 
 __all__ = ["ShardedOptimizer"]
 
@@ -267,6 +269,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         on every rank instead, without gathering. It saves and loads that at any number of ranks.
         """
         if self._engine is None:
+            note_stateless(self._owned)
             return super().state_dict()
         self.wait()
         self._engine.follow_moves()
@@ -291,14 +294,16 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         """
         groups, mine = self.param_groups, self.state
         if self._engine is None:
-            super().load_state_dict(state_dict)
+            with loading_wide(self, self._owned._keeps_masters):
+                super().load_state_dict(state_dict)
             self._owned.state = self.state
         else:
             self.wait()
             self._engine.follow_moves()
             self.state = defaultdict(dict)
             try:
-                super().load_state_dict(state_dict)
+                with loading_wide(self, self._owned._keeps_masters):
+                    super().load_state_dict(state_dict)
                 drop_missing(self.state)
                 self._complete_loaded()
                 load_states(self._engine, self.state)

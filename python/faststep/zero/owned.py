@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .. import _C, optim
 from .._devices import HOST, Scalars
 from ..optim.base import FusedOptimizer
+from ..optim.masters import begin_state, keys_for
 from ..optim.request import Rule, StepRequest
 from ..optim.step import Stepper
 from ..optim.work import Phase, Work
@@ -86,15 +87,23 @@ class Owned:
         kind: the optimizer's class.
         groups: the script's parameter groups.
         slots: per group, those of its parameters that are sharded.
+        keeps_masters: low-precision pieces have fp32 masters.
     """
 
-    def __init__(self, kind: Kind, groups: list[dict[str, Any]], slots: list[list[Slot]]) -> None:
+    def __init__(
+        self,
+        kind: Kind,
+        groups: list[dict[str, Any]],
+        slots: list[list[Slot]],
+        keeps_masters: bool = False,
+    ) -> None:
         self._groups = groups
         made = []
         for group, members in zip(groups, slots, strict=True):
             pieces = [piece for slot in members for piece, _ in slot.pieces]
             made.append({**_options(group), "params": pieces})
         self.optimizer = kind(made)
+        self.optimizer._keeps_masters = keeps_masters
         for group, members in zip(self.optimizer.param_groups, slots, strict=True):
             group["param_names"] = [slot.name for slot in members for _ in slot.pieces]
         self._names = [group["param_names"] for group in self.optimizer.param_groups]
@@ -108,11 +117,7 @@ class Owned:
     def _keys_of(self, param: Tensor) -> tuple[str, ...] | None:
         """The names of the states of a parameter that is sharded; None for another tensor."""
         number = self._group_of.get(id(param))
-        return None if number is None else self.state_keys(number)
-
-    def state_keys(self, number: int) -> tuple[str, ...]:
-        """The names of the states of a group's parameters."""
-        return self.take_options()[number].state_keys
+        return None if number is None else keys_for(self.take_options()[number], param)
 
     def has_states(self, slot: Slot) -> bool:
         """Whether the class keeps states of a parameter."""
@@ -125,9 +130,9 @@ class Owned:
         kept, optimizer.state = optimizer.state, defaultdict(dict)
         try:
             for group, rule in zip(optimizer.param_groups, rules, strict=True):
-                if rule.state_keys:
-                    for piece in group["params"]:
-                        optimizer._new_state(group, piece)
+                for piece in group["params"]:
+                    if keys_for(rule, piece):
+                        begin_state(optimizer, group, rule, piece)
             return dict(optimizer.state)
         finally:
             optimizer.state = kept

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..optim.masters import fitting
 from .engine import Engine
 from .sliced import SlicedState
 from .slots import Slot
@@ -16,9 +17,13 @@ from .slots import Slot
 __all__ = ["cut_states", "in_order_of_memory", "problem_of", "whole_states"]
 
 
-def whole_states(states: Mapping[Tensor, dict[str, Any]]) -> defaultdict[Tensor, dict[str, Any]]:
+def whole_states(
+    states: Mapping[Tensor, dict[str, Any]], keeps_masters: bool = False
+) -> defaultdict[Tensor, dict[str, Any]]:
     """The states of another optimizer, as one that begins with them."""
-    return defaultdict(dict, {param: dict(state) for param, state in states.items()})
+    return defaultdict(
+        dict, {param: fitting(state, param, keeps_masters) for param, state in states.items()}
+    )
 
 
 def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
@@ -46,8 +51,9 @@ def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
 def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     """Give this rank's optimizer its part of the states of whole parameters."""
     cut: dict[Tensor, dict[str, Any]] = {}
+    keeps_masters = engine.owned.optimizer._keeps_masters
     for slot in engine.slots:
-        whole = states.get(slot.param)
+        whole = fitting(states.get(slot.param, {}), slot.param, keeps_masters)
         if not whole:
             continue
         for number, ((piece, _), begin) in enumerate(zip(slot.pieces, slot.begins, strict=True)):

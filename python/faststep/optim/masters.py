@@ -1,0 +1,126 @@
+"""fp32 masters of bf16 and fp16 parameters.
+
+The rule updates a master, which is a state of the parameter, and the parameter receives it rounded
+to the nearest. The other states are fp32 too. Where a parameter is not its master rounded, because
+a script has written it, the step begins with the parameter.
+
+faststep.zero.shard is the only user.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..grads.params import params_of
+from .request import Rule
+from .zeros import SMALL
+
+if TYPE_CHECKING:
+    from .base import FusedOptimizer
+
+__all__ = [
+    "MASTER",
+    "begin_state",
+    "fitting",
+    "has_master",
+    "keys_for",
+    "note_stateless",
+    "own_keys",
+    "refuse_masters",
+    "with_master",
+]
+
+MASTER = "master_weights"
+
+
+def has_master(param: Tensor) -> bool:
+    """Whether a parameter has one where an optimizer keeps them."""
+    return param.dtype in (torch.bfloat16, torch.float16)
+
+
+@functools.cache
+def _with_master(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The same tuple each time, by which C recognizes a step."""
+    return (*keys, MASTER)
+
+
+def with_master(rule: Rule) -> Rule:
+    """The rule with masters."""
+    return rule._replace(state_keys=_with_master(rule.state_keys), has_master=True)
+
+
+def own_keys(rule: Rule) -> tuple[str, ...]:
+    """The names of the rule's states, without that of the masters."""
+    return rule.state_keys[:-1] if rule.has_master else rule.state_keys
+
+
+def keys_for(rule: Rule, param: Tensor) -> tuple[str, ...]:
+    """The names of the states of a parameter."""
+    return rule.state_keys if has_master(param) else own_keys(rule)
+
+
+def begin_state(
+    optimizer: FusedOptimizer, group: dict[str, Any], rule: Rule, param: Tensor
+) -> None:
+    """Create the missing entries of `optimizer.state[param]`, with a master if it has one."""
+    if not rule.has_master or not has_master(param):
+        optimizer._new_state(group, param)
+        return
+    state = optimizer.state[param]
+    master = state.get(MASTER)
+    if master is None:
+        master = param.detach().to(torch.float32, copy=True)
+        if master.nbytes <= SMALL:
+            master = optimizer._zeros.like(master).copy_(master)
+    made = {}
+    if any(state.get(key) is None for key in own_keys(rule)):
+        try:  # those of an fp32 parameter
+            optimizer._new_state(group, master)
+            made = optimizer.state[master]
+        finally:
+            optimizer.state.pop(master, None)
+        made = {key: value for key, value in made.items() if state.get(key) is None}
+    elif rule.has_step:
+        optimizer._new_state(group, param)  # moves a counter to the parameter's device
+    state.pop(MASTER, None)
+    state.update(made)
+    state[MASTER] = master  # last, as in the rule's names
+
+
+def note_stateless(optimizer: FusedOptimizer) -> None:
+    """Give parameters that need no state an empty one, beside others that have masters.
+
+    torch.distributed.checkpoint loads either no states at all or one of each parameter.
+    """
+    if not optimizer._keeps_masters or not optimizer.state:
+        return
+    for group, rule in zip(optimizer.param_groups, optimizer._rules(), strict=True):
+        for param in group["params"]:
+            if not keys_for(rule, param):
+                optimizer.state[param]
+
+
+def fitting(state: Mapping[str, Any], param: Tensor, keeps_masters: bool) -> dict[str, Any]:
+    """A state as a step needs it: fp32 beside a master, without a master where none is kept."""
+    if not keeps_masters or not has_master(param):
+        return {key: value for key, value in state.items() if key != MASTER}
+    return {
+        key: value.to(torch.float32)
+        if isinstance(value, Tensor) and key != "step" and value.is_floating_point()
+        else value
+        for key, value in state.items()
+    }
+
+
+def refuse_masters(optimizer: FusedOptimizer) -> None:
+    """Raise RuntimeError for a step by torch's operators, which know no masters."""
+    if any(map(has_master, params_of(optimizer))):
+        raise RuntimeError(
+            f"{type(optimizer).__name__}: master_weights=True needs a step outside of "
+            "TorchDispatchModes; nothing was updated"
+        )

@@ -1,0 +1,80 @@
+"""Loading states beside fp32 masters, where torch would give them the dtype of their parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..grads.params import params_of
+from ..optim.masters import fitting, has_master
+
+__all__ = ["loading_wide"]
+
+
+class _Wide:
+    """Holds a state, which torch then leaves as it is."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class _Loading(NamedTuple):
+    keeps_masters: bool
+
+    def wrap(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Before torch's load_state_dict(), and after the hooks of the script."""
+        saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
+        wide = {key for key, param in zip(saved, params_of(optimizer)) if has_master(param)}  # noqa: B905 - torch says what does not fit
+        states = {
+            key: {name: _wrapped(name, value) for name, value in state.items()}
+            if key in wide
+            else state
+            for key, state in state_dict["state"].items()
+        }
+        return {**state_dict, "state": states} if self.keeps_masters else state_dict
+
+    def unwrap(self, optimizer: Optimizer) -> None:
+        """After it, and before the hooks of the script."""
+        states = {
+            param: fitting(_unwrapped(state, param), param, self.keeps_masters)
+            if isinstance(param, Tensor)
+            else state
+            for param, state in optimizer.state.items()
+        }
+        optimizer.state = defaultdict(dict, states)
+
+
+@contextlib.contextmanager
+def loading_wide(optimizer: Optimizer, keeps_masters: bool) -> Iterator[None]:
+    """Inside, torch's load_state_dict() loads masters and fp32 states, or drops masters."""
+    loading = _Loading(keeps_masters)
+    handles = [
+        optimizer.register_load_state_dict_pre_hook(loading.wrap),
+        optimizer.register_load_state_dict_post_hook(loading.unwrap, prepend=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _wrapped(name: str, value: Any) -> Any:
+    return _Wide(value) if isinstance(value, Tensor) and name != "step" else value
+
+
+def _unwrapped(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
+    return {
+        name: _on_device(value.value, param) if isinstance(value, _Wide) else value
+        for name, value in state.items()
+    }
+
+
+def _on_device(value: Tensor, param: Tensor) -> Tensor:
+    return value if value.device == param.device else value.to(param.device)

@@ -1,0 +1,76 @@
+"""One process that keeps fp32 parameters and rounds them, beside a run with masters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from faststep import zero
+from faststep.optim.masters import MASTER
+
+from .common import SHAPES, Given, mean_of
+
+DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float64]
+
+
+def wide_of(model: nn.Module) -> Given:
+    """The same model, with bf16 and fp16 parameters in fp32."""
+    whole = Given(SHAPES, DTYPES)
+    for wide, param in zip(whole.parameters(), model.parameters(), strict=True):
+        wide.data = param.data.to(torch.promote_types(param.dtype, torch.float32), copy=True)
+    return whole
+
+
+def step_whole(
+    whole: nn.Module, optimizer: Any, ranks: Sequence[Sequence[Tensor]], nodes: int = 1
+) -> None:
+    """A step by the mean of low-precision gradients."""
+    for param, parts in zip(whole.parameters(), zip(*ranks, strict=True), strict=True):
+        mean = mean_of(parts, nodes)
+        param.grad = torch.empty_like(param).copy_(mean)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def follow(whole: nn.Module, model: nn.Module) -> None:
+    """What a script has written to parameters counts more than what was rounded to them."""
+    with torch.no_grad():
+        for wide, param in zip(whole.parameters(), model.parameters(), strict=True):
+            moved = wide.to(param.dtype) != param
+            wide.copy_(torch.where(moved, param.to(wide.dtype), wide))
+
+
+def unlike(sharded: Any, model: nn.Module, whole: nn.Module, reference: Any) -> list[str]:
+    """Which parameters, states and masters of this rank are not those of the reference."""
+    of = dict(zip(map(id, model.parameters()), whole.parameters(), strict=True))
+    pairs = zip(model.named_parameters(), whole.parameters(), strict=True)
+    wrong = [name for (name, p), wide in pairs if not torch.equal(p, wide.to(p.dtype))]
+    if sharded._engine is None:
+        pieces = [(f"p{n}", p, p, 0) for n, p in enumerate(model.parameters())]
+    else:
+        pieces = [
+            (slot.name, slot.param, piece, begin)
+            for slot in sharded._engine.slots
+            for (piece, _), begin in zip(slot.pieces, slot.begins, strict=True)
+        ]
+    for name, param, piece, begin in pieces:
+        wide = of[id(param)]
+        expected = dict(reference.state.get(wide, {}))
+        if wide.dtype != param.dtype:
+            expected[MASTER] = wide.detach()
+        mine = sharded.state.get(piece, {})
+        if list(mine) != list(expected):
+            wrong.append(f"{name} has {list(mine)}, not {list(expected)}")
+            continue
+        for key, value in expected.items():
+            found = mine[key]
+            if key != "step":
+                value = zero.states.in_order_of_memory(value, wide)
+                value = value[begin : begin + piece.numel()]
+                found = zero.states.in_order_of_memory(found, piece)
+            if not torch.equal(found, value) or found.dtype != value.dtype:
+                wrong.append(f"{name} {key}")
+    return wrong

@@ -1,0 +1,87 @@
+"""Checkpoints of two nodes of two ranks, loaded at other numbers of ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from accumulate.processes import Job
+from faststep import zero
+
+from .checkpoints import load, remove, save, shared_folder
+from .common import SHAPES, Given, grads_for, optimizer_of
+from .rounded import DTYPES, step_whole, unlike, wide_of
+from .test_exact import _groups
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+
+
+def _made(groups: dict[str, Any]) -> tuple[Given, Any]:
+    model = Given(SHAPES, DTYPES)
+    optimizer = optimizer_of("AdamW", model.parameters())
+    return model, zero.shard(model, optimizer, bucket_mb=0.1, master_weights=True, **groups)
+
+
+def _step(sharded: Any, model: Given, whole: Any, reference: Any, seed: int) -> None:
+    """A step in which all ranks have the same gradients."""
+    nodes, world = 1, 1
+    if sharded._engine is not None:
+        group = sharded._engine.group
+        world, nodes = group.total, group.total // group.world
+    model(grads_for(model, seed)).backward()
+    sharded.step()
+    sharded.zero_grad()
+    step_whole(whole, reference, [grads_for(model, seed)] * world, nodes)
+
+
+def _saved(rank: int, world: int) -> list[str]:
+    warnings.simplefilter("ignore")
+    replicated = _groups(rank, world, 2)
+    pair, alone = dist.new_group([0, 1]), dist.new_group([0])
+    others: dict[str, tuple[int, dict[str, Any]]] = {
+        "1 rank": (1, {"process_group": alone}),
+        "2 ranks": (2, {"process_group": pair}),
+        "4 ranks": (4, {}),
+        "2 nodes": (4, replicated),
+    }
+    path = shared_folder()
+    model, sharded = _made(replicated)
+    whole = wide_of(model)
+    reference = optimizer_of("AdamW", whole.parameters())
+    for seed in (1, 2):
+        _step(sharded, model, whole, reference, seed)
+    wrong = unlike(sharded, model, whole, reference)
+    sent = [sharded.state_dict()]
+    dist.broadcast_object_list(sent, 0)
+    save(model, sharded, path / "replicated")
+    for how in ("dict", "torch"):
+        for name, (count, groups) in others.items():
+            if rank >= count:
+                continue
+            new, other = _made(groups)
+            new.load_state_dict(model.state_dict())
+            if how == "dict":
+                other.load_state_dict(copy.deepcopy(sent[0]))
+            else:
+                inside = groups.get("process_group") if count < world else None
+                load(new, other, path / "replicated", process_group=inside)
+            wide, theirs = copy.deepcopy((whole, reference))
+            found = unlike(other, new, wide, theirs)
+            _step(other, new, wide, theirs, 3)
+            found += unlike(other, new, wide, theirs)
+            wrong += [f"{how} on {name}: {text}" for text in found]
+    remove(path)
+    return wrong
+
+
+def test_two_nodes_are_loaded_on_any_number_of_ranks(ranks: Ranks) -> None:
+    assert ranks("replicated, saved") == [[]] * 4
+
+
+ZERO_JOBS = [Job("replicated, saved", 4, _saved)]
