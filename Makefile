@@ -127,8 +127,8 @@ docs: build $(BIN)/.installed-docs ## make HTML of the guides, with a reference,
 bench: build $(BIN)/.installed-$(RIVALS) ## measure against torch and other libraries: table and plot
 	PATH="$(BIN):$$PATH" $(BIN)/python -m pytest benchmarks
 
-bench-whole: build ## measure whole training steps with memory that stays; TCMALLOC=LIBRARY is a rival
-	$(BIN)/python benchmarks/whole/memory_modes.py $(if $(TCMALLOC),--tcmalloc $(TCMALLOC)) $(ARGS)
+bench-whole: build ## measure whole training steps, ARGS=--quick for half of them; TCMALLOC=LIBRARY is a rival
+	$(BIN)/python benchmarks/whole/compare.py $(if $(TCMALLOC),--tcmalloc $(TCMALLOC)) $(ARGS)
 
 # Nothing but the standard library, a C compiler and valgrind; of a program that `make test-c` builds too.
 count: ## count instructions of the passes under Callgrind, against the expected

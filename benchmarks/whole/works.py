@@ -1,59 +1,52 @@
-"""Training steps that are measured as a whole, each small enough for two cores."""
+"""The training loops that are measured as a whole: scripts/ has them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
-from typing import NamedTuple
+from dataclasses import dataclass
+from pathlib import Path
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+__all__ = ["SCRIPTS", "WORKS", "Work"]
 
-from faststep.cli.gpt import GPT, GPTConfig
-
-__all__ = ["WORKS", "Work"]
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
-class Work(NamedTuple):
-    """A model and how it makes the loss of one step."""
+@dataclass(frozen=True)
+class Work:
+    """A script, and how long a run of it is.
 
-    model: nn.Module
-    loss: Callable[[], Tensor]
+    Args:
+        script: its name in scripts/.
+        what: model and batch.
+        steps: measured in each process; some one or two seconds of plain torch on two cores.
+        warm_up: steps before these.
+        from_files: whether it reads files, with 0, 1 or 2 workers.
+        in_quick: whether the short run has it.
+    """
 
+    script: str
+    what: str
+    steps: int
+    warm_up: int = 3
+    from_files: bool = False
+    in_quick: bool = False
 
-def cnn() -> Work:
-    """Five convolutions, on a batch of 32 x 3 x 64 x 64."""
-    widths = (3, 32, 64, 64, 128, 128)
-    layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Conv2d(before, after, 3, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
-    model = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10))
-    images, labels = torch.randn(32, 3, 64, 64), torch.randint(10, (32,))
-    return Work(model, lambda: functional.cross_entropy(model(images), labels))
-
-
-def gpt() -> Work:
-    """Four layers of 256, on 8 x 256 tokens of a vocabulary of 8192."""
-    model = GPT(GPTConfig(layers=4, heads=4, width=256, context=256, vocabulary=8192))
-    tokens = torch.randint(8192, (8, 257))
-
-    def loss() -> Tensor:
-        value: Tensor = model(tokens[:, :-1], tokens[:, 1:])
-        return value
-
-    return Work(model, loss)
+    def source(self) -> str:
+        return (SCRIPTS / self.script).read_text()
 
 
-def mlp() -> Work:
-    """1024-2048-2048-1024, on a batch of 256."""
-    widths = (1024, 2048, 2048, 1024)
-    layers: list[nn.Module] = []
-    for before, after in pairwise(widths):
-        layers += [nn.Linear(before, after), nn.GELU()]
-    model = nn.Sequential(*layers[:-1])
-    inputs, targets = torch.randn(256, 1024), torch.randn(256, 1024)
-    return Work(model, lambda: functional.mse_loss(model(inputs), targets))
-
-
-WORKS: dict[str, Callable[[], Work]] = {"CNN": cnn, "GPT": gpt, "MLP": mlp}
+WORKS = {
+    "CNN": Work("cnn.py", "5 convolutions, 32 x 3 x 64 x 64", 8, in_quick=True),
+    "GPT": Work("transformer.py", "4 layers of 256, 8 x 256 tokens of 8192", 6, in_quick=True),
+    "MLP": Work("mlp.py", "1024-2048-2048-1024, batch 256", 12),
+    "ResNet-18": Work(
+        "image_folder.py", "16 x 3 x 128 x 128 from JPEGs", 5, from_files=True, in_quick=True
+    ),
+    "LSTM": Work("lstm.py", "2 layers of 256, 32 x 64 characters", 12),
+    "PPO": Work("ppo.py", "cart-pole, 8 x 128 moves, 16 updates", 12, in_quick=True),
+    "diffusion": Work("diffusion.py", "MLP of 128, 32 points", 600, 30),
+    "tabular": Work(
+        "tabular.py", "MLP of 128, 256 x 32 from a TensorDataset", 600, 30, in_quick=True
+    ),
+    "autoencoder": Work("autoencoder.py", "VAE 784-400-20, batch 128, GradScaler", 200, 10),
+    "LoRA": Work("lora.py", "4 layers of 128, rank 8, 8 x 64 tokens", 60, 5),
+}

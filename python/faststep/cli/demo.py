@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import faststep
 
 from . import plots
+from .busy import Watch, busy_note
 from .console import CommandError, Progress, table
 from .gpt import GPT, GPTConfig, standard_library_text, windows
 from .report import times
@@ -210,8 +211,12 @@ def report(theirs: Run, ours: Run) -> str:
 def run(arguments: argparse.Namespace) -> None:
     """Train, print the comparison, and write the plot."""
     output = plots.plot_path(arguments, _PLOT)
+    watch = Watch()
     theirs, ours = train(arguments)
+    note = busy_note(watch.others())
     print("\n" + report(theirs, ours))
+    if note:
+        print(note)
     if output is not None:
         plots.plot_curves(
             output,

@@ -1,0 +1,44 @@
+"""The scripts of whole/, on tiny sizes: all run, and learn the same in every mode."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+WHOLE = Path(__file__).parent / "whole"
+# Of losses between 0.1 and 600, after six steps; what differs is the rounding of fused kernels.
+MOST = 2e-5
+
+
+@pytest.fixture(scope="module")
+def works(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, object]]:
+    """One process for all of them."""
+    results = tmp_path_factory.mktemp("whole") / "smoke.json"
+    command = [sys.executable, str(WHOLE / "compare.py"), "--smoke", "--json", str(results)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, object]] = json.loads(results.read_text())["works"]
+    return found
+
+
+def test_every_script_learns_the_same_in_every_mode(works: list) -> None:
+    scripts = {path.name for path in (WHOLE / "scripts").glob("*.py")} - {"meter.py"}
+    assert len(works) == len(scripts) == 10
+    for work in works:
+        assert set(work["modes"]) == {"plain", "fused", "swapped", "max_grad_norm"}
+        for mode, found in work["modes"].items():
+            first = max(1.0, abs(found["losses"][0]))
+            assert found["loss_difference"] <= MOST * first, f"{work['work']}, {mode}"
+        losses = work["modes"]["plain"]["losses"]
+        assert losses[0] != losses[1], f"{work['work']} learns nothing"
+
+
+def test_clipping_inside_leaves_no_clipping_outside(works: list) -> None:
+    for work in works:
+        clips = {mode: found["phases"]["clip"] for mode, found in work["modes"].items()}
+        assert clips["max_grad_norm"] < 0.5 * clips["plain"], work["work"]

@@ -1,0 +1,182 @@
+"""What was measured of whole steps, as tables; also writes them into README.md and docs.
+
+python benchmarks/whole/written.py benchmarks/results/whole/NAME.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from modes import FUSED, INSIDE, PLAIN, RUN, SWAPPED
+
+from faststep.cli.busy import busy_note
+from faststep.cli.console import table
+
+__all__ = ["as_tables", "into"]
+
+ROOT = Path(__file__).parents[2]
+BEGIN, END = "<!-- begin: written by benchmarks/whole/written.py -->", "<!-- end -->"
+NONE = "-"
+Work = dict[str, Any]
+
+
+def _ratio(work: Work, of: str, to: str) -> str:
+    modes = work["modes"]
+    if of not in modes or to not in modes:
+        return NONE
+    return f"{modes[of]['seconds'] / modes[to]['seconds']:.2f}x"
+
+
+def _ms(work: Work, mode: str) -> str:
+    found = work["modes"].get(mode)
+    return f"{1e3 * found['seconds']:.3g}" if found else NONE
+
+
+def _faults(value: float) -> str:
+    return f"{value:.0f}" if value >= 10 or value == round(value) else f"{value:.2g}"
+
+
+def _gains(works: list[Work]) -> str:
+    """The times of plain torch, and of every mode what it gains over both forms of it."""
+    modes = list(dict.fromkeys(mode for work in works for mode in work["modes"]))
+    others = [mode for mode in modes if mode not in (PLAIN, FUSED)]
+    rows = [
+        [
+            f"{work['work']}: {work['what']}",
+            _ms(work, PLAIN),
+            _ms(work, FUSED),
+            *(f"{_ratio(work, PLAIN, m)}, {_ratio(work, FUSED, m)}" for m in others),
+        ]
+        for work in works
+    ]
+    header = ["step", "torch, ms", "torch fused, ms", *(f"gain with {mode}" for mode in others)]
+    return table(header, rows, markdown=True)
+
+
+def _memory(works: list[Work]) -> str:
+    """Page faults and peaks, and how far the losses are from those of plain torch."""
+    rows = []
+    for work in works:
+        plain = work["modes"][PLAIN]
+        for mode, found in work["modes"].items():
+            rows.append(
+                [
+                    f"{work['work']}: {mode}",
+                    _faults(found["faults"]),
+                    f"{100 * found['faults'] / max(plain['faults'], 1e-9):.1f} %",
+                    f"{found['peak'] / 2**20:.0f}",
+                    f"{found['peak'] / plain['peak']:.2f}x",
+                    f"{found['loss_difference']:.1e}",
+                ]
+            )
+    header = ["step", "page faults", "of plain's", "peak MiB", "of plain's", "loss differs by"]
+    return table(header, rows, markdown=True)
+
+
+def _phases(works: list[Work]) -> str:
+    """The median ms of each phase of a step."""
+    rows = [
+        [f"{work['work']}: {mode}", *(f"{1e3 * s:.3g}" for s in found["phases"].values())]
+        for work in works
+        for mode, found in work["modes"].items()
+    ]
+    header = ["ms of a step", *next(iter(works[0]["modes"].values()))["phases"]]
+    return table(header, rows, markdown=True)
+
+
+def as_tables(results: dict[str, Any]) -> str:
+    """All that was measured, as Markdown."""
+    works = results["works"]
+    absent = [
+        f"- {work['work']}, {mode}: {reason}"
+        for work in works
+        for mode, reason in work["absent"].items()
+    ]
+    workers = [
+        f"- {work['work']}: the loader has {work['workers']['best']} workers, with "
+        "which plain torch was fastest of 0, 1 and 2"
+        for work in works
+        if "workers" in work
+    ]
+    return "\n\n".join(
+        part
+        for part in (
+            f"{results['machine']}. Of two gains the first is over torch, the second over "
+            "torch with `fused=True`.",
+            _gains(works),
+            _memory(works),
+            _phases(works),
+            "\n".join([*workers, *absent]),
+            busy_note(results["others"]),
+        )
+        if part
+    )
+
+
+def readme_table(works: list[Work]) -> str:
+    """One row per script: gains over torch (and fused), then page faults and peaks under `run`."""
+    rows = []
+    for work in works:
+        modes = work["modes"]
+        best = RUN if RUN in modes else PLAIN
+        plain = modes.get(PLAIN)
+        memory = [NONE, NONE]
+        if plain and best == RUN:
+            run = modes[RUN]
+            memory = [
+                f"{_faults(plain['faults'])} to {_faults(run['faults'])}",
+                f"{run['peak'] / plain['peak']:.2f}x",
+            ]
+        rows.append(
+            [
+                f"{work['work']}: {work['what']}",
+                _ms(work, PLAIN),
+                _ratio(work, PLAIN, FUSED),
+                _ratio(work, PLAIN, SWAPPED),
+                _ratio(work, PLAIN, INSIDE),
+                _ratio(work, PLAIN, RUN),
+                *memory,
+            ]
+        )
+    header = [
+        "work",
+        "plain, ms",
+        "fused",
+        "swapped",
+        "max_grad_norm",
+        "run",
+        "page faults",
+        "peak",
+    ]
+    return table(header, rows, markdown=True)
+
+
+def into(page: Path, text: str) -> None:
+    """Replace what stands between the marks of a page.
+
+    Raises:
+        ValueError: the page does not have both marks.
+    """
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"{page} has no place between {BEGIN} and {END}")
+    page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+
+
+def main() -> None:
+    results = json.loads(Path(sys.argv[1]).read_text())
+    note = busy_note(results["others"])
+    if note:
+        raise SystemExit(f"{note} Measure again.")
+    into(ROOT / "README.md", readme_table(results["works"]))
+    into(ROOT / "docs" / "benchmarks.md", as_tables(results))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit(__doc__)
+    main()
