@@ -16,7 +16,7 @@ typedef struct {
     PyObject *keys;  /* owned: names of the states, "step" first where has_step */
     PyObject *lr;    /* owned: {device: hyper-parameter 0 as a tensor in its memory}, or None */
     Py_ssize_t size; /* parameters, when the step began */
-    unsigned key_count;
+    unsigned key_count, number_count;
     int has_step, maximize;
     double hyper[FST_MAX_HYPER];
 } fst_group;
@@ -32,10 +32,20 @@ typedef struct {
     int is_double, negated;
 } fst_counter;
 
+/* A number that a parameter has beside its step counter, likewise a 0-d tensor: see
+ * rules/numbers.def. */
+typedef struct {
+    void *data;
+    double before; /* its value before the step that runs */
+    fst_dtype dtype;
+    int negated;
+} fst_tensor_number;
+
 /* What a rule's arguments are for. Parameters that agree in it share them. */
 typedef struct {
     double step;
     uint32_t group;
+    fst_numbers held, next; /* for rules with numbers: before the step, and after it */
 } fst_args_key;
 
 /* The part of a step plan for one device. */
@@ -44,6 +54,9 @@ typedef struct {
     fst_plan plan;
     fst_counter *counters; /* of the parameters that have a gradient in the step that runs */
     size_t counter_count, counter_capacity;
+    fst_tensor_number
+        *numbers; /* of these parameters one after another, where their rules have some */
+    size_t number_count, number_capacity;
     /* on the host */
     fst_update_args *args;
     fst_args_key *arg_keys;

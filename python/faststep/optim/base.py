@@ -63,6 +63,10 @@ class FusedOptimizer(ClippedOptimizer):
 
     _number_of: ClassVar[dict[str, int]] = {name: row[0] for name, row in _C.rules().items()}
 
+    # Names of 0-d states beside `step`, and whether torch keeps both on the parameter's device.
+    _numbers: ClassVar[tuple[str, ...]] = ()
+    _counts_on_device: ClassVar[bool] = False
+
     # Whether a state may have entries of other code before ours exist (SGD).
     _begins_in_parts: ClassVar[bool] = False
 
@@ -312,18 +316,19 @@ class FusedOptimizer(ClippedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the `step` counters where torch keeps them.
 
-        torch keeps them in CPU memory unless a group is `fused` or `capturable`; here those of CUDA
-        parameters are on the device, and saving them waits for it.
+        torch keeps them in CPU memory unless a group is `fused` or `capturable` or the class is
+        ASGD; here those of CUDA parameters are on the device, and saving them waits for it.
         """
         state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
-            if group.get("fused") or group.get("capturable"):
+            if group.get("fused") or group.get("capturable") or self._counts_on_device:
                 continue
             for index in group["params"]:
                 state = state_dict["state"].get(index, {})
-                step = state.get("step")
-                if isinstance(step, Tensor) and step.is_cuda:
-                    state_dict["state"][index] = {**state, "step": step.cpu()}
+                counts = {key: state.get(key) for key in ("step", *self._numbers)}
+                if any(isinstance(count, Tensor) and count.is_cuda for count in counts.values()):
+                    moved = {key: count.cpu() for key, count in counts.items()}
+                    state_dict["state"][index] = {**state, **moved}
         return state_dict
 
     def __setstate__(self, state: dict[str, Any]) -> None:
