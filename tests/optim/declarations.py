@@ -23,8 +23,8 @@ class Declaration:
     variants the further settings that one smaller product goes through.  flags maps a key of
     the state that exists only under an option to that option.  errors are arguments of this class
     that it refuses.  terms is the size of what its states are sums of.  numbers are keys of 0-d
-    states beside step, which torch casts to the parameter's dtype when it loads them.  tolerance is that
-    of several steps against torch's.
+    states beside step, which torch casts to the parameter's dtype when it loads them.  tolerance
+    is that of several steps against torch's.
     """
 
     ours: type[torch.optim.Optimizer]
