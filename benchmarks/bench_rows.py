@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from faststep.cli.contenders import OURS
-from faststep.cli.workloads import SHAPES, Work, count_elements
+from faststep.cli.workloads import OTHER_OPTIMIZERS, SHAPES, Work, count_elements
 
 __all__ = [
     "DTENSORS",
@@ -53,6 +53,11 @@ def all_works(largest: int) -> list[Work]:
         largest = min(largest, 10_000)
     works = [Work(family, name, shapes[name]) for name in shapes for family in ("chain", "adamw")]
     works += [Work(family, name, shapes[name]) for family in ("sgd", "lion") for name in shapes]
+    works += [
+        Work(name.lower(), label, shapes[label])
+        for name in OTHER_OPTIMIZERS
+        for label in (MANY_SMALL, "ResNet-50")
+    ]
     works += [Work("clip", name, shapes[name]) for name in (MANY_SMALL, "GPT-2 small")]
     works += [
         Work("chain", f"{MANY_SMALL}, norm below the limit", shapes[MANY_SMALL], true_norm=0.5),

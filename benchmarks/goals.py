@@ -12,7 +12,7 @@ from faststep.cli.console import table
 from faststep.cli.contenders import OURS, SWAPPED
 from faststep.cli.report import times
 from faststep.cli.timing import Outcome
-from faststep.cli.workloads import ALL_FAMILIES
+from faststep.cli.workloads import ALL_FAMILIES, OTHER_OPTIMIZERS
 from loader_rows import BEST, COPY, LOADER_WORKS
 from sharded import DDP, DEEPSPEED, FSDP2, IN_FORWARD, OUR_STAGES
 from windows import BY_HAND, IN_BACKWARD, IN_PAIRS, RECIPE
@@ -58,6 +58,9 @@ def _goals() -> tuple[Goal, ...]:
     goals += [Goal("sgd", label, "torch fused", 1.0) for label in LARGE]
     goals += [Goal("sgd", MANY_SMALL, "torch fused", 20.0)]
     goals += [Goal("lion", label, "optimi Lion", 3.0) for label in (*LARGE, MANY_SMALL)]
+    for name in OTHER_OPTIMIZERS:
+        goals += [Goal(name.lower(), "ResNet-50", "torch default", 2.0)]
+        goals += [Goal(name.lower(), MANY_SMALL, "torch default", 30.0)]
     goals += [
         *(Goal("clip", label, "torch", 1.8) for label in ("GPT-2 small", GPT_BELOW)),
         Goal("clip", MANY_SMALL, "torch", 20.0),

@@ -46,11 +46,50 @@ FST_DEVICE double fst_step_of(const fst_device_span *span)
     return span->step.data ? fst_scalar_read(&span->step) + 1.0 : span->value;
 }
 
+/* The numbers that a span has beside its step count. */
+FST_DEVICE fst_numbers fst_numbers_held(const fst_device_span *span)
+{
+    fst_numbers held;
+    FST_UNROLL
+    for (unsigned k = 0; k < FST_MAX_NUMBERS; k++) {
+        held.value[k] = fst_number_read(&span->numbers[k]);
+        held.dtype[k] = span->numbers[k].dtype;
+    }
+    held.wide_step = span->step.is_double;
+    held.reserved = 0;
+    return held;
+}
+
+/* The numbers after this step, of a span and its group by their addresses. Not inlined: it is long,
+ * and few rules have numbers. */
+FST_DEVICE_CALL fst_numbers fst_numbers_next(uint64_t span_at, uint64_t group_at)
+{
+    const fst_device_span span = *(const fst_device_span *)fst_global(span_at);
+    const fst_device_group *group = (const fst_device_group *)fst_global(group_at);
+    double hyper[FST_DEVICE_HYPER];
+    FST_UNROLL
+    for (unsigned i = 0; i < FST_DEVICE_HYPER; i++)
+        hyper[i] = group->hyper[i];
+    if (group->lr.data)
+        hyper[0] = fst_scalar_read(&group->lr);
+    return fst_numbers_after(span.rule, fst_numbers_held(&span), hyper, fst_step_of(&span));
+}
+
+FST_DEVICE uint64_t fst_span_at(const fst_device_tables *tables, uint32_t index)
+{
+    return tables->spans + (uint64_t)index * sizeof(fst_device_span);
+}
+
+FST_DEVICE uint64_t fst_group_at(const fst_device_tables *tables, uint32_t index)
+{
+    return tables->groups + (uint64_t)index * sizeof(fst_device_group);
+}
+
 FST_DEVICE void fst_fill_args(const fst_device_tables *tables, uint32_t index)
 {
     const fst_device_span span = fst_spans_of(tables)[index];
-    const fst_device_group *group =
-        (const fst_device_group *)fst_global(tables->groups) + span.group;
+    const uint64_t group_at = fst_group_at(tables, span.group);
+    const fst_device_group *group = (const fst_device_group *)fst_global(group_at);
     const double step = fst_step_of(&span);
     fst_rule_args *args = (fst_rule_args *)fst_args_of(tables, index);
     double hyper[FST_DEVICE_HYPER];
@@ -59,6 +98,9 @@ FST_DEVICE void fst_fill_args(const fst_device_tables *tables, uint32_t index)
         hyper[i] = group->hyper[i];
     if (group->lr.data)
         hyper[0] = fst_scalar_read(&group->lr);
+    if (span.numbers[0].data)
+        fst_numbers_put(span.rule, fst_numbers_held(&span),
+                        fst_numbers_next(fst_span_at(tables, index), group_at), hyper);
     switch (span.rule) {
 #define RULE(name, states, HYPER)                            \
     case FST_RULE_##name:                                    \
@@ -101,6 +143,22 @@ FST_DEVICE void fst_advance_counters(const fst_device_tables *tables)
             if (i < tables->span_count)
                 fst_scalar_write(&spans[i].step, step[k]);
         }
+    }
+}
+
+/* Moves the numbers that some spans have beside their step counters, which have not been advanced.
+ * Called by the last block. */
+FST_DEVICE void fst_move_numbers(const fst_device_tables *tables)
+{
+    for (uint32_t i = threadIdx.x; i < tables->span_count; i += FST_DEVICE_BLOCK) {
+        const fst_device_span *span = &fst_spans_of(tables)[i];
+        if (!span->numbers[0].data)
+            continue;
+        const fst_numbers next =
+            fst_numbers_next(fst_span_at(tables, i), fst_group_at(tables, span->group));
+        FST_UNROLL
+        for (unsigned k = 0; k < FST_MAX_NUMBERS; k++)
+            fst_number_write(&span->numbers[k], next.value[k]);
     }
 }
 
@@ -152,8 +210,11 @@ FST_KERNEL(fst_begin, fst_begin_launch)
         shared->skip = outcome->skip;
     }
     __syncthreads();
-    if (!shared->skip && !launch.only_measure)
-        fst_advance_counters(tables);
+    if (shared->skip || launch.only_measure)
+        return;
+    if (launch.has_numbers)
+        fst_move_numbers(tables);
+    fst_advance_counters(tables); /* each thread those of the spans whose numbers it has moved */
 }
 
 #endif

@@ -21,6 +21,35 @@ FST_DEVICE void fst_scalar_write(const fst_device_scalar *scalar, double value)
         *(float *)fst_global(scalar->data) = (float)held;
 }
 
+/* 0 where the number is absent. */
+FST_DEVICE double fst_number_read(const fst_device_number *number)
+{
+    const void *data = (const void *)fst_global(number->data);
+    if (!number->data)
+        return 0.0;
+    const double held = number->dtype == FST_F32    ? (double)*(const float *)data
+                        : number->dtype == FST_F64  ? *(const double *)data
+                        : number->dtype == FST_BF16 ? fst_bf16_to_f32(*(const uint16_t *)data)
+                                                    : fst_f16_to_f32(*(const uint16_t *)data);
+    return number->negated ? -held : held;
+}
+
+/* Does nothing where the number is absent. */
+FST_DEVICE void fst_number_write(const fst_device_number *number, double value)
+{
+    const double held = number->negated ? -value : value;
+    void *data = (void *)fst_global(number->data);
+    if (!number->data)
+        return;
+    if (number->dtype == FST_F64)
+        *(double *)data = held;
+    else if (number->dtype == FST_F32)
+        *(float *)data = (float)held;
+    else
+        *(uint16_t *)data =
+            number->dtype == FST_BF16 ? fst_f32_to_bf16((float)held) : fst_f32_to_f16((float)held);
+}
+
 FST_DEVICE fst_device_outcome *fst_outcome_of(const fst_device_tables *tables)
 {
     return (fst_device_outcome *)fst_global(tables->outcome);

@@ -13,7 +13,8 @@ enum {
     FST_DEVICE_BLOCK = 256,  /* threads of a block of any kernel, and lanes of the tree */
     FST_DEVICE_MAX_DIMS = 8, /* of a layout after neighbouring dimensions were merged */
     FST_DEVICE_HYPER = 8,
-    FST_DEVICE_ARGS = 64, /* bytes of a span's fst_rule_args */
+    FST_DEVICE_NUMBERS = 2, /* of a span, beside its step counter */
+    FST_DEVICE_ARGS = 64,   /* bytes of a span's fst_rule_args */
 };
 
 /* One fp32 or fp64 number in the device's memory. */
@@ -22,6 +23,13 @@ typedef struct {
     int32_t is_double;
     int32_t negated; /* the memory holds it with its sign flipped */
 } fst_device_scalar;
+
+/* One number of any type in the device's memory. */
+typedef struct {
+    uint64_t data; /* 0: absent */
+    int32_t dtype; /* fst_dtype */
+    int32_t negated;
+} fst_device_number;
 
 /* An operand of a span; operand k of span i at [i * width + k]. */
 typedef struct {
@@ -36,14 +44,16 @@ typedef struct {
 } fst_device_layout;
 
 /* A span of an update. Parameters without elements have spans without chunks or operands, only
- * for their step counters; they follow the others. No two spans share a step counter. */
+ * for their step counters; they follow the others. No two spans share a step counter or a number.
+ */
 typedef struct {
     fst_device_scalar step; /* the step counter; absent: the rule has none */
     double value; /* without a counter, the count that the rule reads: 1 for a new state, else 2 */
     uint32_t group;
     int32_t rule; /* fst_rule */
     int32_t maximize;
-    int32_t wide; /* computed in double */
+    int32_t wide;                                  /* computed in double */
+    fst_device_number numbers[FST_DEVICE_NUMBERS]; /* see rules/numbers.def */
 } fst_device_span;
 
 typedef struct {
@@ -102,7 +112,7 @@ typedef struct {
     int32_t measure_found_inf; /* set found_inf to 1 instead of reading it */
     int32_t only_measure; /* leave the decision to another launch, which does not measure but reads
                              found_inf and, to clip, the norm */
-    int32_t reserved;
+    int32_t has_numbers;  /* some spans have numbers beside their step counters */
 } fst_begin_launch;
 
 /* fst_update: the optimizer's update of spans with FST_OP_COUNT operands. */

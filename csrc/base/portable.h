@@ -69,6 +69,17 @@ FST_FN uint16_t fst_f32_to_f16(float value)
     return (uint16_t)(sign | (magnitude >= 0x477FF000u ? huge : finite));
 }
 
+/* Rounds to fp32. gcc 12 leaves that rounding out where it makes vectors of neighbouring doubles.
+ */
+FST_FN double fst_rounded_to_f32(double value)
+{
+    float narrow = (float)value;
+#if defined(__GNUC__) && !defined(__CUDACC__)
+    __asm__("" : "+m"(narrow));
+#endif
+    return (double)narrow;
+}
+
 /* base^exponent for a whole exponent >= 0 by squaring: the C library's pow() differs in the last
  * bit between libraries and devices, a fixed sequence of products does not. */
 FST_FN double fst_pow_whole(double base, double exponent)
@@ -81,6 +92,66 @@ FST_FN double fst_pow_whole(double base, double exponent)
         base *= base;
     }
     return result;
+}
+
+/* The natural logarithm of a positive number, by a fixed sequence of operations, as the power. */
+FST_FN double fst_log(double x)
+{
+    const double subnormal = x < 0x1p-1022 ? 54.0 : 0.0;
+    uint64_t bits;
+    x = subnormal != 0.0 ? x * 0x1p54 : x;
+    memcpy(&bits, &x, sizeof bits);
+    double exponent = (double)(int64_t)(bits >> 52) - 1023.0 - subnormal;
+    bits = (bits & 0xFFFFFFFFFFFFFu) | 0x3FF0000000000000u;
+    memcpy(&x, &bits, sizeof x);
+    if (x > 1.4142135623730951) {
+        x *= 0.5;
+        exponent += 1.0;
+    }
+    const double ratio = (x - 1.0) / (x + 1.0), square = ratio * ratio;
+    double sum = 0.0; /* of ratio^k / k for odd k, over the ratio, which is 0.172 at most */
+    for (int k = 25; k > 0; k -= 2)
+        sum = sum * square + 1.0 / k;
+    return exponent * 0.6931471805599453 + 2.0 * ratio * sum;
+}
+
+/* 2^exponent in the range of normal numbers. */
+FST_FN double fst_power_of_two(int64_t exponent)
+{
+    const uint64_t bits = (uint64_t)(exponent + 1023) << 52;
+    double power;
+    memcpy(&power, &bits, sizeof power);
+    return power;
+}
+
+/* e^x, likewise. */
+FST_FN double fst_exp(double x)
+{
+    if (!(x > -746.0 && x < 710.0))
+        return x > 0.0 ? (double)INFINITY : x < 0.0 ? 0.0 : x;
+    const int64_t twos = (int64_t)(x * 1.4426950408889634 + (x < 0.0 ? -0.5 : 0.5));
+    /* ln 2 in two parts, of which the first times `twos` is exact */
+    const double rest =
+        x - (double)twos * 6.93147180369123816490e-01 - (double)twos * 1.90821492927058770002e-10;
+    double sum = 1.0;
+    for (int k = 14; k > 0; k--)
+        sum = 1.0 + rest * sum / k;
+    return sum * fst_power_of_two(twos / 2) * fst_power_of_two(twos - twos / 2);
+}
+
+/* base^exponent for any exponent; NaN for a negative base, unless the exponent is whole. */
+FST_FN double fst_pow(double base, double exponent)
+{
+    const double size = exponent < 0.0 ? -exponent : exponent;
+    if (size < 0x1p53 && size == (double)(int64_t)size) {
+        const double power = fst_pow_whole(base, size);
+        return exponent < 0.0 ? 1.0 / power : power;
+    }
+    if (base > 0.0 && base < (double)INFINITY)
+        return fst_exp(exponent * fst_log(base));
+    if (base < 0.0 || base != base || exponent != exponent)
+        return (double)NAN;
+    return (base > 0.0) == (exponent > 0.0) ? (double)INFINITY : 0.0;
 }
 
 #endif

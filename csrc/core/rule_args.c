@@ -35,6 +35,18 @@ const char *fst_rule_hyper_name(fst_rule rule, unsigned index)
     return index < fst_rule_hyper_count(rule) ? rules[rule].hyper[index] : NULL;
 }
 
+unsigned fst_rule_numbers(fst_rule rule)
+{
+    return fst_numbers_count((int32_t)rule);
+}
+
+fst_numbers fst_rule_next_numbers(fst_rule rule, fst_numbers held, double *hyper, double step)
+{
+    const fst_numbers next = fst_numbers_after((int32_t)rule, held, hyper, step);
+    fst_numbers_put((int32_t)rule, held, next, hyper);
+    return next;
+}
+
 void fst_rule_fill_args(fst_update_args *args, const double *hyper, double step)
 {
     switch (args->rule) {

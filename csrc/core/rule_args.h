@@ -5,7 +5,7 @@
 
 #include "rules/rules.h"
 
-enum { FST_MAX_HYPER = 8 };
+enum { FST_MAX_HYPER = FST_NUMBER(0) + 1 }; /* the numbers of a tensor included */
 
 const char *fst_rule_name(fst_rule rule);
 
@@ -15,6 +15,12 @@ unsigned fst_rule_states(fst_rule rule);
 /* Number of hyper-parameters; the name of hyper-parameter `index`, or NULL past the end. */
 unsigned fst_rule_hyper_count(fst_rule rule);
 const char *fst_rule_hyper_name(fst_rule rule, unsigned index);
+
+/* Numbers that each tensor has beside its step count; see rules/numbers.def. */
+unsigned fst_rule_numbers(fst_rule rule);
+
+/* The numbers of a tensor after step `step`. `hyper` then has those that the rule reads. */
+fst_numbers fst_rule_next_numbers(fst_rule rule, fst_numbers held, double *hyper, double step);
 
 /* Fills args->rule_args for step `step` (the count after this step: 1 at first) from args->rule,
  * args->wide and the rule's hyper-parameters in their order. */

@@ -9,6 +9,7 @@
 #define FST_RULES_RULES_H
 
 #include "base/portable.h"
+#include "rules/numbers.h"
 
 #define REAL float
 #define FST_T(name) name##_f32
@@ -17,8 +18,10 @@
 #include "rules/adagrad.h"
 #include "rules/adam.h"
 #include "rules/adamax.h"
+#include "rules/asgd.h"
 #include "rules/lion.h"
 #include "rules/moments.h"
+#include "rules/nadam.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
 #include "rules/rprop.h"
@@ -34,8 +37,10 @@
 #include "rules/adagrad.h"
 #include "rules/adam.h"
 #include "rules/adamax.h"
+#include "rules/asgd.h"
 #include "rules/lion.h"
 #include "rules/moments.h"
+#include "rules/nadam.h"
 #include "rules/radam.h"
 #include "rules/rmsprop.h"
 #include "rules/rprop.h"
@@ -50,6 +55,56 @@ typedef enum {
 #undef RULE
     FST_RULE_COUNT
 } fst_rule;
+
+/* How many numbers a rule has beside the step count. */
+FST_FN unsigned fst_numbers_count(int32_t rule)
+{
+    switch (rule) {
+#define NUMBERS(name, count, after) \
+    case FST_RULE_##name:           \
+        return count;
+#include "rules/numbers.def"
+#undef NUMBERS
+    default:
+        return 0;
+    }
+}
+
+/* The numbers after step `step`, as they are held. */
+FST_FN fst_numbers fst_numbers_after(int32_t rule, fst_numbers held, const double *hyper,
+                                     double step)
+{
+    switch (rule) {
+#define NUMBERS(name, count, after)                \
+    case FST_RULE_##name:                          \
+        held = name##_next_f64(held, hyper, step); \
+        break;
+#include "rules/numbers.def"
+#undef NUMBERS
+    default:
+        break;
+    }
+    for (unsigned k = 0; k < FST_MAX_NUMBERS; k++)
+        held.value[k] = fst_number_rounded(held.value[k], held.dtype[k]);
+    return held;
+}
+
+/* Puts the numbers that the rule's `fill` reads behind its hyper-parameters. */
+FST_FN void fst_numbers_put(int32_t rule, fst_numbers held, fst_numbers next, double *hyper)
+{
+    switch (rule) {
+#define NUMBERS(name, count, after)                                       \
+    case FST_RULE_##name:                                                 \
+        hyper[FST_NUMBER(0)] = after ? next.value[0] : held.value[0];     \
+        if (count > 1)                                                    \
+            hyper[FST_NUMBER(1)] = after ? next.value[1] : held.value[1]; \
+        break;
+#include "rules/numbers.def"
+#undef NUMBERS
+    default:
+        break;
+    }
+}
 
 typedef union {
 #define RULE(name, states, hyper) \

@@ -158,6 +158,35 @@ static inline double expected_rprop(const update_case *c, double p, double g, do
     return R(p - R(size * (double)((s[0] > 0.0) - (s[0] < 0.0))));
 }
 
+/* The product of all mu is hyper-parameter 7. */
+static inline double expected_nadam(const update_case *c, double p, double g, double *s)
+{
+    const double lr = c->hyper[0], decay = c->hyper[4], product = c->hyper[7];
+    const double mu = c->hyper[1] * (1.0 - 0.5 * fst_pow(0.96, c->step * c->hyper[6]));
+    const double later = c->hyper[1] * (1.0 - 0.5 * fst_pow(0.96, (c->step + 1.0) * c->hyper[6]));
+    const double root = sqrt(1.0 - power(c->hyper[2], c->step));
+    const double of_g = R(lr * (1.0 - mu) / (1.0 - product) * root);
+    const double of_m = R(lr * later / (1.0 - product * later) * root);
+    const double one_minus1 = R(1.0 - c->hyper[1]), one_minus2 = R(1.0 - c->hyper[2]);
+    if (c->hyper[5] == 0.0)
+        g = with_l2(c, p, g, 4);
+    s[0] = moved(c, s[0], R(1.0 - one_minus1), R(one_minus1 * g));
+    s[1] = moved(c, s[1], R(1.0 - one_minus2), R(R(one_minus2 * g) * g));
+    const double update = R(R(of_g * g) + R(of_m * s[0]));
+    const double kept = c->hyper[5] != 0.0 ? R(p * R(1.0 - lr * decay)) : p;
+    return R(kept - R(update / R(R(sqrt(s[1])) + R(c->hyper[3] * root))));
+}
+
+/* eta and mu are hyper-parameters 7 and 6. */
+static inline double expected_asgd(const update_case *c, double p, double g, double *s)
+{
+    const double eta = c->hyper[7], mu = R(c->hyper[6]);
+    g = with_l2(c, p, g, 4);
+    p = R(R(p * R(1.0 - c->hyper[1] * eta)) - R(R(eta) * g));
+    s[0] = mu == 1.0 ? p : R(s[0] + R(mu * R(p - s[0])));
+    return p;
+}
+
 static inline double expected_rule(const update_case *c, double p, double g, double *s)
 {
     switch (c->rule) {
@@ -188,6 +217,10 @@ static inline double expected_rule(const update_case *c, double p, double g, dou
         return expected_radam(c, p, g, s);
     case FST_RULE_rprop:
         return expected_rprop(c, p, g, s);
+    case FST_RULE_nadam:
+        return expected_nadam(c, p, g, s);
+    case FST_RULE_asgd:
+        return expected_asgd(c, p, g, s);
     case FST_RULE_COUNT:
         break;
     }

@@ -106,6 +106,8 @@ static update_case usual(fst_rule rule)
         [FST_RULE_adadelta] = {0.5, 0.9, 1e-6, 0.01},
         [FST_RULE_radam] = {0.01, 0.9, 0.3, 1e-8, 0.1, 1.0},
         [FST_RULE_rprop] = {0.01, 0.5, 1.2, 1e-6, 50.0},
+        [FST_RULE_nadam] = {0.01, 0.9, 0.999, 1e-8, 0.1, 1.0, 0.3, 0.2},
+        [FST_RULE_asgd] = {0.01, 0.3, 0.75, 0.0, 0.1, 0.0, 0.4, 0.01},
     };
     update_case c = {.rule = rule, .step = 2.0, .inv_scale = 1.0 / 1024.0, .clip = 0.37};
     memcpy(c.hyper, hyper[rule], sizeof c.hyper);

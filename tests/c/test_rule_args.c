@@ -20,8 +20,10 @@ static void table_names_every_rule(void)
                                         "adamax",
                                         "adadelta",
                                         "radam",
-                                        "rprop"};
-    static const unsigned states[] = {2, 3, 2, 2, 0, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 2};
+                                        "rprop",
+                                        "nadam",
+                                        "asgd"};
+    static const unsigned states[] = {2, 3, 2, 2, 0, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 2, 2, 1};
     static const char *const adam[] = {"lr", "beta1", "beta2", "eps", "weight_decay", "decoupled"};
     static const char *const moments[] = {"keep1", "keep2", "beta1", "beta2"};
     static const char *const sgd[] = {"lr", "momentum", "dampening", "weight_decay", "nesterov"};
@@ -31,18 +33,24 @@ static void table_names_every_rule(void)
     static const char *const adamax[] = {"lr", "beta1", "beta2", "eps", "weight_decay"};
     static const char *const adadelta[] = {"lr", "rho", "eps", "weight_decay"};
     static const char *const rprop[] = {"lr", "eta_minus", "eta_plus", "smallest", "largest"};
+    static const char *const nadam[] = {"lr",           "beta1",     "beta2",         "eps",
+                                        "weight_decay", "decoupled", "momentum_decay"};
+    static const char *const asgd[] = {"lr", "lambd", "alpha", "t0", "weight_decay"};
     static const char *const *const hyper[] = {adam,   adam,     moments, adam,    sgd,     sgd,
                                                lion,   adagrad,  rmsprop, rmsprop, rmsprop, rmsprop,
-                                               adamax, adadelta, adam,    rprop};
-    static const unsigned counts[] = {6, 6, 4, 6, 5, 5, 4, 4, 5, 5, 5, 5, 5, 4, 6, 5};
-    CHECK_INT(FST_RULE_COUNT, 16);
+                                               adamax, adadelta, adam,    rprop,   nadam,   asgd};
+    static const unsigned counts[] = {6, 6, 4, 6, 5, 5, 4, 4, 5, 5, 5, 5, 5, 4, 6, 5, 7, 5};
+    CHECK_INT(FST_RULE_COUNT, 18);
     for (unsigned i = 0; i < FST_RULE_COUNT; i++) {
         const fst_rule rule = (fst_rule)i;
         CHECK(!strcmp(fst_rule_name(rule), names[i]));
         CHECK_INT(fst_rule_states(rule), states[i]);
         CHECK(fst_rule_states(rule) <= FST_MAX_STATES);
         CHECK_INT(fst_rule_hyper_count(rule), counts[i]);
-        CHECK(counts[i] <= FST_MAX_HYPER);
+        CHECK(counts[i] + fst_rule_numbers(rule) <= FST_MAX_HYPER);
+        CHECK_INT(fst_rule_numbers(rule), rule == FST_RULE_nadam  ? 1
+                                          : rule == FST_RULE_asgd ? 2
+                                                                  : 0);
         for (unsigned k = 0; k < counts[i]; k++)
             CHECK(!strcmp(fst_rule_hyper_name(rule, k), hyper[i][k]));
         CHECK(fst_rule_hyper_name(rule, counts[i]) == NULL);
@@ -68,6 +76,30 @@ static void whole_powers(void)
     CHECK(fst_pow_whole(0.5, 60.0) == 0x1p-60);
     CHECK(fst_pow_whole(-2.0, 63.0) == -0x1p63);
     CHECK(fst_pow_whole(2.0, 0x1p31) == INFINITY);
+}
+
+/* The error of e^(y log x) is some y log x units in the last place. */
+static void any_powers(void)
+{
+    static const double bases[] = {0x1p-1040, 1e-300,     1e-9,   0.3, 0.7,    0.96, 1.0 - 0x1p-53,
+                                   1.0,       1.0 + 1e-9, 1.4143, 2.0, 1234.5, 1e17, 1e308};
+    static const double exponents[] = {-700.3, -3.0, -0.75, -1e-9, 0.0,  1e-12,  0.004,
+                                       0.5,    0.75, 1.0,   3.0,   12.7, 100.25, 4000.004};
+    for (size_t i = 0; i < sizeof bases / sizeof bases[0]; i++)
+        for (size_t k = 0; k < sizeof exponents / sizeof exponents[0]; k++) {
+            const double got = fst_pow(bases[i], exponents[k]);
+            const double want = (double)powl((long double)bases[i], (long double)exponents[k]);
+            const double size = fabs(exponents[k] * log(bases[i])) + fabs(exponents[k]) + 4.0;
+            if (want > 1e-290 && want < INFINITY)
+                CHECK_NEAR(got, want, size * 0x1p-52 * want);
+            else
+                CHECK(want > 1.0 ? got > 1e300 : got >= 0.0 && got < 1e-280);
+        }
+    CHECK(fst_pow(-2.0, 3.0) == -8.0 && fst_pow(-2.0, -1.0) == -0.5 && isnan(fst_pow(-2.0, 0.5)));
+    CHECK(fst_pow(0.0, 0.5) == 0.0 && fst_pow(0.0, -0.5) == INFINITY);
+    CHECK(fst_pow(INFINITY, 0.5) == INFINITY && fst_pow(INFINITY, -0.5) == 0.0);
+    CHECK(isnan(fst_pow(NAN, 0.5)) && isnan(fst_pow(0.5, NAN)));
+    CHECK(fst_pow(0.5, INFINITY) == 0.0 && fst_pow(2.0, INFINITY) == INFINITY);
 }
 
 static fst_rule_args filled(fst_rule rule, int wide, const double *hyper, double step)
@@ -181,10 +213,76 @@ static void scalars_that_depend_on_the_step(void)
     }
 }
 
+/* The product of all mu, rounded as it is held; mu is rounded to fp32 first if that is narrower. */
+static void numbers_of_nadam(void)
+{
+    for (int dtype = 0; dtype < FST_DTYPE_COUNT; dtype++) {
+        double product = 1.0;
+        fst_numbers held = {.value = {1.0, 0.0}, .dtype = {dtype, 0}};
+        for (int step = 1; step < 9; step++) {
+            double hyper[FST_MAX_HYPER] = {0.1, 0.9, 0.5, 1e-8, 0.2, step % 2, 0.3};
+            const double mu = 0.9 * (1.0 - 0.5 * pow(0.96, step * 0.3));
+            const double later = 0.9 * (1.0 - 0.5 * pow(0.96, (step + 1) * 0.3));
+            product = fst_number_rounded(product * (dtype == FST_F64 ? mu : (float)mu), dtype);
+            held = fst_rule_next_numbers(FST_RULE_nadam, held, hyper, step);
+            CHECK_NEAR(held.value[0], product, 1e-15);
+            CHECK(hyper[FST_NUMBER(0)] == held.value[0] && hyper[6] == 0.3);
+            const nadam_args_f64 a = filled(FST_RULE_nadam, 1, hyper, step).nadam_f64;
+            const nadam_args_f32 b = filled(FST_RULE_nadam, 0, hyper, step).nadam_f32;
+            const double root = sqrt(1.0 - pow(0.5, step));
+            CHECK_NEAR(a.gradient_size, 0.1 * (1.0 - mu) / (1.0 - product) * root, 1e-14);
+            CHECK_NEAR(a.moment_size, 0.1 * later / (1.0 - product * later) * root, 1e-14);
+            CHECK_NEAR(a.eps, 1e-8 * root, 1e-20);
+            CHECK(a.keep == (step % 2 ? 1.0 - 0.1 * 0.2 : 1.0) && a.l2 == (step % 2 ? 0.0 : 0.2));
+            ROUNDED(b, a, gradient_size);
+            ROUNDED(b, a, moment_size);
+            ROUNDED(b, a, one_minus_beta1);
+            ROUNDED(b, a, one_minus_beta2);
+            ROUNDED(b, a, keep);
+            ROUNDED(b, a, l2);
+            ROUNDED(b, a, eps);
+        }
+    }
+}
+
+/* eta and mu of the next step, in the precision of the step count and then in their own. */
+static void numbers_of_asgd(void)
+{
+    for (int i = 0; i < 4; i++) {
+        fst_numbers held = {.value = {0.1, 1.0}, .dtype = {FST_F64, FST_F64}, .wide_step = i % 2};
+        if (i > 1)
+            held.dtype[0] = held.dtype[1] = FST_BF16;
+        for (int step = 1; step < 9; step++) {
+            double hyper[FST_MAX_HYPER] = {0.1, 0.3, 0.75, 3.0, 0.2};
+            const fst_numbers next = fst_rule_next_numbers(FST_RULE_asgd, held, hyper, step);
+            const double eta = 0.1 / pow(1.0 + 0.3 * 0.1 * step, 0.75);
+            const double mu = 1.0 / (step > 4 ? step - 3.0 : 1.0);
+            const double wants[2] = {eta, mu};
+            for (int k = 0; k < 2; k++) {
+                const double want = i % 2 ? wants[k] : (double)(float)wants[k];
+                CHECK_NEAR(next.value[k], fst_number_rounded(want, held.dtype[k]), 1e-16);
+                CHECK(hyper[FST_NUMBER(k)] == held.value[k]);
+            }
+            const asgd_args_f64 a = filled(FST_RULE_asgd, 1, hyper, step).asgd_f64;
+            const asgd_args_f32 b = filled(FST_RULE_asgd, 0, hyper, step).asgd_f32;
+            CHECK(a.keep == 1.0 - 0.3 * held.value[0] && a.l2 == 0.2);
+            CHECK(a.eta == held.value[0] && a.mu == held.value[1]);
+            ROUNDED(b, a, keep);
+            ROUNDED(b, a, eta);
+            ROUNDED(b, a, mu);
+            ROUNDED(b, a, l2);
+            held = next;
+        }
+    }
+}
+
 int main(void)
 {
     table_names_every_rule();
     whole_powers();
+    any_powers();
+    numbers_of_nadam();
+    numbers_of_asgd();
     for (int decoupled = 0; decoupled < 2; decoupled++) {
         adam_scalars(FST_RULE_adam, decoupled);
         adam_scalars(FST_RULE_amsgrad, decoupled);

@@ -32,6 +32,8 @@ static const double usual[FST_RULE_COUNT][FST_MAX_HYPER] = {
     [FST_RULE_adadelta] = {0.5, 0.9, 1e-6, 0.01},
     [FST_RULE_radam] = {0.0078125, 0.9, 0.3, 1e-8, 0.1, 1.0},
     [FST_RULE_rprop] = {0.0078125, 0.5, 1.2, 1e-6, 50.0},
+    [FST_RULE_nadam] = {0.0078125, 0.9, 0.999, 1e-8, 0.1, 1.0, 0.3},
+    [FST_RULE_asgd] = {0.0078125, 0.3, 0.75, 2.0, 0.1},
 };
 
 static inline array *new_array(fst_dtype dtype, placement how, int64_t count)
@@ -72,12 +74,19 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
     *p = (param){.count = count, .group = group, .wide = k->dtype == FST_F64};
     for (int i = 0; i < FST_OP_COUNT; i++)
         p->array[i] = -1;
-    p->counts = rule == FST_RULE_adam || rule == FST_RULE_amsgrad || random_below(4) == 0;
+    p->counts = rule == FST_RULE_adam || rule == FST_RULE_amsgrad || fst_rule_numbers(rule) ||
+                random_below(4) == 0;
     p->is_double = (int)random_below(2);
     p->negated = (int)random_below(2);
     p->value = 1.0 + (double)random_below(2);
     scalar_set(&m->steps[m->param_count++], p->is_double,
                flipped((double)random_below(5), p->negated));
+    for (unsigned i = 0; i < fst_rule_numbers(rule); i++) {
+        p->number_dtype[i] = (fst_dtype)random_below(FST_DTYPE_COUNT);
+        store_value(
+            &m->numbers[m->param_count - 1][i], p->number_dtype[i],
+            flipped(random_below(3) ? 0.25 * (1.0 + (double)random_below(3)) : 1.0, p->negated));
+    }
     if (!count)
         return;
     add_operand(m, p, FST_OP_PARAM, k->dtype, k->how, random_value);

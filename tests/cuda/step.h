@@ -15,7 +15,8 @@ typedef struct {
     int array[FST_OP_COUNT]; /* index of each operand's array, -1: absent */
     unsigned group;
     int counts, is_double, negated; /* its step counter */
-    double value;                   /* what the rule reads without one */
+    fst_dtype number_dtype[FST_MAX_NUMBERS];
+    double value; /* what the rule reads without one */
     int wide;
 } param;
 
@@ -31,7 +32,8 @@ typedef struct {
     param params[MAX_PARAMS];
     model_group groups[MAX_GROUPS];
     array *arrays[MAX_ARRAYS];
-    double steps[MAX_PARAMS]; /* counters: fp64, or fp32 in the first half */
+    double steps[MAX_PARAMS];                    /* counters: fp64, or fp32 in the first half */
+    double numbers[MAX_PARAMS][FST_MAX_NUMBERS]; /* likewise, of any type */
     int param_count, group_count, array_count;
 } model;
 
@@ -103,6 +105,22 @@ static inline void model_plan(const model *m, const options *o, fst_plan *plan)
     CHECK_INT(fst_plan_seal(plan, FST_OP_PARAM, o->write_grad ? 2 : 1, &status), FST_OK);
 }
 
+/* Moves the numbers of a parameter, and puts what its rule reads into `hyper`. */
+static inline void cpu_move_numbers(model *m, int index, double step, double *hyper)
+{
+    const param *p = &m->params[index];
+    const fst_rule rule = m->groups[p->group].rule;
+    double *at = m->numbers[index];
+    fst_numbers held = {.wide_step = p->is_double};
+    for (unsigned k = 0; k < fst_rule_numbers(rule); k++) {
+        held.value[k] = flipped(load_value(&at[k], p->number_dtype[k]), p->negated);
+        held.dtype[k] = (int32_t)p->number_dtype[k];
+    }
+    const fst_numbers next = fst_rule_next_numbers(rule, held, hyper, step);
+    for (unsigned k = 0; k < fst_rule_numbers(rule); k++)
+        store_value(&at[k], p->number_dtype[k], flipped(next.value[k], p->negated));
+}
+
 /* As fill_all_args in csrc/py/step/host_step.c. */
 static inline void cpu_fill_args(model *m, fst_update_args *args, double coefficient)
 {
@@ -113,13 +131,17 @@ static inline void cpu_fill_args(model *m, fst_update_args *args, double coeffic
         const double step = p->counts
                                 ? flipped(scalar_get(&m->steps[i], p->is_double), p->negated) + 1.0
                                 : p->value;
+        double hyper[FST_MAX_HYPER];
+        memcpy(hyper, g->hyper, sizeof hyper);
+        if (fst_rule_numbers(g->rule))
+            cpu_move_numbers(m, i, step, hyper);
         if (p->count) {
             fst_update_args *a = &args[span++];
             *a = (fst_update_args){.clip_coefficient = coefficient,
                                    .sign = g->maximize ? -1.0 : 1.0,
                                    .rule = g->rule,
                                    .wide = p->wide};
-            fst_rule_fill_args(a, g->hyper, step);
+            fst_rule_fill_args(a, hyper, step);
         }
         if (p->counts)
             scalar_set(&m->steps[i], p->is_double, flipped(step, p->negated));
@@ -175,6 +197,9 @@ static inline void device_add_spans(device *d, model *m, const options *o, doubl
                                              .wide = p->wide};
             if (p->counts)
                 d->spans[at].step = scalar_held(&m->steps[i], p->is_double, p->negated);
+            for (unsigned k = 0; k < fst_rule_numbers(m->groups[p->group].rule); k++)
+                d->spans[at].numbers[k] = (fst_device_number){
+                    address_of(&m->numbers[i][k]), (int32_t)p->number_dtype[k], p->negated};
             at++;
         }
     d->groups = must_alloc_poison((size_t)m->group_count * sizeof *d->groups);
@@ -206,6 +231,8 @@ static inline outcome device_step(model *m, const options *o, unsigned grid)
     fst_begin_launch begin = {.tables = d.tables, .max_norm = o->max_norm};
     begin.measure_found_inf = o->measure_found_inf;
     begin.measure = o->measure_found_inf || !isnan(o->max_norm);
+    for (int i = 0; i < m->group_count; i++)
+        begin.has_numbers |= fst_rule_numbers(m->groups[i].rule) > 0;
     begin.norm = scalar_held(&norm, o->norm_is_double, o->negated);
     scalar_set(&scale, o->scale_is_double, flipped(o->scale, o->negated));
     scalar_set(&found_inf, o->found_is_double, flipped(o->found_inf, o->negated));
@@ -235,7 +262,8 @@ static inline int same_step(const model *a, const outcome *x, const model *b, co
 {
     int same = x->skip == y->skip && same_double(x->norm, y->norm) &&
                same_double(x->found_inf, y->found_inf) &&
-               !memcmp(a->steps, b->steps, sizeof a->steps);
+               !memcmp(a->steps, b->steps, sizeof a->steps) &&
+               !memcmp(a->numbers, b->numbers, sizeof a->numbers);
     for (int i = 0; i < a->array_count; i++)
         same = same && same_memory(a->arrays[i], b->arrays[i]);
     return same;

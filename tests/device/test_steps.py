@@ -19,10 +19,13 @@ from .common import SPECIAL, Pair, values
 
 pytestmark = pytest.mark.usefixtures("machine")
 SHAPES = ((3, 5), (257,), (1,), (), (0, 4), (40, 50))
+# What every optimizer shares with the first ones is not taken again for the others.
+SHARED = ("plain", "tensor_lr", "betas_zero", "rho_zero")
 SETTINGS = [
     pytest.param(d, kwargs, id=f"{d.name}-{name}")
     for d in ALL + OTHERS
     for name, kwargs in {"usual": d.kwargs, "other": d.other, **d.variants}.items()
+    if d in ALL or name not in SHARED
 ]
 
 

@@ -22,6 +22,7 @@ CLASSES: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "momentum": lambda ps, **kw: faststep.optim.SGD(ps, momentum=0.9, **kw),
     "Lion": faststep.optim.Lion,
     "Rprop": faststep.optim.Rprop,
+    "NAdam": faststep.optim.NAdam,
 }
 
 over_classes = pytest.mark.parametrize("make", CLASSES.values(), ids=CLASSES.keys())

@@ -12,6 +12,7 @@ import torch
 import faststep.optim
 
 from . import references
+from .common import TOLERANCE
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +22,9 @@ class Declaration:
     kwargs are the hyper-parameters of the full cross product, other those of a second group,
     variants the further settings that one smaller product goes through.  flags maps a key of
     the state that exists only under an option to that option.  errors are arguments of this class
-    that it refuses.  terms is the size of what its states are sums of.
+    that it refuses.  terms is the size of what its states are sums of.  numbers are keys of 0-d
+    states beside step, which torch casts to the parameter's dtype when it loads them.  tolerance
+    is that of several steps against torch's.
     """
 
     ours: type[torch.optim.Optimizer]
@@ -34,6 +37,8 @@ class Declaration:
     variants: dict[str, dict[str, Any]] = field(default_factory=dict)
     errors: dict[str, dict[str, Any]] = field(default_factory=dict)
     terms: float = 1.0
+    numbers: tuple[str, ...] = ()
+    tolerance: dict[torch.dtype, Any] = field(default_factory=lambda: TOLERANCE)
 
     @property
     def name(self) -> str:
@@ -46,7 +51,8 @@ class Declaration:
     def moments(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Keys of the state tensors shaped like the parameter, for these hyper-parameters."""
         conditional = tuple(key for key, flag in self.flags.items() if group[flag])
-        return tuple(key for key in self.state if key != "step") + conditional
+        counts = ("step", *self.numbers)
+        return tuple(key for key in self.state if key not in counts) + conditional
 
 
 ADAMW = Declaration(
@@ -225,9 +231,53 @@ RPROP = Declaration(
     errors={"etas_above_one": {"etas": (1.1, 1.2)}, "etas_zero": {"etas": (0.0, 1.2)}},
 )
 
+NADAM = Declaration(
+    ours=faststep.optim.NAdam,
+    torchs=torch.optim.NAdam,
+    reference=references.nadam,
+    state=("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    numbers=("mu_product",),
+    kwargs={"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    other={"lr": 3e-3, "betas": (0.5, 0.9), "momentum_decay": 0.3, "decoupled_weight_decay": False},
+    variants={
+        "plain": {"lr": 1e-2},
+        "decay": {"weight_decay": 0.2, "eps": 1e-3},
+        "betas_zero": {"betas": (0.0, 0.0)},
+        "whole_powers": {"momentum_decay": 1.0},
+        "tensor_lr": {"lr": torch.tensor(1e-2, dtype=torch.float64)},
+    },
+    errors={
+        "beta1_one": {"betas": (1.0, 0.9)},
+        "beta2_negative": {"betas": (0.9, -0.1)},
+        "eps_negative": {"eps": -1.0},
+        "momentum_decay_negative": {"momentum_decay": -1.0},
+    },
+)
+
+ASGD = Declaration(
+    ours=faststep.optim.ASGD,
+    torchs=torch.optim.ASGD,
+    reference=references.asgd,
+    state=("step", "eta", "mu", "ax"),
+    numbers=("eta", "mu"),
+    tolerance={  # with foreach torch computes eta in fp32, and it rounds a bf16 parameter twice
+        **TOLERANCE,
+        torch.float64: TOLERANCE[torch.float32],
+        torch.bfloat16: {"rtol": 2.4e-2, "atol": 5e-3},
+    },
+    kwargs={"lr": 1e-2, "lambd": 0.5, "t0": 0.5, "weight_decay": 0.1},
+    other={"lr": 3e-2, "alpha": 0.5, "t0": 1e6, "weight_decay": 0.0},
+    variants={
+        "plain": {"lr": 1e-2},
+        "averages": {"lr": 0.1, "lambd": 0.3, "alpha": 1.5, "t0": -1.0},
+        "whole_power": {"alpha": 1.0, "lambd": 0.3},
+        "tensor_lr": {"lr": torch.tensor(1e-2, dtype=torch.float64)},
+    },
+)
+
 # Those that take every test. What the others share with them is not tested again for each.
 ALL = (ADAMW, ADAM, SGD, LION)
 TORCHS = (ADAMW, ADAM, SGD)
 
 # Those that take the tests of what a rule computes, and of what torch's class has.
-OTHERS = (ADAGRAD, RMSPROP, ADAMAX, ADADELTA, RADAM, RPROP)
+OTHERS = (ADAGRAD, RMSPROP, ADAMAX, ADADELTA, RADAM, RPROP, NADAM, ASGD)

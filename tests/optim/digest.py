@@ -33,6 +33,8 @@ RUNS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Adadelta", {"weight_decay": 0.1}),
     ("RAdam", {"weight_decay": 0.1, "betas": (0.9, 0.5)}),
     ("Rprop", {}),
+    ("NAdam", {"weight_decay": 0.1}),
+    ("ASGD", {"weight_decay": 0.1, "t0": 0.0}),
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 SIZES = (40_001, 3, 1, 513, 16_384, 0, 31)

@@ -167,6 +167,45 @@ def rprop(p: Tensor, g: Tensor, state: State, h: dict[str, Any]) -> tuple[Tensor
     return p - size * g.sign(), {"step": t, "prev": g, "step_size": size}
 
 
+def nadam(p: Tensor, g: Tensor, state: State, h: dict[str, Any]) -> tuple[Tensor, State]:
+    """NAdam (Dozat 2016) as torch documents it; the product of all mu is held in fp32."""
+    beta1, beta2 = (float(beta) for beta in h["betas"])
+    lr, wd, eps = float(h["lr"]), float(h["weight_decay"]), float(h["eps"])
+    zero = torch.zeros_like(p)
+    t = float(state.get("step", 0.0)) + 1.0
+    if h["maximize"]:
+        g = -g
+    if h["decoupled_weight_decay"]:
+        p = p - lr * wd * p
+    else:
+        g = g + wd * p
+    mu, mu_next = (beta1 * (1.0 - 0.5 * 0.96 ** (n * h["momentum_decay"])) for n in (t, t + 1.0))
+    product = float(torch.tensor(float(state.get("mu_product", 1.0)), dtype=torch.float32) * mu)
+    m = beta1 * state.get("exp_avg", zero) + (1.0 - beta1) * g
+    v = beta2 * state.get("exp_avg_sq", zero) + (1.0 - beta2) * g * g
+    m_hat = mu_next * m / (1.0 - product * mu_next) + (1.0 - mu) * g / (1.0 - product)
+    v_hat = v / (1.0 - beta2**t)
+    new: State = {"step": t, "mu_product": product, "exp_avg": m, "exp_avg_sq": v}
+    return p - lr * m_hat / (v_hat.sqrt() + eps), new
+
+
+def asgd(p: Tensor, g: Tensor, state: State, h: dict[str, Any]) -> tuple[Tensor, State]:
+    """ASGD (Polyak & Juditsky 1992) as torch does it; eta and mu are held in fp32."""
+    lr, lambd = float(h["lr"]), float(h["lambd"])
+    if h["maximize"]:
+        g = -g
+    g = g + float(h["weight_decay"]) * p
+    eta = float(state.get("eta", torch.tensor(lr, dtype=torch.float32)))
+    mu = float(state.get("mu", 1.0))
+    p = p * (1.0 - lambd * eta) - eta * g
+    ax = state.get("ax", torch.zeros_like(p))
+    t = float(state.get("step", 0.0)) + 1.0
+    new: State = {"step": t, "ax": ax + mu * (p - ax)}
+    later = lr / (1.0 + lambd * lr * t) ** h["alpha"], 1.0 / max(1.0, t - h["t0"])
+    new["eta"], new["mu"] = torch.tensor(later, dtype=torch.float32).tolist()
+    return p, new
+
+
 def total_norm(grads: list[Tensor]) -> float:
     """Global 2-norm with a correctly rounded sum: no order of additions to agree on."""
     squares = [g.detach().double().square().flatten() for g in grads]

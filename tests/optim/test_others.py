@@ -12,7 +12,7 @@ import faststep
 import faststep.optim as optim
 
 from .common import assert_same_bits, parameters, set_gradients, train
-from .declarations import ADAGRAD, ALL, OTHERS, RPROP, Declaration
+from .declarations import ADAGRAD, ALL, ASGD, NADAM, OTHERS, RPROP, Declaration
 
 OURS = {declaration.name for declaration in ALL + OTHERS}
 
@@ -41,7 +41,7 @@ def test_submodules_are_imported_as_of_torch() -> None:
     subprocess.run([sys.executable, "-c", "\n".join(lines)], check=True, timeout=120)
 
 
-@pytest.mark.parametrize("declaration", [RPROP, ADAGRAD], ids=lambda d: d.name)
+@pytest.mark.parametrize("declaration", [RPROP, ADAGRAD, NADAM, ASGD], ids=lambda d: d.name)
 def test_skipped_first_step(declaration: Declaration) -> None:
     """What the first step that happens begins with: Rprop's states with the learning rate then."""
     results = []
@@ -96,3 +96,58 @@ def test_rmsprops_options_may_begin_later() -> None:
     with pytest.raises(KeyError, match="momentum_buffer"):
         train(optimizer, params)
     assert torch.equal(params[0], before)
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("declaration", [NADAM, ASGD], ids=lambda d: d.name)
+def test_numbers_are_torchs(
+    declaration: Declaration, dtype: torch.dtype, default: torch.dtype
+) -> None:
+    """0-d states have torch's bits, before and after a checkpoint, which casts them."""
+    torch.set_default_dtype(default)
+    settings = [{**declaration.kwargs, "foreach": False}, declaration.variants["plain"]]
+    for kwargs in settings:
+        runs = []
+        for cls in (declaration.ours, declaration.torchs):
+            params = parameters((3,), (4, 2), (0,), dtype=dtype)
+            optimizer = cls(params, **{**kwargs, "foreach": False})
+            train(optimizer, params[1:], steps=2)
+            train(optimizer, params, steps=3)
+            loaded = cls(params, **{**kwargs, "foreach": False})
+            loaded.load_state_dict(optimizer.state_dict())
+            train(loaded, params, steps=3)
+            runs.append((params, [optimizer.state[p] for p in params], loaded.state))
+        (ours, before, after), (torchs, torchs_before, torchs_after) = runs
+        for p, q, mine, its in zip(ours, torchs, before, torchs_before, strict=True):
+            for key in ("step", *declaration.numbers):
+                assert_same_bits([mine[key], after[p][key]], [its[key], torchs_after[q][key]], key)
+            if dtype == torch.float64:
+                torch.testing.assert_close(p, q, rtol=1e-13, atol=1e-13)
+
+
+def test_numbers_that_cannot_be_used() -> None:
+    """Refused before anything is written, by name."""
+    params = parameters((3,), (4,))
+    optimizer = NADAM.ours(params)
+    train(optimizer, params)
+    good, before = optimizer.state[params[1]]["mu_product"], params[0].detach().clone()
+    for bad, error in (
+        (torch.ones(2), "state 'mu_product' of .* is not a one-element tensor"),
+        (torch.tensor(1), "state 'mu_product' of .* is not of type float32"),
+        (0.5, "state 'mu_product' of .*float"),
+        (None, "state 'mu_product' of .* is None"),
+    ):
+        optimizer.state[params[1]]["mu_product"] = bad
+        with pytest.raises((RuntimeError, TypeError), match=error):
+            train(optimizer, params)
+        assert torch.equal(params[0], before)
+        assert optimizer.state[params[0]]["step"].item() == 1.0
+    del optimizer.state[params[1]]["mu_product"]
+    with pytest.raises(KeyError, match="mu_product"):
+        train(optimizer, params)
+    optimizer.state[params[1]] = {"step": torch.tensor(1.0), "mu_product": torch._neg_view(-good)}
+    optimizer.state[params[1]].update({key: torch.zeros(4) for key in ("exp_avg", "exp_avg_sq")})
+    train(optimizer, params)
+    mine, its = (optimizer.state[p]["mu_product"] for p in params)
+    assert torch.equal(mine, its)

@@ -20,7 +20,7 @@ from torch.nn import Parameter
 import faststep
 from combinations import of_three
 
-from .common import DTYPES, ONE_STEP, TOLERANCE, assert_near, dtype_name, generator
+from .common import DTYPES, ONE_STEP, assert_near, dtype_name, generator
 from .declarations import ALL, OTHERS, Declaration
 from .layouts import LAYOUTS, Layout
 from .references import clip_coefficient, total_norm
@@ -173,6 +173,8 @@ def compare_step(
             for key in declaration.moments(group):
                 moment, of_it = optimizer.state[p][key], f"{where}, {key}"
                 assert_near(moment, state[key], ONE_STEP, of_it, declaration.terms)
+            for key in declaration.numbers:
+                assert optimizer.state[p][key].item() == state[key], f"{where}, {key}"
             if "step" in declaration.state:
                 assert optimizer.state[p]["step"].item() == state["step"], where
 
@@ -224,4 +226,4 @@ def test_step(
     torchs = run_torch(declaration, dtype, layout, groups, clip)
     for p, q in zip(ours.params, torchs, strict=True):
         assert p.stride() == q.stride()
-        assert_near(p, q, TOLERANCE, f"after {STEPS} steps, {tuple(p.shape)} {p.dtype}")
+        assert_near(p, q, declaration.tolerance, f"after {STEPS} steps, {tuple(p.shape)} {p.dtype}")

@@ -82,7 +82,7 @@ def test_interchange_with_torch(
             group.update(implementation)
     train(second, end, steps=3, seed=3)
     for p, q in zip(end, expected, strict=True):
-        assert_near(p, q, TOLERANCE, f"{implementation}")
+        assert_near(p, q, declaration.tolerance, f"{implementation}")
 
 
 @over_torchs
@@ -157,7 +157,7 @@ def test_loading_casts_as_torch_does(declaration: Declaration) -> None:
             train(target, end, steps=1, seed=7)
         assert [t.dtype for t in results[0][0]] == [t.dtype for t in results[1][0]]
         for p, q in zip(results[0][1], results[1][1], strict=True):
-            assert_near(p, q, TOLERANCE, f"{source_dtype} into {dtype}")
+            assert_near(p, q, declaration.tolerance, f"{source_dtype} into {dtype}")
 
 
 @pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {"capturable": True}])

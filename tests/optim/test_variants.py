@@ -83,7 +83,7 @@ def test_variant_against_torch(
         torchs = parameters(*shapes, dtype=dtype)
         train(declaration.torchs(torchs, **arguments), torchs, steps=3)
         for p, q in zip(ours, torchs, strict=True):
-            assert_near(p, q, TOLERANCE, f"{arguments}")
+            assert_near(p, q, declaration.tolerance, f"{arguments}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)

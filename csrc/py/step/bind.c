@@ -137,6 +137,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     if (fresh)
         counter->value = 1.0;
     part->counter_count++;
+    part->number_count += self->groups[at->group].number_count;
     /* The rule `moments` does not write the parameter, so its version must not move: forward
      * passes that used it may still run backward. */
     const int moves = self->groups[at->group].rule != FST_RULE_moments;

@@ -89,7 +89,7 @@ void fst_step_unbind(fst_step_plan *self)
     for (size_t i = 0; i < self->layout_count; i++)
         PyMem_Free(self->layouts[i]);
     for (size_t i = 0; i < self->part_count; i++)
-        self->parts[i].counter_count = 0;
+        self->parts[i].counter_count = self->parts[i].number_count = 0;
     self->layout_count = self->grad_count = 0;
     self->written_count = self->counted_count = 0;
 }

@@ -46,7 +46,8 @@ static int list_groups(fst_module *module, const fst_step_plan *self, fst_step_p
 }
 
 static void describe_span(const fst_step_plan *self, const fst_step_part *part,
-                          const fst_counter *counter, fst_device_span *span)
+                          const fst_counter *counter, const fst_tensor_number *numbers,
+                          fst_device_span *span)
 {
     const fst_group *group = &self->groups[counter->group];
     memset(span, 0, sizeof *span);
@@ -59,6 +60,10 @@ static void describe_span(const fst_step_plan *self, const fst_step_part *part,
     span->group = counter->group;
     span->rule = (int32_t)group->rule;
     span->maximize = group->maximize;
+    for (unsigned k = 0; k < group->number_count; k++)
+        span->numbers[k] = (fst_device_number){.data = (uint64_t)(uintptr_t)numbers[k].data,
+                                               .dtype = (int32_t)numbers[k].dtype,
+                                               .negated = numbers[k].negated};
     if (counter->span >= 0)
         span->wide = part->plan.operands[(size_t)counter->span * FST_OP_COUNT].dtype == FST_F64;
 }
@@ -69,11 +74,12 @@ static int by_address(const void *a, const void *b)
     return left < right ? -1 : left > right;
 }
 
-/* The device advances all step counters in parallel, so no two may be the same tensor. */
+/* The device advances all step counters and numbers in parallel, so no two may be the same
+ * tensor. */
 static int counters_differ(const fst_step_part *part)
 {
     size_t count = 0;
-    uint64_t *sorted = PyMem_Malloc(part->counter_count * sizeof *sorted);
+    uint64_t *sorted = PyMem_Malloc((part->counter_count + part->number_count) * sizeof *sorted);
     if (!sorted) {
         PyErr_NoMemory();
         return 0;
@@ -81,14 +87,19 @@ static int counters_differ(const fst_step_part *part)
     for (size_t i = 0; i < part->counter_count; i++)
         if (part->spans[i].step.data)
             sorted[count++] = part->spans[i].step.data;
+    for (size_t i = 0; i < part->number_count; i++)
+        sorted[count++] = (uint64_t)(uintptr_t)part->numbers[i].data;
     qsort(sorted, count, sizeof *sorted, by_address);
     int differ = 1;
     for (size_t i = 1; i < count; i++)
         differ = differ && sorted[i - 1] != sorted[i];
     PyMem_Free(sorted);
     if (!differ)
-        PyErr_SetString(PyExc_RuntimeError, "two parameters share the tensor state['step']; each "
-                                            "needs one of its own");
+        PyErr_SetString(PyExc_RuntimeError,
+                        part->number_count ? "two 0-d states, such as state['step'], are one "
+                                             "tensor; each parameter needs its own"
+                                           : "two parameters share the tensor state['step']; each "
+                                             "needs one of its own");
     return differ;
 }
 
@@ -99,6 +110,7 @@ static int list_spans(const fst_step_plan *self, fst_step_part *part)
     if (part->listed == self->bindings)
         return 0;
     size_t only_counts = part->plan.span_count;
+    const fst_tensor_number *numbers = part->numbers;
     int moved = part->distinct != part->counter_count;
     while (part->span_capacity < part->counter_count) {
         const size_t before = part->span_capacity;
@@ -110,8 +122,12 @@ static int list_spans(const fst_step_plan *self, fst_step_part *part)
         const fst_counter *counter = &part->counters[i];
         fst_device_span *span =
             &part->spans[counter->span >= 0 ? (size_t)counter->span : only_counts++];
-        moved = moved || span->step.data != (uint64_t)(uintptr_t)counter->data;
-        describe_span(self, part, counter, span);
+        const fst_device_span before = *span;
+        describe_span(self, part, counter, numbers, span);
+        moved = moved || span->step.data != before.step.data ||
+                memcmp(span->numbers, before.numbers, sizeof before.numbers);
+        if (part->number_count)
+            numbers += self->groups[counter->group].number_count;
     }
     part->distinct = !moved || counters_differ(part) ? part->counter_count : 0;
     if (part->distinct != part->counter_count)
@@ -182,6 +198,7 @@ int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_opti
         .measure = !apply && (options->measure_found_inf || !isnan(options->max_norm)),
         .measure_found_inf = !apply && options->measure_found_inf,
         .only_measure = options->phase == FST_STEP_MEASURE,
+        .has_numbers = part->number_count > 0,
     };
     const fst_update_launch update = {.write_grad = options->write_grads};
     if (fst_gpu_begin(part->tables, &begin, &status))

@@ -29,11 +29,13 @@ static int parse_group(PyObject *spec, fst_group *group)
                          .has_master = has_master,
                          .lr = lr};
     group->key_count = (unsigned)PyTuple_Size(keys);
-    if (group->key_count != fst_rule_states(group->rule) + (unsigned)(has_step + has_master) ||
+    group->number_count = fst_rule_numbers(group->rule);
+    const unsigned states = fst_rule_states(group->rule) + group->number_count;
+    if (group->key_count != states + (unsigned)(has_step + has_master) ||
+        (group->number_count && !has_step) ||
         (size_t)PyTuple_Size(hyper) != fst_rule_hyper_count(group->rule)) {
         PyErr_Format(PyExc_ValueError, "rule %s takes %u states and %u hyper-parameters",
-                     fst_rule_name(group->rule), fst_rule_states(group->rule),
-                     fst_rule_hyper_count(group->rule));
+                     fst_rule_name(group->rule), states, fst_rule_hyper_count(group->rule));
         return -1;
     }
     for (unsigned i = 0; i < group->key_count; i++)

@@ -17,21 +17,30 @@ typedef struct {
 static void write_scalar(const fst_view *view, double value)
 {
     const double held = view->negated ? -value : value;
+    const float narrow = (float)held;
     if (view->dtype == FST_F64)
         *(double *)view->data = held;
+    else if (view->dtype == FST_F32)
+        *(float *)view->data = narrow;
     else
-        *(float *)view->data = (float)held;
+        *(uint16_t *)view->data =
+            view->dtype == FST_BF16 ? fst_f32_to_bf16(narrow) : fst_f32_to_f16(narrow);
 }
 
-/* Finds the rule's arguments for a group, a step count and a precision among the last 64, or
- * adds them. Returns 0, or -1 with a Python error. */
+static int same_key(const fst_args_key *key, uint32_t group, double step, const fst_numbers *held)
+{
+    return key->group == group && key->step == step &&
+           (!held || !memcmp(&key->held, held, sizeof *held));
+}
+
+/* Finds the rule's arguments for a group, a step count, numbers (NULL: the rule has none) and a
+ * precision among the last 64, or adds them. Returns 0, or -1 with a Python error. */
 static int find_args(fst_step_part *part, const fst_group *groups, uint32_t group, double step,
-                     int wide, double coefficient, uint32_t *index)
+                     const fst_numbers *held, int wide, double coefficient, uint32_t *index)
 {
     for (size_t back = 0; back < part->arg_count && back < 64; back++) {
         const size_t i = part->arg_count - 1 - back;
-        if (part->arg_keys[i].group == group && part->arg_keys[i].step == step &&
-            part->args[i].wide == wide) {
+        if (same_key(&part->arg_keys[i], group, step, held) && part->args[i].wide == wide) {
             *index = (uint32_t)i;
             return 0;
         }
@@ -45,8 +54,17 @@ static int find_args(fst_step_part *part, const fst_group *groups, uint32_t grou
     args->wide = wide;
     args->clip_coefficient = coefficient;
     args->sign = groups[group].maximize ? -1.0 : 1.0;
-    fst_rule_fill_args(args, groups[group].hyper, step);
-    part->arg_keys[part->arg_count] = (fst_args_key){step, group};
+    fst_args_key *key = &part->arg_keys[part->arg_count];
+    *key = (fst_args_key){.step = step, .group = group};
+    if (held) {
+        double hyper[FST_MAX_HYPER];
+        memcpy(hyper, groups[group].hyper, sizeof hyper);
+        key->held = *held;
+        key->next = fst_rule_next_numbers(args->rule, *held, hyper, step);
+        fst_rule_fill_args(args, hyper, step);
+    } else {
+        fst_rule_fill_args(args, groups[group].hyper, step);
+    }
     *index = (uint32_t)part->arg_count++;
     return 0;
 }
@@ -69,25 +87,87 @@ static void advance(const fst_counter *c, double by)
         *(float *)c->data = (float)((double)*(float *)c->data + change);
 }
 
-/* Advances every step counter and gives every span its arguments. Without memory the counters go
- * back, and -1 is returned. */
+/* Reads the numbers of a parameter, and remembers them to undo the step. */
+static fst_numbers read_numbers(fst_tensor_number *numbers, unsigned count, const fst_counter *c)
+{
+    fst_numbers held = {.wide_step = c->is_double};
+    for (unsigned k = 0; k < count; k++) {
+        const fst_view view = {
+            .data = numbers[k].data, .dtype = numbers[k].dtype, .negated = numbers[k].negated};
+        held.value[k] = numbers[k].before = fst_scalar_number(&view);
+        held.dtype[k] = (int32_t)numbers[k].dtype;
+    }
+    return held;
+}
+
+static void write_number(const fst_tensor_number *number, double value)
+{
+    const fst_view view = {
+        .data = number->data, .dtype = number->dtype, .negated = number->negated};
+    write_scalar(&view, value);
+}
+
+/* Puts the counters and the numbers of the first `count` parameters back. */
+static void take_back(const fst_step_part *part, size_t count, size_t numbers)
+{
+    while (numbers-- > 0)
+        write_number(&part->numbers[numbers], part->numbers[numbers].before);
+    while (count-- > 0)
+        advance(&part->counters[count], -1.0);
+}
+
+/* Gives the span of a parameter with numbers its arguments, and moves the numbers. */
+static int fill_with_numbers(fst_step_part *part, const fst_group *groups, const fst_counter *c,
+                             fst_tensor_number *numbers, double coefficient)
+{
+    const fst_group *group = &groups[c->group];
+    const double step = counted(c);
+    const fst_numbers held = read_numbers(numbers, group->number_count, c);
+    fst_numbers next;
+    if (c->span >= 0) {
+        const fst_operand *ops = &part->plan.operands[(size_t)c->span * FST_OP_COUNT];
+        uint32_t index;
+        if (find_args(part, groups, c->group, step, &held, ops[FST_OP_PARAM].dtype == FST_F64,
+                      coefficient, &index))
+            return -1;
+        part->plan.spans[c->span].args = index;
+        next = part->arg_keys[index].next;
+    } else {
+        double hyper[FST_MAX_HYPER];
+        memcpy(hyper, group->hyper, sizeof hyper);
+        next = fst_rule_next_numbers(group->rule, held, hyper, step);
+    }
+    for (unsigned k = 0; k < group->number_count; k++)
+        write_number(&numbers[k], next.value[k]);
+    return 0;
+}
+
+/* Gives the span of a parameter its arguments. */
+static int fill_args(fst_step_part *part, const fst_group *groups, const fst_counter *c,
+                     double coefficient)
+{
+    if (c->span < 0)
+        return 0;
+    const fst_operand *ops = &part->plan.operands[(size_t)c->span * FST_OP_COUNT];
+    return find_args(part, groups, c->group, counted(c), NULL, ops[FST_OP_PARAM].dtype == FST_F64,
+                     coefficient, &part->plan.spans[c->span].args);
+}
+
+/* Advances every step counter and every number, and gives every span its arguments. Without memory
+ * they go back, and -1 is returned. */
 static int fill_all_args(fst_step_part *part, const fst_group *groups, double coefficient)
 {
+    size_t at = 0; /* the numbers of the parameter at hand */
     part->arg_count = 0;
     for (size_t i = 0; i < part->counter_count; i++) {
         const fst_counter *c = &part->counters[i];
-        const double step = counted(c);
-        uint32_t index = 0;
-        if (c->span >= 0) {
-            const fst_operand *ops = &part->plan.operands[(size_t)c->span * FST_OP_COUNT];
-            if (find_args(part, groups, c->group, step, ops[FST_OP_PARAM].dtype == FST_F64,
-                          coefficient, &index)) {
-                while (i-- > 0)
-                    advance(&part->counters[i], -1.0);
-                return -1;
-            }
-            part->plan.spans[c->span].args = index;
+        const unsigned count = groups[c->group].number_count;
+        if (count ? fill_with_numbers(part, groups, c, &part->numbers[at], coefficient)
+                  : fill_args(part, groups, c, coefficient)) {
+            take_back(part, i, at);
+            return -1;
         }
+        at += count;
         advance(c, 1.0);
     }
     return 0;

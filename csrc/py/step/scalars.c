@@ -28,8 +28,10 @@ int fst_step_scalar(fst_module *module, const fst_step_options *options, int dev
 
 double fst_scalar_number(const fst_view *view)
 {
-    const double held =
-        view->dtype == FST_F64 ? *(const double *)view->data : (double)*(const float *)view->data;
+    const double held = view->dtype == FST_F64    ? *(const double *)view->data
+                        : view->dtype == FST_F32  ? (double)*(const float *)view->data
+                        : view->dtype == FST_BF16 ? fst_bf16_to_f32(*(const uint16_t *)view->data)
+                                                  : fst_f16_to_f32(*(const uint16_t *)view->data);
     return view->negated ? -held : held;
 }
 

@@ -48,9 +48,27 @@ static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *obj
     return value ? fst_bind_hold(at->self, value) : NULL;
 }
 
-/* Refuses to write a step counter that was made in inference mode outside of it. Returns 0, or
- * -1 with a Python error. */
-static int check_counter(const fst_binding *at, PyObject *object)
+/* Writes what errors call the state of that name. Returns 0, or -1 with a Python error. */
+static int name_role(PyObject *name, char role[64])
+{
+    PyObject *bytes = PyUnicode_AsUTF8String(name);
+    if (!bytes)
+        return -1;
+    PyOS_snprintf(role, 64, "state '%s'", PyBytes_AsString(bytes));
+    Py_DECREF(bytes);
+    return 0;
+}
+
+/* fst_bind_problem() for the state of that name. */
+static int refuse(const fst_binding *at, PyObject *name, const fst_problem *problem)
+{
+    char role[64];
+    return name_role(name, role) ? -1 : fst_bind_problem(at, role, problem);
+}
+
+/* Refuses to write a step counter or a number that was made in inference mode outside of it.
+ * Returns 0, or -1 with a Python error. */
+static int check_counter(const fst_binding *at, PyObject *name, PyObject *object)
 {
     fst_problem problem;
     if (at->again || fst_record_counter(&at->module->records, object))
@@ -60,27 +78,38 @@ static int check_counter(const fst_binding *at, PyObject *object)
     if (frozen <= 0)
         return frozen;
     fst_problem_set(&problem, "inference", FST_INFERENCE);
-    return fst_bind_problem(at, "state 'step'", &problem);
+    return refuse(at, name, &problem);
 }
 
-/* Binds the step counter. Returns 1; 0 if it must be moved to the parameter's device first, as
- * torch keeps it in CPU memory unless `fused` or `capturable` is set; -1 with a Python error. */
-static int bind_counter(const fst_binding *at, fst_param *param, PyObject *object,
-                        fst_counter *counter, fst_view *view)
+/* Binds the step counter, or number k - 1 beside it. Returns 1; 0 if it must be moved to the
+ * parameter's device first, as torch keeps it in CPU memory unless `fused` or `capturable` is set;
+ * -1 with a Python error. */
+static int bind_counter(const fst_binding *at, fst_param *param, unsigned k, PyObject *name,
+                        PyObject *object, fst_counter *counter, fst_view *view)
 {
+    fst_step_part *part = at->part;
     fst_problem problem;
     if (fst_tensor_view(&at->module->tensors, object, view, &problem))
-        return fst_bind_problem(at, "state 'step'", &problem);
-    if (check_counter(at, object))
+        return refuse(at, name, &problem);
+    if (check_counter(at, name, object))
         return -1;
     if (at->module->tensors.ran_python && /* which may have moved it */
         fst_tensor_view(&at->module->tensors, object, view, &problem))
-        return fst_bind_problem(at, "state 'step'", &problem);
-    if (view->device == FST_HOST && at->part->device != FST_HOST)
+        return refuse(at, name, &problem);
+    if (view->device == FST_HOST && part->device != FST_HOST)
         return 0;
-    if (fst_view_is_scalar(view, at->part->device, &problem))
-        return fst_bind_problem(at, "state 'step'", &problem);
-    fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, 0, object, view);
+    if (k == 0 ? fst_view_is_scalar(view, part->device, &problem)
+               : fst_view_is_number(view, part->device, &problem))
+        return refuse(at, name, &problem);
+    fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, object, view);
+    if (k > 0) {
+        const size_t place = part->number_count + k - 1;
+        if (fst_reserve(&part->numbers, &part->number_capacity, place, sizeof *part->numbers))
+            return -1;
+        part->numbers[place] =
+            (fst_tensor_number){.data = view->data, .dtype = view->dtype, .negated = view->negated};
+        return 1;
+    }
     counter->data = view->data;
     counter->is_double = view->dtype == FST_F64;
     counter->negated = view->negated;
@@ -171,11 +200,8 @@ static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *v
                         fst_dtype dtype, int bad, fst_problem *problem, char role[64])
 {
     const int has_master = at->self->groups[at->group].has_master;
-    PyObject *bytes = PyUnicode_AsUTF8String(name);
-    if (!bytes)
+    if (name_role(name, role))
         return -1;
-    PyOS_snprintf(role, 64, "state '%s'", PyBytes_AsString(bytes));
-    Py_DECREF(bytes);
     if (!bad && view->dtype == dtype)
         return 0;
     if (!bad)
@@ -185,11 +211,18 @@ static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *v
     return fst_bind_problem(at, role, problem);
 }
 
+/* How many of a group's states come before those of the parameter's shape: the step counter and
+ * the numbers beside it. */
+static unsigned counters_of(const fst_group *group)
+{
+    return (unsigned)group->has_step + group->number_count;
+}
+
 /* Whether a state is known to be divided as its parameter is; -1 with a Python error. A step
  * counter is the same on all ranks. */
 static int is_settled(const fst_binding *at, unsigned k, PyObject *param, PyObject *state)
 {
-    if (at->again || (k == 0 && at->self->groups[at->group].has_step))
+    if (at->again || k < counters_of(&at->self->groups[at->group]))
         return 1;
     return fst_step_state_is_settled(&at->module->tensors, at->self, at->param_count, k, param,
                                      state);
@@ -200,13 +233,14 @@ static unsigned operand_of(const fst_group *group, unsigned k)
 {
     if (group->has_master && k + 1 == group->key_count)
         return FST_OP_MASTER;
-    return FST_OP_STATE + k - (unsigned)group->has_step;
+    return FST_OP_STATE + k - counters_of(group);
 }
 
 int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype of_param,
                     fst_operand *ops, fst_counter *counter)
 {
     const fst_group *group = &at->self->groups[at->group];
+    const unsigned counters = counters_of(group);
     const int is_low = of_param == FST_BF16 || of_param == FST_F16;
     const fst_dtype dtype = group->has_master && is_low ? FST_F32 : of_param;
     const unsigned key_count = group->key_count - (unsigned)(group->has_master && !is_low);
@@ -230,8 +264,8 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
             return settled ? -1 : FST_UNSETTLED;
         if (fst_bind_local(at, param, FST_IS_STATE + k, &value))
             return -1;
-        if (k == 0 && group->has_step) {
-            const int there = bind_counter(at, param, value, counter, &view);
+        if (k < counters) {
+            const int there = bind_counter(at, param, k, wanted, value, counter, &view);
             if (there <= 0)
                 return there;
             trace_state(at, param, k, key, whole, value, &view);

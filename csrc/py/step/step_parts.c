@@ -26,6 +26,7 @@ void fst_step_free_parts(fst_step_plan *self)
             fst_gpu_tables_free(part->tables);
         fst_plan_free(&part->plan);
         PyMem_Free(part->counters);
+        PyMem_Free(part->numbers);
         PyMem_Free(part->args);
         PyMem_Free(part->arg_keys);
         PyMem_Free(part->spans);

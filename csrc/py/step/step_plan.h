@@ -17,7 +17,7 @@ typedef struct {
                         the master where has_master */
     PyObject *lr;    /* owned: {device: hyper-parameter 0 as a tensor in its memory}, or None */
     Py_ssize_t size; /* parameters, when the step began */
-    unsigned key_count;
+    unsigned key_count, number_count;
     int has_step, maximize;
     int has_master; /* bf16 and fp16 parameters have an fp32 master, and fp32 states */
     double hyper[FST_MAX_HYPER];
@@ -34,10 +34,20 @@ typedef struct {
     int is_double, negated;
 } fst_counter;
 
+/* A number that a parameter has beside its step counter, likewise a 0-d tensor: see
+ * rules/numbers.def. */
+typedef struct {
+    void *data;
+    double before; /* its value before the step that runs */
+    fst_dtype dtype;
+    int negated;
+} fst_tensor_number;
+
 /* What a rule's arguments are for. Parameters that agree in it share them. */
 typedef struct {
     double step;
     uint32_t group;
+    fst_numbers held, next; /* for rules with numbers: before the step, and after it */
 } fst_args_key;
 
 /* The part of a step plan for one device. */
@@ -46,6 +56,9 @@ typedef struct {
     fst_plan plan;
     fst_counter *counters; /* of the parameters that have a gradient in the step that runs */
     size_t counter_count, counter_capacity;
+    fst_tensor_number
+        *numbers; /* of these parameters one after another, where their rules have some */
+    size_t number_count, number_capacity;
     /* on the host */
     fst_update_args *args;
     fst_args_key *arg_keys;

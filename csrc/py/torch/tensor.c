@@ -191,6 +191,15 @@ int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem)
     return 0;
 }
 
+int fst_view_is_number(const fst_view *view, int device, fst_problem *problem)
+{
+    if (fst_view_is_on(view, device, problem))
+        return -1;
+    if (fst_view_count(view) != 1)
+        return fst_problem_set(problem, "dtype", "is not a one-element tensor");
+    return 0;
+}
+
 int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
                       fst_problem *problem)
 {

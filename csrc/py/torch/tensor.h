@@ -103,6 +103,9 @@ static inline int fst_view_is_on(const fst_view *view, int device, fst_problem *
 /* Whether a view is one fp32 or fp64 number on `device`; 0, or -1 with `problem` filled. */
 int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem);
 
+/* The same for a tensor of any type that parameters may have. */
+int fst_view_is_number(const fst_view *view, int device, fst_problem *problem);
+
 /* The same scalar as a kernel reads it; absent where the view has no data. */
 static inline fst_device_scalar fst_view_as_scalar(const fst_view *view)
 {

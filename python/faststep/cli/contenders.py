@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 import faststep
 
-from .workloads import INIT_SCALE, MAX_NORM, Work
+from .workloads import INIT_SCALE, MAX_NORM, OTHER_OPTIMIZERS, Work
 
 __all__ = [
     "CONTENDERS",
@@ -170,6 +170,13 @@ CONTENDERS: Mapping[str, tuple[Contender, ...]] = MappingProxyType(
             Contender(OURS, _torch_step(faststep.optim.Lion, weight_decay=0.01)),
             Contender("optimi Lion", partial(_optimi, "Lion")),
         ),
+        **{
+            name.lower(): (
+                Contender(OURS, _torch_step(getattr(faststep.optim, name))),
+                Contender("torch default", _torch_step(getattr(torch.optim, name))),
+            )
+            for name in OTHER_OPTIMIZERS
+        },
         "clip": (
             Contender(OURS, _clip(faststep.clip_grad_norm_)),
             Contender("torch", _clip(torch.nn.utils.clip_grad_norm_)),

@@ -16,6 +16,7 @@ __all__ = [
     "FAMILIES",
     "INIT_SCALE",
     "MAX_NORM",
+    "OTHER_OPTIMIZERS",
     "SHAPES",
     "Arena",
     "Family",
@@ -102,6 +103,21 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
+# Of one optimizer each: the class, and how many states of the parameter's size it keeps. A step
+# reads and writes these and the parameter, and reads the gradient.
+OTHER_OPTIMIZERS: Mapping[str, int] = MappingProxyType(
+    {
+        "Adagrad": 1,
+        "RMSprop": 1,
+        "Adamax": 2,
+        "Adadelta": 2,
+        "RAdam": 2,
+        "NAdam": 2,
+        "ASGD": 1,
+        "Rprop": 2,
+    }
+)
+
 # With those that only benchmarks/ measures.
 ALL_FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -111,6 +127,10 @@ ALL_FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "cuda clip": Family("clipped AdamW step on CUDA: clip_grad_norm_, step", 32),
         "cuda adamw": Family("plain AdamW step on CUDA", 28),
+        **{
+            name.lower(): Family(f"plain {name} step", 12 + 8 * states, states=states)
+            for name, states in OTHER_OPTIMIZERS.items()
+        },
         "sums": Family("windows of 8, bf16 with fp32 sums: add up, divide, clip, AdamW step", 0),
         "mean": Family("the end of a window of 8, fp32: divide, clip, AdamW step", 0),
         "release": Family("what AdamW updates in backward add to backward", 0),

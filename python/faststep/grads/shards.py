@@ -24,6 +24,10 @@ from .._torch.dtensor import (
 __all__ = ["LayoutError", "align", "align_all", "align_states", "summed", "wait_for"]
 
 
+# States that are the same on all ranks: the step count, and the 0-d states of NAdam and ASGD.
+_COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
+
+
 class LayoutError(TypeError):
     """A parameter or its gradient is divided in a way that cannot be used: (role, kind, detail)."""
 
@@ -56,7 +60,7 @@ def align_states(param: Tensor, state: dict[str, Any], keys: Sequence[str]) -> t
     """Divide the states of these names as the parameter is, and return the spec of each.
 
     A state with other placements is redistributed, and replaced in `state`. The spec is None for
-    a state that is missing, and for the step counter, which is the same on all ranks.
+    a state that is missing, and for a count, which is the same on all ranks.
 
     Raises:
         LayoutError: only one of the state and the parameter is a DTensor, or the meshes differ.
@@ -64,7 +68,7 @@ def align_states(param: Tensor, state: dict[str, Any], keys: Sequence[str]) -> t
     specs: list[Any] = []
     for key in keys:
         value = state.get(key)
-        if value is None or key == "step":
+        if value is None or key in _COUNTS:
             specs.append(None)
             continue
         aligned = _aligned(param, value, f"state '{key}'")

@@ -17,13 +17,16 @@ from .adadelta import Adadelta
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .adamax import Adamax
+from .asgd import ASGD
 from .lion import Lion
+from .nadam import NAdam
 from .radam import RAdam
 from .rmsprop import RMSprop
 from .rprop import Rprop
 from .sgd import SGD
 
 __all__ = [
+    "ASGD",
     "SGD",
     "Adadelta",
     "Adagrad",
@@ -31,6 +34,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Lion",
+    "NAdam",
     "RAdam",
     "RMSprop",
     "Rprop",

@@ -64,6 +64,10 @@ class FusedOptimizer(ClippedOptimizer):
 
     _number_of: ClassVar[dict[str, int]] = {name: row[0] for name, row in _C.rules().items()}
 
+    # Names of 0-d states beside `step`, and whether torch keeps both on the parameter's device.
+    _numbers: ClassVar[tuple[str, ...]] = ()
+    _counts_on_device: ClassVar[bool] = False
+
     # Whether a state may have entries of other code before ours exist (SGD).
     _begins_in_parts: ClassVar[bool] = False
 
@@ -263,8 +267,7 @@ class FusedOptimizer(ClippedOptimizer):
 
     def _step_by_torch(self, request: StepRequest) -> StepAnswer:
         """The step by operators of torch."""
-        if self._keeps_masters:
-            refuse_masters(self)
+        refuse_masters(self)
         for group in self.param_groups:
             self._refuse_differentiable(group)
         if self._backward_norm is not None:
@@ -286,8 +289,7 @@ class FusedOptimizer(ClippedOptimizer):
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
         self._refuse_differentiable(group)
-        rule = self._rule_of(group)
-        return with_master(rule) if self._keeps_masters else rule
+        return with_master(self._rule_of(group)) if self._keeps_masters else self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
         """The error for a tensor that cannot be used: torch's own where it has one."""
@@ -317,18 +319,19 @@ class FusedOptimizer(ClippedOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the `step` counters where torch keeps them.
 
-        torch keeps them in CPU memory unless a group is `fused` or `capturable`; here those of CUDA
-        parameters are on the device, and saving them waits for it.
+        torch keeps them in CPU memory unless a group is `fused` or `capturable` or the class is
+        ASGD; here those of CUDA parameters are on the device, and saving them waits for it.
         """
         state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
-            if group.get("fused") or group.get("capturable"):
+            if group.get("fused") or group.get("capturable") or self._counts_on_device:
                 continue
             for index in group["params"]:
                 state = state_dict["state"].get(index, {})
-                step = state.get("step")
-                if isinstance(step, Tensor) and step.is_cuda:
-                    state_dict["state"][index] = {**state, "step": step.cpu()}
+                counts = {key: state.get(key) for key in ("step", *self._numbers)}
+                if any(isinstance(count, Tensor) and count.is_cuda for count in counts.values()):
+                    moved = {key: n.cpu() for key, n in counts.items() if isinstance(n, Tensor)}
+                    state_dict["state"][index] = {**state, **moved}
         return state_dict
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from .._torch.optim import is_capturing, step_dtype
-from .base import FusedOptimizer, Rule
+from .base import FusedOptimizer, Rule, number
 
 __all__ = ["CountedOptimizer"]
 
@@ -16,7 +16,8 @@ class CountedOptimizer(FusedOptimizer):
     """Base of the optimizers whose state begins with `step`.
 
     A class has `_keys_of` and `_rule_of`, which calls `_counted_rule`. States begin as zeros unless
-    it has `_new_tensor` too.
+    it has `_new_tensor` too. `_numbers` names 0-d states beside `step`, which follow it, and which
+    begin as `_first_number` says.
     """
 
     def _keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -27,26 +28,40 @@ class CountedOptimizer(FusedOptimizer):
         """A new state of the parameter's shape."""
         return self._zeros.like(param)
 
+    def _first_number(self, group: dict[str, Any], key: str) -> float:
+        """What a 0-d state begins with."""
+        raise NotImplementedError
+
     def _counted_rule(self, name: str, group: dict[str, Any], *hyper: float) -> Rule:
         """The rule of that name, with the hyper-parameters that follow the learning rate."""
         lr, lr_on_device = self._lr_of(group)
         maximize = bool(group["maximize"])
-        number = self._number_of[name]
-        return Rule(number, self._keys_of(group), True, (lr, *hyper), maximize, lr_on_device)
+        rule = self._number_of[name]
+        return Rule(rule, self._keys_of(group), True, (lr, *hyper), maximize, lr_on_device)
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
         if state:  # with its counter in CPU memory, where torch keeps it
-            if param.is_cuda and isinstance(state["step"], Tensor):
-                state["step"] = state["step"].to(param.device)
+            for key in ("step", *self._numbers):
+                if param.is_cuda and isinstance(state[key], Tensor):
+                    state[key] = state[key].to(param.device)
             return
         fused = group.get("fused")
         on_device = group.get("capturable") or fused or param.is_cuda
         device = param.device if on_device else "cpu"
         made = {"step": self._zeros.scalar(step_dtype(fused), device)}
-        for key in self._keys_of(group)[1:]:
+        for key in self._numbers:
+            made[key] = self._zeros.scalar(step_dtype(fused), device)
+            made[key].fill_(self._first_number(group, key))
+        for key in self._keys_of(group)[len(made) :]:
             made[key] = self._new_tensor(group, param, key)
         state.update(made)  # all or none, should memory run out
+
+    def _drop_unstepped(self, param: Tensor) -> None:
+        """Drop the state of a parameter that has made no step."""
+        state = self.state.get(param)
+        if state and number(state["step"]) == 0:  # not one that was there, and moved to a device
+            state.clear()
 
     def _check_capture(self) -> None:
         if is_capturing() and not all(group.get("capturable") for group in self.param_groups):

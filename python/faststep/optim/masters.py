@@ -119,7 +119,7 @@ def fitting(state: Mapping[str, Any], param: Tensor, keeps_masters: bool) -> dic
 
 def refuse_masters(optimizer: FusedOptimizer) -> None:
     """Raise RuntimeError for a step by torch's operators, which know no masters."""
-    if any(map(has_master, params_of(optimizer))):
+    if optimizer._keeps_masters and any(map(has_master, params_of(optimizer))):
         raise RuntimeError(
             f"{type(optimizer).__name__}: master_weights=True needs a step outside of "
             "TorchDispatchModes; nothing was updated"

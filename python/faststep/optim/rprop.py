@@ -79,9 +79,7 @@ class Rprop(CountedOptimizer, torch.optim.Rprop):
 
     def _drop_new_state(self, param: Tensor) -> None:
         """A learning rate that changes before the first step that happens counts."""
-        state = self.state.get(param)
-        if state and number(state["step"]) == 0:  # not one that was there, and moved to a device
-            state.clear()
+        self._drop_unstepped(param)
 
     def _zeros_differ(self, group: dict[str, Any]) -> bool:
         return True
