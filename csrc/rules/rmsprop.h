@@ -50,13 +50,16 @@ FST_FN REAL FST_T(rmsprop_quotient)(REAL p, REAL g, REAL *squares, const FST_T(r
     return g / (FST_SQRT(*squares) + a->eps);
 }
 
-/* The same by the deviation from the average of gradients, which moves too. */
+/* The same by the deviation from the average of gradients, which moves too. The average moves as
+ * torch's lerp does: it stops short of a constant gradient. A weighted sum may round to more than
+ * the gradient, and the difference below would be negative. */
 FST_FN REAL FST_T(rmsprop_centered_quotient)(REAL p, REAL g, REAL *squares, REAL *mean,
                                              const FST_T(rmsprop_args) *a)
 {
     g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     *squares = a->alpha * *squares + a->one_minus_alpha * g * g;
-    *mean = a->alpha * *mean + a->one_minus_alpha * g;
+    const REAL gap = g - *mean;
+    *mean = a->alpha > (REAL)0.5 ? *mean + a->one_minus_alpha * gap : g - a->alpha * gap;
     return g / (FST_SQRT(*squares - *mean * *mean) + a->eps);
 }
 

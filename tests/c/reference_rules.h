@@ -94,7 +94,8 @@ static inline double expected_rmsprop(const update_case *c, double p, double g, 
     double variance = s[0];
     if (c->rule == FST_RULE_rmsprop_centered || c->rule == FST_RULE_rmsprop_centered_momentum) {
         double *mean = &s[has_buffer ? 2 : 1];
-        *mean = moved(c, *mean, alpha, R(R(1.0 - alpha) * g));
+        const double gap = R(g - *mean);
+        *mean = R(alpha) > 0.5 ? R(*mean + R(R(1.0 - alpha) * gap)) : R(g - R(R(alpha) * gap));
         variance = R(s[0] - R(*mean * *mean));
     }
     double update = R(g / R(R(sqrt(variance)) + R(c->hyper[2])));

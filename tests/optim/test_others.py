@@ -98,6 +98,18 @@ def test_rmsprops_options_may_begin_later() -> None:
     assert torch.equal(params[0], before)
 
 
+def test_centered_rmsprop_with_nearly_constant_gradients() -> None:
+    """The variance that a step divides by is not negative where torch's is not."""
+    for cls in (optim.RMSprop, torch.optim.RMSprop):
+        param = torch.zeros(64).requires_grad_()
+        optimizer = cls([param], lr=1e-6, centered=True, foreach=False)
+        noise = torch.Generator().manual_seed(0)
+        for _ in range(1500):
+            param.grad = torch.linspace(0.01, 3, 64) * (1 + 1e-3 * torch.randn(64, generator=noise))
+            optimizer.step()
+        assert not param.isnan().any(), cls
+
+
 @pytest.mark.parametrize("default", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("declaration", [NADAM, ASGD], ids=lambda d: d.name)
