@@ -191,6 +191,23 @@ def test_clip_lagged() -> None:
     release.remove()
 
 
+@pytest.mark.parametrize("clip", ["per_parameter", "lagged"])
+def test_clip_sparse_gradients(clip: str) -> None:
+    """Adagrad with the sparse gradients of an embedding, and with the same ones dense."""
+    results = []
+    for sparse in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(7, 3, sparse=sparse), nn.Linear(3, 1))
+        optimizer = faststep.optim.Adagrad(model.parameters(), lr=0.1, max_grad_norm=0.01)
+        release = faststep.release_gradients(model, optimizer, clip=clip)
+        for _ in range(3):
+            model(torch.tensor([1, 2, 1])).sum().backward()
+            optimizer.step()
+        release.remove()
+        results.append(values(model))
+    assert_close(*results, 1e-6)
+
+
 def test_clipping_without_a_choice_is_refused() -> None:
     model = make_model()
     optimizer = MAKE["SGD"](model.parameters(), max_grad_norm=1.0)

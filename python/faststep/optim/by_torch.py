@@ -19,7 +19,12 @@ from .request import StepAnswer, StepRequest
 if TYPE_CHECKING:
     from .base import FusedOptimizer
 
-__all__ = ["step_by_torch", "update_by_torch"]
+__all__ = ["step_by_torch", "update_by_torch", "values_of"]
+
+
+def values_of(grad: Tensor) -> Tensor:
+    """The numbers of a gradient, each once; those of a sparse one that are stored."""
+    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 @torch.no_grad()
@@ -32,12 +37,14 @@ def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer
     if request.grad_scale is not None:
         inverse = request.grad_scale.double().reciprocal()
         grads = [grad * inverse.to(grad.device, grad.dtype) for grad in grads]
+    grads = [grad.coalesce() if grad.is_sparse else grad for grad in grads]
     norm = None
     if grads and request.measures:
-        norm = full_tensor(torch.nn.utils.get_total_norm(grads))
+        norm = full_tensor(torch.nn.utils.get_total_norm(map(values_of, grads)))
     found = request.found_inf
     if request.looks_for_inf and found is not None:
-        finite = [full_tensor(torch.isfinite(grad).all()).to(found.device) for grad in grads]
+        values = map(values_of, grads)
+        finite = [full_tensor(torch.isfinite(some).all()).to(found.device) for some in values]
         found.fill_(0.0) if not finite else found.copy_(~torch.stack(finite).all())
     if found is not None and bool(found != 0.0):
         return StepAnswer(True, norm)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _C
 from ..optim.base import FusedOptimizer
+from ..optim.by_torch import values_of
 from ..optim.checks import check_limit
 
 __all__ = ["Clip", "Clipping", "check_clipping"]
@@ -43,7 +44,7 @@ class Clipping:
             return None
         if self.way == "per_parameter":
             return max_norm
-        hook.square_sum = _C.measure([grad], 1.0)[0]
+        hook.square_sum = _C.measure([values_of(grad)], 1.0)[0]
         if self._norm is None:
             return max_norm
         coefficient = max_norm / (self._norm + 1e-6)
