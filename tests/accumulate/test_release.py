@@ -423,3 +423,19 @@ def test_nothing_is_left(explicit: bool) -> None:
     loss_of(model, DATA[0]).backward()
     assert all(p.grad is not None for p in model.parameters())
     faststep.accumulate(optimizer, 2)
+
+
+def test_learning_rates_on_devices_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of one on another device is a new tensor in each step."""
+    model = make_model()
+    optimizer = faststep.optim.SGD(model.parameters(), lr=0.1)
+    rule_of = optimizer._rule_of
+
+    def with_tensor(group: dict[str, Any]) -> Any:
+        return rule_of(group)._replace(lr={0: torch.ones(2)})  # neither equal nor unequal
+
+    monkeypatch.setattr(optimizer, "_rule_of", with_tensor)
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    optimizer.step()
+    release.remove()

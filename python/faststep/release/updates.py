@@ -217,8 +217,10 @@ class Release:
             return
         for number, group in enumerate(optimizer.param_groups):
             rule = self._rules.get(number)
-            # The last field, learning rates on devices, is left out: reading it would wait.
-            if rule is not None and rule[:-1] != optimizer._checked_rule_of(group)[:-1]:
+            if rule is None:
+                continue
+            # Without learning rates on devices: reading those would wait.
+            if rule._replace(lr=None) != optimizer._checked_rule_of(group)._replace(lr=None):
                 raise RuntimeError(
                     f"the learning rate or another number of group {number} was changed between "
                     "backward and optimizer.step(): with release_gradients() backward has updated "
