@@ -17,6 +17,9 @@ from .odd_tensors import any_tensor, packed
 from .world import World
 
 RULES = _C.rules()
+# 0-d states beside the step counter: csrc/rules/numbers.def.
+NUMBERS = {"nadam": ("mu_product",), "asgd": ("eta", "mu")}
+OF_COUNTERS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.int64)
 HYPER = {
     "alpha": 0.9,
     "rho": 0.9,
@@ -42,9 +45,13 @@ class Stepping:
         self.rule = rng.choice(list(RULES))
         number, states, names = RULES[self.rule]
         self.has_step = self.rule not in ("sgd", "momentum", "lion", "moments") or world.chance(0.1)
-        self.keys = (("step",) if self.has_step else ()) + tuple(f"s{i}" for i in range(states))
+        has_master = world.chance(0.2)
+        steps = ("step",) if self.has_step else ()
+        own = tuple(f"s{i}" for i in range(states))
+        master = ("master",) if has_master else ()
+        self.keys = (*steps, *NUMBERS.get(self.rule, ()), *own, *master)
         hyper = tuple(HYPER.get(name, 0.0) for name in names)
-        self.spec = (number, self.keys, self.has_step, hyper, world.chance(0.1), None)
+        self.spec = (number, self.keys, self.has_step, hyper, world.chance(0.1), None, has_master)
         self.lists = world.contain([params_for(world) for _ in range(rng.choice((1, 1, 2, 3)))])
         self.specs = world.contain([self.spec for _ in self.lists])
         self.state = world.contain({})
@@ -61,11 +68,13 @@ class Stepping:
         if not isinstance(param, torch.Tensor) or world.chance(0.03):
             return
         row: dict[Any, Any] = world.contain({})
+        has_master = self.spec[6] and param.dtype in (torch.bfloat16, torch.float16)
         for key in self.keys:
-            if key == "step":
-                value = torch.tensor(1.0)
+            if key == "step" or key in NUMBERS.get(self.rule, ()):
+                value = torch.tensor(1.0, dtype=world.rng.choice(OF_COUNTERS))
             elif world.chance(0.95):
-                value = torch.zeros_like(param.detach())
+                dtype = torch.float32 if has_master else param.dtype
+                value = torch.zeros_like(param.detach(), dtype=dtype)
             else:
                 value = any_tensor(world.rng, tuple(param.shape))
             row[key] = world.track(value)

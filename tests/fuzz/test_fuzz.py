@@ -10,7 +10,7 @@ import torch
 
 from faststep import _C
 
-from . import child
+from . import child, steps
 from .__main__ import fuzz
 from .effects import EFFECTS
 from .functions import SETTINGS
@@ -70,6 +70,18 @@ def test_some_seconds_of_it(tmp_path: Path) -> None:
     assert report.counts["not made", False] < 0.05 * made
     reached = {name for name, _ in report.counts}
     assert len(child.fuzzed() - reached) < 0.1 * len(child.fuzzed())
+
+
+@pytest.mark.parametrize("rule", _C.rules())
+def test_plans_take_the_states_that_the_fuzzer_gives_a_rule(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no step of that rule would go further than its arguments."""
+    monkeypatch.setattr(steps, "RULES", {rule: _C.rules()[rule]})
+    for seed in range(10):
+        world = World(child.Random(seed), lambda line: None, frozenset())
+        own = steps.Stepping(world)
+        _C.Plan().step([[]], [own.spec], {}, None, {}, False, float("nan"), False, 0, None)
 
 
 @pytest.mark.parametrize("kind", ["crash", "hang", "fault"])
