@@ -68,13 +68,16 @@ static int take(void **out, size_t alignment, size_t size)
     return error;
 }
 
+/* Leaves errno as it is, as glibc's does. */
 static void give(void *block)
 {
     if (!fst_heap_owns(block)) {
         retain.free(block);
         return;
     }
+    const int before = errno;
     look_at_group(fst_heap_give(block));
+    errno = before;
 }
 
 static void before_fork(void)

@@ -292,6 +292,27 @@ assert memory.stats().kept >= 180 * MEGABYTE  # files that the kernel can drop d
     )
 
 
+def test_a_free_leaves_errno_as_it_is(run: Run, tmp_path: Path) -> None:
+    """It looks at the group, whose files are gone."""
+    run(
+        """
+import ctypes
+_C.retain_memory(-1, sys.argv[1], 2)
+path = Path(torch.__file__).parent / "lib" / "libc10.so"
+library = ctypes.CDLL(str(path), use_errno=True)
+take, give = library["_ZN3c109alloc_cpuEm"], library["_ZN3c108free_cpuEPv"]
+take.restype, take.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+give.restype, give.argtypes = None, (ctypes.c_void_p,)
+block = take(100 * MEGABYTE)
+assert memory.stats().used >= 100 * MEGABYTE
+ctypes.set_errno(77)
+give(block)
+assert memory.stats().used == 0 and ctypes.get_errno() == 77, ctypes.get_errno()
+""",
+        str(tmp_path),
+    )
+
+
 def test_what_is_kept_goes_back_before_an_allocation_fails(run: Run) -> None:
     run("""
 memory.retain()
