@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -42,3 +43,17 @@ def test_clipping_inside_leaves_no_clipping_outside(works: list) -> None:
     for work in works:
         clips = {mode: found["phases"]["clip"] for mode, found in work["modes"].items()}
         assert clips["max_grad_norm"] < 0.5 * clips["plain"], work["work"]
+
+
+def test_figures_that_pages_must_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(WHOLE))
+    written, works = (importlib.import_module(name) for name in ("written", "works"))
+    good = {"others": 1.0, "rounds": 3, "works": [{"work": name} for name in works.WORKS]}
+    assert not written.unfit(good)
+    for wrong, reason in (
+        ({"others": 7.0}, "busy with something else: 7 %"),
+        ({"others": float("nan")}, "Nothing is known"),
+        ({"rounds": 1}, "fewer than 3 rounds"),
+        ({"works": good["works"][1:]}, "not measured: CNN"),
+    ):
+        assert reason in written.unfit({**good, **wrong})

@@ -5,9 +5,9 @@
     python benchmarks/whole/compare.py --works CNN --also retain mallopt
     python benchmarks/whole/compare.py --tcmalloc libtcmalloc_minimal.so.4
 
-Each run is a process, and the modes take turns. The time of a step is the least of the medians of
-all runs of a mode. Page faults are those of getrusage(), the peak is VmHWM, of the process that
-trains. modes.py says what each mode changes.
+Each run is a process, and the modes take turns, backwards in every second round. The time of a step
+is the least of the medians of all runs of a mode. Page faults are those of getrusage(), the peak is
+VmHWM, of the process that trains. modes.py says what each mode changes.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ def measured(name: str, modes: Mapping[str, Mode], rounds: int, show: Any) -> Fo
             sizes += ["--files", f"{folder}/files"]
             found["workers"] = best_workers(work, sizes, Path(folder))
             sizes += ["--workers", str(found["workers"]["best"])]
-        for _ in range(rounds):
-            for mode in modes:
+        for number in range(rounds):
+            for mode in list(modes)[:: -1 if number % 2 else 1]:
                 if mode in found["absent"]:
                     continue
                 try:

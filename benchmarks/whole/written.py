@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from modes import FUSED, INSIDE, PLAIN, RUN, SWAPPED
+from works import WORKS
 
 from faststep.cli.busy import busy_note
 from faststep.cli.console import table
@@ -20,6 +21,7 @@ __all__ = ["as_tables", "into"]
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- begin: written by benchmarks/whole/written.py -->", "<!-- end -->"
 NONE = "-"
+LEAST_ROUNDS = 3
 Work = dict[str, Any]
 
 
@@ -167,11 +169,24 @@ def into(page: Path, text: str) -> None:
     page.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
 
 
+def unfit(results: dict[str, Any]) -> str:
+    """Why pages must not show what was measured; empty if they may."""
+    others = results["others"]
+    if note := busy_note(others):
+        return note
+    if others != others:
+        return "Nothing is known of what else the machine did."
+    if missing := sorted(set(WORKS) - {work["work"] for work in results["works"]}):
+        return f"These were not measured: {', '.join(missing)}."
+    if results.get("rounds", 0) < LEAST_ROUNDS:
+        return f"There were fewer than {LEAST_ROUNDS} rounds."
+    return ""
+
+
 def main() -> None:
     results = json.loads(Path(sys.argv[1]).read_text())
-    note = busy_note(results["others"])
-    if note:
-        raise SystemExit(f"{note} Measure again.")
+    if reason := unfit(results):
+        raise SystemExit(f"{reason} Measure again.")
     into(ROOT / "README.md", readme_table(results["works"]))
     into(ROOT / "docs" / "benchmarks.md", as_tables(results))
 
