@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm  # which faststep.run replaces in torch
 
 from .._torch.dtensor import full_tensor
 from .request import StepAnswer, StepRequest
@@ -34,10 +35,11 @@ def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer
         grads = [grad * inverse.to(grad.device, grad.dtype) for grad in grads]
     norm = None
     if grads and request.measures:
-        norm = full_tensor(torch.nn.utils.get_total_norm(grads))
+        norm = full_tensor(get_total_norm(map(_values, grads)))
     found = request.found_inf
     if request.looks_for_inf and found is not None:
-        finite = [full_tensor(torch.isfinite(grad).all()).to(found.device) for grad in grads]
+        flags = [torch.isfinite(_values(grad)).all() for grad in grads]
+        finite = [full_tensor(flag).to(found.device) for flag in flags]
         found.fill_(0.0) if not finite else found.copy_(~torch.stack(finite).all())
     if found is not None and bool(found != 0.0):
         return StepAnswer(True, norm)
@@ -56,6 +58,11 @@ def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer
             if new is not old:
                 old.copy_(new)
     return StepAnswer(False, norm)
+
+
+def _values(grad: Tensor) -> Tensor:
+    """What is measured of a gradient: of a sparse one the sum of each element's parts."""
+    return grad.coalesce().values() if grad.is_sparse else grad
 
 
 def _set(params: list[Tensor], grads: list[Tensor]) -> None:

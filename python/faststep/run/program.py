@@ -101,6 +101,8 @@ def _new_main(**names: Any) -> dict[str, Any]:
     """The names of a new module __main__, which stays there until the process ends."""
     main = types.ModuleType("__main__")
     vars(main).update(names, __builtins__=builtins)
+    if sys.version_info < (3, 14):  # from there on Python adds it when a script has annotations
+        vars(main)["__annotations__"] = {}
     sys.modules["__main__"] = main
     return vars(main)
 
