@@ -279,10 +279,9 @@ def test_modules_packages_and_what_is_not_there(programs: Programs, tmp_path: Pa
     code = "import sys\nsys.path[0] = '{}'\nfrom faststep.cli import main\nraise SystemExit(main())"
     code = code.format(tmp_path)
     options = ("run", "--only", "clip")
-    for name in ("some",):
-        done = programs.run(code, *options, "-m", name, "--only", "x")
-        path = str(package / "__main__.py")
-        assert good(done) == f"__main__ some some.__main__ {[path, '--only', 'x']} 1\n"
+    done = programs.run(code, *options, "-m", "some", "--only", "x")
+    path = str(package / "__main__.py")
+    assert good(done) == f"__main__ some some.__main__ {[path, '--only', 'x']} 1\n"
     assert good(programs.run(code, *options, "--", str(package / "part.py"))) == ""
     for missing, message in (
         (("-m", "nowhere"), "No module named nowhere"),
