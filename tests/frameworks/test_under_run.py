@@ -123,3 +123,38 @@ def test_scripts_that_are_not_changed(package: str, text: str, option: str, tmp_
     assert (plain, ours) == ("torch.optim.adamw", "faststep.optim.adam")
     assert len(losses) >= 8
     assert worst(losses, expected) < TOLERANCE
+
+
+RANKS = """
+import os, sys, torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group("gloo")
+model = DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+for _ in range(3):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+sys.stdout.write(f"{type(optimizer.optim).__module__} {os.environ['RANK']}\\n")  # at once
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("before", [(), ("--no-python", sys.executable)], ids=["", "--no-python"])
+def test_torchrun(before: tuple[str, ...], tmp_path: Path) -> None:
+    """Each rank is swapped, and the first one alone says so."""
+    launcher = ("torch.distributed.run", "--nproc-per-node=2", *before, "-m", "faststep")
+    script = tmp_path / "script.py"
+    script.write_text(RANKS)
+    done = subprocess.run(
+        [sys.executable, "-m", *launcher, "run", str(script)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"faststep.optim.adam {rank}" for rank in (0, 1)]
+    assert done.stderr.count("3 optimizer steps") == 1
