@@ -65,7 +65,8 @@ MAY_IMPORT = {
         *TORCH,
         *("accumulation", "amp", "clip", "data", "memory", "optim", "release", "zero"),
     },
-    "cli": {*TORCH, "faststep", "data"},
+    "run": {"amp", "clip", "data.stats", "data", "memory", "optim"},
+    "cli": {*TORCH, "faststep", "data", "run"},
     "__main__": {"cli"},
 }
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)

@@ -78,6 +78,13 @@ class GradScaler(UnscalingScaler):
     min_scale as in Megatron-LM.
     """
 
+    # Of a scaler that torch's class has set up: see faststep.run.
+    _min_scale: float | None = None
+    _max_scale: float | None = None
+    _hysteresis: int = 1
+    _init_hysteresis_tracker: int = 1
+    _hysteresis_tracker: Tensor | None = None
+
     def __init__(
         self,
         device: str = "cuda",
@@ -107,7 +114,7 @@ class GradScaler(UnscalingScaler):
         self._max_scale = max_scale
         self._hysteresis = hysteresis
         self._init_hysteresis_tracker = hysteresis
-        self._hysteresis_tracker: Tensor | None = None
+        self._hysteresis_tracker = None
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)

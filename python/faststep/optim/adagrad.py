@@ -85,10 +85,11 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
         value = self.defaults["initial_accumulator_value"]  # torch does not ask the group either
         return new.fill_(value) if value != 0 else new
 
-    def _is_for_torch(self, group: int, index: int) -> bool:
+    def _is_for_torch(self, group: int, index: int, *what: str) -> bool:
         """A step with sparse gradients is torch's, which reads their rows alone."""
         grad = self.param_groups[group]["params"][index].grad
-        return super()._is_for_torch(group, index) or (grad is not None and grad.is_sparse)
+        is_sparse = grad is not None and grad.is_sparse
+        return is_sparse or super()._is_for_torch(group, index, *what)
 
     def _update_by_torch(self) -> None:
         for group in self.param_groups:  # before torch's loop has written the first parameter

@@ -214,7 +214,7 @@ class FusedOptimizer(ClippedOptimizer):
         try:
             answer = self._step_by_torch(request) if is_watched() else self._step_by_plan(request)
         except _C.TensorError as error:
-            if not self._is_for_torch(*error.args[:2]):
+            if not self._is_for_torch(*error.args):
                 raise self._explained(*error.args) from None
             answer = self._step_by_torch(request)
         self._skipped = answer.skipped
@@ -278,7 +278,7 @@ class FusedOptimizer(ClippedOptimizer):
         """The update of torch's class, by the gradients as they are."""
         update_by_torch(self, FusedOptimizer)
 
-    def _is_for_torch(self, group: int, index: int) -> bool:
+    def _is_for_torch(self, group: int, index: int, *what: str) -> bool:
         """Whether a parameter that cannot be stepped here is for torch's operators."""
         param = self.param_groups[group]["params"][index]
         return has_no_memory(param) or (param.grad is not None and has_no_memory(param.grad))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm  # which faststep.run replaces in torch
 
 from .._torch.dtensor import full_tensor
 from .request import StepAnswer, StepRequest
@@ -40,7 +41,7 @@ def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer
     grads = [grad.coalesce() if grad.is_sparse else grad for grad in grads]
     norm = None
     if grads and request.measures:
-        norm = full_tensor(torch.nn.utils.get_total_norm(map(values_of, grads)))
+        norm = full_tensor(get_total_norm(map(values_of, grads)))
     found = request.found_inf
     if request.looks_for_inf and found is not None:
         values = map(values_of, grads)

@@ -1,0 +1,58 @@
+"""``python -m faststep run``: an unmodified script with faststep's classes in place of torch's."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+
+from .. import memory
+from .meter import Meter
+from .program import Program
+from .report import Report
+from .swaps import Swaps
+from .threads import fit_threads
+
+__all__ = ["PARTS", "start"]
+
+PARTS = ("optim", "amp", "clip", "data", "memory", "threads")
+
+
+def start(program: Program, parts: Sequence[str] = PARTS, verbose: bool = False) -> None:
+    """Run a program in this process as Python would, with torch's classes swapped before.
+
+    Returns when the program comes to its end. Its exceptions and SystemExit pass through.
+
+    Args:
+        program: what is run.
+        parts: what of `PARTS` is used.
+        verbose: say at the end which objects stayed torch's, and why.
+    """
+    meter = Meter()
+    swaps = Swaps(meter)
+    for part in ("optim", "amp", "clip", "data"):
+        if part in parts:
+            getattr(swaps, f"swap_{part}")()
+    done = [*swaps.done]
+    if "memory" in parts:
+        done.append(_keep_memory())
+    if "threads" in parts:
+        done.append(fit_threads())
+    if os.environ.get("RANK", "0") == "0":
+        report = Report(meter, swaps, verbose)
+        report.say("; ".join(done))
+        # The first that is registered runs last: what the program registers is measured too.
+        atexit.register(report.at_exit)
+    sys.stdout.flush()
+    program.run()
+
+
+def _keep_memory() -> str:
+    if os.environ.get("FASTSTEP_RETAIN") == "0":
+        return "freed memory goes back to the system (FASTSTEP_RETAIN=0)"
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kept = memory.retain()
+    return "freed memory is kept" if kept else str(caught[0].message)

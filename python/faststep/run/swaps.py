@@ -1,0 +1,163 @@
+"""Puts faststep's classes and functions in place of torch's.
+
+torch's classes stay what they are. Their `__new__` makes an object of faststep's class, which is a
+subclass, when exactly torch's class is called. So every way of importing a class sees the swap,
+`isinstance` holds, and a script's subclass has torch's code alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.utils
+import torch.utils.data
+from torch.cpu.amp import grad_scaler as of_cpu
+from torch.cuda.amp import grad_scaler as of_cuda
+
+from .. import amp, clip, data, optim
+from ..data.stats import Metered
+from ..optim.base import FusedOptimizer
+from .meter import Meter
+
+__all__ = ["CudaGradScaler", "HostGradScaler", "Swaps"]
+
+OPTIMIZERS = (
+    *("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+    *("RMSprop", "Rprop"),
+)
+FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
+Reason = Callable[[tuple[Any, ...], dict[str, Any]], str]
+
+
+class CudaGradScaler(amp.GradScaler, of_cuda.GradScaler):
+    """faststep's scaler with the arguments and the warning of the class that torch deprecates."""
+
+    __init__ = of_cuda.GradScaler.__init__
+
+
+class HostGradScaler(amp.GradScaler, of_cpu.GradScaler):
+    """As :class:`CudaGradScaler`, for the CPU."""
+
+    __init__ = of_cpu.GradScaler.__init__
+
+
+def _is_restored(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Both take an argument at least; pickle and copy give none, and set the attributes."""
+    return "" if args or kwargs else "restored from a pickle or copied"
+
+
+def _why_torchs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why an optimizer with these arguments is torch's; empty if it is not."""
+    params = args[0] if args else kwargs.get("params")
+    groups = params if isinstance(params, (list, tuple)) else ()
+    options = [kwargs, *(group for group in groups if isinstance(group, dict))]
+    if any(group.get("differentiable") for group in options):
+        return "differentiable=True"
+    return _is_restored(args, kwargs)
+
+
+class Swaps:
+    """What is swapped.
+
+    Attributes:
+        done: what the first line says of each part.
+        made: how many objects of a class of faststep were made.
+        left: how many stayed torch's, by class and reason.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self.done: list[str] = []
+        self.made: Counter[str] = Counter()
+        self.left: Counter[tuple[str, str]] = Counter()
+        self._meter = meter
+        self._ours: dict[type, type] = {}
+
+    def swap_optim(self) -> None:
+        for name in OPTIMIZERS:
+            self._swap_class(getattr(torch.optim, name), getattr(optim, name), _why_torchs)
+        step = self._meter.timed("optimizer", FusedOptimizer._fused_step, step=True)
+        setattr(FusedOptimizer, "_fused_step", step)  # noqa: B010, mypy refuses an assignment
+        self._let_torch_make_refused_steps()
+        self.done.append("torch's optimizers")
+
+    def swap_amp(self) -> None:
+        kinds = {
+            torch.amp.GradScaler: amp.GradScaler,
+            of_cuda.GradScaler: CudaGradScaler,
+            of_cpu.GradScaler: HostGradScaler,
+        }
+        for torchs, ours in kinds.items():
+            self._swap_class(torchs, ours, lambda args, kwargs: "")
+        for name in ("scale", "unscale_", "step", "update"):
+            method = self._meter.timed("GradScaler", getattr(amp.GradScaler, name))
+            setattr(amp.GradScaler, name, method)
+        self.done.append("GradScaler")
+
+    def swap_clip(self) -> None:
+        for name in FUNCTIONS:
+            torchs = getattr(torch.nn.utils, name)
+            ours = self._meter.timed("clipping", getattr(clip, name))
+            ours.__module__, ours.__doc__ = torchs.__module__, torchs.__doc__  # for pickle
+            for module in [m for key, m in sys.modules.items() if key.split(".")[0] == "torch"]:
+                if vars(module).get(name) is torchs:
+                    setattr(module, name, ours)
+        self.done.append("clipping")
+
+    def swap_data(self) -> None:
+        self._swap_class(torch.utils.data.DataLoader, data.DataLoader, _is_restored)
+        setattr(Metered, "__next__", self._meter.timed("DataLoader", Metered.__next__))  # noqa: B010
+        self.done.append("DataLoader")
+
+    def _let_torch_make_refused_steps(self) -> None:
+        """Sparse gradients, say: torch's operators make such a step, or raise torch's error."""
+        is_for_torch = FusedOptimizer._is_for_torch
+
+        def noted(optimizer: FusedOptimizer, group: int, index: int, *what: str) -> bool:
+            if is_for_torch(optimizer, group, index):
+                return True
+            if what:
+                reason = str(optimizer._explained(group, index, *what)).removesuffix(
+                    "; nothing was updated"
+                )
+                self.left[f"{type(optimizer).__name__}.step", reason] += 1
+            return bool(what)
+
+        setattr(FusedOptimizer, "_is_for_torch", noted)  # noqa: B010
+
+    def _swap_class(self, torchs: type, ours: type, why_torchs: Reason) -> None:
+        """Let calls of a class of torch make objects of ours."""
+        self._ours[torchs] = ours
+        name = f"{torchs.__module__.split('.')[1]}.{torchs.__name__}"
+
+        def new(cls: type, /, *args: Any, **kwargs: Any) -> Any:
+            kind = cls
+            if cls is torchs:
+                reason = why_torchs(args, kwargs)
+                if reason:
+                    self.left[name, reason] += 1
+                else:
+                    kind = ours
+                    self.made[name] += 1
+            elif self._nearest(cls) is torchs:
+                self.left[name, f"{cls.__module__}.{cls.__qualname__} is a subclass"] += 1
+            following: Any = super(torchs, kind).__new__  # type: ignore[arg-type]
+            if following is object.__new__:
+                return following(kind)
+            return following(kind, *args, **kwargs)
+
+        _, *parameters = inspect.signature(torchs.__init__).parameters.values()  # type: ignore[misc]
+        first = inspect.Parameter("cls", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        setattr(new, "__signature__", inspect.Signature([first, *parameters]))  # noqa: B010
+        new.__name__, new.__qualname__ = "__new__", f"{torchs.__qualname__}.__new__"
+        setattr(torchs, "__new__", new)  # noqa: B010
+
+    def _nearest(self, kind: type) -> type | None:
+        """The class of torch that a script's class extends; None for those of faststep."""
+        if any(base in self._ours.values() for base in kind.__mro__):
+            return None
+        return next((base for base in kind.__mro__ if base in self._ours), None)

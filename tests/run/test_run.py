@@ -1,0 +1,329 @@
+"""`faststep run`: scripts see torch's classes, get faststep's objects, and end as under Python."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from programs import Programs
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(programs: Programs, tmp_path: Path) -> Run:
+    """Runs a script as `faststep run OPTIONS script.py ARGUMENTS`."""
+
+    def call(
+        source: str, *arguments: str, options: tuple[str, ...] = (), **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        script = tmp_path / "script.py"
+        script.write_text(source)
+        code = "from faststep.cli import main\nraise SystemExit(main())"
+        return programs.run(code, "run", *options, str(script), *arguments, **environment)
+
+    return call
+
+
+def good(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+IMPORTS = """
+import importlib, inspect, torch
+from torch.optim import AdamW
+from torch.optim.adamw import AdamW as Again
+from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils.clip_grad import clip_grad_norm_ as clip_again
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import DataLoader as LoaderAgain
+from torch.amp import GradScaler
+import warnings
+warnings.simplefilter("ignore")
+
+def parameters():
+    return [torch.ones(3, requires_grad=True)]
+
+def is_ours(thing):
+    return type(thing).__module__.startswith("faststep.")
+
+names = ["Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adamax",
+         "Adadelta", "RAdam", "NAdam", "ASGD", "Rprop"]
+for name in names:
+    kind = getattr(torch.optim, name)
+    assert kind.__module__.startswith("torch.optim"), kind
+    made = kind(parameters(), lr=0.1)
+    assert is_ours(made) and isinstance(made, kind) and isinstance(made, torch.optim.Optimizer)
+    shown = inspect.signature(kind).parameters
+    assert "params" in shown and "cls" not in shown
+assert is_ours(AdamW(parameters()))
+assert is_ours(Again(params=parameters(), fused=True)) and AdamW is Again
+assert is_ours(importlib.import_module("torch.optim").AdamW([{"params": parameters(), "lr": 1.0}]))
+assert type(torch.optim.LBFGS(parameters())).__module__ == "torch.optim.lbfgs"
+loader = DataLoader(torch.utils.data.TensorDataset(torch.arange(6.0)), batch_size=2)
+assert is_ours(loader) and DataLoader is LoaderAgain and isinstance(loader, DataLoader)
+assert is_ours(DataLoader[int]([1, 2], batch_size=None, num_workers=0))
+for kind in (GradScaler, torch.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.GradScaler):
+    scaler = kind(enabled=False)
+    assert is_ours(scaler) and isinstance(scaler, kind) and isinstance(scaler, torch.amp.GradScaler)
+assert clip_grad_norm_ is clip_again is torch.nn.utils.clip_grad_norm_
+assert clip_grad_norm_.__module__ == "torch.nn.utils.clip_grad"
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    torch.cuda.amp.GradScaler(enabled=False)
+assert [(w.category, w.filename) for w in caught] == [(FutureWarning, __file__)]
+print("all", len(names))
+"""
+
+
+def test_every_form_of_import_finds_torchs_class_and_makes_our_object(run: Run) -> None:
+    assert good(run(IMPORTS)) == "all 11\n"
+
+
+LEFT = """
+import copy, io, pickle, torch
+
+class Mine(torch.optim.AdamW):
+    def __init__(self, params, extra):
+        super().__init__(params, lr=extra)
+
+class Loader(torch.utils.data.DataLoader):
+    pass
+
+class Scaler(torch.amp.GradScaler):
+    pass
+
+def parameters():
+    return [torch.ones(3, requires_grad=True)]
+
+mine = Mine(parameters(), extra=0.5)
+assert Mine.__mro__[1] is torch.optim.AdamW
+assert not any("faststep" in kind.__module__ for kind in Mine.__mro__)
+assert mine.defaults["lr"] == 0.5 and type(copy.deepcopy(mine)) is Mine
+assert type(pickle.loads(pickle.dumps(mine))) is Mine  # a class of __main__
+assert type(Loader([1, 2])) is Loader and type(Scaler("cpu")) is Scaler
+assert type(torch.optim.AdamW(parameters(), differentiable=True)) is torch.optim.AdamW
+group = {"params": parameters(), "differentiable": True}
+assert type(torch.optim.AdamW([group])) is torch.optim.AdamW
+try:
+    torch.optim.AdamW(parameters(), no_such=1)
+except TypeError as error:
+    print(error)
+
+ours = torch.optim.AdamW(parameters())
+torch.optim.lr_scheduler.StepLR(ours, 1)
+ours.param_groups[0]["params"][0].grad = torch.ones(3)
+ours.step()
+other = pickle.loads(pickle.dumps(ours))
+assert type(other) is type(copy.deepcopy(ours)) is type(ours) is not torch.optim.AdamW
+plain = Mine(parameters(), 0.1)
+plain.load_state_dict(ours.state_dict())
+ours.load_state_dict(plain.state_dict())
+buffer = io.BytesIO()
+torch.save(ours.state_dict(), buffer)
+buffer.seek(0)
+assert torch.load(buffer, weights_only=True)["state"][0]["step"] == 1
+"""
+
+
+def test_subclasses_and_options_that_we_lack_stay_torchs(run: Run) -> None:
+    done = run(LEFT, options=("--verbose",))
+    assert "unexpected keyword argument 'no_such'" in good(done)
+    assert "optim.AdamW stayed torch's: __main__.Mine is a subclass" in done.stderr
+    assert "2 of optim.AdamW stayed torch's: differentiable=True" in done.stderr
+    assert "utils.DataLoader stayed torch's: __main__.Loader is a subclass" in done.stderr
+    assert "amp.GradScaler stayed torch's: __main__.Scaler is a subclass" in done.stderr
+
+
+REFUSED = """
+import torch
+from torch import nn
+
+def trained(use_scaler):
+    torch.manual_seed(0)
+    rows = nn.Embedding(10, 3, sparse=True)
+    optimizer = torch.optim.SGD(rows.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=use_scaler)
+    for _ in range(3):
+        scaler.scale(rows(torch.tensor([1, 2, 2])).pow(2).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return rows.weight.detach()
+
+def complexes():
+    value = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    optimizer = torch.optim.Adam([value], lr=0.1)
+    for _ in range(3):
+        (value * value.conj()).real.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return value.detach()
+
+print(trained(False).tolist(), trained(True).tolist(), complexes().tolist())
+rows = nn.Embedding(10, 3, sparse=True)
+optimizer = torch.optim.Adam(rows.parameters())
+rows(torch.tensor([1])).sum().backward()
+try:
+    optimizer.step()
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_steps_that_we_refuse_are_torchs(run: Run, programs: Programs) -> None:
+    """Sparse gradients, with and without a scaler, and complex numbers; with torch's error."""
+    done = run(REFUSED, options=("--verbose",))
+    assert good(done) == good(programs.run(REFUSED))
+    assert "3 of Adam.step stayed torch's: Adam: parameter 0" in done.stderr
+    assert "nothing was updated" not in done.stderr
+
+
+TRAINED = """
+import os, torch
+from torch.optim import AdamW
+from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+data = TensorDataset(torch.randn(32, 8), torch.randn(32, 2))
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 2))
+optimizer = AdamW(model.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 16)
+scaler = torch.amp.GradScaler("cpu")
+for _ in range(2):
+    for x, y in DataLoader(data, 4, shuffle=True):
+        loss = (model(x) - y).pow(2).mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        print(loss.item())
+if hasattr(os, "fork") and os.fork() == 0:
+    raise SystemExit(0)  # the child prints no table
+os.wait()
+"""
+
+
+def test_losses_are_torchs_and_the_table_says_what_was_used(run: Run, programs: Programs) -> None:
+    done = run(TRAINED)
+    losses = [float(line) for line in good(done).split()]
+    assert losses == pytest.approx([float(line) for line in good(programs.run(TRAINED)).split()])
+    assert len(losses) == 16
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("faststep run: torch's optimizers; GradScaler; clipping; DataLoader; ")
+    assert "made 1 optim.AdamW, 1 amp.GradScaler, 2 utils.DataLoader; 16 optimizer steps" in rest[0]
+    assert sum("page faults per step" in line for line in rest) == 1
+    rows = {line.split()[2]: line.split()[3] for line in rest if line.endswith("%")}
+    assert rows["optimizer"] == rows["clipping"] == "1.00"
+    assert rows["GradScaler"] == "4.00"
+
+
+def test_only_some_parts_and_a_rank_that_is_silent(run: Run) -> None:
+    source = (
+        "import torch\nprint(type(torch.optim.SGD([torch.ones(1)])).__module__,"
+        " type(torch.utils.data.DataLoader([1])).__module__)"
+    )
+    done = run(source, options=("--only", "data"))
+    assert good(done) == "torch.optim.sgd faststep.data.loader\n"
+    assert done.stderr.startswith("faststep run: DataLoader\n")
+    silent = run(source, options=("--only=optim",), RANK="1")
+    assert good(silent) == "faststep.optim.sgd torch.utils.data.dataloader\n"
+    assert silent.stderr == ""
+    wrong = run(source, options=("--only", "optims"))
+    assert wrong.returncode == 2
+    assert "'optims' is none of optim, amp, clip, data, memory, threads" in wrong.stderr
+
+
+ENDS = {
+    "chained": "try:\n    {}[1]\nexcept KeyError as e:\n    raise ValueError('x') from e\n",
+    "syntax": "x = 1\ny = = 2\n",
+    "interrupt": "raise KeyboardInterrupt\n",
+    "hook": "import sys\nsys.excepthook = lambda k, v, t: print('hook', k, t.tb_lineno)\n1 / 0\n",
+    "names": "import sys\nprint(__name__, __file__, __package__, __spec__, sys.argv, sys.path[0],"
+    " sys.modules['__main__'].sys is sys, sorted(vars()))\n",
+    "atexit": "import atexit\natexit.register(print, 'last')\nraise SystemExit(3)\n",
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_programs_end_as_under_python(run: Run, tmp_path: Path, name: str) -> None:
+    done = run(ENDS[name], "--lr", "-m", "--", "run", options=("--only", "clip"))
+    command = [sys.executable, str(tmp_path / "script.py"), "--lr", "-m", "--", "run"]
+    plain = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    lines = [s for s in done.stderr.splitlines() if not s.startswith("faststep run: ")]
+    assert done.stdout == plain.stdout
+    assert lines == plain.stderr.splitlines()
+    assert done.returncode == plain.returncode
+
+
+def test_modules_packages_and_what_is_not_there(programs: Programs, tmp_path: Path) -> None:
+    package = tmp_path / "some"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "part.py").write_text("x = 1\n")
+    (package / "__main__.py").write_text(
+        "import sys\nfrom .part import x\n"
+        "print(__name__, __package__, __spec__.name, sys.argv, x)\n"
+    )
+    code = "import sys\nsys.path[0] = '{}'\nfrom faststep.cli import main\nraise SystemExit(main())"
+    code = code.format(tmp_path)
+    options = ("run", "--only", "clip")
+    done = programs.run(code, *options, "-m", "some", "--only", "x")
+    path = str(package / "__main__.py")
+    assert good(done) == f"__main__ some some.__main__ {[path, '--only', 'x']} 1\n"
+    assert good(programs.run(code, *options, "--", str(package / "part.py"))) == ""
+    for missing, message in (
+        (("-m", "nowhere"), "No module named nowhere"),
+        (("nowhere.py",), "can't open file"),
+    ):
+        done = programs.run(code, *options, *missing)
+        assert done.returncode == 2
+        assert message in done.stderr
+    done = programs.run(code, *options)
+    assert done.returncode == 2
+    assert "there is no script" in done.stderr
+
+
+PROCESSES = """
+import multiprocessing, torch
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.full((2,), float(index))
+
+def child(optimizer, answers):
+    made = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+    answers.put((type(optimizer).__module__, type(made).__module__))
+
+if __name__ == "__main__":
+    optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
+    for method in ("spawn", "fork"):
+        context = multiprocessing.get_context(method)
+        answers = context.SimpleQueue()
+        process = context.Process(target=child, args=(optimizer, answers))
+        process.start()
+        print(method, *answers.get())
+        process.join()
+    print([batch.sum().item() for batch in torch.utils.data.DataLoader(Data(), 2, num_workers=2)])
+"""
+
+
+def test_processes_that_are_forked_are_swapped_and_others_are_not(run: Run) -> None:
+    assert good(run(PROCESSES)).splitlines() == [
+        "spawn faststep.optim.adam torch.optim.sgd",
+        "fork faststep.optim.adam faststep.optim.sgd",
+        "[2.0, 10.0]",
+    ]
