@@ -12,11 +12,11 @@ import torch
 import faststep
 from faststep import _C
 from faststep.data import transforms
-from optim.common import DTYPES, generator, same_bits
+from optim.common import DTYPES, generator
 from optim.declarations import ALL
 from optim.layouts import LAYOUTS
 
-from .common import CUDA, Twins, assert_same_scales, scalers, values
+from .common import CUDA, Twins, assert_same_scales, same_bits, scalers, values
 
 
 def steps() -> None:

@@ -11,7 +11,6 @@ import torch
 
 import faststep
 from faststep import _C
-from optim.common import same_bits
 from optim.declarations import ALL, Declaration
 
 from .common import (
@@ -21,6 +20,7 @@ from .common import (
     needs_two_devices,
     no_synchronization,
     place,
+    same_bits,
     scalers,
     values,
 )

@@ -10,11 +10,11 @@ import torch
 
 import faststep
 from combinations import of_three
-from optim.common import DTYPES, dtype_name, generator, same_bits
+from optim.common import DTYPES, dtype_name, generator
 from optim.declarations import ALL, Declaration
 from optim.layouts import LAYOUTS, Layout
 
-from .common import REHEARSAL, SPECIAL, Twins, assert_same_scales, scalers, values
+from .common import REHEARSAL, SPECIAL, Twins, assert_same_scales, same_bits, scalers, values
 
 SCALE = 16.0
 SHAPES = ((3, 5), (257,), (1,), (), (0, 4), (40, 50))

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import faststep
-from optim.common import same_bits
 from optim.declarations import ADAMW, ALL, SGD, Declaration
 
-from .common import CUDA, REHEARSAL, Twins, assert_same_scales, place, scalers, values
+from .common import CUDA, REHEARSAL, Twins, assert_same_scales, place, same_bits, scalers, values
 
 SHAPES = (3, 20_000)
 

@@ -9,9 +9,9 @@ import torch
 
 import faststep
 from faststep import _C
-from optim.common import DTYPES, dtype_name, same_bits
+from optim.common import DTYPES, dtype_name
 
-from .common import CUDA, SPECIAL, Twins, no_synchronization, place, values
+from .common import CUDA, SPECIAL, Twins, no_synchronization, place, same_bits, values
 
 NORMS = (2.0, 1.0, math.inf, -math.inf, 3.0, 0.0)
 EXACT = NORMS[:4]

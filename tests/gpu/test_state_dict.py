@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from optim.common import same_bits
 from optim.declarations import TORCHS, Declaration
 
-from .common import CUDA, place, values
+from .common import CUDA, place, same_bits, values
 
 SHAPES = ((40, 5), (257,))
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import faststep
-from optim.common import DTYPES, dtype_name, same_bits
+from optim.common import DTYPES, dtype_name
 from optim.declarations import SGD, TORCHS, Declaration
 
-from .common import CUDA, REHEARSAL, place, values
+from .common import CUDA, REHEARSAL, place, same_bits, values
 
 HALF = (torch.bfloat16, torch.float16)
 SHAPES = ((40, 50), (257,), (1,), (3, 4, 5))
