@@ -27,7 +27,7 @@ from typing import Any
 
 from modes import ALWAYS, MODES, PLAIN, Mode, absent, preloading
 from rewrite import NotThisScriptError
-from works import SCRIPTS, WORKS, Work
+from works import FOLDERS, WORKS, Work
 from written import as_tables
 
 from faststep.cli.busy import Watch
@@ -41,15 +41,15 @@ Found = dict[str, Any]
 
 def once(work: Work, mode: Mode, arguments: list[str], folder: Path) -> Found:
     """One run in a process of its own; raises NotThisScriptError where the mode does not fit."""
-    source = work.source()
+    script = work.path
+    source = script.read_text()
     changed = mode.change(source)
-    script = SCRIPTS / work.script
     if changed != source:
         script = folder / work.script
         script.write_text(changed)
     result = folder / "result.json"
     result.unlink(missing_ok=True)
-    paths = [str(SCRIPTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [*map(str, FOLDERS), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
         [sys.executable, *mode.command, str(script), *arguments, "--result", str(result)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **mode.environment},
@@ -66,9 +66,9 @@ def once(work: Work, mode: Mode, arguments: list[str], folder: Path) -> Found:
 def here(work: Work, mode: Mode, arguments: list[str], folder: Path) -> Found:
     """The same in this process, which has imported torch."""
     script, result = folder / work.script, folder / "result.json"
-    script.write_text(mode.change(work.source()))
+    script.write_text(mode.change(work.path.read_text()))
     before = sys.argv, sys.path
-    sys.path = [str(SCRIPTS), *sys.path]
+    sys.path = [*map(str, FOLDERS), *sys.path]
     sys.argv = [str(script), *arguments, "--result", str(result)]
     try:
         runpy.run_path(str(script), run_name="__main__")

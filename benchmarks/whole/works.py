@@ -1,13 +1,15 @@
-"""The training loops that are measured as a whole: scripts/ has them."""
+"""The training loops that are measured as a whole: scripts/ has them, and what the demo runs."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["SCRIPTS", "WORKS", "Work"]
+import faststep.cli.scripts
 
-SCRIPTS = Path(__file__).parent / "scripts"
+__all__ = ["FOLDERS", "WORKS", "Work"]
+
+FOLDERS = (Path(__file__).parent / "scripts", Path(faststep.cli.scripts.__file__).parent)
 
 
 @dataclass(frozen=True)
@@ -15,7 +17,7 @@ class Work:
     """A script, and how long a run of it is.
 
     Args:
-        script: its name in scripts/.
+        script: its name in one of the folders.
         what: model and batch.
         steps: measured in each process; some one or two seconds of plain torch on two cores.
         warm_up: steps before these.
@@ -30,8 +32,9 @@ class Work:
     from_files: bool = False
     in_quick: bool = False
 
-    def source(self) -> str:
-        return (SCRIPTS / self.script).read_text()
+    @property
+    def path(self) -> Path:
+        return next(path for folder in FOLDERS if (path := folder / self.script).is_file())
 
 
 WORKS = {

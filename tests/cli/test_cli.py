@@ -77,19 +77,23 @@ def test_info_reports_a_forced_instruction_set(level: str, monkeypatch: pytest.M
     assert json.loads(output)["instruction set"].startswith(expected)
 
 
-def test_demo_trains_twice_and_plots(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_trains_in_both_ways_and_plots(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plot = tmp_path / "new folder" / "demo.png"
-    assert run("demo", "--steps", "4", "--batch-size", "2", "--output", str(plot)) == 0
+    assert run("demo", "--steps", "3", "--output", str(plot), "--only", "gpt", "table") == 0
     captured = capsys.readouterr()
     assert plot.read_bytes().startswith(PNG)
     assert "4/4" in captured.err
-    for phase in ("data", "forward", "backward", "optimizer chain", "whole step"):
-        assert re.search(rf"^{phase} +[\d.]+ +[\d.]+ +[\d.]+x$", captured.out, re.MULTILINE)
-    gap = re.search(r"difference between the loss curves: (\S+)", captured.out)
-    assert gap is not None
-    assert float(gap[1]) < 1e-4
-    losses = re.findall(r"Loss with \S+: (\S+) -> (\S+);", captured.out)
-    assert len(losses) == 2
+    assert captured.out.count("An MLP learns a table: 240 steps") == 1
+    for row in ("data", "forward", "backward", "clip", "step", "whole step"):
+        line = rf"^{row} +[\d.]+ +[\d.]+ +[\d.]+x$"
+        assert len(re.findall(line, captured.out, re.MULTILINE)) == 2, row
+    gaps = re.findall(r"difference between the loss curves: (\S+)", captured.out)
+    assert len(gaps) == 2
+    assert all(float(gap) < 1e-4 for gap in gaps)
+    losses = re.findall(r"Loss with [a-z ]+: (\S+) -> (\S+)", captured.out)
+    assert len(losses) == 4
     assert all(float(last) < float(first) for first, last in losses)
 
 
@@ -101,21 +105,28 @@ def test_demo_without_matplotlib_names_the_extra(
     assert 'pip install "faststep[demo]"' in capsys.readouterr().err
 
 
-def test_demo_without_plot_writes_nothing(
+def test_demo_without_pillow_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "PIL" else "")
+    assert run("demo", "--no-plot", "--only", "table", "images") == 1
+    assert 'images needs PIL: pip install "faststep[demo]"' in capsys.readouterr().err
+
+
+def test_demo_of_a_script_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run("demo", "--steps", "1", "--batch-size", "1", "--no-plot", "--torch-fused") == 0
-    assert "torch, fused=True" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "tabular.py").write_text("raise SystemExit('no rows')")
+    monkeypatch.setattr(demo, "SCRIPTS", tmp_path)
+    assert run("demo", "--no-plot", "--only", "table") == 1
+    assert "tabular.py failed:\nno rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("demo", "--output", "plot.pdf"), "must end in .png"),
-        (("demo", "--no-plot", "--steps", "0"), "--steps and --batch-size must be at least 1"),
+        (("demo", "--no-plot", "--steps", "0"), "--steps must be at least 1"),
     ],
 )
 def test_wrong_arguments(

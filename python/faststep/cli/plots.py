@@ -16,9 +16,14 @@ from .report import times
 from .timing import Outcome
 from .workloads import ALL_FAMILIES
 
-__all__ = ["add_arguments", "plot_curves", "plot_outcomes", "plot_path"]
+__all__ = ["add_arguments", "plot_outcomes", "plot_path", "plot_trainings"]
 
 _COLOURS = ("#1f77b4", "#17becf", "#ff7f0e", "#d62728", "#9467bd", "#8c564b")
+# The first curve is broad, so that the second one on top of it hides nothing.
+_STYLES: tuple[dict[str, Any], ...] = (
+    {"color": _COLOURS[2], "linewidth": 4, "alpha": 0.6},
+    {"color": _COLOURS[0], "linewidth": 1.2},
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, name: str) -> None:
@@ -84,46 +89,44 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def plot_curves(
-    output: Path,
-    title: str,
-    losses: dict[str, list[float]],
-    phases: dict[str, dict[str, float]],
-) -> None:
-    """Plot two loss curves, their difference, and the time of each phase.
+Trained = tuple[str, list[float], dict[str, float]]
+
+
+def _curves(axes: Any, runs: Sequence[Trained]) -> None:
+    for (name, losses, _), style in zip(runs, _STYLES, strict=True):
+        axes.plot(losses, label=name, **style)
+    axes.set_ylabel("loss")
+    axes.set_xlabel("step")
+    axes.legend()
+
+
+def _phase_bars(axes: Any, runs: Sequence[Trained]) -> None:
+    for i, (name, _, seconds) in enumerate(runs):
+        places = [place + 0.4 * i - 0.2 for place in range(len(seconds))]
+        values = [1e3 * value for value in seconds.values()]
+        drawn = axes.barh(places, values, 0.36, color=_STYLES[i]["color"], label=name)
+        axes.bar_label(drawn, fmt="%.3g", padding=2, fontsize=8)
+    axes.set_yticks(range(len(runs[0][2])), list(runs[0][2]))
+    axes.invert_yaxis()
+    axes.set_xlabel("median ms per step")
+    axes.margins(x=0.15)
+
+
+def plot_trainings(output: Path, trainings: dict[str, list[Trained]]) -> None:
+    """Plot the loss curves and the time of each phase of trainings that were run in two ways.
 
     Args:
         output: the PNG's path.
-        title: above the plot.
-        losses: the loss of every step for each of the two runs.
-        phases: the median seconds of each phase for each run.
+        trainings: for each title the two runs: name, the loss of every step, and the median
+            seconds of each phase.
     """
-    figure = _figure(11, 5)
-    figure.suptitle(title)
-    grid = figure.add_gridspec(2, 2, width_ratios=(3, 2), height_ratios=(3, 1))
-    curves = figure.add_subplot(grid[0, 0])
-    (first, a), (second, b) = losses.items()
-    curves.plot(a, color=_COLOURS[2], linewidth=4, alpha=0.6, label=first)
-    curves.plot(b, color=_COLOURS[0], linewidth=1.2, label=second)
-    curves.set_ylabel("loss (nats per byte)")
-    curves.legend()
-    difference = figure.add_subplot(grid[1, 0], sharex=curves)
-    difference.plot([abs(x - y) for x, y in zip(a, b, strict=True)], color="black", linewidth=1)
-    difference.set_yscale("symlog", linthresh=1e-7)
-    difference.set_ylabel("|difference|")
-    difference.set_xlabel("step")
-    bars = figure.add_subplot(grid[:, 1])
-    names = list(next(iter(phases.values())))
-    for i, (run, seconds) in enumerate(phases.items()):
-        places = [place + 0.4 * i - 0.2 for place in range(len(names))]
-        values = [1e3 * seconds[name] for name in names]
-        drawn = bars.barh(places, values, 0.36, color=_COLOURS[2 if i == 0 else 0], label=run)
-        bars.bar_label(drawn, fmt="%.3g", padding=2, fontsize=8)
-    bars.set_yticks(range(len(names)), names)
-    bars.invert_yaxis()
-    bars.set_xlabel("median ms per step")
-    bars.margins(x=0.15)
-    bars.legend()
+    figure = _figure(5 * len(trainings), 7)
+    grid = figure.add_gridspec(2, len(trainings))
+    for column, (title, runs) in enumerate(trainings.items()):
+        curves = figure.add_subplot(grid[0, column])
+        curves.set_title(title, fontsize=10)
+        _curves(curves, runs)
+        _phase_bars(figure.add_subplot(grid[1, column]), runs)
     figure.savefig(output, dpi=130)
 
 

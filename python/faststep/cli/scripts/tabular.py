@@ -9,7 +9,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import Adam
 
 given = options()
-torch.manual_seed(0)
+torch.manual_seed(given.seed)
 ROWS, BATCH, WIDTH = (64, 8, 8) if given.tiny else (50_000, 256, 128)
 centres = torch.randn(10, 32)
 labels = torch.randint(10, (ROWS,))

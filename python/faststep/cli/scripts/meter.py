@@ -1,6 +1,6 @@
 """What a measured script records: its losses, the seconds of each phase, page faults, the peak.
 
-It imports neither torch nor faststep, so that a script runs the same in every mode.
+It imports neither torch nor faststep, so that a script runs the same in every way.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="that are measured")
     parser.add_argument("--warm-up", type=int, default=3, help="steps before these")
     parser.add_argument("--result", type=Path, help="a JSON file; default: stdout")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that it runs")
     parser.add_argument("--files", type=Path, help="a folder for generated files, which stay")
     parser.add_argument("--workers", type=int, default=0, help="of a loader of files")

@@ -1,4 +1,9 @@
-"""A GPT: four layers of 256, on 8 x 256 tokens of a vocabulary of 8192."""
+"""A GPT of four layers of 256 learns the standard library's source: 8 x 256 of 8192 words."""
+
+import re
+import sysconfig
+from collections import Counter
+from pathlib import Path
 
 import torch
 from meter import Meter, options
@@ -6,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 given = options()
-torch.manual_seed(0)
+torch.manual_seed(given.seed)
 LAYERS, HEADS = 4, 4
 WIDTH, LENGTH, BATCH, VOCABULARY = (16, 8, 2, 64) if given.tiny else (256, 256, 8, 8192)
 
@@ -48,7 +53,16 @@ class GPT(nn.Module):
         return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-text = torch.randint(VOCABULARY, (100_000,))
+def read_text(files):
+    """The numbers of the words in the first files; all rare words have one number."""
+    folder = Path(sysconfig.get_path("stdlib"))
+    source = "".join(path.read_text("utf-8") for path in sorted(folder.glob("*.py"))[:files])
+    words = re.findall(r"\w+|[^\w\s]|\s+", source)
+    numbers = {word: i for i, (word, _) in enumerate(Counter(words).most_common(VOCABULARY - 1))}
+    return torch.tensor([numbers.get(word, VOCABULARY - 1) for word in words])
+
+
+text = read_text(1 if given.tiny else 60)
 model = GPT()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
 

@@ -13,17 +13,17 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset
 
 given = options()
-torch.manual_seed(0)
+torch.manual_seed(given.seed)
 FILES, STORED, CROP, BATCH, WIDTH = (4, 72, 64, 4, 8) if given.tiny else (128, 160, 128, 16, 64)
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def make_files(folder):
-    """Two classes of smooth noise."""
-    for label in ("a", "b"):
+    """Two classes of noise: smooth and smoother."""
+    for label, size in (("a", 16), ("b", 12)):
         (folder / label).mkdir(parents=True)
         for i in range(FILES):
-            noise = torch.rand(1, 3, 16, 16) * 255
+            noise = torch.rand(1, 3, size, size) * 255
             pixels = interpolate(noise, (STORED, STORED), mode="bicubic")[0].clamp(0, 255).byte()
             array = pixels.permute(1, 2, 0).contiguous().numpy()
             Image.fromarray(array).save(folder / label / f"{i}.jpg", quality=90)
@@ -84,7 +84,7 @@ temporary = tempfile.TemporaryDirectory()
 files = given.files or Path(temporary.name)
 if not (files / "b").exists():
     make_files(files)
-torch.manual_seed(0)
+torch.manual_seed(given.seed)
 model = resnet18()
 optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
 dataset = Images(files)
