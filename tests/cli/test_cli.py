@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from faststep import _C
-from faststep.cli import main
+from faststep.cli import demo, main
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

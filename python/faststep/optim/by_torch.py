@@ -38,7 +38,6 @@ def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer
     if request.grad_scale is not None:
         inverse = request.grad_scale.double().reciprocal()
         grads = [grad * inverse.to(grad.device, grad.dtype) for grad in grads]
-    grads = [grad.coalesce() if grad.is_sparse else grad for grad in grads]
     norm = None
     if grads and request.measures:
         norm = full_tensor(get_total_norm(map(values_of, grads)))

@@ -16,10 +16,10 @@ labels = torch.randint(10, (ROWS,))
 rows = centres[labels] + 2.0 * torch.randn(ROWS, 32)
 
 model = nn.Sequential(
-    nn.Linear(32, WIDTH),
+    nn.Linear(32, WIDTH, bias=False),
     nn.BatchNorm1d(WIDTH),
     nn.ReLU(),
-    nn.Linear(WIDTH, WIDTH),
+    nn.Linear(WIDTH, WIDTH, bias=False),
     nn.BatchNorm1d(WIDTH),
     nn.ReLU(),
     nn.Linear(WIDTH, 10),
