@@ -58,7 +58,7 @@ $(BIN)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 build: $(BIN)/.installed-test ## install for development, and compile what has changed
 	$(BIN)/python setup.py -q build_ext --inplace
 
-demo: build ## train a small GPT twice, plain torch and faststep; plot in build/demo.png
+demo: build ## train three small models, with plain torch and under run; plot in build/demo.png
 	$(BIN)/python -m faststep demo $(DEMO)
 
 test: tests levels ## run all tests, then those of the CPU loops over elements again, on each lower instruction set
