@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import re
 import runpy
@@ -12,6 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+
+from accumulate.processes import Job, results_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -57,6 +62,10 @@ def test_accumulation_gives_the_curve_of_the_large_batch(
         assert max(abs(a - b) for a, b in zip(curve, exact, strict=True)) > 1e-3, name
 
 
+PRINTED = re.compile(r"step +(\d+)  loss ([0-9.]+)")
+DDP = ("--steps", "16", "--every", "4", "--rows", "640", "--checkpoint")  # 10 steps per epoch
+
+
 def losses_of_ranks(
     ranks: int, name: str, *args: object, killed_by: Path | None = None
 ) -> dict[int, float]:
@@ -72,7 +81,18 @@ def losses_of_ranks(
         command, capture_output=True, text=True, check=False, env=environment, timeout=120
     )
     assert (done.returncode == 0) is (killed_by is None), done.stderr
-    return {int(s): float(v) for s, v in re.findall(r"step +(\d+)  loss ([0-9.]+)", done.stdout)}
+    return {int(step): float(loss) for step, loss in PRINTED.findall(done.stdout)}
+
+
+def undisturbed(rank: int, world: int, path: Path) -> dict[int, float]:
+    """What it prints on a rank that is there already."""
+    sys.path.insert(0, str(EXAMPLES))
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as said:
+        patch.setattr(sys, "argv", ["train_ddp.py", *DDP, str(path)])
+        patch.setattr(dist, "init_process_group", lambda _: None)
+        patch.setattr(dist, "destroy_process_group", lambda *_: None)
+        load("train_ddp")["main"]()
+    return {int(step): float(loss) for step, loss in PRINTED.findall(said.getvalue())}
 
 
 KILLED = """
@@ -89,16 +109,17 @@ runpy.run_path({folder!r} + "/train_ddp.py", run_name="__main__")
 
 
 def test_sharded_training_goes_on_with_fewer_ranks(tmp_path: Path) -> None:
-    """A rank of two is killed while it saves; one rank goes on, with the losses of two."""
+    """A rank of two is killed while it saves; one rank goes on, with the rows and losses of two."""
+    job = Job("undisturbed", 2, undisturbed, (tmp_path / "straight.pt",))
+    straight, quiet = results_of([job])[job.name]
     kept = tmp_path / "kept.pt"
-    options = ("--steps", 16, "--every", 4, "--checkpoint")
-    straight = losses_of_ranks(2, "train_ddp", *options, tmp_path / "straight.pt")
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(folder=str(EXAMPLES)))
-    first = losses_of_ranks(2, "train_ddp", *options, kept, killed_by=script)
+    first = losses_of_ranks(2, "train_ddp", *DDP, kept, killed_by=script)
     assert (tmp_path / "kept.unfinished").exists()
-    then = losses_of_ranks(1, "train_ddp", *options, kept)
+    then = losses_of_ranks(1, "train_ddp", *DDP, kept)
     assert list(straight) == [4, 8, 12, 16]
+    assert quiet == {}
     assert list(first) == [4, 8]  # it is printed before it is saved
     assert list(then) == [8, 12, 16]
     assert first == pytest.approx({step: straight[step] for step in first}, rel=1e-4)

@@ -11,21 +11,31 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from accumulate.processes import forked
 from faststep import zero
+from faststep.zero import group
 
 from .common import Given, grads_for
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
-TIMEOUT = 10  # seconds, of the process group
+TIMEOUT = 6  # seconds, of the process group, and in which ranks report to each other
 WORLD = 3
-FAULTS = ("dies", "raises in backward", "skips backward", "dies before step")
+FAULTS: dict[str, Any] = {  # and the stage
+    "dies": 2,
+    "raises in backward": 1,
+    "skips backward": 2,
+    "dies before step": 2,
+    "skips a step": 1,
+    "leaves before step": 3,
+}
 
 
 def _rank(rank: int, port: int, fault: str, send: Any) -> None:
     """One of three ranks, of which the last one fails."""
     torch.set_num_threads(1)
+    group.PATIENCE = TIMEOUT
     wait = datetime.timedelta(seconds=TIMEOUT)
     long = datetime.timedelta(seconds=300)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=long)
@@ -37,22 +47,40 @@ def _rank(rank: int, port: int, fault: str, send: Any) -> None:
     )
     model = Given([(300, 30), (40,)], [torch.float32])
     optimizer = zero.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=1e-4, max_grad_norm=1.0
-    )
-    before = [p.detach().clone() for p in model.parameters()]
+        model, torch.optim.SGD(model.parameters(), lr=0.1), stage=FAULTS[fault], bucket_mb=1e-4,
+        max_grad_norm=1.0,
+    )  # fmt: skip
+    before = _values(model)
     start = time.monotonic()
     try:
         if rank == WORLD - 1:
             _fail(fault, model)
         model(grads_for(model, rank)).backward()
-        if rank == WORLD - 1 and fault == "dies before step":
-            os._exit(0)
+        if rank == WORLD - 1:
+            _fail_before_step(fault, model)
         optimizer.step()
         error = "no error"
     except RuntimeError as caught:
         error = str(caught)
-    same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    same = all(map(torch.equal, before, _values(model)))
     send.send((error, same, time.monotonic() - start))
+
+
+def _values(model: Given) -> list[torch.Tensor]:
+    """What this rank has of the parameters."""
+    params: list[Any] = list(model.parameters())
+    parts = [p.to_local() if isinstance(p, DTensor) else p for p in params]
+    return [part.detach().clone() for part in parts]
+
+
+def _fail_before_step(fault: str, model: Given) -> None:
+    if fault == "dies before step":
+        os._exit(0)
+    if fault == "leaves before step":
+        time.sleep(TIMEOUT + 2)
+        os._exit(0)
+    if fault == "skips a step":  # the others step, and gather what this rank never sends
+        model(grads_for(model, 7)).backward()
 
 
 def _fail(fault: str, model: Given) -> None:
@@ -108,11 +136,17 @@ def test_the_other_ranks_do_not_hang(fault: str, answers: Answers) -> None:
     named = []
     for rank, (error, same, seconds) in enumerate(answers[fault]):
         assert error.startswith(f"rank {rank}: "), error
-        missing = re.search(r" failed \(not reported by ranks? ([0-9, ]+) within", error)
+        if fault == "skips a step":
+            missing = re.search(r"rank ([0-9]) failed at reducing the parameters from 'p1'", error)
+        else:
+            missing = re.search(r" failed \(not reported by ranks? ([0-9, ]+) within", error)
         assert missing, error
         named.append(missing[1].split(", "))
-        assert "'p1'" in error or "'p0'" in error or "counting" in error or "norm" in error, error
-        assert seconds < 3 * TIMEOUT
-        assert same or fault == "dies before step"
+        if fault == "leaves before step":
+            assert "comparing the ranks" in error, error
+        else:
+            assert "'p1'" in error or "'p0'" in error or "norm" in error, error
+        assert seconds < 4 * TIMEOUT
+        assert same or fault in ("dies before step", "skips a step")
     assert all("2" in ranks for ranks in named)
     assert ["2"] in named, named  # the last one to fail knows of the others

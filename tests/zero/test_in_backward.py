@@ -285,7 +285,7 @@ EXPECTED = {
     "unscale False": 'RuntimeError: update="backward" cannot work with a GradScaler',
     "failed": "ZeroDivisionError",
     "after": "no error",
-    "unfrozen": "RuntimeError: faststep.zero: a parameter of shape (6, 6)",
+    "unfrozen": "RuntimeError: faststep.zero: parameter '0.weight' of shape (6, 6)",
     "{'max_grad_norm': 1.0}": 'ValueError: update="backward" cannot clip by the global norm',
     "{'stage': 3}": 'ValueError: update="backward" is for stages 1 and 2',
     "{'update': 'later'}": "ValueError: update must be",

@@ -37,12 +37,14 @@ def _train(rank: int, how: str) -> nn.Module:
     """Rank 0 has three batches, rank 1 has seven."""
     inside = _model()
     optimizer: Any = faststep.optim.AdamW(inside.parameters(), lr=0.01, max_grad_norm=0.1)
-    model: Any = inside if how in ("plain", "forward") else DistributedDataParallel(inside)
+    is_bare = how in ("plain", "forward", "stage 1")
+    model: Any = inside if is_bare else DistributedDataParallel(inside)
     if how == "ddp":
         joined = [model]
     else:
         gather: Any = "forward" if how == "forward" else "step"
-        optimizer = zero.shard(model, optimizer, bucket_mb=0.01, gather=gather)
+        stage: Any = 1 if how == "stage 1" else 2
+        optimizer = zero.shard(model, optimizer, stage=stage, bucket_mb=0.01, gather=gather)
         joined = [model, optimizer] if how == "wrapped" else [optimizer]
     quiet = model if how in ("ddp", "wrapped") else optimizer
     with Join(joined):
@@ -61,13 +63,13 @@ def _uneven(rank: int, world: int) -> dict[str, list[int]]:
     expected = _train(rank, "ddp")
     return {
         how: differences(expected.parameters(), _train(rank, how).parameters())
-        for how in ("plain", "forward", "wrapped")
+        for how in ("plain", "stage 1", "forward", "wrapped")
     }
 
 
 def test_uneven_inputs_have_the_bits_of_ddp(ranks: Ranks) -> None:
     for said in ranks("uneven inputs"):
-        assert said == {"plain": [], "forward": [], "wrapped": []}
+        assert said == {"plain": [], "stage 1": [], "forward": [], "wrapped": []}
 
 
 def _error(work: Callable[[], object]) -> str:

@@ -233,9 +233,46 @@ def test_odd_models(ranks: Ranks) -> None:
         assert said["lr"] == 0.025
         assert said["moved"] == ["embedding.weight"]
         assert said["sum"] == results[0]["sum"]
-        assert said["unfrozen"].startswith("RuntimeError: faststep.zero: a parameter of shape")
+        assert said["unfrozen"].startswith("RuntimeError: faststep.zero: parameter 'frozen.")
         assert 0.0 < said["swapped"][0] < 0.1
         assert said["swapped"][1] == [5.0, 5.0]
 
 
-ZERO_JOBS = [Job("misused", 2, _misused), Job("mismatched", 3, _mismatched), Job("odd", 2, _odd)]
+def _stage_three(rank: int, world: int) -> dict[str, Any]:
+    """Each rank uses a layer of its own; fully_shard adds their gradients up, as sizes fit."""
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(world)))
+    optimizer = zero.shard(layers, torch.optim.SGD(layers.parameters(), lr=0.1), stage=3, blocks=[])
+    before = [p.to_local().clone() for p in layers.parameters()]
+    with torch.no_grad():  # the gradients that ranks have after such a backward
+        for number, layer in enumerate(layers):
+            for param in layer.parameters():
+                param.grad = torch.ones_like(param) if number == rank else None
+    said: dict[str, Any] = {"differ": _error(optimizer.step)}
+    said["same"] = all(map(torch.equal, before, (p.to_local() for p in layers.parameters())))
+    for layer in layers:
+        for param in layer.parameters():
+            param.grad = torch.ones_like(param)
+    said["alike"] = _error(optimizer.step)
+    empty = nn.ParameterList([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0))])
+    given = torch.optim.SGD(empty.parameters(), lr=0.1)
+    said["empty"] = _error(lambda: zero.shard(empty, given, stage=3, blocks=[]))
+    return said
+
+
+def test_gradients_of_different_parameters_at_stage_three(ranks: Ranks) -> None:
+    for said in ranks("stage three, misused"):
+        assert "the ranks differ" in said["differ"]
+        assert "'0.weight' with a gradient" in said["differ"]
+        assert "'0.weight' without a gradient" in said["differ"]
+        assert "nothing was updated" in said["differ"]
+        assert said["same"]
+        assert said["alike"] == "no error"
+        assert "parameter '1' has no elements" in said["empty"]
+
+
+ZERO_JOBS = [
+    Job("misused", 2, _misused),
+    Job("mismatched", 3, _mismatched),
+    Job("odd", 2, _odd),
+    Job("stage three, misused", 2, _stage_three),
+]

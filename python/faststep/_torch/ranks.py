@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "absent_ranks",
     "end_group",
+    "failed_at",
     "instances_of",
     "is_distributed",
     "is_first_in_join",
@@ -59,24 +59,30 @@ def end_group(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
-def absent_ranks(group: Any, patience: float) -> list[int] | None:
-    """The ranks of a group that do not call this too within so many seconds, once it has failed.
+def failed_at(group: Any, what: str, patience: float) -> dict[int, str | None]:
+    """At what the ranks of a group have failed; None for those that do not call this in time.
 
-    None if the store of torch.distributed, through which ranks say so, does not answer.
+    The store of torch.distributed, through which ranks say so, may not answer: then it is empty.
+
+    Args:
+        what: this rank has failed at.
+        patience: seconds in which the others may call this too.
     """
     key = f"faststep/failed/{group.group_name}"
-    absent = list(range(dist.get_world_size(group)))
+    found: dict[int, str | None] = dict.fromkeys(range(dist.get_world_size(group)))
     until = time.monotonic() + patience
     try:
         store = dist.distributed_c10d._get_default_store()
-        store.set(f"{key}/{dist.get_rank(group)}", "")
+        store.set(f"{key}/{dist.get_rank(group)}", what)
         while True:
-            absent = [rank for rank in absent if not store.check([f"{key}/{rank}"])]
-            if not absent or time.monotonic() > until:
-                return absent
+            for rank, said in found.items():
+                if said is None and store.check([f"{key}/{rank}"]):
+                    found[rank] = store.get(f"{key}/{rank}").decode()
+            if None not in found.values() or time.monotonic() > until:
+                return found
             time.sleep(0.05)
     except (RuntimeError, ValueError):
-        return None
+        return {}
 
 
 def is_in_join(joinable: Any) -> bool:

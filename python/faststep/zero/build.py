@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from .engine import Engine
-from .fully_sharded import blocks_of, check_fully, shard_fully
+from .fully_sharded import AlikeGradients, blocks_of, check_fully, shard_fully
 from .gradients import sharded_params
 from .group import Group, group_of
 from .in_backward import REFUSED_CLIPPING
@@ -82,9 +82,13 @@ def build(
         blocks = blocks_of(model) if blocks is None else blocks
         check_fully(model, optimizer, blocks)
         fused = _fused(kind, optimizer)
+        names = {id(param): name for name, param in model.named_parameters()}
+        alike = AlikeGradients(group, fused, [names[id(param)] for param in params_of(fused)])
         shard_fully(model, fused, group, blocks)
         optimizer.state.clear()
-        return ShardedOptimizer(optimizer, fused, None, max_grad_norm, group)
+        return ShardedOptimizer(
+            optimizer, fused, None, max_grad_norm, group, before_step=alike.check
+        )
     for name, param in named:
         _check(name, param)
     _refuse_overlaps(named)
@@ -94,6 +98,7 @@ def build(
         kind, optimizer.param_groups, named, group.alone(), stage, asked.bucket_bytes, wrapper,
         in_backward, asked.gather == "forward", asked.master_weights,
     )  # fmt: skip
+    engine.names = {id(param): name for name, param in model.named_parameters()}
     if asked.gather == "forward":
         engine.wait_in_forward(model)
     own = {id(slot.param) for slot in engine.slots}

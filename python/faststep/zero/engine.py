@@ -101,6 +101,7 @@ class Engine:
         self.updates = BackwardUpdates(self) if updates_in_backward else None
         self.gradients.updates = self.updates
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
+        self.names: dict[int, str] = {}  # of all parameters of the model, by their `id`
 
     def _move(self, places: Sequence[Any], members: list[Slot]) -> None:
         """Move the memory of a bucket's parameters into one flat tensor."""
@@ -269,10 +270,12 @@ class Engine:
                 if id(param) in known:
                     continue
                 if param.grad is not None or (self.updates is not None and param.requires_grad):
+                    name = self.names.get(id(param))
+                    which = "a new parameter" if name is None else f"parameter {name!r}"
                     raise RuntimeError(
-                        f"faststep.zero: a parameter of shape {tuple(param.shape)} has a gradient, "
-                        "but was frozen or missing when shard() was called: shard the model after "
-                        "it was changed; nothing was updated"
+                        f"faststep.zero: {which} of shape {tuple(param.shape)} has a gradient, but "
+                        "was frozen or missing when shard() was called: shard the model after it "
+                        "was changed; nothing was updated"
                     )
 
 

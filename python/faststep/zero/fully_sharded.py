@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from ..grads.params import name_of
 from .group import Group
 
-__all__ = ["blocks_of", "check_fully", "shard_fully"]
+__all__ = ["AlikeGradients", "blocks_of", "check_fully", "shard_fully"]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
@@ -54,6 +54,8 @@ def check_fully(model: nn.Module, optimizer: Optimizer, blocks: Sequence[nn.Modu
             problem = f"is a {type(param).__name__}"
         elif not param.dim():
             problem = "is 0-d, which fully_shard does not support: make it a tensor of one element"
+        elif not param.numel() and param.requires_grad:
+            problem = "has no elements, which fully_shard cannot reduce: freeze it"
         elif not param.is_contiguous():
             problem = "is not contiguous, which fully_shard does not support"
         if problem:
@@ -108,6 +110,38 @@ def shard_fully(
     for module in (*sorted(blocks, key=_size), model):  # those inside of others first
         fully_shard(module, mesh=mesh)
     _replace(optimizer, places)
+
+
+class AlikeGradients:
+    """Finds ranks that have gradients of different parameters, before a step uses them.
+
+    fully_shard reduces those gradients of a block that a rank has, side by side. So ranks that used
+    different parameters add up gradients of different ones, where the sizes happen to fit.
+
+    Args:
+        group: the ranks.
+        optimizer: whose parameters are looked at.
+        names: of its parameters.
+    """
+
+    def __init__(self, group: Group, optimizer: Optimizer, names: Sequence[str]) -> None:
+        self._group = group
+        self._groups = optimizer.param_groups
+        self._names = names
+
+    def check(self) -> None:
+        """Raise RuntimeError on every rank if they differ; a collective."""
+        params = [param for group in self._groups for param in group["params"]]
+        lines = [
+            f"{name!r} with{'out' if param.grad is None else ''} a gradient"
+            for name, param in zip(self._names, params, strict=False)
+        ]
+        caller = (
+            "faststep.zero: nothing was updated, as fully_shard adds up gradients wrongly where "
+            "ranks use different parameters (model.set_reduce_scatter_unused_params(True) of newer "
+            "versions of torch has it send zeros)"
+        )
+        self._group.check_alike(lines, caller)
 
 
 def _size(module: nn.Module) -> int:

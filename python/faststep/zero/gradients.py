@@ -207,15 +207,19 @@ class Gradients:
                     slot.arrived = True
             while self._next < len(self._buckets):
                 self._send_next()
+            counting = None
             if self.updates is None:
                 used = torch.tensor([slot.arrived for slot in self._slots], dtype=torch.int32)
-                self._group.add_up_inside(used, "counting the parameters that were used")
+                what = "counting the parameters that were used"
+                counting = self._group.start_adding(used, what)
             replicas = self._group.replicas
             if replicas is not None:
                 for bucket in self._under_way:
                     bucket.add()
             while self._under_way:
                 self._receive_next()
+            if counting is not None:  # after the buckets, whose errors name parameters
+                counting.wait()
             if replicas is not None and self.updates is None:
                 # After the buckets, which some ranks have sent to their replicas in backward.
                 replicas.add_up(used, "counting the parameters that were used, over the replicas")

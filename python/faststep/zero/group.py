@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch.ranks import absent_ranks, end_group, is_distributed, same_ranks
+from .._torch.ranks import end_group, failed_at, is_distributed, same_ranks
 from .pages import Pages
 
 __all__ = ["Group", "Pending", "group_of"]
@@ -45,7 +45,7 @@ class Pending:
                 work.wait()
         except RuntimeError as error:
             who = f"rank {self._group.rank}"
-            hint = self._group.who_is_absent()
+            hint = self._group.who_else_failed(self._what)
             raise RuntimeError(f"{who}: {self._what} failed{hint}: {error}") from error
         self._works, self._kept = [], []
 
@@ -65,16 +65,19 @@ class Group:
         self.replicas = replicas
         self.total = self.world * (1 if replicas is None else replicas.world)  # ranks
 
-    def who_is_absent(self) -> str:
+    def who_else_failed(self, what: str) -> str:
         """After a message has failed: which ranks do not report the same, to be put in an error.
 
         One of them died, raised or waits elsewhere. Others may still wait for their own timeout.
         """
-        absent = absent_ranks(self._group, PATIENCE)
-        if not absent:
-            return ""
-        ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent))}"
-        return f" (not reported by {ranks} within {PATIENCE:.0f} s)"
+        found = failed_at(self._group, what, PATIENCE)
+        absent = [str(rank) for rank, said in found.items() if said is None]
+        other = {rank: said for rank, said in found.items() if said not in (None, what)}
+        hints = [f"rank {rank} failed at {said}" for rank, said in other.items()]
+        if absent:
+            ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(absent)}"
+            hints.insert(0, f"not reported by {ranks} within {PATIENCE:.0f} s")
+        return f" ({'; '.join(hints)})" if hints else ""
 
     @property
     def process_group(self) -> Any:
@@ -186,7 +189,7 @@ class Group:
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
         mine = int.from_bytes(digest, "big", signed=True) >> 1
         both = torch.tensor([mine, -mine, len(lines), -len(lines)])
-        self._largest(both)
+        self._largest(both, f"{caller}: comparing the ranks")
         if both[0] == -both[1] and both[2] == -both[3]:
             return
         described = self.share(list(lines))
@@ -194,10 +197,11 @@ class Group:
             described = [one for some in self.replicas.share(described) for one in some]
         raise RuntimeError(f"{caller}: the ranks differ{_difference(described)}")
 
-    def _largest(self, numbers: Tensor) -> None:
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self._group)
+    def _largest(self, numbers: Tensor, what: str) -> None:
+        work = dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group, async_op=True)
+        Pending(self, what, [work], [numbers]).wait()
         if self.replicas is not None:
-            self.replicas._largest(numbers)
+            self.replicas._largest(numbers, what)
 
     def _everyone(self, value: object) -> list[Any]:
         """The objects of all ranks inside the group."""

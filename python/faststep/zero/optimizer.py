@@ -58,10 +58,12 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         max_grad_norm: float | None,
         group: Group | None = None,
         updates_in_backward: bool = False,
+        before_step: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._group = group
         self._updates_in_backward = updates_in_backward
+        self._before_step = before_step
         JoinableSteps.__init__(self)
         if engine is not None:
             self._attach_to(engine)
@@ -128,6 +130,8 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
     @disable_dynamo
     def _step_uncompiled(self) -> None:
         self._note_step()
+        if self._before_step is not None:
+            self._before_step()
         if self._engine is None:
             if self._updates_in_backward:
                 refuse_request(self._request())

@@ -1,0 +1,196 @@
+"""The same odd models and loops at stages 1, 2 and 3, against one process with all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+STEPS = 3
+
+
+class _Block(nn.Module):
+    """Two layers of one size, of which a rank may use one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(6, 6)
+        self.b = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, use: str) -> Tensor:
+        for name in use:
+            x = x + getattr(self, name)(x).tanh()
+        return x
+
+
+class _Net(nn.Module):
+    """A tied embedding, a frozen parameter without elements, and blocks."""
+
+    def __init__(self, how: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.embedding.weight
+        self.empty = nn.Parameter(torch.zeros(0, 3), requires_grad=False)
+        self.how = how
+
+    def forward(self, tokens: Tensor, use: str = "ab") -> Tensor:
+        x = self.embedding(tokens)
+        for number, block in enumerate(self.blocks):
+            used = use if number == 1 else "ab"
+            if self.how in ("reentrant", "not reentrant"):
+                x = checkpoint(block, x, used, use_reentrant=self.how == "reentrant")
+            else:
+                x = block(x, used)
+        return self.head(x)  # type: ignore[no-any-return]
+
+
+def _loss(model: Any, rank: int, step: int, use: str = "ab") -> Tensor:
+    made = torch.Generator().manual_seed(100 * step + rank)
+    tokens = torch.randint(11, (4, 5), generator=made)
+    return nn.functional.cross_entropy(model(tokens, use).flatten(0, 1), tokens.flatten())
+
+
+def _optimizer(model: nn.Module) -> Any:
+    return faststep.optim.AdamW(model.named_parameters(), lr=0.05, max_grad_norm=0.5)
+
+
+def _uses(how: str, rank: int, step: int) -> str:
+    """What a rank uses of the second block."""
+    return "ab"[(rank + step) % 2] if how == "skipped" else "ab"
+
+
+def _whole(world: int, how: str) -> list[Tensor]:
+    """What one process trains with the gradients of all ranks."""
+    model = _Net(how)
+    optimizer = _optimizer(model)
+    model.blocks[0].a.weight.requires_grad_(how != "unfrozen")
+    for step in range(STEPS):
+        model.blocks[0].a.weight.requires_grad_(how != "unfrozen" or step > 0)
+        for rank in range(world):
+            for micro in range(2 if how == "no_sync" else 1):
+                number = step + 50 * micro
+                (_loss(model, rank, number, _uses(how, rank, step)) / world).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach() for p in model.parameters()]
+
+
+def _sharded(rank: int, stage: Any, how: str) -> list[Tensor]:
+    model: Any = _Net(how)
+    called = model
+    model.blocks[0].a.weight.requires_grad_(how != "unfrozen")
+    optimizer = zero.shard(model, _optimizer(model), stage=stage, bucket_mb=1e-3)
+    if how == "compiled":
+        torch.compiler.reset()
+        called = torch.compile(model, backend="eager")
+    for step in range(STEPS):
+        model.blocks[0].a.weight.requires_grad_(how != "unfrozen" or step > 0)
+        if how == "no_sync":
+            with optimizer.no_sync():
+                _loss(called, rank, step + 50).backward()
+        _loss(called, rank, step, _uses(how, rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert model.head.weight is model.embedding.weight
+    values = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return [value.detach() for value in values]
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+HOWS = ("plain", "reentrant", "not reentrant", "no_sync", "skipped", "unfrozen", "compiled")
+
+
+def _trained(rank: int, world: int, stage: Any) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    for how in HOWS:
+        try:
+            values = _sharded(rank, stage, how)
+        except RuntimeError as error:
+            said[how] = str(error)
+            continue
+        expected = _whole(world, how)
+        pairs = zip(values, expected, strict=True)
+        said[how] = max(float((a - b).abs().max()) for a, b in pairs if a.numel())
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_odd_loops(stage: int, ranks: Ranks) -> None:
+    for said in ranks(f"odd loops, stage {stage}"):
+        refused = {3: "skipped"}.get(stage, "unfrozen")
+        text = said.pop(refused)
+        if stage == 3:  # each rank sends a gradient of one size, of different parameters
+            assert "nothing was updated, as fully_shard adds up gradients wrongly" in text, text
+            assert "rank 0 has 'blocks.1.a.weight' with a gradient; rank 1 has " in text, text
+        else:
+            start = "faststep.zero: parameter 'blocks.0.a.weight' of shape (6, 6) has a gradient"
+            assert text.startswith(start), text
+        assert set(said) == set(HOWS) - {refused}
+        assert max(said.values()) < 1e-5, said
+
+
+def _refused(rank: int, world: int) -> dict[str, str]:
+    """What comes after shard(), or differs between ranks, at each stage."""
+    said = {}
+
+    def sharded(model: nn.Module, stage: Any) -> str:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        return _error(lambda: zero.shard(model, made, stage=stage))
+
+    for stage in (1, 2, 3):
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        made = torch.optim.SGD(model[0].parameters(), lr=0.1)
+        optimizer = zero.shard(model, made, stage=stage)  # type: ignore[arg-type]
+        group = {"params": list(model[1].parameters())}
+        said[f"group {stage}"] = _error(lambda o=optimizer, g=group: o.add_param_group(g))  # type: ignore[misc]
+        if stage < 3:
+            optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))
+            optimizer.param_groups[0]["params"][-1].grad = torch.ones(2)
+            said[f"appended {stage}"] = _error(optimizer.step)
+        names = ["x", "y"] if rank == 0 else ["y", "x"]
+        other = nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
+        said[f"modules {stage}"] = sharded(other, stage)
+        said[f"shapes {stage}"] = sharded(nn.Linear(3, 3 + rank), stage)
+    said["empty"] = sharded(nn.Linear(3, 0), 3)
+    return said
+
+
+def test_what_is_refused_at_each_stage(ranks: Ranks) -> None:
+    for said in ranks("refused at each stage"):
+        for stage in (1, 2, 3):
+            assert "a parameter group cannot be added" in said[f"group {stage}"]
+            for what, name in (("modules", "x.weight"), ("shapes", "weight")):
+                text = said[f"{what} {stage}"]
+                assert text.startswith("RuntimeError: shard(): the ranks differ"), text
+                assert f"rank 0 has '{name}' (3, 3)" in text, text
+        for stage in (1, 2):
+            assert "a new parameter of shape (2,) has a gradient" in said[f"appended {stage}"]
+        assert said["empty"].startswith("TypeError: shard(stage=3): parameter 'weight' has no el")
+
+
+ZERO_JOBS = [
+    *(Job(f"odd loops, stage {stage}", 2, _trained, (stage,)) for stage in (1, 2, 3)),
+    Job("refused at each stage", 2, _refused),
+]
