@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -16,6 +17,8 @@ from torch.nn import Parameter
 import faststep
 from faststep import _C
 from faststep._torch import records as _records
+from faststep._torch.kinds import different_tensors
+from faststep._torch.tensors import record_of, storage_record_of
 from programs import Programs
 
 from .common import assert_same_bits, generator, parameters
@@ -53,6 +56,21 @@ for step in range(6):
     faststep.clip_grad_norm_(params, 1.0)
     print(len(calls) - before)
 """
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the allocator of Linux")
+def test_no_more_than_a_record_is_read() -> None:
+    """malloc_usable_size is exact under AddressSanitizer, and rounded up by 8 bytes without."""
+    usable = ctypes.CDLL(None).malloc_usable_size
+    usable.restype, usable.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+    for name, tensor in different_tensors():
+        assert usable(record_of(tensor)) >= 8 * _records._WORDS, name
+    assert usable(storage_record_of(torch.zeros(4))) >= 8 * _records._STORAGE_WORDS
+    leaf = torch.zeros(4, requires_grad=True)
+    layout = _records.find()[0]
+    assert layout is not None
+    meta = _records._words(record_of(leaf), _records._WORDS)[layout.meta_in_impl]
+    assert usable(meta) >= 8 * _records._META_WORDS
 
 
 @pytest.fixture

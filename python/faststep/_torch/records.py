@@ -28,7 +28,7 @@ from .tensors import lazy_clone, neg_view, record_of, storage_record_of
 
 __all__ = ["Layout", "find"]
 
-_WORDS = 23  # that a tensor's record has at least: 184 bytes in every torch from 2.10 to 2.13
+_WORDS = 22  # that a tensor's record has at least: 176 bytes in torch 2.13, and read in every torch
 _META_WORDS = 12
 _STORAGE_WORDS = 8
 _ATTEMPTS = 5  # what is not in use in a record may by chance hold a number that is looked for
