@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import weakref
 from typing import Any
@@ -168,13 +169,15 @@ def test_clip_per_parameter_follows_the_limit_without_python(
     release.remove()
 
 
-def test_clip_lagged() -> None:
-    """The coefficient of a step is that of the norm of the step before."""
+@pytest.mark.parametrize("limits", [(0.2,), (0.2, None, 0.1), (None, 0.2)])
+def test_clip_lagged(limits: tuple[float | None, ...]) -> None:
+    """The coefficient of a step is that of the norm of the step before, clipped or not."""
     model, reference = make_model(), make_model()
     optimizer = MAKE["SGD"](model.parameters(), max_grad_norm=0.2)
     release = faststep.release_gradients(model, optimizer, clip="lagged")
     last = None
-    for batch in DATA:
+    for batch, limit in zip(DATA, itertools.cycle(limits), strict=False):
+        optimizer.max_grad_norm = limit
         loss_of(model, batch).backward()
         optimizer.step()
         loss_of(reference, batch).backward()
@@ -183,7 +186,7 @@ def test_clip_lagged() -> None:
         with torch.no_grad():
             for param, grad in zip(reference.parameters(), grads, strict=True):
                 of = float(grad.norm()) if last is None else last
-                param -= 0.1 * min(1.0, 0.2 / (of + 1e-6)) * param.grad
+                param -= 0.1 * min(1.0, (limit or math.inf) / (of + 1e-6)) * param.grad
                 param.grad = None
         assert float(optimizer.last_grad_norm) == pytest.approx(norm, rel=1e-5)
         assert_close(values(model), values(reference), 1e-5)

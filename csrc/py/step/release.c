@@ -55,13 +55,15 @@ static int read_clipping(const fst_module *module, const release_hook *self, PyO
     const int clips = self->clips && PyFloat_CheckExact(found), none = found == Py_None;
     const double max_norm = clips ? PyFloat_AsDouble(found) : (double)NAN;
     Py_DECREF(found);
-    if (!clips || !self->measures) {
+    if (!self->measures) {
         options->max_norm = max_norm;
         return clips ? max_norm >= 0.0 : none;
     }
+    options->measure_undivided = 1; /* also for a step without a limit: the next may have one */
+    if (none)
+        return 1;
     if (!(max_norm >= 0.0) || self->last_norm < 0.0)
         return 0;
-    options->measure_undivided = 1;
     options->divisor = lagged_divisor(max_norm, self->last_norm);
     return 1;
 }

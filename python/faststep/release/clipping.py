@@ -40,12 +40,13 @@ class Clipping:
 
     def limit_of(self, grad: Tensor, max_norm: float | None, hook: _C.ReleaseHook) -> float | None:
         """The norm to clip this gradient alone by, or None; sets `scale` if that is lagged."""
-        if max_norm is None or self.way is None:
+        if self.way is None:
             return None
         if self.way == "per_parameter":
             return max_norm
+        # Also in a step without a limit: the next one may have one.
         hook.square_sum = _C.measure([values_of(grad)], 1.0)[0]
-        if self._norm is None:
+        if max_norm is None or self._norm is None:
             return max_norm
         coefficient = max_norm / (self._norm + 1e-6)
         if coefficient >= 1.0:
