@@ -86,7 +86,7 @@ if not (files / "b").exists():
     make_files(files)
 torch.manual_seed(given.seed)
 model = resnet18()
-optimizer = optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+optimizer = optim.SGD(model.parameters(), lr=0.001, momentum=0.9, weight_decay=1e-4)
 dataset = Images(files)
 loader = DataLoader(
     dataset,
