@@ -32,9 +32,14 @@ def _ratio(work: Work, of: str, to: str) -> str:
     return f"{modes[of]['seconds'] / modes[to]['seconds']:.2f}x"
 
 
+def _in_ms(seconds: float) -> str:
+    """Three digits, without an exponent."""
+    return f"{1e3 * seconds:.0f}" if seconds >= 1.0 else f"{1e3 * seconds:.3g}"
+
+
 def _ms(work: Work, mode: str) -> str:
     found = work["modes"].get(mode)
-    return f"{1e3 * found['seconds']:.3g}" if found else NONE
+    return _in_ms(found["seconds"]) if found else NONE
 
 
 def _faults(value: float) -> str:
@@ -81,7 +86,7 @@ def _memory(works: list[Work]) -> str:
 def _phases(works: list[Work]) -> str:
     """The median ms of each phase of a step."""
     rows = [
-        [f"{work['work']}: {mode}", *(f"{1e3 * s:.3g}" for s in found["phases"].values())]
+        [f"{work['work']}: {mode}", *map(_in_ms, found["phases"].values())]
         for work in works
         for mode, found in work["modes"].items()
     ]
@@ -106,7 +111,7 @@ def as_tables(results: dict[str, Any]) -> str:
     return "\n\n".join(
         part
         for part in (
-            f"{results['machine']}. Of two gains the first is over torch, the second over "
+            f"{results['machine']}; {results['date']}. Of two gains the first is over torch, the second over "
             "torch with `fused=True`.",
             _gains(works),
             _memory(works),
@@ -118,10 +123,10 @@ def as_tables(results: dict[str, Any]) -> str:
     )
 
 
-def readme_table(works: list[Work]) -> str:
-    """One row per script: gains over torch (and fused), then page faults and peaks under `run`."""
+def readme_table(results: dict[str, Any]) -> str:
+    """One row per script: gains over plain torch, then page faults and the peak under `run`."""
     rows = []
-    for work in works:
+    for work in results["works"]:
         modes = work["modes"]
         best = RUN if RUN in modes else PLAIN
         plain = modes.get(PLAIN)
@@ -144,16 +149,16 @@ def readme_table(works: list[Work]) -> str:
             ]
         )
     header = [
-        "work",
-        "plain, ms",
-        "fused",
-        "swapped",
-        "max_grad_norm",
-        "run",
+        "step",
+        "torch, ms",
+        "`fused=True`",
+        "imports swapped",
+        "and `max_grad_norm`",
+        "`run`",
         "page faults",
         "peak",
     ]
-    return table(header, rows, markdown=True)
+    return f"{table(header, rows, markdown=True)}\n\n{results['machine']}; {results['date']}."
 
 
 def into(page: Path, text: str) -> None:
@@ -187,7 +192,7 @@ def main() -> None:
     results = json.loads(Path(sys.argv[1]).read_text())
     if reason := unfit(results):
         raise SystemExit(f"{reason} Measure again.")
-    into(ROOT / "README.md", readme_table(results["works"]))
+    into(ROOT / "README.md", readme_table(results))
     into(ROOT / "docs" / "benchmarks.md", as_tables(results))
 
 
