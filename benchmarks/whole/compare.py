@@ -177,8 +177,9 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     given = arguments()
     watch = Watch()
+    about: Found = {"machine": machine(), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}"}
     if given.smoke:
-        results = {"machine": machine(), "works": smoke(), "others": watch.others()}
+        results = {**about, "works": smoke(), "others": watch.others()}
         if given.json:
             given.json.write_text(json.dumps(results))
         print(as_tables(results))
@@ -196,15 +197,8 @@ def main() -> None:
 
     works = [measured(name, modes, rounds, show) for name in names]
     progress.close()
-    now = datetime.now(timezone.utc)
-    results = {
-        "machine": machine(),
-        "date": f"{now:%Y-%m-%d}",
-        "rounds": rounds,
-        "others": watch.others(),
-        "works": works,
-    }
-    stamp = f"{now:%Y%m%d-%H%M%S}-whole"
+    results = {**about, "rounds": rounds, "others": watch.others(), "works": works}
+    stamp = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-whole"
     base = RESULTS / ("whole" if given.save else "local") / (given.save or stamp)
     base.parent.mkdir(parents=True, exist_ok=True)
     text = as_tables(results)

@@ -111,8 +111,8 @@ def as_tables(results: dict[str, Any]) -> str:
     return "\n\n".join(
         part
         for part in (
-            f"{results['machine']}; {results['date']}. Of two gains the first is over torch, the second over "
-            "torch with `fused=True`.",
+            f"{results['machine']}; {results['date']}. Of two gains the first is over torch, the "
+            "second over torch with `fused=True`.",
             _gains(works),
             _memory(works),
             _phases(works),
