@@ -13,6 +13,7 @@ from faststep.cli.workloads import Work
 from figures import Figure
 from ranks import run_on_ranks
 from sharded import DDP, DEEPSPEED, FSDP2, OUR_STAGES, REDUNDANCY, STAGE, TRAINERS, Measured
+from volume import Held
 
 MODEL = "tiny" if SMOKE else "GPT, 27M"
 RANKS = 2
@@ -63,6 +64,20 @@ def test_training(ring: Ring) -> None:
         listed = "; ".join(f"{rival}: {peak:.0f}" for rival, peak in others.items())
         what = f"peak memory of a rank, {who} ({listed})"
         ring.figures.append(Figure(what, "MB", peaks[who], min(others.values())))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_volume_and_memory(ring: Ring, stage: int) -> None:
+    """Beside the table of docs/sharding.md, for states of AdamW."""
+    found = Held(**run_on_ranks("volume.py", RANKS, stage, MODEL))
+    needed = 2 * found.parameters * (RANKS - 1)
+    for passes, sent in found.sent.items():
+        what = f"bytes that a rank sends in a step, stage {stage}, micro-batches: {passes}"
+        ring.figures.append(Figure(what, "% of 2 Psi (N-1)/N", 100 * sent / needed, 101.0))
+    formula = (1 + (stage == 1) + 3 / RANKS) * found.parameters
+    what = f"parameters, gradients and states of a rank between steps, stage {stage}"
+    share = 100 * found.memory / formula
+    ring.figures.append(Figure(what, "% of the formula", share, 105.0))
 
 
 def test_a_slow_network(ring: Ring) -> None:
