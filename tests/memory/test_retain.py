@@ -108,8 +108,8 @@ before = memory.stats().resident
 some.clear()
 assert memory.stats().kept >= 32 * MEGABYTE
 assert memory.stats().resident > before - MEGABYTE
-assert memory.release() >= 32 * MEGABYTE
-assert memory.stats().resident < before - 31 * MEGABYTE and memory.stats().retains
+assert memory.release() >= 32 * MEGABYTE  # the system may fill huge pages at both ends
+assert memory.stats().resident < before - 27 * MEGABYTE and memory.stats().retains
 assert memory.retain(limit=10 * MEGABYTE)
 some = [tensor(8) for _ in range(4)]
 some.clear()
@@ -255,6 +255,8 @@ weight = model.module.weight.detach()
 both = [torch.empty_like(weight) for _ in range(2)]
 dist.all_gather(both, weight)
 assert both[0].equal(both[1])
+del model, optimizer  # or the group's threads end with Python, which torch may abort
+gc.collect()
 dist.destroy_process_group()
 """
 
