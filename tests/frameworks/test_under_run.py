@@ -125,6 +125,19 @@ def test_scripts_that_are_not_changed(package: str, text: str, option: str, tmp_
     assert worst(losses, expected) < TOLERANCE
 
 
+def test_accelerate_launch(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="not installed: make frameworks installs it")
+    script = tmp_path / "script.py"
+    script.write_text(MODEL + ACCELERATE)
+    plainly = ("--cpu", "--num_processes=1", "--num_machines=1", "--mixed_precision=no")
+    launch = ("-m", "accelerate.commands.launch", *plainly, "--dynamo_backend=no")
+    plain, expected = printed(script, *launch, arguments=())
+    ours, losses = printed(script, *launch, "--module", "faststep", "run", arguments=())
+    assert (plain, ours) == ("torch.optim.adamw", "faststep.optim.adam")
+    assert len(losses) == 16
+    assert worst(losses, expected) < TOLERANCE
+
+
 RANKS = """
 import os, sys, torch
 from torch.distributed.optim import ZeroRedundancyOptimizer
