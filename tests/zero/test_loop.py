@@ -116,10 +116,17 @@ class _Counted:
         for name, function in self._kept.items():
             setattr(dist, name, function)
 
-    def _exchange(self, out: Tensor, sent: Tensor, *args: Any, **kwargs: Any) -> Any:
-        own = out.numel() // self._world
-        self._count((sent.numel() - own) * sent.itemsize)
-        return self._kept["all_to_all_single"](out, sent, *args, **kwargs)
+    def _exchange(
+        self,
+        out: Tensor,
+        sent: Tensor,
+        outputs: list[int],
+        inputs: list[int],
+        *args: Any,
+        **kw: Any,
+    ) -> Any:
+        self._count((sent.numel() - inputs[self._rank]) * sent.itemsize)
+        return self._kept["all_to_all_single"](out, sent, outputs, inputs, *args, **kw)
 
     def _send(self, sent: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._count(sent.nbytes)

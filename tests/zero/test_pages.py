@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from faststep.zero.pages import Pages
+from faststep.zero.pages import Pages, Shelf
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -54,3 +54,24 @@ def test_forgotten_values_take_no_memory() -> None:
     assert view[-1] == 0.0
     view.fill_(2.0)
     assert pages.tensor[[0, 7, -1]].tolist() == [0.0, 2.0, 2.0]
+
+
+def test_a_shelf_gives_out_a_block_again() -> None:
+    shelf = Shelf(4 * MIB)
+    first, second = shelf.take(CPU), shelf.take(CPU)
+    assert first.data_ptr() != second.data_ptr()
+    assert (first.dtype, first.numel()) == (torch.uint8, 4 * MIB)
+    shelf.give_back(first)
+    assert shelf.take(CPU) is first
+    shelf.give_back(first)
+    shelf.give_back(second)
+    shelf.clear()
+    assert shelf.take(CPU) is not first
+
+
+def test_a_cleared_shelf_takes_no_memory() -> None:
+    shelf = Shelf(128 * MIB)
+    shelf.give_back(shelf.take(CPU).fill_(1))
+    full = resident()
+    shelf.clear()
+    assert full - resident() > 120 * MIB

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ..grads.add import Addition, add_all
-from .group import Group, Pending
+from .group import Exchange, Group, Pending
 from .layout import Bucket
-from .pages import Pages
+from .pages import Pages, Shelf
 from .slots import Slot
 
 __all__ = ["GradientBucket"]
@@ -21,7 +21,9 @@ class GradientBucket:
         layout: where they lie.
         slots: its parameters, in the layout's order.
         group: the ranks.
-        keeps_buffer: keep the memory of whole gradients for the next backward (stage 1).
+        shelf: memory of what arrives, that all buckets share.
+        keeps_buffer: keep the memory of whole gradients for the next backward (stage 1). The slice
+            is a part of it.
         counts_used: learn with each reduction in how many ranks each parameter was used.
     """
 
@@ -30,6 +32,7 @@ class GradientBucket:
         layout: Bucket,
         slots: list[Slot],
         group: Group,
+        shelf: Shelf,
         keeps_buffer: bool,
         counts_used: bool = False,
     ) -> None:
@@ -39,28 +42,47 @@ class GradientBucket:
         self.missing = 0  # gradients, until the bucket can be sent
         self.is_sent = False
         self._group = group
+        self._shelf = shelf
         self._keeps_buffer = keeps_buffer
         self._counts_used = counts_used
         self.used = torch.empty(0)  # per slot, once it was received: the ranks that used it
         self._counting: Pending | None = None
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
-        self._way: tuple[Tensor, Pending] | None = None
+        self._way: Exchange | None = None
         self._is_added = True
         self._sums: Tensor | None = None  # of this group, on their way to those of all replicas
         self._replicating: Pending | None = None
         self._holds = False  # whether the slice has gradients of an earlier backward
+        self._earlier: Tensor | None = None  # these, while the slice's memory is needed
         own = layout.slice_of(group.rank)
-        self._slice = Pages(own.stop - own.start, layout.dtype, layout.device)
-        self.values = self._slice.tensor  # of this rank's slice
+        if keeps_buffer:
+            self._slice = None
+            self._use_buffer(self._pages())
+            self.values = self._whole()[own]  # of this rank's slice
+        else:
+            self._slice = Pages(own.stop - own.start, layout.dtype, layout.device)
+            self.values = self._slice.tensor
 
     def begin(self) -> None:
         """Start a backward pass."""
         self.missing = sum(slot.param.requires_grad for slot in self.slots)
         self.is_sent = False
         self._holds = any(slot.held for slot in self.slots)
-        if not self._holds:
+        if self._keeps_buffer:
+            self._earlier = self.values.clone() if self._holds else None
+        elif not self._holds and self._slice is not None:
             self._slice.forget()
+
+    def forget(self, slot: Slot) -> None:
+        """Drop the gradient of an earlier backward, after this one has begun."""
+        slot.forget()
+        if self._earlier is None:
+            return
+        start = self.values.storage_offset()
+        for _, grad in slot.pieces:
+            at = grad.storage_offset() - start
+            self._earlier[at : at + grad.numel()].zero_()
 
     def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
         """Take over a gradient of this rank, divided by the number of ranks as DDP divides it."""
@@ -73,13 +95,22 @@ class GradientBucket:
 
     def _view_of(self, slot: Slot) -> Tensor:
         if self._buffer is None:
-            layout = self.layout
-            self._buffer = Pages(layout.size, layout.dtype, layout.device).tensor
-            self._views = [
-                self._buffer.as_strided(one.shape, one.strides, place.begin)
-                for one, place in zip(self.slots, layout.places, strict=True)
-            ]
+            self._use_buffer(self._pages())
         return self._views[slot.place]
+
+    def _pages(self) -> Tensor:
+        return Pages(self.layout.size, self.layout.dtype, self.layout.device).tensor
+
+    def _use_buffer(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+        self._views = [
+            buffer.as_strided(one.shape, one.strides, buffer.storage_offset() + place.begin)
+            for one, place in zip(self.slots, self.layout.places, strict=True)
+        ]
+
+    def _whole(self) -> Tensor:
+        assert self._buffer is not None
+        return self._buffer
 
     def send(self) -> None:
         """Send every rank its slice; gradients that have not arrived are zero."""
@@ -87,10 +118,10 @@ class GradientBucket:
             if not slot.arrived:
                 self._view_of(slot).zero_()
         self.is_sent, self._is_added = True, False
-        if self.layout.size and self._buffer is not None:
-            cuts = self.layout.cuts
-            sizes = [cuts[r + 1] - cuts[r] for r in range(self._group.world)]
-            self._way = self._group.exchange(self._buffer, sizes, self._what("reducing"))
+        if self.layout.size:
+            self._way = self._group.exchange(
+                self._whole(), self.layout.cuts, self._shelf, self._what("reducing")
+            )
         if not self._keeps_buffer:
             self._buffer, self._views = None, []
         if self._counts_used:
@@ -99,7 +130,7 @@ class GradientBucket:
 
     def is_there(self) -> bool:
         """Whether `receive` would not wait; begins what follows on what has arrived."""
-        waits = [self._counting, None if self._way is None else self._way[1]]
+        waits = [self._counting, None if self._way is None else self._way.pending]
         if not self._is_added and not _are_done(waits):
             return False
         if self._group.replicas is None:
@@ -120,21 +151,35 @@ class GradientBucket:
                 self._counting = self._group.replicas.start_adding(self.used, what)
         if self._way is None:
             return
-        rows, pending = self._way
-        pending.wait()
+        self._way.pending.wait()
+        if self.values.numel():
+            self._add_parts(self._way.parts)
+        self._shelf.give_back(self._way.block)
         self._way = None
-        if not self.values.numel():
-            return
-        apart = self._group.replicas is not None and self._holds
+
+    def _add_parts(self, parts: list[Tensor]) -> None:
+        """Add the ranks' parts of the slice, two at a time.
+
+        The own part may be the slice itself, and then comes first: of two it makes no difference.
+        """
+        replicas = self._group.replicas
+        apart = replicas is not None and self._holds and not self._keeps_buffer
         sums = torch.empty_like(self.values) if apart else self.values
-        for rank in range(0, len(rows), 2):
-            more = rows[rank + 1] if rank + 1 < len(rows) else None
-            start = rank == 0 and (apart or not self._holds)
-            add_all([Addition(sums, rows[rank], more, 1.0, start)])
-        if self._group.replicas is not None:
+        total, fresh = sums, apart or not self._holds or replicas is not None
+        if not fresh and self._earlier is not None:
+            total = self._earlier
+        if fresh and self._group.leaves_out_own and self._group.rank == 1:
+            parts = parts[::-1]
+        for rank in range(0, len(parts), 2):
+            more = parts[rank + 1] if rank + 1 < len(parts) else None
+            add_all([Addition(total, parts[rank], more, 1.0, fresh and rank == 0)])
+        if total is self._earlier:
+            self.values.copy_(total)
+        if replicas is not None:
             what = self._what("reducing over the replicas")
-            self._replicating = self._group.replicas.start_adding(sums, what)
-            self._sums = sums if apart else None
+            self._replicating = replicas.start_adding(sums, what)
+            self._sums = sums if apart else self._earlier
+        self._earlier = None
 
     def receive(self) -> None:
         """Wait until the slice has the gradients of all ranks."""

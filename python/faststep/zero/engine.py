@@ -18,9 +18,10 @@ from .buckets import GradientBucket
 from .gradients import Gradients
 from .group import Group, Pending
 from .in_backward import REFUSED_SCALER, BackwardUpdates
-from .layout import Flat, make_buckets
+from .layout import Bucket, Flat, make_buckets
 from .norm import ChunkSums
 from .owned import Kind, Owned, set_grads
+from .pages import Shelf
 from .placeholder import Placeholder
 from .slots import Slot
 from .waits import ForwardWaits
@@ -68,6 +69,7 @@ class Engine:
         ]
         last_bytes = LAST_BUCKET if updates_in_backward or gathers_in_forward else None
         layouts = make_buckets(flats, group.world, bucket_bytes, last_bytes)
+        shelf = _shelf_for(layouts, group)
         self.slots: list[Slot] = []
         self.buckets: list[GradientBucket] = []
         self._memory: list[Tensor] = []  # of the parameters, per bucket
@@ -81,7 +83,7 @@ class Engine:
                 members.append(slot)
                 self.slots.append(slot)
             self.buckets.append(
-                GradientBucket(layout, members, group, stage == 1, updates_in_backward)
+                GradientBucket(layout, members, group, shelf, stage == 1, updates_in_backward)
             )
             self._move(layout.places, members)
         self._cut()
@@ -94,9 +96,9 @@ class Engine:
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
         self.gradients = (
-            Gradients(self.slots, self.buckets, group)
+            Gradients(self.slots, self.buckets, group, shelf)
             if wrapper is None
-            else WrappedGradients(self.slots, self.buckets, group, wrapper)
+            else WrappedGradients(self.slots, self.buckets, group, shelf, wrapper)
         )
         self.updates = BackwardUpdates(self) if updates_in_backward else None
         self.gradients.updates = self.updates
@@ -277,6 +279,13 @@ class Engine:
                         "was frozen or missing when shard() was called: shard the model after it "
                         "was changed; nothing was updated"
                     )
+
+
+def _shelf_for(layouts: Sequence[Bucket], group: Group) -> Shelf:
+    """Memory for what arrives of the slice of any bucket."""
+    slices = [(one.slice_of(group.rank), one.dtype.itemsize) for one in layouts]
+    own = max(((part.stop - part.start) * size for part, size in slices), default=0)
+    return Shelf((group.world - group.leaves_out_own) * own)
 
 
 def _inverse(scale: Tensor | None) -> float:

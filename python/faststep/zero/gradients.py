@@ -24,6 +24,7 @@ from ..grads.hooks import Hooked
 from .buckets import GradientBucket
 from .group import Group
 from .in_backward import BackwardUpdates
+from .pages import Shelf
 from .placeholder import Placeholder
 from .slots import Slot
 
@@ -40,10 +41,13 @@ class Gradients:
 
     updates: BackwardUpdates | None = None  # with update="backward"
 
-    def __init__(self, slots: list[Slot], buckets: list[GradientBucket], group: Group) -> None:
+    def __init__(
+        self, slots: list[Slot], buckets: list[GradientBucket], group: Group, shelf: Shelf
+    ) -> None:
         self._slots = slots
         self._buckets = buckets
         self._group = group
+        self._shelf = shelf
         self._quiet = 0  # nested no_sync() contexts
         self._unsent = False  # whether a no_sync() may have left gradients of this rank
         self._passes: set[int] = set()  # backward passes whose end is to be noticed
@@ -159,7 +163,8 @@ class Gradients:
         elif grad is not None:
             slot.stand_in.pending = None
             if slot.held and not slot.arrived and not slot.aside:
-                slot.forget()  # zero_grad() of the model has dropped what was there
+                # zero_grad() of the model has dropped what was there.
+                self._buckets[slot.bucket].forget(slot)
         if grad is None:
             return None
         if grad.is_sparse:
@@ -232,6 +237,7 @@ class Gradients:
                 slot.param.grad = slot.stand_in
             slot.aside = False
         self._open = self._unsent = False
+        self._shelf.clear()
 
     def settle(self) -> None:
         """Before the gradients are used: complete a pass, and send what no_sync() has left.

@@ -5,16 +5,16 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .._torch.ranks import end_group, failed_at, is_distributed, same_ranks
-from .pages import Pages
+from .pages import Shelf
 
-__all__ = ["Group", "Pending", "group_of"]
+__all__ = ["Exchange", "Group", "Pending", "group_of"]
 
 PATIENCE = 10.0  # seconds in which ranks that have failed say so to each other
 
@@ -48,6 +48,14 @@ class Pending:
             hint = self._group.who_else_failed(self._what)
             raise RuntimeError(f"{who}: {self._what} failed{hint}: {error}") from error
         self._works, self._kept = [], []
+
+
+class Exchange(NamedTuple):
+    """What the ranks have of this rank's slice, on its way: to be read when it was waited for."""
+
+    parts: list[Tensor]  # by rank; the own one may lie in what was sent
+    block: Tensor  # of the shelf, where those of the others arrive
+    pending: Pending
 
 
 class Group:
@@ -111,14 +119,30 @@ class Group:
     def _global(self, rank: int) -> int:
         return int(dist.get_global_rank(self._group, rank))
 
-    def exchange(self, sent: Tensor, sizes: Sequence[int], what: str) -> tuple[Tensor, Pending]:
-        """Send each rank its slice of a flat tensor; returns where the ranks' own slices arrive."""
-        own = sizes[self.rank]
-        received = Pages(self.world * own, sent.dtype, sent.device).tensor.view(self.world, own)
-        work = dist.all_to_all_single(
-            received.view(-1), sent, [own] * self.world, list(sizes), self._group, async_op=True
-        )
-        return received, Pending(self, what, [work], [sent, received])
+    def exchange(self, sent: Tensor, cuts: Sequence[int], shelf: Shelf, what: str) -> Exchange:
+        """Send each rank its slice of a flat tensor, and receive what all have of the own one."""
+        own = cuts[self.rank + 1] - cuts[self.rank]
+        inputs = [cuts[rank + 1] - cuts[rank] for rank in range(self.world)]
+        outputs = [own] * self.world
+        others = sent
+        if self.leaves_out_own:  # what is left lies in one piece
+            inputs[self.rank] = outputs[self.rank] = 0
+            others = sent[own:] if self.rank == 0 else sent[: cuts[self.rank]]
+        block = shelf.take(sent.device)
+        received = block.view(sent.dtype)[: sum(outputs)]
+        parts = list(torch.split(received, outputs))
+        if self.leaves_out_own:
+            parts[self.rank] = sent[cuts[self.rank] : cuts[self.rank + 1]]
+        work = dist.all_to_all_single(received, others, outputs, inputs, self._group, async_op=True)
+        return Exchange(parts, block, Pending(self, what, [work], [sent, received]))
+
+    @property
+    def leaves_out_own(self) -> bool:
+        """Whether `exchange` leaves this rank's own slice where it is.
+
+        It does where the slice lies at an end of the tensor and is one of the first two to add.
+        """
+        return self.rank == 0 or self.world == 2
 
     def gather(self, flat: Tensor, cuts: Sequence[int], tag: int, what: str) -> Pending:
         """Send the own slice of a flat tensor to all other ranks, and receive theirs in place."""

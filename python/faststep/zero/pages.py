@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["Pages"]
+__all__ = ["Pages", "Shelf"]
 
 _LEAST = 2**20  # bytes; the C library has smaller blocks at hand
 
@@ -40,3 +40,30 @@ class Pages:
             self.tensor.zero_()
         else:
             self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class Shelf:
+    """Blocks of memory for messages, each used again by those that follow.
+
+    Args:
+        nbytes: of a block, the longest message. A block takes what was used of it.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._free: list[Tensor] = []
+
+    def take(self, device: torch.device) -> Tensor:
+        """A block as bytes with any values."""
+        for index, block in enumerate(self._free):
+            if block.device == device:
+                return self._free.pop(index)
+        return Pages(self._nbytes, torch.uint8, device).tensor
+
+    def give_back(self, block: Tensor) -> None:
+        """Take back a block that nobody uses any more."""
+        self._free.append(block)
+
+    def clear(self) -> None:
+        """Let the memory go back to the system."""
+        self._free.clear()

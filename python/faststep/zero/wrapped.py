@@ -22,6 +22,7 @@ from .._torch.ddp import current_backward
 from .buckets import GradientBucket
 from .gradients import Gradients
 from .group import Group
+from .pages import Shelf
 from .slots import Slot
 
 __all__ = ["WrappedGradients", "check_wrapped"]
@@ -50,6 +51,7 @@ class WrappedGradients(Gradients):
         slots: list[Slot],
         buckets: list[GradientBucket],
         group: Group,
+        shelf: Shelf,
         model: DistributedDataParallel,
     ) -> None:
         self._model = weakref.ref(model)
@@ -57,7 +59,7 @@ class WrappedGradients(Gradients):
         self._handles: list[Any] = []
         self._used: set[Slot] = set()  # that backward has reached on this rank
         self._is_shadowed = False  # whether the model takes part in a backward without data
-        super().__init__(slots, buckets, group)
+        super().__init__(slots, buckets, group, shelf)
 
     def _attach(self) -> None:
         model = self._model()
@@ -109,7 +111,7 @@ class WrappedGradients(Gradients):
             if slot not in self._used:
                 continue
             if slot.held and not slot.aside:
-                slot.forget()
+                self._buckets[slot.bucket].forget(slot)
             self._put(slot, grad)
 
     def begin_empty(self) -> bool:
