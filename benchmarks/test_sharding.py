@@ -74,7 +74,8 @@ def test_volume_and_memory(ring: Ring, stage: int) -> None:
     for passes, sent in found.sent.items():
         what = f"bytes that a rank sends in a step, stage {stage}, micro-batches: {passes}"
         ring.figures.append(Figure(what, "% of 2 Psi (N-1)/N", 100 * sent / needed, 101.0))
-    formula = (1 + (stage == 1) + 3 / RANKS) * found.parameters
+    gradients = 1 if stage == 1 else 1 / RANKS
+    formula = (1 + gradients + 2 / RANKS) * found.parameters
     what = f"parameters, gradients and states of a rank between steps, stage {stage}"
     share = 100 * found.memory / formula
     ring.figures.append(Figure(what, "% of the formula", share, 105.0))
