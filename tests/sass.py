@@ -3,10 +3,11 @@
     python tests/sass.py                     for sm_90, compiled with the flags of cuda/
     python tests/sass.py --arch sm_80 sm_90
     python tests/sass.py --cubin FILE        a cubin, with rules if nvcc had -lineinfo
+    python tests/sass.py --record            writes tests/cuda/budgets.json anew
 
-Per element of an iteration: instructions (the longest way, and the shortest), operations of the fp64
-pipe. Per iteration: elements of a thread, 16-byte loads, how many of them are issued before the first
-wait, 16-byte stores, other loads (of arguments), branches. Per kernel: registers, bytes of stack,
+Per element: instructions (the longest way, and the shortest), operations of the fp64 pipe. Per
+iteration: elements of a thread, 16-byte loads, how many of them are issued before the first wait,
+16-byte stores, other loads (of arguments), branches. Per kernel: registers, bytes of stack,
 instructions that spill. Per multiprocessor: KB in flight. machine/figures.py says how a loop is
 recognised.
 """
@@ -17,6 +18,7 @@ import argparse
 import re
 from pathlib import Path
 
+from machine.budgets import record
 from machine.build import compiled
 from machine.figures import Loop, loops_of
 from machine.listing import disassemble, nvdisasm
@@ -56,13 +58,18 @@ def table(loops: list[Loop]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--arch", nargs="+", default=["sm_90"])
     parser.add_argument("--cubin", type=Path)
     parser.add_argument("--match", default="", help="a regular expression for names of loops")
+    parser.add_argument("--record", action="store_true")
     given = parser.parse_args()
     if not nvdisasm():
         raise SystemExit("nvdisasm is not found: pip install nvidia-cuda-nvdisasm")
+    if given.record:
+        return record()
     for arch in given.arch:
         cubin = given.cubin or compiled(arch)
         print(f"{arch}: {cubin}")

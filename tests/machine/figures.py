@@ -7,9 +7,11 @@ How a loop is recognised:
 - Its optimizer rule is the row of rules/rules.def through which its instructions were inlined,
   which line information names (`nvcc -lineinfo`, which leaves the instructions as they are). A loop
   with several rules is `generic`: the way through it depends on data.
-- Its types follow from how many 16-byte loads and stores an iteration has, for the number of states
-  of the rule, and from the instructions that convert: F2FP packs a pair of 16-bit numbers, HADD2.F32
-  widens fp16, and a shift by 16 bits widens bf16.
+- Its types follow from how many 16-byte loads and stores an iteration has, for the number of
+  states of the rule, and from the instructions that convert: F2FP packs a pair of 16-bit numbers,
+  HADD2.F32 widens fp16, and a shift by 16 bits widens bf16.
+- A loop whose longest way is more than half as long again as the shortest asks for types as it
+  goes, and has none (`?`).
 
 An iteration is counted along a way from the loop's first block back to it, without blocks that
 call a function: those are the slow ways of a square root or a division. The branches to them are
@@ -32,6 +34,7 @@ RULES = {
     for line, text in enumerate((ROOT / "csrc/rules/rules.def").read_text().splitlines(), 1)
     if (found := re.match(r"RULE\((\w+), (\d)", text))
 }
+SUMS = r"fst_(begin|norm|unscale)|squares"
 WORD = 16
 BLOCK = 256  # threads
 THREADS = {"sm_75": 1024, "sm_86": 1536, "sm_89": 1536, "sm_120": 1536}  # of a multiprocessor
@@ -105,10 +108,10 @@ class Way:
             return "fp16"
         return "bf16" if self.count(r"F2FP.*BF16") or shifts >= 4 * self.loads else ""
 
-    @property
-    def wide(self) -> bool:
-        """Whether numbers are read in double."""
-        return self.fp64 > 0 and not self.count(r"F(ADD|MUL|FMA|SETP)\b", r"F2F.*F64.F32")
+    def wide(self, sums: bool) -> bool:
+        """Whether it computes in double; a loop that sums may do so for operands in fp32."""
+        computes = self.count(r"D(ADD|MUL|FMA|SETP|MNMX)") > 0
+        return computes and not (sums and self.count(r"F(ADD|MUL|FMA|SETP)\b", r"F2F.*F64.F32"))
 
     @property
     def packs(self) -> bool:
@@ -191,15 +194,12 @@ def loops_of(kernel: Kernel, arch: str) -> list[Loop]:
         rules = rules_in(code, body)
         rule, states = rules.pop() if len(rules) == 1 else ("generic" if rules else "", 0)
         ways = ways_through(code, head, body)
-        named = []
-        if rule != "generic":
-            named = [
-                Loop(kernel, arch, code[head].code[0].at, rule, types, way)
-                for way in ways.values()
-                if (types := recognise(kernel.name, states, way))
-            ]
-        most = max(ways)
-        found += named or [Loop(kernel, arch, code[head].code[0].at, rule, None, ways[most])]
+        at = code[head].code[0].at
+        typed = [(way, recognise(kernel.name, states, way)) for way in ways.values()]
+        named = [Loop(kernel, arch, at, rule, types, way) for way, types in typed if types]
+        if rule == "generic" or not named:
+            named = [Loop(kernel, arch, at, rule, None, ways[max(ways)])]
+        found += named
     return found
 
 
@@ -209,11 +209,13 @@ def rules_in(code: list[Block], body: set[int]) -> set[tuple[str, int]]:
 
 
 def recognise(kernel: str, states: int, way: Way) -> Types | None:
+    if 2 * len(way.code) > 3 * way.shortest:
+        return None
     for types in types_of(kernel, states):
         elements, rest = divmod(WORD * way.loads, types.loads)
         if rest or elements not in {4, 8, 16, 32, 64} or elements * types.stores != 16 * way.stores:
             continue
-        if types.wide != way.wide:
+        if types.wide != way.wide(sums=bool(re.match(SUMS, kernel))):
             continue
         if types.wide or (types.narrow_in, types.narrow_out) == (bool(way.narrow), way.packs):
             return types
@@ -234,8 +236,8 @@ def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int
         loads = sum(one.loads_wide for one in own)
         stores = sum(one.stores_wide for one in own)
         known[n] = {
-            (l + loads, s + stores): (longest + len(own), shortest + len(own), before)
-            for (l, s), (longest, shortest, before) in known.get(n, {}).items()
+            (key[0] + loads, key[1] + stores): (longest + len(own), shortest + len(own), before)
+            for key, (longest, shortest, before) in known.get(n, {}).items()
         }
         for child in code[n].next:
             if child not in rank or rank[child] <= rank[n]:

@@ -56,6 +56,7 @@ class Instruction:
 
     @property
     def loads_wide(self) -> bool:
+        """Whether it loads a word of 16 bytes from global memory."""
         return self.name in {"LDG", "LD"} and ".128" in self.opcode
 
     @property
