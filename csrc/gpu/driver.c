@@ -51,6 +51,7 @@ enum {
     X(cuEventQuery, (void *event))                                                            \
     X(cuEventSynchronize, (void *event))                                                      \
     X(cuStreamWaitEvent, (void *stream, void *event, unsigned flags))                         \
+    X(cuStreamGetId, (void *stream, uint64_t *id))                                            \
     X(cuStreamGetCaptureInfo, (void *stream, int *state, uint64_t *id))
 
 static struct {
@@ -296,6 +297,12 @@ fst_code fst_driver_passed(int device, void *event, int *passed, fst_status *sta
     if (!result || result == CU_NOT_READY)
         return FST_OK;
     return failed(result, "cuEventQuery", NULL, device, status);
+}
+
+fst_code fst_driver_stream_id(int device, void *stream, uint64_t *id, fst_status *status)
+{
+    TRY(cuStreamGetId, stream, id);
+    return FST_OK;
 }
 
 void fst_driver_synchronize(void *event)

@@ -65,6 +65,10 @@ fst_code fst_driver_record(int device, void *event, void *stream, fst_status *st
 fst_code fst_driver_wait(int device, void *stream, void *event, fst_status *status);
 fst_code fst_driver_passed(int device, void *event, int *passed, fst_status *status);
 
+/* The number of a stream. No other stream of the process has it, while the handle of a stream that
+ * was destroyed comes again, and that of the per-thread stream means another in each thread. */
+fst_code fst_driver_stream_id(int device, void *stream, uint64_t *id, fst_status *status);
+
 /* Waits until the event has passed. Only for what is about to be freed. */
 void fst_driver_synchronize(void *event);
 

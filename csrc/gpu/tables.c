@@ -5,9 +5,6 @@
 
 #include "gpu/driver.h"
 
-/* CUDA's handle of the per-thread default stream: another stream in each thread. */
-#define PER_THREAD_STREAM ((void *)2)
-
 static fst_code new_event(fst_gpu_tables *tables, fst_status *status)
 {
     int mode;
@@ -99,14 +96,17 @@ static fst_gpu_kept *take(fst_gpu_tables *tables, const fst_gpu_mirror *mirror, 
 static fst_code follow(fst_gpu_tables *tables, void *stream, fst_status *status)
 {
     const int device = tables->device->ordinal;
-    const int moved = tables->used && (tables->stream != stream || stream == PER_THREAD_STREAM);
-    if (moved) {
+    uint64_t id = 0; /* the default stream is always the same one */
+    if (stream && fst_driver_stream_id(device, stream, &id, status))
+        return status->code;
+    if (tables->used && (tables->stream != stream || tables->stream_id != id)) {
         if (tables->unrecorded && fst_gpu_tables_mark_end(tables, status))
             return status->code;
         if (fst_driver_wait(device, stream, tables->done, status))
             return status->code;
     }
     tables->stream = stream;
+    tables->stream_id = id;
     tables->used = 1;
     return FST_OK;
 }

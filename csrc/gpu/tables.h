@@ -32,6 +32,7 @@ typedef struct {
     size_t kept_count;
     void *done;   /* recorded behind the last pass of a step, on ... */
     void *stream; /* ... the stream that was used last, except for captures */
+    uint64_t stream_id;
     int used, unrecorded;
     /* for the passes that follow */
     const fst_gpu_copy *set; /* NULL: none */

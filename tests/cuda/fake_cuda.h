@@ -44,6 +44,9 @@ void fake_cuda_lag(size_t operations);
 void *fake_cuda_stream(int device);
 void fake_cuda_close_stream(void *stream);
 
+/* Destroys a stream, without waiting for its work, and gives its handle to a new one. */
+void fake_cuda_recreate_stream(void *stream);
+
 /* Runs all that is queued. */
 void fake_cuda_synchronize(void);
 

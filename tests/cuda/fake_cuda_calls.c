@@ -268,6 +268,14 @@ ENTRY(cuStreamWaitEvent, (void *stream, void *event, unsigned flags), {
                     (fake_op){.kind = FAKE_WAIT, .other = asked->stream, .until = asked->until});
 })
 
+ENTRY(cuStreamGetId, (void *stream, uint64_t *id), {
+    const fake_stream *asked = device < 0 ? NULL : fake_stream_of(stream, device);
+    if (asked)
+        *id = asked->id;
+    else
+        result = device < 0 ? FAKE_INVALID_CONTEXT : FAKE_INVALID_HANDLE;
+})
+
 #ifndef FAKE_CUDA_OLD
 ENTRY(cuStreamGetCaptureInfo, (void *stream, int *state, uint64_t *id), {
     const fake_stream *on = device < 0 ? NULL : fake_stream_of(stream, device);

@@ -58,6 +58,7 @@ enum {
     X(cuEventQuery) \
     X(cuEventSynchronize) \
     X(cuStreamWaitEvent) \
+    X(cuStreamGetId) \
     X(cuStreamGetCaptureInfo)
 /* clang-format on */
 
@@ -101,6 +102,7 @@ struct fake_stream {
     fake_op *graph, **graph_last;
     int device, closed;
     unsigned long thread; /* of a per-thread stream */
+    uint64_t id;
 };
 
 typedef struct fake_event fake_event;

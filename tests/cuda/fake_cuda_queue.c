@@ -6,7 +6,7 @@
 
 static fake_stream *streams;
 static size_t lag;
-static uint64_t captures;
+static uint64_t captures, ids;
 static int running = -1;
 static unsigned long threads = 1; /* 1: of no thread */
 static __thread unsigned long this_thread;
@@ -30,6 +30,7 @@ static fake_stream *new_stream(int device)
         abort();
     stream->device = device;
     stream->last = &stream->first;
+    stream->id = ++ids;
     stream->next = streams;
     return streams = stream;
 }
@@ -49,6 +50,35 @@ void fake_cuda_close_stream(void *stream)
     fake_lock();
     fake_run_until(closed, closed->submitted);
     closed->closed = 1;
+    fake_unlock();
+}
+
+/* The old stream goes on without a handle: behind the new one, so that it runs later wherever
+ * nothing orders them. */
+void fake_cuda_recreate_stream(void *stream)
+{
+    fake_stream *again = stream;
+    fake_lock();
+    fake_stream *old = new_stream(again->device);
+    streams = old->next;
+    old->thread = 1;
+    old->first = again->first;
+    old->last = again->first ? again->last : &old->first;
+    old->submitted = again->submitted;
+    old->done = again->done;
+    old->next = again->next;
+    again->next = old;
+    again->first = NULL;
+    again->last = &again->first;
+    again->submitted = again->done = 0;
+    again->id = ++ids;
+    for (fake_event *event = fake_events; event; event = event->next)
+        if (event->stream == again)
+            event->stream = old;
+    for (fake_stream *s = streams; s; s = s->next)
+        for (fake_op *op = s->first; op; op = op->next)
+            if (op->other == again)
+                op->other = old;
     fake_unlock();
 }
 
