@@ -75,4 +75,10 @@ void fst_driver_synchronize(void *event);
 /* *capture becomes the number of the capture that the stream is part of, or 0. */
 fst_code fst_driver_capture(int device, void *stream, uint64_t *capture, fst_status *status);
 
+/* Gives an object to the graph that the stream is captured into, or after an error to nobody. When
+ * nothing can replay the graph any more, `gone` is called with the object, by any thread. It must
+ * not call the driver. */
+fst_code fst_driver_give_to_graph(int device, void *stream, void *object, void (*gone)(void *),
+                                  fst_status *status);
+
 #endif

@@ -65,9 +65,9 @@ void fake_cuda_free(void *memory);
 int fake_cuda_holds(uint64_t address, size_t size);
 
 /* What lives: allocations of device memory and of pinned memory, events, pieces of other memory
- * that are registered and so pinned. */
+ * that are registered and so pinned, objects that graphs hold. */
 typedef struct {
-    size_t memory, pinned, events, registered;
+    size_t memory, pinned, events, registered, objects;
 } fake_cuda_living;
 fake_cuda_living fake_cuda_alive(void);
 

@@ -162,8 +162,8 @@ void fake_submit(fake_stream *stream, fake_op op)
 {
     fake_op *added = copy_of(&op);
     if (stream->capture) {
-        *stream->graph_last = added;
-        stream->graph_last = &added->next;
+        *stream->graph->last = added;
+        stream->graph->last = &added->next;
         return;
     }
     *stream->last = added;
@@ -220,8 +220,10 @@ void fake_cuda_begin_capture(void *stream)
     fake_stream *captured = stream;
     fake_lock();
     captured->capture = ++captures;
-    captured->graph = NULL;
-    captured->graph_last = &captured->graph;
+    captured->graph = calloc(1, sizeof *captured->graph);
+    if (!captured->graph)
+        abort();
+    captured->graph->last = &captured->graph->first;
     fake_unlock();
 }
 
@@ -238,16 +240,36 @@ void *fake_cuda_end_capture(void *stream)
 void fake_cuda_replay(void *graph, void *stream)
 {
     fake_lock();
-    for (const fake_op *op = graph; op; op = op->next)
+    for (const fake_op *op = ((fake_graph *)graph)->first; op; op = op->next)
         fake_submit(stream, *op);
     fake_unlock();
 }
 
+size_t fake_objects;
+__thread int fake_dropping;
+
+void fake_drop(fake_object *dropped)
+{
+    fake_dropping = 1;
+    dropped->gone(dropped->object);
+    fake_dropping = 0;
+    free(dropped);
+    fake_objects--;
+}
+
 void fake_cuda_free_graph(void *graph)
 {
-    for (fake_op *op = graph, *next; op; op = next) {
+    fake_graph *freed = graph;
+    for (fake_op *op = freed->first, *next; op; op = next) {
         next = op->next;
         free(op->args);
         free(op);
     }
+    fake_lock();
+    for (fake_object *object = freed->objects, *next; object; object = next) {
+        next = object->next;
+        fake_drop(object);
+    }
+    fake_unlock();
+    free(freed);
 }
