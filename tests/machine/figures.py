@@ -79,17 +79,18 @@ def types_of(kernel: str, states: int) -> Iterator[Types]:
 class Way:
     code: list[Instruction]
     shortest: int
+    word: int = 16
 
     def count(self, *patterns: str) -> int:
         return sum(bool(re.match("|".join(patterns), one.opcode)) for one in self.code)
 
     @property
     def loads(self) -> int:
-        return sum(one.loads_wide for one in self.code)
+        return sum(one.loads(self.word) for one in self.code)
 
     @property
     def stores(self) -> int:
-        return sum(one.stores_wide for one in self.code)
+        return sum(one.stores(self.word) for one in self.code)
 
     @property
     def fp64(self) -> int:
@@ -119,13 +120,13 @@ class Way:
 
     @property
     def before_wait(self) -> int:
-        """How many 16-byte loads are issued before the first wait for one of them, at most."""
+        """How many loads of words are issued before the first wait for one of them, at most."""
         pending: set[int] = set()
         best = run = 0
         for one in self.code * 2:
             if any(one.waits >> board & 1 for board in pending):
                 pending, run = set(), 0
-            if one.loads_wide:
+            if one.loads(self.word):
                 run += 1
                 if one.sets != NONE:
                     pending.add(one.sets)
@@ -185,7 +186,7 @@ def loops_of(kernel: Kernel, arch: str) -> list[Loop]:
     wide = {
         head: body
         for head, body in loops(code).items()
-        if any(one.loads_wide for n in body for one in code[n].code)
+        if any(one.loads() for n in body for one in code[n].code)
     }
     found = []
     for head, body in sorted(wide.items()):
@@ -233,8 +234,8 @@ def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int
     known: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {head: {(0, 0): (0, 0, -1)}}
     for n in order:
         own = code[n].code
-        loads = sum(one.loads_wide for one in own)
-        stores = sum(one.stores_wide for one in own)
+        loads = sum(one.loads() for one in own)
+        stores = sum(one.stores() for one in own)
         known[n] = {
             (key[0] + loads, key[1] + stores): (longest + len(own), shortest + len(own), before)
             for key, (longest, shortest, before) in known.get(n, {}).items()
@@ -270,8 +271,8 @@ def trace(
     while node >= 0:
         own = code[node].code
         before = known[node][key][2]
-        loads = sum(one.loads_wide for one in own)
-        stores = sum(one.stores_wide for one in own)
+        loads = sum(one.loads() for one in own)
+        stores = sum(one.stores() for one in own)
         way.append(own)
         key = (key[0] - loads, key[1] - stores)
         node = before

@@ -54,14 +54,19 @@ class Instruction:
         if self.name == "DEPBAR" and (board := re.match(r"SB(\d)", self.operands)):
             self.waits |= 1 << int(board[1])
 
-    @property
-    def loads_wide(self) -> bool:
-        """Whether it loads a word of 16 bytes from global memory."""
-        return self.name in {"LDG", "LD"} and ".128" in self.opcode
+    def bytes_of(self, *names: str) -> int:
+        """Bytes that it moves, if it has one of these names."""
+        if self.name not in names:
+            return 0
+        found = re.search(r"\.[US]?(8|16|64|128)\b", self.opcode)
+        return int(found[1]) // 8 if found else 4
 
-    @property
-    def stores_wide(self) -> bool:
-        return self.name in {"STG", "ST"} and ".128" in self.opcode
+    def loads(self, word: int = 16) -> bool:
+        """Whether it loads a word of that many bytes from global memory."""
+        return self.bytes_of("LDG", "LD") == word
+
+    def stores(self, word: int = 16) -> bool:
+        return self.bytes_of("STG", "ST") == word
 
 
 @dataclass
