@@ -1,4 +1,4 @@
-"""csrc/gpu/driver_calls.h declares the CUDA driver's functions anew: compared with CUDA's own header."""
+"""csrc/gpu/driver_calls.h declares the CUDA driver's functions anew: compared with its header."""
 
 from __future__ import annotations
 
