@@ -1,4 +1,4 @@
-"""csrc/gpu/driver.c declares the CUDA driver's functions anew: compared with CUDA's own header."""
+"""csrc/gpu/driver_calls.h declares the CUDA driver's functions anew: compared with its header."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-DRIVER = (ROOT / "csrc/gpu/driver.c").read_text()
+DRIVER = (ROOT / "csrc/gpu/driver_calls.h").read_text()
 COMPILER = shlex.split(os.environ.get("CC") or sysconfig.get_config_var("CC") or "cc")
 NVCC = shutil.which("nvcc")
 HOMES = [os.environ.get("CUDA_HOME"), NVCC and Path(NVCC).resolve().parents[1], "/usr/local/cuda"]
@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 HANDLES = {"CUcontext", "CUmodule", "CUfunction", "CUstream", "CUevent"}
+HANDLES |= {"CUgraph", "CUgraphNode", "CUuserObject", "CUhostFn", "cu_host_function"}
 ENUMS = {"CUresult", "CUdevice_attribute", "CUstreamCaptureStatus", "CUstreamCaptureMode"}
 NUMBERS = {
     "int": "i32",
@@ -31,6 +32,7 @@ NUMBERS = {
     "size_t": "u64",
     "uint64_t": "u64",
     "cuuint64_t": "u64",
+    "unsigned long long": "u64",
     "CUdeviceptr": "u64",
     "CUdevice": "i32",
     "cu_result": "i32",
@@ -47,6 +49,8 @@ VALUES = {
     "CU_EVENT_DISABLE_TIMING": "CU_EVENT_DISABLE_TIMING",
     "CU_FOR_ALL_CONTEXTS": "CU_MEMHOSTREGISTER_PORTABLE",
     "CU_CAPTURE_RELAXED": "CU_STREAM_CAPTURE_MODE_RELAXED",
+    "CU_NO_DESTRUCTOR_SYNC": "CU_USER_OBJECT_NO_DESTRUCTOR_SYNC",
+    "CU_MOVE": "CU_GRAPH_USER_OBJECT_MOVE",
 }
 
 

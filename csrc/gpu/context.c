@@ -67,8 +67,13 @@ static fst_code load_module(fst_gpu_device *device, const fst_driver_device *inf
     fst_fatbin fatbin;
     if (fst_fatbin_open(&source, &fatbin, status))
         return status->code;
-    if (fst_driver_load(device->ordinal, fatbin.data, &device->module, status) != FST_OK &&
-        status->code != FST_NO_MEMORY)
+    if (fatbin.cuda > info->version / 1000) /* CUDA promises to load those of its major version */
+        fst_fail(status, FST_UNSUPPORTED,
+                 "the CUDA kernels of this package need a driver for CUDA %d or later, and the "
+                 "driver of this machine is for CUDA %d.%d; update it",
+                 fatbin.cuda, info->version / 1000, info->version % 1000 / 10);
+    else if (fst_driver_load(device->ordinal, fatbin.data, &device->module, status) != FST_OK &&
+             status->code != FST_NO_MEMORY)
         explain(info, status);
     fst_fatbin_close(&fatbin);
     return status->code;

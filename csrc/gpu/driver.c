@@ -6,52 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
-/* The declarations of cuda.h that are used. */
-typedef int cu_result;
-enum {
-    CU_OUT_OF_MEMORY = 2,
-    CU_NOT_READY = 600,
-    CU_MULTIPROCESSOR_COUNT = 16,
-    CU_CAPABILITY_MAJOR = 75,
-    CU_CAPABILITY_MINOR = 76,
-    CU_EVENT_DISABLE_TIMING = 2,
-    CU_CAPTURE_RELAXED = 2,
-    CU_FOR_ALL_CONTEXTS = 1,
-};
-
-#define ENTRY_POINTS(X)                                                                       \
-    X(cuInit, (unsigned flags))                                                               \
-    X(cuDriverGetVersion, (int *version))                                                     \
-    X(cuGetErrorName, (cu_result result, const char **name))                                  \
-    X(cuGetErrorString, (cu_result result, const char **text))                                \
-    X(cuDeviceGet, (int *handle, int ordinal))                                                \
-    X(cuDeviceGetName, (char *name, int size, int handle))                                    \
-    X(cuDeviceGetAttribute, (int *value, int attribute, int handle))                          \
-    X(cuDevicePrimaryCtxRetain, (void **context, int handle))                                 \
-    X(cuCtxPushCurrent_v2, (void *context))                                                   \
-    X(cuCtxPopCurrent_v2, (void **context))                                                   \
-    X(cuThreadExchangeStreamCaptureMode, (int *mode))                                         \
-    X(cuModuleLoadData, (void **module, const void *image))                                   \
-    X(cuModuleGetFunction, (void **function, void *module, const char *name))                 \
-    X(cuOccupancyMaxActiveBlocksPerMultiprocessor,                                            \
-      (int *blocks, void *function, int block, size_t shared))                                \
-    X(cuLaunchKernel, (void *function, unsigned grid_x, unsigned grid_y, unsigned grid_z,     \
-                       unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared, \
-                       void *stream, void **params, void **extra))                            \
-    X(cuMemAlloc_v2, (uint64_t *memory, size_t size))                                         \
-    X(cuMemFree_v2, (uint64_t memory))                                                        \
-    X(cuMemHostAlloc, (void **memory, size_t size, unsigned flags))                           \
-    X(cuMemFreeHost, (void *memory))                                                          \
-    X(cuMemHostRegister_v2, (void *memory, size_t size, unsigned flags))                      \
-    X(cuMemHostUnregister, (void *memory))                                                    \
-    X(cuMemcpyHtoDAsync_v2, (uint64_t to, const void *from, size_t size, void *stream))       \
-    X(cuEventCreate, (void **event, unsigned flags))                                          \
-    X(cuEventDestroy_v2, (void *event))                                                       \
-    X(cuEventRecord, (void *event, void *stream))                                             \
-    X(cuEventQuery, (void *event))                                                            \
-    X(cuEventSynchronize, (void *event))                                                      \
-    X(cuStreamWaitEvent, (void *stream, void *event, unsigned flags))                         \
-    X(cuStreamGetCaptureInfo, (void *stream, int *state, uint64_t *id))
+#include "gpu/driver_calls.h"
 
 static struct {
 #define POINTER(name, parameters) cu_result(*name) parameters;
@@ -298,6 +253,12 @@ fst_code fst_driver_passed(int device, void *event, int *passed, fst_status *sta
     return failed(result, "cuEventQuery", NULL, device, status);
 }
 
+fst_code fst_driver_stream_id(int device, void *stream, uint64_t *id, fst_status *status)
+{
+    TRY(cuStreamGetId, stream, id);
+    return FST_OK;
+}
+
 void fst_driver_synchronize(void *event)
 {
     cu.cuEventSynchronize(event);
@@ -309,4 +270,28 @@ fst_code fst_driver_capture(int device, void *stream, uint64_t *capture, fst_sta
     TRY(cuStreamGetCaptureInfo, stream, &capturing, capture);
     *capture = capturing ? *capture : 0; /* a broken capture refuses further work */
     return FST_OK;
+}
+
+static fst_code give_to_graph(int device, void *stream, void *holder, fst_status *status)
+{
+    int capturing = 0;
+    uint64_t id = 0;
+    void *graph = NULL;
+    TRY(cuStreamGetCaptureInfo_v2, stream, &capturing, &id, &graph, NULL, NULL);
+    TRY(cuGraphRetainUserObject, graph, holder, 1, CU_MOVE);
+    return FST_OK;
+}
+
+fst_code fst_driver_give_to_graph(int device, void *stream, void *object, void (*gone)(void *),
+                                  fst_status *status)
+{
+    void *holder = NULL;
+    const cu_result result = cu.cuUserObjectCreate(&holder, object, gone, 1, CU_NO_DESTRUCTOR_SYNC);
+    if (result) {
+        gone(object);
+        return failed(result, "cuUserObjectCreate", NULL, device, status);
+    }
+    if (give_to_graph(device, stream, holder, status))
+        cu.cuUserObjectRelease(holder, 1);
+    return status->code;
 }

@@ -65,10 +65,20 @@ fst_code fst_driver_record(int device, void *event, void *stream, fst_status *st
 fst_code fst_driver_wait(int device, void *stream, void *event, fst_status *status);
 fst_code fst_driver_passed(int device, void *event, int *passed, fst_status *status);
 
+/* The number of a stream. No other stream of the process has it, while the handle of a stream that
+ * was destroyed comes again, and that of the per-thread stream means another in each thread. */
+fst_code fst_driver_stream_id(int device, void *stream, uint64_t *id, fst_status *status);
+
 /* Waits until the event has passed. Only for what is about to be freed. */
 void fst_driver_synchronize(void *event);
 
 /* *capture becomes the number of the capture that the stream is part of, or 0. */
 fst_code fst_driver_capture(int device, void *stream, uint64_t *capture, fst_status *status);
+
+/* Gives an object to the graph that the stream is captured into, or after an error to nobody. When
+ * nothing can replay the graph any more, `gone` is called with the object, by any thread. It must
+ * not call the driver. */
+fst_code fst_driver_give_to_graph(int device, void *stream, void *object, void (*gone)(void *),
+                                  fst_status *status);
 
 #endif

@@ -13,7 +13,16 @@ typedef struct {
     uint64_t size; /* of what follows the header */
 } fatbin_header;
 
-enum { MOST = 1 << 28 };
+/* The start of an image in a fatbin, for one architecture. */
+typedef struct {
+    uint16_t kind, version;
+    uint32_t header_size;
+    uint64_t size; /* of what follows the header */
+    uint64_t other;
+    uint16_t minor, major; /* of PTX: of its instruction set */
+} image_header;
+
+enum { MOST = 1 << 28, PTX = 1 };
 
 fst_code fst_fatbin_in_file(fst_fatbin_source *source, const char *path, fst_status *status)
 {
@@ -47,6 +56,24 @@ static fst_code read_file(const char *path, FILE *file, fst_fatbin *out, size_t 
     return fst_fail(status, FST_UNSUPPORTED, "%s cannot be read", path);
 }
 
+/* The major version of CUDA that made the images. Since CUDA 11 the instruction set of PTX has that
+ * of its toolkit less four. */
+static int made_by(const unsigned char *data, size_t at, size_t end)
+{
+    image_header image;
+    int newest = 0;
+    while (end - at >= sizeof image) {
+        memcpy(&image, data + at, sizeof image);
+        if (image.header_size < sizeof image || image.header_size > end - at ||
+            image.size > end - at - image.header_size)
+            break;
+        if (image.kind == PTX && image.major + 4 > newest)
+            newest = image.major + 4;
+        at += image.header_size + image.size;
+    }
+    return newest;
+}
+
 fst_code fst_fatbin_open(const fst_fatbin_source *source, fst_fatbin *out, fst_status *status)
 {
     const char *const name = source->path ? source->path : "the fatbin in memory";
@@ -69,8 +96,10 @@ fst_code fst_fatbin_open(const fst_fatbin_source *source, fst_fatbin *out, fst_s
     if (size >= sizeof header)
         memcpy(&header, out->data, sizeof header);
     if (header.magic == 0xBA55ED50u && header.header_size >= sizeof header &&
-        header.header_size <= size && header.size <= size - header.header_size)
+        header.header_size <= size && header.size <= size - header.header_size) {
+        out->cuda = made_by(out->data, header.header_size, header.header_size + header.size);
         return FST_OK;
+    }
     fst_fatbin_close(out);
     return fst_fail(status, FST_UNSUPPORTED, "%s is not a whole fatbin", name);
 }

@@ -15,6 +15,7 @@ typedef struct {
 typedef struct {
     const void *data;
     void *owned; /* to be freed */
+    int cuda;    /* the major version of CUDA whose nvcc made it; 0: unknown */
 } fst_fatbin;
 
 fst_code fst_fatbin_in_file(fst_fatbin_source *source, const char *path, fst_status *status);

@@ -4,9 +4,7 @@
 #include <string.h>
 
 #include "gpu/driver.h"
-
-/* CUDA's handle of the per-thread default stream: another stream in each thread. */
-#define PER_THREAD_STREAM ((void *)2)
+#include "gpu/graph_memory.h"
 
 static fst_code new_event(fst_gpu_tables *tables, fst_status *status)
 {
@@ -44,12 +42,9 @@ static void free_inside(fst_gpu_tables *tables)
         fst_driver_free_event(tables->done);
     }
     fst_gpu_ring_free(&tables->ring, 1);
-    for (size_t i = 0; i < tables->kept_count; i++) {
-        if (tables->kept[i].memory)
-            fst_driver_free(tables->kept[i].memory);
-        if (tables->kept[i].pinned)
-            fst_driver_free_pinned(tables->kept[i].pinned);
-    }
+    for (size_t i = 0; i < tables->kept_count; i++)
+        fst_driver_free(tables->kept[i]);
+    fst_graph_memory_sweep();
 }
 
 void fst_gpu_tables_free(fst_gpu_tables *tables)
@@ -70,43 +65,35 @@ void fst_gpu_tables_free(fst_gpu_tables *tables)
     free(tables);
 }
 
-/* Allocates memory for the tables, and pinned memory for a copy of them if asked. Both stay
- * until the tables are freed, as launches and graphs may read them. */
-static fst_gpu_kept *take(fst_gpu_tables *tables, const fst_gpu_mirror *mirror, int pinned,
-                          fst_status *status)
+/* Allocates memory for the tables, which stays until they are freed, as launches may read it. */
+static fst_code take(fst_gpu_tables *tables, fst_gpu_copy *copy, fst_status *status)
 {
-    fst_gpu_kept *kept = realloc(tables->kept, (tables->kept_count + 1) * sizeof *kept);
-    const int device = tables->device->ordinal;
-    if (!kept) {
-        fst_fail(status, FST_NO_MEMORY, "no memory for the tables of a device");
-        return NULL;
-    }
+    uint64_t *kept = realloc(tables->kept, (tables->kept_count + 1) * sizeof *kept);
+    if (!kept)
+        return fst_fail(status, FST_NO_MEMORY, "no memory for the tables of a device");
     tables->kept = kept;
-    kept += tables->kept_count;
-    *kept = (fst_gpu_kept){0};
-    if (fst_driver_alloc(device, fst_gpu_mirror_total(mirror), &kept->memory, status))
-        return NULL;
-    if (pinned &&
-        fst_driver_alloc_pinned(device, fst_gpu_mirror_size(mirror), &kept->pinned, status)) {
-        fst_driver_free(kept->memory);
-        return NULL;
-    }
-    tables->kept_count++;
-    return kept;
+    fst_graph_memory_sweep();
+    if (!fst_driver_alloc(tables->device->ordinal, fst_gpu_mirror_total(&copy->mirror),
+                          &copy->memory, status))
+        kept[tables->kept_count++] = copy->memory;
+    return status->code;
 }
 
 /* Makes the stream wait for all earlier work of these tables on another stream. */
 static fst_code follow(fst_gpu_tables *tables, void *stream, fst_status *status)
 {
     const int device = tables->device->ordinal;
-    const int moved = tables->used && (tables->stream != stream || stream == PER_THREAD_STREAM);
-    if (moved) {
+    uint64_t id = 0; /* the default stream is always the same one */
+    if (stream && fst_driver_stream_id(device, stream, &id, status))
+        return status->code;
+    if (tables->used && (tables->stream != stream || tables->stream_id != id)) {
         if (tables->unrecorded && fst_gpu_tables_mark_end(tables, status))
             return status->code;
         if (fst_driver_wait(device, stream, tables->done, status))
             return status->code;
     }
     tables->stream = stream;
+    tables->stream_id = id;
     tables->used = 1;
     return FST_OK;
 }
@@ -118,10 +105,8 @@ static fst_code upload(fst_gpu_tables *tables, int moved, fst_status *status)
     if (moved)
         copy->memory = 0;
     if (!copy->memory) {
-        const fst_gpu_kept *kept = take(tables, mirror, 0, status);
-        if (!kept)
+        if (take(tables, copy, status))
             return status->code;
-        copy->memory = kept->memory;
         fst_gpu_mirror_lost(mirror);
     }
     if (fst_gpu_mirror_is_current(mirror))
@@ -144,13 +129,16 @@ static fst_code upload_captured(fst_gpu_tables *tables, uint64_t capture, void *
     if (copy->capture == capture && fst_gpu_mirror_is_current(&copy->mirror))
         return FST_OK;
     const size_t size = fst_gpu_mirror_size(&copy->mirror);
-    const fst_gpu_kept *kept = take(tables, &copy->mirror, 1, status);
-    if (!kept)
+    uint64_t memory;
+    void *pinned;
+    fst_graph_memory_sweep();
+    if (fst_graph_memory_take(tables->device->ordinal, stream, fst_gpu_mirror_total(&copy->mirror),
+                              size, &memory, &pinned, status))
         return status->code;
-    memcpy(kept->pinned, copy->mirror.bytes, size);
-    if (fst_gpu_upload(tables->device, kept->memory, kept->pinned, size, stream, status))
+    memcpy(pinned, copy->mirror.bytes, size);
+    if (fst_gpu_upload(tables->device, memory, pinned, size, stream, status))
         return status->code;
-    copy->memory = kept->memory;
+    copy->memory = memory;
     copy->capture = capture;
     fst_gpu_mirror_uploaded(&copy->mirror);
     return FST_OK;

@@ -2,8 +2,8 @@
  *
  * Every step describes all of its work. What differs from the device's tables is uploaded, in
  * one copy on the step's stream. During a capture the tables get memory of their own that only
- * the graph writes, so later steps do not disturb the graph. The graph needs that memory: it
- * must not be replayed after the tables are freed. */
+ * the graph writes, so later steps do not disturb the graph. It belongs to the graph
+ * (graph_memory.h). */
 #ifndef FST_GPU_TABLES_H
 #define FST_GPU_TABLES_H
 
@@ -18,20 +18,16 @@ typedef struct {
     uint64_t capture;
 } fst_gpu_copy;
 
-typedef struct {
-    uint64_t memory;
-    void *pinned;
-} fst_gpu_kept;
-
 /* One thread at a time uses a set of tables. The fields are for the passes of launch.h. */
 typedef struct {
     fst_gpu_device *device;
     fst_gpu_copy eager, captured;
     fst_gpu_ring ring;
-    fst_gpu_kept *kept; /* all memory that was taken, freed with the tables */
+    uint64_t *kept; /* all memory that was taken but for graphs, freed with the tables */
     size_t kept_count;
     void *done;   /* recorded behind the last pass of a step, on ... */
     void *stream; /* ... the stream that was used last, except for captures */
+    uint64_t stream_id;
     int used, unrecorded;
     /* for the passes that follow */
     const fst_gpu_copy *set; /* NULL: none */

@@ -105,6 +105,47 @@ static void a_graph_that_is_thrown_away(void)
     nothing_lives();
 }
 
+/* Graphs that go while their tables stay do not leave memory behind. */
+static void graphs_come_and_go(void)
+{
+    model *m = model_new(0, 9);
+    void *stream = fake_cuda_stream(0);
+    step(m, stream);
+    const fake_cuda_living before = fake_cuda_alive();
+    for (int i = 0; i < 50; i++) {
+        int tag;
+        void *graph = capture(m, stream, 2, &tag);
+        replay(graph, stream, tag, 2);
+        models_finish();
+        CHECK_INT((int64_t)fake_cuda_alive().objects, 2);
+        fake_cuda_free_graph(graph);
+        CHECK_INT((int64_t)fake_cuda_alive().objects, 0);
+        CHECK(fake_cuda_alive().memory <= before.memory + 2);
+        CHECK(fake_cuda_alive().pinned <= before.pinned + 2);
+    }
+    model_free(m);
+    nothing_lives();
+}
+
+/* A graph keeps what it needs of tables that are gone, and only as long as it lives. */
+static void a_graph_that_outlives_its_tables(void)
+{
+    model *m = model_new(0, 9), *other = model_new(0, 9);
+    void *stream = fake_cuda_stream(0);
+    int tag;
+    void *graph = capture(m, stream, 1, &tag);
+    fst_gpu_tables_free(m->tables);
+    m->tables = NULL;
+    step(other, stream);
+    for (int i = 0; i < 3; i++)
+        replay(graph, stream, tag, 1);
+    models_finish();
+    fake_cuda_free_graph(graph);
+    model_free(m);
+    model_free(other); /* frees what the graph has left */
+    nothing_lives();
+}
+
 /* Another thread's tables grow while a stream is captured: that must not break the capture. */
 static void steps_beside_a_capture(void)
 {
@@ -134,8 +175,10 @@ static void steps_beside_a_capture(void)
 /* Memory runs out within a capture: the error says so, and the next attempt works. */
 static void a_capture_without_memory(void)
 {
-    static const char *const calls[] = {"cuMemAlloc_v2", "cuMemHostAlloc", "cuMemcpyHtoDAsync_v2"};
-    for (size_t i = 0; i < 3; i++) {
+    static const char *const calls[] = {
+        "cuMemAlloc_v2",      "cuMemHostAlloc",          "cuStreamGetCaptureInfo_v2",
+        "cuUserObjectCreate", "cuGraphRetainUserObject", "cuMemcpyHtoDAsync_v2"};
+    for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
         model *m = model_new(0, 9);
         void *stream = fake_cuda_stream(0);
         int tag;
@@ -165,6 +208,8 @@ int main(void)
             replays_among_steps(lags[i], warm_up);
     passes_of_a_capture_share_their_tables();
     a_graph_that_is_thrown_away();
+    graphs_come_and_go();
+    a_graph_that_outlives_its_tables();
     steps_beside_a_capture();
     a_capture_without_memory();
     CHECK(kernels_ran > 1000);

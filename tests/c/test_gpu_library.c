@@ -86,6 +86,29 @@ static void machines_that_do_not_fit(void *argument)
     works();
 }
 
+/* A fatbin with machine code and PTX of CUDA 13, and others that are not right. */
+static void driver_older_than_the_kernels(void *argument)
+{
+    uint32_t made[4 + 8 + 8 + 1] = {0xBA55ED50, 1 | 16 << 16, 68};
+    uint32_t *code = made + 4, *ptx = code + 8;
+    (void)argument;
+    load(FAKE_CUDA, KERNELS);
+    code[0] = 2, code[1] = 32, code[6] = 8 | 1 << 16;
+    ptx[0] = 1, ptx[1] = 32, ptx[2] = 4, ptx[6] = 0 | 9 << 16;
+    fst_gpu_kernels_in_memory(made, sizeof made);
+    machine(1, 90, 12090);
+    refuses(FST_UNSUPPORTED, "need a driver for CUDA 13 or later, and the driver of this machine "
+                             "is for CUDA 12.9; update it");
+    ptx[6] = 1 | 8 << 16; /* made by CUDA 12, and so the driver is asked */
+    refuses(FST_DEVICE_FAILED, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION");
+    ptx[6] = 0 | 9 << 16;
+    code[2] = 68; /* longer than the fatbin: nothing behind it is read */
+    refuses(FST_DEVICE_FAILED, "CUDA_ERROR_UNSUPPORTED_PTX_VERSION");
+    code[2] = 0;
+    machine(1, 90, 13000);
+    works();
+}
+
 static void kernels_that_are_missing(void *argument)
 {
     (void)argument;
@@ -183,6 +206,7 @@ int main(void)
         dlclose(real);
     in_child(old_driver, NULL, "an old driver");
     in_child(machines_that_do_not_fit, NULL, "machines that do not fit");
+    in_child(driver_older_than_the_kernels, NULL, "a driver older than the kernels");
     in_child(kernels_that_are_missing, NULL, "kernels that are missing");
     in_child(files, NULL, "files");
     in_child(failure_from_the_environment, NULL, "a failure from the environment");

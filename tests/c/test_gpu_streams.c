@@ -58,6 +58,26 @@ static void several_streams(void)
     nothing_lives();
 }
 
+/* A stream that is destroyed while its work waits, and another that gets its handle. */
+static void a_handle_that_comes_again(void)
+{
+    void *stream = fake_cuda_stream(0);
+    model *m = model_new(0, 20);
+    fake_cuda_lag(1000);
+    for (int i = 0; i < 20; i++) {
+        m->shift = i;
+        const long waits = fake_cuda_calls("cuStreamWaitEvent");
+        steps(m, 1, stream);
+        steps(m, 1, stream);
+        CHECK_INT(fake_cuda_calls("cuStreamWaitEvent") - waits, i > 0);
+        fake_cuda_recreate_stream(stream);
+    }
+    fake_cuda_lag(0);
+    models_finish();
+    model_free(m);
+    nothing_lives();
+}
+
 /* The stream of each thread: one handle, but another stream. */
 static void *step_in_thread(void *argument)
 {
@@ -142,6 +162,7 @@ int main(void)
     use_test_kernels();
     thousands_of_steps();
     several_streams();
+    a_handle_that_comes_again();
     streams_of_threads();
     freed_early();
     half_a_step();

@@ -35,6 +35,8 @@ void fake_unlock(void)
 int fake_enter(int entry)
 {
     fake_lock();
+    if (fake_dropping)
+        fake_complain("%s is called by what a graph calls when it goes", names[entry]);
     calls[entry]++;
     if (failures[entry].at != -1 && failures[entry].at != calls[entry])
         return FAKE_OK;

@@ -44,6 +44,9 @@ void fake_cuda_lag(size_t operations);
 void *fake_cuda_stream(int device);
 void fake_cuda_close_stream(void *stream);
 
+/* Destroys a stream, without waiting for its work, and gives its handle to a new one. */
+void fake_cuda_recreate_stream(void *stream);
+
 /* Runs all that is queued. */
 void fake_cuda_synchronize(void);
 
@@ -62,9 +65,9 @@ void fake_cuda_free(void *memory);
 int fake_cuda_holds(uint64_t address, size_t size);
 
 /* What lives: allocations of device memory and of pinned memory, events, pieces of other memory
- * that are registered and so pinned. */
+ * that are registered and so pinned, objects that graphs hold. */
 typedef struct {
-    size_t memory, pinned, events, registered;
+    size_t memory, pinned, events, registered, objects;
 } fake_cuda_living;
 fake_cuda_living fake_cuda_alive(void);
 

@@ -268,6 +268,52 @@ ENTRY(cuStreamWaitEvent, (void *stream, void *event, unsigned flags), {
                     (fake_op){.kind = FAKE_WAIT, .other = asked->stream, .until = asked->until});
 })
 
+ENTRY(cuStreamGetId, (void *stream, uint64_t *id), {
+    const fake_stream *asked = device < 0 ? NULL : fake_stream_of(stream, device);
+    if (asked)
+        *id = asked->id;
+    else
+        result = device < 0 ? FAKE_INVALID_CONTEXT : FAKE_INVALID_HANDLE;
+})
+
+ENTRY(cuStreamGetCaptureInfo_v2,
+      (void *stream, int *state, uint64_t *id, void **graph, const void **nodes, size_t *count), {
+          const fake_stream *on = device < 0 ? NULL : fake_stream_of(stream, device);
+          if (on && !nodes && !count) {
+              *state = on->capture != 0;
+              *id = on->capture;
+              *graph = on->graph;
+          } else
+              result = device < 0 ? FAKE_INVALID_CONTEXT : FAKE_INVALID_HANDLE;
+      })
+
+ENTRY(cuUserObjectCreate,
+      (void **holder, void *object, void (*gone)(void *), unsigned count, unsigned flags), {
+          fake_object *made = count != 1 || flags != 1 ? NULL : calloc(1, sizeof *made);
+          result = made ? FAKE_OK : FAKE_INVALID_VALUE;
+          if (made) {
+              *made = (fake_object){.object = object, .gone = gone};
+              *holder = made;
+              fake_objects++;
+          }
+      })
+
+ENTRY(cuUserObjectRelease, (void *holder, unsigned count), {
+    result = count == 1 ? FAKE_OK : FAKE_INVALID_VALUE;
+    if (!result)
+        fake_drop(holder);
+})
+
+ENTRY(cuGraphRetainUserObject, (void *graph, void *holder, unsigned count, unsigned flags), {
+    fake_graph *to = graph;
+    fake_object *object = holder;
+    result = to && count == 1 && flags == 1 ? FAKE_OK : FAKE_INVALID_VALUE;
+    if (!result) {
+        object->next = to->objects;
+        to->objects = object;
+    }
+})
+
 #ifndef FAKE_CUDA_OLD
 ENTRY(cuStreamGetCaptureInfo, (void *stream, int *state, uint64_t *id), {
     const fake_stream *on = device < 0 ? NULL : fake_stream_of(stream, device);

@@ -58,6 +58,11 @@ enum {
     X(cuEventQuery) \
     X(cuEventSynchronize) \
     X(cuStreamWaitEvent) \
+    X(cuStreamGetId) \
+    X(cuStreamGetCaptureInfo_v2) \
+    X(cuUserObjectCreate) \
+    X(cuUserObjectRelease) \
+    X(cuGraphRetainUserObject) \
     X(cuStreamGetCaptureInfo)
 /* clang-format on */
 
@@ -93,14 +98,28 @@ struct fake_op {
     uint64_t until;
 };
 
+/* What a graph holds; the driver calls `gone` when it is dropped. */
+typedef struct fake_object fake_object;
+struct fake_object {
+    fake_object *next;
+    void *object;
+    void (*gone)(void *object);
+};
+
+typedef struct {
+    fake_op *first, **last;
+    fake_object *objects;
+} fake_graph;
+
 struct fake_stream {
     fake_stream *next;
     fake_op *first, **last;
     uint64_t submitted, done;
     uint64_t capture; /* 0: none */
-    fake_op *graph, **graph_last;
+    fake_graph *graph;
     int device, closed;
     unsigned long thread; /* of a per-thread stream */
+    uint64_t id;
 };
 
 typedef struct fake_event fake_event;
@@ -133,6 +152,9 @@ void fake_complain(const char *format, ...) __attribute__((format(printf, 1, 2))
 fake_stream *fake_stream_of(void *handle, int device);
 void fake_submit(fake_stream *stream, fake_op op);
 void fake_run_until(fake_stream *stream, uint64_t until);
+void fake_drop(fake_object *dropped);
+extern size_t fake_objects; /* that live */
+extern __thread int fake_dropping;
 int fake_capturing(void); /* whether any stream is captured */
 int fake_running(void);   /* the device whose kernel runs, or -1 */
 

@@ -180,6 +180,7 @@ fake_cuda_living fake_cuda_alive(void)
         count.memory += a->device >= 0;
         count.pinned += a->device < 0;
     }
+    count.objects = fake_objects;
     for (size_t i = 0; i < REGISTERED; i++)
         count.registered += registered[i].size != 0;
     fake_unlock();

@@ -6,7 +6,7 @@
 
 static fake_stream *streams;
 static size_t lag;
-static uint64_t captures;
+static uint64_t captures, ids;
 static int running = -1;
 static unsigned long threads = 1; /* 1: of no thread */
 static __thread unsigned long this_thread;
@@ -30,6 +30,7 @@ static fake_stream *new_stream(int device)
         abort();
     stream->device = device;
     stream->last = &stream->first;
+    stream->id = ++ids;
     stream->next = streams;
     return streams = stream;
 }
@@ -49,6 +50,35 @@ void fake_cuda_close_stream(void *stream)
     fake_lock();
     fake_run_until(closed, closed->submitted);
     closed->closed = 1;
+    fake_unlock();
+}
+
+/* The old stream goes on without a handle: behind the new one, so that it runs later wherever
+ * nothing orders them. */
+void fake_cuda_recreate_stream(void *stream)
+{
+    fake_stream *again = stream;
+    fake_lock();
+    fake_stream *old = new_stream(again->device);
+    streams = old->next;
+    old->thread = 1;
+    old->first = again->first;
+    old->last = again->first ? again->last : &old->first;
+    old->submitted = again->submitted;
+    old->done = again->done;
+    old->next = again->next;
+    again->next = old;
+    again->first = NULL;
+    again->last = &again->first;
+    again->submitted = again->done = 0;
+    again->id = ++ids;
+    for (fake_event *event = fake_events; event; event = event->next)
+        if (event->stream == again)
+            event->stream = old;
+    for (fake_stream *s = streams; s; s = s->next)
+        for (fake_op *op = s->first; op; op = op->next)
+            if (op->other == again)
+                op->other = old;
     fake_unlock();
 }
 
@@ -132,8 +162,8 @@ void fake_submit(fake_stream *stream, fake_op op)
 {
     fake_op *added = copy_of(&op);
     if (stream->capture) {
-        *stream->graph_last = added;
-        stream->graph_last = &added->next;
+        *stream->graph->last = added;
+        stream->graph->last = &added->next;
         return;
     }
     *stream->last = added;
@@ -190,8 +220,10 @@ void fake_cuda_begin_capture(void *stream)
     fake_stream *captured = stream;
     fake_lock();
     captured->capture = ++captures;
-    captured->graph = NULL;
-    captured->graph_last = &captured->graph;
+    captured->graph = calloc(1, sizeof *captured->graph);
+    if (!captured->graph)
+        abort();
+    captured->graph->last = &captured->graph->first;
     fake_unlock();
 }
 
@@ -208,16 +240,36 @@ void *fake_cuda_end_capture(void *stream)
 void fake_cuda_replay(void *graph, void *stream)
 {
     fake_lock();
-    for (const fake_op *op = graph; op; op = op->next)
+    for (const fake_op *op = ((fake_graph *)graph)->first; op; op = op->next)
         fake_submit(stream, *op);
     fake_unlock();
 }
 
+size_t fake_objects;
+__thread int fake_dropping;
+
+void fake_drop(fake_object *dropped)
+{
+    fake_dropping = 1;
+    dropped->gone(dropped->object);
+    fake_dropping = 0;
+    free(dropped);
+    fake_objects--;
+}
+
 void fake_cuda_free_graph(void *graph)
 {
-    for (fake_op *op = graph, *next; op; op = next) {
+    fake_graph *freed = graph;
+    for (fake_op *op = freed->first, *next; op; op = next) {
         next = op->next;
         free(op->args);
         free(op);
     }
+    fake_lock();
+    for (fake_object *object = freed->objects, *next; object; object = next) {
+        next = object->next;
+        fake_drop(object);
+    }
+    fake_unlock();
+    free(freed);
 }

@@ -199,7 +199,9 @@ def _factory(name: str) -> Any:
 class Living(ctypes.Structure):
     """What the driver has given and not got back: `fake_cuda_living`."""
 
-    _fields_ = [(name, ctypes.c_size_t) for name in ("memory", "pinned", "events", "registered")]
+    _fields_ = [
+        (name, ctypes.c_size_t) for name in ("memory", "pinned", "events", "registered", "objects")
+    ]
 
 
 class Machine:
@@ -238,6 +240,16 @@ class Machine:
 
     def replay(self, graph: Any, stream: int) -> None:
         self.library.fake_cuda_replay(graph, ctypes.c_void_p(stream))
+
+    def drop(self, graph: Any) -> None:
+        """Let a graph go."""
+        self.library.fake_cuda_free_graph(graph)
+
+    def living(self) -> Living:
+        """What the driver has given and not got back."""
+        self.library.fake_cuda_alive.restype = Living
+        living: Living = self.library.fake_cuda_alive()
+        return living
 
     def entry_points(self) -> list[str]:
         """The names of the driver's functions."""

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import faststep
+from faststep import _C
 from faststep.optim.request import ScalerRequest
 from optim.declarations import ADAMW, LION, SGD, Declaration
 
@@ -148,3 +149,60 @@ def test_replays_after_a_state_dict_was_loaded(machine: fake.Machine) -> None:
     machine.replay(graph, stream)
     machine.synchronize()
     pair.assert_same(a, b)
+
+
+def test_graph_and_optimizer_leave_no_memory(machine: fake.Machine) -> None:
+    """Whichever goes first, what the graph needed is freed with the last of them."""
+    stream = machine.stream()
+    machine.use(stream)
+    before = machine.living()
+    for graph_first in (True, False):
+        pair = Pair([torch.ones(3)])
+        optimizer = faststep.optim.SGD(pair.cuda, lr=0.1)
+        pair.set_grads([torch.ones(3)])
+        machine.capture(stream)
+        optimizer.step()
+        graph = machine.captured(stream)
+        machine.replay(graph, stream)
+        machine.synchronize()
+        assert machine.living().memory > before.memory
+        if graph_first:
+            machine.drop(graph)
+        del optimizer
+        if not graph_first:
+            machine.replay(graph, stream)  # its parameter and gradient are there
+            machine.synchronize()
+            machine.drop(graph)
+        assert machine.complaint() is None
+    other = faststep.optim.SGD([fake.parameter(torch.ones(3))], lr=0.1)
+    other.param_groups[0]["params"][0].grad = fake.claim(torch.ones(3))
+    other.step()  # frees what graphs have left
+    del other
+    after = machine.living()
+    assert (after.memory, after.pinned) == (before.memory, before.pinned)
+    assert after.objects == before.objects
+
+
+def test_captured_calls_on_lists_leave_no_memory(machine: fake.Machine) -> None:
+    """Their tables belong to no optimizer."""
+    stream = machine.stream()
+    machine.use(stream)
+    tensors = [fake.claim(torch.ones(n)) for n in SHAPES]
+
+    def replayed() -> None:
+        machine.capture(stream)
+        _C.device_clamp(tensors, 0.5)
+        graph = machine.captured(stream)
+        for tensor in tensors:
+            fake.plain(tensor).fill_(3.0)
+        machine.replay(graph, stream)
+        machine.synchronize()
+        assert all(bool((fake.plain(t) == 0.5).all()) for t in tensors)
+        machine.drop(graph)
+
+    replayed()
+    before = machine.living()
+    for _ in range(20):
+        replayed()
+    after = machine.living()
+    assert (after.memory, after.pinned) == (before.memory, before.pinned)

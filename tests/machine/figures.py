@@ -1,0 +1,279 @@
+"""What a loop of a kernel costs per element, read from its machine code.
+
+How a loop is recognised:
+
+- A loop is a natural loop of the control flow with 16-byte loads from global memory, and with no
+  other such loop inside.
+- Its optimizer rule is the row of rules/rules.def through which its instructions were inlined,
+  which line information names (`nvcc -lineinfo`, which leaves the instructions as they are). A loop
+  with several rules is `generic`: the way through it depends on data.
+- Its types follow from how many 16-byte loads and stores an iteration has, for the number of
+  states of the rule, and from the instructions that convert: F2FP packs a pair of 16-bit numbers,
+  HADD2.F32 widens fp16, and a shift by 16 bits widens bf16.
+- A loop whose longest way is more than half as long again as the shortest asks for types as it
+  goes, and has none (`?`).
+
+An iteration is counted along a way from the loop's first block back to it, without blocks that
+call a function: those are the slow ways of a square root or a division. The branches to them are
+counted. Of ways with the same accesses the longest counts; `shortest` is the other end.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from machine.graph import Block, blocks, loops, order_of
+from machine.listing import NONE, Instruction, Kernel
+from nvcc import ROOT
+
+# Name and number of states, by line of rules.def.
+RULES = {
+    line: (found[1], int(found[2]))
+    for line, text in enumerate((ROOT / "csrc/rules/rules.def").read_text().splitlines(), 1)
+    if (found := re.match(r"RULE\((\w+), (\d)", text))
+}
+SUMS = r"fst_(begin|norm|unscale)|squares"
+WORD = 16
+BLOCK = 256  # threads
+THREADS = {"sm_75": 1024, "sm_86": 1536, "sm_89": 1536, "sm_120": 1536}  # of a multiprocessor
+
+
+@dataclass(frozen=True)
+class Types:
+    name: str
+    loads: int  # bytes per element
+    stores: int
+    narrow_in: bool = False  # whether some operand is read, or written, in 16 bits
+    narrow_out: bool = False
+    wide: bool = False  # computed in double
+
+
+def types_of(kernel: str, states: int) -> Iterator[Types]:
+    """What a loop may be: the accesses alone do not tell all apart."""
+    if kernel.startswith("fst_update"):
+        own = 4 * states
+        for extra, wide, narrow in (("", 0, 0), (" and grad", 4, 2)):  # that writes gradients too
+            yield Types(f"fp32{extra}", 8 + own, 4 + own + wide)
+            yield Types(f"16{extra}", (8 + own) // 2, (4 + own) // 2 + narrow, True, True)
+            yield Types(f"16, fp32 states{extra}", 4 + own, 2 + own + narrow, True, True)
+            yield Types(f"fp32 and 16{extra}", 8 + own, 6 + own + wide, False, True)
+            yield Types(f"16, fp32 master{extra}", 8 + own, 6 + own + narrow, True, True)
+            yield Types(f"fp64{extra}", 16 + 2 * own, 8 + 2 * own + 2 * wide, wide=True)
+    elif kernel.startswith("fst_accumulate"):
+        for name, sums in (("", 4), (" first", 0)):
+            for terms, times in ((1, ""), (2, " twice")):
+                yield Types(f"fp32{name}{times}", sums + 4 * terms, 4)
+                yield Types(f"16 to fp32{name}{times}", sums + 2 * terms, 4, True)
+                yield Types(f"16{name}{times}", sums // 2 + 2 * terms, 2, True, True)
+                yield Types(f"fp64{name}{times}", 2 * sums + 8 * terms, 8, wide=True)
+    else:
+        for stored in (0, 1):
+            yield Types("fp32", 4, 4 * stored)
+            yield Types("16", 2, 2 * stored, True, bool(stored))
+            yield Types("fp64", 8, 8 * stored, wide=True)
+
+
+@dataclass
+class Way:
+    code: list[Instruction]
+    shortest: int
+    word: int = 16
+
+    def count(self, *patterns: str) -> int:
+        return sum(bool(re.match("|".join(patterns), one.opcode)) for one in self.code)
+
+    @property
+    def loads(self) -> int:
+        return sum(one.loads(self.word) for one in self.code)
+
+    @property
+    def stores(self) -> int:
+        return sum(one.stores(self.word) for one in self.code)
+
+    @property
+    def fp64(self) -> int:
+        """Operations of the pipe for fp64."""
+        return self.count(r"D(ADD|MUL|FMA|SETP|MNMX)", r"(F2F|F2I|I2F|FRND)\b.*F64")
+
+    @property
+    def narrow(self) -> str:
+        """The 16-bit type that is read: bf16, fp16, or none."""
+        shifts = sum(
+            one.name in {"IMAD", "SHL", "SHF", "LOP3", "PRMT", "USHF"}
+            and bool(re.search(r"\b0x(10000|ffff0000|5410|7632|1054|3276)\b|, 0x10,", one.operands))
+            for one in self.code
+        )
+        if self.count(r"HADD2.*F32"):
+            return "fp16"
+        return "bf16" if self.count(r"F2FP.*BF16") or shifts >= 4 * self.loads else ""
+
+    def wide(self, sums: bool) -> bool:
+        """Whether it computes in double; a loop that sums may do so for operands in fp32."""
+        computes = self.count(r"D(ADD|MUL|FMA|SETP|MNMX)") > 0
+        return computes and not (sums and self.count(r"F(ADD|MUL|FMA|SETP)\b", r"F2F.*F64.F32"))
+
+    @property
+    def packs(self) -> bool:
+        return bool(self.count(r"F2FP", r"F2F\.(BF)?16"))
+
+    @property
+    def before_wait(self) -> int:
+        """How many loads of words are issued before the first wait for one of them, at most."""
+        pending: set[int] = set()
+        best = run = 0
+        for one in self.code * 2:
+            if any(one.waits >> board & 1 for board in pending):
+                pending, run = set(), 0
+            if one.loads(self.word):
+                run += 1
+                if one.sets != NONE:
+                    pending.add(one.sets)
+            best = max(best, run)
+        return min(best, self.loads)
+
+
+@dataclass
+class Loop:
+    kernel: Kernel
+    arch: str
+    at: int
+    rule: str
+    types: Types | None
+    way: Way
+
+    @property
+    def name(self) -> str:
+        kind = self.types.name if self.types else "?"
+        if self.types and self.types.narrow_in:
+            kind = kind.replace("16", self.way.narrow or "16", 1)
+        return " ".join(part for part in (self.kernel.name, self.rule, kind) if part)
+
+    @property
+    def elements(self) -> int:
+        return WORD * self.way.loads // self.types.loads if self.types else 0
+
+    @property
+    def in_flight(self) -> int:
+        """Bytes that a multiprocessor has asked for when all of its warps wait."""
+        registers = -(-max(self.kernel.registers, 1) // 8) * 8
+        fit = min((64 << 10) // (registers * BLOCK), THREADS.get(self.arch, 2048) // BLOCK)
+        return fit * BLOCK * self.way.before_wait * WORD
+
+    def figures(self) -> dict[str, float]:
+        way, elements = self.way, self.elements or 1
+        return {
+            "instructions": round(len(way.code) / elements, 1),
+            "shortest": round(way.shortest / elements, 1),
+            "elements": self.elements,
+            "loads": way.loads,
+            "before_wait": way.before_wait,
+            "stores": way.stores,
+            "other_loads": way.count(r"LDG(?!.*128)", r"LD\b", r"LDC", r"ULDC", r"LDL"),
+            "branches": way.count("BRA", "BRX", "CALL", "BSSY", "BSYNC"),
+            "fp64": round(way.fp64 / elements, 2),
+            "registers": self.kernel.registers,
+            "stack": self.kernel.stack,
+            "spills": self.kernel.spills,
+            "in_flight": self.in_flight,
+        }
+
+
+def loops_of(kernel: Kernel, arch: str) -> list[Loop]:
+    """The loops over 16-byte words of a kernel, by what they compute."""
+    code = blocks(kernel)
+    wide = {
+        head: body
+        for head, body in loops(code).items()
+        if any(one.loads() for n in body for one in code[n].code)
+    }
+    found = []
+    for head, body in sorted(wide.items()):
+        if any(other in body for other in wide if other != head):
+            continue
+        rules = rules_in(code, body)
+        rule, states = rules.pop() if len(rules) == 1 else ("generic" if rules else "", 0)
+        ways = ways_through(code, head, body)
+        at = code[head].code[0].at
+        typed = [(way, recognise(kernel.name, states, way)) for way in ways.values()]
+        named = [Loop(kernel, arch, at, rule, types, way) for way, types in typed if types]
+        if rule == "generic" or not named:
+            named = [Loop(kernel, arch, at, rule, None, ways[max(ways)])]
+        found += named
+    return found
+
+
+def rules_in(code: list[Block], body: set[int]) -> set[tuple[str, int]]:
+    places = {place for n in body for one in code[n].code for place in one.places}
+    return {RULES[line] for file, line in places if file == "rules.def" and line in RULES}
+
+
+def recognise(kernel: str, states: int, way: Way) -> Types | None:
+    if 2 * len(way.code) > 3 * way.shortest:
+        return None
+    for types in types_of(kernel, states):
+        elements, rest = divmod(WORD * way.loads, types.loads)
+        if rest or elements not in {4, 8, 16, 32, 64} or elements * types.stores != 16 * way.stores:
+            continue
+        if types.wide != way.wide(sums=bool(re.match(SUMS, kernel))):
+            continue
+        if types.wide or (types.narrow_in, types.narrow_out) == (bool(way.narrow), way.packs):
+            return types
+    return None
+
+
+def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int, int], Way]:
+    """The longest way through a loop for each number of 16-byte loads and stores."""
+    inside = {n for n in body if not code[n].calls} or body
+    if head not in inside or not any(head in code[n].next for n in inside):
+        inside = body
+    order = [n for n in order_of(code) if n in inside]
+    rank = {n: i for i, n in enumerate(order)}
+    # Of each block, by accesses from the head to its end: length, shortest length, block before.
+    known: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {head: {(0, 0): (0, 0, -1)}}
+    for n in order:
+        own = code[n].code
+        loads = sum(one.loads() for one in own)
+        stores = sum(one.stores() for one in own)
+        known[n] = {
+            (key[0] + loads, key[1] + stores): (longest + len(own), shortest + len(own), before)
+            for key, (longest, shortest, before) in known.get(n, {}).items()
+        }
+        for child in code[n].next:
+            if child not in rank or rank[child] <= rank[n]:
+                continue
+            there = known.setdefault(child, {})
+            for key, (longest, shortest, _) in known[n].items():
+                old = there.get(key, (-1, shortest, -1))
+                best = (longest, n) if longest > old[0] else (old[0], old[2])
+                there[key] = (best[0], min(shortest, old[1]), best[1])
+    ways: dict[tuple[int, int], Way] = {}
+    for n in order:
+        if head not in code[n].next:
+            continue
+        for key, (longest, shortest, _) in known[n].items():
+            old_way = ways.get(key)
+            if old_way:
+                old_way.shortest = shortest = min(shortest, old_way.shortest)
+            if not old_way or longest > len(old_way.code):
+                ways[key] = Way(trace(code, known, n, key), shortest)
+    return ways
+
+
+def trace(
+    code: list[Block],
+    known: dict[int, dict[tuple[int, int], tuple[int, int, int]]],
+    node: int,
+    key: tuple[int, int],
+) -> list[Instruction]:
+    way: list[list[Instruction]] = []
+    while node >= 0:
+        own = code[node].code
+        before = known[node][key][2]
+        loads = sum(one.loads() for one in own)
+        stores = sum(one.stores() for one in own)
+        way.append(own)
+        key = (key[0] - loads, key[1] - stores)
+        node = before
+    return [one for part in reversed(way) for one in part]
