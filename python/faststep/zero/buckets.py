@@ -10,6 +10,7 @@ from .group import Group, Pending
 from .layout import Bucket
 from .pages import Pages
 from .slots import Slot
+from .uses import Uses
 
 __all__ = ["GradientBucket"]
 
@@ -22,7 +23,7 @@ class GradientBucket:
         slots: its parameters, in the layout's order.
         group: the ranks.
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1).
-        counts_used: learn with each reduction in how many ranks each parameter was used.
+        counts_uses: learn with each reduction in how many ranks each parameter was used, by this.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class GradientBucket:
         slots: list[Slot],
         group: Group,
         keeps_buffer: bool,
-        counts_used: bool = False,
+        counts_uses: type[Uses] | None = None,
     ) -> None:
         self.layout = layout
         self.slots = slots
@@ -40,9 +41,8 @@ class GradientBucket:
         self.is_sent = False
         self._group = group
         self._keeps_buffer = keeps_buffer
-        self._counts_used = counts_used
-        self.used = torch.empty(0)  # per slot, once it was received: the ranks that used it
-        self._counting: Pending | None = None
+        self._counts_uses = counts_uses
+        self.uses: Uses | None = None  # of the last reduction
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._way: tuple[Tensor, Pending] | None = None
@@ -88,36 +88,36 @@ class GradientBucket:
                 self._view_of(slot).zero_()
         self.is_sent, self._is_added = True, False
         if self.layout.size and self._buffer is not None:
-            cuts = self.layout.cuts
-            sizes = [cuts[r + 1] - cuts[r] for r in range(self._group.world)]
-            self._way = self._group.exchange(self._buffer, sizes, self._what("reducing"))
+            self._way = self._exchange(self._buffer)
         if not self._keeps_buffer:
             self._buffer, self._views = None, []
-        if self._counts_used:
-            self.used = torch.tensor([slot.arrived for slot in self.slots], dtype=torch.int32)
-            self._counting = self._group.start_adding(self.used, self._what("counting the uses of"))
+        if self._counts_uses is not None:
+            what = self._what("counting the uses of")
+            self.uses = self._counts_uses(self.slots, self._group, what)
+
+    def _exchange(self, sent: Tensor) -> tuple[Tensor, Pending]:
+        """Send the ranks their slices; returns where this rank's arrive, a row per rank."""
+        cuts = self.layout.cuts
+        sizes = [cuts[r + 1] - cuts[r] for r in range(self._group.world)]
+        return self._group.exchange(sent, sizes, self._what("reducing"))
 
     def is_there(self) -> bool:
         """Whether `receive` would not wait; begins what follows on what has arrived."""
-        waits = [self._counting, None if self._way is None else self._way[1]]
+        waits = [self.uses, None if self._way is None else self._way[1]]
         if not self._is_added and not _are_done(waits):
             return False
         if self._group.replicas is None:
             return True
         self.add()
-        return _are_done([self._counting, self._replicating])
+        return _are_done([self.uses, self._replicating])
 
     def add(self) -> None:
         """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""
         if self._is_added:
             return
         self._is_added = True
-        if self._counting is not None:
-            self._counting.wait()
-            self._counting = None
-            if self._group.replicas is not None:
-                what = self._what("counting the uses, over the replicas, of")
-                self._counting = self._group.replicas.start_adding(self.used, what)
+        if self.uses is not None:
+            self.uses.replicate()
         if self._way is None:
             return
         rows, pending = self._way
@@ -125,26 +125,36 @@ class GradientBucket:
         self._way = None
         if not self.values.numel():
             return
+        sums = self._folded(rows)
+        if self._group.replicas is not None:
+            what = self._what("reducing over the replicas")
+            self._replicating = self._group.replicas.start_adding(sums, what)
+        self._sums = None if sums is self.values else sums
+
+    def _folded(self, rows: Tensor) -> Tensor:
+        """The sums of what has arrived: the slice itself, or what is to be added to it."""
         apart = self._group.replicas is not None and self._holds
         sums = torch.empty_like(self.values) if apart else self.values
         for rank in range(0, len(rows), 2):
             more = rows[rank + 1] if rank + 1 < len(rows) else None
             start = rank == 0 and (apart or not self._holds)
             add_all([Addition(sums, rows[rank], more, 1.0, start)])
-        if self._group.replicas is not None:
-            what = self._what("reducing over the replicas")
-            self._replicating = self._group.replicas.start_adding(sums, what)
-            self._sums = sums if apart else None
+        return sums
 
     def receive(self) -> None:
         """Wait until the slice has the gradients of all ranks."""
         self.add()
-        for pending in (self._counting, self._replicating):
+        for pending in (self.uses, self._replicating):
             if pending is not None:
                 pending.wait()
         if self._sums is not None:
             self.values.add_(self._sums)
-        self._counting = self._replicating = self._sums = None
+        self._replicating = self._sums = None
+
+    def used(self) -> list[int]:
+        """In how many ranks each parameter was used, once it was received."""
+        assert self.uses is not None
+        return self.uses.counts()
 
     def gather(self, flat: Tensor, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""
@@ -155,5 +165,5 @@ class GradientBucket:
         return f"{doing} the parameters from {first!r} to {last!r}"
 
 
-def _are_done(waits: list[Pending | None]) -> bool:
+def _are_done(waits: list[Pending | Uses | None]) -> bool:
     return all(pending is None or pending.is_done() for pending in waits)

@@ -26,6 +26,7 @@ from .group import Group
 from .in_backward import BackwardUpdates
 from .placeholder import Placeholder
 from .slots import Slot
+from .uses import Uses
 
 __all__ = ["Gradients", "sharded_params"]
 
@@ -40,8 +41,15 @@ class Gradients:
 
     updates: BackwardUpdates | None = None  # with update="backward"
 
-    def __init__(self, slots: list[Slot], buckets: list[GradientBucket], group: Group) -> None:
+    def __init__(
+        self,
+        slots: list[Slot],
+        buckets: list[GradientBucket],
+        group: Group,
+        uses: type[Uses] = Uses,
+    ) -> None:
         self._slots = slots
+        self._uses = uses
         self._buckets = buckets
         self._group = group
         self._quiet = 0  # nested no_sync() contexts
@@ -209,24 +217,24 @@ class Gradients:
                 self._send_next()
             counting = None
             if self.updates is None:
-                used = torch.tensor([slot.arrived for slot in self._slots], dtype=torch.int32)
                 what = "counting the parameters that were used"
-                counting = self._group.start_adding(used, what)
+                counting = self._uses(self._slots, self._group, what)
             replicas = self._group.replicas
             if replicas is not None:
                 for bucket in self._under_way:
                     bucket.add()
             while self._under_way:
                 self._receive_next()
-            if counting is not None:  # after the buckets, whose errors name parameters
+            if counting is not None:
+                # After the buckets, whose errors name parameters, and which some ranks have sent to
+                # their replicas in backward.
+                counting.replicate()
                 counting.wait()
-            if replicas is not None and self.updates is None:
-                # After the buckets, which some ranks have sent to their replicas in backward.
-                replicas.add_up(used, "counting the parameters that were used, over the replicas")
+                used = counting.counts()
             if self.updates is not None:
-                used = torch.cat([bucket.used for bucket in self._buckets])
+                used = [count for bucket in self._buckets for count in bucket.used()]
                 self.updates.finish()
-        for slot, count in zip(self._slots, used.tolist(), strict=True):
+        for slot, count in zip(self._slots, used, strict=True):
             if count:
                 slot.held = True
                 slot.param.grad = slot.stand_in

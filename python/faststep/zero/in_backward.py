@@ -78,7 +78,7 @@ class BackwardUpdates:
         engine, number = self._owner, self._numbers[id(bucket)]
         assert self._rules is not None
         engine.wait([number])  # the gathering of the step before, if no forward has waited for it
-        for slot, count in zip(bucket.slots, bucket.used.tolist(), strict=True):
+        for slot, count in zip(bucket.slots, bucket.used(), strict=True):
             slot.held = slot.held or bool(count)
         held = [slot.held for slot in bucket.slots]
         if not any(held):

@@ -160,7 +160,7 @@ class Owned:
         self._parts.append(OwnedPart(self.optimizer, params))
         return self._parts[-1]
 
-    def step(self, request: StepRequest, norm: float | None) -> None:
+    def step(self, request: StepRequest, norm: Tensor | None) -> None:
         """Update the pieces that have a gradient.
 
         Raises:
@@ -171,7 +171,7 @@ class Owned:
             return
         optimizer = self.optimizer
         self.take_options()
-        self._stepper.norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
+        self._stepper.norm = norm
         params = [group["params"] for group in optimizer.param_groups]
         try:
             self._stepper.step(Work(optimizer, params, optimizer._rules), request)

@@ -23,6 +23,7 @@ from .buckets import GradientBucket
 from .gradients import Gradients
 from .group import Group
 from .slots import Slot
+from .uses import Uses
 
 __all__ = ["WrappedGradients", "check_wrapped"]
 
@@ -50,6 +51,7 @@ class WrappedGradients(Gradients):
         slots: list[Slot],
         buckets: list[GradientBucket],
         group: Group,
+        uses: type[Uses],
         model: DistributedDataParallel,
     ) -> None:
         self._model = weakref.ref(model)
@@ -57,7 +59,7 @@ class WrappedGradients(Gradients):
         self._handles: list[Any] = []
         self._used: set[Slot] = set()  # that backward has reached on this rank
         self._is_shadowed = False  # whether the model takes part in a backward without data
-        super().__init__(slots, buckets, group)
+        super().__init__(slots, buckets, group, uses)
 
     def _attach(self) -> None:
         model = self._model()
