@@ -46,6 +46,7 @@ class GradientBucket:
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._way: tuple[Tensor, Pending] | None = None
+        self._sent: Tensor | None = None  # that the collective reads
         self._is_added = True
         self._sums: Tensor | None = None  # of this group, on their way to those of all replicas
         self._replicating: Pending | None = None
@@ -56,11 +57,14 @@ class GradientBucket:
 
     def begin(self) -> None:
         """Start a backward pass."""
+        self._begin()
+        if not self._holds:
+            self._slice.forget()
+
+    def _begin(self) -> None:
         self.missing = sum(slot.param.requires_grad for slot in self.slots)
         self.is_sent = False
         self._holds = any(slot.held for slot in self.slots)
-        if not self._holds:
-            self._slice.forget()
 
     def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
         """Take over a gradient of this rank, divided by the number of ranks as DDP divides it."""
@@ -73,13 +77,16 @@ class GradientBucket:
 
     def _view_of(self, slot: Slot) -> Tensor:
         if self._buffer is None:
-            layout = self.layout
-            self._buffer = Pages(layout.size, layout.dtype, layout.device).tensor
+            self._buffer = self._new_buffer()
             self._views = [
                 self._buffer.as_strided(one.shape, one.strides, place.begin)
-                for one, place in zip(self.slots, layout.places, strict=True)
+                for one, place in zip(self.slots, self.layout.places, strict=True)
             ]
         return self._views[slot.place]
+
+    def _new_buffer(self) -> Tensor:
+        """Memory for whole gradients; all but the gaps between them is written before it is sent."""
+        return Pages(self.layout.size, self.layout.dtype, self.layout.device).tensor
 
     def send(self) -> None:
         """Send every rank its slice; gradients that have not arrived are zero."""
@@ -88,6 +95,7 @@ class GradientBucket:
                 self._view_of(slot).zero_()
         self.is_sent, self._is_added = True, False
         if self.layout.size and self._buffer is not None:
+            self._sent = self._buffer
             self._way = self._exchange(self._buffer)
         if not self._keeps_buffer:
             self._buffer, self._views = None, []
@@ -111,6 +119,9 @@ class GradientBucket:
         self.add()
         return _are_done([self.uses, self._replicating])
 
+    def lend(self, stream: torch.cuda.Stream) -> None:
+        """Before another stream than that of backward receives it; on a CUDA device only."""
+
     def add(self) -> None:
         """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""
         if self._is_added:
@@ -122,7 +133,7 @@ class GradientBucket:
             return
         rows, pending = self._way
         pending.wait()
-        self._way = None
+        self._way = self._sent = None
         if not self.values.numel():
             return
         sums = self._folded(rows)

@@ -198,6 +198,17 @@ class Gradients:
         bucket.send()
         self._next += 1
         self._under_way.append(bucket)
+        if self.updates is not None and self.updates.beside is not None:
+            self._receive_beside(self.updates.beside)
+
+    def _receive_beside(self, stream: torch.cuda.Stream) -> None:
+        """Let another stream than that of backward wait for the last bucket, and update it.
+
+        All ranks do that when they have sent it, so their collectives come in one order.
+        """
+        self._under_way[-1].lend(stream)
+        with torch.cuda.stream(stream):
+            self._receive_next()
 
     def _bytes_under_way(self) -> int:
         return sum(bucket.nbytes for bucket in self._under_way)

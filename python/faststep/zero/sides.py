@@ -10,11 +10,13 @@ from torch import Tensor
 
 from ..optim.request import StepAnswer, StepRequest
 from .buckets import GradientBucket
+from .cuda_buckets import CudaBucket
+from .cuda_steps import CudaSteps
 from .group import Group
 from .host_steps import HostSteps
 from .owned import Owned
 from .slots import Slot
-from .uses import Uses
+from .uses import CudaUses, Uses
 
 __all__ = ["Side", "side_of"]
 
@@ -48,8 +50,9 @@ class Side(NamedTuple):
 
 
 _HOST = Side(False, GradientBucket, Uses, HostSteps)
+_CUDA = Side(True, CudaBucket, CudaUses, CudaSteps)
 
 
 def side_of(device: torch.device) -> Side:
     """The classes for parameters on a device."""
-    return _HOST
+    return _CUDA if device.type == "cuda" else _HOST

@@ -139,8 +139,10 @@ def _take(gradients: WrappedGradients | None, bucket: Any) -> Future[Tensor]:
         )
     with torch.no_grad():
         gradients.take(list(bucket.parameters()), list(bucket.gradients()))
-    done: Future[Tensor] = Future()
-    done.set_result(bucket.buffer())
+    values = bucket.buffer()
+    devices = [values.device] if values.is_cuda else None
+    done: Future[Tensor] = Future(devices=devices)  # whoever waits for it waits for these streams
+    done.set_result(values)
     return done
 
 
