@@ -78,7 +78,7 @@ class Nccl:
         return call
 
     def _begin(self, what: str, group: Any, *tensors: Tensor) -> None:
-        """All ranks are here, with the same call; the inputs are as the current stream sees them."""
+        """All ranks are here, with the same call; inputs are as the current stream sees them."""
         self.late.current.synchronize()
         said = (what, [(tuple(t.shape), str(t.dtype)) for t in tensors])
         found: list[Any] = [None] * dist.get_world_size(group)
@@ -199,11 +199,20 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
         handle = (late.current if stream is None else stream).handle
         late.must("cuEventRecord", event.handle, ctypes.c_void_p(handle))
 
-    empty, tensor, wrapper = torch.empty, torch.tensor, zero.placeholder.new_wrapper
+    empty, empty_like, tensor, wrapper = (
+        torch.empty,
+        torch.empty_like,
+        torch.tensor,
+        zero.placeholder.new_wrapper,
+    )
 
     def new_empty(*args: Any, pin_memory: bool = False, device: Any = None, **rest: Any) -> Tensor:
         made = empty(*args, device=device, **rest)
         return made.fill_(float("nan")) if made.is_floating_point() else made  # as memory of before
+
+    def new_like(like: Tensor, device: Any = None, **rest: Any) -> Tensor:
+        on_host = device is not None and torch.device(device).type == "cpu"
+        return empty_like(fake.plain(like) if on_host else like, device=device, **rest)
 
     def new_tensor(*args: Any, device: Any = None, **rest: Any) -> Tensor:
         if device is not None and torch.device(device).type == "cuda":
@@ -222,6 +231,7 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     patch.setattr(Event, "synchronize", synchronize, raising=False)
     patch.setattr(Event, "record", record)
     patch.setattr(torch, "empty", new_empty)
+    patch.setattr(torch, "empty_like", new_like)
     patch.setattr(torch, "tensor", new_tensor)
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(late))
@@ -229,7 +239,7 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     patch.setattr(torch.cuda, "current_stream", lambda device=None: late.current)
     patch.setattr(torch.cuda, "stream", late.use)
     building = importlib.import_module("faststep.zero.build")
-    patch.setattr(building, "_PLAIN", (*building._PLAIN, fake.OnCuda))
+    patch.setattr(building, "_PLAIN", (*building._PLAIN, *fake.TYPES))
     # One rank sends to itself, which is what one GPU can test.
     patch.setattr(building, "group_of", _group_even_of_one)
     patch.setattr(
@@ -239,4 +249,14 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
         zero.placeholder, "new_wrapper",
         lambda *args, device, **rest: wrapper(*args, device="cpu", **rest),
     )  # fmt: skip
+    unscale = zero.engine.Engine.unscale
+
+    def in_function(*args: Any) -> None:
+        with torch._C._EnableTorchFunction():  # a placeholder's dispatch has turned it off
+            unscale(*args)
+
+    patch.setattr(zero.engine.Engine, "unscale", in_function)
+    for name, value in (("device", torch.device("cuda", 0)), ("is_cuda", True), ("is_cpu", False)):
+        there = property(lambda _, value=value: value)  # type: ignore[misc]
+        patch.setattr(zero.placeholder.Placeholder, name, there, raising=False)
     return Nccl(patch, late)

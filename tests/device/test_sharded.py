@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import faststep
 from accumulate.processes import Job
 from faststep import zero
-from zero.common import SHAPES, Given, differences, grads_for, mean_of, optimizer_of, states_differ
+from zero.common import SHAPES, Given, differences, mean_of, optimizer_of, states_differ
 from zero.test_exact import LOW, _grads, _groups
 
 from . import fake, nccl

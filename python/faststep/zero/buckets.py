@@ -85,7 +85,7 @@ class GradientBucket:
         return self._views[slot.place]
 
     def _new_buffer(self) -> Tensor:
-        """Memory for whole gradients; all but the gaps between them is written before it is sent."""
+        """Memory for whole gradients, of which all but gaps is written before it is sent."""
         return Pages(self.layout.size, self.layout.dtype, self.layout.device).tensor
 
     def send(self) -> None:

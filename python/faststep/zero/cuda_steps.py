@@ -92,7 +92,7 @@ class CudaSteps:
         """Let the next step know whether the ranks had gradients of the same parameters."""
         seen = torch.empty((), dtype=torch.float32, pin_memory=True)
         seen.copy_(differ, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream())
         self._differ = seen, event
 

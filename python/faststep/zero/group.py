@@ -149,7 +149,7 @@ class Group:
             group.device = device
 
     def reduce_scatter(self, own: Tensor, sent: Tensor, what: str) -> Pending:
-        """Add up a flat tensor over the ranks; each receives a slice, of which all have one size."""
+        """Add up a flat tensor over the ranks; each receives a slice, all of one size."""
         work = dist.reduce_scatter_tensor(own, sent, group=self._group, async_op=True)
         return Pending(self, what, [work], [own, sent])
 

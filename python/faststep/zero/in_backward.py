@@ -54,7 +54,7 @@ class BackwardUpdates:
         device = engine.buckets[0].layout.device if engine.buckets else None
         self.beside: torch.cuda.Stream | None = None
         if device is not None and device.type == "cuda":
-            self.beside = torch.cuda.Stream(device)
+            self.beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def _owner(self) -> Engine:

@@ -162,14 +162,15 @@ def _placed_evenly(params: Sequence[Flat], members: list[int], world: int) -> Bu
     dtype, device = params[members[0]].dtype, params[members[0]].device
     step = ALIGNMENT // dtype.itemsize
     sizes = [params[index].size for index in members]
-    part = -(-sum(_rounded_up(size, step) for size in sizes) // world)
+    part = _rounded_up(-(-sum(_rounded_up(size, step) for size in sizes) // world), step)
     while True:
-        # A parameter with several borders inside needs whole chunks between them.
-        part = _rounded_up(part, CHUNK if max(sizes) > part else step)
         begins, end = _begins(sizes, part, world, step)
-        if end <= part * world:
+        if end > part * world:
+            part += _rounded_up(-(-(end - part * world) // world), step)
+        elif part and not _is_cut_in_chunks(begins, sizes, part, world):
+            part = _rounded_up(part + 1, CHUNK)  # a parameter has several borders inside
+        else:
             break
-        part += -(-(end - part * world) // world)
     places = tuple(Place(*place) for place in zip(members, begins, sizes, strict=True))
     return Bucket(
         dtype, device, places, part * world, tuple(part * rank for rank in range(world + 1))
@@ -186,6 +187,15 @@ def _begins(sizes: Sequence[int], part: int, world: int, step: int) -> tuple[lis
         begins.append(end)
         end += _rounded_up(size, step)
     return begins, end
+
+
+def _is_cut_in_chunks(begins: Sequence[int], sizes: Sequence[int], part: int, world: int) -> bool:
+    """Whether all borders inside of parameters lie between their chunks."""
+    return not any(
+        begin < border < begin + size and (border - begin) % CHUNK
+        for begin, size in zip(begins, sizes, strict=True)
+        for border in range(part, part * world, part)
+    )
 
 
 def _rounded_up(count: int, step: int) -> int:

@@ -99,7 +99,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
     def last_grad_norm(self) -> Tensor | None:
         """The global 2-norm of the unscaled gradients before clipping, from the last step.
 
-        A 0-d float32 tensor on the device of the parameters; None before the first step that measured it.
+        A 0-d float32 tensor where the parameters are; None before the first step that measured it.
         """
         if self._engine is None:
             return self._owned.last_grad_norm
