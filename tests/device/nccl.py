@@ -34,12 +34,17 @@ class Work:
 
     def __init__(self, nccl: Nccl, event: Any, read: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._nccl, self._event, self._read = nccl, event, list(read)
+        self._issued = nccl.late.current
+        self.is_freed = False  # what it reads, when its caller has waited
         nccl.unfinished.append(self)
 
     def wait(self) -> None:
         for tensor, before in self._read:
             if not torch.equal(fake.plain(tensor).view(torch.uint8), before.view(torch.uint8)):
                 raise AssertionError("what a collective reads was written before it was waited for")
+            lent = (tensor.untyped_storage().data_ptr(), self._nccl.late.current.handle)
+            if self.is_freed and self._nccl.late.current is not self._issued:
+                assert lent in self._nccl.lent, "memory goes back to a stream that has not waited"
         self._read = []
         self._nccl.late.current.wait_event(self._event)
         if self in self._nccl.unfinished:
@@ -59,6 +64,7 @@ class Nccl:
     def __init__(self, patch: pytest.MonkeyPatch, late: Late) -> None:
         self.late = late
         self.unfinished: list[Work] = []
+        self.lent: set[tuple[int, int]] = set()  # memory and streams, by record_stream()
         self.sent: list[tuple[str, float]] = []
         self._streams: dict[Any, Stream] = {}
         self._staged: list[int] = []
@@ -137,7 +143,9 @@ class Nccl:
         assert sent.numel() == world * out.numel()
         self.sent.append(("reduce_scatter", sent.nbytes * (world - 1) / world))
         rows = [row.chunk(world)[rank] for row in self._rows(sent, group)]
-        return self._finish(group, out, _sum(rows), [sent], async_op)
+        work = self._finish(group, out, _sum(rows), [sent], True)
+        work.is_freed = True
+        return work if async_op else work.wait()
 
     def gather(self, out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:
         self._begin("all_gather", group, out, own)
@@ -227,7 +235,6 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
 
     patch.setattr(fake, "_note_wait", wait)
     patch.setattr(fake.OnCuda, "__torch_function__", classmethod(in_order))
-    patch.setattr(fake.OnCuda, "record_stream", lambda self, stream: None, raising=False)
     patch.setattr(Event, "synchronize", synchronize, raising=False)
     patch.setattr(Event, "record", record)
     patch.setattr(torch, "empty", new_empty)
@@ -259,4 +266,10 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     for name, value in (("device", torch.device("cuda", 0)), ("is_cuda", True), ("is_cpu", False)):
         there = property(lambda _, value=value: value)  # type: ignore[misc]
         patch.setattr(zero.placeholder.Placeholder, name, there, raising=False)
-    return Nccl(patch, late)
+    made = Nccl(patch, late)
+
+    def record_stream(tensor: Tensor, stream: Stream) -> None:
+        made.lent.add((tensor.untyped_storage().data_ptr(), stream.handle))
+
+    patch.setattr(fake.OnCuda, "record_stream", record_stream, raising=False)
+    return made

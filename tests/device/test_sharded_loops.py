@@ -1,4 +1,4 @@
-"""What loops do with a sharded model on the fake device: scalers, accumulation, state dicts, DDP."""
+"""Loops over a sharded model on the fake device: scalers, accumulation, state dicts, DDP."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_state_dicts(name: str, cuda_ranks: Ranks) -> None:
 def _differing(rank: int, world: int) -> list[Any]:
     """One rank sets a gradient to None by itself, and another order of hooks on each rank."""
     with machine():
-        model, whole = _pair()
+        model, _ = _pair()
         optimizer = zero.shard(
             model, faststep.optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=1.0),
             bucket_mb=0.1,
@@ -224,7 +224,8 @@ def _differing(rank: int, world: int) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
             changed = [
-                not torch.equal(fake.plain(p), b) for p, b in zip(model.parameters(), before)
+                not torch.equal(fake.plain(p), b)
+                for p, b in zip(model.parameters(), before, strict=True)
             ]
             found += [any(changed), optimizer.step_was_skipped]
         backward(model(grads_for(model, rank, 2)))
@@ -357,12 +358,12 @@ def test_masters(cuda_ranks: Ranks) -> None:
     assert cuda_ranks("cuda masters") == [[]] * 2
 
 
-def _checkpointed(rank: int, world: int, folder: str) -> list[str]:
+def _checkpointed(rank: int, world: int) -> list[str]:
     """torch.distributed.checkpoint saves slices; a run on the host without sharding loads them."""
     from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    with machine():
+    with tempfile.TemporaryDirectory() as folder, machine():
         model, whole = _pair()
         optimizer = zero.shard(model, optimizer_of("AdamW", model.parameters()), bucket_mb=0.1)
         reference = optimizer_of("AdamW", whole.parameters())
@@ -380,6 +381,7 @@ def _checkpointed(rank: int, world: int, folder: str) -> list[str]:
             for value in state.values():
                 value.zero_()
         dcp.load(found, checkpoint_id=shared[0])
+        dist.barrier()
         return [
             f"{key} of {name}"
             for name, state in found["optimizer"]["state"].items()
@@ -450,6 +452,6 @@ CUDA_JOBS = [
     *(Job(f"cuda orders: {update}", 3, _orders, (update,)) for update in ("step", "backward")),
     *(Job(f"cuda wrapped: {case}", 2, _wrapped, case) for case in WRAPPED),
     Job("cuda masters", 2, _masters),
-    Job("cuda checkpointed", 2, _checkpointed, (tempfile.mkdtemp(),)),
+    Job("cuda checkpointed", 2, _checkpointed),
     Job("cuda refused", 2, _refused),
 ]
