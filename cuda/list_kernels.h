@@ -59,9 +59,12 @@ FST_KERNEL(fst_norm, fst_norm_launch)
     what.kind = kind;
     what.power = launch.power;
     what.deep = 0;
-    const fst_reduction squares = fst_squares(1.0, 0);
-    const int seen = kind == FST_NORM_SQUARES ? fst_reduce_chunks(tables, launch.operand, &squares)
-                                              : fst_reduce_chunks(tables, launch.operand, &what);
+    const double factor = fst_inverse_scale(&launch.scale);
+    const fst_reduction squares = fst_squares(factor, 0);
+    int seen = 0;
+    if (!launch.only_fold)
+        seen = kind == FST_NORM_SQUARES ? fst_reduce_chunks(tables, launch.operand, &squares)
+                                        : fst_reduce_chunks(tables, launch.operand, &what);
     if (!fst_is_last_block(shared, outcome, seen))
         return;
     const double result =
@@ -77,8 +80,10 @@ FST_KERNEL(fst_norm, fst_norm_launch)
     outcome->square_sum = kind == FST_NORM_SQUARES ? result : (double)NAN;
     outcome->norm = norm;
     outcome->clip_coefficient = 1.0;
-    outcome->inv_scale = 1.0;
+    outcome->inv_scale = factor;
     fst_scalar_write(&launch.norm, norm);
+    if (outcome->nonfinite)
+        fst_scalar_write(&launch.found_inf, 1.0);
 }
 
 /* Changes every chunk by a block, from last to first: what was measured last is still in the

@@ -134,13 +134,18 @@ typedef struct {
     int32_t inverse; /* `scale` is the inverse scale already */
 } fst_unscale_launch;
 
-/* fst_norm: the norm of all elements of an operand. One launch. */
+/* fst_norm: the norm of all elements of an operand. One launch. The sums of squares of chunks that
+ * several ranks have measured are folded by another launch, which reads no element. */
 typedef struct {
     fst_device_tables tables;
-    fst_device_scalar norm; /* receives the norm */
-    double power;           /* of FST_NORM_POWER */
+    fst_device_scalar norm;      /* receives the norm */
+    fst_device_scalar scale;     /* what the elements were multiplied by, for squares; absent: 1 */
+    fst_device_scalar found_inf; /* set to 1 where an element is infinite or NaN, else left alone */
+    double power;                /* of FST_NORM_POWER */
     uint32_t operand;
-    int32_t kind; /* fst_norm_kind */
+    int32_t kind;      /* fst_norm_kind */
+    int32_t only_fold; /* `partial` holds the sums of chunk_count chunks already */
+    int32_t reserved;
 } fst_norm_launch;
 
 /* fst_scale: multiplies an operand by a factor, in place. The factor is given by value, or is

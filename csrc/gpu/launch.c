@@ -38,7 +38,8 @@ static size_t blocks_of(fst_kernel kernel, const void *args, const fst_device_ta
     return begin->measure && view->chunk_count > filling ? view->chunk_count : filling;
 }
 
-/* Launches a kernel. `view` is the part of `args` with the tables' addresses. */
+/* Launches a kernel. `view` is the part of `args` with the tables' addresses. Where it has an
+ * address for the chunks' sums, or a number of chunks, these take the place of the tables'. */
 static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, fst_device_tables *view,
                     order how, fst_status *status)
 {
@@ -47,7 +48,12 @@ static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, fst_d
     if (!tables->set)
         return fst_fail(status, FST_BAD_VALUE, "the tables of CUDA device %d are not set",
                         device->ordinal);
+    const fst_device_tables asked = *view;
     *view = fst_gpu_mirror_tables(&tables->set->mirror, tables->set->memory);
+    if (asked.partial)
+        view->partial = asked.partial;
+    if (asked.chunk_count)
+        view->chunk_count = asked.chunk_count;
     if (fst_gpu_enter(device, &mode, status))
         return status->code;
     const int captured = tables->set == &tables->captured;
@@ -84,7 +90,7 @@ fst_code fst_gpu_unscale(fst_gpu_tables *tables, const fst_unscale_launch *launc
 
 fst_code fst_gpu_norm(fst_gpu_tables *tables, const fst_norm_launch *launch, fst_status *status)
 {
-    fst_norm_launch args = *launch;
+    fst_norm_launch args = *launch; /* its `partial` and `chunk_count` too, if they are set */
     return run(tables, FST_KERNEL_NORM, &args, &args.tables, ALL_AT_ONCE, status);
 }
 

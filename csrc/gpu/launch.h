@@ -18,6 +18,8 @@ fst_code fst_gpu_update(fst_gpu_tables *tables, const fst_update_launch *launch,
 fst_code fst_gpu_unscale(fst_gpu_tables *tables, const fst_unscale_launch *launch,
                          fst_status *status);
 
+/* With launch->tables.partial the chunks' sums are there, and not in the tables' own memory; with
+ * `only_fold` launch->tables.chunk_count says how many. */
 fst_code fst_gpu_norm(fst_gpu_tables *tables, const fst_norm_launch *launch, fst_status *status);
 
 /* With `from_outcome` the norm is the one that an earlier pass over the same tables left. */

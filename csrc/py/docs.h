@@ -71,6 +71,14 @@
 #define FST_DOC_DEVICE_INFO                     \
     FST_DOC("device_info($module, ordinal, /)", \
             "Make a CUDA device ready for use, and describe it.")
+#define FST_DOC_DEVICE_CHUNK_SQUARES                                                         \
+    FST_DOC(                                                                                 \
+        "device_chunk_squares($module, tensors, grad_scale, sums, found_inf, /)",            \
+        "Write the sum of squares of each chunk of tensors on one CUDA device, of elements " \
+        "divided by grad_scale (None for 1), to sums, and set found_inf at an infinity or NaN.")
+#define FST_DOC_DEVICE_FOLD_SQUARES                        \
+    FST_DOC("device_fold_squares($module, sums, norm, /)", \
+            "Write the root of fold_squares(sums) to norm, a 0-d tensor on the CUDA device.")
 #define FST_DOC_DEVICE_NORM                                                                    \
     FST_DOC("device_norm($module, tensors, norm_type, out, /)",                                \
             "Write the norm of tensors on one CUDA device to out, a 0-d tensor in float32 or " \

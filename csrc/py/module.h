@@ -82,6 +82,8 @@ PyObject *fst_py_update_scale(PyObject *module, PyObject *args);
  * device. */
 PyObject *fst_py_device_accumulate(PyObject *module, PyObject *args); /* accumulate.c */
 PyObject *fst_py_device_norm(PyObject *module, PyObject *args);
+PyObject *fst_py_device_chunk_squares(PyObject *module, PyObject *args); /* device_squares.c */
+PyObject *fst_py_device_fold_squares(PyObject *module, PyObject *args);
 PyObject *fst_py_device_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clip(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);

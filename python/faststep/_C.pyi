@@ -207,6 +207,17 @@ def device_accumulate(
 ) -> None:
     """`accumulate` of tensors on one CUDA device, as one launch."""
 
+def device_chunk_squares(
+    tensors: Sequence[Tensor], grad_scale: Tensor | None, sums: Tensor, found_inf: Tensor, /
+) -> None:
+    """`chunk_squares` of tensors on one CUDA device, of elements divided by `grad_scale`.
+
+    `sums` is on the device. `found_inf` is set to 1 where an element is infinite or NaN.
+
+    Raises:
+        ValueError: `sums` has another number of elements.
+    """
+
 def device_clamp(tensors: Sequence[Tensor], limit: float, /) -> None:
     """`clamp` of tensors on one CUDA device, as one launch."""
 
@@ -215,6 +226,13 @@ def device_clip(tensors: Sequence[Tensor], max_norm: float, norm: Tensor, /) -> 
 
 def device_counts() -> tuple[int, int, int]:
     """Kernel launches, uploads of tables and bytes of these since the process started."""
+
+def device_fold_squares(sums: Tensor, norm: Tensor, /) -> None:
+    """Write the root of `fold_squares(sums)` to `norm`, both on one CUDA device.
+
+    Raises:
+        ValueError: there are no sums, or 2^32 or more.
+    """
 
 def device_info(ordinal: int, /) -> dict[str, Any]:
     """Make a CUDA device ready, and describe it.

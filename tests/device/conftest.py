@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
+from accumulate.processes import results_of
 from faststep.data.deliver import copies
 
 from . import fake, late
@@ -20,6 +22,18 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Machine]:
     started.synchronize()
     fake.free_allocated()
     assert started.complaint() is None
+
+
+@pytest.fixture(scope="session")
+def cuda_ranks(request: pytest.FixtureRequest) -> Callable[[str], list[Any]]:
+    """The results by rank of a job of CUDA_JOBS, in processes with a fake machine each."""
+    fake.build(fake.LIBRARY)
+    jobs = {}
+    for item in request.session.items:
+        for job in getattr(getattr(item, "module", None), "CUDA_JOBS", ()):
+            jobs[job.name] = job
+    results = results_of(list(jobs.values()))
+    return results.__getitem__
 
 
 @pytest.fixture

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.usefixtures("machine")
 def calls_of(name: str) -> list[tuple[Callable[[], Any], list[Any]]]:
     """A good call, and bad ones."""
     tensors, scalar = [fake.claim(torch.ones(3)) for _ in range(3)], fake.claim(torch.ones(()))
+    sums = fake.claim(torch.zeros(3, dtype=torch.float64))
     rest: dict[str, tuple[Any, ...]] = {
+        "device_chunk_squares": (scalar, sums, scalar),
+        "device_fold_squares": (scalar,),
         "device_accumulate": ([fake.claim(torch.ones(3)) for _ in range(3)], 0.5),
         "device_clamp": (1.0,),
         "device_clip": (1.0, scalar),
@@ -30,6 +33,12 @@ def calls_of(name: str) -> list[tuple[Callable[[], Any], list[Any]]]:
         "device_unscale": (scalar, scalar, True),
     }
     function, arguments = getattr(_C, name), rest[name]
+    if name == "device_fold_squares":
+        elsewhere = fake.claim(torch.ones(()), 1)
+        good = functools.partial(function, sums, scalar)
+        bad = [(sums, elsewhere), (sums[:0], scalar), (scalar, scalar), (torch.ones(3), scalar)]
+        failures = [(failing(function, *some), list(some)) for some in bad]
+        return [(good, [sums, scalar]), *failures]
     elsewhere = fake.claim(torch.ones(()), 1)
     moved = tuple(elsewhere if a is scalar else a for a in arguments)
     cases = [

@@ -189,3 +189,44 @@ def test_python_code_that_runs_between(machine: fake.Machine) -> None:
     machine.synchronize()
     assert fake.plain(tensors[0]).tolist() == pytest.approx([2.0] * 3, rel=1e-5)
     assert all(bool((fake.plain(t) == 8.0).all()) for t in others)
+
+
+SIZES = [*zip((3, 40_000, 16_384, 0, 9), (*DTYPES, DTYPES[0]), strict=True)]
+
+
+@pytest.mark.parametrize("scale", [None, 1.0, 1024.0])
+@pytest.mark.parametrize("bad", [0.0, math.inf, math.nan])
+def test_chunk_squares(scale: float | None, bad: float) -> None:
+    grads = [values((n,), n, d) for n, d in SIZES]
+    grads[1][20_000] = bad
+    count = sum(-(-grad.numel() // 16_384) for grad in grads)
+    expected, sums = (
+        torch.zeros(count, dtype=torch.float64),
+        torch.zeros(count, dtype=torch.float64),
+    )
+    seen = _C.chunk_squares(grads, 1.0 if scale is None else 1.0 / scale, expected)
+    here, found = fake.claim(sums), fake.claim(torch.zeros(()))
+    where = None if scale is None else fake.claim(torch.tensor(scale))
+    _C.device_chunk_squares([fake.claim(grad) for grad in grads], where, here, found)
+    assert same_bits(fake.plain(here), expected)
+    assert bool(fake.plain(found)) is seen is (bad != 0.0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 255, 256, 257, 16_384, 16_385, 70_000])
+def test_fold_squares(count: int) -> None:
+    sums = values((count,), count, torch.float64).square()
+    norm = fake.claim(torch.zeros((), dtype=torch.float64))
+    _C.device_fold_squares(fake.claim(sums), norm)
+    assert fake.plain(norm).item() == math.sqrt(_C.fold_squares(sums))
+
+
+def test_chunk_squares_that_do_not_fit() -> None:
+    grads, found = [fake.claim(torch.ones(20_000))], fake.claim(torch.zeros(()))
+    for sums, kind in (
+        (fake.claim(torch.zeros(3, dtype=torch.float64)), ValueError),
+        (fake.claim(torch.zeros(2)), TypeError),
+        (torch.zeros(2, dtype=torch.float64), TypeError),
+        (fake.claim(torch.zeros(4, dtype=torch.float64)[::2]), TypeError),
+    ):
+        with pytest.raises(kind, match="sums"):
+            _C.device_chunk_squares(grads, None, sums, found)

@@ -314,6 +314,15 @@ def _scalar(world: World) -> torch.Tensor:
     return world.track(torch.ones(()))
 
 
+def _sums(world: World) -> torch.Tensor:
+    return world.track(torch.zeros(world.rng.choice((0, 1, 4)), dtype=torch.float64))
+
+
+def device_fold_squares(world: World) -> None:
+    args, _ = maybe_bad(world, (_sums(world), _scalar(world)))
+    world.call("device_fold_squares", _C.device_fold_squares, args)
+
+
 def device_info(world: World) -> None:
     args, _ = maybe_bad(world, (world.rng.choice((0, 63, 64, -1)),))
     world.call("device_info", _C.device_info, args)
@@ -393,9 +402,11 @@ FUNCTIONS: dict[str, Target] = {
     "collect_grads": collect_grads,
     "cpu_info": no_arguments("cpu_info"),
     "device_accumulate": lambda world: accumulate(world, "device_accumulate"),
+    "device_chunk_squares": on_device("device_chunk_squares", _scalar, _sums, _scalar),
     "device_clamp": on_device("device_clamp", _number),
     "device_clip": on_device("device_clip", _number, _scalar),
     "device_counts": no_arguments("device_counts"),
+    "device_fold_squares": device_fold_squares,
     "device_info": device_info,
     "device_norm": on_device("device_norm", _number, _scalar),
     "device_unscale": on_device("device_unscale", _scalar, _scalar, lambda world: True),

@@ -45,6 +45,11 @@ def lists() -> None:
         for params in (twins.cpu, twins.cuda):
             faststep.clip_grad_norm_(params, 0.5, norm_type)
             faststep.clip_grad_value_(params, 0.1)
+    grads = [q.grad for q in twins.cuda]
+    sums = torch.zeros(2 * len(grads), dtype=torch.float64, device=CUDA)
+    norm, found = torch.zeros((), dtype=torch.float64, device=CUDA), torch.zeros((), device=CUDA)
+    _C.device_chunk_squares(grads, None, sums[: sum(-(-g.numel() // 16384) for g in grads)], found)
+    _C.device_fold_squares(sums, norm)
     for start in (True, False):
         for add, params in ((_C.accumulate, twins.cpu), (_C.device_accumulate, twins.cuda)):
             add([p.detach() for p in params], [p.grad for p in params], 0.5, start)

@@ -745,6 +745,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
 
 ON_DEVICE = (  # tests/device
     *("device_accumulate", "device_clamp", "device_clip", "device_norm", "device_unscale"),
+    *("device_chunk_squares", "device_fold_squares"),
 )
 
 

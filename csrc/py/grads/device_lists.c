@@ -5,13 +5,6 @@
 #include "py/grads/tensor_lists.h"
 #include "py/torch/quiet.h"
 
-/* A list on a device. */
-typedef struct {
-    fst_list list;
-    void *stream;
-    fst_gpu_tables *tables; /* NULL until `upload` */
-} device_list;
-
 /* Reads a scalar on the list's device; absent for None. Returns 0, or -1 with a TypeError. */
 static int scalar_of(fst_module *state, PyObject *object, int device, const char *name,
                      fst_device_scalar *scalar)
@@ -48,40 +41,29 @@ int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **st
     return failed;
 }
 
-/* A scalar argument of a call, and where the launch takes it. */
-typedef struct {
-    PyObject *object;
-    const char *name;
-    fst_device_scalar *out;
-} wanted_scalar;
-
-enum { MOST_SCALARS = 2 };
-
-static int bind_once(fst_module *state, device_list *it, PyObject *tensors, int written,
-                     const wanted_scalar *scalars)
+static int bind_once(fst_module *state, fst_device_list *it, PyObject *tensors, int written,
+                     const fst_wanted_scalar *scalars)
 {
     int device;
     if (fst_list_device(state, tensors, &device, &it->stream) ||
         fst_list_bind(state, &it->list, tensors, device, written))
         return -1;
     state->tensors.ran_python = 0;
-    for (int i = 0; i < MOST_SCALARS && scalars[i].object; i++)
+    for (int i = 0; i < FST_MOST_SCALARS && scalars[i].object; i++)
         if (scalar_of(state, scalars[i].object, device, scalars[i].name, scalars[i].out))
             return -1;
     return 0;
 }
 
-/* Binds the list and the scalars, again where Python code has run in between. They must be freed
- * in either case. */
-static int bind(fst_module *state, device_list *it, PyObject *tensors, int written,
-                const wanted_scalar *scalars)
+int fst_device_list_bind(fst_module *state, fst_device_list *it, PyObject *tensors, int written,
+                         const fst_wanted_scalar *scalars)
 {
     PyObject *items = PySequence_Tuple(tensors); /* consumes a generator only once */
     int failed = !items;
-    *it = (device_list){.tables = NULL};
+    *it = (fst_device_list){.tables = NULL};
     for (int i = 0; !failed && (i == 0 || (state->tensors.ran_python && i < FST_ATTEMPTS)); i++) {
         fst_list_free(&it->list);
-        *it = (device_list){.tables = NULL};
+        *it = (fst_device_list){.tables = NULL};
         failed = bind_once(state, it, items, written, scalars);
     }
     Py_XDECREF(items);
@@ -114,15 +96,13 @@ fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *s
     return NULL;
 }
 
-static int upload(fst_module *state, device_list *it)
+int fst_device_list_upload(fst_module *state, fst_device_list *it)
 {
     it->tables = fst_list_upload(state, &it->list, it->stream);
     return it->tables ? 0 : -1;
 }
 
-/* Ends a call and frees the list. Returns None, or NULL where `status` has an error or a Python
- * error is set. */
-static PyObject *finish(device_list *it, int launched, const fst_status *status)
+PyObject *fst_device_list_finish(fst_device_list *it, int launched, const fst_status *status)
 {
     PyObject *done = !launched      ? NULL
                      : status->code ? fst_list_raise(&it->list, status)
@@ -138,7 +118,7 @@ PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
     PyObject *tensors, *out;
     fst_norm_launch launch = {0};
     fst_status status = {0};
-    device_list it;
+    fst_device_list it;
     if (!PyArg_ParseTuple(args, "OdO", &tensors, &launch.power, &out))
         return NULL;
     if (launch.power == 0.0) {
@@ -146,11 +126,12 @@ PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
         return NULL;
     }
     launch.kind = (int32_t)fst_norm_kind_of(launch.power);
-    const wanted_scalar scalars[MOST_SCALARS] = {{out, "out", &launch.norm}};
-    const int ready = !bind(state, &it, tensors, 0, scalars) && !upload(state, &it);
+    const fst_wanted_scalar scalars[FST_MOST_SCALARS] = {{out, "out", &launch.norm}};
+    const int ready = !fst_device_list_bind(state, &it, tensors, 0, scalars) &&
+                      !fst_device_list_upload(state, &it);
     if (ready)
         fst_gpu_norm(it.tables, &launch, &status);
-    PyObject *done = finish(&it, ready, &status);
+    PyObject *done = fst_device_list_finish(&it, ready, &status);
     if (!done)
         return NULL;
     Py_DECREF(done);
@@ -164,21 +145,21 @@ PyObject *fst_py_device_unscale(PyObject *module, PyObject *args)
     PyObject *tensors, *inv_scale, *found_inf;
     fst_unscale_launch launch = {.inverse = 1};
     fst_status status = {0};
-    device_list it;
+    fst_device_list it;
     int allow_fp16;
     if (!PyArg_ParseTuple(args, "OOOp", &tensors, &inv_scale, &found_inf, &allow_fp16))
         return NULL;
-    const wanted_scalar scalars[MOST_SCALARS] = {{inv_scale, "inv_scale", &launch.scale},
-                                                 {found_inf, "found_inf", &launch.found_inf}};
-    int ready = !bind(state, &it, tensors, 1, scalars);
+    const fst_wanted_scalar scalars[FST_MOST_SCALARS] = {
+        {inv_scale, "inv_scale", &launch.scale}, {found_inf, "found_inf", &launch.found_inf}};
+    int ready = !fst_device_list_bind(state, &it, tensors, 1, scalars);
     if (ready && !allow_fp16 && it.list.dtypes >> FST_F16 & 1u) {
         PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
         ready = 0;
     }
-    ready = ready && !upload(state, &it);
+    ready = ready && !fst_device_list_upload(state, &it);
     if (ready)
         fst_gpu_unscale(it.tables, &launch, &status);
-    return finish(&it, ready, &status);
+    return fst_device_list_finish(&it, ready, &status);
 }
 
 /* device_clip(tensors, max_norm, norm) */
@@ -188,14 +169,15 @@ PyObject *fst_py_device_clip(PyObject *module, PyObject *args)
     PyObject *tensors, *norm;
     fst_scale_launch launch = {0};
     fst_status status = {0};
-    device_list it;
+    fst_device_list it;
     if (!PyArg_ParseTuple(args, "OdO", &tensors, &launch.max_norm, &norm))
         return NULL;
-    const wanted_scalar scalars[MOST_SCALARS] = {{norm, "norm", &launch.norm}};
-    const int ready = !bind(state, &it, tensors, 1, scalars) && !upload(state, &it);
+    const fst_wanted_scalar scalars[FST_MOST_SCALARS] = {{norm, "norm", &launch.norm}};
+    const int ready = !fst_device_list_bind(state, &it, tensors, 1, scalars) &&
+                      !fst_device_list_upload(state, &it);
     if (ready)
         fst_gpu_scale(it.tables, &launch, 0, &status);
-    return finish(&it, ready, &status);
+    return fst_device_list_finish(&it, ready, &status);
 }
 
 /* device_clamp(tensors, limit) */
@@ -205,12 +187,13 @@ PyObject *fst_py_device_clamp(PyObject *module, PyObject *args)
     PyObject *tensors;
     fst_clamp_launch launch = {0};
     fst_status status = {0};
-    device_list it;
+    fst_device_list it;
     if (!PyArg_ParseTuple(args, "Od", &tensors, &launch.limit))
         return NULL;
-    const wanted_scalar scalars[MOST_SCALARS] = {{NULL, NULL, NULL}};
-    const int ready = !bind(state, &it, tensors, 1, scalars) && !upload(state, &it);
+    const fst_wanted_scalar scalars[FST_MOST_SCALARS] = {{NULL, NULL, NULL}};
+    const int ready = !fst_device_list_bind(state, &it, tensors, 1, scalars) &&
+                      !fst_device_list_upload(state, &it);
     if (ready)
         fst_gpu_clamp(it.tables, &launch, &status);
-    return finish(&it, ready, &status);
+    return fst_device_list_finish(&it, ready, &status);
 }

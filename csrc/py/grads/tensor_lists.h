@@ -42,6 +42,34 @@ PyObject *fst_list_raise(const fst_list *list, const fst_status *status);
  * of a device share the tables, so no Python code may run between this call and the launch. */
 fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream);
 
+/* A scalar argument of a function, and where a launch takes it. */
+typedef struct {
+    PyObject *object; /* None: absent */
+    const char *name;
+    fst_device_scalar *out;
+} fst_wanted_scalar;
+
+enum { FST_MOST_SCALARS = 2 };
+
+/* A list on a CUDA device. */
+typedef struct {
+    fst_list list;
+    void *stream;
+    fst_gpu_tables *tables; /* NULL until they were uploaded */
+} fst_device_list;
+
+/* Binds a list on a CUDA device and scalars beside it, again where Python code has run in between.
+ * Returns 0, or -1 with a Python error; the list must be freed in either case. */
+int fst_device_list_bind(fst_module *state, fst_device_list *it, PyObject *tensors, int written,
+                         const fst_wanted_scalar *scalars);
+
+/* Uploads its tables. Returns 0, or -1 with a Python error. */
+int fst_device_list_upload(fst_module *state, fst_device_list *it);
+
+/* Ends a call and frees the list. Returns None, or NULL where `status` has an error or a Python
+ * error is set. */
+PyObject *fst_device_list_finish(fst_device_list *it, int launched, const fst_status *status);
+
 void fst_list_free(fst_list *list);
 
 #endif

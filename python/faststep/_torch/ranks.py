@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
+    "backend_for",
     "end_group",
     "failed_at",
     "instances_of",
@@ -40,6 +41,12 @@ def world_size(group: Any = None) -> int:
 def rank_and_world_size() -> tuple[int, int]:
     """This process's rank and the number of ranks; 0 and 1 without torch.distributed."""
     return (dist.get_rank(), dist.get_world_size()) if is_distributed() else (0, 1)
+
+
+def backend_for(group: Any, device_type: str) -> str:
+    """The name of the backend that a process group has for a type of device; "" for none."""
+    pairs = (one.partition(":") for one in dist.get_backend_config(group).split(","))
+    return next((backend for device, _, backend in pairs if device == device_type), "")
 
 
 def same_ranks(group: Any) -> Any:

@@ -10,12 +10,13 @@ from .group import Exchange, Group, Pending
 from .layout import Bucket
 from .pages import Pages, Shelf
 from .slots import Slot
+from .uses import Uses
 
 __all__ = ["GradientBucket"]
 
 
 class GradientBucket:
-    """The gradients of a bucket's parameters.
+    """The gradients of a bucket's parameters, in CPU memory.
 
     Args:
         layout: where they lie.
@@ -24,8 +25,10 @@ class GradientBucket:
         shelf: memory of what arrives, that all buckets share.
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1). The slice
             is a part of it.
-        counts_used: learn with each reduction in how many ranks each parameter was used.
+        counts_uses: learn with each reduction in how many ranks each parameter was used, by this.
     """
+
+    shares_slice = True  # whether the slice may be a part of the buffer
 
     def __init__(
         self,
@@ -34,7 +37,7 @@ class GradientBucket:
         group: Group,
         shelf: Shelf,
         keeps_buffer: bool,
-        counts_used: bool = False,
+        counts_uses: type[Uses] | None = None,
     ) -> None:
         self.layout = layout
         self.slots = slots
@@ -44,21 +47,20 @@ class GradientBucket:
         self._group = group
         self._shelf = shelf
         self._keeps_buffer = keeps_buffer
-        self._counts_used = counts_used
-        self.used = torch.empty(0)  # per slot, once it was received: the ranks that used it
-        self._counting: Pending | None = None
+        self._counts_uses = counts_uses
+        self.uses: Uses | None = None  # of the last reduction
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._way: Exchange | None = None
+        self._sent: Tensor | None = None  # that the collective reads
         self._is_added = True
         self._sums: Tensor | None = None  # of this group, on their way to those of all replicas
         self._replicating: Pending | None = None
         self._holds = False  # whether the slice has gradients of an earlier backward
         self._earlier: Tensor | None = None  # these, while the slice's memory is needed
         own = layout.slice_of(group.rank)
-        if keeps_buffer:
-            self._slice = None
-            self._use_buffer(self._pages())
+        self._slice: Pages | None = None  # memory of its own
+        if keeps_buffer and self.shares_slice:
             self.values = self._whole()[own]  # of this rank's slice
         else:
             self._slice = Pages(own.stop - own.start, layout.dtype, layout.device)
@@ -66,13 +68,16 @@ class GradientBucket:
 
     def begin(self) -> None:
         """Start a backward pass."""
+        self._begin()
+        if self._slice is None:
+            self._earlier = self.values.clone() if self._holds else None
+        elif not self._holds:
+            self._slice.forget()
+
+    def _begin(self) -> None:
         self.missing = sum(slot.param.requires_grad for slot in self.slots)
         self.is_sent = False
         self._holds = any(slot.held for slot in self.slots)
-        if self._keeps_buffer:
-            self._earlier = self.values.clone() if self._holds else None
-        elif not self._holds and self._slice is not None:
-            self._slice.forget()
 
     def forget(self, slot: Slot) -> None:
         """Drop the gradient of an earlier backward, after this one has begun."""
@@ -94,23 +99,21 @@ class GradientBucket:
             torch.mul(grad, factor, out=view)
 
     def _view_of(self, slot: Slot) -> Tensor:
-        if self._buffer is None:
-            self._use_buffer(self._pages())
+        self._whole()
         return self._views[slot.place]
 
-    def _pages(self) -> Tensor:
-        return Pages(self.layout.size, self.layout.dtype, self.layout.device).tensor
-
-    def _use_buffer(self, buffer: Tensor) -> None:
-        self._buffer = buffer
-        self._views = [
-            buffer.as_strided(one.shape, one.strides, buffer.storage_offset() + place.begin)
-            for one, place in zip(self.slots, self.layout.places, strict=True)
-        ]
-
     def _whole(self) -> Tensor:
-        assert self._buffer is not None
+        if self._buffer is None:
+            buffer = self._buffer = self._new_buffer()
+            self._views = [
+                buffer.as_strided(one.shape, one.strides, place.begin)
+                for one, place in zip(self.slots, self.layout.places, strict=True)
+            ]
         return self._buffer
+
+    def _new_buffer(self) -> Tensor:
+        """Memory for whole gradients, of which all but gaps is written before it is sent."""
+        return Pages(self.layout.size, self.layout.dtype, self.layout.device).tensor
 
     def send(self) -> None:
         """Send every rank its slice; gradients that have not arrived are zero."""
@@ -119,77 +122,88 @@ class GradientBucket:
                 self._view_of(slot).zero_()
         self.is_sent, self._is_added = True, False
         if self.layout.size:
-            self._way = self._group.exchange(
-                self._whole(), self.layout.cuts, self._shelf, self._what("reducing")
-            )
+            self._sent = self._whole()
+            self._way = self._exchange(self._sent)
         if not self._keeps_buffer:
             self._buffer, self._views = None, []
-        if self._counts_used:
-            self.used = torch.tensor([slot.arrived for slot in self.slots], dtype=torch.int32)
-            self._counting = self._group.start_adding(self.used, self._what("counting the uses of"))
+        if self._counts_uses is not None:
+            what = self._what("counting the uses of")
+            self.uses = self._counts_uses(self.slots, self._group, what)
+
+    def _exchange(self, sent: Tensor) -> Exchange:
+        """Send the ranks their slices, and let this rank's come in."""
+        return self._group.exchange(sent, self.layout.cuts, self._shelf, self._what("reducing"))
 
     def is_there(self) -> bool:
         """Whether `receive` would not wait; begins what follows on what has arrived."""
-        waits = [self._counting, None if self._way is None else self._way.pending]
+        waits = [self.uses, None if self._way is None else self._way.pending]
         if not self._is_added and not _are_done(waits):
             return False
         if self._group.replicas is None:
             return True
         self.add()
-        return _are_done([self._counting, self._replicating])
+        return _are_done([self.uses, self._replicating])
+
+    def lend(self, stream: torch.cuda.Stream) -> None:
+        """Before another stream than that of backward receives it; on a CUDA device only."""
 
     def add(self) -> None:
         """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""
         if self._is_added:
             return
         self._is_added = True
-        if self._counting is not None:
-            self._counting.wait()
-            self._counting = None
-            if self._group.replicas is not None:
-                what = self._what("counting the uses, over the replicas, of")
-                self._counting = self._group.replicas.start_adding(self.used, what)
+        if self.uses is not None:
+            self.uses.replicate()
         if self._way is None:
             return
-        self._way.pending.wait()
+        way, self._way, self._sent = self._way, None, None
+        way.pending.wait()
+        replicas = self._group.replicas
         if self.values.numel():
-            self._add_parts(self._way.parts)
-        self._shelf.give_back(self._way.block)
-        self._way = None
+            sums, self._sums = self._folded(way.parts)
+            if replicas is not None:
+                what = self._what("reducing over the replicas")
+                self._replicating = replicas.start_adding(sums, what)
+        if way.block is not None:
+            self._shelf.give_back(way.block)
 
-    def _add_parts(self, parts: list[Tensor]) -> None:
+    def _folded(self, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Add the ranks' parts of the slice, two at a time.
 
-        The own part may be the slice itself, and then comes first: of two it makes no difference.
+        Returns their sums, and what is added to the slice after replicas have added theirs. The own
+        part may be the slice itself, and then comes first: of two it makes no difference.
         """
-        replicas = self._group.replicas
-        apart = replicas is not None and self._holds and not self._keeps_buffer
-        sums = torch.empty_like(self.values) if apart else self.values
-        total, fresh = sums, apart or not self._holds or replicas is not None
-        if not fresh and self._earlier is not None:
-            total = self._earlier
+        earlier, self._earlier = self._earlier, None
+        total, later = self.values, None
+        fresh = self._group.replicas is not None or not self._holds
+        if not fresh and earlier is not None:
+            total = earlier
+        elif fresh and self._holds:
+            later = torch.empty_like(self.values) if earlier is None else earlier
+            total = later if earlier is None else self.values
         if fresh and self._group.leaves_out_own and self._group.rank == 1:
             parts = parts[::-1]
         for rank in range(0, len(parts), 2):
             more = parts[rank + 1] if rank + 1 < len(parts) else None
             add_all([Addition(total, parts[rank], more, 1.0, fresh and rank == 0)])
-        if total is self._earlier:
+        if total is earlier:
             self.values.copy_(total)
-        if replicas is not None:
-            what = self._what("reducing over the replicas")
-            self._replicating = replicas.start_adding(sums, what)
-            self._sums = sums if apart else self._earlier
-        self._earlier = None
+        return total, later
 
     def receive(self) -> None:
         """Wait until the slice has the gradients of all ranks."""
         self.add()
-        for pending in (self._counting, self._replicating):
+        for pending in (self.uses, self._replicating):
             if pending is not None:
                 pending.wait()
         if self._sums is not None:
             self.values.add_(self._sums)
-        self._counting = self._replicating = self._sums = None
+        self._replicating = self._sums = None
+
+    def used(self) -> list[int]:
+        """In how many ranks each parameter was used, once it was received."""
+        assert self.uses is not None
+        return self.uses.counts()
 
     def gather(self, flat: Tensor, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""
@@ -200,5 +214,5 @@ class GradientBucket:
         return f"{doing} the parameters from {first!r} to {last!r}"
 
 
-def _are_done(waits: list[Pending | None]) -> bool:
+def _are_done(waits: list[Pending | Uses | None]) -> bool:
     return all(pending is None or pending.is_done() for pending in waits)

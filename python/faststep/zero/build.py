@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .._devices import has_kernels_for
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from .engine import Engine
@@ -27,6 +28,7 @@ from .wrapped import check_wrapped
 
 __all__ = ["Options", "build"]
 
+_PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -92,6 +94,7 @@ def build(
     for name, param in named:
         _check(name, param)
     _refuse_overlaps(named)
+    group.use_device(_device_of(named))
     if wrapper is not None:
         check_wrapped(wrapper, {id(param) for _, param in named})
     engine = Engine(
@@ -176,6 +179,7 @@ def _described(model: nn.Module, optimizer: Optimizer, taken: set[int]) -> list[
         frozen = "" if param.requires_grad else ", frozen"
         frozen += ", sharded" if id(param) in taken else ""
         place = where.get(id(param), "no group")
+        frozen += "" if param.is_cpu else f", on {param.device.type}"
         strides = "" if param.is_contiguous() else f" with strides {param.stride()}"
         lines.append(f"{name!r} {tuple(param.shape)}{strides} {param.dtype} ({place}{frozen})")
     for name, buffer in model.named_buffers():
@@ -192,10 +196,10 @@ def _version() -> str:
 
 def _check(name: str, param: Tensor) -> None:
     """Raise TypeError for a parameter whose memory cannot be part of a flat tensor."""
-    if type(param) not in (Tensor, nn.Parameter):
+    if type(param) not in _PLAIN:
         problem = f"is a {type(param).__name__}"
-    elif not param.is_cpu:
-        problem = f"is on {param.device}, and only CPU memory is supported"
+    elif not param.is_cpu and not param.is_cuda:
+        problem = f"is on {param.device}, and only CPU memory and CUDA devices are supported"
     elif param.dtype not in _DTYPES:
         problem = f"is {param.dtype}"
     elif param.layout != torch.strided or torch.empty_like(param, device="meta").stride() != (
@@ -205,6 +209,35 @@ def _check(name: str, param: Tensor) -> None:
     else:
         return
     raise TypeError(f"shard(): parameter {name!r} {problem}; nothing was changed")
+
+
+def _device_of(named: Sequence[tuple[str, Tensor]]) -> torch.device:
+    """Where all parameters are.
+
+    Raises:
+        TypeError: they are at several places, or on a device that cannot be used here.
+    """
+    if not named:
+        return torch.device("cpu")
+    first, some = named[0]
+    for name, param in named:
+        if param.device != some.device:
+            raise TypeError(
+                f"shard(): parameter {first!r} is on {some.device}, and {name!r} on "
+                f"{param.device}: all must be in one memory; nothing was changed"
+            )
+    if some.is_cuda and some.device.index != torch.cuda.current_device():
+        raise TypeError(
+            f"shard(): parameter {first!r} is on {some.device}, and the current device is "
+            f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device(local_rank) first; "
+            "nothing was changed"
+        )
+    if some.is_cuda and not has_kernels_for(some):
+        raise TypeError(
+            f"shard(): parameter {first!r} is on {some.device}, which faststep cannot "
+            "use: `python -m faststep info` says why; nothing was changed"
+        )
+    return some.device
 
 
 def _refuse_overlaps(named: Sequence[tuple[str, Tensor]]) -> None:

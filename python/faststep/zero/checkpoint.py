@@ -102,7 +102,7 @@ def _spread(engine: Engine, whole: States) -> None:
                 state.setdefault(key, it)
                 continue
             if key not in state:
-                state[key] = torch.empty_like(param, dtype=it, requires_grad=False)
+                state[key] = torch.empty_like(param, dtype=it, device="cpu", requires_grad=False)
             engine.group.broadcast([state[key]])
     whole.update(engine.frozen_states)
 
@@ -152,9 +152,14 @@ def _told(states: Mapping[Tensor, dict[str, Any]], slot: Slot) -> list[_Told]:
 def _entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state with dtypes in the place of tensors."""
     return {
-        key: value.dtype if key != "step" and isinstance(value, Tensor) else value
+        key: value.dtype if key != "step" and isinstance(value, Tensor) else _on_host(value)
         for key, value in state.items()
     }
+
+
+def _on_host(value: Any) -> Any:
+    """What another process may get: a tensor on a device would come to the same one there."""
+    return value.cpu() if isinstance(value, Tensor) and value.is_cuda else value
 
 
 def _packed(engine: Engine, told: list[_Told]) -> dict[torch.dtype, Tensor]:
@@ -181,7 +186,7 @@ def _received(engine: Engine, rank: int, told: list[_Told]) -> dict[torch.dtype,
             sizes[dtype] = sizes.get(dtype, 0) + one.size
     received = {}
     for dtype, size in _sorted(sizes):
-        received[dtype] = torch.empty(size, dtype=dtype)
+        received[dtype] = torch.empty(size, dtype=dtype, device=engine.group.device)
         engine.group.receive(received[dtype], rank)
     return received
 
@@ -202,7 +207,7 @@ def _unpack(
                 state.setdefault(key, it.clone() if isinstance(it, Tensor) else it)
                 continue
             if key not in state:
-                state[key] = torch.empty_like(param, dtype=it, requires_grad=False)
+                state[key] = torch.empty_like(param, dtype=it, device="cpu", requires_grad=False)
             flat = state[key].as_strided((param.numel(),), (1,))
             flat[one.begin : one.begin + one.size] = packed[it][at[it] : at[it] + one.size]
             at[it] += one.size

@@ -10,19 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import _C
 from .._torch.optim import increment_version
-from ..clip import clip_grads_with_norm_
 from ..optim.request import StepAnswer, StepRequest
 from .buckets import GradientBucket
 from .gradients import Gradients
 from .group import Group, Pending
 from .in_backward import REFUSED_SCALER, BackwardUpdates
 from .layout import Bucket, Flat, make_buckets
-from .norm import ChunkSums
-from .owned import Kind, Owned, set_grads
+from .owned import Kind, Owned
 from .pages import Shelf
 from .placeholder import Placeholder
+from .sides import side_of
 from .slots import Slot
 from .waits import ForwardWaits
 from .wrapped import WrappedGradients
@@ -67,9 +65,11 @@ class Engine:
             Flat(param.numel(), param.dtype, param.device, name.rpartition(".")[0] or None)
             for name, param in named
         ]
+        side = side_of(flats[0].device if flats else torch.device("cpu"))
         last_bytes = LAST_BUCKET if updates_in_backward or gathers_in_forward else None
-        layouts = make_buckets(flats, group.world, bucket_bytes, last_bytes)
+        layouts = make_buckets(flats, group.world, bucket_bytes, last_bytes, side.evenly)
         shelf = _shelf_for(layouts, group)
+        used = side.uses if updates_in_backward else None
         self.slots: list[Slot] = []
         self.buckets: list[GradientBucket] = []
         self._memory: list[Tensor] = []  # of the parameters, per bucket
@@ -82,23 +82,21 @@ class Engine:
                 slot.stand_in = Placeholder(tensor, self, slot.index)
                 members.append(slot)
                 self.slots.append(slot)
-            self.buckets.append(
-                GradientBucket(layout, members, group, shelf, stage == 1, updates_in_backward)
-            )
+            self.buckets.append(side.bucket(layout, members, group, shelf, stage == 1, used))
             self._move(layout.places, members)
         self._cut()
         by_param = {id(slot.param): slot for slot in self.slots}
         grouped = [[by_param[id(p)] for p in g["params"] if id(p) in by_param] for g in groups]
         self._in_groups = [slot for members in grouped for slot in members]
         self.owned = Owned(kind, groups, grouped, keeps_masters)
-        self._sums = ChunkSums(self._in_groups, group)
+        self.steps = side.steps(self._in_groups, self.owned, group)
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
         self.gradients = (
-            Gradients(self.slots, self.buckets, group, shelf)
+            Gradients(self.slots, self.buckets, group, shelf, side.uses)
             if wrapper is None
-            else WrappedGradients(self.slots, self.buckets, group, shelf, wrapper)
+            else WrappedGradients(self.slots, self.buckets, group, shelf, side.uses, wrapper)
         )
         self.updates = BackwardUpdates(self) if updates_in_backward else None
         self.gradients.updates = self.updates
@@ -157,18 +155,7 @@ class Engine:
             raise RuntimeError(REFUSED_SCALER)
         self.before_exchange("torch's GradScaler")
         self.gradients.settle()
-        alike = [slot for slot in self.slots if slot.param.dtype == dtype and slot.is_present]
-        pieces = []
-        for slot in alike:
-            for piece, grad in slot.pieces:
-                piece.grad = grad
-                pieces.append(piece)
-        _, overflow, written = _C.unscale_grads(pieces, inv_scale.item(), True)
-        increment_version(written)
-        flag = torch.tensor([float(overflow)])
-        self.group.add_up(flag, "agreeing on an overflow")
-        if flag.item():
-            found_inf.fill_(1.0)
+        self.steps.unscale(dtype, inv_scale, found_inf)
 
     # ---- steps
 
@@ -181,21 +168,10 @@ class Engine:
             self.waits.learn()
         self.gradients.settle()
         self.follow_moves()
-        found = request.found_inf
-        if found is not None and not request.looks_for_inf and found.item():
-            return StepAnswer(True, None)
-        norm, present = None, [slot.is_present for slot in self._in_groups]
-        if request.measures:
-            measured = self._sums.measure(_inverse(request.grad_scale))
-            norm, present = measured.norm, measured.present
-            if request.looks_for_inf and measured.found_inf:
-                if found is not None:
-                    found.fill_(1.0)
-                return StepAnswer(True, norm)
-        set_grads(self._in_groups, present)
-        self.owned.step(request._replace(found_inf=None, looks_for_inf=False), norm)
-        self._gather()
-        return StepAnswer(False, norm)
+        answer, updated = self.steps.update(request)
+        if updated:
+            self._gather()
+        return answer
 
     def _gather(self) -> None:
         """Receive what other ranks have updated; the parameters that forward needs first go first.
@@ -233,12 +209,13 @@ class Engine:
             stays = param.data_ptr() == view.data_ptr() or not param.numel()
             if stays and param.size() == view.size() and param.stride() == view.stride():
                 continue
-            if param.size() != view.size() or param.dtype != view.dtype or not param.is_cpu:
+            same_form = param.size() == view.size() and param.dtype == view.dtype
+            if not same_form or param.device != view.device:
                 raise RuntimeError(
                     f"faststep.zero: {slot.name!r} became {param.dtype} of shape "
                     f"{tuple(param.shape)} on {param.device} after shard(), where it was "
-                    f"{view.dtype} of shape {tuple(view.shape)}: change the model before shard(); "
-                    "nothing was updated"
+                    f"{view.dtype} of shape {tuple(view.shape)} on {view.device}: change the model "
+                    "before shard(); nothing was updated"
                 )
             view.copy_(param.detach())
             param.data = view
@@ -247,17 +224,8 @@ class Engine:
         """Scale all gradients so that their common norm is at most `max_norm`; a collective."""
         self.before_exchange("clip_grad_norm_")
         self.gradients.settle()
-        measured = self._sums.measure(1.0)
-        if error_if_nonfinite and measured.norm - measured.norm != 0.0:
-            raise RuntimeError(
-                "The total norm of order 2.0 for the gradients is non-finite, so it cannot be "
-                "clipped; set error_if_nonfinite=False to scale them by it anyway"
-            )
-        set_grads(self._in_groups, measured.present)
-        pieces = [piece for slot in self._in_groups for piece, _ in slot.pieces]
-        norm = torch.tensor(measured.norm, dtype=torch.float64)
-        clip_grads_with_norm_(pieces, max_norm, norm)
-        here = zip(self._in_groups, measured.present, strict=True)
+        norm, present = self.steps.clip(max_norm, error_if_nonfinite)
+        here = zip(self._in_groups, present, strict=True)
         dtypes = [slot.param.dtype for slot, is_present in here if is_present]
         return norm.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
 
@@ -286,13 +254,3 @@ def _shelf_for(layouts: Sequence[Bucket], group: Group) -> Shelf:
     slices = [(one.slice_of(group.rank), one.dtype.itemsize) for one in layouts]
     own = max(((part.stop - part.start) * size for part, size in slices), default=0)
     return Shelf((group.world - group.leaves_out_own) * own)
-
-
-def _inverse(scale: Tensor | None) -> float:
-    """What gradients are multiplied by, rounded as a step of one process rounds it."""
-    if scale is None:
-        return 1.0
-    inverse = 1.0 / float(scale.item())
-    if scale.dtype == torch.float64:
-        return inverse
-    return float(torch.tensor(inverse, dtype=torch.float32).item())

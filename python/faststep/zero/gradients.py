@@ -27,6 +27,7 @@ from .in_backward import BackwardUpdates
 from .pages import Shelf
 from .placeholder import Placeholder
 from .slots import Slot
+from .uses import Uses
 
 __all__ = ["Gradients", "sharded_params"]
 
@@ -42,9 +43,15 @@ class Gradients:
     updates: BackwardUpdates | None = None  # with update="backward"
 
     def __init__(
-        self, slots: list[Slot], buckets: list[GradientBucket], group: Group, shelf: Shelf
+        self,
+        slots: list[Slot],
+        buckets: list[GradientBucket],
+        group: Group,
+        shelf: Shelf,
+        uses: type[Uses] = Uses,
     ) -> None:
         self._slots = slots
+        self._uses = uses
         self._buckets = buckets
         self._group = group
         self._shelf = shelf
@@ -195,6 +202,17 @@ class Gradients:
         bucket.send()
         self._next += 1
         self._under_way.append(bucket)
+        if self.updates is not None and self.updates.beside is not None:
+            self._receive_beside(self.updates.beside)
+
+    def _receive_beside(self, stream: torch.cuda.Stream) -> None:
+        """Let another stream than that of backward wait for the last bucket, and update it.
+
+        All ranks do that when they have sent it, so their collectives come in one order.
+        """
+        self._under_way[-1].lend(stream)
+        with torch.cuda.stream(stream):
+            self._receive_next()
 
     def _bytes_under_way(self) -> int:
         return sum(bucket.nbytes for bucket in self._under_way)
@@ -214,24 +232,24 @@ class Gradients:
                 self._send_next()
             counting = None
             if self.updates is None:
-                used = torch.tensor([slot.arrived for slot in self._slots], dtype=torch.int32)
                 what = "counting the parameters that were used"
-                counting = self._group.start_adding(used, what)
+                counting = self._uses(self._slots, self._group, what)
             replicas = self._group.replicas
             if replicas is not None:
                 for bucket in self._under_way:
                     bucket.add()
             while self._under_way:
                 self._receive_next()
-            if counting is not None:  # after the buckets, whose errors name parameters
+            if counting is not None:
+                # After the buckets, whose errors name parameters, and which some ranks have sent to
+                # their replicas in backward.
+                counting.replicate()
                 counting.wait()
-            if replicas is not None and self.updates is None:
-                # After the buckets, which some ranks have sent to their replicas in backward.
-                replicas.add_up(used, "counting the parameters that were used, over the replicas")
+                used = counting.counts()
             if self.updates is not None:
-                used = torch.cat([bucket.used for bucket in self._buckets])
+                used = [count for bucket in self._buckets for count in bucket.used()]
                 self.updates.finish()
-        for slot, count in zip(self._slots, used.tolist(), strict=True):
+        for slot, count in zip(self._slots, used, strict=True):
             if count:
                 slot.held = True
                 slot.param.grad = slot.stand_in

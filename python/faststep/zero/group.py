@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch.ranks import end_group, failed_at, is_distributed, same_ranks
+from .._torch.ranks import backend_for, end_group, failed_at, is_distributed, same_ranks
 from .pages import Shelf
 
 __all__ = ["Exchange", "Group", "Pending", "group_of"]
@@ -54,7 +54,7 @@ class Exchange(NamedTuple):
     """What the ranks have of this rank's slice, on its way: to be read when it was waited for."""
 
     parts: list[Tensor]  # by rank; the own one may lie in what was sent
-    block: Tensor  # of the shelf, where those of the others arrive
+    block: Tensor | None  # of the shelf, where those of the others arrive
     pending: Pending
 
 
@@ -68,6 +68,9 @@ class Group:
 
     def __init__(self, group: Any, replicas: Group | None = None) -> None:
         self._group = group
+        self.device = torch.device("cpu")  # where messages are
+        if not backend_for(group, "cpu"):
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.rank: int = dist.get_rank(group)
         self.world: int = dist.get_world_size(group)
         self.replicas = replicas
@@ -97,9 +100,10 @@ class Group:
 
         Messages of one process group must be sent in one order on all ranks. What the script sends
         in another thread, as torch.distributed.checkpoint does, or for another model, then cannot
-        come between those of a sharded model. A group of some of the ranks is used as it is.
+        come between those of a sharded model. A group of some of the ranks is used as it is, and so
+        is one with NCCL, whose further connections take memory of the device.
         """
-        if self.world < dist.get_world_size():
+        if self.world < dist.get_world_size() or self.device.type == "cuda":
             return self
         group = same_ranks(self._group)
         made = Group(group)
@@ -144,6 +148,40 @@ class Group:
         """
         return self.rank == 0 or self.world == 2
 
+    def use_device(self, device: torch.device) -> None:
+        """Send everything from a device, replicas too: by NCCL from a CUDA device.
+
+        Raises:
+            TypeError: a group has another backend for it.
+        """
+        for group in (self, self.replicas):
+            if group is None:
+                continue
+            if device.type == "cpu" and not backend_for(group._group, "cpu"):
+                raise TypeError(
+                    "shard(): parameters in CPU memory need a process group with gloo: call "
+                    "init_process_group('cpu:gloo,cuda:nccl'); nothing was changed"
+                )
+            if device.type == "cpu":
+                continue
+            if (backend := backend_for(group._group, device.type)) != "nccl":
+                raise TypeError(
+                    f"shard(): parameters on {device} need a process group with NCCL, and this one "
+                    f"has {backend or 'no backend'} for CUDA: call init_process_group('nccl'), or "
+                    "'cpu:gloo,cuda:nccl'; nothing was changed"
+                )
+            group.device = device
+
+    def reduce_scatter(self, own: Tensor, sent: Tensor, what: str) -> Pending:
+        """Add up a flat tensor over the ranks; each receives a slice, all of one size."""
+        work = dist.reduce_scatter_tensor(own, sent, group=self._group, async_op=True)
+        return Pending(self, what, [work], [own, sent])
+
+    def gather_evenly(self, flat: Tensor, own: Tensor, what: str) -> Pending:
+        """Send the own slice of a flat tensor to all other ranks, and receive theirs in place."""
+        work = dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True)
+        return Pending(self, what, [work], [flat])
+
     def gather(self, flat: Tensor, cuts: Sequence[int], tag: int, what: str) -> Pending:
         """Send the own slice of a flat tensor to all other ranks, and receive theirs in place."""
         mine = flat[cuts[self.rank] : cuts[self.rank + 1]]
@@ -162,9 +200,12 @@ class Group:
 
     def add_up(self, numbers: Tensor, what: str) -> None:
         """Replace numbers by their sums over all ranks, replicas too; waits."""
-        self.add_up_inside(numbers, what)
+        there = numbers.to(self.device)
+        self.add_up_inside(there, what)
         if self.replicas is not None:
-            self.replicas.add_up(numbers, f"{what} over the replicas")
+            self.replicas.add_up(there, f"{what} over the replicas")
+        if there is not numbers:
+            numbers.copy_(there)
 
     def add_up_inside(self, numbers: Tensor, what: str) -> None:
         """Replace numbers by their sums over the ranks that share the slices; waits."""
@@ -183,7 +224,7 @@ class Group:
         source = self._global(0)
         for tensor in tensors:
             if tensor.numel():
-                values = tensor.contiguous()
+                values = tensor.contiguous().to(self.device)
                 dist.broadcast(values, source, group=self._group)
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.copy_(values)
@@ -212,8 +253,9 @@ class Group:
         """Raise on every rank if they describe their parameters differently; a collective."""
         digest = hashlib.sha256("\n".join(lines).encode()).digest()[:8]
         mine = int.from_bytes(digest, "big", signed=True) >> 1
-        both = torch.tensor([mine, -mine, len(lines), -len(lines)])
+        both = torch.tensor([mine, -mine, len(lines), -len(lines)], device=self.device)
         self._largest(both, f"{caller}: comparing the ranks")
+        both = both.cpu()
         if both[0] == -both[1] and both[2] == -both[3]:
             return
         described = self.share(list(lines))

@@ -12,7 +12,8 @@ it saved. The parameters may be written from then on. What may still read them i
   parameters need no gradient there. Such a module is found when it is called.
 
 Reduced buckets are looked for in the hooks of later parameters. A thread would need locks around
-all of this, and a core that backward could use.
+all of this, and a core that backward could use. On a CUDA device a second stream waits for each
+bucket, updates it and has it gathered, as soon as it is sent.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -48,6 +50,11 @@ class BackwardUpdates:
         self._rules: list[Rule] | None = None  # of the pass, until the step
         self._written: set[int] = set()  # buckets of the pass that has begun, by their number
         self._watch: Any = None  # the hook on all modules while parameters are written
+        # On a CUDA device buckets are updated and gathered by a stream beside that of backward.
+        device = engine.buckets[0].layout.device if engine.buckets else None
+        self.beside: torch.cuda.Stream | None = None
+        if device is not None and device.type == "cuda":
+            self.beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @property
     def _owner(self) -> Engine:
@@ -71,6 +78,8 @@ class BackwardUpdates:
         engine = self._owner
         engine.refuse_new_parameters()
         engine.follow_moves()
+        if self.beside is not None:  # it may read and write what backward writes from now on
+            torch.cuda.current_stream().wait_stream(self.beside)
         self._rules = engine.owned.take_options()
 
     def received(self, bucket: GradientBucket) -> None:
@@ -78,7 +87,7 @@ class BackwardUpdates:
         engine, number = self._owner, self._numbers[id(bucket)]
         assert self._rules is not None
         engine.wait([number])  # the gathering of the step before, if no forward has waited for it
-        for slot, count in zip(bucket.slots, bucket.used.tolist(), strict=True):
+        for slot, count in zip(bucket.slots, bucket.used(), strict=True):
             slot.held = slot.held or bool(count)
         held = [slot.held for slot in bucket.slots]
         if not any(held):
@@ -95,6 +104,8 @@ class BackwardUpdates:
         self.stop_watching()
         engine = self._owner
         if engine.waits is None:
+            if self.beside is not None:
+                torch.cuda.current_stream().wait_stream(self.beside)
             engine.wait(None)
 
     def abandon(self) -> None:

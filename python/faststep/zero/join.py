@@ -59,6 +59,8 @@ class JoinableSteps(Joinable):
         engine = self._engine
         if engine is not None and (engine.updates is not None or engine.group.replicas is not None):
             raise RuntimeError('Join does not support update="backward" or replicate_group=')
+        if engine is not None and engine.group.device.type == "cuda":
+            raise RuntimeError("Join does not support shard() of parameters on a CUDA device")
         return _Shadow(optimizer)
 
     @property

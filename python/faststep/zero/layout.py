@@ -79,19 +79,25 @@ def chunks_in(count: int) -> int:
 
 
 def make_buckets(
-    params: Sequence[Flat], world: int, bucket_bytes: float, last_bytes: float | None = None
+    params: Sequence[Flat],
+    world: int,
+    bucket_bytes: float,
+    last_bytes: float | None = None,
+    evenly: bool = False,
 ) -> list[Bucket]:
     """Lay parameters out, in the order given, in buckets of about `bucket_bytes`.
 
     A bucket is complete with the parameter that fills it. Buckets come in the order in which they
     are complete. With `last_bytes` the last bucket of each dtype is of about this size, and each
     one before it of twice the size of the next, up to `bucket_bytes`; up to four parameters of
-    one module stay together.
+    one module stay together. With `evenly` all slices of a bucket have one size.
     """
     if last_bytes is None:
         complete = _filled(params, bucket_bytes)
     else:
         complete = _growing(params, min(last_bytes, bucket_bytes), bucket_bytes)
+    if evenly:
+        return [_placed_evenly(params, members, world) for members in complete]
     loads = [0] * world
     return [_placed(params, members, loads) for members in complete]
 
@@ -145,6 +151,55 @@ def _placed(params: Sequence[Flat], members: list[int], loads: list[int]) -> Buc
     for rank in range(len(loads)):
         loads[rank] += (cuts[rank + 1] - cuts[rank]) * dtype.itemsize
     return Bucket(dtype, device, tuple(places), end, cuts)
+
+
+def _placed_evenly(params: Sequence[Flat], members: list[int], world: int) -> Bucket:
+    """One bucket with slices of one size, whose borders lie between chunks.
+
+    A parameter that has a border inside begins a whole number of chunks before it. So up to a chunk
+    of memory is left out at each border.
+    """
+    dtype, device = params[members[0]].dtype, params[members[0]].device
+    step = ALIGNMENT // dtype.itemsize
+    sizes = [params[index].size for index in members]
+    part = _rounded_up(-(-sum(_rounded_up(size, step) for size in sizes) // world), step)
+    while True:
+        begins, end = _begins(sizes, part, world, step)
+        if end > part * world:
+            part += _rounded_up(-(-(end - part * world) // world), step)
+        elif part and not _is_cut_in_chunks(begins, sizes, part, world):
+            part = _rounded_up(part + 1, CHUNK)  # a parameter has several borders inside
+        else:
+            break
+    places = tuple(Place(*place) for place in zip(members, begins, sizes, strict=True))
+    return Bucket(
+        dtype, device, places, part * world, tuple(part * rank for rank in range(world + 1))
+    )
+
+
+def _begins(sizes: Sequence[int], part: int, world: int, step: int) -> tuple[list[int], int]:
+    """Where parameters begin between borders at multiples of `part`, and where the last ends."""
+    begins, end = [], 0
+    for size in sizes:
+        border = (end // part + 1) * part if part else 0
+        if border < min(end + size, part * world):
+            end += (border - end) % CHUNK
+        begins.append(end)
+        end += _rounded_up(size, step)
+    return begins, end
+
+
+def _is_cut_in_chunks(begins: Sequence[int], sizes: Sequence[int], part: int, world: int) -> bool:
+    """Whether all borders inside of parameters lie between their chunks."""
+    return not any(
+        begin < border < begin + size and (border - begin) % CHUNK
+        for begin, size in zip(begins, sizes, strict=True)
+        for border in range(part, part * world, part)
+    )
+
+
+def _rounded_up(count: int, step: int) -> int:
+    return -(-count // step) * step
 
 
 def _cuts(

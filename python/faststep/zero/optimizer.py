@@ -70,8 +70,8 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         self._owned = owned
         self._replaced = optimizer
         self.max_grad_norm = max_grad_norm
-        self._last_norm: float | None = None
-        self._skipped = False
+        self._last_norm: float | Tensor | None = None  # a tensor on the device of the parameters
+        self._skipped: bool | Tensor = False
         optimizer.register_step_pre_hook(_refuse_use)
         optimizer.register_state_dict_pre_hook(_refuse_use)
         optimizer.register_load_state_dict_pre_hook(_refuse_use)
@@ -99,16 +99,19 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
     def last_grad_norm(self) -> Tensor | None:
         """The global 2-norm of the unscaled gradients before clipping, from the last step.
 
-        A 0-d float32 tensor; None before the first step that measured it.
+        A 0-d float32 tensor where the parameters are; None before the first step that measured it.
         """
         if self._engine is None:
             return self._owned.last_grad_norm
-        return None if self._last_norm is None else torch.tensor(self._last_norm).float()
+        return None if self._last_norm is None else torch.as_tensor(self._last_norm).float()
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step left everything as it was, as a gradient was not finite."""
-        return self._owned.step_was_skipped if self._engine is None else self._skipped
+        """Whether the last step left everything as it was, as a gradient was not finite.
+
+        Waits for a CUDA device.
+        """
+        return self._owned.step_was_skipped if self._engine is None else bool(self._skipped)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters on all ranks.
@@ -148,9 +151,9 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
                 answer: StepAnswer = self._engine.step(request)
             finally:
                 self._is_noted = False
-        self._skipped = bool(answer.skipped)
+        self._skipped = answer.skipped
         if answer.norm is not None:
-            self._last_norm = float(answer.norm)
+            self._last_norm = answer.norm
 
     def _request(self) -> StepRequest:
         return request_of(self, self._asked, self.max_grad_norm, keep_grads=False)

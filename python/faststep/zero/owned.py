@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C, optim
-from .._devices import HOST, Scalars
+from .._devices import Scalars
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for
 from ..optim.request import Rule, StepRequest
@@ -56,7 +56,8 @@ class _AgreedStepper(Stepper):
     norm: Tensor | None = None
 
     def _measure_and_apply(self, work: Work, request: StepRequest, measures: bool) -> Any:
-        scalars = {HOST: Scalars(request.grad_scale, request.found_inf, self.norm)}
+        agreed = Scalars(request.grad_scale, request.found_inf, self.norm)
+        scalars = dict.fromkeys(self.devices, agreed)  # all pieces are in one memory
         return work.run(self._plan, work.rules(), request, scalars, Phase.APPLY), scalars
 
 
@@ -160,7 +161,7 @@ class Owned:
         self._parts.append(OwnedPart(self.optimizer, params))
         return self._parts[-1]
 
-    def step(self, request: StepRequest, norm: float | None) -> None:
+    def step(self, request: StepRequest, norm: Tensor | None) -> None:
         """Update the pieces that have a gradient.
 
         Raises:
@@ -171,7 +172,7 @@ class Owned:
             return
         optimizer = self.optimizer
         self.take_options()
-        self._stepper.norm = None if norm is None else torch.tensor(norm, dtype=torch.float64)
+        self._stepper.norm = norm
         params = [group["params"] for group in optimizer.param_groups]
         try:
             self._stepper.step(Work(optimizer, params, optimizer._rules), request)

@@ -24,6 +24,7 @@ from .gradients import Gradients
 from .group import Group
 from .pages import Shelf
 from .slots import Slot
+from .uses import Uses
 
 __all__ = ["WrappedGradients", "check_wrapped"]
 
@@ -52,6 +53,7 @@ class WrappedGradients(Gradients):
         buckets: list[GradientBucket],
         group: Group,
         shelf: Shelf,
+        uses: type[Uses],
         model: DistributedDataParallel,
     ) -> None:
         self._model = weakref.ref(model)
@@ -59,7 +61,7 @@ class WrappedGradients(Gradients):
         self._handles: list[Any] = []
         self._used: set[Slot] = set()  # that backward has reached on this rank
         self._is_shadowed = False  # whether the model takes part in a backward without data
-        super().__init__(slots, buckets, group, shelf)
+        super().__init__(slots, buckets, group, shelf, uses)
 
     def _attach(self) -> None:
         model = self._model()
@@ -139,8 +141,10 @@ def _take(gradients: WrappedGradients | None, bucket: Any) -> Future[Tensor]:
         )
     with torch.no_grad():
         gradients.take(list(bucket.parameters()), list(bucket.gradients()))
-    done: Future[Tensor] = Future()
-    done.set_result(bucket.buffer())
+    values = bucket.buffer()
+    devices = [values.device] if values.is_cuda else None
+    done: Future[Tensor] = Future(devices=devices)  # whoever waits for it waits for these streams
+    done.set_result(values)
     return done
 
 

@@ -1,0 +1,275 @@
+"""What torch.distributed does with NCCL, on the fake device and over gloo.
+
+A collective gets its input as the current stream has left it, and other ranks' over gloo at once.
+Its result arrives late, by a stream of the process group: only a stream that has waited for the
+work sees it. So a wait that is missing shows in the values. It is also checked that all ranks call
+the same collectives in one order, that nobody writes to what a collective may still read, and that
+all work is waited for.
+
+torch's own operators on tensors of the device run at once. Before each, what the current stream
+holds back is run, and of other streams what it has waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from faststep import zero
+from zero.common import _sum
+
+from . import fake
+from .late import Event, Late, Stream
+
+
+class Work:
+    """torch.distributed.Work."""
+
+    def __init__(self, nccl: Nccl, event: Any, read: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._nccl, self._event, self._read = nccl, event, list(read)
+        self._issued = nccl.late.current
+        self.is_freed = False  # what it reads, when its caller has waited
+        nccl.unfinished.append(self)
+
+    def wait(self) -> None:
+        for tensor, before in self._read:
+            if not torch.equal(fake.plain(tensor).view(torch.uint8), before.view(torch.uint8)):
+                raise AssertionError("what a collective reads was written before it was waited for")
+            lent = (tensor.untyped_storage().data_ptr(), self._nccl.late.current.handle)
+            if self.is_freed and self._nccl.late.current is not self._issued:
+                assert lent in self._nccl.lent, "memory goes back to a stream that has not waited"
+        self._read = []
+        self._nccl.late.current.wait_event(self._event)
+        if self in self._nccl.unfinished:
+            self._nccl.unfinished.remove(self)
+
+    def is_completed(self) -> bool:
+        return bool(self._event.query())
+
+
+class Nccl:
+    """The collectives of torch.distributed for tensors that claim to lie on the device.
+
+    Attributes:
+        sent: (name, bytes that this rank sends by a ring), in order.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, late: Late) -> None:
+        self.late = late
+        self.unfinished: list[Work] = []
+        self.lent: set[tuple[int, int]] = set()  # memory and streams, by record_stream()
+        self.sent: list[tuple[str, float]] = []
+        self._streams: dict[Any, Stream] = {}
+        self._staged: list[int] = []
+        self._host = {name: getattr(dist, name) for name in
+                      ("all_reduce", "all_gather", "broadcast", "send", "recv")}  # fmt: skip
+        for name in ("all_reduce", "broadcast", "send", "recv"):
+            patch.setattr(dist, name, self._either(name))
+        patch.setattr(dist, "reduce_scatter_tensor", self.reduce_scatter)
+        patch.setattr(dist, "all_gather_into_tensor", self.gather)
+
+    def _either(self, name: str) -> Any:
+        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(tensor, fake.OnCuda):
+                return self._host[name](tensor, *args, **kwargs)
+            return getattr(self, name)(tensor, *args, **kwargs)
+
+        return call
+
+    def _begin(self, what: str, group: Any, *tensors: Tensor) -> None:
+        """All ranks are here, with the same call; inputs are as the current stream sees them."""
+        self.late.current.synchronize()
+        said = (what, [(tuple(t.shape), str(t.dtype)) for t in tensors])
+        found: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(found, said, group=group)
+        assert found == [said] * len(found), f"ranks call different collectives: {found}"
+
+    def _rows(self, tensor: Tensor, group: Any) -> list[Tensor]:
+        mine = fake.plain(tensor).contiguous()
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        self._host["all_gather"](rows, mine, group=group)
+        return rows
+
+    def _finish(
+        self, group: Any, out: Tensor, values: Tensor, read: Sequence[Tensor], is_async: bool
+    ) -> Any:
+        """Write the result when the group's stream comes to it."""
+        library = self.late.machine.library
+        stream = self._streams.setdefault(group, Stream(self.late))
+        stream.wait_stream(self.late.current)
+        values = values.contiguous()
+        assert out.is_contiguous()
+        size = ctypes.c_size_t(values.nbytes)
+        staged = library.fake_cuda_malloc(0, ctypes.c_size_t(max(1, values.nbytes)))
+        self._staged.append(staged)
+        ctypes.memmove(staged, values.data_ptr(), values.nbytes)
+        to, source = ctypes.c_void_p(out.data_ptr()), ctypes.c_void_p(staged)
+        library.fake_cuda_read(ctypes.c_void_p(stream.handle), to, source, size)
+        before = [(tensor, fake.plain(tensor).clone()) for tensor in read]
+        work = Work(self, stream.record_event(), before)
+        self._keep(out)
+        if is_async:
+            return work
+        return work.wait()
+
+    def _keep(self, out: Tensor) -> None:
+        """Memory that is written late must not go back to the CPU's allocator before."""
+        self._outs = [*getattr(self, "_outs", [])[-200:], fake.plain(out)]
+
+    def all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        self._begin("all_reduce", group, tensor)
+        rows = self._rows(tensor, group)
+        share = (len(rows) - 1) / len(rows)
+        self.sent.append(("all_reduce", 2 * tensor.nbytes * share))
+        largest = op == dist.ReduceOp.MAX
+        total = torch.stack(rows).amax(0) if largest else _sum(rows)
+        return self._finish(group, tensor, total, [], async_op)
+
+    def reduce_scatter(
+        self, out: Tensor, sent: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None,
+        async_op: bool = False,
+    ) -> Any:  # fmt: skip
+        self._begin("reduce_scatter", group, out, sent)
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        assert sent.numel() == world * out.numel()
+        self.sent.append(("reduce_scatter", sent.nbytes * (world - 1) / world))
+        rows = [row.chunk(world)[rank] for row in self._rows(sent, group)]
+        work = self._finish(group, out, _sum(rows), [sent], True)
+        work.is_freed = True
+        return work if async_op else work.wait()
+
+    def gather(self, out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        self._begin("all_gather", group, out, own)
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        assert out.numel() == world * own.numel()
+        self.sent.append(("all_gather", out.nbytes * (world - 1) / world))
+        inside = own.data_ptr() == out.data_ptr() + rank * own.nbytes
+        assert inside, "not in place"
+        values = torch.cat(self._rows(own, group))
+        return self._finish(group, out, values, [own], async_op)
+
+    def broadcast(self, tensor: Tensor, src: int, group: Any = None, async_op: bool = False) -> Any:
+        self._begin("broadcast", group, tensor)
+        values = fake.plain(tensor).clone()
+        self._host["broadcast"](values, src, group=group)
+        return self._finish(group, tensor, values, [], async_op)
+
+    def send(self, tensor: Tensor, dst: int, group: Any = None) -> None:
+        self.late.current.synchronize()
+        self._host["send"](fake.plain(tensor).contiguous(), dst, group=group)
+
+    def recv(self, tensor: Tensor, src: int, group: Any = None) -> None:
+        values = torch.empty_like(fake.plain(tensor))
+        self._host["recv"](values, src, group=group)
+        self._finish(group, tensor, values, [], False)
+
+    def close(self) -> None:
+        assert not self.unfinished, "nobody has waited for a collective"
+        self.late.machine.lag(0)
+        self.late.machine.synchronize()
+        while self._staged:
+            self.late.machine.library.fake_cuda_free(ctypes.c_void_p(self._staged.pop()))
+
+
+def _group_even_of_one(process_group: Any, replicate_group: Any = None) -> Any:
+    made = zero.group.group_of(process_group, replicate_group)
+    return zero.group.Group(dist.group.WORLD) if made is None else made
+
+
+def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
+    """Let torch.cuda be a late device, and NCCL the backend of its tensors, for one test."""
+    late = Late(machine)
+    inside = fake.OnCuda.__torch_function__.__func__
+    busy: list[bool] = []
+
+    def in_order(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not busy:
+            busy.append(True)
+            try:
+                late.current.synchronize()
+            finally:
+                busy.pop()
+        return inside(cls, func, types, args, kwargs)
+
+    def synchronize(event: Event) -> None:
+        late.must("cuEventSynchronize", event.handle)
+
+    def record(event: Event, stream: Any = None) -> None:
+        handle = (late.current if stream is None else stream).handle
+        late.must("cuEventRecord", event.handle, ctypes.c_void_p(handle))
+
+    empty, empty_like, tensor, wrapper = (
+        torch.empty,
+        torch.empty_like,
+        torch.tensor,
+        zero.placeholder.new_wrapper,
+    )
+
+    def new_empty(*args: Any, pin_memory: bool = False, device: Any = None, **rest: Any) -> Tensor:
+        made = empty(*args, device=device, **rest)
+        return made.fill_(float("nan")) if made.is_floating_point() else made  # as memory of before
+
+    def new_like(like: Tensor, device: Any = None, **rest: Any) -> Tensor:
+        on_host = device is not None and torch.device(device).type == "cpu"
+        return empty_like(fake.plain(like) if on_host else like, device=device, **rest)
+
+    def new_tensor(*args: Any, device: Any = None, **rest: Any) -> Tensor:
+        if device is not None and torch.device(device).type == "cuda":
+            fake._note_wait("torch.tensor")
+        return tensor(*args, device=device, **rest)
+
+    note_wait = fake._note_wait
+
+    def wait(name: str) -> None:
+        note_wait(name)
+        late.current.synchronize()
+
+    patch.setattr(fake, "_note_wait", wait)
+    patch.setattr(fake.OnCuda, "__torch_function__", classmethod(in_order))
+    patch.setattr(Event, "synchronize", synchronize, raising=False)
+    patch.setattr(Event, "record", record)
+    patch.setattr(torch, "empty", new_empty)
+    patch.setattr(torch, "empty_like", new_like)
+    patch.setattr(torch, "tensor", new_tensor)
+    patch.setattr(torch.cuda, "current_device", lambda: 0)
+    patch.setattr(torch.cuda, "Stream", lambda device=None: Stream(late))
+    patch.setattr(torch.cuda, "Event", lambda: Event(late))
+    patch.setattr(torch.cuda, "current_stream", lambda device=None: late.current)
+    patch.setattr(torch.cuda, "stream", late.use)
+    building = importlib.import_module("faststep.zero.build")
+    patch.setattr(building, "_PLAIN", (*building._PLAIN, *fake.TYPES))
+    # One rank sends to itself, which is what one GPU can test.
+    patch.setattr(building, "group_of", _group_even_of_one)
+    patch.setattr(
+        zero.group, "backend_for", lambda group, kind: "gloo" if kind == "cpu" else "nccl"
+    )
+    patch.setattr(
+        zero.placeholder, "new_wrapper",
+        lambda *args, device, **rest: wrapper(*args, device="cpu", **rest),
+    )  # fmt: skip
+    unscale = zero.engine.Engine.unscale
+
+    def in_function(*args: Any) -> None:
+        with torch._C._EnableTorchFunction():  # a placeholder's dispatch has turned it off
+            unscale(*args)
+
+    patch.setattr(zero.engine.Engine, "unscale", in_function)
+    for name, value in (("device", torch.device("cuda", 0)), ("is_cuda", True), ("is_cpu", False)):
+        there = property(lambda _, value=value: value)  # type: ignore[misc]
+        patch.setattr(zero.placeholder.Placeholder, name, there, raising=False)
+    made = Nccl(patch, late)
+
+    def record_stream(tensor: Tensor, stream: Stream) -> None:
+        made.lent.add((tensor.untyped_storage().data_ptr(), stream.handle))
+
+    patch.setattr(fake.OnCuda, "record_stream", record_stream, raising=False)
+    return made

@@ -1,0 +1,457 @@
+"""Loops over a sharded model on the fake device: scalers, accumulation, state dicts, DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+from zero.common import SHAPES as ALL_SHAPES
+from zero.common import Given, differences, grads_for, mean_of, optimizer_of, states_differ
+
+from . import fake
+from .common import scaler_on
+from .test_sharded import backward, machine, on_device, without_waiting
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+SHAPES = [(200, 100), (100,), (40000,), (7,)]
+
+
+def _pair() -> tuple[Any, Given]:
+    return on_device(Given(SHAPES, [torch.float32])), Given(SHAPES, [torch.float32])
+
+
+def _give(whole: nn.Module, parts: list[list[Any]], factor: float = 1.0) -> None:
+    for param, rows in zip(whole.parameters(), zip(*parts, strict=True), strict=True):
+        param.grad = mean_of([None if row is None else row * factor for row in rows])
+
+
+def _scaled(rank: int, world: int, ours: bool, how: str) -> dict[str, Any]:
+    """A scaler on a run with an inf on rank 1 in step 2, against a single process."""
+    with machine():
+        model, whole = _pair()
+        optimizer = zero.shard(model, torch.optim.AdamW(model.parameters(), lr=0.01), bucket_mb=0.1)
+        reference = faststep.optim.AdamW(whole.parameters(), lr=0.01)
+        options = {"init_scale": 1024.0, "growth_interval": 3}
+        scaler, other = scaler_on(0, **options), scaler_on(None, **options)
+        if not ours:
+            scaler = torch.amp.GradScaler("cpu", **options)
+            scaler._lazy_init_scale_growth_tracker(torch.device("cuda", 0))
+        wrong, scales, skipped = [], [], []
+        for step in range(6):
+            parts = [grads_for(model, r, step) for r in range(world)]
+            if step == 2:
+                parts[1][2].view(-1)[5] = float("inf")
+            norm = None
+            with without_waiting(step > 0 and ours):
+                backward(scaler.scale(model(parts[rank])))
+                if how == "unscale":
+                    scaler.unscale_(optimizer)
+                    norm = optimizer.clip_grad_norm_(1.0)
+                scaler.step(optimizer, **({"max_norm": 1.0} if how == "max_norm" else {}))
+                scaler.update()
+            scale = other.scale(torch.ones(())).item()
+            _give(whole, [[fake.plain(g) for g in part] for part in parts], scale)
+            if how == "unscale":
+                other.unscale_(reference)
+                expected = faststep.clip_grad_norm_(list(whole.parameters()), 1.0)
+                scales += [norm.item(), expected.item()]
+            other.step(reference, **({"max_norm": 1.0} if how == "max_norm" else {}))
+            other.update()
+            optimizer.zero_grad()
+            reference.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+            scales += [scaler.get_scale(), other.get_scale()]
+            wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
+        return {"wrong": wrong, "scales": scales, "skipped": skipped}
+
+
+SCALED = ["ours, plain", "ours, unscale", "ours, max_norm", "torch, plain", "torch, unscale"]
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scalers_skip_on_every_rank(name: str, cuda_ranks: Ranks) -> None:
+    first, second = cuda_ranks(f"cuda scaled: {name}")
+    assert first["wrong"] == second["wrong"] == []
+    assert first["skipped"] == second["skipped"] == [False, False, True, False, False, False]
+    assert str(first["scales"]) == str(second["scales"])
+    assert str(first["scales"][::2]) == str(first["scales"][1::2])
+
+
+def _accumulated(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
+    """Windows of three micro-steps: sent at the end of each, or only after the last one."""
+    with machine() as ranks:
+        model, whole = _pair()
+        optimizer = zero.shard(
+            model, faststep.optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=1.0),
+            stage=stage, bucket_mb=0.1,
+        )  # fmt: skip
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        reference = faststep.optim.AdamW(whole.parameters(), lr=0.01, max_grad_norm=1.0)
+        other = torch.optim.lr_scheduler.StepLR(reference, 1, gamma=0.5)
+        accum = faststep.accumulate(optimizer, 3, model=model) if how == "accumulate" else None
+        wrong, sent = [], []
+        for window in range(3):
+            micro = [[grads_for(model, r, window, m) for r in range(world)] for m in range(3)]
+            ranks.sent.clear()
+            with without_waiting(window > 0 and how != "accumulate"):
+                for number, parts in enumerate(micro):
+                    loss = model(parts[rank])
+                    if accum is not None:
+                        with accum:
+                            accum.backward(loss.as_subclass(torch.Tensor))
+                        continue
+                    quiet = how == "no_sync" and number < 2
+                    with optimizer.no_sync() if quiet else contextlib.nullcontext():
+                        backward(loss)
+                optimizer.step()
+            scheduler.step()
+            sent.append(sum(size for name, size in ranks.sent if name == "reduce_scatter"))
+            plain = [[[fake.plain(g) for g in part] for part in parts] for parts in micro]
+            _give(whole, _sums(plain, how, world))
+            reference.step()
+            other.step()
+            optimizer.zero_grad()
+            wrong += [
+                f"{window}, p{n}" for n in differences(model.parameters(), whole.parameters())
+            ]
+        wrong += states_differ(optimizer, reference)
+        laid_out = sum(bucket.nbytes for bucket in optimizer._engine.buckets)
+        return {"wrong": wrong, "sent": sent, "bytes": laid_out}
+
+
+def _sums(micro: list[Any], how: str, world: int) -> list[list[Tensor]]:
+    """What is averaged over the ranks, as if the first rank had all of it."""
+    if how == "per micro-step":
+        rows = [[mean_of(rows) for rows in zip(*parts, strict=True)] for parts in micro]
+        total = [a + b + c for a, b, c in zip(*rows, strict=True)]
+        return [total]
+    ranks = list(zip(*micro, strict=True))
+    added = [[(a + b) + c for a, b, c in zip(*windows, strict=True)] for windows in ranks]
+    return [[t / 3 for t in one] for one in added] if how == "accumulate" else added
+
+
+ACCUMULATED = [(1, "no_sync"), (2, "no_sync"), (2, "per micro-step"), (1, "per micro-step")]
+
+
+@pytest.mark.parametrize("case", ACCUMULATED)
+def test_accumulated_windows(case: tuple[int, str], cuda_ranks: Ranks) -> None:
+    times = 3 if case[1] == "per micro-step" else 1
+    for result in cuda_ranks(f"cuda accumulated: {case}"):
+        assert result["wrong"] == []
+        for sent in result["sent"]:
+            assert sent == times * result["bytes"] / 2
+
+
+def _saved(rank: int, world: int, name: str) -> list[str]:
+    """To an unsharded run and back, and on to another sharded one, all with the same gradients."""
+    with machine():
+        wrong: list[str] = []
+        model, whole = (
+            on_device(Given(ALL_SHAPES, [torch.float32])),
+            Given(ALL_SHAPES, [torch.float32]),
+        )
+        optimizer = zero.shard(model, optimizer_of(name, model.parameters()), bucket_mb=0.1)
+        reference = optimizer_of(name.removeprefix("torch "), whole.parameters())
+        _alike(optimizer, model, reference, whole, world, 0)
+        state = optimizer.state_dict()
+        if rank == 0:
+            theirs = reference.state_dict()
+            for key, entries in theirs["state"].items():
+                for what, value in entries.items():
+                    if not torch.equal(torch.as_tensor(state["state"][key][what]).cpu(), value):
+                        wrong.append(f"saved {what} of {key}")
+            assert all(
+                value.is_cpu for entries in state["state"].values() for value in entries.values()
+            )
+        shared = [state]
+        dist.broadcast_object_list(shared, src=0)
+        again = on_device(Given(ALL_SHAPES, [torch.float32]))
+        with torch.no_grad():
+            for param, value in zip(again.parameters(), whole.parameters(), strict=True):
+                param.copy_(value)
+        later = zero.shard(again, optimizer_of(name, again.parameters()), stage=1, bucket_mb=0.05)
+        later.load_state_dict(copy.deepcopy(shared[0]))
+        _alike(later, again, reference, whole, world, 2)
+        wrong += [f"loaded p{n}" for n in differences(again.parameters(), whole.parameters())]
+        return wrong + states_differ(later, reference)
+
+
+def _alike(sharded: Any, model: Any, reference: Any, whole: Any, world: int, first: int) -> None:
+    for step in (first, first + 1):
+        grads = grads_for(model, step)
+        backward(model(grads))
+        sharded.step()
+        sharded.zero_grad()
+        _give(whole, [[fake.plain(g) for g in grads]] * world)
+        for param in whole.parameters():
+            param.grad = torch.empty_like(param).copy_(param.grad)
+        reference.step()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "momentum", "torch AdamW"])
+def test_state_dicts(name: str, cuda_ranks: Ranks) -> None:
+    assert cuda_ranks(f"cuda saved: {name}") == [[]] * 3
+
+
+def _differing(rank: int, world: int) -> list[Any]:
+    """One rank sets a gradient to None by itself, and another order of hooks on each rank."""
+    with machine():
+        model, _ = _pair()
+        optimizer = zero.shard(
+            model, faststep.optim.AdamW(model.parameters(), lr=0.01, max_grad_norm=1.0),
+            bucket_mb=0.1,
+        )  # fmt: skip
+        found: list[Any] = []
+        for step in range(2):
+            backward(model(grads_for(model, rank, step)))
+            before = [fake.plain(p).clone() for p in model.parameters()]
+            if step == 1 and rank == 0:
+                next(model.parameters()).grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+            changed = [
+                not torch.equal(fake.plain(p), b)
+                for p, b in zip(model.parameters(), before, strict=True)
+            ]
+            found += [any(changed), optimizer.step_was_skipped]
+        backward(model(grads_for(model, rank, 2)))
+        with pytest.raises(RuntimeError, match="gradients of different parameters"):
+            optimizer.step()
+        return found
+
+
+def test_a_gradient_dropped_on_one_rank(cuda_ranks: Ranks) -> None:
+    assert cuda_ranks("cuda differing") == [[True, False, False, True]] * 2
+
+
+class Forked(nn.Module):
+    """Branches that backward reaches in the order in which forward used them, the last first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.parts = nn.ModuleList([nn.Linear(40, 40) for _ in range(5)])
+
+    def forward(self, data: Tensor, order: list[int]) -> Tensor:
+        return sum((self.parts[n](data).square().sum() for n in order), start=torch.zeros(()))
+
+
+def _orders(rank: int, world: int, update: Any) -> list[str]:
+    with machine():
+        model, whole = on_device(Forked()), Forked()
+        optimizer = zero.shard(
+            model, faststep.optim.SGD(model.parameters(), lr=0.001), bucket_mb=0.001, update=update
+        )
+        reference = faststep.optim.SGD(whole.parameters(), lr=0.001)
+        wrong: list[str] = []
+        for step in range(4):
+            orders = [[0, 1, 2, 3, 4], [4, 2, 0, 1, 3], [3, 4, 1, 0, 2]][:world]
+            data = [torch.randn(6, 40, generator=_seeded(r, step)) for r in range(world)]
+            backward(model(fake.claim(data[rank]), orders[rank]))
+            optimizer.step()
+            optimizer.zero_grad()
+            parts = []
+            for r in range(world):
+                whole.zero_grad()
+                whole(data[r], orders[r]).backward()
+                parts.append([p.grad for p in whole.parameters()])
+            _give(whole, parts)
+            reference.step()
+            wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
+        return wrong
+
+
+def _seeded(*seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(hash(seed) % 2**31)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_other_orders_of_hooks_on_each_rank(update: str, cuda_ranks: Ranks) -> None:
+    assert cuda_ranks(f"cuda orders: {update}") == [[]] * 3
+
+
+def _wrapped(rank: int, world: int, stage: Any, update: Any) -> list[Any]:
+    """A model inside DistributedDataParallel; the optimizer takes over through its hook."""
+    with machine() as ranks:
+        model, whole = _pair()
+        wrapper = DistributedDataParallel(model)
+        optimizer = zero.shard(
+            wrapper, faststep.optim.AdamW(wrapper.parameters(), lr=0.01), stage=stage,
+            bucket_mb=0.1, update=update, max_grad_norm=1.0 if update == "step" else None,
+        )  # fmt: skip
+        reference = faststep.optim.AdamW(
+            whole.parameters(), lr=0.01, max_grad_norm=optimizer.max_grad_norm
+        )
+        wrong: list[str] = []
+        for step in range(4):
+            parts = [grads_for(model, r, step) for r in range(world)]
+            ranks.sent.clear()
+            with without_waiting(step > 0):
+                backward(wrapper(parts[rank]))
+                optimizer.step()
+            _give(whole, [[fake.plain(g) for g in part] for part in parts])
+            reference.step()
+            optimizer.zero_grad()
+            reduced = sum(size for name, size in ranks.sent if name == "reduce_scatter")
+            if reduced != sum(bucket.nbytes for bucket in optimizer._engine.buckets) / 2:
+                wrong.append(f"{step}: {reduced} bytes reduced")
+            wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
+        return wrong + states_differ(optimizer, reference)
+
+
+WRAPPED = [(1, "step"), (2, "step"), (2, "backward")]
+
+
+@pytest.mark.parametrize("case", WRAPPED)
+def test_inside_ddp(case: tuple[int, str], cuda_ranks: Ranks) -> None:
+    assert cuda_ranks(f"cuda wrapped: {case}") == [[]] * 2
+
+
+def _masters(rank: int, world: int) -> list[str]:
+    with machine():
+        shapes, low = SHAPES, [torch.bfloat16, torch.float32]
+        model, whole = on_device(Given(shapes, low)), Given(shapes, low)
+        optimizer = zero.shard(
+            model, faststep.optim.AdamW(model.parameters(), lr=0.01), master_weights=True,
+            bucket_mb=0.05, max_grad_norm=1.0,
+        )  # fmt: skip
+        # The same on the host, where one rank has all.
+        reference = zero.ShardedOptimizer(
+            torch.optim.SGD(whole.parameters(), lr=1.0), _with_masters(whole), None, 1.0
+        )
+        wrong: list[str] = []
+        for step in range(4):
+            parts = [grads_for(model, r, step) for r in range(world)]
+            backward(model(parts[rank]))
+            optimizer.step()
+            optimizer.zero_grad()
+            _give(whole, [[fake.plain(g) for g in part] for part in parts])
+            reference.step()
+            wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
+        state = optimizer.state_dict()["state"]
+        if rank == 0 and state[0]["master_weights"].dtype != torch.float32:
+            wrong.append("no masters")
+        return wrong
+
+
+def _with_masters(model: nn.Module) -> Any:
+    made = faststep.optim.AdamW(model.parameters(), lr=0.01)
+    made._keeps_masters = True
+    return made
+
+
+def test_masters(cuda_ranks: Ranks) -> None:
+    assert cuda_ranks("cuda masters") == [[]] * 2
+
+
+def _checkpointed(rank: int, world: int) -> list[str]:
+    """torch.distributed.checkpoint saves slices; a run on the host without sharding loads them."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    with tempfile.TemporaryDirectory() as folder, machine():
+        model, whole = _pair()
+        optimizer = zero.shard(model, optimizer_of("AdamW", model.parameters()), bucket_mb=0.1)
+        reference = optimizer_of("AdamW", whole.parameters())
+        _alike(optimizer, model, reference, whole, world, 0)
+        saved = {"optimizer": get_optimizer_state_dict(model, optimizer)}
+        shared = [folder]
+        dist.broadcast_object_list(shared, src=0)
+        dcp.save(saved, checkpoint_id=shared[0])
+        found = {"optimizer": get_optimizer_state_dict(whole, reference)}
+        wanted = {
+            name: {key: value.clone() for key, value in state.items()}
+            for name, state in found["optimizer"]["state"].items()
+        }
+        for state in found["optimizer"]["state"].values():
+            for value in state.values():
+                value.zero_()
+        dcp.load(found, checkpoint_id=shared[0])
+        dist.barrier()
+        return [
+            f"{key} of {name}"
+            for name, state in found["optimizer"]["state"].items()
+            for key, value in state.items()
+            if not torch.equal(value, wanted[name][key])
+        ]
+
+
+def test_distributed_checkpoints(cuda_ranks: Ranks) -> None:
+    assert cuda_ranks("cuda checkpointed") == [[]] * 2
+
+
+def _refused(rank: int, world: int) -> list[str]:
+    said: list[str] = []
+
+    def refused(kind: type[Exception], call: Callable[[], Any]) -> None:
+        with pytest.raises(kind) as caught:
+            call()
+        said.append(str(caught.value))
+
+    with machine():
+        model, _ = _pair()
+        model.p1 = nn.Parameter(torch.ones(100))
+        refused(TypeError, lambda: zero.shard(model, optimizer_of("AdamW", model.parameters())))
+        model.p1 = fake.parameter(torch.ones(100), 1)
+        refused(TypeError, lambda: zero.shard(model, optimizer_of("AdamW", model.parameters())))
+        other = nn.Module()
+        other.p0 = fake.parameter(torch.ones(100), 1)
+        refused(TypeError, lambda: zero.shard(other, optimizer_of("AdamW", other.parameters())))
+        model, _ = _pair()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(zero.group, "backend_for", lambda group, kind: "gloo")
+            refused(TypeError, lambda: zero.shard(model, optimizer_of("AdamW", model.parameters())))
+        optimizer = zero.shard(model, optimizer_of("AdamW", model.parameters()))
+        refused(RuntimeError, lambda: optimizer.join_hook())
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("faststep.zero.cuda_buckets",):
+                patch.setattr(importlib.import_module(name), "is_capturing", lambda: True)
+            refused(RuntimeError, lambda: optimizer.step())
+        return said
+
+
+def test_what_is_refused(cuda_ranks: Ranks) -> None:
+    wanted = [
+        "cuda:0, and 'p1' on cpu: all must be in one memory",
+        "cuda:0, and 'p1' on cuda:1: all must be in one memory",
+        "the current device is cuda:0: call torch.cuda.set_device",
+        "need a process group with NCCL, and this one has gloo for CUDA",
+        "Join does not support shard() of parameters on a CUDA device",
+        "cannot be captured into a CUDA graph",
+    ]
+    for said in cuda_ranks("cuda refused"):
+        for text, part in zip(said, wanted, strict=True):
+            assert part in text
+
+
+CUDA_JOBS = [
+    *(
+        Job(f"cuda scaled: {name}", 2, _scaled, (name.startswith("ours"), name.partition(", ")[2]))
+        for name in SCALED
+    ),
+    *(Job(f"cuda accumulated: {case}", 2, _accumulated, case) for case in ACCUMULATED),
+    *(
+        Job(f"cuda saved: {name}", 3, _saved, (name,))
+        for name in ("AdamW", "momentum", "torch AdamW")
+    ),
+    Job("cuda differing", 2, _differing),
+    *(Job(f"cuda orders: {update}", 3, _orders, (update,)) for update in ("step", "backward")),
+    *(Job(f"cuda wrapped: {case}", 2, _wrapped, case) for case in WRAPPED),
+    Job("cuda masters", 2, _masters),
+    Job("cuda checkpointed", 2, _checkpointed),
+    Job("cuda refused", 2, _refused),
+]
