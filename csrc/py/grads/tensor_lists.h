@@ -38,9 +38,12 @@ int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **st
  * NULL. */
 PyObject *fst_list_raise(const fst_list *list, const fst_status *status);
 
-/* Uploads the tables of a list to its CUDA device. Returns NULL with a Python error. All lists
- * of a device share the tables, so no Python code may run between this call and the launch. */
-fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream);
+/* Uploads the tables of a list to its CUDA device, where they are too long to go with the launch.
+ * `leaves_results`: the pass writes a norm or found inf into the tables. Returns NULL with a Python
+ * error. All lists of a device share the tables, so no Python code may run between this call and
+ * the launch. */
+fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream,
+                                int leaves_results);
 
 void fst_list_free(fst_list *list);
 
