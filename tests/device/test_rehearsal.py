@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+import torch
+
+from gpu import test_race
 
 from . import fake
 
@@ -46,6 +52,35 @@ def test_parts_run_on_the_fake_machine(tmp_path: Path) -> None:
     assert "## bench-small: what it wrote" in report
     assert "torch, image by image" in report
     assert "300 x 1024, fp32" in report
+
+
+class Stub:
+    """Stands in for `Measured`: one launch among many leaves another norm."""
+
+    def __init__(self, wrong: float | None) -> None:
+        self.norm = torch.zeros((), dtype=torch.float64)
+        self.launches, self.wrong = 0, wrong
+
+    def launch(self) -> None:
+        self.launches += 1
+        is_wrong = self.wrong is not None and self.launches == 501
+        self.norm.fill_(self.wrong if is_wrong else 2.0)
+
+    more = launch  # of the copies
+
+
+@pytest.mark.parametrize("wrong", [None, math.nan, 2.0 + 2**-51])
+def test_one_wrong_launch_of_many_is_found(
+    machine: fake.Machine, monkeypatch: pytest.MonkeyPatch, wrong: float | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "synchronize", machine.synchronize)
+    stub, copies = Stub(wrong), Stub(None)
+    if wrong is None:
+        assert test_race.repeat(stub, 2 * test_race.WATCHED, copies) == 2.0
+        assert copies.launches == 2 * test_race.WATCHED / test_race.COPY_EVERY
+    else:
+        with pytest.raises(AssertionError, match="1 of 1000 norms differ"):
+            test_race.repeat(stub, 2 * test_race.WATCHED, copies)
 
 
 def test_gpu_tests_are_skipped_with_a_reason_without_a_gpu() -> None:
