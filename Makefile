@@ -30,19 +30,24 @@ DEMO ?= --output build/demo.png
 RIVALS ?= bench
 # Options of pytest.
 ARGS ?=
-# For the targets with a GPU: a wheel to take instead of a build on the spot.
+# For the targets with a GPU: a wheel to take instead of a build on the spot; the parts to run, all if not
+# given; seconds for all of them; whether to keep what is done; and a folder that gets the report, too.
 WHEEL ?=
+PARTS ?=
+BUDGET ?= 1200
+RESUME ?=
+RESULTS ?=
 # For `make matrix`: versions of torch and CPython, all if not given, and the page with the table, none if empty.
 TORCH ?=
 PYTHONS ?=
 PAGE ?= docs/compatibility.md
 ITS_PYTHON = $(if $(findstring /,$(PYTHON)),$(abspath $(PYTHON)),$(PYTHON))
-ON_GPU = PYTHONPATH=$(abspath $(if $(WHEEL),build/wheel,python)) $(ITS_PYTHON)
 
 help: ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s  %s\n", $$1, $$2}' Makefile
-	@echo 'test-gpu and bench-gpu make no environment and download nothing: they run $$(PYTHON), python3 if not'
-	@echo 'given, with torch, pytest and numpy, on a build in place or on what WHEEL=dist/NAME.whl holds.'
+	@echo 'gpu, test-gpu and bench-gpu make no environment and download nothing: they run $$(PYTHON), python3 if'
+	@echo 'not given, with torch, pytest and numpy, on a build in place or on what WHEEL=dist/NAME.whl holds. They'
+	@echo 'take PARTS="bits race" for some parts, RESUME=1 to go on, and RESULTS=FOLDER to keep the report.'
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -149,11 +154,18 @@ else
 	cd build/bare && FASTSTEP_CUDA=1 $(ITS_PYTHON) setup.py -q build_ext --inplace
 endif
 
-test-gpu: build-gpu ## test on the CUDA devices of this machine, in some minutes
-	$(ON_GPU) -m pytest -q -rs tests/gpu $(ARGS)
+# Each part has a time limit, a log and files of its own in build/gpu; see tests/gpu/parts.py.
+GPU_PARTS = cd tests && $(ITS_PYTHON) -m gpu.run_parts --wheel "$(abspath $(WHEEL))" --budget $(BUDGET) \
+    $(if $(RESULTS),--results "$(abspath $(RESULTS))") $(if $(RESUME),--resume) $(ARGS) $(PARTS)
 
-bench-gpu: build-gpu ## measure on a CUDA device; ARGS='--save NAME' keeps the figures
-	$(ON_GPU) -m pytest -q -rs benchmarks/gpu $(ARGS)
+gpu: ## test and measure on a CUDA device, in 20 minutes: one report, build/gpu/report.md
+	$(GPU_PARTS)
+
+test-gpu: ## only test on the CUDA devices of this machine
+	$(GPU_PARTS) --only tests
+
+bench-gpu: ## only measure on a CUDA device
+	$(GPU_PARTS) --only bench
 
 wheel: $(BIN)/.installed-dev ## build dist/, and check the wheel's ABI, libraries, metadata and size
 	rm -rf dist
@@ -180,4 +192,4 @@ clean: ## remove what was built, but not the environment
 
 .DEFAULT_GOAL := help
 .PHONY: help build build-asan demo test tests levels frameworks test-c asan asan-c asan-python asan-all tsan leaks fuzz lint \
-    fix docs bench bench-whole count count-renew build-gpu test-gpu bench-gpu wheel matrix ci clean
+    fix docs bench bench-whole count count-renew build-gpu gpu test-gpu bench-gpu wheel matrix ci clean

@@ -34,6 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "default: a new name in benchmarks/results/local",
     )
     group.addoption(
+        "--files",
+        metavar="PREFIX",
+        help="on a GPU: write PREFIX.{md,json,png} instead",
+    )
+    group.addoption(
+        "--seconds",
+        type=float,
+        default=330.0,
+        metavar="N",
+        help="on a GPU: how long all works may take together; default: 330",
+    )
+    group.addoption(
         "--elements",
         type=float,
         default=1e8,

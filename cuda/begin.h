@@ -64,8 +64,8 @@ FST_DEVICE fst_numbers fst_numbers_held(const fst_device_span *span)
  * and few rules have numbers. */
 FST_DEVICE_CALL fst_numbers fst_numbers_next(uint64_t span_at, uint64_t group_at)
 {
-    const fst_device_span span = *(const fst_device_span *)fst_global(span_at);
-    const fst_device_group *group = (const fst_device_group *)fst_global(group_at);
+    const fst_device_span span = *(const fst_device_span *)(uintptr_t)span_at;
+    const fst_device_group *group = (const fst_device_group *)(uintptr_t)group_at;
     double hyper[FST_DEVICE_HYPER];
     FST_UNROLL
     for (unsigned i = 0; i < FST_DEVICE_HYPER; i++)
@@ -77,19 +77,19 @@ FST_DEVICE_CALL fst_numbers fst_numbers_next(uint64_t span_at, uint64_t group_at
 
 FST_DEVICE uint64_t fst_span_at(const fst_device_tables *tables, uint32_t index)
 {
-    return tables->spans + (uint64_t)index * sizeof(fst_device_span);
+    return (uint64_t)(uintptr_t)&fst_spans_of(tables)[index];
 }
 
 FST_DEVICE uint64_t fst_group_at(const fst_device_tables *tables, uint32_t index)
 {
-    return tables->groups + (uint64_t)index * sizeof(fst_device_group);
+    return (uint64_t)(uintptr_t)&fst_groups_of(tables)[index];
 }
 
 FST_DEVICE void fst_fill_args(const fst_device_tables *tables, uint32_t index)
 {
     const fst_device_span span = fst_spans_of(tables)[index];
     const uint64_t group_at = fst_group_at(tables, span.group);
-    const fst_device_group *group = (const fst_device_group *)fst_global(group_at);
+    const fst_device_group *group = (const fst_device_group *)(uintptr_t)group_at;
     const double step = fst_step_of(&span);
     fst_rule_args *args = (fst_rule_args *)fst_args_of(tables, index);
     double hyper[FST_DEVICE_HYPER];

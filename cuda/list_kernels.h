@@ -91,9 +91,9 @@ FST_KERNEL(fst_norm, fst_norm_launch)
 FST_DEVICE void fst_change_chunks(const fst_device_tables *tables, uint32_t operand, double factor,
                                   int clamp)
 {
-    const fst_device_chunk *chunks = fst_chunks_of(tables) + tables->chunk_first;
+    const uint32_t last = tables->chunk_first + tables->chunk_count - 1;
     for (uint32_t i = blockIdx.x; i < tables->chunk_count; i += gridDim.x) {
-        const fst_device_chunk chunk = chunks[tables->chunk_count - 1 - i];
+        const fst_device_chunk chunk = fst_chunk_at(tables, last - i);
         const fst_device_operand op = fst_operands_of(tables, chunk.span)[operand];
         if (op.dtype == FST_F64)
             change_f64(tables, &op, &chunk, factor, clamp);
@@ -120,9 +120,8 @@ FST_KERNEL(fst_clamp, fst_clamp_launch)
 FST_KERNEL(fst_accumulate, fst_accumulate_launch)
 {
     const fst_device_tables *tables = &launch.tables;
-    const fst_device_chunk *chunks = fst_chunks_of(tables) + tables->chunk_first;
     for (uint32_t i = blockIdx.x; i < tables->chunk_count; i += gridDim.x) {
-        const fst_device_chunk chunk = chunks[i];
+        const fst_device_chunk chunk = fst_chunk_at(tables, tables->chunk_first + i);
         const fst_device_operand *op = fst_operands_of(tables, chunk.span);
         const int two = launch.terms > 1;
         if (op[0].dtype == FST_F64 || op[1].dtype == FST_F64 || (two && op[2].dtype == FST_F64))

@@ -60,20 +60,68 @@ FST_DEVICE double *fst_partial_of(const fst_device_tables *tables)
     return (double *)fst_global(tables->partial);
 }
 
+/* A table that may lie in the launch struct, of which `tables` is the first member. */
+FST_DEVICE const void *fst_table_at(const fst_device_tables *tables, uint64_t address)
+{
+    return address < FST_DEVICE_LAUNCH ? (const char *)tables + address
+                                       : (const char *)(uintptr_t)address;
+}
+
 FST_DEVICE const fst_device_chunk *fst_chunks_of(const fst_device_tables *tables)
 {
-    return (const fst_device_chunk *)fst_global(tables->chunks);
+    return (const fst_device_chunk *)fst_table_at(tables, tables->chunks);
+}
+
+/* The chunk of that number, from a list of chunks or, with `run_count`, from runs. Not inlined:
+ * nvcc would make a loop over chunks twice, for lists and for runs, and then again and again for
+ * whatever else stays the same in it, and would take hours. */
+FST_DEVICE_CALL fst_device_chunk fst_chunk_of(const void *chunks, uint32_t run_count,
+                                              uint32_t number)
+{
+    const fst_device_run *runs = (const fst_device_run *)chunks;
+    fst_device_chunk chunk;
+    uint32_t span = 0;
+    if (!run_count)
+        return ((const fst_device_chunk *)chunks)[number];
+    for (uint32_t end = run_count; end - span > 1;) {
+        const uint32_t middle = span + (end - span) / 2;
+        if (runs[middle].first <= number)
+            span = middle;
+        else
+            end = middle;
+    }
+    chunk.begin = (int64_t)(number - runs[span].first) * FST_CHUNK;
+    const int64_t left = runs[span].count - chunk.begin;
+    chunk.span = span;
+    chunk.count = left < FST_CHUNK ? (uint32_t)left : (uint32_t)FST_CHUNK;
+    return chunk;
+}
+
+FST_DEVICE fst_device_chunk fst_chunk_at(const fst_device_tables *tables, uint32_t number)
+{
+    return fst_chunk_of(fst_table_at(tables, tables->chunks), tables->run_count, number);
 }
 
 FST_DEVICE const fst_device_span *fst_spans_of(const fst_device_tables *tables)
 {
-    return (const fst_device_span *)fst_global(tables->spans);
+    return (const fst_device_span *)fst_table_at(tables, tables->spans);
+}
+
+FST_DEVICE const fst_device_group *fst_groups_of(const fst_device_tables *tables)
+{
+    return (const fst_device_group *)fst_table_at(tables, tables->groups);
+}
+
+FST_DEVICE const fst_device_layout *fst_layouts_of(const fst_device_tables *tables)
+{
+    return (const fst_device_layout *)fst_table_at(tables, tables->layouts);
 }
 
 /* The operands of a span. */
 FST_DEVICE const fst_device_operand *fst_operands_of(const fst_device_tables *tables, uint32_t span)
 {
-    return (const fst_device_operand *)fst_global(tables->operands) + (size_t)span * tables->width;
+    return (const fst_device_operand *)fst_table_at(tables, tables->operands) +
+           (size_t)span * tables->width;
 }
 
 FST_DEVICE void *fst_args_of(const fst_device_tables *tables, uint32_t span)

@@ -22,7 +22,7 @@ FST_DEVICE fst_share fst_share_of(const fst_device_tables *tables, const fst_dev
                                   uint32_t thread, uint32_t threads)
 {
     fst_share share;
-    share.layouts = (const fst_device_layout *)fst_global(tables->layouts);
+    share.layouts = fst_layouts_of(tables);
     share.begin = chunk->begin;
     share.count = share.whole = chunk->count;
     share.thread = thread;

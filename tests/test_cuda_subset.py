@@ -88,6 +88,14 @@ def test_elements_move_by_16_bytes(unfused: dict[str, str]) -> None:
 
 
 def test_no_element_moves_through_a_generic_address(unfused: dict[str, str]) -> None:
-    found = [i for code in unfused.values() for i in INSTRUCTION.findall(code)]
-    assert len(found) > 1000
-    assert [i for i in found if re.match(r"(ld|st)\.(?!global|param|shared)", i)] == []
+    """Tables are read so, because they may lie in the parameters: their integers, and the
+    hyper-parameters, which are doubles. Nothing is written so.
+    """
+    assert sum(len(INSTRUCTION.findall(code)) for code in unfused.values()) > 1000
+    for name, code in unfused.items():
+        found = INSTRUCTION.findall(code)
+        generic = {i for i in found if re.match(r"(ld|st)\.(?!global|param|shared)", i)}
+        of_tables = {"ld.u32", "ld.s32", "ld.u64", "ld.v2.u32"}
+        if name == "fst_begin" or "fst_numbers_next" in name:
+            of_tables.add("ld.f64")
+        assert generic <= of_tables, name

@@ -15,12 +15,10 @@ from cuda_contest import Budget, CudaOutcome, free_all
 from cuda_plot import draw
 from cuda_report import cuda_goals, cuda_introduction, cuda_json, cuda_tables
 from cuda_timing import CudaTimer, HostTimer, Timer
-from cuda_works import REHEARSAL, cuda_works
+from cuda_works import REHEARSAL
 from faststep import _C
 
 RESULTS = Path(__file__).parents[1] / "results"
-# Of the run's time; building and starting take a part of the 8 minutes as well.
-SECONDS = 330.0
 OUTCOMES: list[CudaOutcome] = []
 TEXT = pytest.StashKey[str]()
 
@@ -51,8 +49,9 @@ def timer() -> Timer:
 
 
 @pytest.fixture(scope="session")
-def budget() -> Budget:
-    return Budget(SECONDS, len(cuda_works()))
+def budget(request: pytest.FixtureRequest) -> Budget:
+    works = sum("budget" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    return Budget(request.config.getoption("seconds"), works)
 
 
 @pytest.fixture
@@ -63,7 +62,9 @@ def outcomes() -> Any:
 
 def _base(config: pytest.Config) -> Path:
     """Where the run goes, without a suffix; never over what the CPU's benchmarks wrote."""
-    name = config.getoption("save")
+    name, files = config.getoption("save"), config.getoption("files")
+    if files:
+        return Path(files)
     stamp = f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-cuda"
     base = RESULTS / name if name else RESULTS / "local" / stamp
     if name and "benchmarks/gpu" not in " ".join(config.args):

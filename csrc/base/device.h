@@ -3,7 +3,9 @@
  * A step is two launches for any number of tensors. `begin` measures the gradients. Its last
  * block decides on found inf, norm and clip coefficient, and unless the step is skipped it
  * advances every step counter. `update` reads that decision, so the host need not wait.
- * Addresses are 64-bit numbers, so host and device agree on every struct. */
+ * Addresses are 64-bit numbers, so host and device agree on every struct.
+ *
+ * Short tables travel in the launch's own parameters, so that nothing has to be copied first. */
 #ifndef FST_BASE_DEVICE_H
 #define FST_BASE_DEVICE_H
 
@@ -15,7 +17,15 @@ enum {
     FST_DEVICE_HYPER = 8,
     FST_DEVICE_NUMBERS = 2, /* of a span, beside its step counter */
     FST_DEVICE_ARGS = 64,   /* bytes of a span's fst_rule_args */
+    /* Bytes of a launch struct at most, which every device takes as parameters; and of its room for
+     * tables. That of a step is small, as it is copied with each launch of a long step too. */
+    FST_DEVICE_LAUNCH = 4096,
+    FST_DEVICE_STEP_ROOM = 1024,
+    FST_DEVICE_LIST_ROOM = 3584,
 };
+
+/* The end of a launch struct: room for tables. */
+#define FST_DEVICE_ROOM(size) unsigned char room[size] __attribute__((aligned(16)))
 
 /* One fp32 or fp64 number in the device's memory. */
 typedef struct {
@@ -68,6 +78,13 @@ typedef struct {
     uint32_t count;
 } fst_device_chunk;
 
+/* The chunks of one span, in tables that have no list of chunks. */
+typedef struct {
+    int64_t count;  /* elements of the span */
+    uint32_t first; /* the number of its first chunk */
+    uint32_t reserved;
+} fst_device_run;
+
 /* What `begin`, `unscale` or `norm` found. All zero before its first use. */
 typedef struct {
     double square_sum;       /* of the operand times inv_scale */
@@ -82,18 +99,22 @@ typedef struct {
 
 /* The tables of one plan on one device. Passes over a list of tensors need no spans, groups or
  * args. A pass that writes is one launch per round; one that only reads is one launch over all
- * chunks. */
+ * chunks. The first five may lie in the launch struct itself, of which the tables are the first
+ * member: then their address is an offset in it, less than FST_DEVICE_LAUNCH. */
 typedef struct {
     uint64_t operands; /* fst_device_operand */
     uint64_t layouts;  /* fst_device_layout */
     uint64_t spans;    /* fst_device_span */
     uint64_t groups;   /* fst_device_group */
-    uint64_t chunks;   /* fst_device_chunk; the first one of all, not of this launch */
+    uint64_t chunks;   /* fst_device_chunk; the first one of all, not of this launch. With
+                          `run_count` instead that many fst_device_run, one per span */
     uint64_t args;     /* FST_DEVICE_ARGS bytes per span, aligned to as much; written by `begin` */
     uint64_t partial;  /* a double per chunk, written by reductions */
     uint64_t outcome;  /* fst_device_outcome */
     uint32_t span_count, width;
     uint32_t chunk_first, chunk_count; /* of this launch */
+    uint32_t run_count;                /* only of fst_scale, fst_clamp and fst_accumulate */
+    uint32_t reserved;
 } fst_device_tables;
 
 /* Every kernel takes one of these structs. Blocks have FST_DEVICE_BLOCK threads and no dynamic
@@ -113,6 +134,7 @@ typedef struct {
     int32_t only_measure; /* leave the decision to another launch, which does not measure but reads
                              found_inf and, to clip, the norm */
     int32_t has_numbers;  /* some spans have numbers beside their step counters */
+    FST_DEVICE_ROOM(FST_DEVICE_STEP_ROOM);
 } fst_begin_launch;
 
 /* fst_update: the optimizer's update of spans with FST_OP_COUNT operands. */
@@ -120,6 +142,7 @@ typedef struct {
     fst_device_tables tables;
     int32_t write_grad; /* write gradients back, unscaled and clipped */
     int32_t reserved;
+    FST_DEVICE_ROOM(FST_DEVICE_STEP_ROOM);
 } fst_update_launch;
 
 /* fst_unscale: multiplies an operand by the inverse scale, in place, and measures it. After the
@@ -132,6 +155,7 @@ typedef struct {
     double factor;               /* the inverse scale where `scale` is absent */
     uint32_t operand;
     int32_t inverse; /* `scale` is the inverse scale already */
+    FST_DEVICE_ROOM(FST_DEVICE_LIST_ROOM);
 } fst_unscale_launch;
 
 /* fst_norm: the norm of all elements of an operand. One launch. The sums of squares of chunks that
@@ -146,6 +170,7 @@ typedef struct {
     int32_t kind;      /* fst_norm_kind */
     int32_t only_fold; /* `partial` holds the sums of chunk_count chunks already */
     int32_t reserved;
+    FST_DEVICE_ROOM(FST_DEVICE_LIST_ROOM);
 } fst_norm_launch;
 
 /* fst_scale: multiplies an operand by a factor, in place. The factor is given by value, or is
@@ -158,6 +183,7 @@ typedef struct {
     double factor;
     uint32_t operand;
     int32_t reserved;
+    FST_DEVICE_ROOM(FST_DEVICE_LIST_ROOM);
 } fst_scale_launch;
 
 /* fst_clamp: every element of an operand to [-limit, limit], in place; NaN stays. */
@@ -166,6 +192,7 @@ typedef struct {
     double limit;
     uint32_t operand;
     int32_t reserved;
+    FST_DEVICE_ROOM(FST_DEVICE_LIST_ROOM);
 } fst_clamp_launch;
 
 /* fst_accumulate: on spans of two or three operands, operand 0 += factor * each of the others in
@@ -176,6 +203,7 @@ typedef struct {
     double factor;
     int32_t start;
     uint32_t terms; /* 1 or 2; spans have one operand more */
+    FST_DEVICE_ROOM(FST_DEVICE_LIST_ROOM);
 } fst_accumulate_launch;
 
 /* fst_loss_scale: the loss scale's update, see rules/loss_scale.h. One block. */

@@ -95,11 +95,11 @@ static fst_code start(fst_gpu_device *device, int ordinal, fst_status *status)
 {
     fst_driver_device info;
     int mode;
-    if (retain(device, ordinal, &info, status) || fst_gpu_enter(device, &mode, status))
+    if (retain(device, ordinal, &info, status) || fst_gpu_enter_relaxed(device, &mode, status))
         return status->code;
     if (device->module || !load_module(device, &info, status))
         find_kernels(device, info.multiprocessors, status);
-    return fst_gpu_leave(device, mode, status);
+    return fst_gpu_leave_relaxed(device, mode, status);
 }
 
 /* The entry of a device, once the driver is open. */
@@ -141,26 +141,41 @@ fst_gpu_device *fst_gpu_device_get(int ordinal, fst_status *status)
     return ready ? device : NULL;
 }
 
-fst_code fst_gpu_enter(const fst_gpu_device *device, int *mode, fst_status *status)
+fst_code fst_gpu_enter(const fst_gpu_device *device, fst_status *status)
 {
     if (fst_driver_open(status)) /* a forked child keeps its devices, but must not use them */
         return status->code;
-    return fst_driver_enter(device->ordinal, device->context, mode, status);
+    return fst_driver_enter(device->ordinal, device->context, status);
 }
 
-fst_code fst_gpu_leave(const fst_gpu_device *device, int mode, fst_status *status)
+fst_code fst_gpu_leave(const fst_gpu_device *device, fst_status *status)
 {
-    return fst_driver_leave(device->ordinal, mode, status);
+    return fst_driver_leave(device->ordinal, status);
+}
+
+fst_code fst_gpu_enter_relaxed(const fst_gpu_device *device, int *mode, fst_status *status)
+{
+    if (fst_gpu_enter(device, status))
+        return status->code;
+    if (fst_driver_relax(device->ordinal, mode, status))
+        fst_driver_leave(device->ordinal, status);
+    return status->code;
+}
+
+fst_code fst_gpu_leave_relaxed(const fst_gpu_device *device, int mode, fst_status *status)
+{
+    fst_driver_restore(device->ordinal, mode, status);
+    return fst_driver_leave(device->ordinal, status);
 }
 
 fst_code fst_gpu_lock_host(int ordinal, void *memory, size_t size, fst_status *status)
 {
     int mode;
     const fst_gpu_device *device = fst_gpu_context_get(ordinal, status);
-    if (!device || fst_gpu_enter(device, &mode, status))
+    if (!device || fst_gpu_enter_relaxed(device, &mode, status))
         return status->code;
     fst_driver_lock(ordinal, memory, size, status);
-    return fst_gpu_leave(device, mode, status);
+    return fst_gpu_leave_relaxed(device, mode, status);
 }
 
 void fst_gpu_unlock_host(int ordinal, void *memory)
@@ -168,10 +183,10 @@ void fst_gpu_unlock_host(int ordinal, void *memory)
     int mode;
     fst_status status = {0};
     const fst_gpu_device *device = fst_gpu_context_get(ordinal, &status);
-    if (!device || fst_gpu_enter(device, &mode, &status))
+    if (!device || fst_gpu_enter_relaxed(device, &mode, &status))
         return; /* the driver has shut down already, as at the end of a program */
     fst_driver_unlock(memory);
-    fst_gpu_leave(device, mode, &status);
+    fst_gpu_leave_relaxed(device, mode, &status);
 }
 
 fst_code fst_gpu_launch(const fst_gpu_device *device, fst_kernel kernel, size_t blocks,

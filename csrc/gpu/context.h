@@ -54,10 +54,14 @@ fst_gpu_device *fst_gpu_context_get(int ordinal, fst_status *status);
 fst_code fst_gpu_lock_host(int ordinal, void *memory, size_t size, fst_status *status);
 void fst_gpu_unlock_host(int ordinal, void *memory);
 
-/* Make the device's context current for this thread, and undo that; `mode` is theirs. An error
- * that `status` has already is kept. */
-fst_code fst_gpu_enter(const fst_gpu_device *device, int *mode, fst_status *status);
-fst_code fst_gpu_leave(const fst_gpu_device *device, int mode, fst_status *status);
+/* Make the device's context current for this thread, and undo that. An error that `status` has
+ * already is kept. */
+fst_code fst_gpu_enter(const fst_gpu_device *device, fst_status *status);
+fst_code fst_gpu_leave(const fst_gpu_device *device, fst_status *status);
+
+/* The same, and permit what a capture forbids (fst_driver_relax); `mode` is theirs. */
+fst_code fst_gpu_enter_relaxed(const fst_gpu_device *device, int *mode, fst_status *status);
+fst_code fst_gpu_leave_relaxed(const fst_gpu_device *device, int mode, fst_status *status);
 
 /* Launches a kernel in at most `blocks` blocks, as many as run at a time, and at least one. */
 fst_code fst_gpu_launch(const fst_gpu_device *device, fst_kernel kernel, size_t blocks,

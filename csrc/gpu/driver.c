@@ -130,27 +130,34 @@ fst_code fst_driver_retain(int device, int handle, void **context, fst_status *s
     return FST_OK;
 }
 
-fst_code fst_driver_enter(int device, void *context, int *mode, fst_status *status)
+fst_code fst_driver_enter(int device, void *context, fst_status *status)
 {
     TRY(cuCtxPushCurrent_v2, context);
-    *mode = CU_CAPTURE_RELAXED;
-    const cu_result result = cu.cuThreadExchangeStreamCaptureMode(mode);
-    if (!result)
-        return FST_OK;
-    cu.cuCtxPopCurrent_v2(&context);
-    return failed(result, "cuThreadExchangeStreamCaptureMode", NULL, device, status);
+    return FST_OK;
 }
 
-fst_code fst_driver_leave(int device, int mode, fst_status *status)
+fst_code fst_driver_leave(int device, fst_status *status)
 {
     void *context;
-    const cu_result exchanged = cu.cuThreadExchangeStreamCaptureMode(&mode);
     const cu_result popped = cu.cuCtxPopCurrent_v2(&context);
-    if (status->code)
+    if (status->code || !popped)
         return status->code;
-    if (exchanged)
-        return failed(exchanged, "cuThreadExchangeStreamCaptureMode", NULL, device, status);
-    return popped ? failed(popped, "cuCtxPopCurrent_v2", NULL, device, status) : FST_OK;
+    return failed(popped, "cuCtxPopCurrent_v2", NULL, device, status);
+}
+
+fst_code fst_driver_relax(int device, int *mode, fst_status *status)
+{
+    *mode = CU_CAPTURE_RELAXED;
+    TRY(cuThreadExchangeStreamCaptureMode, mode);
+    return FST_OK;
+}
+
+fst_code fst_driver_restore(int device, int mode, fst_status *status)
+{
+    const cu_result exchanged = cu.cuThreadExchangeStreamCaptureMode(&mode);
+    if (status->code || !exchanged)
+        return status->code;
+    return failed(exchanged, "cuThreadExchangeStreamCaptureMode", NULL, device, status);
 }
 
 fst_code fst_driver_load(int device, const void *image, void **module, fst_status *status)

@@ -29,11 +29,16 @@ fst_code fst_driver_describe(int device, fst_driver_device *out, fst_status *sta
  * driver and torch shut down in any order. */
 fst_code fst_driver_retain(int device, int handle, void **context, fst_status *status);
 
-/* Makes the context current for this thread, and permits calls that a stream capture forbids:
- * allocating memory and querying events. fst_driver_leave undoes both and keeps an error that
- * `status` has already. */
-fst_code fst_driver_enter(int device, void *context, int *mode, fst_status *status);
-fst_code fst_driver_leave(int device, int mode, fst_status *status);
+/* Make the context current for this thread, and undo that. An error that `status` has already is
+ * kept. */
+fst_code fst_driver_enter(int device, void *context, fst_status *status);
+fst_code fst_driver_leave(int device, fst_status *status);
+
+/* Permit this thread calls that a stream capture of any thread forbids: allocating and freeing
+ * memory, loading kernels, querying events and waiting for them. An error that `status` has
+ * already is kept. */
+fst_code fst_driver_relax(int device, int *mode, fst_status *status);
+fst_code fst_driver_restore(int device, int mode, fst_status *status);
 
 fst_code fst_driver_load(int device, const void *image, void **module, fst_status *status);
 fst_code fst_driver_find(int device, void *module, const char *kernel, void **function,

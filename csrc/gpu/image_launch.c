@@ -13,10 +13,10 @@ fst_code fst_gpu_image(fst_gpu_tables *tables, const fst_image_batch *batch,
     int mode;
     if (!blocks || !batch->channels)
         return FST_OK;
-    if (fst_gpu_enter(device, &mode, status))
+    if (fst_gpu_enter_relaxed(device, &mode, status))
         return status->code;
     if (!fst_gpu_ring_upload(&tables->ring, device, batch->samples, samples,
                              (size_t)batch->count * sizeof *samples, stream, status))
         fst_gpu_launch(device, kernel, blocks, stream, &args, status);
-    return fst_gpu_leave(device, mode, status);
+    return fst_gpu_leave_relaxed(device, mode, status);
 }

@@ -2,6 +2,19 @@
 
 #include <stddef.h>
 
+#include "gpu/brief.h"
+
+/* The tables are the first member of a launch struct: their offsets begin there. */
+_Static_assert(!offsetof(fst_begin_launch, tables) && !offsetof(fst_update_launch, tables) &&
+                   !offsetof(fst_unscale_launch, tables) && !offsetof(fst_norm_launch, tables) &&
+                   !offsetof(fst_scale_launch, tables) && !offsetof(fst_clamp_launch, tables) &&
+                   !offsetof(fst_accumulate_launch, tables),
+               "the tables come first");
+_Static_assert(sizeof(fst_begin_launch) <= FST_DEVICE_LAUNCH &&
+                   sizeof(fst_unscale_launch) <= FST_DEVICE_LAUNCH &&
+                   sizeof(fst_scale_launch) <= FST_DEVICE_LAUNCH,
+               "every device takes parameters of that size");
+
 /* Spans whose arguments a block of `begin` fills: few, as that takes long. */
 enum { SPANS_PER_BLOCK = 32 };
 
@@ -38,86 +51,127 @@ static size_t blocks_of(fst_kernel kernel, const void *args, const fst_device_ta
     return begin->measure && view->chunk_count > filling ? view->chunk_count : filling;
 }
 
-/* Launches a kernel. `view` is the part of `args` with the tables' addresses. Where it has an
- * address for the chunks' sums, or a number of chunks, these take the place of the tables'. */
-static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, fst_device_tables *view,
-                    order how, fst_status *status)
+/* Launches a kernel; within fst_gpu_enter. `args` is its launch struct, which begins with the
+ * tables and has room for short ones from the byte `room` on. Where it has an address for the
+ * chunks' sums, or a number of chunks, these take the place of the tables'. */
+static fst_code run_inside(fst_gpu_tables *tables, fst_kernel kernel, void *args, size_t room,
+                           order how, fst_status *status)
 {
-    const fst_gpu_device *device = tables->device;
-    int mode;
-    if (!tables->set)
-        return fst_fail(status, FST_BAD_VALUE, "the tables of CUDA device %d are not set",
-                        device->ordinal);
+    const fst_gpu_copy *set = tables->set;
+    fst_device_tables *view = args;
     const fst_device_tables asked = *view;
-    *view = fst_gpu_mirror_tables(&tables->set->mirror, tables->set->memory);
+    if (tables->brief) {
+        *view = fst_gpu_brief_put(&tables->work, args, room);
+    } else {
+        *view = fst_gpu_mirror_tables(&set->mirror, set->memory);
+        fst_gpu_mirror_put(&set->mirror, args, room, view);
+        tables->unrecorded |= set == &tables->eager;
+    }
     if (asked.partial)
         view->partial = asked.partial;
     if (asked.chunk_count)
         view->chunk_count = asked.chunk_count;
-    if (fst_gpu_enter(device, &mode, status))
+    if (how != ALL_AT_ONCE)
+        return launch_rounds(tables, kernel, args, view, how == BY_ROUNDS_AT_LEAST_ONE, status);
+    return fst_gpu_launch(tables->device, kernel, blocks_of(kernel, args, view), tables->set_stream,
+                          args, status);
+}
+
+static fst_code not_set(const fst_gpu_tables *tables, fst_status *status)
+{
+    return fst_fail(status, FST_BAD_VALUE, "the tables of CUDA device %d are not set",
+                    tables->device->ordinal);
+}
+
+/* Marks the end of what was launched, and leaves the device. */
+static fst_code end(fst_gpu_tables *tables, fst_status *status)
+{
+    if (!status->code && tables->set == &tables->eager)
+        fst_gpu_tables_end(tables, status);
+    return fst_gpu_leave(tables->device, status);
+}
+
+static fst_code run(fst_gpu_tables *tables, fst_kernel kernel, void *args, size_t room, order how,
+                    fst_status *status)
+{
+    if (!tables->set && !tables->brief)
+        return not_set(tables, status);
+    if (fst_gpu_enter(tables->device, status))
         return status->code;
-    const int captured = tables->set == &tables->captured;
-    if (!captured)
-        tables->unrecorded = 1;
-    if (how == ALL_AT_ONCE)
-        fst_gpu_launch(device, kernel, blocks_of(kernel, args, view), tables->set_stream, args,
-                       status);
-    else
-        launch_rounds(tables, kernel, args, view, how == BY_ROUNDS_AT_LEAST_ONE, status);
-    if (!status->code && !captured && kernel != FST_KERNEL_BEGIN) /* an update follows that one */
-        fst_gpu_tables_mark_end(tables, status);
-    return fst_gpu_leave(device, mode, status);
+    run_inside(tables, kernel, args, room, how, status);
+    return end(tables, status);
 }
 
-fst_code fst_gpu_begin(fst_gpu_tables *tables, const fst_begin_launch *launch, fst_status *status)
+/* Of passes that leave something in the tables. */
+static fst_code run_set(fst_gpu_tables *tables, fst_kernel kernel, void *args, size_t room,
+                        order how, fst_status *status)
 {
-    fst_begin_launch args = *launch;
-    return run(tables, FST_KERNEL_BEGIN, &args, &args.tables, ALL_AT_ONCE, status);
+    return tables->set ? run(tables, kernel, args, room, how, status) : not_set(tables, status);
 }
 
-fst_code fst_gpu_update(fst_gpu_tables *tables, const fst_update_launch *launch, fst_status *status)
+fst_code fst_gpu_step(fst_gpu_tables *tables, const fst_begin_launch *begin,
+                      const fst_update_launch *update, fst_status *status)
 {
-    fst_update_launch args = *launch;
-    return run(tables, FST_KERNEL_UPDATE, &args, &args.tables, BY_ROUNDS, status);
+    fst_begin_launch first = *begin;
+    fst_update_launch second = {0};
+    if (!tables->set)
+        return not_set(tables, status);
+    if (fst_gpu_enter(tables->device, status))
+        return status->code;
+    if (update)
+        second = *update;
+    if (!run_inside(tables, FST_KERNEL_BEGIN, &first, offsetof(fst_begin_launch, room), ALL_AT_ONCE,
+                    status) &&
+        update)
+        run_inside(tables, FST_KERNEL_UPDATE, &second, offsetof(fst_update_launch, room), BY_ROUNDS,
+                   status);
+    return end(tables, status);
 }
 
 fst_code fst_gpu_unscale(fst_gpu_tables *tables, const fst_unscale_launch *launch,
                          fst_status *status)
 {
     fst_unscale_launch args = *launch;
-    return run(tables, FST_KERNEL_UNSCALE, &args, &args.tables, BY_ROUNDS_AT_LEAST_ONE, status);
+    return run_set(tables, FST_KERNEL_UNSCALE, &args, offsetof(fst_unscale_launch, room),
+                   BY_ROUNDS_AT_LEAST_ONE, status);
 }
 
 fst_code fst_gpu_norm(fst_gpu_tables *tables, const fst_norm_launch *launch, fst_status *status)
 {
     fst_norm_launch args = *launch; /* its `partial` and `chunk_count` too, if they are set */
-    return run(tables, FST_KERNEL_NORM, &args, &args.tables, ALL_AT_ONCE, status);
+    return run_set(tables, FST_KERNEL_NORM, &args, offsetof(fst_norm_launch, room), ALL_AT_ONCE,
+                   status);
 }
 
 fst_code fst_gpu_scale(fst_gpu_tables *tables, const fst_scale_launch *launch, int from_outcome,
                        fst_status *status)
 {
     fst_scale_launch args = *launch;
-    if (from_outcome && tables->set) {
-        const fst_gpu_copy *set = tables->set;
+    const fst_gpu_copy *set = tables->set;
+    if (from_outcome && !set)
+        return not_set(tables, status);
+    if (from_outcome) {
         const uint64_t outcome = fst_gpu_mirror_tables(&set->mirror, set->memory).outcome;
         args.norm = (fst_device_scalar){.data = outcome + offsetof(fst_device_outcome, norm),
                                         .is_double = 1};
     }
-    return run(tables, FST_KERNEL_SCALE, &args, &args.tables, BY_ROUNDS, status);
+    return run(tables, FST_KERNEL_SCALE, &args, offsetof(fst_scale_launch, room), BY_ROUNDS,
+               status);
 }
 
 fst_code fst_gpu_clamp(fst_gpu_tables *tables, const fst_clamp_launch *launch, fst_status *status)
 {
     fst_clamp_launch args = *launch;
-    return run(tables, FST_KERNEL_CLAMP, &args, &args.tables, BY_ROUNDS, status);
+    return run(tables, FST_KERNEL_CLAMP, &args, offsetof(fst_clamp_launch, room), BY_ROUNDS,
+               status);
 }
 
 fst_code fst_gpu_accumulate(fst_gpu_tables *tables, const fst_accumulate_launch *launch,
                             fst_status *status)
 {
     fst_accumulate_launch args = *launch;
-    return run(tables, FST_KERNEL_ACCUMULATE, &args, &args.tables, BY_ROUNDS, status);
+    return run(tables, FST_KERNEL_ACCUMULATE, &args, offsetof(fst_accumulate_launch, room),
+               BY_ROUNDS, status);
 }
 
 fst_code fst_gpu_loss_scale(int device, const fst_loss_scale_launch *launch, void *stream,
@@ -125,9 +179,8 @@ fst_code fst_gpu_loss_scale(int device, const fst_loss_scale_launch *launch, voi
 {
     fst_loss_scale_launch args = *launch;
     const fst_gpu_device *found = fst_gpu_device_get(device, status);
-    int mode;
-    if (!found || fst_gpu_enter(found, &mode, status))
+    if (!found || fst_gpu_enter(found, status))
         return status->code;
     fst_gpu_launch(found, FST_KERNEL_LOSS_SCALE, 1, stream, &args, status);
-    return fst_gpu_leave(found, mode, status);
+    return fst_gpu_leave(found, status);
 }

@@ -9,11 +9,9 @@
 #include "base/status.h"
 #include "gpu/tables.h"
 
-/* Measures if asked and decides what fst_gpu_update does. An update must follow. */
-fst_code fst_gpu_begin(fst_gpu_tables *tables, const fst_begin_launch *launch, fst_status *status);
-
-fst_code fst_gpu_update(fst_gpu_tables *tables, const fst_update_launch *launch,
-                        fst_status *status);
+/* Measures if asked and decides what the update does. The update follows, unless it is NULL. */
+fst_code fst_gpu_step(fst_gpu_tables *tables, const fst_begin_launch *begin,
+                      const fst_update_launch *update, fst_status *status);
 
 fst_code fst_gpu_unscale(fst_gpu_tables *tables, const fst_unscale_launch *launch,
                          fst_status *status);

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { ALIGNMENT = 256, SMALL = 16 };
+enum { ALIGNMENT = 256, SMALL = 16, IN_LAUNCH = 16 };
 
 static const size_t sizes[FST_SECTION_COUNT] = {
     [FST_SECTION_OUTCOME] = sizeof(fst_device_outcome),
@@ -86,10 +86,19 @@ static inline void put_small(fst_gpu_mirror *mirror, size_t at, const void *valu
         put(mirror, at, value, SMALL);
 }
 
+fst_device_layout fst_gpu_layout(const fst_layout *layout)
+{
+    fst_device_layout value = {.ndim = layout->ndim, .negated = layout->negated};
+    for (int d = 0; d < layout->ndim; d++) {
+        value.shape[d] = layout->shape[d];
+        value.stride[d] = layout->stride[d];
+    }
+    return value;
+}
+
 static fst_code put_layout(fst_gpu_mirror *mirror, size_t index, const fst_layout *layout,
                            fst_status *status)
 {
-    fst_device_layout value = {.ndim = layout->ndim, .negated = layout->negated};
     if (layout->ndim > FST_DEVICE_MAX_DIMS)
         return fst_fail(status, FST_UNSUPPORTED,
                         "a tensor is laid out in %d dimensions that cannot be merged, at most %d "
@@ -97,10 +106,7 @@ static fst_code put_layout(fst_gpu_mirror *mirror, size_t index, const fst_layou
                         layout->ndim, FST_DEVICE_MAX_DIMS);
     if (index >= mirror->capacity[FST_SECTION_LAYOUTS])
         return FST_OK; /* counted; the next round has room for it */
-    for (int d = 0; d < layout->ndim; d++) {
-        value.shape[d] = layout->shape[d];
-        value.stride[d] = layout->stride[d];
-    }
+    const fst_device_layout value = fst_gpu_layout(layout);
     const size_t at = mirror->offset[FST_SECTION_LAYOUTS] + index * sizeof value;
     if (memcmp(mirror->bytes + at, &value, sizeof value))
         put(mirror, at, &value, sizeof value);
@@ -175,6 +181,8 @@ static fst_code put_all(fst_gpu_mirror *mirror, const fst_work *work, const fst_
             return status->code;
     } while (layouts > mirror->capacity[FST_SECTION_LAYOUTS]);
     put_array(mirror, FST_SECTION_SPANS, r->spans, r->span_count);
+    mirror->used[FST_SECTION_OPERANDS] = work->span_count * work->width;
+    mirror->used[FST_SECTION_LAYOUTS] = layouts;
     return FST_OK;
 }
 
@@ -194,8 +202,10 @@ fst_code fst_gpu_mirror_fill(fst_gpu_mirror *mirror, const fst_work *work,
     mirror->moved = r->moved;
     put_array(mirror, FST_SECTION_GROUPS, r->groups, r->group_count);
     put_chunks(mirror, work);
-    mirror->span_count = (uint32_t)r->span_count;
-    mirror->chunk_count = (uint32_t)work->chunk_count;
+    mirror->used[FST_SECTION_OUTCOME] = 1;
+    mirror->used[FST_SECTION_SPANS] = r->span_count;
+    mirror->used[FST_SECTION_GROUPS] = r->group_count;
+    mirror->used[FST_SECTION_CHUNKS] = work->chunk_count;
     mirror->width = work->width;
     return FST_OK;
 }
@@ -237,10 +247,50 @@ fst_device_tables fst_gpu_mirror_tables(const fst_gpu_mirror *mirror, uint64_t m
         .args = memory + mirror->offset[FST_SECTION_ARGS],
         .partial = memory + mirror->offset[FST_SECTION_PARTIAL],
         .outcome = memory + mirror->offset[FST_SECTION_OUTCOME],
-        .span_count = mirror->span_count,
+        .span_count = (uint32_t)mirror->used[FST_SECTION_SPANS],
         .width = mirror->width,
-        .chunk_count = mirror->chunk_count,
+        .chunk_count = (uint32_t)mirror->used[FST_SECTION_CHUNKS],
     };
+}
+
+static int has_changed(const fst_gpu_mirror *mirror, unsigned section)
+{
+    const size_t begin = mirror->offset[section];
+    return mirror->changed_begin < begin + mirror->used[section] * sizes[section] &&
+           mirror->changed_end > begin;
+}
+
+static size_t bytes_in_launch(const fst_gpu_mirror *mirror, unsigned section)
+{
+    return (mirror->used[section] * sizes[section] + IN_LAUNCH - 1) / IN_LAUNCH * IN_LAUNCH;
+}
+
+size_t fst_gpu_mirror_short(const fst_gpu_mirror *mirror)
+{
+    size_t size = 0;
+    if (has_changed(mirror, FST_SECTION_OUTCOME)) /* kernels write it */
+        return SIZE_MAX;
+    for (unsigned s = FST_SECTION_SPANS; s < FST_SECTION_MIRRORED; s++)
+        if (has_changed(mirror, s))
+            size += bytes_in_launch(mirror, s);
+    return size;
+}
+
+void fst_gpu_mirror_put(const fst_gpu_mirror *mirror, void *launch, size_t at,
+                        fst_device_tables *tables)
+{
+    uint64_t *const address[FST_SECTION_MIRRORED] = {
+        [FST_SECTION_SPANS] = &tables->spans,       [FST_SECTION_GROUPS] = &tables->groups,
+        [FST_SECTION_OPERANDS] = &tables->operands, [FST_SECTION_LAYOUTS] = &tables->layouts,
+        [FST_SECTION_CHUNKS] = &tables->chunks,
+    };
+    for (unsigned s = FST_SECTION_SPANS; s < FST_SECTION_MIRRORED; s++) {
+        if (!has_changed(mirror, s))
+            continue;
+        memcpy((char *)launch + at, mirror->bytes + mirror->offset[s], mirror->used[s] * sizes[s]);
+        *address[s] = at;
+        at += bytes_in_launch(mirror, s);
+    }
 }
 
 void fst_gpu_mirror_free(fst_gpu_mirror *mirror)

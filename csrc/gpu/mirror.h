@@ -39,8 +39,12 @@ typedef struct {
     size_t changed_begin, changed_end;    /* equal: nothing changed */
     uint64_t serial;                      /* of the chunk list, 0: unknown */
     uint64_t bound, moved;                /* as in the rules */
-    uint32_t span_count, width, chunk_count;
+    size_t used[FST_SECTION_MIRRORED];    /* elements that launches read */
+    uint32_t width;
 } fst_gpu_mirror;
+
+/* A layout of at most FST_DEVICE_MAX_DIMS dimensions. */
+fst_device_layout fst_gpu_layout(const fst_layout *layout);
 
 /* Fills the mirror from the work. *moved becomes 1 if sections had to move, which makes the
  * device's memory useless. After an error another call may fill the mirror. */
@@ -60,6 +64,14 @@ void fst_gpu_mirror_lost(fst_gpu_mirror *mirror);
 
 /* The tables at `memory`, for a launch over all chunks. */
 fst_device_tables fst_gpu_mirror_tables(const fst_gpu_mirror *mirror, uint64_t memory);
+
+/* Bytes that fst_gpu_mirror_put writes, or SIZE_MAX where it cannot. */
+size_t fst_gpu_mirror_short(const fst_gpu_mirror *mirror);
+
+/* Writes the sections with something that the device does not have into a launch struct, from its
+ * byte `at` on, and lets the tables lie there. */
+void fst_gpu_mirror_put(const fst_gpu_mirror *mirror, void *launch, size_t at,
+                        fst_device_tables *tables);
 
 void fst_gpu_mirror_free(fst_gpu_mirror *mirror);
 

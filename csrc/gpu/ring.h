@@ -23,11 +23,12 @@ typedef struct {
     size_t count, next;
 } fst_gpu_ring;
 
-/* Copies `size` bytes to the device's memory, in the order of the stream. Within fst_gpu_enter. */
+/* Copies `size` bytes to the device's memory, in the order of the stream. Within
+ * fst_gpu_enter_relaxed. */
 fst_code fst_gpu_ring_upload(fst_gpu_ring *ring, const fst_gpu_device *device, uint64_t to,
                              const void *from, size_t size, void *stream, fst_status *status);
 
-/* Frees the host's part, and with `inside` (within fst_gpu_enter) the driver's. */
+/* Frees the host's part, and with `inside` (within fst_gpu_enter_relaxed) the driver's. */
 void fst_gpu_ring_free(fst_gpu_ring *ring, int inside);
 
 #endif

@@ -3,16 +3,29 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "gpu/brief.h"
 #include "gpu/driver.h"
 #include "gpu/graph_memory.h"
 
+/* Bytes for tables in the launch structs of the passes that follow. */
+static size_t room_of(const fst_gpu_rules *rules)
+{
+    return rules ? FST_DEVICE_STEP_ROOM : FST_DEVICE_LIST_ROOM;
+}
+
+/* The device's default stream lives as long as its context. Any other may be destroyed behind a
+ * step, so that nobody may touch it later. */
+static int is_lasting(const void *stream)
+{
+    return !stream;
+}
+
 static fst_code new_event(fst_gpu_tables *tables, fst_status *status)
 {
-    int mode;
-    if (fst_gpu_enter(tables->device, &mode, status))
+    if (fst_gpu_enter(tables->device, status))
         return status->code;
     fst_driver_new_event(tables->device->ordinal, &tables->done, status);
-    if (fst_gpu_leave(tables->device, mode, status) && tables->done)
+    if (fst_gpu_leave(tables->device, status) && tables->done)
         fst_driver_free_event(tables->done);
     return status->code;
 }
@@ -35,12 +48,20 @@ fst_gpu_tables *fst_gpu_tables_new(int device, fst_status *status)
     return tables;
 }
 
+static fst_code mark_end(fst_gpu_tables *tables, fst_status *status)
+{
+    if (!fst_driver_record(tables->device->ordinal, tables->done, tables->stream, status))
+        tables->unrecorded = 0;
+    return status->code;
+}
+
 static void free_inside(fst_gpu_tables *tables)
 {
-    if (tables->done) {
-        fst_driver_synchronize(tables->done); /* launches may still read the tables */
-        fst_driver_free_event(tables->done);
-    }
+    fst_status ignored = {0};
+    if (tables->unrecorded && is_lasting(tables->stream))
+        mark_end(tables, &ignored);
+    fst_driver_synchronize(tables->done); /* launches may still read the tables */
+    fst_driver_free_event(tables->done);
     fst_gpu_ring_free(&tables->ring, 1);
     for (size_t i = 0; i < tables->kept_count; i++)
         fst_driver_free(tables->kept[i]);
@@ -53,9 +74,9 @@ void fst_gpu_tables_free(fst_gpu_tables *tables)
     int mode;
     if (!tables)
         return;
-    if (!fst_gpu_enter(tables->device, &mode, &ignored)) {
+    if (!fst_gpu_enter_relaxed(tables->device, &mode, &ignored)) {
         free_inside(tables);
-        fst_gpu_leave(tables->device, mode, &ignored);
+        fst_gpu_leave_relaxed(tables->device, mode, &ignored);
     } else {
         fst_gpu_ring_free(&tables->ring, 0);
     }
@@ -79,38 +100,43 @@ static fst_code take(fst_gpu_tables *tables, fst_gpu_copy *copy, fst_status *sta
     return status->code;
 }
 
+/* Whether earlier work of these tables is on another stream. */
+static int comes_from_elsewhere(const fst_gpu_tables *tables, const void *stream, uint64_t id)
+{
+    return tables->used && (tables->stream != stream || tables->stream_id != id);
+}
+
 /* Makes the stream wait for all earlier work of these tables on another stream. */
 static fst_code follow(fst_gpu_tables *tables, void *stream, fst_status *status)
 {
-    const int device = tables->device->ordinal;
     uint64_t id = 0; /* the default stream is always the same one */
-    if (stream && fst_driver_stream_id(device, stream, &id, status))
+    if (!is_lasting(stream) && fst_driver_stream_id(tables->device->ordinal, stream, &id, status))
         return status->code;
-    if (tables->used && (tables->stream != stream || tables->stream_id != id)) {
-        if (tables->unrecorded && fst_gpu_tables_mark_end(tables, status))
-            return status->code;
-        if (fst_driver_wait(device, stream, tables->done, status))
-            return status->code;
-    }
+    if (comes_from_elsewhere(tables, stream, id) &&
+        ((tables->unrecorded && mark_end(tables, status)) ||
+         fst_driver_wait(tables->device->ordinal, stream, tables->done, status)))
+        return status->code;
     tables->stream = stream;
     tables->stream_id = id;
     tables->used = 1;
     return FST_OK;
 }
 
-static fst_code upload(fst_gpu_tables *tables, int moved, fst_status *status)
+/* Whether a launch can have all tables, some of them among its parameters. */
+static int is_within_reach(const fst_gpu_copy *copy, const fst_gpu_rules *rules)
+{
+    return copy->memory && fst_gpu_mirror_short(&copy->mirror) <= room_of(rules);
+}
+
+static fst_code upload(fst_gpu_tables *tables, fst_status *status)
 {
     fst_gpu_copy *copy = &tables->eager;
     fst_gpu_mirror *mirror = &copy->mirror;
-    if (moved)
-        copy->memory = 0;
     if (!copy->memory) {
         if (take(tables, copy, status))
             return status->code;
         fst_gpu_mirror_lost(mirror);
     }
-    if (fst_gpu_mirror_is_current(mirror))
-        return FST_OK;
     const size_t begin = mirror->changed_begin, size = mirror->changed_end - begin;
     tables->unrecorded = 1;
     if (fst_gpu_ring_upload(&tables->ring, tables->device, copy->memory + begin,
@@ -126,8 +152,6 @@ static fst_code upload_captured(fst_gpu_tables *tables, uint64_t capture, void *
                                 fst_status *status)
 {
     fst_gpu_copy *copy = &tables->captured;
-    if (copy->capture == capture && fst_gpu_mirror_is_current(&copy->mirror))
-        return FST_OK;
     const size_t size = fst_gpu_mirror_size(&copy->mirror);
     uint64_t memory;
     void *pinned;
@@ -144,46 +168,87 @@ static fst_code upload_captured(fst_gpu_tables *tables, uint64_t capture, void *
     return FST_OK;
 }
 
-static fst_code set_inside(fst_gpu_tables *tables, const fst_work *work, const fst_gpu_rules *rules,
-                           void *stream, fst_status *status)
+static fst_code fill(fst_gpu_copy *copy, const fst_work *work, const fst_gpu_rules *rules,
+                     fst_status *status)
 {
-    uint64_t capture = 0;
     int moved = 0;
-    if (fst_driver_capture(tables->device->ordinal, stream, &capture, status))
+    fst_gpu_mirror_fill(&copy->mirror, work, rules, &moved, status);
+    if (moved)
+        copy->memory = 0;
+    return status->code;
+}
+
+/* What a step needs of the driver before its launches: the order of streams, memory, uploads.
+ * `filled`: the copy for steps outside of captures is. */
+static fst_code set_inside(fst_gpu_tables *tables, const fst_work *work, const fst_gpu_rules *rules,
+                           void *stream, int filled, fst_status *status)
+{
+    const int device = tables->device->ordinal;
+    uint64_t capture = 0;
+    int mode;
+    if (!is_lasting(stream) && fst_driver_capture(device, stream, &capture, status))
         return status->code;
     fst_gpu_copy *copy = capture ? &tables->captured : &tables->eager;
-    if (!capture && follow(tables, stream, status))
-        return status->code;
-    if (fst_gpu_mirror_fill(&copy->mirror, work, rules, &moved, status)) {
-        if (moved)
-            copy->memory = 0;
-        return status->code;
-    }
-    if (capture ? upload_captured(tables, capture, stream, status) : upload(tables, moved, status))
+    if ((!filled && fill(copy, work, rules, status)) ||
+        (!capture && follow(tables, stream, status)))
         return status->code;
     tables->set = copy;
+    if (capture ? copy->capture == capture && fst_gpu_mirror_is_current(&copy->mirror)
+                : is_within_reach(copy, rules))
+        return FST_OK;
+    if (fst_driver_relax(device, &mode, status))
+        return status->code;
+    if (capture)
+        upload_captured(tables, capture, stream, status);
+    else
+        upload(tables, status);
+    return fst_driver_restore(device, mode, status);
+}
+
+/* Starts a set without tables. */
+static void unset(fst_gpu_tables *tables, const fst_work *work, void *stream)
+{
+    tables->set = NULL;
+    tables->brief = 0;
     tables->set_stream = stream;
     tables->rounds = work->rounds;
     tables->round_count = work->round_count;
-    return FST_OK;
 }
 
 fst_code fst_gpu_tables_set(fst_gpu_tables *tables, const fst_work *work,
                             const fst_gpu_rules *rules, void *stream, fst_status *status)
 {
-    int mode;
-    tables->set = NULL;
-    if (fst_gpu_enter(tables->device, &mode, status))
+    const int lasting = is_lasting(stream); /* and so no stream that is captured */
+    unset(tables, work, stream);
+    if (fst_driver_open(status)) /* as below, for steps that go no further than that */
         return status->code;
-    set_inside(tables, work, rules, stream, status);
-    if (fst_gpu_leave(tables->device, mode, status))
+    if (lasting && fill(&tables->eager, work, rules, status))
+        return status->code;
+    if (lasting && !comes_from_elsewhere(tables, stream, 0) &&
+        is_within_reach(&tables->eager, rules)) {
+        tables->set = &tables->eager;
+        return FST_OK;
+    }
+    if (fst_gpu_enter(tables->device, status))
+        return status->code;
+    set_inside(tables, work, rules, stream, lasting, status);
+    if (fst_gpu_leave(tables->device, status))
         tables->set = NULL;
     return status->code;
 }
 
-fst_code fst_gpu_tables_mark_end(fst_gpu_tables *tables, fst_status *status)
+fst_code fst_gpu_tables_set_brief(fst_gpu_tables *tables, const fst_work *work, void *stream,
+                                  fst_status *status)
 {
-    if (!fst_driver_record(tables->device->ordinal, tables->done, tables->stream, status))
-        tables->unrecorded = 0;
+    if (fst_gpu_brief_size(work, room_of(NULL)) > room_of(NULL))
+        return fst_gpu_tables_set(tables, work, NULL, stream, status);
+    unset(tables, work, stream);
+    tables->work = *work;
+    tables->brief = !fst_driver_open(status);
     return status->code;
+}
+
+fst_code fst_gpu_tables_end(fst_gpu_tables *tables, fst_status *status)
+{
+    return is_lasting(tables->stream) ? FST_OK : mark_end(tables, status);
 }

@@ -1,9 +1,9 @@
 /* tables.h - a plan's tables in a device's memory (base/device.h), kept from step to step.
  *
- * Every step describes all of its work. What differs from the device's tables is uploaded, in
- * one copy on the step's stream. During a capture the tables get memory of their own that only
- * the graph writes, so later steps do not disturb the graph. It belongs to the graph
- * (graph_memory.h). */
+ * Every step describes all of its work. What differs from the device's tables goes with the
+ * launches, where it is short, or is uploaded, in one copy on the step's stream. During a capture
+ * the tables get memory of their own that only the graph writes, so later steps do not disturb the
+ * graph. It belongs to the graph (graph_memory.h). */
 #ifndef FST_GPU_TABLES_H
 #define FST_GPU_TABLES_H
 
@@ -25,12 +25,14 @@ typedef struct {
     fst_gpu_ring ring;
     uint64_t *kept; /* all memory that was taken but for graphs, freed with the tables */
     size_t kept_count;
-    void *done;   /* recorded behind the last pass of a step, on ... */
+    void *done;   /* behind all passes on ... */
     void *stream; /* ... the stream that was used last, except for captures */
     uint64_t stream_id;
     int used, unrecorded;
     /* for the passes that follow */
     const fst_gpu_copy *set; /* NULL: none */
+    int brief;               /* `work` goes with the launch, and no copy is set */
+    fst_work work;
     void *set_stream;
     const uint32_t *rounds;
     size_t round_count;
@@ -47,8 +49,13 @@ void fst_gpu_tables_free(fst_gpu_tables *tables);
 fst_code fst_gpu_tables_set(fst_gpu_tables *tables, const fst_work *work,
                             const fst_gpu_rules *rules, void *stream, fst_status *status);
 
-/* Marks the end of the work on tables->stream, for other streams to wait for. Within
+/* The same for passes that leave nothing in the tables: scale by a given norm or factor, clamp and
+ * accumulate. A short list then needs nothing of the driver but the launch. */
+fst_code fst_gpu_tables_set_brief(fst_gpu_tables *tables, const fst_work *work, void *stream,
+                                  fst_status *status);
+
+/* Called behind the last pass on tables->stream, for other streams to wait for. Within
  * fst_gpu_enter. */
-fst_code fst_gpu_tables_mark_end(fst_gpu_tables *tables, fst_status *status);
+fst_code fst_gpu_tables_end(fst_gpu_tables *tables, fst_status *status);
 
 #endif

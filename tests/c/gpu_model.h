@@ -120,18 +120,19 @@ static inline fst_code model_set(model *m, void *stream, fst_status *status)
 static inline fst_code model_begin(model *m, fst_status *status)
 {
     const fst_begin_launch begin = {.max_norm = m->tag, .measure = 1};
-    return fst_gpu_begin(m->tables, &begin, status);
+    return fst_gpu_step(m->tables, &begin, NULL, status);
 }
 
-static inline fst_code model_update(model *m, fst_status *status)
+static inline fst_code model_launch(model *m, fst_status *status)
 {
+    const fst_begin_launch begin = {.max_norm = m->tag, .measure = 1};
     const fst_update_launch update = {.write_grad = m->tag};
-    return fst_gpu_update(m->tables, &update, status);
+    return fst_gpu_step(m->tables, &begin, &update, status);
 }
 
 static inline fst_code model_step(model *m, void *stream, fst_status *status)
 {
-    if (model_set(m, stream, status) || model_begin(m, status) || model_update(m, status))
+    if (model_set(m, stream, status) || model_launch(m, status))
         return status->code;
     expected[m->tag].launched = 1 + (int)m->plan.round_count;
     return FST_OK;

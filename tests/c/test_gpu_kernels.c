@@ -91,8 +91,7 @@ static void gpu_step(model *m, fst_gpu_tables *tables, const options *o, numbers
         begin.found_inf = scalar_at(&n->found_inf, o->found_is_double);
     const fst_update_launch update = {.write_grad = o->write_grad};
     CHECK_INT(fst_gpu_tables_set(tables, &work, &rules, NULL, &status), FST_OK);
-    CHECK_INT(fst_gpu_begin(tables, &begin, &status), FST_OK);
-    CHECK_INT(fst_gpu_update(tables, &update, &status), FST_OK);
+    CHECK_INT(fst_gpu_step(tables, &begin, &update, &status), FST_OK);
     device_free(&d);
     fst_plan_free(&plan);
 }

@@ -172,6 +172,8 @@ static void child_of_a_user(void *argument)
     status = (fst_status){0};
     fst_work none = {.width = 1};
     CHECK_INT(fst_gpu_tables_set(argument, &none, NULL, NULL, &status), FST_UNSUPPORTED);
+    status = (fst_status){0};
+    CHECK_INT(fst_gpu_tables_set_brief(argument, &none, NULL, &status), FST_UNSUPPORTED);
     fst_gpu_tables_free(argument);
     CHECK_INT(calls(NULL), before); /* the driver was not called */
 }

@@ -31,7 +31,7 @@ static void still_tensors(void)
         steps(m, 20, NULL);
         CHECK_INT((int64_t)since(before).launches, 40);
         CHECK_INT(fake_cuda_calls("cuLaunchKernel") - calls, 40);
-        CHECK_INT(fake_cuda_calls(NULL) - all, 20 * 16);
+        CHECK_INT(fake_cuda_calls(NULL) - all, 20 * 4);
         CHECK_INT((int64_t)since(before).uploads, 0);
         models_finish();
         model_free(m);
@@ -62,10 +62,9 @@ static void moving_tensors(void)
     }
     for (int i = 0; i < 50; i++) {
         const fst_gpu_counts before = fst_gpu_counted();
-        m->groups[1].hyper[0] *= 0.5; /* a learning rate */
+        m->groups[1].hyper[0] *= 0.5; /* a learning rate, which goes with the launches */
         steps(m, 1, NULL);
-        CHECK_INT((int64_t)since(before).uploads, 1);
-        CHECK_INT((int64_t)since(before).uploaded_bytes, sizeof(fst_device_group));
+        CHECK_INT((int64_t)since(before).uploads, 0);
     }
     models_finish();
     model_free(m);
@@ -191,8 +190,7 @@ static void nothing_to_update(void)
     model *m = model_new(0, 0);
     const fst_gpu_counts before = fst_gpu_counted();
     CHECK_INT(model_set(m, NULL, &status), FST_OK);
-    CHECK_INT(model_begin(m, &status), FST_OK);
-    CHECK_INT(model_update(m, &status), FST_OK);
+    CHECK_INT(model_launch(m, &status), FST_OK);
     const fst_norm_launch norm = {.power = m->tag};
     const fst_unscale_launch unscale = {.factor = m->tag};
     CHECK_INT(fst_gpu_norm(m->tables, &norm, &status), FST_OK);
@@ -215,7 +213,7 @@ static void too_many_dimensions(void)
     CHECK_INT(fst_gpu_tables_set(m->tables, &work, NULL, NULL, &status), FST_UNSUPPORTED);
     CHECK_CONTAINS(status.message, "9 dimensions");
     status = (fst_status){0};
-    CHECK_INT(model_update(m, &status), FST_BAD_VALUE); /* nothing is set */
+    CHECK_INT(model_launch(m, &status), FST_BAD_VALUE); /* nothing is set */
     status = (fst_status){0};
     steps(m, 2, NULL);
     models_finish();

@@ -65,6 +65,22 @@ def test_every_contender_does_the_same_step(family: str, dtype: torch.dtype) -> 
             torch.testing.assert_close(q, p, rtol=rtol, atol=1e-8)
 
 
+def test_every_contender_transforms_the_images() -> None:
+    """Into as many pixels, of about the same mean and deviation; crops differ."""
+    images = module("cuda_images")
+    x = torch.randint(0, 256, (32, 3, 24, 24), generator=torch.Generator().manual_seed(0))
+    ramp = torch.arange(24.0).view(1, 1, 1, 24) * 8
+    x = (x * 0.05 + ramp).to(torch.uint8)
+    found = {name: build(x)() for name, build in images.image_rounds().items()}
+    ours = found[OURS]
+    assert len(found) == 3
+    for name, got in found.items():
+        assert got.shape == (32, 3, images.SIZE, images.SIZE), name
+        assert got.dtype == torch.float32
+        assert abs(float(got.mean() - ours.mean())) < 0.15, name
+        assert 0.8 < float(got.std() / ours.std()) < 1.25, name
+
+
 def test_kernels_are_told_from_copies_and_ranges() -> None:
     cuda, cpu = torch.autograd.DeviceType.CUDA, torch.autograd.DeviceType.CPU
     listed = [

@@ -163,7 +163,7 @@ def test_errors_of_a_step_name_a_parameter(machine: fake.Machine) -> None:
         optimizer.step()
 
 
-@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuStreamGetCaptureInfo"])
+@pytest.mark.parametrize("call", ["cuLaunchKernel", "cuCtxPushCurrent_v2"])
 def test_errors_of_a_list_name_a_tensor(machine: fake.Machine, call: str) -> None:
     pair = Pair([torch.ones(2, 3), torch.ones(5)])
     pair.set_grads([torch.ones(2, 3), torch.ones(5)])

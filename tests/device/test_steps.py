@@ -187,7 +187,8 @@ def test_launches_do_not_depend_on_the_number_of_tensors(machine: fake.Machine) 
         for p in pair.cuda:
             p.grad = fake.claim(torch.ones(2))
         optimizer.step()
-        assert _C.device_counts()[1] == uploads + 1, "the gradients had moved"
+        more = int(count > 1)  # short tables go with the launches
+        assert _C.device_counts()[1] == uploads + more, "the gradients had moved"
 
 
 def test_kernels_are_found_once_per_device(machine: fake.Machine) -> None:

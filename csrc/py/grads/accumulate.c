@@ -211,7 +211,7 @@ PyObject *fst_py_device_accumulate(PyObject *module, PyObject *args)
     if (!addition_start(&a, sums, terms, more, device) && !bind_all(state, &a)) {
         const fst_accumulate_launch launch = {
             .factor = a.factor, .start = a.start, .terms = a.term_count};
-        fst_gpu_tables *tables = fst_list_upload(state, &a.sums, stream);
+        fst_gpu_tables *tables = fst_list_upload(state, &a.sums, stream, 0);
         if (tables && !fst_gpu_accumulate(tables, &launch, &status))
             result = Py_NewRef(Py_None);
         else if (tables)

@@ -83,22 +83,24 @@ PyObject *fst_list_raise(const fst_list *list, const fst_status *status)
     return NULL;
 }
 
-fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream)
+fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream,
+                                int leaves_results)
 {
     fst_status status = {0};
     fst_gpu_tables **tables = &state->list_tables[list->device];
     if (!*tables)
         *tables = fst_gpu_tables_new(list->device, &status);
     const fst_work work = fst_plan_work(&list->plan);
-    if (*tables && !fst_gpu_tables_set(*tables, &work, NULL, stream, &status))
+    if (*tables && !(leaves_results ? fst_gpu_tables_set(*tables, &work, NULL, stream, &status)
+                                    : fst_gpu_tables_set_brief(*tables, &work, stream, &status)))
         return *tables;
     fst_list_raise(list, &status);
     return NULL;
 }
 
-int fst_device_list_upload(fst_module *state, fst_device_list *it)
+int fst_device_list_upload(fst_module *state, fst_device_list *it, int leaves_results)
 {
-    it->tables = fst_list_upload(state, &it->list, it->stream);
+    it->tables = fst_list_upload(state, &it->list, it->stream, leaves_results);
     return it->tables ? 0 : -1;
 }
 
@@ -128,7 +130,7 @@ PyObject *fst_py_device_norm(PyObject *module, PyObject *args)
     launch.kind = (int32_t)fst_norm_kind_of(launch.power);
     const fst_wanted_scalar scalars[FST_MOST_SCALARS] = {{out, "out", &launch.norm}};
     const int ready = !fst_device_list_bind(state, &it, tensors, 0, scalars) &&
-                      !fst_device_list_upload(state, &it);
+                      !fst_device_list_upload(state, &it, 1);
     if (ready)
         fst_gpu_norm(it.tables, &launch, &status);
     PyObject *done = fst_device_list_finish(&it, ready, &status);
@@ -156,7 +158,7 @@ PyObject *fst_py_device_unscale(PyObject *module, PyObject *args)
         PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
         ready = 0;
     }
-    ready = ready && !fst_device_list_upload(state, &it);
+    ready = ready && !fst_device_list_upload(state, &it, 1);
     if (ready)
         fst_gpu_unscale(it.tables, &launch, &status);
     return fst_device_list_finish(&it, ready, &status);
@@ -174,7 +176,7 @@ PyObject *fst_py_device_clip(PyObject *module, PyObject *args)
         return NULL;
     const fst_wanted_scalar scalars[FST_MOST_SCALARS] = {{norm, "norm", &launch.norm}};
     const int ready = !fst_device_list_bind(state, &it, tensors, 1, scalars) &&
-                      !fst_device_list_upload(state, &it);
+                      !fst_device_list_upload(state, &it, 0);
     if (ready)
         fst_gpu_scale(it.tables, &launch, 0, &status);
     return fst_device_list_finish(&it, ready, &status);
@@ -192,7 +194,7 @@ PyObject *fst_py_device_clamp(PyObject *module, PyObject *args)
         return NULL;
     const fst_wanted_scalar scalars[FST_MOST_SCALARS] = {{NULL, NULL, NULL}};
     const int ready = !fst_device_list_bind(state, &it, tensors, 1, scalars) &&
-                      !fst_device_list_upload(state, &it);
+                      !fst_device_list_upload(state, &it, 0);
     if (ready)
         fst_gpu_clamp(it.tables, &launch, &status);
     return fst_device_list_finish(&it, ready, &status);

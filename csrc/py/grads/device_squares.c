@@ -47,7 +47,7 @@ PyObject *fst_py_device_chunk_squares(PyObject *module, PyObject *args)
                      fst_plan_work(&it.list.plan).chunk_count, (long long)count);
         ready = 0;
     }
-    ready = ready && !fst_device_list_upload(state, &it);
+    ready = ready && !fst_device_list_upload(state, &it, 1);
     if (ready)
         fst_gpu_norm(it.tables, &launch, &status);
     return fst_device_list_finish(&it, ready, &status);
@@ -77,7 +77,7 @@ PyObject *fst_py_device_fold_squares(PyObject *module, PyObject *args)
         ready = 0;
     }
     launch.tables.chunk_count = (uint32_t)count;
-    ready = ready && !fst_device_list_upload(state, &it);
+    ready = ready && !fst_device_list_upload(state, &it, 1);
     if (ready)
         fst_gpu_norm(it.tables, &launch, &status);
     return fst_device_list_finish(&it, ready, &status);

@@ -38,9 +38,12 @@ int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **st
  * NULL. */
 PyObject *fst_list_raise(const fst_list *list, const fst_status *status);
 
-/* Uploads the tables of a list to its CUDA device. Returns NULL with a Python error. All lists
- * of a device share the tables, so no Python code may run between this call and the launch. */
-fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream);
+/* Uploads the tables of a list to its CUDA device, where they are too long to go with the launch.
+ * `leaves_results`: the pass writes a norm or found inf into the tables. Returns NULL with a Python
+ * error. All lists of a device share the tables, so no Python code may run between this call and
+ * the launch. */
+fst_gpu_tables *fst_list_upload(fst_module *state, const fst_list *list, void *stream,
+                                int leaves_results);
 
 /* A scalar argument of a function, and where a launch takes it. */
 typedef struct {
@@ -64,7 +67,7 @@ int fst_device_list_bind(fst_module *state, fst_device_list *it, PyObject *tenso
                          const fst_wanted_scalar *scalars);
 
 /* Uploads its tables. Returns 0, or -1 with a Python error. */
-int fst_device_list_upload(fst_module *state, fst_device_list *it);
+int fst_device_list_upload(fst_module *state, fst_device_list *it, int leaves_results);
 
 /* Ends a call and frees the list. Returns None, or NULL where `status` has an error or a Python
  * error is set. */

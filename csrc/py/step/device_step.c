@@ -201,9 +201,7 @@ int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_opti
         .has_numbers = part->number_count > 0,
     };
     const fst_update_launch update = {.write_grad = options->write_grads};
-    if (fst_gpu_begin(part->tables, &begin, &status))
-        return raise_for_step(module, part, &status);
-    if (!begin.only_measure && fst_gpu_update(part->tables, &update, &status))
+    if (fst_gpu_step(part->tables, &begin, begin.only_measure ? NULL : &update, &status))
         return raise_for_step(module, part, &status);
     return 0;
 }

@@ -127,6 +127,8 @@ ALL_FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
         "cuda clip": Family("clipped AdamW step on CUDA: clip_grad_norm_, step", 32),
         "cuda adamw": Family("plain AdamW step on CUDA", 28),
+        # Writes an fp32 element, and reads at most as many bytes of the source as a crop has.
+        "cuda images": Family("images on CUDA: random resized crop, flip, normalize", 5, states=0),
         **{
             name.lower(): Family(f"plain {name} step", 12 + 8 * states, states=states)
             for name, states in OTHER_OPTIMIZERS.items()
