@@ -12,18 +12,48 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 
 #define REAL float
 #define FST_T(name) name##_f32
+#define FST_K(name) name##_of_f32
+#define ITEMS 4
+#include "typed_words.h"
+#undef FST_K
+#undef ITEMS
+#define FST_K(name) name##_of_bf16
+#define ITEMS 8
+#define FST_WIDEN_16 fst_bf16_to_f32
+#define FST_NARROW_16 fst_f32_to_bf16
+#include "typed_words.h"
+#undef FST_K
+#undef FST_WIDEN_16
+#undef FST_NARROW_16
+#define FST_K(name) name##_of_f16
+#define FST_WIDEN_16 fst_widen_f16
+#define FST_NARROW_16 fst_f32_to_f16
+#include "typed_words.h"
+#undef FST_K
+#undef ITEMS
+#undef FST_WIDEN_16
+#undef FST_NARROW_16
+#define FST_TYPES TYPE(FST_F32, of_f32) TYPE(FST_BF16, of_bf16) TYPE(FST_F16, of_f16)
 #include "held.h"
 #include "update_chunk.h"
 #include "reduce_chunk.h"
+#undef FST_TYPES
 #undef HELD
 #undef REAL
 #undef FST_T
 
 #define REAL double
 #define FST_T(name) name##_f64
+#define FST_K(name) name##_of_f64
+#define ITEMS 2
+#include "typed_words.h"
+#undef FST_K
+#undef ITEMS
+#define FST_TYPES TYPE(FST_F64, of_f64)
 #include "held.h"
 #include "update_chunk.h"
 #include "reduce_chunk.h"
+#undef FST_TYPES
 #undef HELD
 #undef REAL
 #undef FST_T

@@ -42,6 +42,18 @@ FST_DEVICE void *fst_global(uint64_t address)
 #endif
 }
 
+/* As fst_f16_to_f32, but that a NaN may get other bits. */
+FST_DEVICE float fst_widen_f16(uint16_t half)
+{
+#if defined(__CUDACC__)
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
+    return value;
+#else
+    return fst_f16_to_f32(half);
+#endif
+}
+
 FST_DEVICE fst_words fst_words_zero(void)
 {
     fst_words zero;
