@@ -62,4 +62,15 @@ FST_DEVICE fst_words fst_words_zero(void)
     return zero;
 }
 
+/* Stores what nobody reads before the next step, so that it leaves a cache first. */
+FST_DEVICE void fst_store_once(fst_words *to, fst_words words)
+{
+#if defined(__CUDACC__)
+    const uint4 value = {words.word[0], words.word[1], words.word[2], words.word[3]};
+    __stcs((uint4 *)to, value);
+#else
+    *to = words;
+#endif
+}
+
 #endif
