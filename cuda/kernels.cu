@@ -12,18 +12,123 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 
 #define REAL float
 #define FST_T(name) name##_f32
+#define FST_K(name) name##_of_f32
+#define ITEMS 4
+#include "typed_words.h"
+#undef FST_K
+#undef ITEMS
+#define FST_K(name) name##_of_bf16
+#define ITEMS 8
+#define FST_WIDEN_16 fst_bf16_to_f32
+#define FST_NARROW_WORD fst_narrow_bf16
+#include "typed_words.h"
+#undef FST_K
+#undef FST_WIDEN_16
+#undef FST_NARROW_WORD
+#define FST_K(name) name##_of_f16
+#define FST_WIDEN_16 fst_widen_f16
+#define FST_NARROW_16 fst_f32_to_f16
+#include "typed_words.h"
+#undef FST_K
+#undef ITEMS
+#undef FST_WIDEN_16
+#undef FST_NARROW_16
+#define FST_TYPES TYPE(FST_F32, of_f32) TYPE(FST_BF16, of_bf16) TYPE(FST_F16, of_f16)
 #include "held.h"
 #include "update_chunk.h"
 #include "reduce_chunk.h"
+#undef FST_TYPES
 #undef HELD
 #undef REAL
 #undef FST_T
 
 #define REAL double
 #define FST_T(name) name##_f64
+#define FST_K(name) name##_of_f64
+#define ITEMS 2
+#include "typed_words.h"
+#undef FST_K
+#undef ITEMS
+#define FST_TYPES TYPE(FST_F64, of_f64)
 #include "held.h"
 #include "update_chunk.h"
 #include "reduce_chunk.h"
+#undef FST_TYPES
+#undef HELD
+#undef REAL
+#undef FST_T
+
+#define FST_TYPED_AS(name, type) name##_##type
+#define FST_TYPED(name, type) FST_TYPED_AS(name, type)
+#define FST_K(name) name##_fp32
+#define PARAM of_f32
+#define PARAM_ITEMS 4
+#define STATE of_f32
+#define STATE_ITEMS 4
+#include "update_known.h"
+#undef FST_K
+#undef PARAM
+#undef PARAM_ITEMS
+#define FST_K(name) name##_bf16_beside_fp32
+#define PARAM of_bf16
+#define PARAM_ITEMS 8
+#include "update_known.h"
+#undef FST_K
+#undef STATE
+#undef STATE_ITEMS
+#define FST_K(name) name##_bf16
+#define STATE of_bf16
+#define STATE_ITEMS 8
+#include "update_known.h"
+#undef FST_K
+#undef PARAM
+#undef PARAM_ITEMS
+#undef STATE
+#undef STATE_ITEMS
+
+/* Whether a span's parameter and gradient have one type, its states one, and it has no master and
+ * no copy. */
+FST_DEVICE int fst_is_known(const fst_device_operand *op, int32_t param, int32_t state)
+{
+    int known = !op[FST_OP_MASTER].data && !op[FST_OP_COPY].data &&
+                op[FST_OP_PARAM].dtype == param && op[FST_OP_GRAD].dtype == param;
+    FST_UNROLL
+    for (unsigned k = FST_OP_STATE; k < FST_OP_COUNT; k++)
+        known = known && (!op[k].data || op[k].dtype == state);
+    return known;
+}
+
+FST_DEVICE uint32_t update_most_f32(const fst_share *share, const fst_device_operand *op,
+                                    const fst_step_f32 *step, int write_grad)
+{
+    if (fst_is_known(op, FST_F32, FST_F32))
+        return update_known_fp32(share, op, step, write_grad);
+    if (fst_is_known(op, FST_BF16, FST_BF16))
+        return update_known_bf16(share, op, step, write_grad);
+    if (fst_is_known(op, FST_BF16, FST_F32))
+        return update_known_bf16_beside_fp32(share, op, step, write_grad);
+    return 0;
+}
+
+FST_DEVICE uint32_t update_most_f64(const fst_share *share, const fst_device_operand *op,
+                                    const fst_step_f64 *step, int write_grad)
+{
+    (void)share, (void)op, (void)step, (void)write_grad;
+    return 0;
+}
+
+#define REAL float
+#define FST_T(name) name##_f32
+#define HELD FST_T(HELD)
+#include "update_span.h"
+#undef HELD
+#undef REAL
+#undef FST_T
+
+#define REAL double
+#define FST_T(name) name##_f64
+#define HELD FST_T(HELD)
+#include "update_span.h"
 #undef HELD
 #undef REAL
 #undef FST_T

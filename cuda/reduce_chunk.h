@@ -4,13 +4,7 @@
 enum {
     FST_T(TILE) = FST_WARP * FST_T(HELD),
     FST_T(TILES_OF_ROW) = 8 / FST_T(HELD),
-    FST_T(MOST_TILES) = 4, /* tiles whose loads are in flight together */
 };
-
-FST_DEVICE unsigned FST_T(tiles)(const fst_reduction *what)
-{
-    return what->deep ? FST_T(MOST_TILES) : FST_T(TILES_OF_ROW);
-}
 
 /* Adds an element times the factor to a lane and returns the product. Sets `seen` for an element
  * that is infinite or NaN: x - x is 0 only for a finite x. */
@@ -27,16 +21,16 @@ FST_DEVICE void FST_T(reduce_words)(const fst_share *share, uint32_t base,
                                     double *lanes, int *seen)
 {
     const int two_words = fst_size_log2(op->dtype) == FST_T(SIZE_LOG2);
-    fst_words words[FST_T(MOST_TILES)][2];
+    fst_words words[FST_T(TILES_OF_ROW)][2];
     FST_UNROLL
-    for (unsigned n = 0; n < FST_T(tiles)(what); n++)
+    for (unsigned n = 0; n < FST_T(TILES_OF_ROW); n++)
         FST_T(fetch)(share, base + n * FST_T(TILE), op, words[n]);
     FST_UNROLL
-    for (unsigned n = 0; n < FST_T(tiles)(what); n++) {
+    for (unsigned n = 0; n < FST_T(TILES_OF_ROW); n++) {
         const uint32_t at = base + n * FST_T(TILE);
         const int first = FST_T(has_word)(share, at, op, 0);
         const int second = two_words ? FST_T(has_word)(share, at, op, 1) : first;
-        double *own = lanes + HELD * (n % FST_T(TILES_OF_ROW));
+        double *own = lanes + HELD * n;
         REAL x[HELD];
         FST_T(widen)(words[n], op->dtype, x);
         FST_UNROLL
@@ -67,18 +61,58 @@ FST_DEVICE void FST_T(reduce_rest)(const fst_share *share, const fst_device_oper
     }
 }
 
+/* Whether an element of the thread is infinite or NaN. Asked where a lane is, which also large
+ * finite elements make so. */
+FST_DEVICE int FST_T(search)(const fst_share *share, const fst_device_operand *op)
+{
+    int seen = 0;
+    for (uint32_t i = share->thread; i < share->whole; i += share->threads) {
+        const REAL x = FST_T(get)(share, op, i);
+        seen = x - x != (REAL)0 ? 1 : seen;
+    }
+    return seen;
+}
+
+/* Squares most of a chunk's words by a loop that knows their type; returns how many elements. */
+FST_DEVICE uint32_t FST_T(square_most)(const fst_share *share, const fst_device_operand *op,
+                                       const fst_reduction *what, double *lanes, int *seen)
+{
+    const REAL factor = (REAL)what->factor;
+    uint32_t base = 0;
+    double sum = 0.0;
+    switch (op->dtype) {
+#define TYPE(dtype, name)                                                        \
+    case dtype:                                                                  \
+        base = square_known_##name(share, op, factor, what->write, lanes, seen); \
+        break;
+        FST_TYPES
+#undef TYPE
+    default:
+        break;
+    }
+    FST_UNROLL
+    for (unsigned q = 0; q < 8; q++)
+        sum += lanes[q];
+    if (!what->write && base && sum - sum != 0.0)
+        *seen |= FST_T(search)(share, op);
+    return base;
+}
+
 /* The reduction of a chunk, in thread 0 of the warp. */
 FST_DEVICE double FST_T(reduce)(const fst_device_tables *tables, const fst_device_operand *op,
                                 const fst_device_chunk *chunk, const fst_reduction *what, int *seen)
 {
     double lanes[8];
+    uint32_t base = 0;
     fst_share share = fst_share_of(tables, chunk, threadIdx.x % FST_WARP, FST_WARP);
     FST_T(share_with)(&share, op);
     fst_share_close(&share);
     FST_UNROLL
     for (unsigned q = 0; q < 8; q++)
         lanes[q] = fst_tree_neutral(what->kind);
-    for (uint32_t base = 0; base < share.whole; base += FST_T(tiles)(what) * FST_T(TILE))
+    if (what->deep)
+        base = FST_T(square_most)(&share, op, what, lanes, seen);
+    for (; base < share.whole; base += FST_T(TILES_OF_ROW) *FST_T(TILE))
         FST_T(reduce_words)(&share, base, op, what, lanes, seen);
     if (share.whole < share.count)
         FST_T(reduce_rest)(&share, op, what, lanes, seen);

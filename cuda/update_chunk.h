@@ -125,26 +125,6 @@ FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
         FST_T(set)(share, &op[FST_OP_COPY], element, x.p[0]);
 }
 
-FST_DEVICE void FST_T(update)(const fst_update_launch *launch, const fst_device_chunk *chunk,
-                              const fst_device_span *span, const fst_device_outcome *outcome)
-{
-    const fst_device_operand *op = fst_operands_of(&launch->tables, chunk->span);
-    fst_share share = fst_share_of(&launch->tables, chunk, threadIdx.x, FST_DEVICE_BLOCK);
-    FST_T(fst_step) step;
-    step.args = fst_args_of(&launch->tables, chunk->span);
-    step.rule = span->rule;
-    step.inv_scale = (REAL)outcome->inv_scale;
-    step.coefficient = (REAL)outcome->clip_coefficient;
-    step.sign = span->maximize ? (REAL)-1 : (REAL)1;
-    for (unsigned k = 0; k < FST_OP_COUNT; k++)
-        FST_T(share_with)(&share, &op[k]);
-    fst_share_close(&share);
-    for (uint32_t base = 0; base < share.whole; base += FST_DEVICE_BLOCK * HELD)
-        FST_T(update_words)(&share, base, op, &step, launch->write_grad);
-    for (uint32_t i = share.whole + threadIdx.x; i < share.count; i += FST_DEVICE_BLOCK)
-        FST_T(update_one)(&share, i, op, &step, launch->write_grad);
-}
-
 /* The sum += factor * term, and then += factor * more if there are two terms. With `start` the
  * old sum is not used. Each product is rounded before it is added. */
 FST_DEVICE REAL FST_T(summed)(REAL sum, REAL term, REAL more, int two, REAL factor, int start)

@@ -83,11 +83,12 @@ static fst_code not_set(const fst_gpu_tables *tables, fst_status *status)
                     tables->device->ordinal);
 }
 
-/* Marks the end of what was launched, and leaves the device. */
+/* Marks the end of what was launched, after an error too, and leaves the device. */
 static fst_code end(fst_gpu_tables *tables, fst_status *status)
 {
-    if (!status->code && tables->set == &tables->eager)
-        fst_gpu_tables_end(tables, status);
+    fst_status ignored = {0};
+    if (tables->set == &tables->eager)
+        fst_gpu_tables_end(tables, status->code ? &ignored : status);
     return fst_gpu_leave(tables->device, status);
 }
 

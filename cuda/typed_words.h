@@ -1,0 +1,83 @@
+/* typed_words.h - words of 16 bytes of one type, known when the kernels are compiled: DTYPE, of
+ * which a word holds ITEMS, computed in REAL. Included once for each type. */
+
+FST_DEVICE void FST_K(widen_word)(const fst_words *word, REAL *x)
+{
+    FST_UNROLL
+    for (unsigned q = 0; q < ITEMS; q++)
+#if ITEMS == 2
+        memcpy(&x[q], &word->word[q * 2], sizeof x[q]);
+#elif ITEMS == 4
+        x[q] = fst_f32_of_bits(word->word[q]);
+#else
+        x[q] = FST_WIDEN_16((uint16_t)(word->word[q / 2] >> q % 2 * 16));
+#endif
+}
+
+FST_DEVICE fst_words FST_K(narrow_word)(const REAL *x)
+{
+#if defined(FST_NARROW_WORD)
+    return FST_NARROW_WORD(x);
+#else
+    fst_words word = fst_words_zero();
+    FST_UNROLL
+    for (unsigned q = 0; q < ITEMS; q++)
+#if ITEMS == 2
+        memcpy(&word.word[q * 2], &x[q], sizeof x[q]);
+#elif ITEMS == 4
+        word.word[q] = fst_bits_of_f32(x[q]);
+#else
+        word.word[q / 2] |= (uint32_t)FST_NARROW_16(x[q]) << q % 2 * 16;
+#endif
+    return word;
+#endif
+}
+
+/* Adds the squares of the elements of FST_AT_ONCE words to the lanes. A warp's words lie one after
+ * another: one of each thread, then the next of each. The square of a float is exact in double, so
+ * a fused multiply-add rounds once, as an addition does. With `write` the products with the factor
+ * replace the elements. */
+FST_DEVICE void FST_K(square_words)(fst_words *from, REAL factor, const int write, double *lanes,
+                                    int *seen)
+{
+    fst_words words[FST_AT_ONCE];
+    FST_UNROLL
+    for (unsigned n = 0; n < FST_AT_ONCE; n++)
+        words[n] = from[n * FST_WARP];
+    FST_UNROLL
+    for (unsigned n = 0; n < FST_AT_ONCE; n += 8 / ITEMS) {
+        REAL x[8];
+        FST_UNROLL
+        for (unsigned k = 0; k < 8 / ITEMS; k++)
+            FST_K(widen_word)(&words[n + k], &x[k * ITEMS]);
+        FST_UNROLL
+        for (unsigned q = 0; q < 8; q++) {
+            if (write)
+                *seen = x[q] - x[q] != (REAL)0 ? 1 : *seen;
+            x[q] = x[q] * factor;
+#if ITEMS == 2
+            lanes[q] = lanes[q] + x[q] * x[q];
+#else
+            lanes[q] = fma((double)x[q], (double)x[q], lanes[q]);
+#endif
+        }
+        FST_UNROLL
+        for (unsigned k = 0; k < 8 / ITEMS; k++)
+            if (write)
+                from[(n + k) * FST_WARP] = FST_K(narrow_word)(&x[k * ITEMS]);
+    }
+}
+
+/* Squares elements that fill FST_AT_ONCE words of every thread of a warp, as often as there are so
+ * many; returns their number. */
+FST_DEVICE uint32_t FST_K(square_known)(const fst_share *share, const fst_device_operand *op,
+                                        REAL factor, const int write, double *lanes, int *seen)
+{
+    const uint32_t stride = FST_WARP * FST_AT_ONCE * ITEMS;
+    const uint64_t address = op->data + (uint64_t)share->begin * (16 / ITEMS);
+    fst_words *from = (fst_words *)fst_global(address) + share->thread;
+    uint32_t base = 0;
+    for (; base + stride <= share->whole; base += stride) /* nvcc 13.0 hangs if `from` moves */
+        FST_K(square_words)(&from[base / ITEMS], factor, write, lanes, seen);
+    return base;
+}
