@@ -206,7 +206,6 @@ class Gradients:
 
         All ranks do that when they have sent it, so their collectives come in one order.
         """
-        self._under_way[-1].lend(stream)
         with torch.cuda.stream(stream):
             self._receive_next()
 
