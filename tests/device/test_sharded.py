@@ -61,7 +61,9 @@ def without_waiting(is_wanted: bool) -> Iterator[None]:
 
 
 def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
-    with machine():
+    with machine(), pytest.MonkeyPatch.context() as patch:
+        if "room" in case:
+            patch.setattr(zero.gradients, "MOST_UNDER_WAY", case["room"])
         return _steps(rank, world, case)
 
 
@@ -144,6 +146,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "in forward": (2, {**BASE, "clip": 1.0, "gather": "forward"}),
     "in backward": (2, IN_BACKWARD),
     "in backward, learning rate on the device": (2, {**IN_BACKWARD, "lr": True}),
+    "little room": (2, {**BASE, "mb": KB, "room": 50_000}),
+    "in backward, little room": (2, {**IN_BACKWARD, "mb": KB, "room": 50_000}),
     "in backward, unused": (3, {**IN_BACKWARD, "mb": KB, "unused": True}),
     "in backward, stage 1": (3, {**IN_BACKWARD, "stage": 1, "dtypes": LOW, "groups": True}),
     "in backward and forward": (2, {**IN_BACKWARD, "gather": "forward"}),

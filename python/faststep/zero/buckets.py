@@ -119,6 +119,10 @@ class GradientBucket:
         self.add()
         return _are_done([self.uses, self._replicating])
 
+    def lend(self) -> list[Tensor]:
+        """Before another stream receives it, on a CUDA device: what must be held until then."""
+        return []
+
     def add(self) -> None:
         """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""
         if self._is_added:

@@ -34,6 +34,7 @@ class CudaBucket(GradientBucket):
         """Start a backward pass."""
         refuse_capture()
         self._streams: list[torch.cuda.Stream] = []  # that gradients have come from
+        self._is_lent = False
         self._begin()
 
     def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
@@ -70,11 +71,20 @@ class CudaBucket(GradientBucket):
 
     def add(self) -> None:
         """Let the current stream wait for the sums, and send them to replicas."""
-        if self._way is not None and self._sent is not None:
-            # Their memory goes back to the streams that it was taken for.
-            for tensor in (self._sent, self._way[0]):
+        if not self._is_lent:  # the memory goes back to the streams that it was taken for
+            for tensor in self._in_use():
                 tensor.record_stream(torch.cuda.current_stream())
         super().add()
+
+    def lend(self) -> list[Tensor]:
+        """Before another stream receives it: what must be held until this one waits for that."""
+        self._is_lent = True
+        return self._in_use()
+
+    def _in_use(self) -> list[Tensor]:
+        if self._way is None or self._sent is None:
+            return []
+        return [self._sent, self._way[0]]
 
     def gather(self, flat: Tensor, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""
