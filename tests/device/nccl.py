@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,23 +30,22 @@ from zero.common import _sum
 from . import fake
 from .late import Event, Late, Stream
 
+events = itertools.count()  # of all streams
+
 
 class Work:
     """torch.distributed.Work."""
 
     def __init__(self, nccl: Nccl, event: Any, read: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._nccl, self._event, self._read = nccl, event, list(read)
-        self._issued = nccl.late.current
-        self.is_freed = False  # what it reads, when its caller has waited
         nccl.unfinished.append(self)
 
     def wait(self) -> None:
         for tensor, before in self._read:
             if not torch.equal(fake.plain(tensor).view(torch.uint8), before.view(torch.uint8)):
                 raise AssertionError("what a collective reads was written before it was waited for")
-            lent = (tensor.untyped_storage().data_ptr(), self._nccl.late.current.handle)
-            if self.is_freed and self._nccl.late.current is not self._issued:
-                assert lent in self._nccl.lent, "memory goes back to a stream that has not waited"
+        for tensor, _ in self._read:
+            self._nccl.use(tensor)
         self._read = []
         self._nccl.late.current.wait_event(self._event)
         if self in self._nccl.unfinished:
@@ -65,6 +66,8 @@ class Nccl:
         self.late = late
         self.unfinished: list[Work] = []
         self.lent: set[tuple[int, int]] = set()  # memory and streams, by record_stream()
+        self.waits: dict[tuple[int, int], int] = {}  # (stream, another): the last event of that one
+        self.errors: list[str] = []
         self.sent: list[tuple[str, float]] = []
         self._streams: dict[Any, Stream] = {}
         self._staged: list[int] = []
@@ -119,6 +122,20 @@ class Nccl:
             return work
         return work.wait()
 
+    def use(self, tensor: Tensor) -> None:
+        """The current stream waits for what reads memory of the stream that has taken it."""
+        taker, user = getattr(tensor, "taken_for", None), self.late.current.handle
+        if taker in (None, user):
+            return
+        address, after = tensor.data_ptr(), next(events)
+
+        def freed() -> None:
+            waited = self.waits.get((taker, user), -1) > after
+            if not waited and (address, user) not in self.lent:
+                self.errors.append("memory went back to a stream that had not waited for its use")
+
+        weakref.finalize(tensor, freed).atexit = False
+
     def _keep(self, out: Tensor) -> None:
         """Memory that is written late must not go back to the CPU's allocator before."""
         self._outs = [*getattr(self, "_outs", [])[-200:], fake.plain(out)]
@@ -144,7 +161,6 @@ class Nccl:
         self.sent.append(("reduce_scatter", sent.nbytes * (world - 1) / world))
         rows = [row.chunk(world)[rank] for row in self._rows(sent, group)]
         work = self._finish(group, out, _sum(rows), [sent], True)
-        work.is_freed = True
         return work if async_op else work.wait()
 
     def gather(self, out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:
@@ -173,6 +189,7 @@ class Nccl:
         self._finish(group, tensor, values, [], False)
 
     def close(self) -> None:
+        assert not self.errors, self.errors[0]
         assert not self.unfinished, "nobody has waited for a collective"
         self.late.machine.lag(0)
         self.late.machine.synchronize()
@@ -206,6 +223,7 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     def record(event: Event, stream: Any = None) -> None:
         handle = (late.current if stream is None else stream).handle
         late.must("cuEventRecord", event.handle, ctypes.c_void_p(handle))
+        event.source, event.number = handle, next(events)
 
     empty, empty_like, tensor, wrapper = (
         torch.empty,
@@ -216,6 +234,8 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
 
     def new_empty(*args: Any, pin_memory: bool = False, device: Any = None, **rest: Any) -> Tensor:
         made = empty(*args, device=device, **rest)
+        if isinstance(made, fake.OnCuda):
+            made.taken_for = late.current.handle
         return made.fill_(float("nan")) if made.is_floating_point() else made  # as memory of before
 
     def new_like(like: Tensor, device: Any = None, **rest: Any) -> Tensor:
@@ -269,7 +289,14 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     made = Nccl(patch, late)
 
     def record_stream(tensor: Tensor, stream: Stream) -> None:
-        made.lent.add((tensor.untyped_storage().data_ptr(), stream.handle))
+        made.lent.add((tensor.data_ptr(), stream.handle))
 
+    wait_event = Stream.wait_event
+
+    def noted_wait(stream: Stream, event: Any) -> None:
+        wait_event(stream, event)
+        made.waits[stream.handle, event.source] = event.number
+
+    patch.setattr(Stream, "wait_event", noted_wait)
     patch.setattr(fake.OnCuda, "record_stream", record_stream, raising=False)
     return made

@@ -61,7 +61,9 @@ def without_waiting(is_wanted: bool) -> Iterator[None]:
 
 
 def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
-    with machine():
+    with machine(), pytest.MonkeyPatch.context() as patch:
+        if "room" in case:
+            patch.setattr(zero.gradients, "MOST_UNDER_WAY", case["room"])
         return _steps(rank, world, case)
 
 
@@ -86,6 +88,9 @@ def _steps(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
         update=case.get("update", "step"), gather=case.get("gather", "step"),
         **_groups(rank, world, nodes),
     )  # fmt: skip
+    if case.get("lr"):
+        sharded.param_groups[0]["lr"] = fake.claim(torch.tensor(0.03))
+        reference.param_groups[0]["lr"] = torch.tensor(0.03).item()
     wrong: list[str] = []
     norm = None
     for step in range(case.get("steps", 6)):
@@ -137,8 +142,12 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "clipped by hand": (2, {**BASE, "clip": 1.0, "how": "by hand", "dtypes": LOW}),
     "clipped alone": (1, {**BASE, "clip": 1.0}),
     "2 nodes": (4, {**BASE, "clip": 1.0, "nodes": 2, "unused": True}),
+    "learning rate on the device": (2, {**BASE, "clip": 1.0, "lr": True}),
     "in forward": (2, {**BASE, "clip": 1.0, "gather": "forward"}),
     "in backward": (2, IN_BACKWARD),
+    "in backward, learning rate on the device": (2, {**IN_BACKWARD, "lr": True}),
+    "little room": (2, {**BASE, "mb": KB, "room": 50_000}),
+    "in backward, little room": (2, {**IN_BACKWARD, "mb": KB, "room": 50_000}),
     "in backward, unused": (3, {**IN_BACKWARD, "mb": KB, "unused": True}),
     "in backward, stage 1": (3, {**IN_BACKWARD, "stage": 1, "dtypes": LOW, "groups": True}),
     "in backward and forward": (2, {**IN_BACKWARD, "gather": "forward"}),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import copy
 import importlib
 import tempfile
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import faststep
 from accumulate.processes import Job
 from faststep import zero
+from faststep._torch.ddp import is_inside_backward
 from zero.common import SHAPES as ALL_SHAPES
 from zero.common import Given, differences, grads_for, mean_of, optimizer_of, states_differ
 
@@ -455,3 +458,26 @@ CUDA_JOBS = [
     Job("cuda checkpointed", 2, _checkpointed),
     Job("cuda refused", 2, _refused),
 ]
+
+
+def _engine_run_backward(call: Callable[[], bool]) -> bool:
+    """As torch's function through which all backward passes go."""
+    return call()
+
+
+def test_passes_inside_of_others_in_threads_of_autograd() -> None:
+    """There the outer pass, which another thread has begun, is not on the stack."""
+    found: list[bool] = []
+    done = threading.Event()
+
+    def look() -> None:
+        found.append(is_inside_backward())
+        found.append(_engine_run_backward(is_inside_backward))
+        found.append(_engine_run_backward(lambda: _engine_run_backward(is_inside_backward)))
+        done.set()
+
+    look()
+    done.clear()
+    _thread.start_new_thread(look, ())
+    assert done.wait(60)
+    assert found == [False, False, True, False, True, True]

@@ -26,9 +26,12 @@ def random_params(seed: int) -> list[Flat]:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20, float("inf")])
 @pytest.mark.parametrize("seed", range(4))
-def test_every_element_has_one_owner(world: int, bucket_bytes: float, seed: int) -> None:
+@pytest.mark.parametrize("evenly", [False, True])
+def test_every_element_has_one_owner(
+    world: int, bucket_bytes: float, seed: int, evenly: bool
+) -> None:
     params = random_params(seed)
-    buckets = make_buckets(params, world, bucket_bytes)
+    buckets = make_buckets(params, world, bucket_bytes, evenly=evenly)
     covered = dict.fromkeys(range(len(params)), 0)
     owners = dict.fromkeys(range(len(params)), 0)
     for bucket in buckets:
@@ -48,9 +51,28 @@ def test_every_element_has_one_owner(world: int, bucket_bytes: float, seed: int)
     assert all(owners.values())
 
 
+@pytest.mark.parametrize("world", [2, 3, 4, 13])
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20, float("inf")])
+def test_slices_of_one_size(world: int, seed: int, bucket_bytes: float) -> None:
+    params = random_params(seed)
+    for bucket in make_buckets(params, world, bucket_bytes, evenly=True):
+        size = bucket.size // world
+        assert bucket.cuts == tuple(size * rank for rank in range(world + 1))
+        aligned = sum(-(-place.size // 32) * 32 for place in bucket.places)
+        assert bucket.size <= aligned + 2 * world * CHUNK
+        ends = [place.begin + place.size for place in bucket.places]
+        begins = [place.begin for place in bucket.places]
+        assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
+
+
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_pieces_begin_at_chunks_and_parameters_are_aligned(world: int) -> None:
-    for bucket in make_buckets(random_params(5), world, 1 << 20):
+@pytest.mark.parametrize("evenly", [False, True])
+@pytest.mark.parametrize("seed", range(5, 15))
+def test_pieces_begin_at_chunks_and_parameters_are_aligned(
+    world: int, evenly: bool, seed: int
+) -> None:
+    for bucket in make_buckets(random_params(seed), world, 1 << 20, evenly=evenly):
         for place in bucket.places:
             assert place.begin * bucket.dtype.itemsize % 128 == 0
         for rank in range(world):

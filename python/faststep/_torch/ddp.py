@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 
 import torch
@@ -32,10 +33,12 @@ def current_backward() -> int:
 def is_inside_backward() -> bool:
     """Whether a pass that ends now is inside of another, as with reentrant checkpoints."""
     frame, depth = sys._getframe(), 0
+    # On a CUDA device a pass ends in a thread of autograd's, below which there is no outer pass.
+    outermost = 0 if isinstance(threading.current_thread(), threading._DummyThread) else 1
     while frame is not None:
         depth += frame.f_code.co_name == "_engine_run_backward"
         frame = frame.f_back  # type: ignore[assignment]
-    return depth > 1
+    return depth > outermost
 
 
 def rebuild_buckets(model: torch.nn.Module) -> bool:

@@ -48,15 +48,15 @@ def shard(
     docs/sharding.md.
 
     Args:
-        model: the module that the loop calls, in CPU memory: a plain one, or one inside
-            DistributedDataParallel, which then reduces nothing by itself.
+        model: the module that the loop calls, in CPU memory or on the current CUDA device: a plain
+            one, or one inside DistributedDataParallel, which then reduces nothing by itself.
         optimizer: AdamW, Adam or SGD of torch.optim or faststep.optim, or faststep's Lion, with or
             without state. Do not step it any more.
         stage: 1 keeps memory for whole gradients from step to step. 2 frees them bucket by bucket
             during backward, and keeps slices. 3 applies torch's `fully_shard` to the model, whose
             parameters become DTensors. Default: 2.
-        process_group: the ranks, with gloo. Default: None, all ranks; one process is the ordinary
-            fused optimizer.
+        process_group: the ranks, with gloo, or NCCL for CUDA parameters. Default: None, all ranks;
+            one process is the ordinary fused optimizer.
         replicate_group: the ranks that own the same slices, one of each `process_group`: those of
             other nodes, where `process_group` has those of this node. Gradients are then reduced
             into slices inside, and the slices are added up across; stages 1 and 2. Default: None.
@@ -85,7 +85,7 @@ def shard(
     Raises:
         TypeError: an optimizer of another class; a DistributedDataParallel model with a
             communication hook; a parameter that is sharded already, or is no dense tensor of a
-            floating dtype in CPU memory.
+            floating dtype in CPU memory or on the current CUDA device with NCCL.
         ValueError: an argument out of range, or a parameter that is not the model's.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             For stage 3 also: a parameter that has a gradient or hooks.

@@ -144,8 +144,9 @@ class GradientBucket:
         self.add()
         return _are_done([self.uses, self._replicating])
 
-    def lend(self, stream: torch.cuda.Stream) -> None:
-        """Before another stream than that of backward receives it; on a CUDA device only."""
+    def lend(self) -> list[Tensor]:
+        """Before another stream receives it, on a CUDA device: what must be held until then."""
+        return []
 
     def add(self) -> None:
         """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from .._torch.optim import is_capturing
 from .buckets import GradientBucket
 from .group import Exchange, Pending
+from .slots import Slot
 
 __all__ = ["CudaBucket", "refuse_capture"]
 
@@ -34,7 +35,16 @@ class CudaBucket(GradientBucket):
     def begin(self) -> None:
         """Start a backward pass."""
         refuse_capture()
+        self._streams: list[torch.cuda.Stream] = []  # that gradients have come from
+        self._is_lent = False
         self._begin()
+
+    def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
+        """Take over a gradient of this rank, on the stream on which backward has made it."""
+        super().put(slot, grad, again=again)
+        here = torch.cuda.current_stream()
+        if here not in self._streams:
+            self._streams.append(here)
 
     def _new_buffer(self) -> Tensor:
         layout = self.layout
@@ -54,12 +64,31 @@ class CudaBucket(GradientBucket):
         """False: ranks receive at the same places of their programs, whatever has arrived."""
         return False
 
-    def lend(self, stream: torch.cuda.Stream) -> None:
-        """Before another stream than that of backward receives it: keep its memory for that one."""
-        for tensor in (self._sent, *(() if self._way is None else self._way.parts)):
-            if tensor is not None:
-                tensor.record_stream(stream)
-        self._sent = None
+    def send(self) -> None:
+        """Reduce it over the ranks, behind whatever stream a gradient came from."""
+        here = torch.cuda.current_stream()
+        for stream in self._streams:
+            if stream != here:
+                here.wait_stream(stream)
+        self._streams = []
+        super().send()
+
+    def add(self) -> None:
+        """Let the current stream wait for the sums, and send them to replicas."""
+        if not self._is_lent:  # the memory goes back to the streams that it was taken for
+            for tensor in self._in_use():
+                tensor.record_stream(torch.cuda.current_stream())
+        super().add()
+
+    def lend(self) -> list[Tensor]:
+        """Before another stream receives it: what must be held until this one waits for that."""
+        self._is_lent = True
+        return self._in_use()
+
+    def _in_use(self) -> list[Tensor]:
+        if self._way is None or self._sent is None:
+            return []
+        return [self._sent, *self._way.parts]
 
     def gather(self, flat: Tensor, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""

@@ -196,6 +196,8 @@ class Gradients:
 
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
+        if self.updates is not None and self.updates.beside is not None:
+            self.updates.beside.make_room(MOST_UNDER_WAY - bucket.nbytes)
         # Backward would otherwise run ahead of a slow network, with all gradients in memory.
         while self._under_way and self._bytes_under_way() + bucket.nbytes > MOST_UNDER_WAY:
             self._receive_next()
@@ -203,16 +205,8 @@ class Gradients:
         self._next += 1
         self._under_way.append(bucket)
         if self.updates is not None and self.updates.beside is not None:
-            self._receive_beside(self.updates.beside)
-
-    def _receive_beside(self, stream: torch.cuda.Stream) -> None:
-        """Let another stream than that of backward wait for the last bucket, and update it.
-
-        All ranks do that when they have sent it, so their collectives come in one order.
-        """
-        self._under_way[-1].lend(stream)
-        with torch.cuda.stream(stream):
-            self._receive_next()
+            with self.updates.beside.receiving(bucket):
+                self._receive_next()
 
     def _bytes_under_way(self) -> int:
         return sum(bucket.nbytes for bucket in self._under_way)

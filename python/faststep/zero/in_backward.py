@@ -22,13 +22,13 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .._torch.compiler import disable_dynamo
 from .._torch.optim import increment_version
 from ..optim.request import Rule, StepAnswer, StepRequest
+from .beside import Beside
 from .buckets import GradientBucket
 from .owned import OwnedPart, set_grads
 from .slots import Slot
@@ -52,9 +52,9 @@ class BackwardUpdates:
         self._watch: Any = None  # the hook on all modules while parameters are written
         # On a CUDA device buckets are updated and gathered by a stream beside that of backward.
         device = engine.buckets[0].layout.device if engine.buckets else None
-        self.beside: torch.cuda.Stream | None = None
+        self.beside: Beside | None = None
         if device is not None and device.type == "cuda":
-            self.beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self.beside = Beside(device)
 
     @property
     def _owner(self) -> Engine:
@@ -79,7 +79,7 @@ class BackwardUpdates:
         engine.refuse_new_parameters()
         engine.follow_moves()
         if self.beside is not None:  # it may read and write what backward writes from now on
-            torch.cuda.current_stream().wait_stream(self.beside)
+            self.beside.end()
         self._rules = engine.owned.take_options()
 
     def received(self, bucket: GradientBucket) -> None:
@@ -103,9 +103,9 @@ class BackwardUpdates:
         """At the end of a pass, when all buckets are under way."""
         self.stop_watching()
         engine = self._owner
+        if self.beside is not None:
+            self.beside.end()
         if engine.waits is None:
-            if self.beside is not None:
-                torch.cuda.current_stream().wait_stream(self.beside)
             engine.wait(None)
 
     def abandon(self) -> None:

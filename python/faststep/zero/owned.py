@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C, optim
-from .._devices import Scalars
+from .._devices import Scalars, devices_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for
 from ..optim.request import Rule, StepRequest
@@ -108,7 +108,8 @@ class Owned:
         for group, members in zip(self.optimizer.param_groups, slots, strict=True):
             group["param_names"] = [slot.name for slot in members for _ in slot.pieces]
         self._names = [group["param_names"] for group in self.optimizer.param_groups]
-        self._stepper = _AgreedStepper()
+        self._stepper = self.optimizer._stepper = _AgreedStepper()
+        self._stepper.devices = devices_of(p for group in made for p in group["params"])
         self._parts: list[OwnedPart] = []
         self._group_of = {
             id(slot.param): number for number, members in enumerate(slots) for slot in members
