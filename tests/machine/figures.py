@@ -10,8 +10,10 @@ How a loop is recognised:
 - Its types follow from how many 16-byte loads and stores an iteration has, for the number of
   states of the rule, and from the instructions that convert: F2FP packs a pair of 16-bit numbers,
   HADD2.F32 widens fp16, and a shift by 16 bits widens bf16.
-- A loop whose longest way is more than half as long again as the shortest asks for types as it
-  goes, and has none (`?`).
+- Stores under a predicate are left out of account where the others match some types: the writing of
+  gradients is such an option.
+- A loop with no rule whose longest way is more than half as long again as the shortest asks for
+  types as it goes, and has none (`?`).
 
 An iteration is counted along a way from the loop's first block back to it, without blocks that
 call a function: those are the slow ways of a square root or a division. The branches to them are
@@ -93,6 +95,10 @@ class Way:
         return sum(one.stores(self.word) for one in self.code)
 
     @property
+    def sure_stores(self) -> int:
+        return sum(one.stores(self.word) and not one.guard for one in self.code)
+
+    @property
     def fp64(self) -> int:
         """Operations of the pipe for fp64."""
         return self.count(r"D(ADD|MUL|FMA|SETP|MNMX)", r"(F2F|F2I|I2F|FRND)\b.*F64")
@@ -107,7 +113,7 @@ class Way:
         )
         if self.count(r"HADD2.*F32"):
             return "fp16"
-        return "bf16" if self.count(r"F2FP.*BF16") or shifts >= 4 * self.loads else ""
+        return "bf16" if self.count(r"F2FP.*BF16") or shifts >= 8 else ""  # those of a word
 
     def wide(self, sums: bool) -> bool:
         """Whether it computes in double; a loop that sums may do so for operands in fp32."""
@@ -196,7 +202,8 @@ def loops_of(kernel: Kernel, arch: str) -> list[Loop]:
         rule, states = rules.pop() if len(rules) == 1 else ("generic" if rules else "", 0)
         ways = ways_through(code, head, body)
         at = code[head].code[0].at
-        typed = [(way, recognise(kernel.name, states, way)) for way in ways.values()]
+        asks = not rule and any(2 * len(way.code) > 3 * way.shortest for way in ways.values())
+        typed = [(w, None if asks else recognise(kernel.name, states, w)) for w in ways.values()]
         named = [Loop(kernel, arch, at, rule, types, way) for way, types in typed if types]
         if rule == "generic" or not named:
             named = [Loop(kernel, arch, at, rule, None, ways[max(ways)])]
@@ -210,17 +217,24 @@ def rules_in(code: list[Block], body: set[int]) -> set[tuple[str, int]]:
 
 
 def recognise(kernel: str, states: int, way: Way) -> Types | None:
-    if 2 * len(way.code) > 3 * way.shortest:
-        return None
-    for types in types_of(kernel, states):
-        elements, rest = divmod(WORD * way.loads, types.loads)
-        if rest or elements not in {4, 8, 16, 32, 64} or elements * types.stores != 16 * way.stores:
-            continue
-        if types.wide != way.wide(sums=bool(re.match(SUMS, kernel))):
-            continue
-        if types.wide or (types.narrow_in, types.narrow_out) == (bool(way.narrow), way.packs):
-            return types
+    for stores in (way.sure_stores, way.stores):
+        for types in types_of(kernel, states):
+            elements, rest = divmod(WORD * way.loads, types.loads)
+            if rest or elements not in {4, 8, 16, 32, 64}:
+                continue
+            if elements * types.stores != WORD * stores:
+                continue
+            if types.wide == way.wide(sums=bool(re.match(SUMS, kernel))) and fits(types, way):
+                return types
     return None
+
+
+def fits(types: Types, way: Way) -> bool:
+    """Whether the conversions are those of the types. Where 16-bit numbers are read, rounding to
+    them need not be one instruction."""
+    if types.wide or types.narrow_in:
+        return types.wide or bool(way.narrow)
+    return not way.narrow and types.narrow_out == way.packs
 
 
 def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int, int], Way]:
