@@ -16,6 +16,9 @@ FST_DEVICE void FST_K(widen_word)(const fst_words *word, REAL *x)
 
 FST_DEVICE fst_words FST_K(narrow_word)(const REAL *x)
 {
+#if defined(FST_NARROW_WORD)
+    return FST_NARROW_WORD(x);
+#else
     fst_words word = fst_words_zero();
     FST_UNROLL
     for (unsigned q = 0; q < ITEMS; q++)
@@ -27,6 +30,7 @@ FST_DEVICE fst_words FST_K(narrow_word)(const REAL *x)
         word.word[q / 2] |= (uint32_t)FST_NARROW_16(x[q]) << q % 2 * 16;
 #endif
     return word;
+#endif
 }
 
 /* Adds the squares of the elements of FST_AT_ONCE words to the lanes. A warp's words lie one after

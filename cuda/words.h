@@ -73,4 +73,37 @@ FST_DEVICE void fst_store_once(fst_words *to, fst_words words)
 #endif
 }
 
+/* Two numbers rounded to bf16, `low` in the lower half. Hardware writes a NaN as 0x7FFF. */
+FST_DEVICE uint32_t fst_narrow_two_bf16(float low, float high)
+{
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
+    uint32_t both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+#else
+    return fst_f32_to_bf16(low) | (uint32_t)fst_f32_to_bf16(high) << 16;
+#endif
+}
+
+/* A word of 8 numbers rounded to bf16, with the bits of fst_f32_to_bf16. */
+FST_DEVICE fst_words fst_narrow_bf16(const float *x)
+{
+    fst_words word;
+    int nan = 0;
+    FST_UNROLL
+    for (unsigned q = 0; q < 4; q++) {
+        word.word[q] = fst_narrow_two_bf16(x[2 * q], x[2 * q + 1]);
+        nan |= x[2 * q] != x[2 * q] || x[2 * q + 1] != x[2 * q + 1];
+    }
+    if (nan) {
+        FST_UNROLL
+        for (unsigned q = 0; q < 4; q++) {
+            const uint32_t low = word.word[q] & 0xFFFFu, high = word.word[q] >> 16;
+            word.word[q] = (low == 0x7FFFu ? 0x7FC0u : low) | (high == 0x7FFFu ? 0x7FC0u : high)
+                                                                  << 16;
+        }
+    }
+    return word;
+}
+
 #endif

@@ -21,6 +21,13 @@ HOMES = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/c
 PLACES = [os.environ.get("PATH", os.defpath), *(f"{home}/bin" for home in HOMES if home)]
 NVCC = shutil.which("nvcc", path=os.pathsep.join(PLACES)) or ""
 ARCHITECTURES = re.findall(r"\bsm_\d+\b", (ROOT / "cuda/targets.flags").read_text())
+VIRTUAL = {  # architecture of the PTX that an architecture is assembled from
+    arch: virtual
+    for virtual, code in re.findall(
+        r"-gencode=arch=(compute_\d+),code=\[?(\S+)", (ROOT / "cuda/targets.flags").read_text()
+    )
+    for arch in re.findall(r"\bsm_\d+\b", code)
+}
 RESOURCES = ROOT / "tests/cuda/resources.json"
 needs_nvcc = pytest.mark.skipif(not NVCC, reason="nvcc is not installed")
 
@@ -48,10 +55,10 @@ def version() -> str:
     return re.findall(r"\bV(\d+\.\d+\.\d+)", run(NVCC, "--version"))[0]
 
 
-def ptx(out: Path, fmad: bool = False) -> str:
+def ptx(out: Path, fmad: bool = False, virtual: str = "compute_80") -> str:
     flags = (ROOT / "cuda/nvcc.flags").read_text().split()
     options = [f"--fmad={fmad}".lower() if flag == "--fmad=false" else flag for flag in flags]
-    options += ["-ptx", "-arch=compute_75", "-Werror=all-warnings"]
+    options += ["-ptx", f"-arch={virtual}", "-Werror=all-warnings"]
     run(NVCC, *options, "-o", str(out), "cuda/kernels.cu")
     return out.read_text()
 
@@ -59,13 +66,14 @@ def ptx(out: Path, fmad: bool = False) -> str:
 def assembled() -> dict[str, str]:
     """What the assembler says of each architecture."""
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        source = Path(folder) / "kernels.ptx"
-        ptx(source)
+        for virtual in {*VIRTUAL.values()}:
+            ptx(Path(folder) / f"{virtual}.ptx", virtual=virtual)
 
         def assemble(arch: str) -> str:
+            source = f"{folder}/{VIRTUAL[arch]}.ptx"
             verbose = "-Xptxas=-v,--warning-as-error"
             out = f"{folder}/{arch}.cubin"
-            return run(NVCC, "-cubin", f"-arch={arch}", verbose, "-o", out, str(source))
+            return run(NVCC, "-cubin", f"-arch={arch}", verbose, "-o", out, source)
 
         return dict(zip(ARCHITECTURES, pool.map(assemble, ARCHITECTURES), strict=True))
 
