@@ -33,19 +33,15 @@ FST_DEVICE fst_words FST_K(narrow_word)(const REAL *x)
 #endif
 }
 
-/* Adds the squares of the elements of FST_AT_ONCE words to the lanes. A warp's words lie one after
- * another: one of each thread, then the next of each. The square of a float is exact in double, so
- * a fused multiply-add rounds once, as an addition does. With `write` the products with the factor
- * replace the elements. */
-FST_DEVICE void FST_K(square_words)(fst_words *from, REAL factor, const int write, double *lanes,
-                                    int *seen)
+/* Adds the squares of the elements of half of FST_AT_ONCE words to the lanes. A warp's words lie
+ * one after another: one of each thread, then the next of each. The square of a float is exact in
+ * double, so a fused multiply-add rounds once, as an addition does. With `write` the products with
+ * the factor replace the elements. */
+FST_DEVICE void FST_K(square_words)(const fst_words *words, fst_words *from, REAL factor,
+                                    const int write, double *lanes, int *seen)
 {
-    fst_words words[FST_AT_ONCE];
     FST_UNROLL
-    for (unsigned n = 0; n < FST_AT_ONCE; n++)
-        words[n] = from[n * FST_WARP];
-    FST_UNROLL
-    for (unsigned n = 0; n < FST_AT_ONCE; n += 8 / ITEMS) {
+    for (unsigned n = 0; n < FST_AT_ONCE / 2; n += 8 / ITEMS) {
         REAL x[8];
         FST_UNROLL
         for (unsigned k = 0; k < 8 / ITEMS; k++)
@@ -77,7 +73,20 @@ FST_DEVICE uint32_t FST_K(square_known)(const fst_share *share, const fst_device
     const uint64_t address = op->data + (uint64_t)share->begin * (16 / ITEMS);
     fst_words *from = (fst_words *)fst_global(address) + share->thread;
     uint32_t base = 0;
-    for (; base + stride <= share->whole; base += stride) /* nvcc 13.0 hangs if `from` moves */
-        FST_K(square_words)(&from[base / ITEMS], factor, write, lanes, seen);
+    for (; base + stride <= share->whole; base += stride) { /* nvcc 13.0 hangs if `from` moves */
+        fst_words *first = &from[base / ITEMS], *second = first + FST_WARP * FST_AT_ONCE / 2;
+        fst_words words[FST_AT_ONCE];
+        FST_UNROLL
+        for (unsigned n = 0; n < FST_AT_ONCE / 2; n++)
+            words[n] = first[n * FST_WARP];
+        if (write) /* registers do not suffice for more at once */
+            FST_K(square_words)(words, first, factor, write, lanes, seen);
+        FST_UNROLL
+        for (unsigned n = 0; n < FST_AT_ONCE / 2; n++)
+            words[FST_AT_ONCE / 2 + n] = second[n * FST_WARP];
+        if (!write)
+            FST_K(square_words)(words, first, factor, write, lanes, seen);
+        FST_K(square_words)(&words[FST_AT_ONCE / 2], second, factor, write, lanes, seen);
+    }
     return base;
 }
