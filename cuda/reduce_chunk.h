@@ -61,15 +61,17 @@ FST_DEVICE void FST_T(reduce_rest)(const fst_share *share, const fst_device_oper
     }
 }
 
-/* Whether an element of the thread is infinite or NaN. Asked where a lane is, which also large
- * finite elements make so. */
-FST_DEVICE int FST_T(search)(const fst_share *share, const fst_device_operand *op)
+/* Whether an element that this thread has squared, of the first `count` of a chunk, is infinite or
+ * NaN. Asked where a lane is, which also large finite elements make so. */
+FST_DEVICE int FST_T(search)(const fst_share *share, const fst_device_operand *op, uint32_t count)
 {
+    const uint32_t items = 16u >> fst_size_log2(op->dtype); /* of a word */
     int seen = 0;
-    for (uint32_t i = share->thread; i < share->whole; i += share->threads) {
-        const REAL x = FST_T(get)(share, op, i);
-        seen = x - x != (REAL)0 ? 1 : seen;
-    }
+    for (uint32_t word = share->thread * items; word < count; word += FST_WARP * items)
+        for (uint32_t i = word; i < word + items; i++) {
+            const REAL x = FST_T(get)(share, op, i);
+            seen = x - x != (REAL)0 ? 1 : seen;
+        }
     return seen;
 }
 
@@ -94,7 +96,7 @@ FST_DEVICE uint32_t FST_T(square_most)(const fst_share *share, const fst_device_
     for (unsigned q = 0; q < 8; q++)
         sum += lanes[q];
     if (!what->write && base && sum - sum != 0.0)
-        *seen |= FST_T(search)(share, op);
+        *seen |= FST_T(search)(share, op, base);
     return base;
 }
 

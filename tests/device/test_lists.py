@@ -191,6 +191,27 @@ def test_python_code_that_runs_between(machine: fake.Machine) -> None:
     assert all(bool((fake.plain(t) == 8.0).all()) for t in others)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_each_element_is_looked_at(dtype: torch.dtype, bad: float) -> None:
+    """Wherever it is in the words of a warp, which thread has it and in which of its lanes."""
+    count = 2 * 16_384 + 5
+    grad = values((count,), 0, dtype)
+    found = fake.claim(torch.zeros(()))
+    sums = fake.claim(torch.zeros(3, dtype=torch.float64))
+    here = fake.claim(grad)
+    wrong = []
+    for place in [*range(0, 300, 7), *range(300, count, 1237), *range(count - 12, count)]:
+        kept = fake.plain(here)[place].item()
+        fake.plain(here)[place] = bad
+        fake.plain(found).zero_()
+        _C.device_chunk_squares([here], None, sums, found)
+        if fake.plain(found).item() != 1.0:
+            wrong.append(place)
+        fake.plain(here)[place] = kept
+    assert wrong == []
+
+
 SIZES = [*zip((3, 40_000, 16_384, 0, 9), (*DTYPES, DTYPES[0]), strict=True)]
 
 
