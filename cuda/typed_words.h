@@ -64,12 +64,13 @@ FST_DEVICE void FST_K(square_words)(const fst_words *words, fst_words *from, REA
     }
 }
 
-/* Squares elements that fill FST_AT_ONCE words of every thread of a warp, as often as there are so
- * many; returns their number. */
+/* Squares elements that fill the words that every thread of a warp loads at once, as often as there
+ * are so many; returns their number. */
 FST_DEVICE uint32_t FST_K(square_known)(const fst_share *share, const fst_device_operand *op,
                                         REAL factor, const int write, double *lanes, int *seen)
 {
-    const uint32_t stride = FST_WARP * FST_AT_ONCE * ITEMS;
+    /* Registers suffice for half as many loads at once where the products are stored. */
+    const uint32_t stride = FST_WARP * ITEMS * (write ? FST_AT_ONCE / 2 : FST_AT_ONCE);
     const uint64_t address = op->data + (uint64_t)share->begin * (16 / ITEMS);
     fst_words *from = (fst_words *)fst_global(address) + share->thread;
     uint32_t base = 0;
@@ -79,14 +80,14 @@ FST_DEVICE uint32_t FST_K(square_known)(const fst_share *share, const fst_device
         FST_UNROLL
         for (unsigned n = 0; n < FST_AT_ONCE / 2; n++)
             words[n] = first[n * FST_WARP];
-        if (write) /* registers do not suffice for more at once */
-            FST_K(square_words)(words, first, factor, write, lanes, seen);
-        FST_UNROLL
-        for (unsigned n = 0; n < FST_AT_ONCE / 2; n++)
-            words[FST_AT_ONCE / 2 + n] = second[n * FST_WARP];
+        if (!write) {
+            FST_UNROLL
+            for (unsigned n = 0; n < FST_AT_ONCE / 2; n++)
+                words[FST_AT_ONCE / 2 + n] = second[n * FST_WARP];
+        }
+        FST_K(square_words)(words, first, factor, write, lanes, seen);
         if (!write)
-            FST_K(square_words)(words, first, factor, write, lanes, seen);
-        FST_K(square_words)(&words[FST_AT_ONCE / 2], second, factor, write, lanes, seen);
+            FST_K(square_words)(&words[FST_AT_ONCE / 2], second, factor, 0, lanes, seen);
     }
     return base;
 }
