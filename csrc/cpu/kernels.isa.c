@@ -30,6 +30,7 @@ static size_t reach(size_t count, size_t done)
 #include "cpu/accumulate.h"
 #define FST_SQRT sqrtf
 #include "cpu/factored_loops.h"
+#include "cpu/factored_tiles.h"
 #undef FST_SQRT
 #undef REAL
 #undef OTHER
@@ -44,6 +45,7 @@ static size_t reach(size_t count, size_t done)
 #include "cpu/accumulate.h"
 #define FST_SQRT sqrt
 #include "cpu/factored_loops.h"
+#include "cpu/factored_tiles.h"
 #undef FST_SQRT
 #undef REAL
 #undef OTHER
