@@ -141,8 +141,10 @@ def test_split_matrices(dtype: torch.dtype) -> None:
 
 def relaid(tensor: Tensor, how: str) -> Tensor:
     if how == "transposed":
-        return tensor.permute(*reversed(range(tensor.dim()))).contiguous().permute(
-            *reversed(range(tensor.dim()))
+        return (
+            tensor.permute(*reversed(range(tensor.dim())))
+            .contiguous()
+            .permute(*reversed(range(tensor.dim())))
         )
     if how == "spaced":
         return torch.stack([tensor, tensor], -1)[..., 0]

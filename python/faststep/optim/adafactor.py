@@ -16,6 +16,7 @@ from ..grads.params import described
 
 __all__ = ["Adafactor"]
 
+_LEFT = "parameters that are not dense CPU tensors of one dtype, as their gradients and states are"
 Group = tuple[list[Tensor], float, float, float, float, float, float, bool]
 
 
@@ -102,8 +103,9 @@ class Adafactor(torch.optim.Adafactor):
             return
         for index in {group for group, _ in left}:  # raises torch's errors before anything is done
             self._init_group(self.param_groups[index], [], [], [], [], [], [])
+        places = {*left}
         rest = [
-            [p for at, p in enumerate(of_group) if (index, at) not in {*left}]
+            [p for at, p in enumerate(of_group) if (index, at) not in places]
             for index, of_group in enumerate(params)
         ]
         torchs = [
@@ -114,7 +116,7 @@ class Adafactor(torch.optim.Adafactor):
             }
             for index, group in enumerate(self.param_groups)
         ]
-        self._step_by_torch(torchs, "")
+        self._step_by_torch(torchs, _LEFT)
         self._step_in_c(rest)
 
     def _called(
