@@ -9,6 +9,7 @@
 #include "io/table.h"
 #include "py/docs.h"
 #include "py/grads/unscaled.h"
+#include "py/step/factored_bind.h"
 
 static PyMethodDef methods[] = {
     {"accumulate", fst_py_accumulate, METH_VARARGS, FST_DOC_ACCUMULATE},
@@ -178,7 +179,7 @@ static void module_free(void *module)
     if (state)
         fst_unscaled_forget(&state->unscaled);
     if (state)
-        PyMem_Free(state->apart.extents);
+        fst_factored_forget(state);
     for (int i = 0; state && i < FST_GPU_DEVICES; i++)
         if (state->list_tables[i])
             fst_gpu_tables_free(state->list_tables[i]);

@@ -25,6 +25,12 @@ typedef struct {
     size_t count, capacity;
 } fst_apart;
 
+/* What the last step of Adafactor found of each parameter (factored_known.c). */
+typedef struct {
+    struct fst_factored_known *all;
+    size_t count;
+} fst_factored_cache;
+
 /* The words of a storage's record that hold its memory's address, the owner of the memory, and
  * the function that frees it (hold.c). */
 typedef struct {
@@ -42,6 +48,7 @@ typedef struct {
     fst_forms forms;
     fst_unscaled unscaled;
     fst_apart apart;
+    fst_factored_cache factored;
     _Bool (*has_callbacks)(void);                 /* libtorch's; NULL: not known */
     int has_kernels;                              /* use_kernels_of() was called */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */

@@ -187,7 +187,7 @@ def factored_step() -> Iterator[Case]:
             param = torch.nn.Parameter(_last_first(torch.ones(shape, dtype=dtype)))
             param.grad = torch.ones(shape, dtype=dtype)
             factors = ("row_var", "col_var") if len(shape) > 1 else ("variance",)
-            sizes = (shape[:-1] + (1,), shape[:-2] + (1,) + shape[-1:])
+            sizes = ((*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:]))
             own = {"step": torch.tensor(1.0)}
             for key, size in zip(factors, sizes if len(shape) > 1 else (shape,), strict=True):
                 own[key] = torch.zeros(size, dtype=dtype)

@@ -372,7 +372,7 @@ def test_a_negative_count_is_refused() -> None:
     params, optimizer = made(Adafactor, ((4, 5),))
     train((params, optimizer), 1)
     optimizer.state[params[0]]["step"].fill_(-3.0)
-    with pytest.raises(RuntimeError, match="state 'step' of parameter 0 .*is negative"):
+    with pytest.raises(RuntimeError, match=r"state 'step' of parameter 0 .*is negative"):
         optimizer.step()
 
 

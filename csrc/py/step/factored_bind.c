@@ -104,7 +104,7 @@ static int bind_operand(const fst_module *module, fst_factored_entry *entry, int
     return 0;
 }
 
-static int share_memory(const fst_operand *one, const fst_operand *other, int64_t count)
+int fst_factored_share(const fst_operand *one, const fst_operand *other, int64_t count)
 {
     const fst_extent a = fst_overlap_extent(one, count), b = fst_overlap_extent(other, count);
     return a.begin < b.end && b.begin < a.end;
@@ -133,7 +133,7 @@ static int fill(const fst_module *module, fst_factored_entry *entry, const fst_v
     if (bind_operand(module, entry, FST_OF_PARAM, param, &f->param) ||
         bind_operand(module, entry, FST_OF_GRAD, &views[FST_OF_GRAD], &f->grad))
         return -1;
-    entry->is_left = share_memory(&f->param, &f->grad, f->count);
+    entry->is_left = fst_factored_share(&f->param, &f->grad, f->count);
     entry->step = views[FST_OF_STEP];
     return 0;
 }
@@ -148,9 +148,12 @@ static int check_count(const fst_module *module, const fst_factored_entry *entry
     return refuse(module, entry, FST_OF_PARAM, &problem);
 }
 
-static int bind(fst_module *module, fst_factored_entry *entry, fst_factored *f)
+static int bind(fst_module *module, fst_factored_entry *entry, fst_factored_known *known,
+                fst_factored *f)
 {
     fst_view views[FST_OF_COUNT];
+    if (known && fst_factored_follow(module, entry, known, f))
+        return 0;
     entry->is_left = !read_views(module, entry, views);
     if (entry->is_left)
         return 0;
@@ -165,23 +168,40 @@ static int bind(fst_module *module, fst_factored_entry *entry, fst_factored *f)
     for (int k = 0; k < FST_OF_COUNT - (ndim <= 1); k++)
         if (check_inference(module, entry, k))
             return -1;
-    return entry->is_left ? 0 : fill(module, entry, views, f);
+    if (!entry->is_left && fill(module, entry, views, f))
+        return -1;
+    if (known && !entry->is_left)
+        fst_factored_remember(module, entry, known, views, f);
+    return 0;
+}
+
+enum { AHEAD = 4 }; /* entries between the two steps of prefetching */
+
+static int bind_all(fst_module *module, fst_factored_list *list)
+{
+    for (size_t i = 0; i < list->count; i++) {
+        fst_factored_known *known = i < list->known.count ? &list->known.all[i] : NULL;
+        if (i + 2 * AHEAD < list->count)
+            fst_factored_fetch(module, &list->entries[i + 2 * AHEAD], 0);
+        if (i + AHEAD < list->count)
+            fst_factored_fetch(module, &list->entries[i + AHEAD], 1);
+        if (bind(module, &list->entries[i], known, &list->params[i]))
+            return -1;
+    }
+    return 0;
 }
 
 int fst_factored_bind(fst_module *module, fst_factored_list *list)
 {
     fst_tensors *tensors = &module->tensors;
-    for (size_t i = 0; i < list->count; i++)
-        for (int k = 0; k < FST_OF_COUNT; k++)
-            if (list->entries[i].objects[k])
-                fst_tensors_learn(tensors, list->entries[i].objects[k]);
+    int failed = 1;
+    fst_factored_take_known(module, list);
     for (int attempt = 0; attempt < FST_ATTEMPTS; attempt++) {
         tensors->ran_python = 0;
-        for (size_t i = 0; i < list->count; i++)
-            if (bind(module, &list->entries[i], &list->params[i]))
-                return -1;
-        if (!tensors->ran_python)
+        failed = bind_all(module, list);
+        if (failed || !tensors->ran_python)
             break;
     }
-    return 0;
+    fst_factored_give_known(module, list);
+    return failed ? -1 : 0;
 }

@@ -23,8 +23,42 @@ typedef struct {
     fst_factored_entry *entries;
     fst_factored *params; /* what is computed: entry i's at [i] */
     size_t count, capacity;
-    Py_ssize_t position; /* of the walk through the states */
+    Py_ssize_t position;      /* of the walk through the states */
+    fst_factored_cache known; /* entry i's at [i]; taken from the module for the time of a call */
 } fst_factored_list;
+
+/* What was found of a parameter, which holds while torch's records of its tensors hold the same
+ * words (tensor_record.h). */
+typedef struct fst_factored_known {
+    uint64_t hash; /* of parameter and states; 0: nothing is known */
+    fst_moving grad;
+    fst_factored bound;
+    fst_view step;
+    int has_rows;
+} fst_factored_known;
+
+/* Fills what is computed of a parameter that was bound before. Returns 0 if it or one of its
+ * tensors may have changed: then torch has to be asked. */
+int fst_factored_follow(const fst_module *module, fst_factored_entry *entry,
+                        fst_factored_known *known, fst_factored *f);
+
+/* Remembers what torch has answered. */
+void fst_factored_remember(const fst_module *module, const fst_factored_entry *entry,
+                           fst_factored_known *known, const fst_view *views, const fst_factored *f);
+
+/* Prefetches what `follow` reads, in two steps, 0 and 1. */
+void fst_factored_fetch(const fst_module *module, const fst_factored_entry *entry, int step);
+
+/* Takes what is known from the module, with room for all entries, and gives it back. Without
+ * memory nothing is known. */
+void fst_factored_take_known(fst_module *module, fst_factored_list *list);
+void fst_factored_give_known(fst_module *module, fst_factored_list *list);
+
+/* Frees what the module knows of the last step. */
+void fst_factored_forget(fst_module *module);
+
+/* Whether two operands of `count` elements may share memory. */
+int fst_factored_share(const fst_operand *one, const fst_operand *other, int64_t count);
 
 /* Lists the parameters of a group that have a gradient, with their states, which it holds. Runs
  * Python code. *missing becomes 1 if a state is missing. Returns 0, or -1 with a Python error. */

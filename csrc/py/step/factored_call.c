@@ -47,7 +47,13 @@ static int add_group(fst_module *module, call *c, PyObject *groups, Py_ssize_t i
     hyper *h = &c->groups[index];
     PyObject *params;
     int missing = 0;
-    if (!PyArg_ParseTuple(PyTuple_GetItem(groups, index),
+    PyObject *group = PyTuple_GetItem(groups, index);
+    if (!PyTuple_Check(group)) {
+        PyErr_Format(PyExc_TypeError, "expected a tuple, not %R, as group %zd", Py_TYPE(group),
+                     index);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(group,
                           "O!ddddddp;expected (params, lr, beta2_decay, eps1, eps2, d, "
                           "weight_decay, maximize)",
                           &PyList_Type, &params, &h->lr, &h->beta2_decay, &h->eps1, &h->eps2, &h->d,
