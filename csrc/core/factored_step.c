@@ -8,7 +8,9 @@
 enum {
     WAVE = 1 << 20,  /* elements that go through all stages together, while the caches hold them */
     UNIT = 16384,    /* elements that a thread takes at a time */
-    ITEM_COST = 256, /* of a tile beside its elements, in elements */
+    ITEM_COST = 64,  /* of a tile beside its elements, in elements */
+    GRAIN = 1 << 16, /* elements of a stage that are worth another thread */
+    ALONE = 1 << 18, /* up to so many in all, a step runs on the calling thread (job.c says why) */
     AHEAD = 2,       /* small parameters to prefetch */
 };
 
@@ -114,22 +116,26 @@ typedef struct {
     item *items;
     size_t *units; /* the first item of each, and the end */
     size_t item_count, unit_count, next;
-    int64_t cost; /* of the unit at hand */
+    int64_t unit_cost; /* of the unit at hand */
+    int64_t cost;      /* of all */
+    int alone;         /* on the calling thread */
     item_fn run;
 } stage;
 
 static void begin(stage *s)
 {
     s->item_count = s->unit_count = s->next = 0;
-    s->cost = UNIT;
+    s->unit_cost = UNIT;
+    s->cost = 0;
 }
 
 static void add(stage *s, fst_factored *f, int64_t index, int64_t cost)
 {
-    if (s->cost >= UNIT) {
+    if (s->unit_cost >= UNIT) {
         s->units[s->unit_count++] = s->item_count;
-        s->cost = 0;
+        s->unit_cost = 0;
     }
+    s->unit_cost += cost + ITEM_COST;
     s->cost += cost + ITEM_COST;
     s->items[s->item_count++] = (item){f, index};
 }
@@ -166,7 +172,10 @@ static fst_code run(stage *s, item_fn fn, fst_status *status)
 {
     s->run = fn;
     s->units[s->unit_count] = s->item_count;
-    return fst_parallel_for((int64_t)s->unit_count, 1, run_units, s, status);
+    if (s->unit_count == 0)
+        return FST_OK;
+    /* each call takes units until none is left */
+    return fst_parallel_for(s->alone ? 1 : parts(s->cost, GRAIN), 1, run_units, s, status);
 }
 
 static double sum_of(const double *values, int64_t count)
@@ -261,12 +270,14 @@ static fst_code run_waves(stage *s, fst_factored *params, size_t count, fst_stat
 fst_code fst_factored_step(fst_factored *params, size_t count, fst_status *status)
 {
     size_t tiles = 0, size = 0, taken = 0;
+    int64_t cost = 0;
     for (size_t i = 0; i < count; i++) {
         cut(&params[i]);
         tiles += (size_t)params[i].tile_count;
+        cost += params[i].count + params[i].tile_count * ITEM_COST;
         place(&params[i], NULL, &size);
     }
-    stage s = {.items = NULL};
+    stage s = {.alone = cost <= ALONE};
     char *memory = malloc(size + tiles * sizeof *s.items + (tiles + 1) * sizeof *s.units);
     if (!memory)
         return fst_fail(status, FST_NO_MEMORY, "no memory for the sums of %zu parameters", count);
