@@ -3,11 +3,13 @@
 
 #include <stdlib.h>
 
+#include "core/factored_step.h"
 #include "core/image_pass.h"
 #include "core/passes.h"
 #include "io/table.h"
 #include "py/docs.h"
 #include "py/grads/unscaled.h"
+#include "py/step/factored_bind.h"
 
 static PyMethodDef methods[] = {
     {"accumulate", fst_py_accumulate, METH_VARARGS, FST_DOC_ACCUMULATE},
@@ -28,6 +30,7 @@ static PyMethodDef methods[] = {
     {"device_norm", fst_py_device_norm, METH_VARARGS, FST_DOC_DEVICE_NORM},
     {"device_unscale", fst_py_device_unscale, METH_VARARGS, FST_DOC_DEVICE_UNSCALE},
     {"end_retaining", fst_py_end_retaining, METH_NOARGS, FST_DOC_END_RETAINING},
+    {"factored_step", fst_py_factored_step, METH_VARARGS, FST_DOC_FACTORED_STEP},
     {"fold_squares", fst_py_fold_squares, METH_O, FST_DOC_FOLD_SQUARES},
     {"foreign_allocator", fst_py_foreign_allocator, METH_NOARGS, FST_DOC_FOREIGN_ALLOCATOR},
     {"fusable", fst_py_fusable, METH_VARARGS, FST_DOC_FUSABLE},
@@ -76,6 +79,7 @@ static int choose_kernels(PyObject *module)
         return -1;
     }
     fst_passes_use(kernels);
+    fst_factored_use(kernels);
     fst_image_use(kernels);
     fst_table_use(kernels->widen);
     return PyModule_AddStringConstant(module, "_isa", kernels->name);
@@ -108,7 +112,13 @@ static int intern_names(fst_names *names)
     names->state = PyUnicode_InternFromString("state");
     names->max_grad_norm = PyUnicode_InternFromString("max_grad_norm");
     names->norm_in_backward = PyUnicode_InternFromString("_norm_in_backward");
-    const int made = names->grad && names->state && names->max_grad_norm && names->norm_in_backward;
+    names->step = PyUnicode_InternFromString("step");
+    names->row_var = PyUnicode_InternFromString("row_var");
+    names->col_var = PyUnicode_InternFromString("col_var");
+    names->variance = PyUnicode_InternFromString("variance");
+    const int made = names->grad && names->state && names->max_grad_norm &&
+                     names->norm_in_backward && names->step && names->row_var && names->col_var &&
+                     names->variance;
     return made ? 0 : -1;
 }
 
@@ -158,6 +168,10 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->names.state);
     Py_CLEAR(state->names.max_grad_norm);
     Py_CLEAR(state->names.norm_in_backward);
+    Py_CLEAR(state->names.step);
+    Py_CLEAR(state->names.row_var);
+    Py_CLEAR(state->names.col_var);
+    Py_CLEAR(state->names.variance);
     return 0;
 }
 
@@ -167,6 +181,8 @@ static void module_free(void *module)
     module_clear(module);
     if (state)
         fst_unscaled_forget(&state->unscaled);
+    if (state)
+        fst_factored_forget(state);
     for (int i = 0; state && i < FST_GPU_DEVICES; i++)
         if (state->list_tables[i])
             fst_gpu_tables_free(state->list_tables[i]);

@@ -256,6 +256,22 @@ def device_unscale(
         ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
     """
 
+def factored_step(
+    groups: tuple[tuple[list[Tensor], float, float, float, float, float, float, bool], ...],
+    state: dict[Tensor, Any],
+    /,
+) -> tuple[list[int], list[tuple[int, int]], list[Tensor]]:
+    """Make a step of Adafactor.
+
+    A group is (params, lr, beta2_decay, eps1, eps2, d, weight_decay, maximize). Returns (missing,
+    left, written): the groups with a parameter whose state is missing, the (group, index) of the
+    parameters that are for torch, and the written tensors whose version counters are to be moved.
+    Nothing was changed if `missing` or `left` is not empty.
+
+    Raises:
+        TensorError: a tensor cannot be used; nothing was changed.
+    """
+
 def fold_squares(sums: Tensor, /) -> float:
     """The sum of chunks' sums of squares, added up as every norm adds them.
 

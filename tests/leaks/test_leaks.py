@@ -174,6 +174,38 @@ def chunk_squares() -> Iterator[Case]:
     yield failing(_C.chunk_squares, 5, 0.5, sums), [sums]
 
 
+def _last_first(tensor: torch.Tensor) -> torch.Tensor:
+    """The same with another order in memory."""
+    return tensor if tensor.dim() < 2 else tensor.mT.contiguous().mT
+
+
+def factored_step() -> Iterator[Case]:
+    """Steps, and calls that are refused, that lack a state, or that leave a parameter to torch."""
+    numbers = (0.01, -0.8, 1e-7, 1e-3, 1.0, 0.1, False)
+    for shape in ((64,), (3, 5), (70, 80), (2, 3, 3), (270, 260), (5, 0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            param = torch.nn.Parameter(_last_first(torch.ones(shape, dtype=dtype)))
+            param.grad = torch.ones(shape, dtype=dtype)
+            factors = ("row_var", "col_var") if len(shape) > 1 else ("variance",)
+            sizes = ((*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:]))
+            own = {"step": torch.tensor(1.0)}
+            for key, size in zip(factors, sizes if len(shape) > 1 else (shape,), strict=True):
+                own[key] = torch.zeros(size, dtype=dtype)
+            groups, state = (([param], *numbers),), {param: own}
+            arguments = [groups, state, param, param.grad, *own.values()]
+            if 0 in shape:
+                yield failing(_C.factored_step, groups, state), arguments
+                continue
+            yield functools.partial(_C.factored_step, groups, state), arguments
+            yield functools.partial(_C.factored_step, groups, {}), arguments
+            yield functools.partial(_C.factored_step, groups, {param: {}}), arguments
+            yield failing(_C.factored_step, groups, {param: {"step": own["step"]}}), arguments
+            odd = {param: {**own, "step": torch.tensor(1)}}
+            yield functools.partial(_C.factored_step, groups, odd), arguments
+            yield failing(_C.factored_step, ((param, *numbers),), state), arguments
+            yield failing(_C.factored_step, (([None], *numbers),), state), arguments
+
+
 def fold_squares() -> Iterator[Case]:
     sums = torch.ones(700, dtype=torch.float64)
     yield lambda: _C.fold_squares(sums), [sums]
@@ -708,6 +740,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "device_counts": lambda: iter([(_C.device_counts, [])]),
     "device_info": device_info,
     "end_retaining": lambda: iter([(_C.end_retaining, [])]),
+    "factored_step": factored_step,
     "fold_squares": fold_squares,
     "foreign_allocator": lambda: iter([(_C.foreign_allocator, [])]),
     "fusable": fusable,

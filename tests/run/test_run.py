@@ -53,7 +53,7 @@ def is_ours(thing):
     return type(thing).__module__.startswith("faststep.")
 
 names = ["Adam", "AdamW", "SGD", "Adagrad", "RMSprop", "Adamax",
-         "Adadelta", "RAdam", "NAdam", "ASGD", "Rprop"]
+         "Adadelta", "RAdam", "NAdam", "ASGD", "Rprop", "Adafactor"]
 for name in names:
     kind = getattr(torch.optim, name)
     assert kind.__module__.startswith("torch.optim"), kind
@@ -82,7 +82,7 @@ print("all", len(names))
 
 
 def test_every_form_of_import_finds_torchs_class_and_makes_our_object(run: Run) -> None:
-    assert good(run(IMPORTS)) == "all 11\n"
+    assert good(run(IMPORTS)) == "all 12\n"
 
 
 LEFT = """
@@ -121,6 +121,14 @@ ours.param_groups[0]["params"][0].grad = torch.ones(3)
 ours.step()
 other = pickle.loads(pickle.dumps(ours))
 assert type(other) is type(copy.deepcopy(ours)) is type(ours) is not torch.optim.AdamW
+whole = [torch.ones(3, requires_grad=True), torch.ones(3, 2, requires_grad=True)]
+factored = torch.optim.Adafactor(whole)
+for _ in range(3):
+    sum(p.sum() for p in whole).backward()
+    factored.step()
+factored.state[whole[0]]["step"] = torch.tensor(3)  # of a type that only torch takes
+factored.step()
+assert factored.state[whole[0]]["step"] == factored.state[whole[1]]["step"] == 4
 plain = Mine(parameters(), 0.1)
 plain.load_state_dict(ours.state_dict())
 ours.load_state_dict(plain.state_dict())
@@ -136,6 +144,7 @@ def test_subclasses_and_options_that_we_lack_stay_torchs(run: Run) -> None:
     assert "unexpected keyword argument 'no_such'" in good(done)
     assert "optim.AdamW stayed torch's: __main__.Mine is a subclass" in done.stderr
     assert "2 of optim.AdamW stayed torch's: differentiable=True" in done.stderr
+    assert "1 of Adafactor.step stayed torch's: parameters that are not dense" in done.stderr
     assert "utils.DataLoader stayed torch's: __main__.Loader is a subclass" in done.stderr
     assert "amp.GradScaler stayed torch's: __main__.Scaler is a subclass" in done.stderr
 

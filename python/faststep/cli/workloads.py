@@ -104,7 +104,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 # Of one optimizer each: the class, and how many states of the parameter's size it keeps. A step
-# reads and writes these and the parameter, and reads the gradient.
+# reads and writes these and the parameter, and reads the gradient. Adafactor's states of matrices
+# are smaller; it reads the gradient three times and the parameter twice.
 OTHER_OPTIMIZERS: Mapping[str, int] = MappingProxyType(
     {
         "Adagrad": 1,
@@ -115,6 +116,7 @@ OTHER_OPTIMIZERS: Mapping[str, int] = MappingProxyType(
         "NAdam": 2,
         "ASGD": 1,
         "Rprop": 2,
+        "Adafactor": 1,
     }
 )
 

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as lr_scheduler
 from torch.optim import swa_utils as swa_utils
 
 from .adadelta import Adadelta
+from .adafactor import Adafactor
 from .adagrad import Adagrad
 from .adam import Adam, AdamW
 from .adamax import Adamax
@@ -29,6 +30,7 @@ __all__ = [
     "ASGD",
     "SGD",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",
@@ -42,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What this torch has and others may lack: Adafactor, Muon."""
+    """What this torch has and others may lack: Muon."""
     if name.startswith("_") or not hasattr(torch.optim, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(torch.optim, name)

@@ -28,7 +28,7 @@ __all__ = ["CudaGradScaler", "HostGradScaler", "Swaps"]
 
 OPTIMIZERS = (
     *("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
-    *("RMSprop", "Rprop"),
+    *("RMSprop", "Rprop", "Adafactor"),
 )
 FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 Reason = Callable[[tuple[Any, ...], dict[str, Any]], str]
@@ -82,7 +82,10 @@ class Swaps:
             self._swap_class(getattr(torch.optim, name), getattr(optim, name), _why_torchs)
         step = self._meter.timed("optimizer", FusedOptimizer._fused_step, step=True)
         setattr(FusedOptimizer, "_fused_step", step)  # noqa: B010, mypy refuses an assignment
+        step = self._meter.timed("optimizer", optim.Adafactor._factored_step, step=True)
+        setattr(optim.Adafactor, "_factored_step", step)  # noqa: B010
         self._let_torch_make_refused_steps()
+        self._note_steps_of_torch()
         self.done.append("torch's optimizers")
 
     def swap_amp(self) -> None:
@@ -128,6 +131,16 @@ class Swaps:
             return bool(what)
 
         setattr(FusedOptimizer, "_is_for_torch", noted)  # noqa: B010
+
+    def _note_steps_of_torch(self) -> None:
+        """Those that Adafactor leaves to torch's operators, whole or in part."""
+        by_torch = optim.Adafactor._step_by_torch
+
+        def noted(optimizer: optim.Adafactor, groups: list[dict[str, Any]], reason: str) -> None:
+            self.left["Adafactor.step", reason] += 1
+            by_torch(optimizer, groups, reason)
+
+        setattr(optim.Adafactor, "_step_by_torch", noted)  # noqa: B010
 
     def _swap_class(self, torchs: type, ours: type, why_torchs: Reason) -> None:
         """Let calls of a class of torch make objects of ours."""
