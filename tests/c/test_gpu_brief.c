@@ -27,8 +27,8 @@ static void released_updates(void)
         CHECK_INT(calls_of_step(m, NULL), 4);
     }
     CHECK_INT((int64_t)(fst_gpu_counted().uploads - before.uploads), 0);
-    /* on another stream also: push, capture, the stream's number, pop, and an event behind the step,
-     * as the stream may be destroyed; at first, to keep the order, record and wait */
+    /* on another stream also: push, capture, the stream's number, pop, and an event behind the
+     * step, as the stream may be destroyed; at first, to keep the order, record and wait */
     CHECK_INT(calls_of_step(m, stream), 11);
     for (int i = 0; i < 100; i++) {
         m->shift = i % 7;
