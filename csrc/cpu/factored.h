@@ -25,8 +25,8 @@ typedef enum {
 typedef struct {
     /* The elements are iterated in the order of the shape: batch, rows, columns. */
     fst_operand param, grad;
-    fst_operand row, col; /* states, packed: batch x rows, batch x cols */
-    int64_t count, batch, rows, cols;
+    fst_operand row, col;             /* states, packed: batch x rows, batch x cols */
+    int64_t count, batch, rows, cols; /* of a vector 1, but for the count */
 
     /* The step. */
     double weight;      /* of the new squares in the moments */

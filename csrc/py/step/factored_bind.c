@@ -104,12 +104,6 @@ static int bind_operand(const fst_module *module, fst_factored_entry *entry, int
     return 0;
 }
 
-int fst_factored_share(const fst_operand *one, const fst_operand *other, int64_t count)
-{
-    const fst_extent a = fst_overlap_extent(one, count), b = fst_overlap_extent(other, count);
-    return a.begin < b.end && b.begin < a.end;
-}
-
 /* Fills what is computed of the views, which fit each other. */
 static int fill(const fst_module *module, fst_factored_entry *entry, const fst_view *views,
                 fst_factored *f)

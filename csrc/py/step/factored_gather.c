@@ -122,6 +122,12 @@ int fst_factored_gather(fst_module *module, fst_factored_list *list, Py_ssize_t 
     return 0;
 }
 
+int fst_factored_share(const fst_operand *one, const fst_operand *other, int64_t count)
+{
+    const fst_extent a = fst_overlap_extent(one, count), b = fst_overlap_extent(other, count);
+    return a.begin < b.end && b.begin < a.end;
+}
+
 /* The memory of an entry, once sorted. */
 typedef struct {
     fst_extent extent;
