@@ -151,6 +151,7 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
 sys.stdout.write(f"{type(optimizer.optim).__module__} {os.environ['RANK']}\\n")  # at once
+del model, optimizer  # torch may abort where they end after the group
 torch.distributed.destroy_process_group()
 """
 

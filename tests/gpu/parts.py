@@ -74,6 +74,7 @@ PARTS = (
     _tests("kernels", 30),
     _tests("memory", 90),
     _tests("state", 90, "state_dict", "loader", "transforms"),
+    _tests("sharded", 120),
     _tests("race", 180),
     Part("all-kernels", TESTS, 90, _pytest("tests/gpu/test_sanitizer.py", "-k", "script")),
     _sanitizer("memcheck", 200),
