@@ -41,6 +41,14 @@ __attribute__((noinline)) static void FST_T(fst_loop_lerp_sums)(size_t n, REAL *
         mean[i] = FST_T(lerped)(mean[i], (REAL)(sums[i] / terms), lerp);
 }
 
+/* Squares, added to lanes. */
+__attribute__((noinline)) static void FST_T(fst_loop_square_lanes)(size_t n, double *restrict lanes,
+                                                                   const REAL *restrict x)
+{
+    for (size_t i = 0; i < n; i++)
+        lanes[i] += (double)x[i] * (double)x[i];
+}
+
 /* Squares, added to the sums of the columns and to the lanes of the row's. */
 __attribute__((noinline)) static void FST_T(fst_loop_add_squares)(size_t n, double *restrict lanes,
                                                                   double *restrict cols,
@@ -120,7 +128,7 @@ static double FST_T(squares)(const fst_operand *op, int64_t begin, int64_t rows,
         for (size_t done = 0; done < cols; done += STRIP) {
             const size_t n = cols - done < STRIP ? cols - done : STRIP;
             const REAL *x = FST_T(load)(op, scratch, begin + r * stride + (int64_t)done, n);
-            FST_T(fst_loop_squares)(n, lanes, x, (REAL)1);
+            FST_T(fst_loop_square_lanes)(n, lanes, x);
         }
     return fold_lanes(lanes, cols, FST_NORM_SQUARES);
 }

@@ -43,8 +43,7 @@ typedef struct {
      * order; in double if any operand is fp64, else in float; or as `how` says. */
     void (*accumulate)(const fst_operand *op, unsigned terms, int64_t begin, size_t count,
                        double factor, fst_sum_kind how);
-    /* Adafactor, computed in float and in double. */
-    fst_factored_loops factored[2];
+    const fst_factored_loops *factored; /* Adafactor, computed in float and, behind it, in double */
     /* Rows [begin, end) of the output of a batch of images, counted over all samples; `scratch` has
      * fst_cpu_image_scratch() bytes. */
     void (*image)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);

@@ -28,10 +28,6 @@ static size_t reach(size_t count, size_t done)
 #include "cpu/update.h"
 #include "cpu/reduce.h"
 #include "cpu/accumulate.h"
-#define FST_SQRT sqrtf
-#include "cpu/factored_loops.h"
-#include "cpu/factored_tiles.h"
-#undef FST_SQRT
 #undef REAL
 #undef OTHER
 #undef FST_T
@@ -43,10 +39,6 @@ static size_t reach(size_t count, size_t done)
 #include "cpu/update.h"
 #include "cpu/reduce.h"
 #include "cpu/accumulate.h"
-#define FST_SQRT sqrt
-#include "cpu/factored_loops.h"
-#include "cpu/factored_tiles.h"
-#undef FST_SQRT
 #undef REAL
 #undef OTHER
 #undef FST_T
@@ -107,9 +99,6 @@ static void accumulate(const fst_operand *op, unsigned terms, int64_t begin, siz
     (wide ? accumulate_f64 : accumulate_f32)(op, terms, begin, count, factor, how);
 }
 
-#define FACTORED(suffix)                                                                    \
-    {measure_factored_##suffix, settle_factored_##suffix, measure_factored_update_##suffix, \
-     write_factored_##suffix}
 #define NAME_OF(isa) #isa
 #define NAME(isa) NAME_OF(isa)
 
@@ -123,7 +112,7 @@ const fst_cpu_kernels FST_OF_ISA(fst_cpu_kernels) = {
     .scale = scale,
     .clamp = clamp,
     .accumulate = accumulate,
-    .factored = {FACTORED(f32), FACTORED(f64)},
+    .factored = FST_OF_ISA(fst_factored_loops),
     .image = FST_OF_ISA(fst_image_rows),
     .split = FST_OF_ISA(fst_image_split),
     .widen = &FST_OF_ISA(fst_widen_loops),

@@ -76,10 +76,3 @@ static void FST_T(store)(const fst_operand *op, const REAL *strip, int64_t at, s
     if (op->layout)
         fst_strided_copy(op, raw, at, n, 1);
 }
-
-/* x = factor * x */
-__attribute__((noinline)) static void FST_T(fst_loop_scale)(size_t n, REAL *restrict x, REAL factor)
-{
-    for (size_t i = 0; i < n; i++)
-        x[i] *= factor;
-}

@@ -1,5 +1,12 @@
 /* update.h - the update pass over one chunk, included once for float and once for double. */
 
+/* x = factor * x */
+__attribute__((noinline)) static void FST_T(fst_loop_scale)(size_t n, REAL *restrict x, REAL factor)
+{
+    for (size_t i = 0; i < n; i++)
+        x[i] *= factor;
+}
+
 /* The loop that the compiler vectorises: every array is a restrict parameter of its own. */
 #define RULE(name, states, hyper)                                                                 \
     __attribute__((noinline)) static void FST_T(fst_loop_##name)(                                 \
