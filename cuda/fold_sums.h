@@ -17,7 +17,7 @@ typedef struct {
     fst_norm_kind kind;
     double power, factor;
     int write; /* the products with the factor replace the elements */
-    int deep;  /* many loads at a time, for code that knows the kind */
+    int deep;  /* squares, by loops that know the type of the elements */
 } fst_reduction;
 
 /* |x|^power by the library's pow(). Not inlined, as that code is long and only one kind of norm

@@ -15,26 +15,18 @@ from ..optim.request import StepAnswer, StepRequest
 from .cuda_buckets import refuse_capture
 from .cuda_norm import DeviceChunkSums
 from .group import Group
-from .host_steps import NOT_FINITE
 from .owned import Owned, set_grads
 from .slots import Slot
+from .steps import NOT_FINITE, Steps
 
 __all__ = ["CudaSteps"]
 
 
-class CudaSteps:
-    """What a step does between backward and the gathering of parameters.
-
-    Args:
-        slots: all parameters, in the order of the parameter groups.
-        owned: this rank's optimizer.
-        group: the ranks.
-    """
+class CudaSteps(Steps):
+    """A step of parameters on a CUDA device."""
 
     def __init__(self, slots: Sequence[Slot], owned: Owned, group: Group) -> None:
-        self._slots = slots
-        self._owned = owned
-        self._group = group
+        super().__init__(slots, owned, group)
         self._sums = DeviceChunkSums(slots, group)
         self._differ: tuple[Tensor, torch.cuda.Event] | None = None  # of the step before
 

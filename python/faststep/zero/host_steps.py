@@ -15,23 +15,16 @@ from .group import Group
 from .norm import ChunkSums
 from .owned import Owned, set_grads
 from .slots import Slot
+from .steps import NOT_FINITE, Steps
 
 __all__ = ["HostSteps"]
 
 
-class HostSteps:
-    """What a step does between backward and the gathering of parameters.
-
-    Args:
-        slots: all parameters, in the order of the parameter groups.
-        owned: this rank's optimizer.
-        group: the ranks.
-    """
+class HostSteps(Steps):
+    """A step of parameters in CPU memory."""
 
     def __init__(self, slots: Sequence[Slot], owned: Owned, group: Group) -> None:
-        self._slots = slots
-        self._owned = owned
-        self._group = group
+        super().__init__(slots, owned, group)
         self._sums = ChunkSums(slots, group)
 
     def update(self, request: StepRequest) -> tuple[StepAnswer, bool]:
@@ -78,12 +71,6 @@ class HostSteps:
         self._group.add_up(flag, "agreeing on an overflow")
         if flag.item():
             found_inf.fill_(1.0)
-
-
-NOT_FINITE = (
-    "The total norm of order 2.0 for the gradients is non-finite, so it cannot be clipped; set "
-    "error_if_nonfinite=False to scale them by it anyway"
-)
 
 
 def _inverse(scale: Tensor | None) -> float:

@@ -2,38 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ..optim.request import StepAnswer, StepRequest
 from .buckets import GradientBucket
 from .cuda_buckets import CudaBucket
 from .cuda_steps import CudaSteps
-from .group import Group
 from .host_steps import HostSteps
-from .owned import Owned
-from .slots import Slot
+from .steps import Steps
 from .uses import CudaUses, Uses
 
 __all__ = ["Side", "side_of"]
-
-
-class Steps(Protocol):
-    """What a step does between backward and the gathering of parameters."""
-
-    def __init__(self, slots: Sequence[Slot], owned: Owned, group: Group) -> None: ...
-
-    def update(self, request: StepRequest) -> tuple[StepAnswer, bool]:
-        """Update this rank's slices; returns whether they may have changed too. A collective."""
-
-    def clip(self, max_norm: float, error_if_nonfinite: bool) -> tuple[Tensor, list[bool]]:
-        """Clip by the common norm; returns it and which gradients are present. A collective."""
-
-    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
-        """Multiply the gradients of a dtype, and look for infinities on all ranks; a collective."""
 
 
 class Side(NamedTuple):
