@@ -36,6 +36,26 @@ FST_DEVICE double fst_term(double x, const fst_reduction *what)
                                             : fabs(x);
 }
 
+/* Lanes of squares that fst_join_square fills are 2^48 times the sum, which is exact. */
+#define FST_LANE_SCALE 0x1p48
+#define FST_SQUARE_SCALE 0x1p24f
+
+/* Adds FST_LANE_SCALE times the square of x to a lane, with one operation of the fp64 pipe.
+ *
+ * y = |x| * 2^24 is 0, normal, infinite or NaN. The bits of a float 29 places higher are those of
+ * the double y * 2^-896, and with the exponent raised by 1792 those of y * 2^896. The product of
+ * the two is y^2: exact, 0 for 0, and infinite or NaN as y is. From 2^104 on y is infinite, so the
+ * caller must sum up anew where a lane is not finite. */
+FST_DEVICE double fst_join_square(double lane, float x)
+{
+    const uint64_t low = (uint64_t)fst_bits_of_f32(fabsf(x) * FST_SQUARE_SCALE) * 0x20000000u;
+    const uint64_t high = low | (uint64_t)1792 << 52;
+    double a, b;
+    memcpy(&a, &low, sizeof a);
+    memcpy(&b, &high, sizeof b);
+    return fma(a, b, lane);
+}
+
 /* Folds 8 lanes of each thread of a warp; the result is in the warp's first thread. The bits of
  * a lane's number are, from the highest: those of its index in the thread from bit `shift` on,
  * those of the thread, and the rest of the index; see tile.h. */

@@ -61,21 +61,9 @@ FST_DEVICE void FST_T(reduce_rest)(const fst_share *share, const fst_device_oper
     }
 }
 
-/* Whether an element that this thread has squared, of the first `count` of a chunk, is infinite or
- * NaN. Asked where a lane is, which also large finite elements make so. */
-FST_DEVICE int FST_T(search)(const fst_share *share, const fst_device_operand *op, uint32_t count)
-{
-    const uint32_t items = 16u >> fst_size_log2(op->dtype); /* of a word */
-    int seen = 0;
-    for (uint32_t word = share->thread * items; word < count; word += FST_WARP * items)
-        for (uint32_t i = word; i < word + items; i++) {
-            const REAL x = FST_T(get)(share, op, i);
-            seen = x - x != (REAL)0 ? 1 : seen;
-        }
-    return seen;
-}
-
-/* Squares most of a chunk's words by a loop that knows their type; returns how many elements. */
+/* Squares most of a chunk's words by a loop that knows their type; returns how many elements. It is
+ * 0 where a lane is not finite, and nothing is written: the loops that follow then take every
+ * element again, and look for infinities and NaN, which large finite elements may make too. */
 FST_DEVICE uint32_t FST_T(square_most)(const fst_share *share, const fst_device_operand *op,
                                        const fst_reduction *what, double *lanes, int *seen)
 {
@@ -95,9 +83,12 @@ FST_DEVICE uint32_t FST_T(square_most)(const fst_share *share, const fst_device_
     FST_UNROLL
     for (unsigned q = 0; q < 8; q++)
         sum += lanes[q];
-    if (!what->write && base && sum - sum != 0.0)
-        *seen |= FST_T(search)(share, op, base);
-    return base;
+    if (what->write || sum - sum == 0.0)
+        return base;
+    FST_UNROLL
+    for (unsigned q = 0; q < 8; q++)
+        lanes[q] = 0.0;
+    return 0;
 }
 
 /* The reduction of a chunk, in thread 0 of the warp. */

@@ -54,7 +54,8 @@ FST_DEVICE void FST_K(square_words)(const fst_words *words, fst_words *from, REA
 #if ITEMS == 2
             lanes[q] = lanes[q] + x[q] * x[q];
 #else
-            lanes[q] = fma((double)x[q], (double)x[q], lanes[q]);
+            lanes[q] =
+                write ? fma((double)x[q], (double)x[q], lanes[q]) : fst_join_square(lanes[q], x[q]);
 #endif
         }
         FST_UNROLL
@@ -65,7 +66,8 @@ FST_DEVICE void FST_K(square_words)(const fst_words *words, fst_words *from, REA
 }
 
 /* Squares elements that fill the words that every thread of a warp loads at once, as often as there
- * are so many; returns their number. */
+ * are so many; returns their number. Where a lane is then not finite, and without `write`, the
+ * lanes are of no use: see fst_join_square. */
 FST_DEVICE uint32_t FST_K(square_known)(const fst_share *share, const fst_device_operand *op,
                                         REAL factor, const int write, double *lanes, int *seen)
 {
@@ -85,9 +87,15 @@ FST_DEVICE uint32_t FST_K(square_known)(const fst_share *share, const fst_device
             for (unsigned n = 0; n < FST_AT_ONCE / 2; n++)
                 words[FST_AT_ONCE / 2 + n] = second[n * FST_WARP];
         }
+        __syncwarp(); /* nvcc moves no load past it, so that all are issued before the first wait */
         FST_K(square_words)(words, first, factor, write, lanes, seen);
         if (!write)
             FST_K(square_words)(&words[FST_AT_ONCE / 2], second, factor, 0, lanes, seen);
     }
+#if ITEMS != 2
+    FST_UNROLL
+    for (unsigned q = 0; q < 8; q++)
+        lanes[q] = write ? lanes[q] : lanes[q] * (1.0 / FST_LANE_SCALE);
+#endif
     return base;
 }

@@ -46,6 +46,7 @@ uint32_t simt_atomic_exchange(uint32_t *at, uint32_t value);
 #define gridDim simt_grid_dim
 #define __syncthreads() ((void)simt_barrier(0, __LINE__))
 #define __syncthreads_or(any) simt_barrier((any), __LINE__)
+#define __syncwarp() ((void)simt_shuffle_down(0xFFFFFFFFu, 0.0, 1, __LINE__))
 #define __shfl_down_sync(mask, value, delta) simt_shuffle_down((mask), (value), (delta), __LINE__)
 #define __threadfence() simt_fence()
 #define atomicInc(at, last) simt_atomic_inc((at), (last))
