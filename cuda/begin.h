@@ -2,22 +2,46 @@
 #ifndef FST_CUDA_BEGIN_H
 #define FST_CUDA_BEGIN_H
 
-/* Reduces every chunk by a warp into the table of partial results. Returns whether the calling
- * thread met an infinity or NaN. */
-FST_DEVICE int fst_reduce_chunks(const fst_device_tables *tables, uint32_t operand,
-                                 const fst_reduction *what)
+/* Where chunks are few, a block takes this many at most, one by one. */
+enum { FST_CHUNKS_OF_BLOCK = 2 };
+
+/* As fst_reduce_chunks, of squares, but that a block takes a chunk: a warp alone would wait for
+ * memory most of the time. */
+FST_DEVICE int fst_square_few_chunks(fst_shared *shared, const fst_device_tables *tables,
+                                     uint32_t operand, const fst_reduction *what)
 {
-    /* Neighbouring chunks go to different blocks, so that few chunks use many multiprocessors. */
-    const uint32_t warp = threadIdx.x / FST_WARP * gridDim.x + blockIdx.x;
     int seen = 0;
-    for (uint32_t i = warp; i < tables->chunk_count; i += gridDim.x * FST_WARPS) {
+    for (uint32_t i = blockIdx.x; i < tables->chunk_count; i += gridDim.x) {
         const uint32_t at = tables->chunk_first + i;
         const fst_device_chunk chunk = fst_chunks_of(tables)[at];
+        const fst_device_operand op = fst_operands_of(tables, chunk.span)[operand];
+        const double lane = op.dtype == FST_F64 ? square_one_f64(tables, &op, &chunk, what, &seen)
+                                                : square_one_f32(tables, &op, &chunk, what, &seen);
+        __syncthreads(); /* all have read the lanes of the chunk before */
+        const double result = fst_fold_block(shared, lane, FST_NORM_SQUARES);
+        if (threadIdx.x == 0)
+            fst_partial_of(tables)[at] = result;
+    }
+    return seen;
+}
+
+/* Reduces every chunk by a warp into the table of partial results. Returns whether the calling
+ * thread met an infinity or NaN. */
+FST_DEVICE int fst_reduce_chunks(fst_shared *shared, const fst_device_tables *tables,
+                                 uint32_t operand, const fst_reduction *what)
+{
+    /* Neighbouring chunks go to different blocks, so that few chunks use many multiprocessors. */
+    uint32_t i = threadIdx.x / FST_WARP * gridDim.x + blockIdx.x;
+    int seen = 0;
+    if (what->deep && tables->chunk_count <= gridDim.x * FST_CHUNKS_OF_BLOCK)
+        return fst_square_few_chunks(shared, tables, operand, what);
+    for (; i < tables->chunk_count; i += gridDim.x * FST_WARPS) {
+        const fst_device_chunk chunk = fst_chunks_of(tables)[tables->chunk_first + i];
         const fst_device_operand op = fst_operands_of(tables, chunk.span)[operand];
         const double result = op.dtype == FST_F64 ? reduce_f64(tables, &op, &chunk, what, &seen)
                                                   : reduce_f32(tables, &op, &chunk, what, &seen);
         if (threadIdx.x % FST_WARP == 0)
-            fst_partial_of(tables)[at] = result;
+            fst_partial_of(tables)[tables->chunk_first + i] = result;
     }
     return seen;
 }
@@ -200,7 +224,7 @@ FST_KERNEL(fst_begin, fst_begin_launch)
     if (!skip && !launch.only_measure)
         fst_fill_all_args(tables);
     if (measured)
-        seen = fst_reduce_chunks(tables, FST_OP_GRAD, &squares);
+        seen = fst_reduce_chunks(shared, tables, FST_OP_GRAD, &squares);
     if (!fst_is_last_block(shared, outcome, seen))
         return;
     if (measured)

@@ -20,10 +20,12 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #define FST_K(name) name##_of_bf16
 #define ITEMS 8
 #define FST_WIDEN_16 fst_bf16_to_f32
+#define FST_NARROW_16 fst_f32_to_bf16
 #define FST_NARROW_WORD fst_narrow_bf16
 #include "typed_words.h"
 #undef FST_K
 #undef FST_WIDEN_16
+#undef FST_NARROW_16
 #undef FST_NARROW_WORD
 #define FST_K(name) name##_of_f16
 #define FST_WIDEN_16 fst_widen_f16

@@ -13,7 +13,7 @@ FST_KERNEL(fst_unscale, fst_unscale_launch)
                           : launch.inverse   ? fst_scalar_read(&launch.scale)
                                              : fst_inverse_scale(&launch.scale);
     const fst_reduction squares = fst_squares(factor, 1);
-    const int seen = fst_reduce_chunks(tables, launch.operand, &squares);
+    const int seen = fst_reduce_chunks(shared, tables, launch.operand, &squares);
     if (!fst_is_last_block(shared, outcome, seen))
         return;
     const double sum =
@@ -63,8 +63,9 @@ FST_KERNEL(fst_norm, fst_norm_launch)
     const fst_reduction squares = fst_squares(factor, 0);
     int seen = 0;
     if (!launch.only_fold)
-        seen = kind == FST_NORM_SQUARES ? fst_reduce_chunks(tables, launch.operand, &squares)
-                                        : fst_reduce_chunks(tables, launch.operand, &what);
+        seen = kind == FST_NORM_SQUARES
+                   ? fst_reduce_chunks(shared, tables, launch.operand, &squares)
+                   : fst_reduce_chunks(shared, tables, launch.operand, &what);
     if (!fst_is_last_block(shared, outcome, seen))
         return;
     const double result =

@@ -111,3 +111,32 @@ FST_DEVICE double FST_T(reduce)(const fst_device_tables *tables, const fst_devic
         FST_T(reduce_rest)(&share, op, what, lanes, seen);
     return fst_fold_warp(lanes, share.shift, what->kind);
 }
+
+/* This thread's lane of a chunk's squares, of which each thread of a block has one. */
+FST_DEVICE double FST_T(square_one)(const fst_device_tables *tables, const fst_device_operand *op,
+                                    const fst_device_chunk *chunk, const fst_reduction *what,
+                                    int *seen)
+{
+    const fst_share share = fst_share_of(tables, chunk, threadIdx.x, FST_LANES);
+    const REAL factor = (REAL)what->factor;
+    double lane = 0.0;
+    switch (op->layout < 0 ? op->dtype : -1) {
+#define TYPE(dtype, name)                                                 \
+    case dtype:                                                           \
+        lane = square_lane_##name(&share, op, factor, what->write, seen); \
+        break;
+        FST_TYPES
+#undef TYPE
+    default:
+        break;
+    }
+    if (op->layout < 0 && (what->write || lane - lane == 0.0))
+        return lane;
+    lane = 0.0;
+    for (uint32_t i = share.thread; i < share.count; i += FST_LANES) {
+        const REAL x = FST_T(take)(FST_T(get)(&share, op, i), factor, what, &lane, seen);
+        if (what->write)
+            FST_T(set)(&share, op, i, x);
+    }
+    return lane;
+}

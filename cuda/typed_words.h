@@ -33,10 +33,28 @@ FST_DEVICE fst_words FST_K(narrow_word)(const REAL *x)
 #endif
 }
 
+/* Adds the square of a product to a lane. The square of a float is exact in double, so a fused
+ * multiply-add rounds once, as an addition does. Where the products replace the elements, the lane
+ * must be right even if it is not finite. */
+FST_DEVICE double FST_K(join_square)(double lane, REAL product, const int write)
+{
+#if ITEMS == 2
+    (void)write;
+    return lane + product * product;
+#else
+    return write ? fma((double)product, (double)product, lane) : fst_join_square(lane, product);
+#endif
+}
+
+/* The sum of the squares in a lane that join_square has filled. */
+FST_DEVICE double FST_K(lane_of)(double lane, const int write)
+{
+    return ITEMS == 2 || write ? lane : lane * (1.0 / FST_LANE_SCALE);
+}
+
 /* Adds the squares of the elements of half of FST_AT_ONCE words to the lanes. A warp's words lie
- * one after another: one of each thread, then the next of each. The square of a float is exact in
- * double, so a fused multiply-add rounds once, as an addition does. With `write` the products with
- * the factor replace the elements. */
+ * one after another: one of each thread, then the next of each. With `write` the products with the
+ * factor replace the elements. */
 FST_DEVICE void FST_K(square_words)(const fst_words *words, fst_words *from, REAL factor,
                                     const int write, double *lanes, int *seen)
 {
@@ -51,12 +69,7 @@ FST_DEVICE void FST_K(square_words)(const fst_words *words, fst_words *from, REA
             if (write)
                 *seen = x[q] - x[q] != (REAL)0 ? 1 : *seen;
             x[q] = x[q] * factor;
-#if ITEMS == 2
-            lanes[q] = lanes[q] + x[q] * x[q];
-#else
-            lanes[q] =
-                write ? fma((double)x[q], (double)x[q], lanes[q]) : fst_join_square(lanes[q], x[q]);
-#endif
+            lanes[q] = FST_K(join_square)(lanes[q], x[q], write);
         }
         FST_UNROLL
         for (unsigned k = 0; k < 8 / ITEMS; k++)
@@ -92,10 +105,53 @@ FST_DEVICE uint32_t FST_K(square_known)(const fst_share *share, const fst_device
         if (!write)
             FST_K(square_words)(&words[FST_AT_ONCE / 2], second, factor, 0, lanes, seen);
     }
-#if ITEMS != 2
     FST_UNROLL
     for (unsigned q = 0; q < 8; q++)
-        lanes[q] = write ? lanes[q] : lanes[q] * (1.0 / FST_LANE_SCALE);
-#endif
+        lanes[q] = FST_K(lane_of)(lanes[q], write);
     return base;
+}
+
+/* The thread's lane of a chunk of an operand without a layout: the squares of every FST_LANES-th
+ * element, one by one, with several loads at once. `write`, and lanes that are not finite, are as
+ * in square_known. */
+FST_DEVICE double FST_K(square_lane)(const fst_share *share, const fst_device_operand *op,
+                                     REAL factor, const int write, int *seen)
+{
+#if ITEMS == 8
+#define ELEMENT uint16_t
+#define WIDEN FST_WIDEN_16
+#define NARROW FST_NARROW_16
+#else
+#define ELEMENT REAL
+#define WIDEN
+#define NARROW
+#endif
+    ELEMENT *from = (ELEMENT *)fst_global(op->data) + share->begin;
+    ELEMENT held[FST_LANE_AT_ONCE];
+    const uint32_t at_once = write ? FST_LANE_AT_ONCE / 2 : FST_LANE_AT_ONCE; /* as above */
+    double lane = 0.0;
+    for (uint32_t first = share->thread; first < share->count; first += FST_LANES * at_once) {
+        FST_UNROLL
+        for (uint32_t k = 0; k < at_once; k++) {
+            const uint32_t i = first + k * FST_LANES;
+            /* Some element of this thread in any case: nvcc waits for a load under a condition. */
+            held[k] = from[i < share->count ? i : first];
+        }
+        FST_UNROLL
+        for (uint32_t k = 0; k < at_once; k++) {
+            const uint32_t i = first + k * FST_LANES;
+            const REAL x = WIDEN(held[k]), product = x * factor;
+            if (i >= share->count)
+                continue;
+            lane = FST_K(join_square)(lane, product, write);
+            if (write) {
+                *seen = x - x != (REAL)0 ? 1 : *seen;
+                from[i] = NARROW(product);
+            }
+        }
+    }
+    return FST_K(lane_of)(lane, write);
+#undef ELEMENT
+#undef WIDEN
+#undef NARROW
 }

@@ -25,6 +25,7 @@ enum {
     FST_WARP = 32,
     FST_WARPS = FST_DEVICE_BLOCK / FST_WARP, /* of a block */
     FST_AT_ONCE = 8, /* loads of a thread that are in flight together, in loops of one block */
+    FST_LANE_AT_ONCE = 16, /* the same, where a load is one element */
 };
 
 /* What one instruction moves: 16 bytes, over elements of any type. */

@@ -3,6 +3,8 @@
 #include "../cuda/device.h"
 #include "core/passes.h"
 
+enum { MAX_OTHERS = 2 /* with them a block has three chunks at least */ };
+
 typedef struct {
     int64_t count;
     int at; /* the element of the chunk that is special */
@@ -57,22 +59,74 @@ static const char *kernel_of(int write)
     return write ? "fst_unscale" : "fst_norm";
 }
 
-/* A launch of fst_norm or fst_unscale over an array, into `d`. */
-static void run_kernel(const array *a, const squares *s, int write, device *d)
-{
+/* The tensor, and as many others of one element as make a warp, not a block, take each chunk. */
+typedef struct {
+    array *tensors[1 + MAX_OTHERS];
+    int count;
     fst_plan plan;
+} list;
+
+static void list_seal(list *l)
+{
     fst_status status = {0};
+    fst_plan_init(&l->plan, 1);
+    fst_plan_begin(&l->plan);
+    for (int i = 0; i < l->count; i++)
+        *fst_plan_add(&l->plan, l->tensors[i]->count, 0, &status) = l->tensors[i]->op;
+    CHECK_INT(fst_plan_seal(&l->plan, 0, 1, &status), FST_OK);
+}
+
+static list *list_new(fst_dtype dtype, const squares *s, double (*value)(void), int others)
+{
+    list *l = must_alloc(sizeof *l);
+    l->count = 1 + others;
+    l->tensors[0] = random_below(8) ? array_new_aligned(dtype, s->count)
+                                    : array_new(dtype, random_below(2) ? FLAT : STRIDED, s->count);
+    array_fill(l->tensors[0], value);
+    for (int64_t i = s->at; i < s->count; i += FST_CHUNK)
+        set(&l->tensors[0]->op, i, s->special);
+    for (int i = 1; i < l->count; i++) {
+        l->tensors[i] = array_new_aligned(dtype, 1);
+        array_fill(l->tensors[i], value);
+    }
+    list_seal(l);
+    return l;
+}
+
+static list *list_clone(const list *from)
+{
+    list *l = must_copy(from, sizeof *from);
+    for (int i = 0; i < l->count; i++)
+        l->tensors[i] = array_clone(from->tensors[i]);
+    list_seal(l);
+    return l;
+}
+
+static void list_free(list *l)
+{
+    for (int i = 0; i < l->count; i++)
+        array_free(l->tensors[i]);
+    fst_plan_free(&l->plan);
+    free(l);
+}
+
+static int same_list(const list *a, const list *b)
+{
+    int same = 1;
+    for (int i = 0; i < a->count; i++)
+        same = same && same_memory(a->tensors[i], b->tensors[i]);
+    return same;
+}
+
+/* A launch of fst_norm or fst_unscale, which leaves its outcome in `d`. */
+static void run_kernel(const list *l, const squares *s, int write, unsigned grid, device *d)
+{
     double scale = s->factor, norm = -1.0;
-    fst_plan_init(&plan, 1);
-    fst_plan_begin(&plan);
-    *fst_plan_add(&plan, a->count, 0, &status) = a->op;
-    CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_OK);
-    const fst_work work = fst_plan_work(&plan);
+    const fst_work work = fst_plan_work(&l->plan);
     device_make(d, &work, 0);
-    const unsigned grid = 1 + (unsigned)random_below(3);
     simt_shuffle_by(random_below(3));
     if (write) {
-        fst_unscale_launch launch = {.tables = device_round(d, &work, 0), .inverse = 1};
+        fst_unscale_launch launch = {.tables = d->tables, .inverse = 1};
         launch.scale = scalar_at(&scale, 1);
         device_launch(d, kernel_of(write), grid, &launch);
     } else {
@@ -82,48 +136,41 @@ static void run_kernel(const array *a, const squares *s, int write, device *d)
         launch.norm = scalar_at(&norm, 1);
         device_launch(d, kernel_of(write), grid, &launch);
     }
-    fst_plan_free(&plan);
 }
 
-static void run_cpu(array *a, const squares *s, int write, fst_measurement *seen)
+static void compare_by(fst_dtype dtype, const squares *s, double (*value)(void), int write,
+                       int others)
 {
-    fst_plan plan;
+    device d;
+    fst_measurement seen;
     fst_status status = {0};
+    const unsigned grid = others ? 1 : 1 + (unsigned)random_below(3);
     const double factor = write ? s->factor : 1.0 / (1.0 / s->factor);
-    fst_plan_init(&plan, 1);
-    fst_plan_begin(&plan);
-    *fst_plan_add(&plan, a->count, 0, &status) = a->op;
-    CHECK_INT(fst_plan_seal(&plan, 0, 1, &status), FST_OK);
+    list *got = list_new(dtype, s, value, others), *want = list_clone(got);
+    run_kernel(got, s, write, grid, &d);
     fst_passes_use(levels[random_below(level_count)]);
     if (write)
-        CHECK_INT(fst_unscale(&plan, 0, factor, seen, &status), FST_OK);
+        CHECK_INT(fst_unscale(&want->plan, 0, factor, &seen, &status), FST_OK);
     else
-        CHECK_INT(fst_measure(&plan, 0, factor, seen, &status), FST_OK);
-    fst_plan_free(&plan);
+        CHECK_INT(fst_measure(&want->plan, 0, factor, &seen, &status), FST_OK);
+    const int same = same_list(got, want) && same_double(d.outcome->square_sum, seen.square_sum) &&
+                     d.outcome->nonfinite == seen.nonfinite;
+    if (!CHECK(same))
+        fprintf(stderr,
+                "    %s of %s, %d others: %lld elements, %a at %d, times %a: %a, found %d, not %a, "
+                "%d\n",
+                kernel_of(write), dtype_names[dtype], others, (long long)s->count, s->special,
+                s->at, s->factor, d.outcome->square_sum, d.outcome->nonfinite, seen.square_sum,
+                seen.nonfinite);
+    device_free(&d);
+    list_free(got);
+    list_free(want);
 }
 
 static void compare(fst_dtype dtype, const squares *s, double (*value)(void), int write)
 {
-    device d;
-    fst_measurement seen;
-    array *got = array_new_aligned(dtype, s->count);
-    array_fill(got, value);
-    for (int64_t i = s->at; i < s->count; i += FST_CHUNK)
-        set(&got->op, i, s->special);
-    array *want = array_clone(got);
-    run_kernel(got, s, write, &d);
-    run_cpu(want, s, write, &seen);
-    const int same = same_memory(got, want) &&
-                     same_double(d.outcome->square_sum, seen.square_sum) &&
-                     d.outcome->nonfinite == seen.nonfinite;
-    if (!CHECK(same))
-        fprintf(stderr, "    %s: %s, %lld elements, %a at %d, times %a: %a, found %d, not %a, %d\n",
-                kernel_of(write), dtype_names[dtype], (long long)s->count, s->special, s->at,
-                s->factor, d.outcome->square_sum, (int)d.outcome->nonfinite, seen.square_sum,
-                seen.nonfinite);
-    device_free(&d);
-    array_free(got);
-    array_free(want);
+    compare_by(dtype, s, value, write, 0);
+    compare_by(dtype, s, value, write, MAX_OTHERS);
 }
 
 /* Every special element with every factor. */

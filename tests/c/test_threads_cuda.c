@@ -22,7 +22,8 @@ static void steps(fst_dtype dtype, placement how)
     model_free(want);
 }
 
-static void norms_and_unscaling(void)
+/* Of four chunks, which go by blocks or, in a grid of one block, by warps. */
+static void norms_and_unscaling(unsigned grid)
 {
     fst_plan plan;
     fst_status status = {0};
@@ -37,13 +38,13 @@ static void norms_and_unscaling(void)
     device_make(&d, &work, 0);
     for (int i = FST_NORM_SQUARES; i <= FST_NORM_NONZERO; i++) {
         const fst_norm_launch norm = {.tables = d.tables, .kind = i};
-        device_launch(&d, "fst_norm", GRID, &norm);
+        device_launch(&d, "fst_norm", grid, &norm);
         CHECK(d.outcome->norm >= 0.0);
     }
     const fst_unscale_launch unscale = {.tables = d.tables, .factor = 0.5};
     const fst_clamp_launch clamp = {.tables = d.tables, .limit = 0.125};
-    device_launch(&d, "fst_unscale", GRID, &unscale);
-    device_launch(&d, "fst_clamp", GRID, &clamp);
+    device_launch(&d, "fst_unscale", grid, &unscale);
+    device_launch(&d, "fst_clamp", grid, &clamp);
     CHECK(fabs(get(&a->op, 49999)) <= 0.125);
     device_free(&d);
     fst_plan_free(&plan);
@@ -84,6 +85,7 @@ int main(int count, char **arguments)
     steps(FST_F32, ALIGNED);
     steps(FST_F16, MISALIGNED);
     steps(FST_F64, BY_COLUMNS);
-    norms_and_unscaling();
+    norms_and_unscaling(1);
+    norms_and_unscaling(GRID);
     return check_report();
 }
