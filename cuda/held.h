@@ -56,37 +56,40 @@ FST_DEVICE void FST_T(fetch)(const fst_share *share, uint32_t base, const fst_de
 /* From words to numbers. */
 FST_DEVICE void FST_T(widen)(const fst_words *words, int32_t dtype, REAL *x)
 {
-    FST_UNROLL
-    for (unsigned q = 0; q < HELD; q++) {
-        const uint32_t half = words[0].word[q / 2 % 4] >> q % 2 * 16;
-        if (dtype == (int32_t)FST_T(SELF))
-            memcpy(&x[q], &words[q / (HELD / 2)].word[q % (HELD / 2) * sizeof(REAL) / 4],
-                   sizeof(REAL));
-        else if (sizeof(REAL) == 8)
-            x[q] = (REAL)fst_f32_of_bits(words[0].word[q % 4]);
-        else if (dtype == FST_BF16)
-            x[q] = (REAL)fst_bf16_to_f32((uint16_t)half);
-        else
-            x[q] = (REAL)fst_f16_to_f32((uint16_t)half);
+    const unsigned held = HELD;
+    switch (fst_hidden(dtype)) {
+#define TYPE(dtype, name, items)                        \
+    case dtype:                                         \
+        widen_word_##name(&words[0], x);                \
+        if (items < held)                               \
+            widen_word_##name(&words[1], x + held / 2); \
+        break;
+        FST_T(FST_TYPES)
+#undef TYPE
+    default: /* no dtype is another */
+        FST_UNROLL
+        for (unsigned q = 0; q < HELD; q++)
+            x[q] = 0;
     }
 }
 
 /* From numbers to words. */
 FST_DEVICE void FST_T(narrow)(const REAL *x, int32_t dtype, fst_words *words)
 {
-    words[0] = words[1] = fst_words_zero();
-    FST_UNROLL
-    for (unsigned q = 0; q < HELD; q++) {
-        const unsigned shift = q % 2 * 16;
-        if (dtype == (int32_t)FST_T(SELF))
-            memcpy(&words[q / (HELD / 2)].word[q % (HELD / 2) * sizeof(REAL) / 4], &x[q],
-                   sizeof(REAL));
-        else if (sizeof(REAL) == 8)
-            words[0].word[q % 4] = fst_bits_of_f32((float)x[q]);
-        else if (dtype == FST_BF16)
-            words[0].word[q / 2 % 4] |= (uint32_t)fst_f32_to_bf16((float)x[q]) << shift;
-        else
-            words[0].word[q / 2 % 4] |= (uint32_t)fst_f32_to_f16((float)x[q]) << shift;
+    const unsigned held = HELD;
+    words[1] = fst_words_zero();
+    switch (fst_hidden(dtype)) {
+#define TYPE(dtype, name, items)                         \
+    case dtype:                                          \
+        words[0] = narrow_word_##name(x);                \
+        if (items < held)                                \
+            words[1] = narrow_word_##name(x + held / 2); \
+        break;
+        FST_T(FST_TYPES)
+#undef TYPE
+    default:
+        words[0] = fst_words_zero();
+        break;
     }
 }
 

@@ -4,96 +4,79 @@
  * for bit. */
 #include "rules/loss_scale.h"
 #include "rules/rules.h"
+#include "all_types.h"
 #include "fold_sums.h"
 #include "image_kernel.h"
-#include "tile.h"
+#include "quick_math.h"
 
 enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 
 #define REAL float
 #define FST_T(name) name##_f32
-#define FST_K(name) name##_of_f32
-#define ITEMS 4
-#include "typed_words.h"
-#undef FST_K
-#undef ITEMS
-#define FST_K(name) name##_of_bf16
-#define ITEMS 8
-#define FST_WIDEN_16 fst_bf16_to_f32
-#define FST_NARROW_16 fst_f32_to_bf16
-#define FST_NARROW_WORD fst_narrow_bf16
-#include "typed_words.h"
-#undef FST_K
-#undef FST_WIDEN_16
-#undef FST_NARROW_16
-#undef FST_NARROW_WORD
-#define FST_K(name) name##_of_f16
-#define FST_WIDEN_16 fst_widen_f16
-#define FST_NARROW_16 fst_f32_to_f16
-#include "typed_words.h"
-#undef FST_K
-#undef ITEMS
-#undef FST_WIDEN_16
-#undef FST_NARROW_16
-#define FST_TYPES TYPE(FST_F32, of_f32) TYPE(FST_BF16, of_bf16) TYPE(FST_F16, of_f16)
-#include "held.h"
+#define HELD FST_T(HELD)
 #include "update_chunk.h"
 #include "reduce_chunk.h"
-#undef FST_TYPES
 #undef HELD
 #undef REAL
 #undef FST_T
 
 #define REAL double
 #define FST_T(name) name##_f64
-#define FST_K(name) name##_of_f64
-#define ITEMS 2
-#include "typed_words.h"
-#undef FST_K
-#undef ITEMS
-#define FST_TYPES TYPE(FST_F64, of_f64)
-#include "held.h"
+#define HELD FST_T(HELD)
 #include "update_chunk.h"
 #include "reduce_chunk.h"
-#undef FST_TYPES
 #undef HELD
 #undef REAL
 #undef FST_T
 
 #define FST_TYPED_AS(name, type) name##_##type
 #define FST_TYPED(name, type) FST_TYPED_AS(name, type)
+#define MASTERS 0
 #define FST_K(name) name##_fp32
 #define PARAM of_f32
+#define PARAM_DTYPE FST_F32
 #define PARAM_ITEMS 4
 #define STATE of_f32
 #define STATE_ITEMS 4
 #include "update_known.h"
 #undef FST_K
 #undef PARAM
+#undef PARAM_DTYPE
 #undef PARAM_ITEMS
 #define FST_K(name) name##_bf16_beside_fp32
 #define PARAM of_bf16
+#define PARAM_DTYPE FST_BF16
 #define PARAM_ITEMS 8
 #include "update_known.h"
 #undef FST_K
+#undef MASTERS
+#define MASTERS 1
+#define FST_K(name) name##_bf16_with_masters
+#include "update_known.h"
+#undef FST_K
+#undef MASTERS
 #undef STATE
 #undef STATE_ITEMS
+#define MASTERS 0
 #define FST_K(name) name##_bf16
 #define STATE of_bf16
 #define STATE_ITEMS 8
 #include "update_known.h"
 #undef FST_K
+#undef MASTERS
 #undef PARAM
+#undef PARAM_DTYPE
 #undef PARAM_ITEMS
 #undef STATE
 #undef STATE_ITEMS
 
-/* Whether a span's parameter and gradient have one type, its states one, and it has no master and
- * no copy. */
+/* Whether a span's parameter and gradient have one type, its states one, and its master, if it has
+ * one, fp32; and it has no copy. */
 FST_DEVICE int fst_is_known(const fst_device_operand *op, int32_t param, int32_t state)
 {
-    int known = !op[FST_OP_MASTER].data && !op[FST_OP_COPY].data &&
-                op[FST_OP_PARAM].dtype == param && op[FST_OP_GRAD].dtype == param;
+    const fst_device_operand *master = &op[FST_OP_MASTER];
+    int known = !op[FST_OP_COPY].data && op[FST_OP_PARAM].dtype == param &&
+                op[FST_OP_GRAD].dtype == param && (!master->data || master->dtype == FST_F32);
     FST_UNROLL
     for (unsigned k = FST_OP_STATE; k < FST_OP_COUNT; k++)
         known = known && (!op[k].data || op[k].dtype == state);
@@ -101,21 +84,24 @@ FST_DEVICE int fst_is_known(const fst_device_operand *op, int32_t param, int32_t
 }
 
 FST_DEVICE uint32_t update_most_f32(const fst_share *share, const fst_device_operand *op,
-                                    const fst_step_f32 *step, int write_grad)
+                                    const fst_step_f32 *step, int write_grad, uint64_t *again)
 {
-    if (fst_is_known(op, FST_F32, FST_F32))
-        return update_known_fp32(share, op, step, write_grad);
-    if (fst_is_known(op, FST_BF16, FST_BF16))
-        return update_known_bf16(share, op, step, write_grad);
-    if (fst_is_known(op, FST_BF16, FST_F32))
-        return update_known_bf16_beside_fp32(share, op, step, write_grad);
+    const int masters = op[FST_OP_MASTER].data != 0;
+    if (!masters && fst_is_known(op, FST_F32, FST_F32))
+        return update_known_fp32(share, op, step, write_grad, again);
+    if (!masters && fst_is_known(op, FST_BF16, FST_BF16))
+        return update_known_bf16(share, op, step, write_grad, again);
+    if (!masters && fst_is_known(op, FST_BF16, FST_F32))
+        return update_known_bf16_beside_fp32(share, op, step, write_grad, again);
+    if (masters && fst_is_known(op, FST_BF16, FST_F32))
+        return update_known_bf16_with_masters(share, op, step, write_grad, again);
     return 0;
 }
 
 FST_DEVICE uint32_t update_most_f64(const fst_share *share, const fst_device_operand *op,
-                                    const fst_step_f64 *step, int write_grad)
+                                    const fst_step_f64 *step, int write_grad, uint64_t *again)
 {
-    (void)share, (void)op, (void)step, (void)write_grad;
+    (void)share, (void)op, (void)step, (void)write_grad, (void)again;
     return 0;
 }
 
@@ -138,21 +124,34 @@ FST_DEVICE uint32_t update_most_f64(const fst_share *share, const fst_device_ope
 #include "begin.h"
 #include "list_kernels.h"
 
-/* Updates all chunks from last to first: what `begin` measured last is still in the cache. */
+/* Updates all chunks from last to first: what `begin` measured last is still in the cache. Where a
+ * block would get several chunks, a warp takes each small one, and then the blocks take the others.
+ * The next chunk is asked for before the work on this one. */
 FST_KERNEL(fst_update, fst_update_launch)
 {
     const fst_device_tables *tables = &launch.tables;
     const fst_device_outcome *outcome = fst_outcome_of(tables);
     const fst_device_chunk *chunks = fst_chunks_of(tables) + tables->chunk_first;
+    const uint32_t count = tables->chunk_count;
+    const int by_warps = count > gridDim.x, in_memory = tables->chunks >= FST_DEVICE_LAUNCH;
     if (outcome->skip)
         return;
-    for (uint32_t i = blockIdx.x; i < tables->chunk_count; i += gridDim.x) {
-        const fst_device_chunk chunk = chunks[tables->chunk_count - 1 - i];
-        const fst_device_span span = fst_spans_of(tables)[chunk.span];
-        if (span.wide)
-            update_f64(&launch, &chunk, &span, outcome);
-        else
-            update_f32(&launch, &chunk, &span, outcome);
+    for (int small = by_warps; small >= 0; small--) {
+        const uint32_t warps = small ? 1 : FST_WARPS; /* of a chunk */
+        const uint32_t groups = gridDim.x * (FST_WARPS / warps);
+        const uint32_t first = threadIdx.x / FST_WARP / warps * gridDim.x + blockIdx.x;
+        for (uint32_t i = first; i < count; i += groups) {
+            const fst_device_chunk chunk = chunks[count - 1 - i];
+            if (in_memory && i + groups < count)
+                fst_ask_for(&chunks[count - 1 - i - groups]);
+            if (by_warps && (chunk.count <= FST_SMALL) != small)
+                continue;
+            const fst_device_span span = fst_spans_of(tables)[chunk.span];
+            if (span.wide)
+                update_f64(&launch, &chunk, &span, outcome, warps);
+            else
+                update_f32(&launch, &chunk, &span, outcome, warps);
+        }
     }
 }
 

@@ -71,11 +71,11 @@ FST_DEVICE uint32_t FST_T(square_most)(const fst_share *share, const fst_device_
     uint32_t base = 0;
     double sum = 0.0;
     switch (op->dtype) {
-#define TYPE(dtype, name)                                                        \
+#define TYPE(dtype, name, items)                                                 \
     case dtype:                                                                  \
         base = square_known_##name(share, op, factor, what->write, lanes, seen); \
         break;
-        FST_TYPES
+        FST_T(FST_REDUCED)
 #undef TYPE
     default:
         break;
@@ -121,11 +121,11 @@ FST_DEVICE double FST_T(square_one)(const fst_device_tables *tables, const fst_d
     const REAL factor = (REAL)what->factor;
     double lane = 0.0;
     switch (op->layout < 0 ? op->dtype : -1) {
-#define TYPE(dtype, name)                                                 \
+#define TYPE(dtype, name, items)                                          \
     case dtype:                                                           \
         lane = square_lane_##name(&share, op, factor, what->write, seen); \
         break;
-        FST_TYPES
+        FST_T(FST_REDUCED)
 #undef TYPE
     default:
         break;

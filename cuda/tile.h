@@ -60,4 +60,10 @@ FST_DEVICE uint32_t fst_share_element(const fst_share *share, uint32_t base, uin
     return base + (run << share->shift) + (q & ((1u << share->shift) - 1u));
 }
 
+/* Sets the bit of a tile of 256 elements: that of a turn, from an element on. */
+FST_DEVICE void fst_again(uint64_t *again, uint32_t element, uint32_t turn)
+{
+    *again |= (uint64_t)1 << (element / (8 * FST_WARP) + turn);
+}
+
 #endif

@@ -1,5 +1,6 @@
 /* typed_words.h - words of 16 bytes of one type, known when the kernels are compiled: DTYPE, of
- * which a word holds ITEMS, computed in REAL. Included once for each type. */
+ * which a word holds ITEMS, computed in REAL. Included once for each type; with FST_WORDS_ONLY for
+ * one that is not reduced. */
 
 FST_DEVICE void FST_K(widen_word)(const fst_words *word, REAL *x)
 {
@@ -8,31 +9,43 @@ FST_DEVICE void FST_K(widen_word)(const fst_words *word, REAL *x)
 #if ITEMS == 2
         memcpy(&x[q], &word->word[q * 2], sizeof x[q]);
 #elif ITEMS == 4
-        x[q] = fst_f32_of_bits(word->word[q]);
+        x[q] = (REAL)fst_f32_of_bits(word->word[q]);
 #else
         x[q] = FST_WIDEN_16((uint16_t)(word->word[q / 2] >> q % 2 * 16));
 #endif
 }
 
-FST_DEVICE fst_words FST_K(narrow_word)(const REAL *x)
+/* Rounds numbers of which none is NaN. */
+FST_DEVICE fst_words FST_K(narrow_numbers)(const REAL *x)
 {
-#if defined(FST_NARROW_WORD)
-    return FST_NARROW_WORD(x);
-#else
-    fst_words word = fst_words_zero();
+    fst_words word;
     FST_UNROLL
-    for (unsigned q = 0; q < ITEMS; q++)
+    for (unsigned q = 0; q < 4; q++)
 #if ITEMS == 2
-        memcpy(&word.word[q * 2], &x[q], sizeof x[q]);
+        memcpy(&word.word[q], (const char *)x + q * sizeof word.word[q], sizeof word.word[q]);
 #elif ITEMS == 4
-        word.word[q] = fst_bits_of_f32(x[q]);
+        word.word[q] = fst_bits_of_f32((float)x[q]);
 #else
-        word.word[q / 2] |= (uint32_t)FST_NARROW_16(x[q]) << q % 2 * 16;
+        word.word[q] = FST_NARROW_TWO(x[2 * q], x[2 * q + 1]);
 #endif
     return word;
-#endif
 }
 
+/* Rounds any numbers. */
+FST_DEVICE fst_words FST_K(narrow_word)(const REAL *x)
+{
+    fst_words word = FST_K(narrow_numbers)(x);
+#if defined(FST_NAN_16) /* what a NaN becomes, where narrow_numbers makes it another one */
+    FST_UNROLL
+    for (unsigned q = 0; q < 8; q++)
+        if (x[q] != x[q])
+            word.word[q / 2] = (word.word[q / 2] & 0xFFFF0000u >> q % 2 * 16) |
+                               (uint32_t)FST_NAN_16(x[q]) << q % 2 * 16;
+#endif
+    return word;
+}
+
+#ifndef FST_WORDS_ONLY
 /* Adds the square of a product to a lane. The square of a float is exact in double, so a fused
  * multiply-add rounds once, as an addition does. Where the products replace the elements, the lane
  * must be right even if it is not finite. */
@@ -155,3 +168,4 @@ FST_DEVICE double FST_K(square_lane)(const fst_share *share, const fst_device_op
 #undef WIDEN
 #undef NARROW
 }
+#endif

@@ -5,11 +5,12 @@ typedef struct {
     REAL p[HELD], g[HELD], state[FST_MAX_STATES][HELD];
 } FST_T(fst_held);
 
-/* The scalars of a span's update. */
+/* The scalars of a chunk's update. */
 typedef struct {
     const void *args; /* of the rule */
     int32_t rule;
     REAL inv_scale, coefficient, sign;
+    uint32_t warp, warps; /* this one, of those that work on the chunk */
 } FST_T(fst_step);
 
 /* Multiplies by the inverse scale and then by the clip coefficient, in the order of unscale_ and

@@ -24,6 +24,7 @@
 enum {
     FST_WARP = 32,
     FST_WARPS = FST_DEVICE_BLOCK / FST_WARP, /* of a block */
+    FST_SMALL = 1024,                        /* elements of a chunk that a warp may update alone */
     FST_AT_ONCE = 8, /* loads of a thread that are in flight together, in loops of one block */
     FST_LANE_AT_ONCE = 16, /* the same, where a load is one element */
 };
@@ -41,6 +42,16 @@ FST_DEVICE void *fst_global(uint64_t address)
 #else
     return (void *)(uintptr_t)address;
 #endif
+}
+
+/* The same number. nvcc does not see that, and so makes no copy of a loop for each number that
+ * might stay the same in it: with a few of these it would take hours. */
+FST_DEVICE int32_t fst_hidden(int32_t number)
+{
+#if defined(__CUDACC__)
+    asm volatile("" : "+r"(number));
+#endif
+    return number;
 }
 
 /* As fst_f16_to_f32, but that a NaN may get other bits. */
@@ -63,6 +74,25 @@ FST_DEVICE fst_words fst_words_zero(void)
     return zero;
 }
 
+FST_DEVICE uint32_t fst_lowest_bit(uint64_t bits)
+{
+#if defined(__CUDACC__)
+    return (uint32_t)__ffsll((long long)bits) - 1;
+#else
+    return (uint32_t)__builtin_ctzll(bits);
+#endif
+}
+
+/* Brings what lies there in global memory into the cache, without waiting for it. */
+FST_DEVICE void fst_ask_for(const void *at)
+{
+#if defined(__CUDACC__)
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(__cvta_generic_to_global(at)));
+#else
+    (void)at;
+#endif
+}
+
 /* Stores what nobody reads before the next step, so that it leaves a cache first. */
 FST_DEVICE void fst_store_once(fst_words *to, fst_words words)
 {
@@ -74,37 +104,48 @@ FST_DEVICE void fst_store_once(fst_words *to, fst_words words)
 #endif
 }
 
-/* Two numbers rounded to bf16, `low` in the lower half. Hardware writes a NaN as 0x7FFF. */
+/* Two numbers rounded to bf16, `low` in the lower half. A NaN becomes 0x7FFF
+ * where hardware rounds. */
 FST_DEVICE uint32_t fst_narrow_two_bf16(float low, float high)
 {
 #if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
     uint32_t both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
     return both;
-#else
+#elif defined(__CUDACC__)
     return fst_f32_to_bf16(low) | (uint32_t)fst_f32_to_bf16(high) << 16;
+#else
+    const uint32_t first = low != low ? 0x7FFFu : fst_f32_to_bf16(low);
+    return first | (high != high ? 0x7FFFu : (uint32_t)fst_f32_to_bf16(high)) << 16;
 #endif
 }
 
-/* A word of 8 numbers rounded to bf16, with the bits of fst_f32_to_bf16. */
-FST_DEVICE fst_words fst_narrow_bf16(const float *x)
+/* As fst_narrow_two_bf16, to fp16. */
+FST_DEVICE uint32_t fst_narrow_two_f16(float low, float high)
 {
-    fst_words word;
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
+    uint32_t both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+#elif defined(__CUDACC__)
+    uint16_t first, second;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(first) : "f"(low));
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(second) : "f"(high));
+    return first | (uint32_t)second << 16;
+#else
+    const uint32_t first = low != low ? 0x7FFFu : fst_f32_to_f16(low);
+    return first | (high != high ? 0x7FFFu : (uint32_t)fst_f32_to_f16(high)) << 16;
+#endif
+}
+
+/* Whether one of 8 numbers is NaN. */
+FST_DEVICE int fst_any_nan(const float *x)
+{
     int nan = 0;
     FST_UNROLL
-    for (unsigned q = 0; q < 4; q++) {
-        word.word[q] = fst_narrow_two_bf16(x[2 * q], x[2 * q + 1]);
-        nan |= x[2 * q] != x[2 * q] || x[2 * q + 1] != x[2 * q + 1];
-    }
-    if (nan) {
-        FST_UNROLL
-        for (unsigned q = 0; q < 4; q++) {
-            const uint32_t low = word.word[q] & 0xFFFFu, high = word.word[q] >> 16;
-            word.word[q] = (low == 0x7FFFu ? 0x7FC0u : low) | (high == 0x7FFFu ? 0x7FC0u : high)
-                                                                  << 16;
-        }
-    }
-    return word;
+    for (unsigned q = 0; q < 8; q += 2)
+        nan |= (x[q] != x[q]) | (x[q + 1] != x[q + 1]);
+    return nan;
 }
 
 #endif

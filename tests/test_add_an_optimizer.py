@@ -60,8 +60,7 @@ def test_the_walk_through_works(tmp_path: Path) -> None:
     copy_tree(tmp_path)
     rules, optim = tmp_path / "csrc" / "rules", tmp_path / "python" / "faststep" / "optim"
     (rules / "signsgd.h").write_text(rule)
-    twice = '#include "rules/sgd.h"\n'  # for float and for double
-    replace(rules / "rules.h", twice, twice + '#include "rules/signsgd.h"\n', 2)
+    append(rules / "each.h", '#include "rules/signsgd.h"\n')
     append(rules / "rules.def", row[1] + "\n")
     (optim / "signsgd.py").write_text(python)
     append(optim / "__init__.py", "from .signsgd import SignSGD\n\n__all__ += ['SignSGD']\n")

@@ -20,7 +20,7 @@ FST_FN REAL FST_T(adadelta_rule)(REAL p, REAL g, REAL *s, const FST_T(adadelta_a
 {
     g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = a->rho * s[0] + a->one_minus_rho * g * g;
-    const REAL delta = FST_SQRT(s[1] + a->eps) / FST_SQRT(s[0] + a->eps) * g;
+    const REAL delta = FST_DIVIDE(FST_SQRT(s[1] + a->eps), FST_SQRT(s[0] + a->eps)) * g;
     s[1] = a->rho * s[1] + a->one_minus_rho * delta * delta;
     return p - a->lr * delta;
 }

@@ -16,5 +16,5 @@ FST_FN REAL FST_T(adagrad_rule)(REAL p, REAL g, REAL *s, const FST_T(adagrad_arg
 {
     g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = s[0] + g * g;
-    return p - a->lr * (g / (FST_SQRT(s[0]) + a->eps));
+    return p - a->lr * FST_DIVIDE(g, FST_SQRT(s[0]) + a->eps);
 }

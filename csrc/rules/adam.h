@@ -51,12 +51,12 @@ FST_FN void FST_T(adam_moments)(REAL p, REAL g, REAL *s, const FST_T(adam_args) 
 FST_FN REAL FST_T(adam_rule)(REAL p, REAL g, REAL *s, const FST_T(adam_args) *a)
 {
     FST_T(adam_moments)(p, g, s, a);
-    return p * a->keep - a->step_size * (s[0] / (FST_SQRT(s[1]) + a->eps));
+    return p * a->keep - a->step_size * FST_DIVIDE(s[0], FST_SQRT(s[1]) + a->eps);
 }
 
 FST_FN REAL FST_T(amsgrad_rule)(REAL p, REAL g, REAL *s, const FST_T(amsgrad_args) *a)
 {
     FST_T(adam_moments)(p, g, s, a);
     s[2] = s[2] > s[1] || s[2] != s[2] ? s[2] : s[1]; /* a NaN on either side stays */
-    return p * a->keep - a->step_size * (s[0] / (FST_SQRT(s[2]) + a->eps));
+    return p * a->keep - a->step_size * FST_DIVIDE(s[0], FST_SQRT(s[2]) + a->eps);
 }

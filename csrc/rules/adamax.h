@@ -23,5 +23,5 @@ FST_FN REAL FST_T(adamax_rule)(REAL p, REAL g, REAL *s, const FST_T(adamax_args)
     const REAL decayed = a->beta2 * s[1], size = (g < (REAL)0 ? -g : g) + a->eps;
     s[0] = a->beta1 * s[0] + a->one_minus_beta1 * g;
     s[1] = decayed > size || decayed != decayed ? decayed : size; /* a NaN on either side stays */
-    return p - a->step_size * (s[0] / s[1]);
+    return p - a->step_size * FST_DIVIDE(s[0], s[1]);
 }

@@ -35,5 +35,5 @@ FST_FN void FST_T(from_moments_fill)(FST_T(from_moments_args) *a, const double *
 FST_FN REAL FST_T(from_moments_rule)(REAL p, REAL g, REAL *s, const FST_T(from_moments_args) *a)
 {
     (void)g;
-    return p * a->keep - a->step_size * (s[0] / (FST_SQRT(s[1]) + a->eps));
+    return p * a->keep - a->step_size * FST_DIVIDE(s[0], FST_SQRT(s[1]) + a->eps);
 }

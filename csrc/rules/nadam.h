@@ -46,5 +46,5 @@ FST_FN REAL FST_T(nadam_rule)(REAL p, REAL g, REAL *s, const FST_T(nadam_args) *
     s[0] = beta1 * s[0] + a->one_minus_beta1 * g;
     s[1] = beta2 * s[1] + a->one_minus_beta2 * g * g;
     const REAL update = a->gradient_size * g + a->moment_size * s[0];
-    return p * a->keep - update / (FST_SQRT(s[1]) + a->eps);
+    return p * a->keep - FST_DIVIDE(update, FST_SQRT(s[1]) + a->eps);
 }

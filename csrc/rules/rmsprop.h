@@ -47,7 +47,7 @@ FST_FN REAL FST_T(rmsprop_quotient)(REAL p, REAL g, REAL *squares, const FST_T(r
 {
     g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     *squares = a->alpha * *squares + a->one_minus_alpha * g * g;
-    return g / (FST_SQRT(*squares) + a->eps);
+    return FST_DIVIDE(g, FST_SQRT(*squares) + a->eps);
 }
 
 /* The same by the deviation from the average of gradients, which moves too. The average moves as
@@ -60,7 +60,7 @@ FST_FN REAL FST_T(rmsprop_centered_quotient)(REAL p, REAL g, REAL *squares, REAL
     *squares = a->alpha * *squares + a->one_minus_alpha * g * g;
     const REAL gap = g - *mean;
     *mean = a->alpha > (REAL)0.5 ? *mean + a->one_minus_alpha * gap : g - a->alpha * gap;
-    return g / (FST_SQRT(*squares - *mean * *mean) + a->eps);
+    return FST_DIVIDE(g, FST_SQRT(*squares - *mean * *mean) + a->eps);
 }
 
 FST_FN REAL FST_T(rmsprop_rule)(REAL p, REAL g, REAL *s, const FST_T(rmsprop_args) *a)

@@ -3,6 +3,8 @@
  * A rule's header defines, for REAL and FST_T(name): a struct `<name>_args` with the scalars of
  * a step; a function `<name>_fill` that computes them in double from the hyper-parameters and
  * the step count; and a function `<name>_rule` from (p, g, states) to the new p and states.
+ * Roots and quotients are FST_SQRT and FST_DIVIDE, and reach p by sums and products alone: the
+ * kernels have quick ones that are NaN where they are not sure (cuda/quick_math.h).
  * Rules know nothing of gradient scale, clipping, maximize, master weights and dtypes, which the
  * loops handle. */
 #ifndef FST_RULES_RULES_H
@@ -14,18 +16,8 @@
 #define REAL float
 #define FST_T(name) name##_f32
 #define FST_SQRT sqrtf
-#include "rules/adadelta.h"
-#include "rules/adagrad.h"
-#include "rules/adam.h"
-#include "rules/adamax.h"
-#include "rules/asgd.h"
-#include "rules/lion.h"
-#include "rules/moments.h"
-#include "rules/nadam.h"
-#include "rules/radam.h"
-#include "rules/rmsprop.h"
-#include "rules/rprop.h"
-#include "rules/sgd.h"
+#define FST_DIVIDE(x, y) ((x) / (y))
+#include "rules/each.h"
 #undef REAL
 #undef FST_T
 #undef FST_SQRT
@@ -33,21 +25,11 @@
 #define REAL double
 #define FST_T(name) name##_f64
 #define FST_SQRT sqrt
-#include "rules/adadelta.h"
-#include "rules/adagrad.h"
-#include "rules/adam.h"
-#include "rules/adamax.h"
-#include "rules/asgd.h"
-#include "rules/lion.h"
-#include "rules/moments.h"
-#include "rules/nadam.h"
-#include "rules/radam.h"
-#include "rules/rmsprop.h"
-#include "rules/rprop.h"
-#include "rules/sgd.h"
+#include "rules/each.h"
 #undef REAL
 #undef FST_T
 #undef FST_SQRT
+#undef FST_DIVIDE
 
 typedef enum {
 #define RULE(name, states, hyper) FST_RULE_##name,

@@ -100,12 +100,50 @@ static void all_types(fst_rule rule)
         for (int g = 0; g < FST_DTYPE_COUNT; g++)
             for (int s = 0; s < FST_DTYPE_COUNT; s++) {
                 model *m = new_model(rule);
-                kind k = {(fst_dtype)p, (fst_dtype)g, (fst_dtype)s, ALIGNED, random_value, -1, -1};
+                kind k = {(fst_dtype)p, (fst_dtype)g, (fst_dtype)s, ALIGNED,
+                          random_value, -1,           -1,           NULL};
                 k.copy = (p + g + s) % FST_DTYPE_COUNT;
                 k.master = p < FST_BF16 ? -1 : s % 2 ? FST_F32 : FST_F64;
                 const options o = {NAN, NAN, NAN, .write_grad = s % 2};
                 add_param(m, 0, 1037, &k);
                 m->params[0].wide ^= g % 2;
+                compare(m, &o, &k);
+                model_free(m);
+            }
+}
+
+/* Of any size that a float has, and of ordinary size; never negative, as second moments are. */
+static double any_size(void)
+{
+    return ldexp(fabs(random_unit()), (int)random_below(276) - 149);
+}
+
+static double ordinary(void)
+{
+    return 0.001 + fabs(random_unit());
+}
+
+static double ordinary_or_zero(void)
+{
+    return random_below(4) ? ordinary() : 0.0;
+}
+
+/* What quick_math.h computes, and what it must leave to sqrtf and /. */
+static void sizes_of_values(fst_rule rule)
+{
+    static const fst_dtype types[][2] = {
+        {FST_F32, FST_F32}, {FST_BF16, FST_BF16}, {FST_BF16, FST_F32}, {FST_F16, FST_F32}};
+    static double (*const values[])(void) = {any_size, ordinary, ordinary_or_zero};
+    for (size_t type = 0; type < sizeof types / sizeof types[0]; type++)
+        for (size_t value = 0; value < sizeof values / sizeof values[0]; value++)
+            for (int few = 0; few < 2; few++) {
+                model *m = new_model(rule);
+                kind k = {
+                    types[type][0], types[type][0], types[type][1], ALIGNED, values[value], -1, -1,
+                    values[value]};
+                const options o = {NAN, NAN, NAN, .write_grad = few};
+                for (int i = 0; i < (few ? 1 : 9); i++) /* of which warps take some alone */
+                    add_param(m, 0, i % 3 ? 1024 : 4096 + 260, &k);
                 compare(m, &o, &k);
                 model_free(m);
             }
@@ -136,7 +174,7 @@ static void all_settings(void)
 static void rounds(void)
 {
     model *m = new_model(FST_RULE_momentum);
-    const kind k = {FST_F32, FST_F32, FST_F32, ALIGNED, random_unit, -1, -1};
+    const kind k = {FST_F32, FST_F32, FST_F32, ALIGNED, random_unit, -1, -1, NULL};
     const options o = {NAN, NAN, 0.5, .write_grad = 0};
     for (int i = 0; i < 3; i++)
         add_param(m, 0, 3000, &k);
@@ -154,7 +192,7 @@ static void expanded_gradients(void)
 {
     for (int how = ALIGNED; how < PLACEMENTS; how++) {
         model *m = new_model(FST_RULE_adam);
-        const kind k = {FST_F32, FST_F32, FST_F32, (placement)how, random_unit, -1, -1};
+        const kind k = {FST_F32, FST_F32, FST_F32, (placement)how, random_unit, -1, -1, NULL};
         const options o = {NAN, NAN, 0.5, .write_grad = 0};
         add_param(m, 0, 2100, &k);
         array **grad = &m->arrays[m->params[0].array[FST_OP_GRAD]];
@@ -257,6 +295,7 @@ int main(void)
                     all_kinds((fst_rule)rule, (fst_dtype)dtype, own ? (fst_dtype)dtype : FST_F32,
                               (placement)how);
         all_types((fst_rule)rule);
+        sizes_of_values((fst_rule)rule);
     }
     all_settings();
     rounds();

@@ -3,22 +3,8 @@
 #define SIMT_KERNELS
 #include "simt.h"
 
-#include "../../cuda/tile.h"
+#include "../../cuda/all_types.h"
 #include "check.h"
-
-#define REAL float
-#define FST_T(name) name##_f32
-#include "../../cuda/held.h"
-#undef HELD
-#undef REAL
-#undef FST_T
-
-#define REAL double
-#define FST_T(name) name##_f64
-#include "../../cuda/held.h"
-#undef HELD
-#undef REAL
-#undef FST_T
 
 enum { COUNT = 5003, BEGIN = 16384, ALIGNED = 1 << 20 };
 

@@ -64,7 +64,8 @@ typedef struct {
     fst_dtype dtype, grad_dtype, state_dtype;
     placement how;
     double (*grad_value)(void);
-    int master, copy; /* -1, or their types */
+    int master, copy;      /* -1, or their types */
+    double (*value)(void); /* of the other operands; NULL: random_value */
 } kind;
 
 static inline void add_param(model *m, unsigned group, int64_t count, const kind *k)
@@ -89,11 +90,14 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
     }
     if (!count)
         return;
-    add_operand(m, p, FST_OP_PARAM, k->dtype, k->how, random_value);
+    double (*const value)(void) = k->value ? k->value : random_value;
+    add_operand(m, p, FST_OP_PARAM, k->dtype, k->how, value);
     add_operand(m, p, FST_OP_GRAD, k->grad_dtype, k->how, k->grad_value);
     for (unsigned i = 0; i < fst_rule_states(rule); i++)
         add_operand(m, p, FST_OP_STATE + (int)i, k->state_dtype, k->how,
-                    i ? random_positive : random_value);
+                    k->value ? value
+                    : i      ? random_positive
+                             : random_value);
     if (k->master >= 0) {
         add_operand(m, p, FST_OP_MASTER, (fst_dtype)k->master, k->how, random_value);
         const fst_operand *of = &m->arrays[p->array[FST_OP_MASTER]]->op;

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from pathlib import Path
 
 from nvcc import NVCC, ROOT, run, version
 
+ONE_AT_A_TIME = threading.Lock()
 SOURCES = ["cuda/*", "csrc/base/*", "csrc/rules/*"]
 
 
@@ -22,13 +24,23 @@ def target(arch: str) -> str:
 
 def compiled(arch: str) -> Path:
     """A cubin of all kernels, made if a source is newer."""
-    built = ROOT / f"build/machine/{version()}/{arch}.cubin"
+    return made(f"{arch}.cubin", f"-gencode=arch={target(arch)},code={arch}", "-cubin", ptx(arch))
+
+
+def ptx(arch: str) -> Path:
+    """What the cubins of several architectures are assembled from."""
+    with ONE_AT_A_TIME:
+        virtual = target(arch)
+        return made(f"{virtual}.ptx", f"-arch={virtual}", "-ptx", ROOT / "cuda/kernels.cu")
+
+
+def made(name: str, code: str, kind: str, source: Path) -> Path:
+    built = ROOT / f"build/machine/{version()}/{name}"
     newest = max(file.stat().st_mtime for glob in SOURCES for file in ROOT.glob(glob))
     if not built.exists() or built.stat().st_mtime < newest:
         built.parent.mkdir(parents=True, exist_ok=True)
-        made = built.with_suffix(f".{os.getpid()}")
-        code = f"-gencode=arch={target(arch)},code={arch}"
-        flags = ["--options-file=cuda/nvcc.flags", "-lineinfo", "-cubin", code]
-        run(NVCC, *flags, "-o", str(made), "cuda/kernels.cu")
-        made.rename(built)
+        unfinished = built.with_suffix(f".{os.getpid()}{built.suffix}")
+        flags = ["--options-file=cuda/nvcc.flags", "-lineinfo", kind, code]
+        run(NVCC, *flags, "-o", str(unfinished), str(source.relative_to(ROOT)))
+        unfinished.rename(built)
     return built

@@ -12,8 +12,11 @@ How a loop is recognised:
   HADD2.F32 widens fp16, and a shift by 16 bits widens bf16.
 - Stores under a predicate are left out of account where the others match some types: the writing of
   gradients is such an option.
-- A loop with no rule whose longest way is more than half as long again as the shortest asks for
-  types as it goes, and has none (`?`).
+- A way that leaves elements to be computed again (fst_again) is left out of account. The way with
+  the fewest stores says how many elements the others have: those that write gradients, in all
+  turns or in some, may look like other types.
+- A loop with no rule that has branches, and widens from bf16 and from fp16, asks for types as it
+  goes, and has none (`?`).
 
 An iteration is counted along a way from the loop's first block back to it, without blocks that
 call a function: those are the slow ways of a square root or a division. The branches to them are
@@ -35,6 +38,12 @@ RULES = {
     line: (found[1], int(found[2]))
     for line, text in enumerate((ROOT / "csrc/rules/rules.def").read_text().splitlines(), 1)
     if (found := re.match(r"RULE\((\w+), (\d)", text))
+}
+# Where a thread leaves elements to be computed again.
+AGAIN = {
+    ("tile.h", line)
+    for line, text in enumerate((ROOT / "cuda/tile.h").read_text().splitlines(), 1)
+    if "*again |=" in text
 }
 SUMS = r"fst_(begin|norm|unscale)|squares"
 WORD = 16
@@ -104,16 +113,25 @@ class Way:
         return self.count(r"D(ADD|MUL|FMA|SETP|MNMX)", r"(F2F|F2I|I2F|FRND)\b.*F64")
 
     @property
-    def narrow(self) -> str:
-        """The 16-bit type that is read: bf16, fp16, or none."""
-        shifts = sum(
+    def shifts(self) -> int:
+        """Instructions that may widen bf16."""
+        return sum(
             one.name in {"IMAD", "SHL", "SHF", "LOP3", "PRMT", "USHF"}
             and bool(re.search(r"\b0x(10000|ffff0000|5410|7632|1054|3276)\b|, 0x10,", one.operands))
             for one in self.code
         )
+
+    @property
+    def narrow(self) -> str:
+        """The 16-bit type that is read: bf16, fp16, or none."""
         if self.count(r"HADD2.*F32"):
             return "fp16"
-        return "bf16" if self.count(r"F2FP.*BF16") or shifts >= 8 else ""  # those of a word
+        return "bf16" if self.count(r"F2FP.*BF16") or self.shifts >= WORD // 2 else ""
+
+    @property
+    def asks(self) -> bool:
+        """Whether it widens from bf16 and from fp16, as the type wants it."""
+        return self.count(r"HADD2.*F32") > 0 and self.shifts >= WORD // 2
 
     def wide(self, sums: bool) -> bool:
         """Whether it computes in double; a loop that sums may do so for operands in fp32."""
@@ -202,9 +220,14 @@ def loops_of(kernel: Kernel, arch: str) -> list[Loop]:
         rule, states = rules.pop() if len(rules) == 1 else ("generic" if rules else "", 0)
         ways = ways_through(code, head, body)
         at = code[head].code[0].at
-        asks = not rule and any(2 * len(way.code) > 3 * way.shortest for way in ways.values())
-        typed = [(w, None if asks else recognise(kernel.name, states, w)) for w in ways.values()]
-        named = [Loop(kernel, arch, at, rule, types, way) for way, types in typed if types]
+        whole = Way([one for n in body for one in code[n].code], 0)
+        branches = any(len(way.code) > way.shortest for way in ways.values())
+        asks = not rule and branches and whole.asks
+        named: list[Loop] = []
+        for _, way in sorted(ways.items()):
+            elements = named[0].elements if named else 0
+            if not asks and (types := recognise(kernel.name, states, way, elements)):
+                named.append(Loop(kernel, arch, at, rule, types, way))
         if rule == "generic" or not named:
             named = [Loop(kernel, arch, at, rule, None, ways[max(ways)])]
         found += named
@@ -216,11 +239,12 @@ def rules_in(code: list[Block], body: set[int]) -> set[tuple[str, int]]:
     return {RULES[line] for file, line in places if file == "rules.def" and line in RULES}
 
 
-def recognise(kernel: str, states: int, way: Way) -> Types | None:
+def recognise(kernel: str, states: int, way: Way, known: int) -> Types | None:
+    """The types that fit a way, with the number of elements, if it is known."""
     for stores in (way.sure_stores, way.stores):
         for types in types_of(kernel, states):
             elements, rest = divmod(WORD * way.loads, types.loads)
-            if rest or elements not in {4, 8, 16, 32, 64}:
+            if rest or elements not in ({known} if known else {4, 8, 16, 32, 64}):
                 continue
             if elements * types.stores != WORD * stores:
                 continue
@@ -239,7 +263,8 @@ def fits(types: Types, way: Way) -> bool:
 
 def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int, int], Way]:
     """The longest way through a loop for each number of 16-byte loads and stores."""
-    inside = {n for n in body if not code[n].calls} or body
+    left = {n for n in body for one in code[n].code if not AGAIN.isdisjoint(one.places)}
+    inside = {n for n in body - left if not code[n].calls} or body
     if head not in inside or not any(head in code[n].next for n in inside):
         inside = body
     order = [n for n in order_of(code) if n in inside]

@@ -36,6 +36,9 @@ def blocks(kernel: Kernel) -> list[Block]:
         if not block.code:
             continue
         last = block.code[-1]
+        if last.opcode == "BRA.DIV":  # which only threads take that wait for others of their warp
+            block.next = [n + 1]
+            continue
         targets = TARGET.findall(last.operands) if last.name in LEAVES - {"RET"} else []
         block.next = [numbers[kernel.labels[t]] for t in targets if t in kernel.labels]
         goes_on = last.name not in LEAVES or last.guard or conditional(last)
