@@ -274,7 +274,7 @@ void fst_driver_synchronize(void *event)
 fst_code fst_driver_capture(int device, void *stream, uint64_t *capture, fst_status *status)
 {
     int capturing = 0;
-    TRY(cuStreamGetCaptureInfo, stream, &capturing, capture);
+    TRY(cuStreamGetCaptureInfo_v2, stream, &capturing, capture, NULL, NULL, NULL);
     *capture = capturing ? *capture : 0; /* a broken capture refuses further work */
     return FST_OK;
 }
@@ -282,9 +282,8 @@ fst_code fst_driver_capture(int device, void *stream, uint64_t *capture, fst_sta
 static fst_code give_to_graph(int device, void *stream, void *holder, fst_status *status)
 {
     int capturing = 0;
-    uint64_t id = 0;
     void *graph = NULL;
-    TRY(cuStreamGetCaptureInfo_v2, stream, &capturing, &id, &graph, NULL, NULL);
+    TRY(cuStreamGetCaptureInfo_v2, stream, &capturing, NULL, &graph, NULL, NULL);
     TRY(cuGraphRetainUserObject, graph, holder, 1, CU_MOVE);
     return FST_OK;
 }

@@ -58,7 +58,6 @@ enum {
     X(cuUserObjectCreate,                                                                         \
       (void **holder, void *object, cu_host_function gone, unsigned count, unsigned flags))       \
     X(cuUserObjectRelease, (void *holder, unsigned count))                                        \
-    X(cuGraphRetainUserObject, (void *graph, void *holder, unsigned count, unsigned flags))       \
-    X(cuStreamGetCaptureInfo, (void *stream, int *state, uint64_t *id))
+    X(cuGraphRetainUserObject, (void *graph, void *holder, unsigned count, unsigned flags))
 
 #endif

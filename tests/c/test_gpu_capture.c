@@ -175,18 +175,25 @@ static void steps_beside_a_capture(void)
 /* Memory runs out within a capture: the error says so, and the next attempt works. */
 static void a_capture_without_memory(void)
 {
-    static const char *const calls[] = {
-        "cuMemAlloc_v2",      "cuMemHostAlloc",          "cuStreamGetCaptureInfo_v2",
-        "cuUserObjectCreate", "cuGraphRetainUserObject", "cuMemcpyHtoDAsync_v2"};
+    static const struct {
+        const char *name;
+        long nth;
+    } calls[] = {{"cuMemAlloc_v2", 1},
+                 {"cuMemHostAlloc", 1},
+                 {"cuStreamGetCaptureInfo_v2", 1}, /* for the capture's number, */
+                 {"cuStreamGetCaptureInfo_v2", 2}, /* and for its graph */
+                 {"cuUserObjectCreate", 1},
+                 {"cuGraphRetainUserObject", 1},
+                 {"cuMemcpyHtoDAsync_v2", 1}};
     for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
         model *m = model_new(0, 9);
         void *stream = fake_cuda_stream(0);
         int tag;
         step(m, stream);
         fake_cuda_begin_capture(stream);
-        fake_cuda_fail(calls[i], 1, 2);
+        fake_cuda_fail(calls[i].name, calls[i].nth, 2);
         CHECK_INT(model_set(m, stream, &status), FST_NO_MEMORY);
-        CHECK_CONTAINS(status.message, calls[i]);
+        CHECK_CONTAINS(status.message, calls[i].name);
         status = (fst_status){0};
         fake_cuda_free_graph(fake_cuda_end_capture(stream));
         void *graph = capture(m, stream, 1, &tag);

@@ -78,7 +78,7 @@ static void change(model *m)
 static void step(model *m, void *stream)
 {
     static const char *const calls[] = {"cuMemAlloc_v2", "cuMemHostAlloc", "cuMemcpyHtoDAsync_v2",
-                                        "cuStreamGetCaptureInfo", "cuEventRecord"};
+                                        "cuStreamGetCaptureInfo_v2", "cuEventRecord"};
     const uint64_t bound = m->bound;
     const char *call = calls[random_below(5)];
     fake_cuda_fail(call, random_below(6) == 0, 2);

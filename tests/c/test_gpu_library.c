@@ -67,7 +67,7 @@ static void old_driver(void *argument)
     load(OLD_CUDA, KERNELS);
     machine(1, 90, 10020);
     refuses(FST_UNSUPPORTED,
-            "the NVIDIA driver (for CUDA 10.2) is too old: it has no cuStreamGetCaptureInfo");
+            "the NVIDIA driver (for CUDA 10.2) is too old: it has no cuStreamGetCaptureInfo_v2");
 }
 
 static void machines_that_do_not_fit(void *argument)

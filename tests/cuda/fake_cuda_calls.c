@@ -276,16 +276,20 @@ ENTRY(cuStreamGetId, (void *stream, uint64_t *id), {
         result = device < 0 ? FAKE_INVALID_CONTEXT : FAKE_INVALID_HANDLE;
 })
 
+#ifndef FAKE_CUDA_OLD
 ENTRY(cuStreamGetCaptureInfo_v2,
       (void *stream, int *state, uint64_t *id, void **graph, const void **nodes, size_t *count), {
           const fake_stream *on = device < 0 ? NULL : fake_stream_of(stream, device);
           if (on && !nodes && !count) {
               *state = on->capture != 0;
-              *id = on->capture;
-              *graph = on->graph;
+              if (id)
+                  *id = on->capture;
+              if (graph)
+                  *graph = on->graph;
           } else
               result = device < 0 ? FAKE_INVALID_CONTEXT : FAKE_INVALID_HANDLE;
       })
+#endif
 
 ENTRY(cuUserObjectCreate,
       (void **holder, void *object, void (*gone)(void *), unsigned count, unsigned flags), {
@@ -313,17 +317,6 @@ ENTRY(cuGraphRetainUserObject, (void *graph, void *holder, unsigned count, unsig
         to->objects = object;
     }
 })
-
-#ifndef FAKE_CUDA_OLD
-ENTRY(cuStreamGetCaptureInfo, (void *stream, int *state, uint64_t *id), {
-    const fake_stream *on = device < 0 ? NULL : fake_stream_of(stream, device);
-    if (on) {
-        *state = on->capture != 0;
-        *id = on->capture;
-    } else
-        result = device < 0 ? FAKE_INVALID_CONTEXT : FAKE_INVALID_HANDLE;
-})
-#endif
 
 void fake_cuda_enter(int device)
 {

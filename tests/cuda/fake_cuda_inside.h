@@ -62,8 +62,7 @@ enum {
     X(cuStreamGetCaptureInfo_v2) \
     X(cuUserObjectCreate) \
     X(cuUserObjectRelease) \
-    X(cuGraphRetainUserObject) \
-    X(cuStreamGetCaptureInfo)
+    X(cuGraphRetainUserObject)
 /* clang-format on */
 
 enum {

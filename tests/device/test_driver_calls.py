@@ -25,7 +25,7 @@ STEP = {**LAUNCH, "cuLaunchKernel": 2}
 # On a stream that may be destroyed an event is recorded behind each step, and it may be captured.
 BESIDE = {
     **{"cuCtxPushCurrent_v2": 2, "cuCtxPopCurrent_v2": 2},
-    **{"cuStreamGetCaptureInfo": 1, "cuStreamGetId": 1},
+    **{"cuStreamGetCaptureInfo_v2": 1, "cuStreamGetId": 1},
 }
 
 
