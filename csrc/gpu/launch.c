@@ -65,7 +65,8 @@ static fst_code run_inside(fst_gpu_tables *tables, fst_kernel kernel, void *args
     } else {
         *view = fst_gpu_mirror_tables(&set->mirror, set->memory);
         fst_gpu_mirror_put(&set->mirror, args, room, view);
-        tables->unrecorded |= set == &tables->eager;
+        if (set == &tables->eager)
+            tables->end = FST_GPU_UNMARKED;
     }
     if (asked.partial)
         view->partial = asked.partial;

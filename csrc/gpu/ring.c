@@ -82,6 +82,8 @@ fst_code fst_gpu_ring_upload(fst_gpu_ring *ring, const fst_gpu_device *device, u
 void fst_gpu_ring_free(fst_gpu_ring *ring, int inside)
 {
     for (size_t i = 0; inside && i < ring->count; i++) {
+        if (ring->slots[i].state == FST_RING_COPYING)
+            fst_driver_synchronize(ring->slots[i].event);
         if (ring->slots[i].memory)
             fst_driver_free_pinned(ring->slots[i].memory);
         fst_driver_free_event(ring->slots[i].event);

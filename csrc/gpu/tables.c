@@ -6,6 +6,7 @@
 #include "gpu/brief.h"
 #include "gpu/driver.h"
 #include "gpu/graph_memory.h"
+#include "gpu/streams.h"
 
 /* Bytes for tables in the launch structs of the passes that follow. */
 static size_t room_of(const fst_gpu_rules *rules)
@@ -13,11 +14,9 @@ static size_t room_of(const fst_gpu_rules *rules)
     return rules ? FST_DEVICE_STEP_ROOM : FST_DEVICE_LIST_ROOM;
 }
 
-/* The device's default stream lives as long as its context. Any other may be destroyed behind a
- * step, so that nobody may touch it later. */
-static int is_lasting(const void *stream)
+static int lasts(const void *stream)
 {
-    return !stream;
+    return fst_gpu_stream_life(stream) == FST_STREAM_LASTS;
 }
 
 static fst_code new_event(fst_gpu_tables *tables, fst_status *status)
@@ -48,23 +47,13 @@ fst_gpu_tables *fst_gpu_tables_new(int device, fst_status *status)
     return tables;
 }
 
-static fst_code mark_end(fst_gpu_tables *tables, fst_status *status)
-{
-    if (!fst_driver_record(tables->device->ordinal, tables->done, tables->stream, status))
-        tables->unrecorded = 0;
-    return status->code;
-}
-
+/* Freeing memory of a device waits for the launches that read it, and for copies to it. */
 static void free_inside(fst_gpu_tables *tables)
 {
-    fst_status ignored = {0};
-    if (tables->unrecorded && is_lasting(tables->stream))
-        mark_end(tables, &ignored);
-    fst_driver_synchronize(tables->done); /* launches may still read the tables */
-    fst_driver_free_event(tables->done);
-    fst_gpu_ring_free(&tables->ring, 1);
     for (size_t i = 0; i < tables->kept_count; i++)
         fst_driver_free(tables->kept[i]);
+    fst_driver_free_event(tables->done);
+    fst_gpu_ring_free(&tables->ring, 1);
     fst_graph_memory_sweep();
 }
 
@@ -100,25 +89,58 @@ static fst_code take(fst_gpu_tables *tables, fst_gpu_copy *copy, fst_status *sta
     return status->code;
 }
 
+static fst_code mark_end(fst_gpu_tables *tables, fst_status *status)
+{
+    if (!fst_driver_record(tables->device->ordinal, tables->done, tables->stream, status))
+        tables->end = FST_GPU_MARKED;
+    return status->code;
+}
+
+/* Marks the end of earlier work, which nobody has waited for so far. That cannot be done on a
+ * stream that may have been destroyed, nor on one that is captured by now: the event is then the
+ * capture's. The work then counts as nothing, and the tables are given memory of their own. */
+static fst_code mark_late(fst_gpu_tables *tables, fst_status *status)
+{
+    fst_status recorded = {0};
+    uint64_t capture = 0;
+    if (lasts(tables->stream)) {
+        const fst_code code = mark_end(tables, &recorded);
+        if (tables->stream &&
+            fst_driver_capture(tables->device->ordinal, tables->stream, &capture, status)) {
+            tables->end = FST_GPU_UNMARKED; /* it may be the capture's */
+            return status->code;
+        }
+        if (!capture && code)
+            *status = recorded;
+        if (!capture)
+            return code;
+    }
+    tables->end = FST_GPU_NOTHING;
+    tables->eager.memory = 0;
+    return FST_OK;
+}
+
 /* Whether earlier work of these tables is on another stream. */
 static int comes_from_elsewhere(const fst_gpu_tables *tables, const void *stream, uint64_t id)
 {
-    return tables->used && (tables->stream != stream || tables->stream_id != id);
+    return tables->end != FST_GPU_NOTHING && (tables->stream != stream || tables->stream_id != id);
 }
 
 /* Makes the stream wait for all earlier work of these tables on another stream. */
 static fst_code follow(fst_gpu_tables *tables, void *stream, fst_status *status)
 {
-    uint64_t id = 0; /* the default stream is always the same one */
-    if (!is_lasting(stream) && fst_driver_stream_id(tables->device->ordinal, stream, &id, status))
+    const int device = tables->device->ordinal;
+    uint64_t id = 0; /* no other stream ever has the handle of one that lasts */
+    if (!lasts(stream) && fst_driver_stream_id(device, stream, &id, status))
         return status->code;
-    if (comes_from_elsewhere(tables, stream, id) &&
-        ((tables->unrecorded && mark_end(tables, status)) ||
-         fst_driver_wait(tables->device->ordinal, stream, tables->done, status)))
-        return status->code;
+    if (comes_from_elsewhere(tables, stream, id)) {
+        if (tables->end == FST_GPU_UNMARKED && mark_late(tables, status))
+            return status->code;
+        if (tables->end == FST_GPU_MARKED && fst_driver_wait(device, stream, tables->done, status))
+            return status->code;
+    }
     tables->stream = stream;
     tables->stream_id = id;
-    tables->used = 1;
     return FST_OK;
 }
 
@@ -138,7 +160,7 @@ static fst_code upload(fst_gpu_tables *tables, fst_status *status)
         fst_gpu_mirror_lost(mirror);
     }
     const size_t begin = mirror->changed_begin, size = mirror->changed_end - begin;
-    tables->unrecorded = 1;
+    tables->end = FST_GPU_UNMARKED;
     if (fst_gpu_ring_upload(&tables->ring, tables->device, copy->memory + begin,
                             mirror->bytes + begin, size, tables->stream, status))
         return status->code;
@@ -186,7 +208,7 @@ static fst_code set_inside(fst_gpu_tables *tables, const fst_work *work, const f
     const int device = tables->device->ordinal;
     uint64_t capture = 0;
     int mode;
-    if (!is_lasting(stream) && fst_driver_capture(device, stream, &capture, status))
+    if (stream && fst_driver_capture(device, stream, &capture, status))
         return status->code;
     fst_gpu_copy *copy = capture ? &tables->captured : &tables->eager;
     if ((!filled && fill(copy, work, rules, status)) ||
@@ -218,20 +240,20 @@ static void unset(fst_gpu_tables *tables, const fst_work *work, void *stream)
 fst_code fst_gpu_tables_set(fst_gpu_tables *tables, const fst_work *work,
                             const fst_gpu_rules *rules, void *stream, fst_status *status)
 {
-    const int lasting = is_lasting(stream); /* and so no stream that is captured */
+    const int is_default = !stream; /* which is never captured */
     unset(tables, work, stream);
     if (fst_driver_open(status)) /* as below, for steps that go no further than that */
         return status->code;
-    if (lasting && fill(&tables->eager, work, rules, status))
+    if (is_default && fill(&tables->eager, work, rules, status))
         return status->code;
-    if (lasting && !comes_from_elsewhere(tables, stream, 0) &&
+    if (is_default && !comes_from_elsewhere(tables, stream, 0) &&
         is_within_reach(&tables->eager, rules)) {
         tables->set = &tables->eager;
         return FST_OK;
     }
     if (fst_gpu_enter(tables->device, status))
         return status->code;
-    set_inside(tables, work, rules, stream, lasting, status);
+    set_inside(tables, work, rules, stream, is_default, status);
     if (fst_gpu_leave(tables->device, status))
         tables->set = NULL;
     return status->code;
@@ -250,5 +272,5 @@ fst_code fst_gpu_tables_set_brief(fst_gpu_tables *tables, const fst_work *work, 
 
 fst_code fst_gpu_tables_end(fst_gpu_tables *tables, fst_status *status)
 {
-    return is_lasting(tables->stream) ? FST_OK : mark_end(tables, status);
+    return lasts(tables->stream) ? FST_OK : mark_end(tables, status);
 }

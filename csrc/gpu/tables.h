@@ -18,6 +18,12 @@ typedef struct {
     uint64_t capture;
 } fst_gpu_copy;
 
+typedef enum {
+    FST_GPU_NOTHING,  /* was done that others must wait for */
+    FST_GPU_UNMARKED, /* the event is not recorded yet */
+    FST_GPU_MARKED,
+} fst_gpu_end;
+
 /* One thread at a time uses a set of tables. The fields are for the passes of launch.h. */
 typedef struct {
     fst_gpu_device *device;
@@ -25,10 +31,10 @@ typedef struct {
     fst_gpu_ring ring;
     uint64_t *kept; /* all memory that was taken but for graphs, freed with the tables */
     size_t kept_count;
-    void *done;   /* behind all passes on ... */
-    void *stream; /* ... the stream that was used last, except for captures */
+    void *stream; /* that was used last, except for captures */
     uint64_t stream_id;
-    int used, unrecorded;
+    fst_gpu_end end; /* of what was done there */
+    void *done;      /* the event behind it */
     /* for the passes that follow */
     const fst_gpu_copy *set; /* NULL: none */
     int brief;               /* `work` goes with the launch, and no copy is set */
@@ -54,8 +60,7 @@ fst_code fst_gpu_tables_set(fst_gpu_tables *tables, const fst_work *work,
 fst_code fst_gpu_tables_set_brief(fst_gpu_tables *tables, const fst_work *work, void *stream,
                                   fst_status *status);
 
-/* Called behind the last pass on tables->stream, for other streams to wait for. Within
- * fst_gpu_enter. */
+/* Called behind the last pass on tables->stream. Within fst_gpu_enter. */
 fst_code fst_gpu_tables_end(fst_gpu_tables *tables, fst_status *status);
 
 #endif

@@ -185,6 +185,10 @@
     FST_DOC("use_records($module, *words)",                                                      \
             "Set where torch's records of tensors are, to recognize unchanged tensors. Without " \
             "arguments torch is asked about every tensor.")
+#define FST_DOC_USE_STREAMS                                                                        \
+    FST_DOC("use_streams($module, function, /)",                                                   \
+            "Set the function that says of a device and the handle of its current stream whether " \
+            "that stream is never destroyed. None: it is not known of any.")
 #define FST_DOC_USE_THREADS_OF                  \
     FST_DOC("use_threads_of($module, path, /)", \
             "Run on the thread pool of the libtorch_cpu at this path. False if it offers none.")

@@ -158,6 +158,20 @@ PyObject *fst_py_use_dtensors(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
+/* use_streams(function) */
+PyObject *fst_py_use_streams(PyObject *module, PyObject *function)
+{
+    fst_tensors *tensors = &fst_module_state(module)->tensors;
+    if (function != Py_None && !PyCallable_Check(function)) {
+        PyErr_SetString(PyExc_TypeError, "the function cannot be called");
+        return NULL;
+    }
+    PyObject *old = tensors->stream_lasts;
+    tensors->stream_lasts = function == Py_None ? NULL : Py_NewRef(function);
+    Py_XDECREF(old);
+    return Py_NewRef(Py_None);
+}
+
 PyObject *fst_py_is_recorded(PyObject *module, PyObject *unused)
 {
     const fst_module *state = fst_module_state(module);

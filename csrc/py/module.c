@@ -60,6 +60,7 @@ static PyMethodDef methods[] = {
     {"use_modes", fst_py_use_modes, METH_O, FST_DOC_USE_MODES},
     {"use_owners", fst_py_use_owners, METH_VARARGS, FST_DOC_USE_OWNERS},
     {"use_records", fst_py_use_records, METH_VARARGS, FST_DOC_USE_RECORDS},
+    {"use_streams", fst_py_use_streams, METH_O, FST_DOC_USE_STREAMS},
     {"use_threads_of", fst_py_use_threads_of, METH_O, FST_DOC_USE_THREADS_OF},
     {NULL, NULL, 0, NULL},
 };

@@ -71,6 +71,7 @@ PyObject *fst_py_use_records(PyObject *module, PyObject *args);
 PyObject *fst_py_use_callbacks(PyObject *module, PyObject *address);
 PyObject *fst_py_use_modes(PyObject *module, PyObject *address);
 PyObject *fst_py_use_dtensors(PyObject *module, PyObject *args);
+PyObject *fst_py_use_streams(PyObject *module, PyObject *function);
 PyObject *fst_py_is_recorded(PyObject *module, PyObject *unused);
 PyObject *fst_py_device_info(PyObject *module, PyObject *ordinal);
 PyObject *fst_py_device_counts(PyObject *module, PyObject *unused);

@@ -409,6 +409,16 @@ def use_modes(address: int, /) -> None:
     reading an attribute of a tensor may run Python code, so a step reads again what it has read.
     """
 
+def use_streams(function: Callable[[int, int], bool] | None, /) -> None:
+    """Set the function that says whether a CUDA stream is never destroyed.
+
+    It gets the device and the handle (a CUstream) of torch's current stream there, and is asked
+    once about each handle. None: not known of any; only the default stream is then.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+
 def use_owners(*places: int) -> None:
     """Set where a storage's record has the memory's address, the function that frees it, and its
     owner, in words.

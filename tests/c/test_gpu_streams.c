@@ -118,6 +118,27 @@ static void freed_early(void)
     nothing_lives();
 }
 
+/* The same of a ring alone, as batches of images use it: no memory of the device waits for them. */
+static void a_ring_freed_early(void)
+{
+    const fst_gpu_device *device = fst_gpu_device_get(0, &status);
+    void *to = fake_cuda_malloc(0, 4);
+    fst_gpu_ring ring = {0};
+    int mode;
+    fake_cuda_lag(1000);
+    CHECK_INT(fst_gpu_enter_relaxed(device, &mode, &status), FST_OK);
+    for (int i = 0; i < 3; i++)
+        CHECK_INT(fst_gpu_ring_upload(&ring, device, (uint64_t)(uintptr_t)to, &i, sizeof i,
+                                      fake_cuda_stream(0), &status),
+                  FST_OK);
+    fst_gpu_ring_free(&ring, 1);
+    CHECK_INT(fst_gpu_leave_relaxed(device, mode, &status), FST_OK);
+    fake_cuda_lag(0);
+    models_finish();
+    fake_cuda_free(to);
+    nothing_lives();
+}
+
 /* A step that breaks off before its last launch, and goes on on another stream. */
 static void half_a_step(void)
 {
@@ -165,6 +186,7 @@ int main(void)
     a_handle_that_comes_again();
     streams_of_threads();
     freed_early();
+    a_ring_freed_early();
     half_a_step();
     lost_slots();
     CHECK(kernels_ran > 10000);

@@ -171,8 +171,12 @@ ENTRY(cuMemAlloc_v2, (uint64_t *memory, size_t size), {
         *memory = (uint64_t)(uintptr_t)fake_allocate(device, size);
 })
 
-ENTRY(cuMemFree_v2, (uint64_t memory),
-      { result = device < 0 ? FAKE_INVALID_CONTEXT : fake_release((void *)(uintptr_t)memory, 0); })
+/* As the real one does of such memory, it waits for the device. */
+ENTRY(cuMemFree_v2, (uint64_t memory), {
+    if (device >= 0)
+        fake_finish(device);
+    result = device < 0 ? FAKE_INVALID_CONTEXT : fake_release((void *)(uintptr_t)memory, 0);
+})
 
 ENTRY(cuMemHostAlloc, (void **memory, size_t size, unsigned flags), {
     result = device < 0       ? FAKE_INVALID_CONTEXT
@@ -236,10 +240,11 @@ ENTRY(cuEventRecord, (void *event, void *stream), {
     if (!on || recorded->device != device)
         result = device < 0 ? FAKE_INVALID_CONTEXT : FAKE_INVALID_HANDLE;
     else if (on->capture) {
-        fake_complain("an event is recorded into a capture");
-        result = FAKE_CAPTURED_EVENT;
+        recorded->stream = NULL;
+        recorded->captured = 1;
     } else {
         recorded->stream = on;
+        recorded->captured = 0;
         recorded->until = on->submitted + 1;
         fake_submit(on, (fake_op){.kind = FAKE_RECORD});
     }
@@ -247,14 +252,16 @@ ENTRY(cuEventRecord, (void *event, void *stream), {
 
 ENTRY(cuEventQuery, (void *event), {
     const fake_event *asked = event;
-    result = unsafe_now("cuEventQuery");
+    result = asked->captured ? FAKE_CAPTURED_EVENT : unsafe_now("cuEventQuery");
     if (!result && asked->stream && asked->stream->done < asked->until)
         result = FAKE_NOT_READY;
 })
 
 ENTRY(cuEventSynchronize, (void *event), {
     const fake_event *asked = event;
-    if (asked->stream)
+    if (asked->captured)
+        result = FAKE_CAPTURED_EVENT;
+    else if (asked->stream)
         fake_run_until(asked->stream, asked->until);
 })
 
@@ -263,7 +270,10 @@ ENTRY(cuStreamWaitEvent, (void *stream, void *event, unsigned flags), {
     fake_stream *on = device < 0 ? NULL : fake_stream_of(stream, device);
     if (!on || flags)
         result = device < 0 ? FAKE_INVALID_CONTEXT : FAKE_INVALID_HANDLE;
-    else if (asked->stream)
+    else if (asked->captured) {
+        fake_complain("a stream joins a capture by its event");
+        result = FAKE_CAPTURED_EVENT;
+    } else if (asked->stream)
         fake_submit(on,
                     (fake_op){.kind = FAKE_WAIT, .other = asked->stream, .until = asked->until});
 })

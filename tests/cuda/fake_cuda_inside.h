@@ -127,6 +127,7 @@ struct fake_event {
     fake_stream *stream;
     uint64_t until;
     int device;
+    int captured; /* it marks a place in a graph */
 };
 
 /* fake_cuda.c */
@@ -151,6 +152,7 @@ void fake_complain(const char *format, ...) __attribute__((format(printf, 1, 2))
 fake_stream *fake_stream_of(void *handle, int device);
 void fake_submit(fake_stream *stream, fake_op op);
 void fake_run_until(fake_stream *stream, uint64_t until);
+void fake_finish(int device);
 void fake_drop(fake_object *dropped);
 extern size_t fake_objects; /* that live */
 extern __thread int fake_dropping;

@@ -142,6 +142,13 @@ void fake_run_until(fake_stream *stream, uint64_t until)
         run_first(stream);
 }
 
+void fake_finish(int device)
+{
+    for (fake_stream *s = streams; s; s = s->next)
+        if (s->device == device)
+            fake_run_until(s, s->submitted);
+}
+
 static fake_op *copy_of(const fake_op *op)
 {
     fake_op *copy = malloc(sizeof *copy);

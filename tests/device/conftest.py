@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from accumulate.processes import results_of
+from faststep import _C
+from faststep._torch.streams import lasts
 from faststep.data.deliver import copies
 
 from . import fake, late
@@ -21,6 +23,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[fake.Machine]:
     started.lag(0)
     started.synchronize()
     fake.free_allocated()
+    _C.use_streams(lasts)
     assert started.complaint() is None
 
 

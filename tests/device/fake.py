@@ -15,7 +15,7 @@ import struct
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -207,6 +207,8 @@ class Living(ctypes.Structure):
 class Machine:
     """What a test asks of the fake driver."""
 
+    lasting: ClassVar[set[int]] = set()  # handles of streams
+
     def __init__(self) -> None:
         self.library = library()
 
@@ -218,9 +220,16 @@ class Machine:
         """Let the nth call of an entry point from now on return an error."""
         self.library.fake_cuda_fail(name.encode(), ctypes.c_long(nth), code)
 
-    def stream(self, ordinal: int = 0) -> int:
-        """A new stream; see `use`."""
-        return int(self.library.fake_cuda_stream(ordinal))
+    def stream(self, ordinal: int = 0, lasts: bool = True) -> int:
+        """A new stream: of torch's own, or one that may be destroyed; see `use`."""
+        handle = int(self.library.fake_cuda_stream(ordinal))
+        if lasts:
+            self.lasting.add(handle)
+        return handle
+
+    def lasts(self, ordinal: int, handle: int) -> bool:
+        """What `faststep._torch.streams.lasts` says on a machine with CUDA."""
+        return handle in self.lasting
 
     def use(self, stream: int | None, ordinal: int = 0) -> None:
         """Make a stream the current one."""
@@ -270,6 +279,7 @@ class Machine:
 def start(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Make a CUDA machine for one test."""
     machine = Machine()
+    _C.use_streams(machine.lasts)
     original = _capsule_pointer(getattr(torch.Tensor, API))
     for ordinal, kind in enumerate(TYPES):
         pointer = machine.library.claim_api(ctypes.c_void_p(original), ordinal)

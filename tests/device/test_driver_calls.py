@@ -22,10 +22,13 @@ from .common import Pair, same_bits, values
 LARGE = 3 * 16384 + 5  # some chunks
 LAUNCH = {"cuCtxPushCurrent_v2": 1, "cuLaunchKernel": 1, "cuCtxPopCurrent_v2": 1}
 STEP = {**LAUNCH, "cuLaunchKernel": 2}
-# On a stream that may be destroyed an event is recorded behind each step, and it may be captured.
-BESIDE = {
-    **{"cuCtxPushCurrent_v2": 2, "cuCtxPopCurrent_v2": 2},
-    **{"cuStreamGetCaptureInfo_v2": 1, "cuStreamGetId": 1},
+# What a stream takes as well: torch's own may be captured; behind a step on one that may be
+# destroyed an event is recorded, and another one may get its handle.
+TWICE = {"cuCtxPushCurrent_v2": 2, "cuCtxPopCurrent_v2": 2, "cuStreamGetCaptureInfo_v2": 1}
+AS_WELL: dict[str, dict[str, int]] = {
+    "default": {},
+    "torch's own": TWICE,
+    "external": {**TWICE, "cuStreamGetId": 1, "cuEventRecord": 1},
 }
 
 
@@ -39,15 +42,16 @@ def calls_of(machine: fake.Machine, work: Callable[[], object]) -> dict[str, int
     return {name: count for name, count in found.items() if count}
 
 
-@pytest.fixture(params=["default", "other"])
-def default(request: pytest.FixtureRequest, machine: fake.Machine) -> bool:
-    """Whether the default stream is current, or another one."""
-    if request.param == "default":
-        machine.use(None)
-    return bool(request.param == "default")
+@pytest.fixture(params=AS_WELL)
+def as_well(request: pytest.FixtureRequest, machine: fake.Machine) -> dict[str, int]:
+    """What a step takes as well on the stream that is current."""
+    name = str(request.param)
+    machine.use(None if name == "default" else machine.stream(lasts=name == "torch's own"))
+    return AS_WELL[name]
 
 
-def test_a_hook_that_accumulates(machine: fake.Machine, default: bool) -> None:
+@pytest.mark.usefixtures("as_well")
+def test_a_hook_that_accumulates(machine: fake.Machine) -> None:
     sums = [fake.claim(torch.zeros(LARGE))]
 
     def hook() -> None:  # another gradient each time
@@ -61,7 +65,7 @@ def test_a_hook_that_accumulates(machine: fake.Machine, default: bool) -> None:
     assert torch.equal(fake.plain(sums[0]), torch.full((LARGE,), 4.0))
 
 
-def test_a_released_update(machine: fake.Machine, default: bool) -> None:
+def test_a_released_update(machine: fake.Machine, as_well: dict[str, int]) -> None:
     pair = Pair([values((LARGE,), 0, torch.float32)])
     a, b = pair.optimizers(faststep.optim.AdamW, lr=1e-2)
     number = 0
@@ -75,22 +79,18 @@ def test_a_released_update(machine: fake.Machine, default: bool) -> None:
             optimizer.step()
         machine.synchronize()
 
-    found = calls_of(machine, update)
-    if default:
-        assert found == STEP
-    else:
-        assert found == {**STEP, **BESIDE, "cuEventRecord": 1}
+    assert calls_of(machine, update) == {**STEP, **as_well}
     assert _C.device_counts()[1] > 0
     pair.assert_same(a, b)
 
 
-def test_lists(machine: fake.Machine, default: bool) -> None:
+def test_lists(machine: fake.Machine, as_well: dict[str, int]) -> None:
     pair = Pair([values((n,), n, torch.float32) for n in (7, LARGE, 300)])
     pair.set_grads([values((n,), n, torch.float32) for n in (7, LARGE, 300)])
     out = fake.claim(torch.zeros((), dtype=torch.float64))
     grads = [p.grad for p in pair.cuda]
     found = calls_of(machine, lambda: _C.device_norm(grads, 2.0, out))
-    assert found == (LAUNCH if default else {**LAUNCH, **BESIDE, "cuEventRecord": 1})
+    assert found == {**LAUNCH, **as_well}
     assert calls_of(machine, lambda: _C.device_clip(grads, 0.5, out)) == LAUNCH
     assert calls_of(machine, lambda: _C.device_clamp(grads, 0.5)) == LAUNCH
 
@@ -148,11 +148,12 @@ def test_sums_in_a_graph_need_nothing_but_the_graph(machine: fake.Machine) -> No
 
 
 def test_updates_on_changing_streams_keep_their_order(machine: fake.Machine) -> None:
-    """From the default stream, whose end is marked only now, to others and back."""
+    """From streams whose end is marked only now to others, and back."""
     machine.lag(20)
     pair = Pair([values((100,), 0, torch.float32)])
     a, b = pair.optimizers(faststep.optim.AdamW, lr=1e-2, max_grad_norm=0.5)
-    streams = [None, machine.stream(), None, None, machine.stream()]
+    own, external = machine.stream(), machine.stream(lasts=False)
+    streams = [None, own, None, external, own]
     grads = []  # which the late device reads
     for number in range(20):
         machine.use(streams[number % 5])
@@ -163,6 +164,50 @@ def test_updates_on_changing_streams_keep_their_order(machine: fake.Machine) -> 
     machine.lag(0)
     machine.synchronize()
     pair.assert_same(a, b)
+
+
+def test_python_is_asked_about_a_stream_once(
+    machine: fake.Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it says may come with another gradient, which the step then takes."""
+    pair = Pair([values((100,), 0, torch.float32)])
+    a, b = pair.optimizers(faststep.optim.AdamW, lr=1e-2)
+    asked = []
+
+    def lasts(device: int, handle: int) -> bool:
+        asked.append((device, handle))
+        pair.cuda[0].grad = fake.claim(pair.cpu[0].grad.clone())
+        return True
+
+    _C.use_streams(lasts)
+    streams = [machine.stream(), machine.stream()]
+    for number in range(6):
+        machine.use(streams[number % 2])
+        pair.set_grads([values((100,), number, torch.float32)])
+        if number < 2:
+            pair.cuda[0].grad = fake.claim(torch.full((100,), torch.nan))
+        for optimizer in (a, b):
+            optimizer.step()
+        machine.synchronize()
+    assert asked == [(0, stream) for stream in streams]
+    pair.assert_same(a, b)
+
+
+def test_an_answer_that_fails_names_the_parameter(machine: fake.Machine) -> None:
+    def lasts(device: int, handle: int) -> bool:
+        raise ValueError("no idea")
+
+    pair = Pair([torch.ones(3)])
+    _, optimizer = pair.optimizers(faststep.optim.SGD)
+    pair.set_grads([torch.ones(3)])
+    machine.use(machine.stream())
+    _C.use_streams(lasts)
+    with pytest.raises(RuntimeError, match=r"parameter 0 in group 0 .*no idea"):
+        optimizer.step()
+    with pytest.raises(TypeError, match=r"tensor 0 .*no idea"):
+        _C.device_clamp([pair.cuda[0].grad], 1.0)
+    _C.use_streams(None)
+    optimizer.step()
 
 
 def test_nothing_grows(machine: fake.Machine) -> None:

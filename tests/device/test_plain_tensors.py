@@ -29,6 +29,7 @@ CLAIM = """
 lib = fake.library()
 api = lib.claim_api(ctypes.c_void_p(fake._capsule_pointer(getattr(torch.Tensor, fake.API))), 0)
 lib.claim_stream(0, ctypes.c_void_p(lib.fake_cuda_stream(0)))
+faststep._C.use_streams(lambda device, stream: True)
 setattr(torch.Tensor, fake.API, fake._capsule(api))
 torch.Tensor.is_cuda = property(lambda self: True)
 torch.Tensor.device = property(lambda self: torch.device("cuda", 0))
@@ -53,6 +54,27 @@ assert lib.fake_cuda_complaint() is None
         + DIGEST
     )
     assert on_device == on_host
+
+
+def test_a_new_stream_between_steps_that_are_alike() -> None:
+    """It is asked about before the step, which is then the short one again."""
+    out = run_python(
+        TRAIN
+        + CLAIM
+        + """
+asked = []
+faststep._C.use_streams(lambda device, stream: asked.append(stream) or True)
+optimizer, params = train()
+streams = [lib.fake_cuda_stream(0) for _ in range(2)]
+ids = lib.fake_cuda_calls(b"cuStreamGetId")
+for step in range(6):
+    lib.claim_stream(0, ctypes.c_void_p(streams[step % 2]))
+    optimizer.step()
+lib.fake_cuda_synchronize()
+print(asked[1:] == streams, lib.fake_cuda_calls(b"cuStreamGetId") - ids, lib.fake_cuda_complaint())
+"""
+    )
+    assert out == "True 0 None\n"
 
 
 CHANGES = """

@@ -390,6 +390,7 @@ SETTINGS: dict[str, tuple[Any, ...]] = {
     "use_callbacks": (faststep._torch.library.address_of_has_callbacks(),),
     "use_dtensors": (DTensor, vars(DTensor)["_local_tensor"], vars(DTensor)["_spec"]),
     "use_records": tuple(_layout) if _layout is not None else (),
+    "use_streams": (faststep._torch.streams.lasts,),
     "use_threads_of": (faststep._torch.library.libtorch_cpu_path(),),
     "use_kernels_of": (str(faststep._KERNELS),),
     "keep_locked_memory": (False,),

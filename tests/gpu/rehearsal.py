@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from device import fake
+from faststep import _C
+from faststep._torch.streams import lasts
 
 
 class Stream:
@@ -22,13 +24,24 @@ class Stream:
 
     def __init__(self, machine: fake.Machine, ordinal: int = 0) -> None:
         self.machine, self.ordinal = machine, ordinal
-        self.handle = machine.stream(ordinal)
+        self.handle = self.cuda_stream = machine.stream(ordinal)
 
     def wait_stream(self, other: Stream) -> None:
         self.machine.synchronize()
 
     def synchronize(self) -> None:
         self.machine.synchronize()
+
+
+class ExternalStream(Stream):
+    def __init__(self, handle: int, device: int = 0) -> None:
+        self.ordinal, self.handle, self.cuda_stream = device, handle, handle
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ExternalStream) and self.handle == other.handle
+
+    def __hash__(self) -> int:
+        return hash(self.handle)
 
 
 class Graph:
@@ -48,6 +61,7 @@ class Graph:
 def running(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """A CUDA machine with two devices for one test."""
     machine = fake.start(patch)
+    _C.use_streams(lasts)
     assert machine.complaint() is None
     Stream.current = Stream(machine)
     machine.use(Stream.current.handle)
@@ -97,6 +111,7 @@ def running(patch: pytest.MonkeyPatch) -> Iterator[None]:
     patch.setattr(torch.cuda, "_sleep", lambda cycles: None)
     patch.setattr(torch.cuda, "device", lambda device: nullcontext())
     patch.setattr(torch.cuda, "Stream", lambda: Stream(machine))
+    patch.setattr(torch.cuda, "ExternalStream", ExternalStream)
     patch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current)
     patch.setattr(torch.cuda, "stream", use)
     patch.setattr(torch.cuda, "CUDAGraph", lambda: Graph(machine))

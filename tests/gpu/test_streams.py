@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import faststep
+from faststep._torch.streams import lasts
 from optim.declarations import ALL, Declaration
 
 from .common import (
@@ -43,6 +44,18 @@ def test_alternating_streams() -> None:
         previous = stream
     torch.cuda.synchronize()
     twins.assert_same(a, b)
+
+
+def test_which_streams_last() -> None:
+    """Those of torch's pools, but no stream that a user has made."""
+    own, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(own):
+        assert lasts(0, own.cuda_stream)
+        assert not lasts(0, other.cuda_stream)  # it is not current
+    external = torch.cuda.ExternalStream(own.cuda_stream)
+    with torch.cuda.stream(external):
+        assert torch.cuda.current_stream().cuda_stream == own.cuda_stream
+        assert not lasts(0, own.cuda_stream)
 
 
 def test_two_optimizers_on_two_streams() -> None:

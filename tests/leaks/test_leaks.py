@@ -511,6 +511,22 @@ def modes() -> Iterator[Case]:
     yield failing(_C.use_modes, -1), []
 
 
+def streams() -> Iterator[Case]:
+    """A function that is not called here, none, and what is no function; then what was in use."""
+
+    def function(device: int, handle: int) -> bool:
+        return False
+
+    def forget_it() -> None:
+        _C.use_streams(function)
+        _C.use_streams(faststep._torch.streams.lasts)
+
+    yield forget_it, [function, faststep._torch.streams.lasts]
+    yield lambda: _C.use_streams(None), []
+    yield failing(_C.use_streams, 5), []
+    yield lambda: _C.use_streams(faststep._torch.streams.lasts), []
+
+
 def device_info() -> Iterator[Case]:
     yield failing(_C.device_info, 10**6), []
     yield failing(_C.device_info, "0"), []
@@ -767,6 +783,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "use_callbacks": callbacks,
     "use_dtensors": dtensors,
     "use_modes": modes,
+    "use_streams": streams,
     "use_kernels_of": kernels,
     "use_owners": owners,
     "use_records": records,

@@ -34,11 +34,12 @@ int fst_list_device(fst_module *state, PyObject *tensors, int *device, void **st
         failed = fst_problem_set(&problem, "device", "is not on a CUDA device");
     *device = view.device;
     if (!failed)
-        failed = fst_tensor_stream(&state->tensors, first, view.device, stream, &problem);
+        failed = fst_tensor_stream(&state->tensors, first, view.device, stream, &problem) ||
+                 fst_stream_note(&state->tensors, view.device, *stream, &problem);
     Py_DECREF(first);
     if (failed)
         PyErr_Format(PyExc_TypeError, "tensor 0 %s", problem.detail);
-    return failed;
+    return failed ? -1 : 0;
 }
 
 static int bind_once(fst_module *state, fst_device_list *it, PyObject *tensors, int written,

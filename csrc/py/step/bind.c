@@ -294,6 +294,20 @@ static int must_bind_again(const fst_binding *at, PyObject *param_lists)
     return at->write_grads || !is_still_so(at->module, at->self, param_lists, at->state);
 }
 
+/* Asks about streams on which no step has run so far. Returns 0, or -1 with a Python error. */
+static int note_streams(fst_module *module, const fst_step_plan *self)
+{
+    fst_problem problem;
+    for (size_t i = 0; i < self->part_count; i++) {
+        const fst_step_part *part = &self->parts[i];
+        if (part->device != FST_HOST && part->counter_count &&
+            fst_stream_note(&module->tensors, part->device, part->stream, &problem))
+            return fst_step_raise(module, part->counters->group, part->counters->index, "parameter",
+                                  problem.kind, problem.detail);
+    }
+    return 0;
+}
+
 PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                         PyObject *state, PyObject *fresh, int write_grads)
 {
@@ -310,7 +324,7 @@ PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param
             at.again++;
         } else {
             module->tensors.ran_python = 0;
-            if (fst_step_count_written(module, self))
+            if (fst_step_count_written(module, self) || note_streams(module, self))
                 Py_CLEAR(missing);
             else if (!checked)
                 inference = fst_step_check_inference(module, self, param_lists);
@@ -321,7 +335,7 @@ PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param
                 Py_CLEAR(missing);
             if (!missing || !module->tensors.ran_python)
                 break;
-            at.again = 0; /* what the check ran may have replaced anything: find all of it anew */
+            at.again = 0; /* what was run here may have replaced anything: find all of it anew */
             at.held_at = self->held_count;
         }
         Py_DECREF(missing);

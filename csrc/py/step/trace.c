@@ -293,8 +293,9 @@ static int find_streams(fst_module *module, fst_step_plan *self)
         fst_step_part *part = &self->parts[s];
         fst_problem problem;
         if (part->device != FST_HOST && part->counter_count &&
-            fst_tensor_stream(&module->tensors, part->sample, part->device, &part->stream,
-                              &problem))
+            (fst_tensor_stream(&module->tensors, part->sample, part->device, &part->stream,
+                               &problem) ||
+             fst_stream_is_new(&module->tensors, part->stream)))
             return -1;
     }
     return 0;

@@ -47,6 +47,7 @@ typedef struct {
     PyObject *is_neg, *is_inference; /* methods of torch.Tensor */
     PyObject *is_leaf;               /* the name of that attribute */
     PyObject *without_overrides; /* calls a method of torch.Tensor without a subclass's own code */
+    PyObject *stream_lasts;      /* of use_streams(); NULL: not known */
 } fst_tensors;
 
 enum { FST_HOST = -1 }; /* the device of a tensor in CPU memory; others are CUDA ordinals */
@@ -122,6 +123,12 @@ int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_vi
  * with `problem` filled. */
 int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void **stream,
                       fst_problem *problem);
+
+/* For work that another stream may have to wait for: whether nothing is known of torch's current
+ * stream on a device, and a call that asks Python code then and notes the answer. It returns 0, or
+ * -1 with `problem` filled. */
+int fst_stream_is_new(const fst_tensors *tensors, const void *stream);
+int fst_stream_note(fst_tensors *tensors, int device, const void *stream, fst_problem *problem);
 
 /* Whether the view is contiguous in the order of its shape, and not negated. */
 int fst_view_is_packed(const fst_view *view);

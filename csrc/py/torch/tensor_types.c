@@ -135,6 +135,7 @@ int fst_tensors_traverse(fst_tensors *tensors, visitproc visit, void *arg)
     Py_VISIT(tensors->is_inference);
     Py_VISIT(tensors->is_leaf);
     Py_VISIT(tensors->without_overrides);
+    Py_VISIT(tensors->stream_lasts);
     return fst_dtensors_traverse(&tensors->dtensors, visit, arg);
 }
 
@@ -151,4 +152,5 @@ void fst_tensors_clear(fst_tensors *tensors)
     Py_CLEAR(tensors->is_inference);
     Py_CLEAR(tensors->is_leaf);
     Py_CLEAR(tensors->without_overrides);
+    Py_CLEAR(tensors->stream_lasts);
 }
