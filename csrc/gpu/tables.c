@@ -168,8 +168,8 @@ static fst_code upload(fst_gpu_tables *tables, fst_status *status)
     return FST_OK;
 }
 
-/* Uploads as a part of a capture: the graph reads the pinned memory at every replay. Passes of
- * one capture share the tables, and so the outcome, while nothing changes. */
+/* Uploads as a part of a capture: the graph reads the pinned memory at every replay. Passes of one
+ * capture, on one stream, share the tables while no more changes than goes with a launch. */
 static fst_code upload_captured(fst_gpu_tables *tables, uint64_t capture, void *stream,
                                 fst_status *status)
 {
@@ -186,6 +186,7 @@ static fst_code upload_captured(fst_gpu_tables *tables, uint64_t capture, void *
         return status->code;
     copy->memory = memory;
     copy->capture = capture;
+    copy->stream = stream;
     fst_gpu_mirror_uploaded(&copy->mirror);
     return FST_OK;
 }
@@ -215,8 +216,8 @@ static fst_code set_inside(fst_gpu_tables *tables, const fst_work *work, const f
         (!capture && follow(tables, stream, status)))
         return status->code;
     tables->set = copy;
-    if (capture ? copy->capture == capture && fst_gpu_mirror_is_current(&copy->mirror)
-                : is_within_reach(copy, rules))
+    const int in_order = !capture || (copy->capture == capture && copy->stream == stream);
+    if (in_order && is_within_reach(copy, rules))
         return FST_OK;
     if (fst_driver_relax(device, &mode, status))
         return status->code;

@@ -14,8 +14,9 @@
 /* A copy of the tables in the device's memory. That of a capture was uploaded as a part of it. */
 typedef struct {
     fst_gpu_mirror mirror;
-    uint64_t memory; /* 0: no valid copy */
-    uint64_t capture;
+    uint64_t memory;  /* 0: no valid copy */
+    uint64_t capture; /* on this stream, */
+    void *stream;     /* whose work has its order in the graph */
 } fst_gpu_copy;
 
 typedef enum {

@@ -85,6 +85,40 @@ static void passes_of_a_capture_share_their_tables(void)
     nothing_lives();
 }
 
+/* Steps of one capture whose tables differ a little: what differs goes with the launches. */
+static void short_differences(void)
+{
+    model *m = model_new(0, 3);
+    void *stream = fake_cuda_stream(0), *joined = fake_cuda_stream(0);
+    int tag;
+    const fst_gpu_counts before = fst_gpu_counted();
+    const fake_cuda_living living = fake_cuda_alive();
+    void *graph = capture(m, stream, 20, &tag);
+    CHECK_INT((int64_t)(fst_gpu_counted().uploads - before.uploads), 1);
+    CHECK_INT((int64_t)(fake_cuda_alive().pinned - living.pinned), 1);
+    CHECK_INT((int64_t)(fake_cuda_alive().memory - living.memory), 1);
+    for (int i = 0; i < 3; i++)
+        replay(graph, stream, tag, 20);
+    models_finish();
+    fake_cuda_free_graph(graph);
+    /* What another stream does in the same capture is not in the order of this one. */
+    m->shift = 1;
+    fake_cuda_begin_capture(stream);
+    fake_cuda_join_capture(joined, stream);
+    tag = last_tag + 1;
+    for (int i = 0; i < 8; i++)
+        CHECK_INT(model_step(m, i < 4 ? stream : joined, &status), FST_OK);
+    graph = fake_cuda_end_capture(stream);
+    CHECK_INT((int64_t)(fst_gpu_counted().uploads - before.uploads), 3);
+    for (int i = 0; i < 8; i++)
+        expected[tag + i].launched = 0;
+    replay(graph, stream, tag, 8);
+    models_finish();
+    fake_cuda_free_graph(graph);
+    model_free(m);
+    nothing_lives();
+}
+
 /* The same step in two graphs, of which only the second is replayed: it does not count on what the
  * first would have uploaded. */
 static void a_graph_that_is_thrown_away(void)
@@ -108,7 +142,7 @@ static void a_graph_that_is_thrown_away(void)
 /* Graphs that go while their tables stay do not leave memory behind. */
 static void graphs_come_and_go(void)
 {
-    model *m = model_new(0, 9);
+    model *m = model_new(0, 60);
     void *stream = fake_cuda_stream(0);
     step(m, stream);
     const fake_cuda_living before = fake_cuda_alive();
@@ -214,6 +248,7 @@ int main(void)
         for (int warm_up = 0; warm_up < 3; warm_up++)
             replays_among_steps(lags[i], warm_up);
     passes_of_a_capture_share_their_tables();
+    short_differences();
     a_graph_that_is_thrown_away();
     graphs_come_and_go();
     a_graph_that_outlives_its_tables();

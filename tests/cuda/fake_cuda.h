@@ -50,8 +50,10 @@ void fake_cuda_recreate_stream(void *stream);
 /* Runs all that is queued. */
 void fake_cuda_synchronize(void);
 
-/* Captures a stream into a graph; replays a graph on a stream. */
+/* Captures a stream into a graph, which another one joins until that ends, as by an event; replays
+ * a graph on a stream. */
 void fake_cuda_begin_capture(void *stream);
+void fake_cuda_join_capture(void *stream, void *captured);
 void *fake_cuda_end_capture(void *stream);
 void fake_cuda_replay(void *graph, void *stream);
 void fake_cuda_free_graph(void *graph);

@@ -234,11 +234,24 @@ void fake_cuda_begin_capture(void *stream)
     fake_unlock();
 }
 
+void fake_cuda_join_capture(void *stream, void *captured)
+{
+    fake_stream *joining = stream;
+    const fake_stream *other = captured;
+    fake_lock();
+    joining->capture = other->capture;
+    joining->graph = other->graph;
+    fake_unlock();
+}
+
 void *fake_cuda_end_capture(void *stream)
 {
-    fake_stream *captured = stream;
+    const fake_stream *captured = stream;
     fake_lock();
-    captured->capture = 0;
+    const uint64_t capture = captured->capture;
+    for (fake_stream *s = streams; s; s = s->next)
+        if (s->capture == capture)
+            s->capture = 0;
     void *graph = captured->graph;
     fake_unlock();
     return graph;

@@ -151,6 +151,28 @@ def test_replays_after_a_state_dict_was_loaded(machine: fake.Machine) -> None:
     pair.assert_same(a, b)
 
 
+def test_steps_of_one_graph_share_their_upload(machine: fake.Machine) -> None:
+    """Another learning rate goes with the launches."""
+    pair = Pair([torch.ones(3)])
+    a, b = pair.optimizers(faststep.optim.SGD)
+    pair.set_grads([torch.ones(3)])
+    stream = machine.stream()
+    machine.use(stream)
+    before = _C.device_counts()
+    machine.capture(stream)
+    for step in range(5):
+        for optimizer in (a, b):
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+            optimizer.step()
+    graph = machine.captured(stream)
+    machine.replay(graph, stream)
+    machine.synchronize()
+    after = _C.device_counts()
+    assert (after[0] - before[0], after[1] - before[1]) == (10, 1)  # launches, uploads
+    pair.assert_same(a, b)
+    machine.drop(graph)
+
+
 def test_graph_and_optimizer_leave_no_memory(machine: fake.Machine) -> None:
     """Whichever goes first, what the graph needed is freed with the last of them."""
     stream = machine.stream()
