@@ -17,6 +17,7 @@ from ..amp.protocol import AskedToUnscale
 from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
+from ..optim.step import loss_of
 from .marks import Mark, mark_of
 from .window import Window
 
@@ -151,10 +152,7 @@ class Installed:
                 "install(scaler=...)"
             )
         closure = kwargs.pop("closure", args[0] if args else None)
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else loss_of(closure)
         if self._end_micro_step(optimizer):
             result = self._pass(inner, *args[1:], **kwargs)
             loss = result if closure is None else loss

@@ -13,6 +13,7 @@ from .. import _C
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 from ..grads.params import described
+from .step import loss_of
 
 __all__ = ["Adafactor"]
 
@@ -61,10 +62,7 @@ class Adafactor(torch.optim.Adafactor):
         Args:
             closure (Callable, optional): reevaluates the model and returns the loss.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else loss_of(closure)
         self._factored_step()
         return loss
 

@@ -25,7 +25,7 @@ from .checks import check_limit, refuse_group_options, refuse_part
 from .clipping import ClippedOptimizer
 from .masters import refuse_masters, with_master
 from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
-from .step import Stepper
+from .step import Stepper, loss_of
 from .work import StaleSquaresError, Work
 from .zeros import Zeros
 
@@ -167,10 +167,7 @@ class FusedOptimizer(ClippedOptimizer):
         Args:
             closure (Callable, optional): reevaluates the model and returns the loss.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else loss_of(closure)
         if torch.compiler.is_compiling():
             self._step_uncompiled()
         else:

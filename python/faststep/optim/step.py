@@ -9,6 +9,9 @@ which each rank has a part: then the ranks have to agree.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,9 +22,15 @@ from .measure import DividedGrads
 from .request import Rule, StepAnswer, StepRequest
 from .work import DevicesChangedError, DividedError, Done, Phase, Work
 
-__all__ = ["Stepper"]
+__all__ = ["Stepper", "loss_of"]
 
 _NO_SCALARS = Scalars(None, None, None)
+
+
+def loss_of(closure: Callable[[], Any]) -> Any:
+    """What the closure of a step returns; it may run backward."""
+    with torch.enable_grad():
+        return closure()
 
 
 class Stepper:

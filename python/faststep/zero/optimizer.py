@@ -20,6 +20,7 @@ from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit
 from ..optim.masters import note_stateless
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
+from ..optim.step import loss_of
 from ..optim.wrapped import PassesOn
 from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
@@ -123,10 +124,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
             RuntimeError: a rank does not answer; a gradient was set by hand; a parameter that was
                 frozen when the model was sharded has a gradient.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else loss_of(closure)
         self._step_uncompiled()
         return loss
 
