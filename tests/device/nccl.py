@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from faststep import zero
+from faststep import _C, zero
 from zero.common import _sum
 
 from . import fake
@@ -205,6 +205,7 @@ def _group_even_of_one(process_group: Any, replicate_group: Any = None) -> Any:
 def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     """Let torch.cuda be a late device, and NCCL the backend of its tensors, for one test."""
     late = Late(machine)
+    _C.use_streams(machine.lasts)
     inside = fake.OnCuda.__torch_function__.__func__
     busy: list[bool] = []
 
