@@ -87,7 +87,7 @@ class Gathering:
             self.length = 4
         if shape == 2:
             start, step = rng.choice(((0, 1), (8, -2), (2, 3), (odd_int(rng), odd_int(rng))))
-            nodes += ((1, 0, 3, 0, start, step),)
+            nodes += ((1, 0, 3, Raw(0), start, step),)
             self.length = 3
         if shape == 3:
             nodes += (
