@@ -109,10 +109,9 @@ def maybe_bad(
     as_they_were = world.chance(good)
     if not as_they_were:
         items = list(args)
-        for _ in range(world.rng.choice((1, 1, 1, 2))):
-            if items:
-                at = world.rng.randrange(len(items))
-                items[at] = _bad(world, items[at])
+        some = min(world.rng.choice((1, 1, 1, 2)), len(items))
+        for at in world.rng.sample(range(len(items)), some):  # no address twice
+            items[at] = _bad(world, items[at])
         if world.chance(0.05):
             items = items[: world.rng.randrange(len(items) + 1)]
         elif world.chance(0.03):

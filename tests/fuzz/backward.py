@@ -11,7 +11,7 @@ import torch
 from faststep import _C
 
 from . import hostile
-from .arguments import FLOATS, junk, maybe_bad, odd_int
+from .arguments import FLOATS, Raw, junk, maybe_bad, odd_int
 from .functions import params_for
 from .hostile import Key
 from .odd_tensors import packed
@@ -108,7 +108,7 @@ def hook_new(world: World) -> None:
             hook.plan.step([[param]], [rules[0]], owner.state, None, *options)
 
     hook: Any = None
-    args, _ = maybe_bad(world, (otherwise, weakref.ref(owner), rules), good=0.8)
+    args, _ = maybe_bad(world, (otherwise, weakref.ref(owner), rules, Raw(0)), good=0.8)
     hook = world.call("ReleaseHook", _C.ReleaseHook, args)
     if hook is not None:
         hook.group = world.rng.choice((0, 0, 0, 1, Key(0, True), Key(0, False), [], None))
