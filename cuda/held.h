@@ -26,31 +26,35 @@ FST_DEVICE void FST_T(share_with)(fst_share *share, const fst_device_operand *op
         share->shift = 4u - size;
 }
 
-/* Whether the thread holds word n of an operand: it has two words of REAL, one of a narrower
- * type. */
-FST_DEVICE int FST_T(has_word)(const fst_share *share, uint32_t base, const fst_device_operand *op,
-                               unsigned n)
+FST_DEVICE fst_tile FST_T(tile_of)(const fst_share *share, uint32_t base)
 {
-    return (n == 0 || fst_size_log2(op->dtype) == FST_T(SIZE_LOG2)) &&
-           fst_share_element(share, base, n * HELD / 2) < share->whole;
+    fst_tile tile;
+    tile.first = fst_share_element(share, base, 0);
+    tile.second = fst_share_element(share, base, HELD / 2);
+    tile.has_first = tile.first < share->whole;
+    tile.has_second = tile.second < share->whole;
+    return tile;
 }
 
-FST_DEVICE fst_words *FST_T(word_at)(const fst_share *share, uint32_t base,
-                                     const fst_device_operand *op, unsigned n)
+/* A thread has two words of REAL in a tile, and one of a narrower type, which has half the size. */
+FST_DEVICE fst_words *FST_T(first_of)(const fst_tile *tile, const fst_place *place)
 {
-    const int64_t element = share->begin + fst_share_element(share, base, n * HELD / 2);
-    return (fst_words *)fst_global(op->data + ((uint64_t)element << fst_size_log2(op->dtype)));
+    const unsigned size = FST_T(SIZE_LOG2) - (place->dtype != FST_T(SELF));
+    return (fst_words *)fst_global(place->at + (tile->first << size));
 }
 
-FST_DEVICE void FST_T(fetch)(const fst_share *share, uint32_t base, const fst_device_operand *op,
-                             fst_words *words)
+FST_DEVICE fst_words *FST_T(second_of)(const fst_tile *tile, const fst_place *place)
 {
-    FST_UNROLL
-    for (unsigned n = 0; n < 2; n++) {
-        words[n] = fst_words_zero();
-        if (FST_T(has_word)(share, base, op, n))
-            words[n] = *FST_T(word_at)(share, base, op, n);
-    }
+    return (fst_words *)fst_global(place->at + (tile->second << FST_T(SIZE_LOG2)));
+}
+
+FST_DEVICE void FST_T(fetch)(const fst_tile *tile, const fst_place *place, fst_words *words)
+{
+    words[0] = words[1] = fst_words_zero();
+    if (tile->has_first && place->dtype >= 0)
+        words[0] = *FST_T(first_of)(tile, place);
+    if (tile->has_second && place->dtype == FST_T(SELF))
+        words[1] = *FST_T(second_of)(tile, place);
 }
 
 /* From words to numbers. */
@@ -66,24 +70,25 @@ FST_DEVICE void FST_T(widen)(const fst_words *words, int32_t dtype, REAL *x)
         break;
         FST_T(FST_TYPES)
 #undef TYPE
-    default: /* no dtype is another */
+    default:
         FST_UNROLL
         for (unsigned q = 0; q < HELD; q++)
             x[q] = 0;
     }
 }
 
-/* From numbers to words. */
-FST_DEVICE void FST_T(narrow)(const REAL *x, int32_t dtype, fst_words *words)
+/* From numbers to words. With `any` a NaN becomes the one of the CPU, and else some NaN. */
+FST_DEVICE void FST_T(narrow)(const REAL *x, int32_t dtype, const int any, fst_words *words)
 {
     const unsigned held = HELD;
     words[1] = fst_words_zero();
     switch (fst_hidden(dtype)) {
-#define TYPE(dtype, name, items)                         \
-    case dtype:                                          \
-        words[0] = narrow_word_##name(x);                \
-        if (items < held)                                \
-            words[1] = narrow_word_##name(x + held / 2); \
+#define TYPE(dtype, name, items)                                                              \
+    case dtype:                                                                               \
+        words[0] = any ? narrow_word_##name(x) : narrow_numbers_##name(x);                    \
+        if (items < held)                                                                     \
+            words[1] =                                                                        \
+                any ? narrow_word_##name(x + held / 2) : narrow_numbers_##name(x + held / 2); \
         break;
         FST_T(FST_TYPES)
 #undef TYPE
@@ -93,15 +98,15 @@ FST_DEVICE void FST_T(narrow)(const REAL *x, int32_t dtype, fst_words *words)
     }
 }
 
-FST_DEVICE void FST_T(store)(const fst_share *share, uint32_t base, const fst_device_operand *op,
-                             const REAL *x)
+FST_DEVICE void FST_T(store)(const fst_tile *tile, const fst_place *place, const REAL *x,
+                             const int any)
 {
     fst_words words[2];
-    FST_T(narrow)(x, op->dtype, words);
-    FST_UNROLL
-    for (unsigned n = 0; n < 2; n++)
-        if (FST_T(has_word)(share, base, op, n))
-            *FST_T(word_at)(share, base, op, n) = words[n];
+    FST_T(narrow)(x, place->dtype, any, words);
+    if (tile->has_first)
+        *FST_T(first_of)(tile, place) = words[0];
+    if (tile->has_second && place->dtype == FST_T(SELF))
+        *FST_T(second_of)(tile, place) = words[1];
 }
 
 /* A number that is rounded to a type. */
@@ -138,4 +143,14 @@ FST_DEVICE void FST_T(set)(const fst_share *share, const fst_device_operand *op,
     else
         ((uint16_t *)data)[at] =
             op->dtype == FST_BF16 ? fst_f32_to_bf16((float)held) : fst_f32_to_f16((float)held);
+}
+
+/* Whether one of a thread's numbers is NaN. */
+FST_DEVICE int FST_T(any_nan)(const REAL *x)
+{
+    int nan = 0;
+    FST_UNROLL
+    for (unsigned q = 0; q < HELD; q += 2)
+        nan |= (x[q] != x[q]) | (x[q + 1] != x[q + 1]);
+    return nan;
 }

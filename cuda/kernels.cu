@@ -13,8 +13,10 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 
 #define REAL float
 #define FST_T(name) name##_f32
+#define FST_QUICK(name) name##_quick
 #define HELD FST_T(HELD)
 #include "update_chunk.h"
+#undef FST_QUICK
 #include "reduce_chunk.h"
 #undef HELD
 #undef REAL
@@ -22,8 +24,10 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 
 #define REAL double
 #define FST_T(name) name##_f64
+#define FST_QUICK FST_T
 #define HELD FST_T(HELD)
 #include "update_chunk.h"
+#undef FST_QUICK
 #include "reduce_chunk.h"
 #undef HELD
 #undef REAL
@@ -63,12 +67,21 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #define STATE_ITEMS 8
 #include "update_known.h"
 #undef FST_K
-#undef MASTERS
+#undef PARAM
+#undef PARAM_DTYPE
+#undef STATE
+#define FST_K(name) name##_fp16
+#define PARAM of_f16
+#define PARAM_DTYPE FST_F16
+#define STATE of_f16
+#include "update_known.h"
+#undef FST_K
 #undef PARAM
 #undef PARAM_DTYPE
 #undef PARAM_ITEMS
 #undef STATE
 #undef STATE_ITEMS
+#undef MASTERS
 
 /* Whether a span's parameter and gradient have one type, its states one, and its master, if it has
  * one, fp32; and it has no copy. */
@@ -91,6 +104,8 @@ FST_DEVICE uint32_t update_most_f32(const fst_share *share, const fst_device_ope
         return update_known_fp32(share, op, step, write_grad, again);
     if (!masters && fst_is_known(op, FST_BF16, FST_BF16))
         return update_known_bf16(share, op, step, write_grad, again);
+    if (!masters && fst_is_known(op, FST_F16, FST_F16))
+        return update_known_fp16(share, op, step, write_grad, again);
     if (!masters && fst_is_known(op, FST_BF16, FST_F32))
         return update_known_bf16_beside_fp32(share, op, step, write_grad, again);
     if (masters && fst_is_known(op, FST_BF16, FST_F32))

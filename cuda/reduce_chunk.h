@@ -20,25 +20,25 @@ FST_DEVICE void FST_T(reduce_words)(const fst_share *share, uint32_t base,
                                     const fst_device_operand *op, const fst_reduction *what,
                                     double *lanes, int *seen)
 {
-    const int two_words = fst_size_log2(op->dtype) == FST_T(SIZE_LOG2);
+    const fst_place place = fst_place_of(share, op);
     fst_words words[FST_T(TILES_OF_ROW)][2];
-    FST_UNROLL
-    for (unsigned n = 0; n < FST_T(TILES_OF_ROW); n++)
-        FST_T(fetch)(share, base + n * FST_T(TILE), op, words[n]);
+    fst_tile tiles[FST_T(TILES_OF_ROW)];
     FST_UNROLL
     for (unsigned n = 0; n < FST_T(TILES_OF_ROW); n++) {
-        const uint32_t at = base + n * FST_T(TILE);
-        const int first = FST_T(has_word)(share, at, op, 0);
-        const int second = two_words ? FST_T(has_word)(share, at, op, 1) : first;
+        tiles[n] = FST_T(tile_of)(share, base + n * FST_T(TILE));
+        FST_T(fetch)(&tiles[n], &place, words[n]);
+    }
+    FST_UNROLL
+    for (unsigned n = 0; n < FST_T(TILES_OF_ROW); n++) {
         double *own = lanes + HELD * n;
         REAL x[HELD];
         FST_T(widen)(words[n], op->dtype, x);
         FST_UNROLL
         for (unsigned q = 0; q < HELD; q++)
-            if (q < HELD / 2 ? first : second)
+            if (q < HELD / 2 ? tiles[n].has_first : tiles[n].has_second)
                 x[q] = FST_T(take)(x[q], (REAL)what->factor, what, &own[q], seen);
         if (what->write)
-            FST_T(store)(share, at, op, x);
+            FST_T(store)(&tiles[n], &place, x, 1);
     }
 }
 

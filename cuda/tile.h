@@ -60,6 +60,26 @@ FST_DEVICE uint32_t fst_share_element(const fst_share *share, uint32_t base, uin
     return base + (run << share->shift) + (q & ((1u << share->shift) - 1u));
 }
 
+/* A thread's elements of a tile: two runs, of which either may lie behind the words. */
+typedef struct {
+    uint32_t first, second; /* element of the chunk at which the run begins */
+    int has_first, has_second;
+} fst_tile;
+
+/* An operand's elements of a chunk that are loaded by words. */
+typedef struct {
+    uint64_t at;   /* address of the first */
+    int32_t dtype; /* negative: there is no operand */
+} fst_place;
+
+FST_DEVICE fst_place fst_place_of(const fst_share *share, const fst_device_operand *op)
+{
+    fst_place place;
+    place.at = op->data + ((uint64_t)share->begin << fst_size_log2(op->dtype));
+    place.dtype = op->data ? op->dtype : -1;
+    return place;
+}
+
 /* Sets the bit of a tile of 256 elements: that of a turn, from an element on. */
 FST_DEVICE void fst_again(uint64_t *again, uint32_t element, uint32_t turn)
 {

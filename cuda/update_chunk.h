@@ -22,27 +22,35 @@ FST_DEVICE void FST_T(scale_grad)(FST_T(fst_held) *x, unsigned held, const FST_T
         x->g[q] = x->g[q] * step->inv_scale * step->coefficient;
 }
 
-FST_DEVICE void FST_T(apply)(FST_T(fst_held) *x, unsigned held, const FST_T(fst_step) *step)
+/* Applies the rule by quick_math.h, or exactly. */
+FST_DEVICE void FST_T(apply)(FST_T(fst_held) *x, unsigned held, const FST_T(fst_step) *step,
+                             const int quick)
 {
-    switch (step->rule) {
-#define RULE(name, states, hyper)                                                      \
-    case FST_RULE_##name: {                                                            \
-        const FST_T(name##_args) a = *(const FST_T(name##_args) *)step->args;          \
-        FST_UNROLL                                                                     \
-        for (unsigned q = 0; q < held; q++) {                                          \
-            REAL s[FST_MAX_STATES] = {x->state[0][q], x->state[1][q], x->state[2][q]}; \
-            x->p[q] = FST_T(name##_rule)(x->p[q], step->sign * x->g[q], s, &a);        \
-            FST_UNROLL                                                                 \
-            for (unsigned k = 0; k < FST_MAX_STATES; k++)                              \
-                x->state[k][q] = s[k];                                                 \
-        }                                                                              \
-        break;                                                                         \
+#define APPLY(type, rule)                                                          \
+    const type a = *(const type *)step->args;                                      \
+    FST_UNROLL                                                                     \
+    for (unsigned q = 0; q < held; q++) {                                          \
+        REAL s[FST_MAX_STATES] = {x->state[0][q], x->state[1][q], x->state[2][q]}; \
+        x->p[q] = rule(x->p[q], step->sign * x->g[q], s, &a);                      \
+        FST_UNROLL                                                                 \
+        for (unsigned k = 0; k < FST_MAX_STATES; k++)                              \
+            x->state[k][q] = s[k];                                                 \
     }
+    switch (step->rule) {
+#define RULE(name, states, hyper)                                 \
+    case FST_RULE_##name:                                         \
+        if (quick) {                                              \
+            APPLY(FST_QUICK(name##_args), FST_QUICK(name##_rule)) \
+        } else {                                                  \
+            APPLY(FST_T(name##_args), FST_T(name##_rule))         \
+        }                                                         \
+        break;
 #include "rules/rules.def"
 #undef RULE
     default:
         break;
     }
+#undef APPLY
 }
 
 /* The master, or the parameter where that is not the master rounded. */
@@ -51,49 +59,94 @@ FST_DEVICE REAL FST_T(newer)(REAL master, REAL param, int32_t dtype)
     return FST_T(rounded)(master, dtype) == param ? master : param;
 }
 
-FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base,
-                                    const fst_device_operand *op, const FST_T(fst_step) *step,
-                                    int write_grad)
+/* The same for all elements of the words that hold the master. */
+FST_DEVICE void FST_T(take_newer)(const fst_words *words, int32_t dtype, int32_t param_dtype,
+                                  REAL *p)
 {
-    const fst_device_operand *value = &op[op[FST_OP_MASTER].data ? FST_OP_MASTER : FST_OP_PARAM];
+    const unsigned held = HELD;
+    REAL master[HELD];
+    FST_T(widen)(words, dtype, master);
+    switch (fst_hidden(param_dtype)) {
+#define TYPE(dtype, name, items)                                                              \
+    case dtype:                                                                               \
+        FST_UNROLL                                                                            \
+        for (unsigned first = 0; first < held; first += items) {                              \
+            const fst_words narrow = narrow_numbers_##name(&master[first]);                   \
+            REAL rounded[items];                                                              \
+            widen_word_##name(&narrow, rounded);                                              \
+            FST_UNROLL                                                                        \
+            for (unsigned q = 0; q < items; q++)                                              \
+                p[first + q] = rounded[q] == p[first + q] ? master[first + q] : p[first + q]; \
+        }                                                                                     \
+        break;
+        FST_T(FST_TYPES)
+#undef TYPE
+    default:
+        break;
+    }
+}
+
+/* Where all operands lie. */
+FST_DEVICE void FST_T(places_of)(const fst_share *share, const fst_device_operand *op,
+                                 fst_place *at)
+{
+    FST_UNROLL
+    for (unsigned k = 0; k < FST_OP_COUNT; k++)
+        at[k] = fst_place_of(share, &op[k]);
+}
+
+/* Updates a thread's elements of a tile; floats by quick_math.h. Where a new parameter is NaN then,
+ * nothing is stored and the tile's bit is set in `again`. All loads but those of `op` are issued
+ * before the first of them is waited for. */
+FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base, fst_place *at,
+                                    const fst_device_operand *op, const FST_T(fst_step) *step,
+                                    int write_grad, uint64_t *again)
+{
+    const int quick = sizeof(REAL) == sizeof(float);
+    const fst_tile tile = FST_T(tile_of)(share, base);
     const int has_master = op[FST_OP_MASTER].data != 0;
-    fst_words words[2 + FST_MAX_STATES][2], param[2];
+    fst_place master = {0, -1};
+    fst_words words[FST_OP_COUNT][2];
     FST_T(fst_held) x;
-    param[0] = param[1] = fst_words_zero();
+    if (!tile.has_first)
+        return;
     if (has_master)
-        FST_T(fetch)(share, base, &op[FST_OP_PARAM], param);
-    FST_T(fetch)(share, base, value, words[0]);
-    FST_T(fetch)(share, base, &op[FST_OP_GRAD], words[1]);
+        master = fst_place_of(share, &op[FST_OP_MASTER]);
+    FST_T(fetch)(&tile, &master, words[FST_OP_MASTER]);
     FST_UNROLL
-    for (unsigned k = 0; k < FST_MAX_STATES; k++) {
-        words[2 + k][0] = words[2 + k][1] = fst_words_zero();
-        if (op[FST_OP_STATE + k].data)
-            FST_T(fetch)(share, base, &op[FST_OP_STATE + k], words[2 + k]);
-    }
-    FST_T(widen)(words[0], value->dtype, x.p);
-    if (has_master) {
-        FST_T(widen)(param, op[FST_OP_PARAM].dtype, x.g);
-        FST_UNROLL
-        for (unsigned q = 0; q < HELD; q++)
-            x.p[q] = FST_T(newer)(x.p[q], x.g[q], op[FST_OP_PARAM].dtype);
-    }
-    FST_T(widen)(words[1], op[FST_OP_GRAD].dtype, x.g);
+    for (unsigned k = 0; k < FST_OP_COUNT; k++)
+        if (k != FST_OP_COPY && k != FST_OP_MASTER)
+            FST_T(fetch)(&tile, &at[k], words[k]);
+    FST_T(widen)(words[FST_OP_PARAM], at[FST_OP_PARAM].dtype, x.p);
+    if (has_master)
+        FST_T(take_newer)(words[FST_OP_MASTER], master.dtype, at[FST_OP_PARAM].dtype, x.p);
+    FST_T(widen)(words[FST_OP_GRAD], at[FST_OP_GRAD].dtype, x.g);
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
-        FST_T(widen)(words[2 + k], op[FST_OP_STATE + k].dtype, x.state[k]);
+        FST_T(widen)(words[FST_OP_STATE + k], at[FST_OP_STATE + k].dtype, x.state[k]);
     FST_T(scale_grad)(&x, HELD, step);
+    FST_T(apply)(&x, HELD, step, quick);
+    if (quick && FST_T(any_nan)(x.p)) {
+        fst_again(again, base, 0);
+        return;
+    }
+    if (!quick) { /* doubles leave no registers to keep the places in */
+        fst_read_again();
+        FST_T(places_of)(share, op, at);
+    }
     if (write_grad)
-        FST_T(store)(share, base, &op[FST_OP_GRAD], x.g);
-    FST_T(apply)(&x, HELD, step);
+        FST_T(store)(&tile, &at[FST_OP_GRAD], x.g, !quick);
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
-        if (op[FST_OP_STATE + k].data)
-            FST_T(store)(share, base, &op[FST_OP_STATE + k], x.state[k]);
-    FST_T(store)(share, base, value, x.p);
-    if (has_master)
-        FST_T(store)(share, base, &op[FST_OP_PARAM], x.p);
-    if (op[FST_OP_COPY].data)
-        FST_T(store)(share, base, &op[FST_OP_COPY], x.p);
+        if (at[FST_OP_STATE + k].dtype >= 0)
+            FST_T(store)(&tile, &at[FST_OP_STATE + k], x.state[k], !quick);
+    FST_T(store)(&tile, &at[FST_OP_PARAM], x.p, !quick);
+    FST_UNROLL
+    for (unsigned k = FST_OP_MASTER; k <= FST_OP_COPY; k++)
+        if (op[k].data) {
+            const fst_place there = fst_place_of(share, &op[k]);
+            FST_T(store)(&tile, &there, x.p, !quick);
+        }
 }
 
 FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
@@ -114,7 +167,7 @@ FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
     FST_T(scale_grad)(&x, 1, step);
     if (write_grad)
         FST_T(set)(share, &op[FST_OP_GRAD], element, x.g[0]);
-    FST_T(apply)(&x, 1, step);
+    FST_T(apply)(&x, 1, step, 0);
     FST_UNROLL
     for (unsigned k = 0; k < FST_MAX_STATES; k++)
         if (op[FST_OP_STATE + k].data)
@@ -138,27 +191,32 @@ FST_DEVICE void FST_T(accumulate)(const fst_device_tables *tables, const fst_dev
                                   int two, const fst_device_chunk *chunk, REAL factor, int start)
 {
     fst_share share = fst_share_of(tables, chunk, threadIdx.x, FST_DEVICE_BLOCK);
+    const fst_place result = fst_place_of(&share, &op[0]);
+    fst_place at[3];
     FST_T(share_with)(&share, &op[0]);
     FST_T(share_with)(&share, &op[1]);
     if (two)
         FST_T(share_with)(&share, &op[2]);
     fst_share_close(&share);
+    FST_UNROLL
+    for (unsigned k = 0; k < 3; k++) {
+        at[k] = fst_place_of(&share, &op[k < 2 || two ? k : 1]);
+        at[k].dtype = (k == 0 && start) || (k == 2 && !two) ? -1 : at[k].dtype;
+    }
     for (uint32_t base = 0; base < share.whole; base += FST_DEVICE_BLOCK * HELD) {
+        const fst_tile tile = FST_T(tile_of)(&share, base);
         fst_words words[3][2];
-        REAL sum[HELD], term[HELD], more[HELD];
-        FST_T(fetch)(&share, base, &op[1], words[1]);
-        words[0][0] = words[0][1] = words[2][0] = words[2][1] = fst_words_zero();
-        if (two)
-            FST_T(fetch)(&share, base, &op[2], words[2]);
-        if (!start)
-            FST_T(fetch)(&share, base, &op[0], words[0]);
-        FST_T(widen)(words[0], op[0].dtype, sum);
-        FST_T(widen)(words[1], op[1].dtype, term);
-        FST_T(widen)(words[2], op[two ? 2 : 1].dtype, more);
+        REAL x[3][HELD];
+        FST_UNROLL
+        for (unsigned k = 0; k < 3; k++)
+            FST_T(fetch)(&tile, &at[k], words[k]);
+        FST_UNROLL
+        for (unsigned k = 0; k < 3; k++)
+            FST_T(widen)(words[k], at[k].dtype, x[k]);
         FST_UNROLL
         for (unsigned q = 0; q < HELD; q++)
-            sum[q] = FST_T(summed)(sum[q], term[q], more[q], two, factor, start);
-        FST_T(store)(&share, base, &op[0], sum);
+            x[0][q] = FST_T(summed)(x[0][q], x[1][q], x[2][q], two, factor, start);
+        FST_T(store)(&tile, &result, x[0], 1);
     }
     for (uint32_t i = share.whole + threadIdx.x; i < share.count; i += FST_DEVICE_BLOCK) {
         const REAL sum = start ? (REAL)0 : FST_T(get)(&share, &op[0], i);
@@ -179,17 +237,19 @@ FST_DEVICE void FST_T(change)(const fst_device_tables *tables, const fst_device_
                               const fst_device_chunk *chunk, REAL factor, int clamp)
 {
     fst_share share = fst_share_of(tables, chunk, threadIdx.x, FST_DEVICE_BLOCK);
+    const fst_place at = fst_place_of(&share, op);
     FST_T(share_with)(&share, op);
     fst_share_close(&share);
     for (uint32_t base = 0; base < share.whole; base += FST_DEVICE_BLOCK * HELD) {
+        const fst_tile tile = FST_T(tile_of)(&share, base);
         fst_words words[2];
         REAL x[HELD];
-        FST_T(fetch)(&share, base, op, words);
-        FST_T(widen)(words, op->dtype, x);
+        FST_T(fetch)(&tile, &at, words);
+        FST_T(widen)(words, at.dtype, x);
         FST_UNROLL
         for (unsigned q = 0; q < HELD; q++)
             x[q] = FST_T(changed)(x[q], factor, clamp);
-        FST_T(store)(&share, base, op, x);
+        FST_T(store)(&tile, &at, x, 1);
     }
     for (uint32_t i = share.whole + threadIdx.x; i < share.count; i += FST_DEVICE_BLOCK)
         FST_T(set)(&share, op, i, FST_T(changed)(FST_T(get)(&share, op, i), factor, clamp));

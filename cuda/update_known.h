@@ -162,7 +162,7 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
                     for (int k = 0; k < (states); k++)                                            \
                         x.state[k][q] = s[k];                                                     \
                 }                                                                                 \
-                if (fst_any_nan(x.p)) {                                                           \
+                if (any_nan_f32(x.p)) {                                                           \
                     fst_again(again, base + ahead, turn);                                         \
                     continue;                                                                     \
                 }                                                                                 \

@@ -54,6 +54,14 @@ FST_DEVICE int32_t fst_hidden(int32_t number)
     return number;
 }
 
+/* nvcc keeps nothing in registers across this that it can read from memory again. */
+FST_DEVICE void fst_read_again(void)
+{
+#if defined(__CUDACC__)
+    asm volatile("" ::: "memory");
+#endif
+}
+
 /* As fst_f16_to_f32, but that a NaN may get other bits. */
 FST_DEVICE float fst_widen_f16(uint16_t half)
 {
@@ -136,16 +144,6 @@ FST_DEVICE uint32_t fst_narrow_two_f16(float low, float high)
     const uint32_t first = low != low ? 0x7FFFu : fst_f32_to_f16(low);
     return first | (high != high ? 0x7FFFu : (uint32_t)fst_f32_to_f16(high)) << 16;
 #endif
-}
-
-/* Whether one of 8 numbers is NaN. */
-FST_DEVICE int fst_any_nan(const float *x)
-{
-    int nan = 0;
-    FST_UNROLL
-    for (unsigned q = 0; q < 8; q += 2)
-        nan |= (x[q] != x[q]) | (x[q + 1] != x[q + 1]);
-    return nan;
 }
 
 #endif

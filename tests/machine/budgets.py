@@ -13,7 +13,7 @@ from machine.listing import disassemble
 from nvcc import ROOT, version
 
 FILE = ROOT / "tests/cuda/budgets.json"
-ARCHITECTURES = ["sm_80", "sm_86", "sm_90", "sm_100"]
+ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
 AT_MOST = ["instructions", "fp64", "registers", "stack", "spills"]
 AT_LEAST = ["before_wait", "in_flight"]
 SAME = ["elements", "loads", "stores"]  # of 16 bytes

@@ -53,7 +53,7 @@ def rows(
 ) -> list[tuple[str, list[Any], list[Pass]]]:
     """Name, passes of faststep and passes of torch."""
     found = []
-    for kind, size in (("fp32", 4), ("bf16", 2)):
+    for kind, size in (("fp32", 4), ("bf16", 2), ("fp16", 2)):
         own = rivals["kernels"][kind]
         torch = Pass(7 * size, 4 * size, own["shortest"], own["in_flight"])
         update = ours(budgets, f"fst_update adam {kind}", 4 * size, 3 * size)
