@@ -97,26 +97,26 @@ FST_DEVICE int fst_is_known(const fst_device_operand *op, int32_t param, int32_t
 }
 
 FST_DEVICE uint32_t update_most_f32(const fst_share *share, const fst_device_operand *op,
-                                    const fst_step_f32 *step, int write_grad, uint64_t *again)
+                                    const fst_step_f32 *step, int write_grad, uint64_t *unsure)
 {
     const int masters = op[FST_OP_MASTER].data != 0;
     if (!masters && fst_is_known(op, FST_F32, FST_F32))
-        return update_known_fp32(share, op, step, write_grad, again);
+        return update_known_fp32(share, op, step, write_grad, unsure);
     if (!masters && fst_is_known(op, FST_BF16, FST_BF16))
-        return update_known_bf16(share, op, step, write_grad, again);
+        return update_known_bf16(share, op, step, write_grad, unsure);
     if (!masters && fst_is_known(op, FST_F16, FST_F16))
-        return update_known_fp16(share, op, step, write_grad, again);
+        return update_known_fp16(share, op, step, write_grad, unsure);
     if (!masters && fst_is_known(op, FST_BF16, FST_F32))
-        return update_known_bf16_beside_fp32(share, op, step, write_grad, again);
+        return update_known_bf16_beside_fp32(share, op, step, write_grad, unsure);
     if (masters && fst_is_known(op, FST_BF16, FST_F32))
-        return update_known_bf16_with_masters(share, op, step, write_grad, again);
+        return update_known_bf16_with_masters(share, op, step, write_grad, unsure);
     return 0;
 }
 
 FST_DEVICE uint32_t update_most_f64(const fst_share *share, const fst_device_operand *op,
-                                    const fst_step_f64 *step, int write_grad, uint64_t *again)
+                                    const fst_step_f64 *step, int write_grad, uint64_t *unsure)
 {
-    (void)share, (void)op, (void)step, (void)write_grad, (void)again;
+    (void)share, (void)op, (void)step, (void)write_grad, (void)unsure;
     return 0;
 }
 
@@ -151,15 +151,14 @@ FST_KERNEL(fst_update, fst_update_launch)
     const int by_warps = count > gridDim.x, in_memory = tables->chunks >= FST_DEVICE_LAUNCH;
     if (outcome->skip)
         return;
-    for (int small = by_warps; small >= 0; small--) {
-        const uint32_t warps = small ? 1 : FST_WARPS; /* of a chunk */
+    for (uint32_t warps = by_warps ? 1 : FST_WARPS;; warps = FST_WARPS) { /* of a chunk */
         const uint32_t groups = gridDim.x * (FST_WARPS / warps);
         const uint32_t first = threadIdx.x / FST_WARP / warps * gridDim.x + blockIdx.x;
         for (uint32_t i = first; i < count; i += groups) {
             const fst_device_chunk chunk = chunks[count - 1 - i];
             if (in_memory && i + groups < count)
                 fst_ask_for(&chunks[count - 1 - i - groups]);
-            if (by_warps && (chunk.count <= FST_SMALL) != small)
+            if (by_warps && (chunk.count <= FST_SMALL) != (warps == 1))
                 continue;
             const fst_device_span span = fst_spans_of(tables)[chunk.span];
             if (span.wide)
@@ -167,6 +166,8 @@ FST_KERNEL(fst_update, fst_update_launch)
             else
                 update_f32(&launch, &chunk, &span, outcome, warps);
         }
+        if (warps == FST_WARPS)
+            return;
     }
 }
 

@@ -1,48 +1,74 @@
 /* quick_math.h - roots and quotients without the branches that sqrtf and / take for each operand.
  *
- * Where the short way may not give the bits of sqrtf or /, the result is NaN, as it is for a NaN.
- * Every rule's root and quotient reach the new parameter by sums and products alone, so that this
- * is NaN then. A loop looks for NaNs among several parameters at once, and computes these again. */
+ * There are two quick ways, for two kinds of loops, and both leave to sqrtf and / what they are not
+ * sure of.
+ *
+ * Loops for all types have FST_SQRT and FST_DIVIDE, whose result is NaN where it may not have the
+ * bits of sqrtf or /, as it is for a NaN. Every rule's root and quotient reach the new parameter by
+ * sums and products alone, so that this is NaN then.
+ *
+ * Loops that know their types also have FST_DESCEND, which most rules end with. It does not look at
+ * its operands. Its result is NaN, or below FST_LARGE, or has the bits: a quotient that is too
+ * small to be exact is also too small to change a parameter that is not. */
 #ifndef FST_CUDA_QUICK_MATH_H
 #define FST_CUDA_QUICK_MATH_H
 
-#include "rules/numbers.h"
+#include "rules/rules.h"
 #include "words.h"
+
+#define FST_LARGE 0x1p-32f /* a parameter below this is an exception */
+
+FST_FN float fst_refined_root(float x, float inverse)
+{
+    const float root = x * inverse;
+    return fmaf(fmaf(-root, root, x), inverse * 0.5f, root);
+}
 
 /* The root of x, from 1 / sqrt(x) as the hardware gives it or, for 0, any number. The operations
  * are those of nvcc's own sqrtf from 2^-101 on, where the residual x - root^2 is exact. */
 FST_FN float fst_root_from(float x, float inverse)
 {
-    const float root = x * inverse;
-    const float refined = fmaf(fmaf(-root, root, x), inverse * 0.5f, root);
+    const float refined = fst_refined_root(x, inverse);
     return (x >= 0x1p-101f) | (x == 0.0f) ? refined : NAN;
 }
 
 /* x / y for y > 0, from 1 / y to 23 bits, which is 0 where it would be subnormal. The residual is
  * exact unless its last place lies below 2^-149; its sign is such that -0 / y is -0. */
-FST_FN float fst_quotient_from(float x, float y, float inverse)
+FST_FN float fst_refined_quotient(float x, float y, float inverse)
 {
     const float nearer = fmaf(inverse, fmaf(-y, inverse, 1.0f), inverse);
     const float quotient = x * nearer;
-    const float refined = fmaf(-nearer, fmaf(y, quotient, -x), quotient);
+    return fmaf(-nearer, fmaf(y, quotient, -x), quotient);
+}
+
+FST_FN float fst_quotient_from(float x, float y, float inverse)
+{
+    const float refined = fst_refined_quotient(x, y, inverse);
     const int exact = (fabsf(x) >= 0x1p-100f) & (fabsf(refined) >= 0x1p-100f);
     return exact | (x == 0.0f) ? refined : NAN;
 }
 
-/* 1 / sqrt(x), but 2^64 for 0; NaN below 0. */
+/* 1 / sqrt(x); NaN below 0. */
 FST_DEVICE float fst_inverse_root(float x)
 {
 #if defined(__CUDACC__)
     float inverse;
     asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-#if __CUDA_ARCH__ >= 800
+    return inverse;
+#else
+    return (float)(1.0 / sqrt((double)x));
+#endif
+}
+
+/* The same, but 2^64 for 0. */
+FST_DEVICE float fst_inverse_root_or_most(float x)
+{
+    float inverse = fst_inverse_root(x);
+#if defined(__CUDACC__) && __CUDA_ARCH__ >= 800
     asm("min.NaN.f32 %0, %0, 0f5F800000;" : "+f"(inverse));
     return inverse;
 #else
     return inverse > 0x1p64f ? 0x1p64f : inverse;
-#endif
-#else
-    return x == 0.0f ? 0x1p64f : (float)(1.0 / sqrt((double)x));
 #endif
 }
 
@@ -52,14 +78,16 @@ FST_DEVICE float fst_inverse(float y)
 #if defined(__CUDACC__)
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(y));
 #else
-    inverse = fabsf(y) > 0x1p126f ? 0.0f : 1.0f / y;
+    const float nearest = 1.0f / y; /* the hardware's may be off in its last place */
+    const uint32_t off = isfinite(nearest) ? fst_bits_of_f32(y) % 3 - 1 : 0;
+    inverse = fabsf(y) > 0x1p126f ? 0.0f : fst_f32_of_bits(fst_bits_of_f32(nearest) + off);
 #endif
     return inverse;
 }
 
 FST_DEVICE float fst_quick_sqrt(float x)
 {
-    return fst_root_from(x, fst_inverse_root(x));
+    return fst_root_from(x, fst_inverse_root_or_most(x));
 }
 
 FST_DEVICE float fst_quick_divide(float x, float y)
@@ -67,7 +95,53 @@ FST_DEVICE float fst_quick_divide(float x, float y)
     return fst_quotient_from(x, y, fst_inverse(y));
 }
 
-/* The rules with these in place of sqrtf and /. Their arguments are those of float. */
+/* p - size * x / (sqrt(v) + eps), exactly, if that is NaN, at least FST_LARGE, or 0 with x = 0.
+ *
+ * The root is that of v * 2^48, where its residual is exact for every v; and 2^-126 more, which
+ * only changes 0. That root of 2^-63, times 2^-24, is lost beside eps. The quotient q has its bits
+ * unless |x| or |q| is below 2^-100. Then |size * q| is at most 2^-60, whatever its last bits are,
+ * and so less than a quarter of the last place of FST_LARGE. */
+FST_DEVICE float fst_quick_descent(float p, float size, float x, float v, float eps)
+{
+    const float least_eps = fmaf(fabsf(size), 0x1p-40f, 0x1p-60f);
+    const float offset = (eps >= least_eps) & (eps <= 1.0f) ? eps : NAN;
+    const float square = fmaf(v, 0x1p48f, 0x1p-126f);
+    const float root = fst_refined_root(square, fst_inverse_root(square));
+    const float y = fmaf(root, 0x1p-24f, offset);
+    return p - size * fst_refined_quotient(x, y, fst_inverse(y));
+}
+
+/* Whether all of a thread's parameters are at least FST_LARGE, and `large` is set. */
+FST_DEVICE int fst_all_large(const float *p, int large)
+{
+    FST_UNROLL
+    for (unsigned q = 0; q < 8; q++)
+        large &= fabsf(p[q]) >= FST_LARGE;
+    return large;
+}
+
+/* Whether those that are not are 0, with no gradient and no first moment, of which every x is a
+ * sum. */
+FST_DEVICE int fst_others_zero(const float *p, const float *g, const float *moment)
+{
+    int zero = 1;
+    FST_UNROLL
+    for (unsigned q = 0; q < 8; q++)
+        zero &=
+            (fabsf(p[q]) >= FST_LARGE) | ((p[q] == 0.0f) & (g[q] == 0.0f) & (moment[q] == 0.0f));
+    return zero;
+}
+
+/* Adds a multiple of a thread's parameters to its gradients. */
+FST_DEVICE void fst_decay(float *g, const float *p, float l2)
+{
+    FST_UNROLL
+    for (unsigned q = 0; q < 8; q++)
+        g[q] = g[q] + l2 * p[q];
+}
+
+/* The rules with these in place of sqrtf and /, for either kind of loops. Their arguments are those
+ * of float. */
 #define REAL float
 #define FST_T(name) name##_quick
 #define FST_SQRT fst_quick_sqrt
@@ -75,7 +149,15 @@ FST_DEVICE float fst_quick_divide(float x, float y)
 #include "rules/each.h"
 #undef REAL
 #undef FST_T
+#undef FST_DESCEND
+#define REAL float
+#define FST_T(name) name##_known
+#define FST_DESCEND fst_quick_descent
+#include "rules/each.h"
+#undef REAL
+#undef FST_T
 #undef FST_SQRT
 #undef FST_DIVIDE
+#undef FST_DESCEND
 
 #endif

@@ -80,10 +80,10 @@ FST_DEVICE fst_place fst_place_of(const fst_share *share, const fst_device_opera
     return place;
 }
 
-/* Sets the bit of a tile of 256 elements: that of a turn, from an element on. */
-FST_DEVICE void fst_again(uint64_t *again, uint32_t element, uint32_t turn)
+/* Leaves a tile of 256 elements, that of a turn from an element on, to a slower way. */
+FST_DEVICE void fst_leave(uint64_t *tiles, uint32_t element, uint32_t turn)
 {
-    *again |= (uint64_t)1 << (element / (8 * FST_WARP) + turn);
+    *tiles |= (uint64_t)1 << (element / (8 * FST_WARP) + turn);
 }
 
 #endif

@@ -31,7 +31,9 @@ FST_DEVICE void FST_T(apply)(FST_T(fst_held) *x, unsigned held, const FST_T(fst_
     FST_UNROLL                                                                     \
     for (unsigned q = 0; q < held; q++) {                                          \
         REAL s[FST_MAX_STATES] = {x->state[0][q], x->state[1][q], x->state[2][q]}; \
-        x->p[q] = rule(x->p[q], step->sign * x->g[q], s, &a);                      \
+        const REAL g = step->sign * x->g[q];                                       \
+        const REAL decayed = a.l2 != (REAL)0 ? g + a.l2 * x->p[q] : g;             \
+        x->p[q] = rule(x->p[q], decayed, s, &a);                                   \
         FST_UNROLL                                                                 \
         for (unsigned k = 0; k < FST_MAX_STATES; k++)                              \
             x->state[k][q] = s[k];                                                 \
@@ -96,11 +98,11 @@ FST_DEVICE void FST_T(places_of)(const fst_share *share, const fst_device_operan
 }
 
 /* Updates a thread's elements of a tile; floats by quick_math.h. Where a new parameter is NaN then,
- * nothing is stored and the tile's bit is set in `again`. All loads but those of `op` are issued
- * before the first of them is waited for. */
-FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base, fst_place *at,
-                                    const fst_device_operand *op, const FST_T(fst_step) *step,
-                                    int write_grad, uint64_t *again)
+ * stores nothing and returns 0. All loads but those of `op` are issued before the first of them is
+ * waited for. */
+FST_DEVICE int FST_T(update_words)(const fst_share *share, uint32_t base, fst_place *at,
+                                   const fst_device_operand *op, const FST_T(fst_step) *step,
+                                   int write_grad)
 {
     const int quick = sizeof(REAL) == sizeof(float);
     const fst_tile tile = FST_T(tile_of)(share, base);
@@ -109,7 +111,7 @@ FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base, fst_p
     fst_words words[FST_OP_COUNT][2];
     FST_T(fst_held) x;
     if (!tile.has_first)
-        return;
+        return 1;
     if (has_master)
         master = fst_place_of(share, &op[FST_OP_MASTER]);
     FST_T(fetch)(&tile, &master, words[FST_OP_MASTER]);
@@ -126,10 +128,8 @@ FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base, fst_p
         FST_T(widen)(words[FST_OP_STATE + k], at[FST_OP_STATE + k].dtype, x.state[k]);
     FST_T(scale_grad)(&x, HELD, step);
     FST_T(apply)(&x, HELD, step, quick);
-    if (quick && FST_T(any_nan)(x.p)) {
-        fst_again(again, base, 0);
-        return;
-    }
+    if (quick && FST_T(any_nan)(x.p))
+        return 0;
     if (!quick) { /* doubles leave no registers to keep the places in */
         fst_read_again();
         FST_T(places_of)(share, op, at);
@@ -147,6 +147,7 @@ FST_DEVICE void FST_T(update_words)(const fst_share *share, uint32_t base, fst_p
             const fst_place there = fst_place_of(share, &op[k]);
             FST_T(store)(&tile, &there, x.p, !quick);
         }
+    return 1;
 }
 
 FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,

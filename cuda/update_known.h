@@ -5,8 +5,8 @@
  *
  * A warp takes tiles of 256 elements, 8 of each thread, TURNS of them one after another. All loads
  * of an iteration are issued before the first of them is waited for; addresses and arguments are in
- * registers. Roots and quotients are taken by quick_math.h. Where a new parameter is NaN, the
- * thread stores nothing of the tile and sets its bit in `again`. */
+ * registers. Roots and quotients are taken by quick_math.h. Where these are not sure, the thread
+ * stores nothing of the tile and sets its bit in `unsure`. */
 
 enum {
     FST_K(PARAM_WORDS) = 8 / PARAM_ITEMS, /* of a thread's 8 elements */
@@ -24,10 +24,10 @@ typedef struct {
     fst_words param[2], grad[2], master[2], state[FST_MAX_STATES][2];
 } FST_K(fst_loaded);
 
-FST_DEVICE FST_K(fst_places) FST_K(places_of)(const fst_share *share, const fst_device_operand *op,
-                                              uint32_t ahead, int states)
+FST_DEVICE FST_K(fst_places)
+    FST_K(places_of)(const fst_share *share, const fst_device_operand *op, int states)
 {
-    const uint64_t first = (uint64_t)share->begin + ahead + share->thread * (uint32_t)FST_K(RUN);
+    const uint64_t first = (uint64_t)share->begin + share->thread * (uint32_t)FST_K(RUN);
     FST_K(fst_places) at;
     at.param = (fst_words *)fst_global(op[FST_OP_PARAM].data + first * (16 / PARAM_ITEMS));
     at.grad = (fst_words *)fst_global(op[FST_OP_GRAD].data + first * (16 / PARAM_ITEMS));
@@ -39,12 +39,14 @@ FST_DEVICE FST_K(fst_places) FST_K(places_of)(const fst_share *share, const fst_
     return at;
 }
 
-/* How far behind its first word a thread's word n of a turn lies. */
-FST_DEVICE uint32_t FST_K(word_of)(unsigned turn, unsigned n, unsigned items)
+/* A thread's word n of a turn, of the tiles that begin at element `base` of the chunk. */
+FST_DEVICE fst_words *FST_K(word_of)(fst_words *first, uint32_t base, unsigned turn, unsigned n,
+                                     unsigned items)
 {
     const unsigned words_of_run = FST_K(RUN) / items;
     const unsigned run = turn * (8 / FST_K(RUN)) + n / words_of_run;
-    return run * FST_WARP * words_of_run + n % words_of_run;
+    fst_words *of_base = (fst_words *)((char *)first + (uint64_t)base * (16 / items));
+    return of_base + run * FST_WARP * words_of_run + n % words_of_run;
 }
 
 FST_DEVICE void FST_K(load)(const FST_K(fst_places) * at, uint32_t base, unsigned turn, int states,
@@ -52,20 +54,18 @@ FST_DEVICE void FST_K(load)(const FST_K(fst_places) * at, uint32_t base, unsigne
 {
     FST_UNROLL
     for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {
-        const uint32_t word = base / PARAM_ITEMS + FST_K(word_of)(turn, n, PARAM_ITEMS);
-        words->param[n] = at->param[word];
-        words->grad[n] = at->grad[word];
+        words->param[n] = *FST_K(word_of)(at->param, base, turn, n, PARAM_ITEMS);
+        words->grad[n] = *FST_K(word_of)(at->grad, base, turn, n, PARAM_ITEMS);
     }
 #if MASTERS
-    words->master[0] = at->master[base / 4 + FST_K(word_of)(turn, 0, 4)];
-    words->master[1] = at->master[base / 4 + FST_K(word_of)(turn, 1, 4)];
+    words->master[0] = *FST_K(word_of)(at->master, base, turn, 0, 4);
+    words->master[1] = *FST_K(word_of)(at->master, base, turn, 1, 4);
 #endif
     FST_UNROLL
     for (int k = 0; k < states; k++)
         FST_UNROLL
     for (unsigned n = 0; n < FST_K(STATE_WORDS); n++)
-        words->state[k][n] =
-            at->state[k][base / STATE_ITEMS + FST_K(word_of)(turn, n, STATE_ITEMS)];
+        words->state[k][n] = *FST_K(word_of)(at->state[k], base, turn, n, STATE_ITEMS);
 }
 
 FST_DEVICE void FST_K(widen)(const FST_K(fst_loaded) * words, int states, fst_held_f32 *x)
@@ -101,31 +101,32 @@ FST_DEVICE void FST_K(store)(const FST_K(fst_places) * at, uint32_t base, unsign
     for (int k = 0; k < states; k++)
         FST_UNROLL
     for (unsigned n = 0; n < FST_K(STATE_WORDS); n++)
-        fst_store_once(&at->state[k][base / STATE_ITEMS + FST_K(word_of)(turn, n, STATE_ITEMS)],
+        fst_store_once(FST_K(word_of)(at->state[k], base, turn, n, STATE_ITEMS),
                        FST_TYPED(narrow_numbers, STATE)(&x->state[k][n * STATE_ITEMS]));
 #if MASTERS
-    fst_store_once(&at->master[base / 4 + FST_K(word_of)(turn, 0, 4)],
-                   narrow_numbers_of_f32(&x->p[0]));
-    fst_store_once(&at->master[base / 4 + FST_K(word_of)(turn, 1, 4)],
-                   narrow_numbers_of_f32(&x->p[4]));
+    fst_store_once(FST_K(word_of)(at->master, base, turn, 0, 4), narrow_numbers_of_f32(&x->p[0]));
+    fst_store_once(FST_K(word_of)(at->master, base, turn, 1, 4), narrow_numbers_of_f32(&x->p[4]));
 #endif
     FST_UNROLL
     for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++)
-        at->param[base / PARAM_ITEMS + FST_K(word_of)(turn, n, PARAM_ITEMS)] =
+        *FST_K(word_of)(at->param, base, turn, n, PARAM_ITEMS) =
             FST_TYPED(narrow_numbers, PARAM)(&x->p[n * PARAM_ITEMS]);
 }
 
+/* Stores the gradients unscaled and clipped, from what was loaded: those that the rule was given
+ * have the sign of a maximization, and weight decay. */
 FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, unsigned turn,
-                                  float sign, const float *g)
+                                  const FST_K(fst_loaded) * words, const fst_step_f32 *step)
 {
-    float x[8];
     FST_UNROLL
-    for (unsigned q = 0; q < 8; q++)
-        x[q] = sign * g[q];
-    FST_UNROLL
-    for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++)
-        at->grad[base / PARAM_ITEMS + FST_K(word_of)(turn, n, PARAM_ITEMS)] =
-            FST_TYPED(narrow_word, PARAM)(&x[n * PARAM_ITEMS]);
+    for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {
+        float x[PARAM_ITEMS];
+        FST_TYPED(widen_word, PARAM)(&words->grad[n], x);
+        FST_UNROLL
+        for (unsigned q = 0; q < PARAM_ITEMS; q++)
+            x[q] = x[q] * step->inv_scale * step->coefficient;
+        *FST_K(word_of)(at->grad, base, turn, n, PARAM_ITEMS) = FST_TYPED(narrow_word, PARAM)(x);
+    }
 }
 
 /* So many that a thread has some 8 loads in flight. */
@@ -135,15 +136,15 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
 #define RULE(name, states, hyper)                                                                 \
     FST_DEVICE uint32_t FST_K(name##_known)(const fst_share *share, const fst_device_operand *op, \
                                             const fst_step_f32 *step, const int write_grad,       \
-                                            uint64_t *again)                                      \
+                                            uint64_t *unsure)                                     \
     {                                                                                             \
-        const uint32_t run = 8 * FST_WARP * TURNS(states), ahead = step->warp * run;              \
+        const uint32_t run = 8 * FST_WARP * TURNS(states);                                        \
         const uint32_t stride = step->warps * run, known = share->whole - share->whole % run;     \
-        const name##_args_quick a = *(const name##_args_quick *)step->args;                       \
-        const float inv_scale = step->inv_scale, sign = step->sign;                               \
-        const float coefficient = sign * step->coefficient;                                       \
-        const FST_K(fst_places) at = FST_K(places_of)(share, op, ahead, states);                  \
-        for (uint32_t base = 0; base + ahead < known; base += stride) {                           \
+        const name##_args_known a = *(const name##_args_known *)step->args;                       \
+        const int decays = fst_uniform(a.l2 != 0.0f);                                             \
+        const float inv_scale = step->inv_scale, coefficient = step->sign * step->coefficient;    \
+        const FST_K(fst_places) at = FST_K(places_of)(share, op, states);                         \
+        for (uint32_t base = step->warp * run; base < known; base += stride) {                    \
             FST_K(fst_loaded) words[TURNS(states)];                                               \
             FST_UNROLL                                                                            \
             for (unsigned turn = 0; turn < TURNS(states); turn++)                                 \
@@ -154,20 +155,26 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
                 fst_held_f32 x;                                                                   \
                 FST_K(widen)(&words[turn], states, &x);                                           \
                 FST_UNROLL                                                                        \
+                for (unsigned q = 0; q < 8; q++)                                                  \
+                    x.g[q] = x.g[q] * inv_scale * coefficient;                                    \
+                if (decays)                                                                       \
+                    fst_decay(x.g, x.p, a.l2);                                                    \
+                FST_UNROLL                                                                        \
                 for (unsigned q = 0; q < 8; q++) {                                                \
                     float s[FST_MAX_STATES] = {x.state[0][q], x.state[1][q], x.state[2][q]};      \
-                    x.g[q] = x.g[q] * inv_scale * coefficient;                                    \
-                    x.p[q] = name##_rule_quick(x.p[q], x.g[q], s, &a);                            \
+                    x.p[q] = name##_rule_known(x.p[q], x.g[q], s, &a);                            \
                     FST_UNROLL                                                                    \
                     for (int k = 0; k < (states); k++)                                            \
                         x.state[k][q] = s[k];                                                     \
                 }                                                                                 \
-                if (any_nan_f32(x.p)) {                                                           \
-                    fst_again(again, base + ahead, turn);                                         \
-                    continue;                                                                     \
+                if (!fst_all_large(x.p, !write_grad)) {                                           \
+                    if (!fst_others_zero(x.p, x.g, x.state[0])) {                                 \
+                        fst_leave(unsure, base, turn);                                            \
+                        continue;                                                                 \
+                    }                                                                             \
+                    if (write_grad)                                                               \
+                        FST_K(store_grad)(&at, base, turn, &words[turn], step);                   \
                 }                                                                                 \
-                if (write_grad)                                                                   \
-                    FST_K(store_grad)(&at, base, turn, sign, x.g);                                \
                 FST_K(store)(&at, base, turn, states, &x);                                        \
             }                                                                                     \
         }                                                                                         \
@@ -181,12 +188,12 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
 /* Updates the tiles that fill all turns of a warp; returns the number of their elements. */
 FST_DEVICE uint32_t FST_K(update_known)(const fst_share *share, const fst_device_operand *op,
                                         const fst_step_f32 *step, const int write_grad,
-                                        uint64_t *again)
+                                        uint64_t *unsure)
 {
     switch (step->rule) {
 #define RULE(name, states, hyper) \
     case FST_RULE_##name:         \
-        return FST_K(name##_known)(share, op, step, write_grad, again);
+        return FST_K(name##_known)(share, op, step, write_grad, unsure);
 #include "rules/rules.def"
 #undef RULE
     default:

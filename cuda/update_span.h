@@ -1,5 +1,6 @@
-/* update_span.h - updates a chunk by some warps: most of it by a loop that knows its types, or by
- * one for all types, and the rest one by one. Included once for float and once for double. */
+/* update_span.h - updates a chunk by some warps: most of it by a loop that knows its types, what
+ * that leaves by one for all types, and the rest one by one. Included once for float and once for
+ * double. */
 
 FST_DEVICE void FST_T(update)(const fst_update_launch *launch, const fst_device_chunk *chunk,
                               const fst_device_span *span, const fst_device_outcome *outcome,
@@ -10,7 +11,7 @@ FST_DEVICE void FST_T(update)(const fst_update_launch *launch, const fst_device_
     fst_share share = fst_share_of(&launch->tables, chunk, threadIdx.x % FST_WARP, FST_WARP);
     FST_T(fst_step) step;
     fst_place at[FST_OP_COUNT];
-    uint64_t again = 0; /* tiles that this thread is to compute once more */
+    uint64_t unsure = 0; /* tiles that a loop which knows their types has left out */
     step.args = fst_args_of(&launch->tables, chunk->span);
     step.rule = span->rule;
     step.inv_scale = (REAL)outcome->inv_scale;
@@ -21,27 +22,31 @@ FST_DEVICE void FST_T(update)(const fst_update_launch *launch, const fst_device_
     for (unsigned k = 0; k < FST_OP_COUNT; k++)
         FST_T(share_with)(&share, &op[k]);
     fst_share_close(&share);
-    uint32_t base = warp * tile;
+    uint32_t base = warp * tile, rest = share.whole + warp * FST_WARP + share.thread;
+    uint32_t here = 0, left = 0; /* elements of a tile that are taken one by one */
     if (share.whole)
-        base += FST_T(update_most)(&share, op, &step, launch->write_grad, &again);
+        base += FST_T(update_most)(&share, op, &step, launch->write_grad, &unsure);
+    /* Found again, so that the loops above need not hold them in registers. */
+    const uint32_t index = (uint32_t)fst_hidden((int32_t)chunk->span);
+    op = fst_operands_of(&launch->tables, index);
+    step.args = fst_args_of(&launch->tables, index);
     FST_T(places_of)(&share, op, at);
-    for (; base < share.whole; base += warps * tile)
-        FST_T(update_words)(&share, base, at, op, &step, launch->write_grad, &again);
-    /* One by one: what is left of the tiles in `again`, and then what no words hold. */
-    uint32_t left = 0, rest = share.whole + warp * FST_WARP + share.thread;
-    while (left || again || rest < share.count) {
+    for (;;) {
         uint32_t element = rest;
-        if (left || again) {
-            if (!left) {
-                base = fst_lowest_bit(again) * tile;
-                again &= again - 1;
-                left = HELD;
-            }
-            element = fst_share_element(&share, base, --left);
+        if (left) {
+            element = fst_share_element(&share, here, --left);
             if (element >= share.whole)
                 continue;
-        } else {
+        } else if (unsure || base < share.whole) {
+            here = unsure ? fst_lowest_bit(unsure) * tile : base;
+            base += unsure ? 0 : warps * tile;
+            unsure &= unsure - 1;
+            left = FST_T(update_words)(&share, here, at, op, &step, launch->write_grad) ? 0 : HELD;
+            continue;
+        } else if (rest < share.count) { /* what no words hold */
             rest += warps * FST_WARP;
+        } else {
+            break;
         }
         FST_T(update_one)(&share, element, op, &step, launch->write_grad);
     }

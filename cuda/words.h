@@ -54,6 +54,17 @@ FST_DEVICE int32_t fst_hidden(int32_t number)
     return number;
 }
 
+/* Whether a condition holds that is the same for all threads of a warp. nvcc then knows that it is,
+ * and that a branch keeps them together. */
+FST_DEVICE int fst_uniform(int condition)
+{
+#if defined(__CUDACC__)
+    return __any_sync(0xFFFFFFFFu, condition);
+#else
+    return condition;
+#endif
+}
+
 /* nvcc keeps nothing in registers across this that it can read from memory again. */
 FST_DEVICE void fst_read_again(void)
 {

@@ -58,7 +58,7 @@ def version() -> str:
 def ptx(out: Path, fmad: bool = False, virtual: str = "compute_80") -> str:
     flags = (ROOT / "cuda/nvcc.flags").read_text().split()
     options = [f"--fmad={fmad}".lower() if flag == "--fmad=false" else flag for flag in flags]
-    options += ["-ptx", f"-arch={virtual}", "-Werror=all-warnings"]
+    options += ["-ptx", f"-arch={virtual}", "-Werror=all-warnings", "-lineinfo"]
     run(NVCC, *options, "-o", str(out), "cuda/kernels.cu")
     return out.read_text()
 

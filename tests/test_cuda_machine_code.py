@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from machine.budgets import ARCHITECTURES, Table, complaints, load, measure
-from machine.figures import Loop, Way, loops_of, ways_through
+from machine.figures import LEFT_OUT, Loop, Way, loops_of, ways_through
 from machine.graph import blocks, loops
 from machine.listing import disassemble, nvdisasm, parse
 from machine.predict import PAGE, Pass, table, written
@@ -88,6 +88,31 @@ def test_an_indirect_branch_and_a_call_do_not_end_a_loop() -> None:
     assert [one.at for one in only_way(text).code][:3] == [0x10, 0x20, 0x50]
     always = LISTING.replace("@P1 BRA `(.L_x_2)", "    BRA.U UP0, `(.L_x_2)")
     assert len(only_way(always).code) == 7
+
+
+def test_a_call_of_a_place_in_the_kernel_is_a_branch() -> None:
+    """For sm_80 a loop may be left so."""
+    leave = LISTING.replace("CALL.REL.NOINC `(slow)", "@P2 CALL.REL.NOINC `(.L_x_3)")
+    leave = leave.replace("@P1 BRA", "@P1 NOP")
+    leave = leave.replace("        /*00a0*/", ".L_x_3:\n        /*00a0*/")
+    assert [one.at for one in only_way(leave).code] == [*range(0x10, 0xA0, 0x10)]
+
+
+def test_what_adds_weight_decay_is_left_out() -> None:
+    """A block with three instructions of a line that figures.py names; two may be strays."""
+    (place,) = (place for place in LEFT_OUT if place[0] == "quick_math.h")
+    line = '\t//## File "/a/{}", line {}\n'
+    add = "        /*00{}*/ FADD R4, R4, R5 ; /* 0x0000000504047221 */\n"
+    before = LISTING.replace("CALL.REL.NOINC `(slow)", "NOP").replace(
+        ".L_x_2:\n", ".L_x_2:\n" + line.format("adam.h", 53)
+    )
+    at = before.index("        /*0030*/")
+    stray, whole = (
+        before[:at] + line.format(*place) + more + before[at:]
+        for more in ("", add.format("2c") + add.format("2e"))
+    )
+    assert len(only_way(before).code) == len(only_way(stray).code) == 9
+    assert [one.at for one in only_way(whole).code][:3] == [0x10, 0x20, 0x50]
 
 
 @pytest.fixture(scope="module")

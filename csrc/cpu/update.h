@@ -18,7 +18,9 @@ __attribute__((noinline)) static void FST_T(fst_loop_scale)(size_t n, REAL *rest
         for (size_t i = 0; i < n; i++) {                                                          \
             REAL s[FST_MAX_STATES] = {states > 0 ? s0[i] : 0, states > 1 ? s1[i] : 0,             \
                                       states > 2 ? s2[i] : 0};                                    \
-            p[i] = FST_T(name##_rule)(p[i], g[i] * inv_scale * factor, s, &a);                    \
+            const REAL grad = g[i] * inv_scale * factor;                                          \
+            const REAL decayed = a.l2 != (REAL)0 ? grad + a.l2 * p[i] : grad;                     \
+            p[i] = FST_T(name##_rule)(p[i], decayed, s, &a);                                      \
             if (states > 0)                                                                       \
                 s0[i] = s[0];                                                                     \
             if (states > 1)                                                                       \

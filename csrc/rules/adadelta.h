@@ -18,7 +18,6 @@ FST_FN void FST_T(adadelta_fill)(FST_T(adadelta_args) *a, const double *hyper, d
 
 FST_FN REAL FST_T(adadelta_rule)(REAL p, REAL g, REAL *s, const FST_T(adadelta_args) *a)
 {
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = a->rho * s[0] + a->one_minus_rho * g * g;
     const REAL delta = FST_DIVIDE(FST_SQRT(s[1] + a->eps), FST_SQRT(s[0] + a->eps)) * g;
     s[1] = a->rho * s[1] + a->one_minus_rho * delta * delta;

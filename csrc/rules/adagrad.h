@@ -14,7 +14,6 @@ FST_FN void FST_T(adagrad_fill)(FST_T(adagrad_args) *a, const double *hyper, dou
 
 FST_FN REAL FST_T(adagrad_rule)(REAL p, REAL g, REAL *s, const FST_T(adagrad_args) *a)
 {
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = s[0] + g * g;
-    return p - a->lr * FST_DIVIDE(g, FST_SQRT(s[0]) + a->eps);
+    return FST_DESCEND(p, a->lr, g, s[0], a->eps);
 }

@@ -39,9 +39,8 @@ FST_FN void FST_T(amsgrad_fill)(FST_T(amsgrad_args) *a, const double *hyper, dou
 }
 
 /* Moves the moments m = s[0] and v = s[1] towards the gradient and its square. */
-FST_FN void FST_T(adam_moments)(REAL p, REAL g, REAL *s, const FST_T(adam_args) *a)
+FST_FN void FST_T(adam_moments)(REAL g, REAL *s, const FST_T(adam_args) *a)
 {
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = a->beta1 * s[0] + a->one_minus_beta1 * g;
     s[1] =
         a->beta2 * s[1] + a->one_minus_beta2 * g *
@@ -50,13 +49,13 @@ FST_FN void FST_T(adam_moments)(REAL p, REAL g, REAL *s, const FST_T(adam_args) 
 
 FST_FN REAL FST_T(adam_rule)(REAL p, REAL g, REAL *s, const FST_T(adam_args) *a)
 {
-    FST_T(adam_moments)(p, g, s, a);
-    return p * a->keep - a->step_size * FST_DIVIDE(s[0], FST_SQRT(s[1]) + a->eps);
+    FST_T(adam_moments)(g, s, a);
+    return FST_DESCEND(p * a->keep, a->step_size, s[0], s[1], a->eps);
 }
 
 FST_FN REAL FST_T(amsgrad_rule)(REAL p, REAL g, REAL *s, const FST_T(amsgrad_args) *a)
 {
-    FST_T(adam_moments)(p, g, s, a);
+    FST_T(adam_moments)(g, s, a);
     s[2] = s[2] > s[1] || s[2] != s[2] ? s[2] : s[1]; /* a NaN on either side stays */
-    return p * a->keep - a->step_size * FST_DIVIDE(s[0], FST_SQRT(s[2]) + a->eps);
+    return FST_DESCEND(p * a->keep, a->step_size, s[0], s[2], a->eps);
 }

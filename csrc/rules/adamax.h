@@ -19,7 +19,6 @@ FST_FN void FST_T(adamax_fill)(FST_T(adamax_args) *a, const double *hyper, doubl
 
 FST_FN REAL FST_T(adamax_rule)(REAL p, REAL g, REAL *s, const FST_T(adamax_args) *a)
 {
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     const REAL decayed = a->beta2 * s[1], size = (g < (REAL)0 ? -g : g) + a->eps;
     s[0] = a->beta1 * s[0] + a->one_minus_beta1 * g;
     s[1] = decayed > size || decayed != decayed ? decayed : size; /* a NaN on either side stays */

@@ -30,7 +30,6 @@ FST_FN void FST_T(asgd_fill)(FST_T(asgd_args) *a, const double *hyper, double st
 
 FST_FN REAL FST_T(asgd_rule)(REAL p, REAL g, REAL *s, const FST_T(asgd_args) *a)
 {
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     p = p * a->keep - a->eta * g;
     s[0] = a->mu == (REAL)1 ? p : s[0] + a->mu * (p - s[0]);
     return p;

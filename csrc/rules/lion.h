@@ -5,7 +5,7 @@ typedef struct {
     REAL beta1, one_minus_beta1;
     REAL beta2, one_minus_beta2;
     REAL keep; /* 1 - lr * weight_decay */
-    REAL lr;
+    REAL lr, l2;
 } FST_T(lion_args);
 
 FST_FN void FST_T(lion_fill)(FST_T(lion_args) *a, const double *hyper, double step)
@@ -18,6 +18,7 @@ FST_FN void FST_T(lion_fill)(FST_T(lion_args) *a, const double *hyper, double st
     a->one_minus_beta2 = (REAL)(1.0 - beta2);
     a->keep = (REAL)(1.0 - lr * weight_decay);
     a->lr = (REAL)lr;
+    a->l2 = (REAL)0;
 }
 
 FST_FN REAL FST_T(lion_rule)(REAL p, REAL g, REAL *s, const FST_T(lion_args) *a)

@@ -7,6 +7,7 @@
 typedef struct {
     REAL keep1, one_minus_beta1;
     REAL keep2, one_minus_beta2;
+    REAL l2;
 } FST_T(moments_args);
 
 FST_FN void FST_T(moments_fill)(FST_T(moments_args) *a, const double *hyper, double step)
@@ -16,6 +17,7 @@ FST_FN void FST_T(moments_fill)(FST_T(moments_args) *a, const double *hyper, dou
     a->keep2 = (REAL)hyper[1];
     a->one_minus_beta1 = (REAL)(1.0 - hyper[2]);
     a->one_minus_beta2 = (REAL)(1.0 - hyper[3]);
+    a->l2 = (REAL)0;
 }
 
 FST_FN REAL FST_T(moments_rule)(REAL p, REAL g, REAL *s, const FST_T(moments_args) *a)
@@ -35,5 +37,5 @@ FST_FN void FST_T(from_moments_fill)(FST_T(from_moments_args) *a, const double *
 FST_FN REAL FST_T(from_moments_rule)(REAL p, REAL g, REAL *s, const FST_T(from_moments_args) *a)
 {
     (void)g;
-    return p * a->keep - a->step_size * FST_DIVIDE(s[0], FST_SQRT(s[1]) + a->eps);
+    return FST_DESCEND(p * a->keep, a->step_size, s[0], s[1], a->eps);
 }

@@ -42,9 +42,8 @@ FST_FN void FST_T(nadam_fill)(FST_T(nadam_args) *a, const double *hyper, double 
 FST_FN REAL FST_T(nadam_rule)(REAL p, REAL g, REAL *s, const FST_T(nadam_args) *a)
 {
     const REAL beta1 = (REAL)1 - a->one_minus_beta1, beta2 = (REAL)1 - a->one_minus_beta2;
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = beta1 * s[0] + a->one_minus_beta1 * g;
     s[1] = beta2 * s[1] + a->one_minus_beta2 * g * g;
     const REAL update = a->gradient_size * g + a->moment_size * s[0];
-    return p * a->keep - FST_DIVIDE(update, FST_SQRT(s[1]) + a->eps);
+    return FST_DESCEND(p * a->keep, (REAL)1, update, s[1], a->eps);
 }

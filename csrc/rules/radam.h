@@ -35,9 +35,8 @@ FST_FN void FST_T(radam_fill)(FST_T(radam_args) *a, const double *hyper, double 
 
 FST_FN REAL FST_T(radam_rule)(REAL p, REAL g, REAL *s, const FST_T(radam_args) *a)
 {
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = a->beta1 * s[0] + a->one_minus_beta1 * g;
     s[1] = a->beta2 * s[1] + a->one_minus_beta2 * g * g;
-    const REAL update = a->eps >= (REAL)0 ? FST_DIVIDE(s[0], FST_SQRT(s[1]) + a->eps) : s[0];
-    return p * a->keep - a->step_size * update;
+    return a->eps >= (REAL)0 ? FST_DESCEND(p * a->keep, a->step_size, s[0], s[1], a->eps)
+                             : p * a->keep - a->step_size * s[0];
 }

@@ -42,48 +42,48 @@ FST_FN void FST_T(rmsprop_centered_momentum_fill)(FST_T(rmsprop_centered_momentu
     FST_T(rmsprop_fill)(a, hyper, step);
 }
 
-/* Moves the average of squares; returns the gradient by its root. */
-FST_FN REAL FST_T(rmsprop_quotient)(REAL p, REAL g, REAL *squares, const FST_T(rmsprop_args) *a)
+/* Moves the average of squares. */
+FST_FN void FST_T(rmsprop_squares)(REAL g, REAL *squares, const FST_T(rmsprop_args) *a)
 {
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     *squares = a->alpha * *squares + a->one_minus_alpha * g * g;
-    return FST_DIVIDE(g, FST_SQRT(*squares) + a->eps);
 }
 
-/* The same by the deviation from the average of gradients, which moves too. The average moves as
- * torch's lerp does: it stops short of a constant gradient. A weighted sum may round to more than
- * the gradient, and the difference below would be negative. */
-FST_FN REAL FST_T(rmsprop_centered_quotient)(REAL p, REAL g, REAL *squares, REAL *mean,
-                                             const FST_T(rmsprop_args) *a)
+/* Moves that and the average of gradients; returns the square of the deviation from the latter. It
+ * moves as torch's lerp does: it stops short of a constant gradient. A weighted sum may round to
+ * more than the gradient, and the difference below would be negative. */
+FST_FN REAL FST_T(rmsprop_variance)(REAL g, REAL *squares, REAL *mean, const FST_T(rmsprop_args) *a)
 {
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
-    *squares = a->alpha * *squares + a->one_minus_alpha * g * g;
     const REAL gap = g - *mean;
+    FST_T(rmsprop_squares)(g, squares, a);
     *mean = a->alpha > (REAL)0.5 ? *mean + a->one_minus_alpha * gap : g - a->alpha * gap;
-    return FST_DIVIDE(g, FST_SQRT(*squares - *mean * *mean) + a->eps);
+    return *squares - *mean * *mean;
 }
 
 FST_FN REAL FST_T(rmsprop_rule)(REAL p, REAL g, REAL *s, const FST_T(rmsprop_args) *a)
 {
-    return p - a->lr * FST_T(rmsprop_quotient)(p, g, &s[0], a);
+    FST_T(rmsprop_squares)(g, &s[0], a);
+    return FST_DESCEND(p, a->lr, g, s[0], a->eps);
 }
 
 FST_FN REAL FST_T(rmsprop_momentum_rule)(REAL p, REAL g, REAL *s,
                                          const FST_T(rmsprop_momentum_args) *a)
 {
-    s[1] = a->momentum * s[1] + FST_T(rmsprop_quotient)(p, g, &s[0], a);
+    FST_T(rmsprop_squares)(g, &s[0], a);
+    s[1] = a->momentum * s[1] + FST_DIVIDE(g, FST_SQRT(s[0]) + a->eps);
     return p - a->lr * s[1];
 }
 
 FST_FN REAL FST_T(rmsprop_centered_rule)(REAL p, REAL g, REAL *s,
                                          const FST_T(rmsprop_centered_args) *a)
 {
-    return p - a->lr * FST_T(rmsprop_centered_quotient)(p, g, &s[0], &s[1], a);
+    const REAL variance = FST_T(rmsprop_variance)(g, &s[0], &s[1], a);
+    return FST_DESCEND(p, a->lr, g, variance, a->eps);
 }
 
 FST_FN REAL FST_T(rmsprop_centered_momentum_rule)(REAL p, REAL g, REAL *s,
                                                   const FST_T(rmsprop_centered_momentum_args) *a)
 {
-    s[1] = a->momentum * s[1] + FST_T(rmsprop_centered_quotient)(p, g, &s[0], &s[2], a);
+    const REAL variance = FST_T(rmsprop_variance)(g, &s[0], &s[2], a);
+    s[1] = a->momentum * s[1] + FST_DIVIDE(g, FST_SQRT(variance) + a->eps);
     return p - a->lr * s[1];
 }

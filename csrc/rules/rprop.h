@@ -5,7 +5,7 @@
 
 typedef struct {
     REAL minus, plus;
-    REAL smallest, largest;
+    REAL smallest, largest, l2;
 } FST_T(rprop_args);
 
 FST_FN void FST_T(rprop_fill)(FST_T(rprop_args) *a, const double *hyper, double step)
@@ -15,6 +15,7 @@ FST_FN void FST_T(rprop_fill)(FST_T(rprop_args) *a, const double *hyper, double 
     a->plus = (REAL)hyper[2];
     a->smallest = (REAL)hyper[3];
     a->largest = (REAL)hyper[4];
+    a->l2 = (REAL)0;
 }
 
 FST_FN REAL FST_T(rprop_rule)(REAL p, REAL g, REAL *s, const FST_T(rprop_args) *a)

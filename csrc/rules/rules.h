@@ -3,15 +3,19 @@
  * A rule's header defines, for REAL and FST_T(name): a struct `<name>_args` with the scalars of
  * a step; a function `<name>_fill` that computes them in double from the hyper-parameters and
  * the step count; and a function `<name>_rule` from (p, g, states) to the new p and states.
- * Roots and quotients are FST_SQRT and FST_DIVIDE, and reach p by sums and products alone: the
- * kernels have quick ones that are NaN where they are not sure (cuda/quick_math.h).
- * Rules know nothing of gradient scale, clipping, maximize, master weights and dtypes, which the
- * loops handle. */
+ * The loops handle gradient scale, clipping, maximize, master weights and dtypes. They also add
+ * the scalar l2 times p to g: weight decay that is not decoupled.
+ *
+ * The kernels have quick ways for roots and quotients, and must notice where these are not sure
+ * (cuda/quick_math.h). So FST_SQRT and FST_DIVIDE reach p by sums and products alone. What
+ * FST_DESCEND returns is the new p, and its x is 0 if g and the first state, as it is then, are. */
 #ifndef FST_RULES_RULES_H
 #define FST_RULES_RULES_H
 
 #include "base/portable.h"
 #include "rules/numbers.h"
+
+#define FST_DESCEND(p, size, x, v, eps) ((p) - (size) * FST_DIVIDE(x, FST_SQRT(v) + (eps)))
 
 #define REAL float
 #define FST_T(name) name##_f32

@@ -29,7 +29,6 @@ FST_FN void FST_T(sgd_fill)(FST_T(sgd_args) *a, const double *hyper, double step
 
 FST_FN REAL FST_T(momentum_rule)(REAL p, REAL g, REAL *s, const FST_T(momentum_args) *a)
 {
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     s[0] = a->keep * s[0] + a->take * g;
     return p - a->lr * (a->nesterov != (REAL)0 ? g + a->momentum * s[0] : s[0]);
 }
@@ -37,6 +36,5 @@ FST_FN REAL FST_T(momentum_rule)(REAL p, REAL g, REAL *s, const FST_T(momentum_a
 FST_FN REAL FST_T(sgd_rule)(REAL p, REAL g, REAL *s, const FST_T(sgd_args) *a)
 {
     (void)s;
-    g = a->l2 != (REAL)0 ? g + a->l2 * p : g;
     return p - a->lr * g;
 }

@@ -128,12 +128,27 @@ static double ordinary_or_zero(void)
     return random_below(4) ? ordinary() : 0.0;
 }
 
+/* As where a mask keeps some parameters and their gradients at 0. */
+static double mostly_zero(void)
+{
+    return random_below(4) ? 0.0 : any_size();
+}
+
+/* Sets a rule's eps, if it has one, to a value that few use. */
+static void set_odd_eps(model *m, fst_rule rule)
+{
+    static const double odd[] = {0.0, 1e-20, 1e-15, 2.0};
+    for (unsigned i = 0; i < fst_rule_hyper_count(rule); i++)
+        if (!strcmp(fst_rule_hyper_name(rule, i), "eps"))
+            m->groups[0].hyper[i] = odd[random_below(sizeof odd / sizeof odd[0])];
+}
+
 /* What quick_math.h computes, and what it must leave to sqrtf and /. */
 static void sizes_of_values(fst_rule rule)
 {
     static const fst_dtype types[][2] = {
         {FST_F32, FST_F32}, {FST_BF16, FST_BF16}, {FST_BF16, FST_F32}, {FST_F16, FST_F32}};
-    static double (*const values[])(void) = {any_size, ordinary, ordinary_or_zero};
+    static double (*const values[])(void) = {any_size, ordinary, ordinary_or_zero, mostly_zero};
     for (size_t type = 0; type < sizeof types / sizeof types[0]; type++)
         for (size_t value = 0; value < sizeof values / sizeof values[0]; value++)
             for (int few = 0; few < 2; few++) {
@@ -142,6 +157,8 @@ static void sizes_of_values(fst_rule rule)
                     types[type][0], types[type][0], types[type][1], ALIGNED, values[value], -1, -1,
                     values[value]};
                 const options o = {NAN, NAN, NAN, .write_grad = few};
+                if (few)
+                    set_odd_eps(m, rule);
                 for (int i = 0; i < (few ? 1 : 9); i++) /* of which warps take some alone */
                     add_param(m, 0, i % 3 ? 1024 : 4096 + 260, &k);
                 compare(m, &o, &k);

@@ -10,11 +10,10 @@ How a loop is recognised:
 - Its types follow from how many 16-byte loads and stores an iteration has, for the number of
   states of the rule, and from the instructions that convert: F2FP packs a pair of 16-bit numbers,
   HADD2.F32 widens fp16, and a shift by 16 bits widens bf16.
-- Stores under a predicate are left out of account where the others match some types: the writing of
-  gradients is such an option.
-- A way that leaves elements to be computed again (fst_again) is left out of account. The way with
-  the fewest stores says how many elements the others have: those that write gradients, in all
-  turns or in some, may look like other types.
+- Stores under a predicate are left out of account where the others match some types.
+- A way that adds weight decay to gradients (fst_decay; AdamW adds none), or that asks whether to
+  leave elements to a slower one (fst_leave), is left out of account. In an update the second is
+  also the way of gradients that are written.
 - A loop with no rule that has branches, and widens from bf16 and from fp16, asks for types as it
   goes, and has none (`?`).
 
@@ -39,11 +38,12 @@ RULES = {
     for line, text in enumerate((ROOT / "csrc/rules/rules.def").read_text().splitlines(), 1)
     if (found := re.match(r"RULE\((\w+), (\d)", text))
 }
-# Where a thread leaves elements to be computed again.
-AGAIN = {
-    ("tile.h", line)
-    for line, text in enumerate((ROOT / "cuda/tile.h").read_text().splitlines(), 1)
-    if "*again |=" in text
+# Where a thread leaves elements to a slower way, and where it adds weight decay to gradients.
+LEFT_OUT = {
+    (name, line)
+    for name, text in (("tile.h", "*tiles |="), ("quick_math.h", "+ l2 * p[q]"))
+    for line, code in enumerate((ROOT / "cuda" / name).read_text().splitlines(), 1)
+    if text in code
 }
 SUMS = r"fst_(begin|norm|unscale)|squares"
 WORD = 16
@@ -65,13 +65,12 @@ def types_of(kernel: str, states: int) -> Iterator[Types]:
     """What a loop may be: the accesses alone do not tell all apart."""
     if kernel.startswith("fst_update"):
         own = 4 * states
-        for extra, wide, narrow in (("", 0, 0), (" and grad", 4, 2)):  # that writes gradients too
-            yield Types(f"fp32{extra}", 8 + own, 4 + own + wide)
-            yield Types(f"16{extra}", (8 + own) // 2, (4 + own) // 2 + narrow, True, True)
-            yield Types(f"16, fp32 states{extra}", 4 + own, 2 + own + narrow, True, True)
-            yield Types(f"fp32 and 16{extra}", 8 + own, 6 + own + wide, False, True)
-            yield Types(f"16, fp32 master{extra}", 8 + own, 6 + own + narrow, True, True)
-            yield Types(f"fp64{extra}", 16 + 2 * own, 8 + 2 * own + 2 * wide, wide=True)
+        yield Types("fp32", 8 + own, 4 + own)
+        yield Types("16", (8 + own) // 2, (4 + own) // 2, True, True)
+        yield Types("16, fp32 states", 4 + own, 2 + own, True, True)
+        yield Types("fp32 and 16", 8 + own, 6 + own, False, True)
+        yield Types("16, fp32 master", 8 + own, 6 + own, True, True)
+        yield Types("fp64", 16 + 2 * own, 8 + 2 * own, wide=True)
     elif kernel.startswith("fst_accumulate"):
         for name, sums in (("", 4), (" first", 0)):
             for terms, times in ((1, ""), (2, " twice")):
@@ -225,8 +224,7 @@ def loops_of(kernel: Kernel, arch: str) -> list[Loop]:
         asks = not rule and branches and whole.asks
         named: list[Loop] = []
         for _, way in sorted(ways.items()):
-            elements = named[0].elements if named else 0
-            if not asks and (types := recognise(kernel.name, states, way, elements)):
+            if not asks and (types := recognise(kernel.name, states, way)):
                 named.append(Loop(kernel, arch, at, rule, types, way))
         if rule == "generic" or not named:
             named = [Loop(kernel, arch, at, rule, None, ways[max(ways)])]
@@ -239,12 +237,12 @@ def rules_in(code: list[Block], body: set[int]) -> set[tuple[str, int]]:
     return {RULES[line] for file, line in places if file == "rules.def" and line in RULES}
 
 
-def recognise(kernel: str, states: int, way: Way, known: int) -> Types | None:
-    """The types that fit a way, with the number of elements, if it is known."""
+def recognise(kernel: str, states: int, way: Way) -> Types | None:
+    """The types that fit a way."""
     for stores in (way.sure_stores, way.stores):
         for types in types_of(kernel, states):
             elements, rest = divmod(WORD * way.loads, types.loads)
-            if rest or elements not in ({known} if known else {4, 8, 16, 32, 64}):
+            if rest or elements not in {4, 8, 16, 32, 64}:
                 continue
             if elements * types.stores != WORD * stores:
                 continue
@@ -261,9 +259,15 @@ def fits(types: Types, way: Way) -> bool:
     return not way.narrow and types.narrow_out == way.packs
 
 
+def left_out(block: Block) -> bool:
+    """Whether a block is one that LEFT_OUT names. An instruction without a line has that of the one
+    before, so that one or two in the next block may seem to be of the same line."""
+    return sum(not LEFT_OUT.isdisjoint(one.places) for one in block.code) > 2
+
+
 def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int, int], Way]:
     """The longest way through a loop for each number of 16-byte loads and stores."""
-    left = {n for n in body for one in code[n].code if not AGAIN.isdisjoint(one.places)}
+    left = {n for n in body if left_out(code[n])}
     inside = {n for n in body - left if not code[n].calls} or body
     if head not in inside or not any(head in code[n].next for n in inside):
         inside = body

@@ -18,13 +18,19 @@ class Block:
 
     @property
     def calls(self) -> bool:
-        return any(one.name in {"CALL", "RET"} for one in self.code)
+        return any(one.name in {"CALL", "RET"} and not leaves(one) for one in self.code)
+
+
+def leaves(one: Instruction) -> bool:
+    """Whether an instruction ends a block. A call of a place in the kernel itself is a branch: code
+    for sm_80 leaves a loop so."""
+    return one.name in LEAVES or (one.name == "CALL" and bool(TARGET.search(one.operands)))
 
 
 def blocks(kernel: Kernel) -> list[Block]:
     starts = {kernel.code[0].at, *kernel.labels.values()}
     for one, following in zip(kernel.code, kernel.code[1:], strict=False):
-        if one.name in LEAVES:
+        if leaves(one):
             starts.add(following.at)
     numbers = {at: n for n, at in enumerate(sorted(starts))}
     found = [Block() for _ in numbers]
@@ -39,9 +45,9 @@ def blocks(kernel: Kernel) -> list[Block]:
         if last.opcode == "BRA.DIV":  # which only threads take that wait for others of their warp
             block.next = [n + 1]
             continue
-        targets = TARGET.findall(last.operands) if last.name in LEAVES - {"RET"} else []
+        targets = TARGET.findall(last.operands) if leaves(last) and last.name != "RET" else []
         block.next = [numbers[kernel.labels[t]] for t in targets if t in kernel.labels]
-        goes_on = last.name not in LEAVES or last.guard or conditional(last)
+        goes_on = not leaves(last) or last.guard or conditional(last)
         if goes_on and n + 1 < len(found):
             block.next.append(n + 1)
     return found
