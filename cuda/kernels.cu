@@ -38,26 +38,25 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #define MASTERS 0
 #define FST_K(name) name##_fp32
 #define PARAM of_f32
-#define PARAM_DTYPE FST_F32
 #define PARAM_ITEMS 4
 #define STATE of_f32
 #define STATE_ITEMS 4
 #include "update_known.h"
 #undef FST_K
 #undef PARAM
-#undef PARAM_DTYPE
 #undef PARAM_ITEMS
-#define FST_K(name) name##_bf16_beside_fp32
+#define FST_K(name) name##_16_beside_fp32
 #define PARAM of_bf16
-#define PARAM_DTYPE FST_BF16
+#define OR_PARAM of_f16
 #define PARAM_ITEMS 8
 #include "update_known.h"
 #undef FST_K
 #undef MASTERS
 #define MASTERS 1
-#define FST_K(name) name##_bf16_with_masters
+#define FST_K(name) name##_16_with_masters
 #include "update_known.h"
 #undef FST_K
+#undef OR_PARAM
 #undef MASTERS
 #undef STATE
 #undef STATE_ITEMS
@@ -68,16 +67,13 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #include "update_known.h"
 #undef FST_K
 #undef PARAM
-#undef PARAM_DTYPE
 #undef STATE
 #define FST_K(name) name##_fp16
 #define PARAM of_f16
-#define PARAM_DTYPE FST_F16
 #define STATE of_f16
 #include "update_known.h"
 #undef FST_K
 #undef PARAM
-#undef PARAM_DTYPE
 #undef PARAM_ITEMS
 #undef STATE
 #undef STATE_ITEMS
@@ -106,11 +102,10 @@ FST_DEVICE uint32_t update_most_f32(const fst_share *share, const fst_device_ope
         return update_known_bf16(share, op, step, write_grad, unsure);
     if (!masters && fst_is_known(op, FST_F16, FST_F16))
         return update_known_fp16(share, op, step, write_grad, unsure);
-    if (!masters && fst_is_known(op, FST_BF16, FST_F32))
-        return update_known_bf16_beside_fp32(share, op, step, write_grad, unsure);
-    if (masters && fst_is_known(op, FST_BF16, FST_F32))
-        return update_known_bf16_with_masters(share, op, step, write_grad, unsure);
-    return 0;
+    if (!fst_is_known(op, FST_BF16, FST_F32) && !fst_is_known(op, FST_F16, FST_F32))
+        return 0;
+    return masters ? update_known_16_with_masters(share, op, step, write_grad, unsure)
+                   : update_known_16_beside_fp32(share, op, step, write_grad, unsure);
 }
 
 FST_DEVICE uint32_t update_most_f64(const fst_share *share, const fst_device_operand *op,

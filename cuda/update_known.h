@@ -1,7 +1,7 @@
 /* update_known.h - updates a chunk by a loop that knows its rule and its types: PARAM is that of
  * parameter and gradient, STATE that of the states (typed_words.h), and a word holds so many
- * elements of them. With MASTERS the parameter has a master in fp32. Included once for each set of
- * types.
+ * elements of them. With OR_PARAM parameter and gradient are of either type, which a warp asks for
+ * once. With MASTERS the parameter has a master in fp32. Included once for each set of types.
  *
  * A warp takes tiles of 256 elements, 8 of each thread, TURNS of them one after another. All loads
  * of an iteration are issued before the first of them is waited for; addresses and arguments are in
@@ -68,20 +68,51 @@ FST_DEVICE void FST_K(load)(const FST_K(fst_places) * at, uint32_t base, unsigne
         words->state[k][n] = *FST_K(word_of)(at->state[k], base, turn, n, STATE_ITEMS);
 }
 
-FST_DEVICE void FST_K(widen)(const FST_K(fst_loaded) * words, int states, fst_held_f32 *x)
+/* Whether the parameter is of the type OR_PARAM. */
+#ifdef OR_PARAM
+FST_DEVICE int FST_K(has_other)(const fst_device_operand *op)
 {
-    FST_UNROLL
-    for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {
-        FST_TYPED(widen_word, PARAM)(&words->param[n], &x->p[n * PARAM_ITEMS]);
-        FST_TYPED(widen_word, PARAM)(&words->grad[n], &x->g[n * PARAM_ITEMS]);
-    }
-#if MASTERS
-    FST_UNROLL
-    for (unsigned q = 0; q < 8; q++) {
-        const float master = fst_f32_of_bits(words->master[q / 4].word[q % 4]);
-        x->p[q] = newer_f32(master, x->p[q], PARAM_DTYPE);
-    }
+    return fst_uniform(op[FST_OP_PARAM].dtype != FST_BF16);
+}
+#else
+#define OR_PARAM PARAM
+#define FST_ONE_PARAM
+FST_DEVICE int FST_K(has_other)(const fst_device_operand *op)
+{
+    (void)op;
+    return 0;
+}
 #endif
+
+/* Widens parameters and gradients of a type, and rounds the masters to it. */
+#define TAKE(type)                                                                 \
+    do {                                                                           \
+        FST_UNROLL                                                                 \
+        for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {                        \
+            FST_TYPED(widen_word, type)(&words->param[n], &x->p[n * PARAM_ITEMS]); \
+            FST_TYPED(widen_word, type)(&words->grad[n], &x->g[n * PARAM_ITEMS]);  \
+            if (MASTERS) {                                                         \
+                const fst_words narrow =                                           \
+                    FST_TYPED(narrow_numbers, type)(&master[n * PARAM_ITEMS]);     \
+                FST_TYPED(widen_word, type)(&narrow, &rounded[n * PARAM_ITEMS]);   \
+            }                                                                      \
+        }                                                                          \
+    } while (0)
+
+FST_DEVICE void FST_K(widen)(const FST_K(fst_loaded) * words, int other, int states,
+                             fst_held_f32 *x)
+{
+    float master[8] = {0}, rounded[8] = {0};
+    FST_UNROLL
+    for (int q = 0; q < 8 * MASTERS; q++)
+        master[q] = fst_f32_of_bits(words->master[q / 4].word[q % 4]);
+    if (other)
+        TAKE(OR_PARAM);
+    else
+        TAKE(PARAM);
+    FST_UNROLL
+    for (int q = 0; q < 8 * MASTERS; q++)
+        x->p[q] = rounded[q] == x->p[q] ? master[q] : x->p[q];
     FST_UNROLL
     for (int k = 0; k < states; k++)
         FST_UNROLL
@@ -94,8 +125,8 @@ FST_DEVICE void FST_K(widen)(const FST_K(fst_loaded) * words, int states, fst_he
         x->state[k][q] = 0.0f;
 }
 
-FST_DEVICE void FST_K(store)(const FST_K(fst_places) * at, uint32_t base, unsigned turn, int states,
-                             const fst_held_f32 *x)
+FST_DEVICE void FST_K(store)(const FST_K(fst_places) * at, uint32_t base, unsigned turn, int other,
+                             int states, const fst_held_f32 *x)
 {
     FST_UNROLL
     for (int k = 0; k < states; k++)
@@ -108,24 +139,36 @@ FST_DEVICE void FST_K(store)(const FST_K(fst_places) * at, uint32_t base, unsign
     fst_store_once(FST_K(word_of)(at->master, base, turn, 1, 4), narrow_numbers_of_f32(&x->p[4]));
 #endif
     FST_UNROLL
-    for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++)
-        *FST_K(word_of)(at->param, base, turn, n, PARAM_ITEMS) =
-            FST_TYPED(narrow_numbers, PARAM)(&x->p[n * PARAM_ITEMS]);
+    for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {
+        fst_words *to = FST_K(word_of)(at->param, base, turn, n, PARAM_ITEMS);
+        if (other)
+            *to = FST_TYPED(narrow_numbers, OR_PARAM)(&x->p[n * PARAM_ITEMS]);
+        else
+            *to = FST_TYPED(narrow_numbers, PARAM)(&x->p[n * PARAM_ITEMS]);
+    }
 }
 
 /* Stores the gradients unscaled and clipped, from what was loaded: those that the rule was given
  * have the sign of a maximization, and weight decay. */
 FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, unsigned turn,
-                                  const FST_K(fst_loaded) * words, const fst_step_f32 *step)
+                                  int other, const FST_K(fst_loaded) * words,
+                                  const fst_step_f32 *step)
 {
     FST_UNROLL
     for (unsigned n = 0; n < FST_K(PARAM_WORDS); n++) {
+        fst_words *to = FST_K(word_of)(at->grad, base, turn, n, PARAM_ITEMS);
         float x[PARAM_ITEMS];
-        FST_TYPED(widen_word, PARAM)(&words->grad[n], x);
+        if (other)
+            FST_TYPED(widen_word, OR_PARAM)(&words->grad[n], x);
+        else
+            FST_TYPED(widen_word, PARAM)(&words->grad[n], x);
         FST_UNROLL
         for (unsigned q = 0; q < PARAM_ITEMS; q++)
             x[q] = x[q] * step->inv_scale * step->coefficient;
-        *FST_K(word_of)(at->grad, base, turn, n, PARAM_ITEMS) = FST_TYPED(narrow_word, PARAM)(x);
+        if (other)
+            *to = FST_TYPED(narrow_word, OR_PARAM)(x);
+        else
+            *to = FST_TYPED(narrow_word, PARAM)(x);
     }
 }
 
@@ -141,7 +184,7 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
         const uint32_t run = 8 * FST_WARP * TURNS(states);                                        \
         const uint32_t stride = step->warps * run, known = share->whole - share->whole % run;     \
         const name##_args_known a = *(const name##_args_known *)step->args;                       \
-        const int decays = fst_uniform(a.l2 != 0.0f);                                             \
+        const int decays = fst_uniform(a.l2 != 0.0f), other = FST_K(has_other)(op);               \
         const float inv_scale = step->inv_scale, coefficient = step->sign * step->coefficient;    \
         const FST_K(fst_places) at = FST_K(places_of)(share, op, states);                         \
         for (uint32_t base = step->warp * run; base < known; base += stride) {                    \
@@ -153,7 +196,7 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
             FST_UNROLL                                                                            \
             for (unsigned turn = 0; turn < TURNS(states); turn++) {                               \
                 fst_held_f32 x;                                                                   \
-                FST_K(widen)(&words[turn], states, &x);                                           \
+                FST_K(widen)(&words[turn], other, states, &x);                                    \
                 FST_UNROLL                                                                        \
                 for (unsigned q = 0; q < 8; q++)                                                  \
                     x.g[q] = x.g[q] * inv_scale * coefficient;                                    \
@@ -173,9 +216,9 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
                         continue;                                                                 \
                     }                                                                             \
                     if (write_grad)                                                               \
-                        FST_K(store_grad)(&at, base, turn, &words[turn], step);                   \
+                        FST_K(store_grad)(&at, base, turn, other, &words[turn], step);            \
                 }                                                                                 \
-                FST_K(store)(&at, base, turn, states, &x);                                        \
+                FST_K(store)(&at, base, turn, other, states, &x);                                 \
             }                                                                                     \
         }                                                                                         \
         return known;                                                                             \
@@ -184,6 +227,7 @@ FST_DEVICE void FST_K(store_grad)(const FST_K(fst_places) * at, uint32_t base, u
 #undef RULE
 #undef WORDS
 #undef TURNS
+#undef TAKE
 
 /* Updates the tiles that fill all turns of a warp; returns the number of their elements. */
 FST_DEVICE uint32_t FST_K(update_known)(const fst_share *share, const fst_device_operand *op,
@@ -200,3 +244,8 @@ FST_DEVICE uint32_t FST_K(update_known)(const fst_share *share, const fst_device
         return 0;
     }
 }
+
+#ifdef FST_ONE_PARAM
+#undef OR_PARAM
+#undef FST_ONE_PARAM
+#endif

@@ -154,14 +154,16 @@ def test_unaligned_and_odd_sizes() -> None:
             twins.assert_same(*both, grads=True)
 
 
-def test_roots_of_every_mantissa() -> None:
+@pytest.mark.parametrize("eps", [0.0, 1e-8])
+def test_roots_of_every_mantissa(eps: float) -> None:
     """The kernels compute roots and quotients by instructions of their own, from the hardware's
-    approximations, which no simulator has. With alpha=1 the state stays what it is set to."""
+    approximations, which no simulator has: with an eps by those of a descent. With alpha=1 the
+    state stays what it is set to, and a step from 0 shows every bit of the quotient."""
     count = 1 << (16 if REHEARSAL else 24)
     first, stride = 127 << 23, (1 << 24) // count  # from 1.0 on, two exponents
     bits = torch.arange(first, first + (1 << 24), stride, dtype=torch.int32)
     twins = Twins([torch.zeros(count)])
-    a, b = twins.optimizers(faststep.optim.RMSprop, lr=1.0, alpha=1.0, eps=0.0)
+    a, b = twins.optimizers(faststep.optim.RMSprop, lr=1.0, alpha=1.0, eps=eps)
     twins.set_grads([values((count,), 1)])
     a.step(), b.step()
     # The last exponents are left to sqrtf.
@@ -169,6 +171,7 @@ def test_roots_of_every_mantissa() -> None:
         for optimizer in (a, b):
             (state,) = optimizer.state.values()
             state["square_avg"].copy_((bits + exponents).view(torch.float32))
+            optimizer.param_groups[0]["params"][0].data.zero_()
         twins.set_grads([values((count,), 2 + step_number)])
         a.step(), b.step()
         twins.assert_same(a, b)

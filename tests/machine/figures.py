@@ -19,7 +19,7 @@ How a loop is recognised:
 
 An iteration is counted along a way from the loop's first block back to it, without blocks that
 call a function: those are the slow ways of a square root or a division. The branches to them are
-counted. Of ways with the same accesses the longest counts; `shortest` is the other end.
+counted. Of ways with the same accesses and types the longest counts; `shortest` is the other end.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ LEFT_OUT = {
     for line, code in enumerate((ROOT / "cuda" / name).read_text().splitlines(), 1)
     if text in code
 }
+FROM_FP16 = r"HADD2.*F32"
 SUMS = r"fst_(begin|norm|unscale)|squares"
 WORD = 16
 BLOCK = 256  # threads
@@ -123,14 +124,14 @@ class Way:
     @property
     def narrow(self) -> str:
         """The 16-bit type that is read: bf16, fp16, or none."""
-        if self.count(r"HADD2.*F32"):
+        if self.count(FROM_FP16):
             return "fp16"
         return "bf16" if self.count(r"F2FP.*BF16") or self.shifts >= WORD // 2 else ""
 
     @property
     def asks(self) -> bool:
         """Whether it widens from bf16 and from fp16, as the type wants it."""
-        return self.count(r"HADD2.*F32") > 0 and self.shifts >= WORD // 2
+        return self.count(FROM_FP16) > 0 and self.shifts >= WORD // 2
 
     def wide(self, sums: bool) -> bool:
         """Whether it computes in double; a loop that sums may do so for operands in fp32."""
@@ -265,8 +266,17 @@ def left_out(block: Block) -> bool:
     return sum(not LEFT_OUT.isdisjoint(one.places) for one in block.code) > 2
 
 
-def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int, int], Way]:
-    """The longest way through a loop for each number of 16-byte loads and stores."""
+# How many 16-byte loads, such stores, and conversions from fp16 there are.
+Kind = tuple[int, int, int]
+
+
+def kind_of(block: Block) -> Kind:
+    way = Way(block.code, 0)
+    return way.loads, way.stores, way.count(FROM_FP16)
+
+
+def ways_through(code: list[Block], head: int, body: set[int]) -> dict[Kind, Way]:
+    """The longest way of each kind through a loop."""
     left = {n for n in body if left_out(code[n])}
     inside = {n for n in body - left if not code[n].calls} or body
     if head not in inside or not any(head in code[n].next for n in inside):
@@ -274,13 +284,15 @@ def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int
     order = [n for n in order_of(code) if n in inside]
     rank = {n: i for i, n in enumerate(order)}
     # Of each block, by accesses from the head to its end: length, shortest length, block before.
-    known: dict[int, dict[tuple[int, int], tuple[int, int, int]]] = {head: {(0, 0): (0, 0, -1)}}
+    known: dict[int, dict[Kind, tuple[int, int, int]]] = {head: {(0, 0, 0): (0, 0, -1)}}
     for n in order:
-        own = code[n].code
-        loads = sum(one.loads() for one in own)
-        stores = sum(one.stores() for one in own)
+        here, own = len(code[n].code), kind_of(code[n])
         known[n] = {
-            (key[0] + loads, key[1] + stores): (longest + len(own), shortest + len(own), before)
+            (key[0] + own[0], key[1] + own[1], key[2] + own[2]): (
+                longest + here,
+                shortest + here,
+                before,
+            )
             for key, (longest, shortest, before) in known.get(n, {}).items()
         }
         for child in code[n].next:
@@ -291,7 +303,7 @@ def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int
                 old = there.get(key, (-1, shortest, -1))
                 best = (longest, n) if longest > old[0] else (old[0], old[2])
                 there[key] = (best[0], min(shortest, old[1]), best[1])
-    ways: dict[tuple[int, int], Way] = {}
+    ways: dict[Kind, Way] = {}
     for n in order:
         if head not in code[n].next:
             continue
@@ -306,17 +318,15 @@ def ways_through(code: list[Block], head: int, body: set[int]) -> dict[tuple[int
 
 def trace(
     code: list[Block],
-    known: dict[int, dict[tuple[int, int], tuple[int, int, int]]],
+    known: dict[int, dict[Kind, tuple[int, int, int]]],
     node: int,
-    key: tuple[int, int],
+    key: Kind,
 ) -> list[Instruction]:
     way: list[list[Instruction]] = []
     while node >= 0:
-        own = code[node].code
+        own = kind_of(code[node])
         before = known[node][key][2]
-        loads = sum(one.loads() for one in own)
-        stores = sum(one.stores() for one in own)
-        way.append(own)
-        key = (key[0] - loads, key[1] - stores)
+        way.append(code[node].code)
+        key = (key[0] - own[0], key[1] - own[1], key[2] - own[2])
         node = before
     return [one for part in reversed(way) for one in part]
