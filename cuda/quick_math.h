@@ -60,7 +60,7 @@ FST_DEVICE float fst_inverse_root(float x)
 #endif
 }
 
-/* The same, but 2^64 for 0. */
+/* The same, but 2^64 for 0; it stays -inf for -0, whose root is left to sqrtf. */
 FST_DEVICE float fst_inverse_root_or_most(float x)
 {
     float inverse = fst_inverse_root(x);
