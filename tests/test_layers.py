@@ -470,7 +470,7 @@ def test_a_circle_of_calls_is_caught(tmp_path: Path) -> None:
 
 
 # As CONTRIBUTING.md has them under "Sizes".
-MOST_LINES, MOST_LINES_OF_A_FUNCTION = 350, 60
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 400, 60
 MAY_BE_LONGER = {
     "python/faststep/_C.pyi": "an extension module has one stub",
     "python/faststep/release/__init__.py: release_gradients": "58 lines are its docstring",

@@ -48,7 +48,7 @@ class Plan:
         state: dict[Tensor, dict[str, Any]],
         fresh: list[tuple[int, int]] | None,
         scalars: Mapping[int, tuple[Tensor | None, Tensor | None, Tensor | None]],
-        measure_found_inf: bool,
+        measure_found_inf: int,
         max_norm: float,
         write_grads: bool,
         phase: int,
@@ -59,7 +59,8 @@ class Plan:
 
         `scalars` holds (grad_scale, found_inf, norm) per device: -1 for CPU memory, else a CUDA
         ordinal. `fresh` lists (group, index) of parameters whose states were created after an
-        earlier call found them missing. A NaN for `max_norm` means no clipping.
+        earlier call found them missing. A NaN for `max_norm` means no clipping. With 2 for
+        `measure_found_inf` a float16 gradient in CPU memory is refused.
 
         `squares` replaces the measuring pass on the host.
 
@@ -85,6 +86,7 @@ class Plan:
         Raises:
             TensorError: a tensor cannot be used; nothing was done. The kind "driver" is an error of
                 the CUDA driver, and names the first of the parameters that the call was for.
+            ValueError: a float16 gradient was refused; nothing was done.
         """
 
 class ReleaseHook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -344,3 +345,60 @@ def test_clipping_is_for_one_step(make: Make, bodies: tuple[Callable[..., Any], 
         body(scaler, optimizer)
         scaler.update()
         assert param.grad.tolist() == ([3.0, 4.0] if body is plain_step else [24.0, 32.0])
+
+
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_steps_that_nobody_watches_make_no_pass_of_their_own(
+    scheduled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the classes as they are by default, without an overflow; a scheduler may count steps."""
+    param = make_param(1.0, grad=[8.0])
+    scaler, optimizer = make_scaler(), fast.AdamW([param], lr=0.1)
+    if scheduled:
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    monkeypatch.setattr(faststep.amp.unscale, "_C", None)
+    scaler.step(optimizer)
+    scaler.update()
+    assert param != 1.0
+    assert param.grad == 1.0
+    assert getattr(optimizer, "_opt_called", False) is scheduled
+
+
+def test_a_mark_that_wraps_has_copied_is_no_scheduler() -> None:
+    """functools.wraps around a scheduler's wrapper, and around the step of a class."""
+    param = make_param(1.0, grad=[8.0])
+    scaler, optimizer = make_scaler(), fast.SGD([param], lr=0.1)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    seen = []
+
+    def watched(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def around(*args: Any) -> Any:
+            seen.append(param.grad.item())
+            return step(*args)
+
+        return around
+
+    optimizer.step = watched(optimizer.step)
+    scaler.step(optimizer)
+    scaler.update()
+
+    class Watched(fast.SGD):
+        step = watched(fast.SGD.step)
+
+    param.grad = torch.tensor([8.0])
+    scaler.step(Watched([param], lr=0.1))
+    assert seen == [1.0, 1.0]
+
+
+def test_a_skipped_step_is_known_whether_it_was_called_or_not() -> None:
+    for hooked in (False, True):
+        param = make_param(1.0, grad=[INF])
+        scaler, optimizer = make_scaler(), fast.SGD([param], lr=0.1)
+        if hooked:
+            optimizer.register_step_post_hook(lambda *_: None)
+        for bad in (True, False):
+            param.grad = torch.tensor([INF if bad else 8.0])
+            scaler.step(optimizer)
+            scaler.update()
+            assert optimizer.step_was_skipped is bad

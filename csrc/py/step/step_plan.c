@@ -115,6 +115,17 @@ static PyObject *error_text(void)
     return text;
 }
 
+/* torch's error for a gradient of the host that must not be unscaled. Returns 0, or -1. */
+static int refuse_fp16(const fst_plan *plan)
+{
+    for (size_t i = 0; i < plan->span_count; i++)
+        if (plan->operands[i * FST_OP_COUNT + FST_OP_GRAD].dtype == FST_F16) {
+            PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
+            return -1;
+        }
+    return 0;
+}
+
 static int measures(const fst_step_options *options)
 {
     return options->measure_found_inf || !isnan(options->max_norm);
@@ -142,6 +153,8 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
     }
     if (options->phase == FST_STEP_WHOLE && measures(options) && self->has_dtensors)
         return answer("divided", Py_NewRef(Py_None));
+    if (options->measure_found_inf > 1 && refuse_fp16(&self->parts[0].plan))
+        return NULL;
     PyObject *devices = list_devices(self, options->scalars, &known);
     if (!devices || !known)
         return answer("devices", devices);
@@ -159,7 +172,7 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
     PyObject *param_lists, *specs, *state, *fresh, *squares = Py_None, *result = NULL;
     fst_step_options options = {.divisor = 1.0};
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!pdpi|O", &PyList_Type, &param_lists, &PyList_Type, &specs,
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!idpi|O", &PyList_Type, &param_lists, &PyList_Type, &specs,
                           &PyDict_Type, &state, &fresh, &PyDict_Type, &options.scalars,
                           &options.measure_found_inf, &options.max_norm, &options.write_grads,
                           &options.phase, &squares))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
 from torch.autograd.graph import increment_version
+from torch.optim import lr_scheduler
 from torch.optim import optimizer as _step_hooks
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "has_global_step_hooks",
     "increment_version",
     "is_capturing",
+    "is_of_scheduler",
     "set_grad_dtype",
     "step_dtype",
     "update_scale_as_torch",
@@ -27,6 +30,16 @@ __all__ = [
 def has_global_step_hooks() -> bool:
     """True if a hook on the steps of all optimizers is set."""
     return bool(_step_hooks._global_optimizer_pre_hooks or _step_hooks._global_optimizer_post_hooks)
+
+
+def is_of_scheduler(step: Any, inner: Any) -> bool:
+    """Whether this is a scheduler's wrapper, which notes that it was called, around `inner`.
+
+    The mark that schedulers leave on it is copied by functools.wraps to what a script puts around.
+    """
+    code = getattr(step, "__code__", None)
+    where = getattr(code, "co_filename", None)
+    return where == lr_scheduler.__file__ and step.__wrapped__ is inner
 
 
 def is_capturing() -> bool:

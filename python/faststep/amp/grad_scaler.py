@@ -10,13 +10,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .._devices import HOST_ONLY, devices_of
+from .._torch.dtensor import any_dtensor
 from .._torch.optim import OptState, cuda_amp_is_unavailable
 from ..clip import clip_grad_norm_
 from ..grads.params import params_of
+from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, has_grads, refuse_shards, refuse_unchecked
 from ..optim.request import ScalerRequest
 from .protocol import (
     any_found,
+    can_be_seen,
     had_grads_elsewhere,
     lent_attributes,
     takes_found_inf,
@@ -34,7 +38,10 @@ class GradScaler(UnscalingScaler):
     Same arguments, methods, errors and state dict. What goes beyond torch:
 
     * With faststep's optimizers `step` runs no pass of its own: the optimizer's first pass finds
-      overflows (and the norm), its second unscales, clips and updates.
+      overflows (and the norm), its second unscales, clips and updates. Where a script can look
+      (hooks on steps, a step of its own or one that it has replaced), the gradients are unscaled
+      first, and `optimizer.step` is called only without an overflow, as by torch's scaler. It is
+      so for all optimizers that do not unscale in the step (`fused=True`, `max_grad_norm`).
     * `step(optimizer, max_norm=...)` clips by the global norm of the unscaled gradients, with
       any optimizer.
     * `unscale_` takes all dtypes in one pass; bfloat16 gradients are allowed. With scale 1 it
@@ -163,9 +170,57 @@ class GradScaler(UnscalingScaler):
         if not self._enabled:
             with lent_attributes(optimizer, lent):
                 return cast("float | None", optimizer.step(*args, **kwargs))
-        if not fused and not takes_found_inf(optimizer):
+        if takes_found_inf(optimizer) or (fused and max_norm is not None):
+            return self._step_unscaled(optimizer, lent, max_norm, args, kwargs)
+        if not fused:
             return super().step(optimizer, *args, **kwargs)
-        return self._step_unscaled(optimizer, lent, max_norm, args, kwargs)
+        if not isinstance(optimizer, FusedOptimizer) or optimizer._is_divided_by_fsdp1():
+            return self._step_unscaled(optimizer, lent, None, args, kwargs)
+        params = params_of(optimizer)
+        if (
+            args
+            or kwargs
+            or not self._checks_like_ours()
+            or can_be_seen(optimizer)
+            or any_dtensor(params)  # all ranks go one way, whatever hooks one of them has
+        ):
+            return self._step_as_torch(optimizer, args, kwargs)
+        if (optimizer._devices or devices_of(params)) != HOST_ONLY:
+            return self._step_unscaled(optimizer, lent, None, args, kwargs)
+        self._step_unseen(optimizer)
+        return None
+
+    def _step_as_torch(
+        self, optimizer: FusedOptimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> float | None:
+        """Unscale, and call `step` unless a gradient is infinite or NaN."""
+        result = super().step(optimizer, *args, **kwargs)
+        found = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+        optimizer._skipped = any_found(found, next(iter(found)).device)
+        return result
+
+    def _step_unseen(self, optimizer: FusedOptimizer) -> None:
+        """The same in host memory where nobody sees it: the step looks before it updates."""
+        state = self._begin_step(optimizer, {})
+        if state["stage"] is not OptState.READY or not has_grads(optimizer):
+            self._step_as_torch(optimizer, (), {})
+            return
+        found = torch.zeros((), dtype=torch.float32, device="cpu")
+        lent = {
+            "grad_scale": self._get_scale_async(),
+            "found_inf": found,
+            "_asked": ScalerRequest(looks_for_inf=True, refuses_fp16=True),
+        }
+        with lent_attributes(optimizer, lent):
+            optimizer._fused_step()
+        if optimizer.step_was_skipped:
+            self.unscale_(optimizer)  # torch leaves the gradients so
+        else:
+            state["found_inf_per_device"] = {found.device: found}
+            if "step" in vars(optimizer):  # a scheduler notes the call
+                with lent_attributes(optimizer, {"_fused_step": lambda: None}):
+                    optimizer.step()
+        state["stage"] = OptState.STEPPED
 
     def _step_unscaled(
         self,
@@ -322,4 +377,7 @@ class GradScaler(UnscalingScaler):
         return (
             cls._unscale_grads_ is GradScaler._unscale_grads_
             and cls._check_inf_per_device is GradScaler._check_inf_per_device
+            and cls._maybe_opt_step is GradScaler._maybe_opt_step
+            and cls.unscale_ is GradScaler.unscale_
+            and "unscale_" not in vars(self)
         )

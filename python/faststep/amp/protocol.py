@@ -6,6 +6,9 @@ the step must be skipped. This is torch's protocol for its fused optimizers. fas
 know one more, `_asked`: a `ScalerRequest` says whether the step itself looks for overflows and
 writes `found_inf`, and to which global norm it clips. `request_of` of optim/request.py reads all
 three.
+
+Only the quick ways of faststep's scaler ask for steps that look for overflows. Where a script could
+tell that from torch's way, `can_be_seen` says so, and the scaler takes torch's way.
 """
 
 from __future__ import annotations
@@ -20,11 +23,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import _C
+from .._torch.modes import is_watched
+from .._torch.optim import has_global_step_hooks, is_of_scheduler
 from ..optim.base import FusedOptimizer
 
 __all__ = [
     "AskedToUnscale",
     "any_found",
+    "can_be_seen",
     "had_grads_elsewhere",
     "lent_attributes",
     "takes_found_inf",
@@ -53,6 +60,25 @@ class AskedToUnscale:
 def takes_requests(optimizer: Optimizer) -> bool:
     """True for optimizers whose step measures and clips by itself: faststep's, sharded or not."""
     return hasattr(type(optimizer), "_asked")
+
+
+def can_be_seen(optimizer: FusedOptimizer) -> bool:
+    """Whether anybody could see how often `step` is called, or what the gradients hold then.
+
+    Hooks and steps of a script can; so can a profiler. The wrapper of a scheduler sees only that it
+    is called.
+    """
+    replaced = vars(optimizer).get("step")
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or has_global_step_hooks()
+        or (replaced is not None and not is_of_scheduler(replaced, type(optimizer).step))
+        or type(optimizer)._has_own_step()
+        or _C.is_recorded()
+        or is_watched()
+        or torch.compiler.is_compiling()
+    )
 
 
 def had_grads_elsewhere(optimizer: Optimizer) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
@@ -199,8 +198,11 @@ class FusedOptimizer(ClippedOptimizer):
 
     @classmethod
     def _has_own_step(cls) -> bool:
-        """Whether this is a script's subclass, whose step may do something with the gradients."""
-        return inspect.unwrap(cls.step) is not FusedOptimizer.step
+        """Whether a script's subclass, or one of the classes here, has got another step."""
+        step: Any = cls.step
+        if getattr(step, "__code__", None) is _HOOKED:
+            step = step.__wrapped__
+        return step is not _STEP
 
     @disable_dynamo
     def _step_uncompiled(self) -> None:
@@ -242,11 +244,8 @@ class FusedOptimizer(ClippedOptimizer):
         stepper = self._stepper
         if stepper.devices != HOST_ONLY:
             self._check_capture()
-        if request.measures:
-            if self._has_shards is None:
-                self._has_shards = any(map(is_fsdp_shard, params_of(self)))
-            if self._has_shards:
-                stepper.divide()
+        if request.measures and self._is_divided_by_fsdp1():
+            stepper.divide()
         in_backward = None if self._norm_in_backward is False else self._measured_in_backward()
         if in_backward is None:
             return stepper.step(work, request)
@@ -258,6 +257,12 @@ class FusedOptimizer(ClippedOptimizer):
             answer = stepper.step(work, request)
         in_backward.forget()
         return answer
+
+    def _is_divided_by_fsdp1(self) -> bool:
+        """Whether FullyShardedDataParallel has left a part of the parameters on this rank."""
+        if self._has_shards is None:
+            self._has_shards = any(map(is_fsdp_shard, params_of(self)))
+        return self._has_shards
 
     def _rules(self) -> list[Rule]:
         return [self._checked_rule_of(group) for group in self.param_groups]
@@ -345,3 +350,8 @@ class FusedOptimizer(ClippedOptimizer):
             "_norm_in_backward": self._norm_in_backward is not False,
             "_is_asked_to_unscale": self._is_asked_to_unscale,
         }
+
+
+# What `_has_own_step` knows as ours: the step, and the code that torch puts around it.
+_STEP = FusedOptimizer.step
+_HOOKED = FusedOptimizer.profile_hook_step(_STEP).__code__

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm  # which faststep.run replaces in torch
 
 from .._torch.dtensor import full_tensor
+from .._torch.optim import dtypes_of
 from .request import StepAnswer, StepRequest
 
 if TYPE_CHECKING:
@@ -35,6 +36,8 @@ def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer
     params = [p for group in groups for p in group["params"] if p.grad is not None]
     before: list[Tensor] = [p.grad for p in params]
     grads = before
+    if request.refuses_fp16 and torch.float16 in dtypes_of(grads):
+        raise ValueError("Attempting to unscale FP16 gradients.")
     if request.grad_scale is not None:
         inverse = request.grad_scale.double().reciprocal()
         grads = [grad * inverse.to(grad.device, grad.dtype) for grad in grads]

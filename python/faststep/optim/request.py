@@ -17,6 +17,7 @@ class ScalerRequest(NamedTuple):
     """What faststep's GradScaler asks of a step, beside torch's `grad_scale` and `found_inf`."""
 
     looks_for_inf: bool = False  # the step checks the gradients, and writes `found_inf`
+    refuses_fp16: bool = False  # as torch's `unscale_` refuses float16 gradients
     max_norm: float | None = None  # takes the place of the optimizer's `max_grad_norm`
 
 
@@ -29,6 +30,7 @@ class StepRequest(NamedTuple):
     max_norm: float | None = None  # gradients are clipped to this global 2-norm
     write_grads: bool = False  # unscaled and clipped gradients are written back to `.grad`
     squares: _C.Squares | None = None  # of the gradients, measured in backward
+    refuses_fp16: bool = False  # where it looks: float16 gradients in CPU memory are an error
 
     @property
     def measures(self) -> bool:
@@ -54,7 +56,14 @@ def request_of(
         refuse_unchecked(optimizer)  # torch's scaler passes the number 0 where it saw no gradient
         found_inf = None
     write_grads = grad_scale is not None if max_norm is None else keep_grads
-    return StepRequest(grad_scale, found_inf, asked.looks_for_inf, max_norm, write_grads)
+    return StepRequest(
+        grad_scale,
+        found_inf,
+        asked.looks_for_inf,
+        max_norm,
+        write_grads,
+        refuses_fp16=asked.refuses_fp16,
+    )
 
 
 class StepAnswer(NamedTuple):

@@ -127,6 +127,7 @@ class Work:
     ) -> Done:
         """Call the plan; create states that it misses, make room on a device, and call it again."""
         max_norm = _NO_CLIPPING if request.max_norm is None else request.max_norm
+        looks = 2 if request.refuses_fp16 else int(request.looks_for_inf)
         while True:
             try:
                 what, value = plan.step(
@@ -135,7 +136,7 @@ class Work:
                     self.optimizer.state,
                     self._new,
                     scalars,
-                    request.looks_for_inf,
+                    looks,
                     max_norm,
                     request.write_grads,
                     phase,
