@@ -69,6 +69,21 @@ def test_a_counter_of_another_type(
     torchs.load_state_dict(optimizers[1].state_dict())
 
 
+def test_a_counter_of_another_device() -> None:
+    """torch reads it, wherever it lies; the state goes on with one on the parameter's."""
+    pair = Pair([torch.ones(3), torch.ones(3)], [0, 1])
+    optimizers = pair.optimizers(faststep.optim.NAdam)
+    step_both(pair, optimizers, 0)
+    moved = [(optimizers[0].state[p], 0) for p in pair.cpu]
+    moved += [(optimizers[1].state[pair.cuda[0]], 1), (optimizers[1].state[pair.cuda[1]], 0)]
+    for state, ordinal in moved:
+        for key in ("step", "mu_product"):
+            state[key] = fake.claim(fake.plain(state[key]).clone(), ordinal)
+    step_both(pair, optimizers, 10)
+    pair.assert_same(*optimizers)
+    assert all(not state["step"].is_cuda for state in optimizers[0].state.values())
+
+
 @pytest.mark.parametrize("bad", [torch.tensor(True), torch.ones(2, dtype=torch.int64), 3])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_counter_that_nobody_takes(bad: object, on_device: bool) -> None:

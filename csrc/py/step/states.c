@@ -100,22 +100,19 @@ static int view_counter(const fst_binding *at, unsigned k, PyObject *name, PyObj
 
 /* Binds the step counter, or number k - 1 beside it. Returns 1; 0 if it must be moved to the
  * parameter's device first, as torch keeps it in CPU memory unless `fused` or `capturable` is set,
- * or there be made one that kernels count in; -1 with a Python error. */
+ * or become one that kernels count in; -1 with a Python error. */
 static int bind_counter(const fst_binding *at, fst_param *param, unsigned k, PyObject *name,
                         PyObject *object, fst_counter *counter, fst_view *view)
 {
     fst_step_part *part = at->part;
-    fst_problem problem;
     if (view_counter(at, k, name, object, view) || check_counter(at, name, object))
         return -1;
     if (at->module->tensors.ran_python && /* which may have moved it */
         view_counter(at, k, name, object, view))
         return -1;
-    if (part->device != FST_HOST &&
-        (view->device == FST_HOST || (k == 0 && view->dtype != FST_F32 && view->dtype != FST_F64)))
+    const int counts = view->dtype == FST_F32 || view->dtype == FST_F64;
+    if (view->device != part->device || (part->device != FST_HOST && k == 0 && !counts))
         return 0;
-    if (fst_view_is_on(view, part->device, &problem))
-        return refuse(at, name, &problem);
     fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, object, view);
     if (k > 0) {
         const size_t place = part->number_count + k - 1;

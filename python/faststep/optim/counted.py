@@ -42,11 +42,11 @@ class CountedOptimizer(FusedOptimizer):
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
-        if state:  # with its counter in CPU memory, where torch keeps it, or of another type
+        if state:  # with its counter on another device, as torch keeps it, or of another type
             for key in ("step", *self._numbers):
-                if param.is_cuda and isinstance(value := state[key], Tensor):
+                if isinstance(value := state[key], Tensor):
                     dtype = value.dtype
-                    if key == "step" and dtype != torch.float64:
+                    if key == "step" and param.is_cuda and dtype != torch.float64:
                         dtype = torch.float32  # kernels count in these two
                     state[key] = value.to(param.device, dtype)
             return
