@@ -274,7 +274,7 @@ WRONG: dict[str, Callable[[Tensor], Any]] = {
     "view": lambda t: t.detach().reshape(-1),
     "fewer_elements": lambda t: t[:1].clone(),
     "integer": lambda t: t.to(torch.int32),
-    "dtype": lambda t: t.double(),
+    "complex": lambda t: t.to(torch.complex64),
     "sparse": lambda t: t.to_sparse(),
     "number": lambda t: 1.0,
     "wrapper": lambda t: Wrapper(t),
@@ -313,8 +313,8 @@ def test_state_replaced_by_something_else(declaration: Declaration, key: str, wr
 @pytest.mark.parametrize("declaration", [ALL[0], ALL[1]], ids=lambda d: d.name)
 @pytest.mark.parametrize(
     "step",
-    [3, 3.0, None, torch.ones(2), torch.ones((), dtype=torch.int64)],
-    ids=["int", "float", "none", "two", "int64"],
+    [3, 3.0, None, torch.ones(2), torch.ones((), dtype=torch.bool)],
+    ids=["int", "float", "none", "two", "bool"],
 )
 def test_step_replaced_by_something_else(declaration: Declaration, step: Any) -> None:
     params = parameters((6,), (4, 3))

@@ -144,10 +144,14 @@ def test_numbers_that_cannot_be_used() -> None:
     optimizer = NADAM.ours(params)
     train(optimizer, params)
     good, before = optimizer.state[params[1]]["mu_product"], params[0].detach().clone()
+    taken = (
+        "state 'mu_product' of .* is not a one-element tensor of type float32, float64, bfloat16 "
+        "or float16; nothing"
+    )
     for bad, error in (
-        (torch.ones(2), "state 'mu_product' of .* is not a one-element tensor"),
-        (torch.tensor(1), "state 'mu_product' of .* is not of type float32"),
-        (0.5, "state 'mu_product' of .*float"),
+        (torch.ones(2), taken),
+        (torch.tensor(1), taken),
+        (0.5, taken),
         (None, "state 'mu_product' of .* is None"),
     ):
         optimizer.state[params[1]]["mu_product"] = bad

@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -90,6 +91,28 @@ def test_a_block_has_few_tensors_of_a_size(size: int) -> None:
     storages = {t.untyped_storage().data_ptr() for t in states}
     assert len(states) // 20 < len(storages) < len(states) // 2
     assert all(t.untyped_storage().nbytes() <= 16 * max(t.nbytes, 64) for t in states)
+
+
+@pytest.mark.parametrize("size", [0, 10**6])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_storage_that_states_share_is_not_resized(dtype: torch.dtype, size: int) -> None:
+    """It would take the memory of the others, and torch crashes when these are read."""
+    params = parameters(*SMALL_SHAPES, dtype=dtype)
+    optimizer = stepped(params)
+    states = [state for state in states_of(optimizer) if state.nbytes <= SMALL]
+    before = [state.clone() for state in states]
+    counts = Counter(state.untyped_storage().data_ptr() for state in states)
+    assert max(counts.values()) > 1
+    for state in states:
+        with pytest.raises(RuntimeError, match="resize storage that is not resizable"):
+            state.untyped_storage().resize_(size)
+    assert_same_bits(states, before)
+    step(optimizer, params, 1)
+    alone = copy.deepcopy(states[1])
+    alone.untyped_storage().resize_(0)
+    states[1].share_memory_()
+    step(optimizer, params, 1)
+    assert [state["step"].item() for state in optimizer.state.values()] == [4.0] * len(params)
 
 
 def test_a_large_state_has_memory_of_its_own() -> None:

@@ -5,8 +5,6 @@
 #include "py/torch/quiet.h"
 #include "rules/loss_scale.h"
 
-enum { FST_DL_INT = 0 };
-
 /* The memory of a one-element tensor. */
 typedef struct {
     void *data;

@@ -131,6 +131,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         return -1;
     if (found != 1)
         return found ? fst_bind_unsettled(at) : note_missing(at);
+    counter->wide = param->count > 0 && fst_bind_is_wide(ops);
     const int fresh = is_fresh(at);
     if (fresh < 0)
         return -1;

@@ -45,14 +45,13 @@ static int list_groups(fst_module *module, const fst_step_plan *self, fst_step_p
     return 0;
 }
 
-static void describe_span(const fst_step_plan *self, const fst_step_part *part,
-                          const fst_counter *counter, const fst_tensor_number *numbers,
-                          fst_device_span *span)
+static void describe_span(const fst_step_plan *self, const fst_counter *counter,
+                          const fst_tensor_number *numbers, fst_device_span *span)
 {
     const fst_group *group = &self->groups[counter->group];
     memset(span, 0, sizeof *span);
     span->step.data = (uint64_t)(uintptr_t)counter->data;
-    span->step.is_double = counter->is_double;
+    span->step.is_double = counter->dtype == FST_F64;
     span->step.negated = counter->negated;
     span->value =
         counter->data ? 0.0 : counter->value; /* 0 where it is not read, so that the tables stay the
@@ -60,12 +59,11 @@ static void describe_span(const fst_step_plan *self, const fst_step_part *part,
     span->group = counter->group;
     span->rule = (int32_t)group->rule;
     span->maximize = group->maximize;
+    span->wide = counter->wide;
     for (unsigned k = 0; k < group->number_count; k++)
         span->numbers[k] = (fst_device_number){.data = (uint64_t)(uintptr_t)numbers[k].data,
                                                .dtype = (int32_t)numbers[k].dtype,
                                                .negated = numbers[k].negated};
-    if (counter->span >= 0)
-        span->wide = part->plan.operands[(size_t)counter->span * FST_OP_COUNT].dtype == FST_F64;
 }
 
 static int by_address(const void *a, const void *b)
@@ -123,7 +121,7 @@ static int list_spans(const fst_step_plan *self, fst_step_part *part)
         fst_device_span *span =
             &part->spans[counter->span >= 0 ? (size_t)counter->span : only_counts++];
         const fst_device_span before = *span;
-        describe_span(self, part, counter, numbers, span);
+        describe_span(self, counter, numbers, span);
         moved = moved || span->step.data != before.step.data ||
                 memcmp(span->numbers, before.numbers, sizeof before.numbers);
         if (part->number_count)

@@ -14,19 +14,6 @@ typedef struct {
     fst_measurement seen;
 } step_work;
 
-static void write_scalar(const fst_view *view, double value)
-{
-    const double held = view->negated ? -value : value;
-    const float narrow = (float)held;
-    if (view->dtype == FST_F64)
-        *(double *)view->data = held;
-    else if (view->dtype == FST_F32)
-        *(float *)view->data = narrow;
-    else
-        *(uint16_t *)view->data =
-            view->dtype == FST_BF16 ? fst_f32_to_bf16(narrow) : fst_f32_to_f16(narrow);
-}
-
 static int same_key(const fst_args_key *key, uint32_t group, double step, const fst_numbers *held)
 {
     return key->group == group && key->step == step &&
@@ -69,28 +56,10 @@ static int find_args(fst_step_part *part, const fst_group *groups, uint32_t grou
     return 0;
 }
 
-/* The step count after this step, as the rule reads it. */
-static double counted(const fst_counter *c)
-{
-    if (!c->data)
-        return c->value;
-    const double held = c->is_double ? *(const double *)c->data : (double)*(const float *)c->data;
-    return 1.0 + (c->negated ? -held : held);
-}
-
-static void advance(const fst_counter *c, double by)
-{
-    const double change = c->negated ? -by : by;
-    if (c->data && c->is_double)
-        *(double *)c->data += change;
-    else if (c->data)
-        *(float *)c->data = (float)((double)*(float *)c->data + change);
-}
-
 /* Reads the numbers of a parameter, and remembers them to undo the step. */
 static fst_numbers read_numbers(fst_tensor_number *numbers, unsigned count, const fst_counter *c)
 {
-    fst_numbers held = {.wide_step = c->is_double};
+    fst_numbers held = {.wide_step = c->dtype == FST_F64};
     for (unsigned k = 0; k < count; k++) {
         const fst_view view = {
             .data = numbers[k].data, .dtype = numbers[k].dtype, .negated = numbers[k].negated};
@@ -104,7 +73,7 @@ static void write_number(const fst_tensor_number *number, double value)
 {
     const fst_view view = {
         .data = number->data, .dtype = number->dtype, .negated = number->negated};
-    write_scalar(&view, value);
+    fst_scalar_write(&view, value);
 }
 
 /* Puts the counters and the numbers of the first `count` parameters back. */
@@ -113,22 +82,19 @@ static void take_back(const fst_step_part *part, size_t count, size_t numbers)
     while (numbers-- > 0)
         write_number(&part->numbers[numbers], part->numbers[numbers].before);
     while (count-- > 0)
-        advance(&part->counters[count], -1.0);
+        fst_counter_write(&part->counters[count], part->counters[count].before);
 }
 
 /* Gives the span of a parameter with numbers its arguments, and moves the numbers. */
 static int fill_with_numbers(fst_step_part *part, const fst_group *groups, const fst_counter *c,
-                             fst_tensor_number *numbers, double coefficient)
+                             double step, fst_tensor_number *numbers, double coefficient)
 {
     const fst_group *group = &groups[c->group];
-    const double step = counted(c);
     const fst_numbers held = read_numbers(numbers, group->number_count, c);
     fst_numbers next;
     if (c->span >= 0) {
-        const fst_operand *ops = &part->plan.operands[(size_t)c->span * FST_OP_COUNT];
         uint32_t index;
-        if (find_args(part, groups, c->group, step, &held, ops[FST_OP_PARAM].dtype == FST_F64,
-                      coefficient, &index))
+        if (find_args(part, groups, c->group, step, &held, c->wide, coefficient, &index))
             return -1;
         part->plan.spans[c->span].args = index;
         next = part->arg_keys[index].next;
@@ -144,13 +110,12 @@ static int fill_with_numbers(fst_step_part *part, const fst_group *groups, const
 
 /* Gives the span of a parameter its arguments. */
 static int fill_args(fst_step_part *part, const fst_group *groups, const fst_counter *c,
-                     double coefficient)
+                     double step, double coefficient)
 {
     if (c->span < 0)
         return 0;
-    const fst_operand *ops = &part->plan.operands[(size_t)c->span * FST_OP_COUNT];
-    return find_args(part, groups, c->group, counted(c), NULL, ops[FST_OP_PARAM].dtype == FST_F64,
-                     coefficient, &part->plan.spans[c->span].args);
+    return find_args(part, groups, c->group, step, NULL, c->wide, coefficient,
+                     &part->plan.spans[c->span].args);
 }
 
 /* Advances every step counter and every number, and gives every span its arguments. Without memory
@@ -160,15 +125,22 @@ static int fill_all_args(fst_step_part *part, const fst_group *groups, double co
     size_t at = 0; /* the numbers of the parameter at hand */
     part->arg_count = 0;
     for (size_t i = 0; i < part->counter_count; i++) {
-        const fst_counter *c = &part->counters[i];
+        fst_counter *c = &part->counters[i];
         const unsigned count = groups[c->group].number_count;
-        if (count ? fill_with_numbers(part, groups, c, &part->numbers[at], coefficient)
-                  : fill_args(part, groups, c, coefficient)) {
+        float *plain = c->dtype == FST_F32 && !c->negated ? c->data : NULL; /* saves two calls */
+        if (plain)
+            c->before = (double)*plain;
+        const double step = plain ? c->before + 1.0 : fst_counter_next(c);
+        if (count ? fill_with_numbers(part, groups, c, step, &part->numbers[at], coefficient)
+                  : fill_args(part, groups, c, step, coefficient)) {
             take_back(part, i, at);
             return -1;
         }
         at += count;
-        advance(c, 1.0);
+        if (plain)
+            *plain = (float)step;
+        else
+            fst_counter_write(c, step);
     }
     return 0;
 }
@@ -285,8 +257,8 @@ int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_option
     outcome->norm = work.norm;
     outcome->square_sum = work.seen.square_sum;
     if (work.measure_found_inf && work.skip)
-        write_scalar(&found, 1.0);
+        fst_scalar_write(&found, 1.0);
     if (work.measure && norm.data)
-        write_scalar(&norm, work.norm);
+        fst_scalar_write(&norm, work.norm);
     return 0;
 }

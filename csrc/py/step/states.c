@@ -81,26 +81,38 @@ static int check_counter(const fst_binding *at, PyObject *name, PyObject *object
     return refuse(at, name, &problem);
 }
 
+/* Reads the step counter, or number k - 1 beside it. Returns 0, or -1 with a Python error, which
+ * says what can be read. */
+static int view_counter(const fst_binding *at, unsigned k, PyObject *name, PyObject *object,
+                        fst_view *view)
+{
+    fst_problem problem;
+    const int bad = k == 0 ? fst_tensor_counter(&at->module->tensors, object, view, &problem)
+                           : fst_tensor_view(&at->module->tensors, object, view, &problem);
+    if (!bad && fst_view_count(view) == 1)
+        return 0;
+    if (!bad || !strcmp(problem.kind, "type") || !strcmp(problem.kind, "dtype"))
+        fst_problem_set(&problem, "dtype",
+                        "is not a one-element tensor of type float32, float64, bfloat16%s",
+                        k == 0 ? ", float16, int64, int32, int16, int8 or uint8" : " or float16");
+    return refuse(at, name, &problem);
+}
+
 /* Binds the step counter, or number k - 1 beside it. Returns 1; 0 if it must be moved to the
- * parameter's device first, as torch keeps it in CPU memory unless `fused` or `capturable` is set;
- * -1 with a Python error. */
+ * parameter's device first, as torch keeps it in CPU memory unless `fused` or `capturable` is set,
+ * or become one that kernels count in; -1 with a Python error. */
 static int bind_counter(const fst_binding *at, fst_param *param, unsigned k, PyObject *name,
                         PyObject *object, fst_counter *counter, fst_view *view)
 {
     fst_step_part *part = at->part;
-    fst_problem problem;
-    if (fst_tensor_view(&at->module->tensors, object, view, &problem))
-        return refuse(at, name, &problem);
-    if (check_counter(at, name, object))
+    if (view_counter(at, k, name, object, view) || check_counter(at, name, object))
         return -1;
     if (at->module->tensors.ran_python && /* which may have moved it */
-        fst_tensor_view(&at->module->tensors, object, view, &problem))
-        return refuse(at, name, &problem);
-    if (view->device == FST_HOST && part->device != FST_HOST)
+        view_counter(at, k, name, object, view))
+        return -1;
+    const int counts = view->dtype == FST_F32 || view->dtype == FST_F64;
+    if (view->device != part->device || (part->device != FST_HOST && k == 0 && !counts))
         return 0;
-    if (k == 0 ? fst_view_is_scalar(view, part->device, &problem)
-               : fst_view_is_number(view, part->device, &problem))
-        return refuse(at, name, &problem);
     fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, object, view);
     if (k > 0) {
         const size_t place = part->number_count + k - 1;
@@ -111,7 +123,7 @@ static int bind_counter(const fst_binding *at, fst_param *param, unsigned k, PyO
         return 1;
     }
     counter->data = view->data;
-    counter->is_double = view->dtype == FST_F64;
+    counter->dtype = view->dtype;
     counter->negated = view->negated;
     return 1;
 }
@@ -194,20 +206,17 @@ static PyObject *find_state(fst_binding *at, PyObject *state, Py_ssize_t *positi
     return value ? fst_bind_hold(at->self, value) : NULL;
 }
 
-/* Raises the error for a state that does not fit its parameter. Returns 0 if it can be used
- * through a layout. */
-static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *view,
-                        fst_dtype dtype, int bad, fst_problem *problem, char role[64])
+/* Raises the error for a state that cannot be read, or a master that is not fp32. Returns 0 if it
+ * can be used through a layout. */
+static int refuse_state(const fst_binding *at, PyObject *name, const fst_view *view, int is_master,
+                        int bad, fst_problem *problem, char role[64])
 {
-    const int has_master = at->self->groups[at->group].has_master;
     if (name_role(name, role))
         return -1;
-    if (!bad && view->dtype == dtype)
+    if (!bad && (!is_master || view->dtype == FST_F32))
         return 0;
     if (!bad)
-        fst_problem_set(problem, "dtype", "has dtype %s, not %s as the parameter%s has",
-                        fst_dtype_name(view->dtype), fst_dtype_name(dtype),
-                        has_master ? " or its master" : "");
+        fst_problem_set(problem, "dtype", "is not of type float32");
     return fst_bind_problem(at, role, problem);
 }
 
@@ -242,7 +251,6 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
     const fst_group *group = &at->self->groups[at->group];
     const unsigned counters = counters_of(group);
     const int is_low = of_param == FST_BF16 || of_param == FST_F16;
-    const fst_dtype dtype = group->has_master && is_low ? FST_F32 : of_param;
     const unsigned key_count = group->key_count - (unsigned)(group->has_master && !is_low);
     if (key_count == 0)
         return 1;
@@ -274,11 +282,13 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         fst_problem problem;
         char role[64] = "state";
         const int bad = fst_tensor_view(&at->module->tensors, value, &view, &problem);
-        if ((bad || view.dtype != dtype || view.device != at->part->device ||
+        const unsigned which = operand_of(group, k);
+        const int is_master = which == FST_OP_MASTER;
+        if ((bad || (is_master && view.dtype != FST_F32) || view.device != at->part->device ||
              !fst_param_is_packed_in(param, &view)) &&
-            refuse_state(at, wanted, &view, dtype, bad, &problem, role))
+            refuse_state(at, wanted, &view, is_master, bad, &problem, role))
             return -1;
-        fst_operand *op = &ops[operand_of(group, k)];
+        fst_operand *op = &ops[which];
         fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, &view);
         if (fst_bind_operand(at, param, role, &view, 1, op) || note_written(at, value, whole))
             return -1;

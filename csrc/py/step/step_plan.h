@@ -27,11 +27,14 @@ typedef struct {
  * without one. */
 typedef struct {
     void *data;
-    double value; /* without a tensor, the count that the rule reads: 1 for a new state, else 2 */
-    int64_t span; /* -1: the parameter has no elements */
+    double value;  /* without a tensor, the count that the rule reads: 1 for a new state, else 2 */
+    double before; /* its value before the step that runs */
+    int64_t span;  /* -1: the parameter has no elements */
     uint32_t group, param; /* index among the parameters of all groups */
     uint32_t index;        /* in its group */
-    int is_double, negated;
+    fst_dtype dtype;       /* on the host also one of the integer types of tensor.h */
+    int negated;
+    int wide; /* the parameter's update is computed in double */
 } fst_counter;
 
 /* A number that a parameter has beside its step counter, likewise a 0-d tensor: see
@@ -224,8 +227,13 @@ void fst_step_free_parts(fst_step_plan *self);
 int fst_step_scalar(fst_module *module, const fst_step_options *options, int device,
                     Py_ssize_t which, const char *name, fst_view *view);
 
-/* The value of a scalar in CPU memory that has data. */
+/* Reads and writes a scalar in CPU memory that has data. */
 double fst_scalar_number(const fst_view *view);
+void fst_scalar_write(const fst_view *view, double value);
+
+/* Remembers the value of a step counter in CPU memory, and returns that after one more step. */
+double fst_counter_next(fst_counter *counter);
+void fst_counter_write(const fst_counter *counter, double value);
 
 /* 1 / scale for a scale in CPU memory; 1 where the view has no data. */
 double fst_inverse_of(const fst_view *scale);

@@ -6,7 +6,8 @@
 #include <stdint.h>
 
 enum { FST_DL_CPU = 1, FST_DL_CUDA = 2 }; /* device types */
-enum { FST_DL_UINT = 1, FST_DL_FLOAT = 2, FST_DL_BFLOAT = 4, FST_DL_COMPLEX = 5 }; /* type codes */
+/* Type codes. */
+enum { FST_DL_INT, FST_DL_UINT, FST_DL_FLOAT, FST_DL_BFLOAT = 4, FST_DL_COMPLEX };
 
 typedef struct {
     int32_t device_type, device_id;

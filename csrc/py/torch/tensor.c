@@ -35,6 +35,20 @@ static int dtype_of(fst_dl_dtype type, fst_dtype *dtype)
     return 0;
 }
 
+/* The same for a type of integers that torch adds to. */
+static int integer_of(fst_dl_dtype type, fst_dtype *dtype)
+{
+    const int width = type.bits == 8    ? FST_I8
+                      : type.bits == 16 ? FST_I16
+                      : type.bits == 32 ? FST_I32
+                                        : FST_I64;
+    if (type.lanes != 1 ||
+        (type.code != FST_DL_INT && (type.code != FST_DL_UINT || type.bits != 8)))
+        return -1;
+    *dtype = (fst_dtype)(type.code == FST_DL_UINT ? FST_U8 : width);
+    return 0;
+}
+
 int64_t fst_view_count(const fst_view *view)
 {
     return fst_layout_count(view->ndim, view->shape);
@@ -112,12 +126,14 @@ int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor 
 }
 
 /* Reads all of a view but whether it is negated. Runs Python code only to learn a type. */
-static int read_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
+static int read_view(fst_tensors *tensors, PyObject *object, int counter, fst_view *view,
+                     fst_problem *problem)
 {
     fst_dl_tensor tensor;
     if (fst_tensor_read(tensors, object, &tensor, problem))
         return -1;
-    if (dtype_of(tensor.dtype, &view->dtype))
+    if (dtype_of(tensor.dtype, &view->dtype) &&
+        (!counter || integer_of(tensor.dtype, &view->dtype)))
         return fst_problem_set(problem, "dtype",
                                tensor.dtype.code == FST_DL_COMPLEX
                                    ? "is complex; expected float32, float64, bfloat16 or float16"
@@ -140,7 +156,13 @@ static int read_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
 {
     view->negated = is_negated(tensors, object, problem);
-    return view->negated < 0 ? -1 : read_view(tensors, object, view, problem);
+    return view->negated < 0 ? -1 : read_view(tensors, object, 0, view, problem);
+}
+
+int fst_tensor_counter(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem)
+{
+    view->negated = is_negated(tensors, object, problem);
+    return view->negated < 0 ? -1 : read_view(tensors, object, 1, view, problem);
 }
 
 int fst_tensor_views(fst_tensors *tensors, PyObject *const *objects, unsigned count,
@@ -157,7 +179,7 @@ int fst_tensor_views(fst_tensors *tensors, PyObject *const *objects, unsigned co
         ran_python |= tensors->ran_python;
         tensors->ran_python = 0;
         for (*which = 0; *which < count; ++*which)
-            if (read_view(tensors, objects[*which], &views[*which], problem))
+            if (read_view(tensors, objects[*which], 0, &views[*which], problem))
                 return -1;
         const int is_valid = !tensors->ran_python;
         tensors->ran_python |= ran_python;
@@ -188,15 +210,6 @@ int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem)
     if (fst_view_count(view) != 1 || (view->dtype != FST_F32 && view->dtype != FST_F64))
         return fst_problem_set(problem, "dtype",
                                "is not a one-element tensor of type float32 or float64");
-    return 0;
-}
-
-int fst_view_is_number(const fst_view *view, int device, fst_problem *problem)
-{
-    if (fst_view_is_on(view, device, problem))
-        return -1;
-    if (fst_view_count(view) != 1)
-        return fst_problem_set(problem, "dtype", "is not a one-element tensor");
     return 0;
 }
 

@@ -62,6 +62,9 @@ typedef struct {
     int negated; /* the memory holds the elements with their signs flipped */
 } fst_view;
 
+/* What the dtype may be, beside fst_dtype, of a tensor that is read as a counter. */
+enum { FST_U8 = FST_DTYPE_COUNT, FST_I8, FST_I16, FST_I32, FST_I64 };
+
 int64_t fst_view_count(const fst_view *view);
 
 /* Learns the type of an object now, so that reading the object later runs no Python code. */
@@ -88,8 +91,12 @@ int fst_tensor_read_as_is(fst_tensors *tensors, PyObject *object, fst_dl_tensor 
  * filled and no Python error. */
 int fst_tensor_view(fst_tensors *tensors, PyObject *object, fst_view *view, fst_problem *problem);
 
-/* Reads several such tensors, all after the last Python code that reading them runs: it may change
- * those that were read before. *which is the one with a problem. */
+/* Does the same for a tensor that may be of an integer type, in which torch counts steps too. */
+int fst_tensor_counter(fst_tensors *tensors, PyObject *object, fst_view *view,
+                       fst_problem *problem);
+
+/* fst_tensor_view for several tensors, all after the last Python code that reading them runs: it
+ * may change those that were read before. *which is the one with a problem. */
 int fst_tensor_views(fst_tensors *tensors, PyObject *const *objects, unsigned count,
                      fst_view *views, unsigned *which, fst_problem *problem);
 
@@ -103,9 +110,6 @@ static inline int fst_view_is_on(const fst_view *view, int device, fst_problem *
 
 /* Whether a view is one fp32 or fp64 number on `device`; 0, or -1 with `problem` filled. */
 int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem);
-
-/* The same for a tensor of any type that parameters may have. */
-int fst_view_is_number(const fst_view *view, int device, fst_problem *problem);
 
 /* The same scalar as a kernel reads it; absent where the view has no data. */
 static inline fst_device_scalar fst_view_as_scalar(const fst_view *view)

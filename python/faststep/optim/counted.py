@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .._torch.optim import is_capturing, step_dtype
@@ -41,10 +42,13 @@ class CountedOptimizer(FusedOptimizer):
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
-        if state:  # with its counter in CPU memory, where torch keeps it
+        if state:  # with its counter on another device, as torch keeps it, or of another type
             for key in ("step", *self._numbers):
-                if param.is_cuda and isinstance(state[key], Tensor):
-                    state[key] = state[key].to(param.device)
+                if isinstance(value := state[key], Tensor):
+                    dtype = value.dtype
+                    if key == "step" and param.is_cuda and dtype != torch.float64:
+                        dtype = torch.float32  # kernels count in these two
+                    state[key] = value.to(param.device, dtype)
             return
         fused = group.get("fused")
         on_device = group.get("capturable") or fused or param.is_cuda

@@ -7,6 +7,7 @@ import threading
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.utils.dlpack import from_dlpack
 
 from .._torch.dtensor import is_dtensor, like_dtensor, local_of
 
@@ -26,7 +27,7 @@ class Zeros:
     in CPU memory lie one after another in blocks of up to 4 KiB. A block has one storage and one
     version counter, so a step reads fewer cache lines. The first block has the size of one state,
     so an optimizer of one parameter takes no more than it needs. Each new block is twice as large,
-    up to 4 KiB or 16 states.
+    up to 4 KiB or 16 states. To resize its storage raises RuntimeError.
     """
 
     def __init__(self) -> None:
@@ -75,5 +76,7 @@ class Zeros:
             block, used = torch.zeros(max(count, min(grown, most)), dtype=dtype, device="cpu"), 0
             if type(block) is not Tensor:  # made by a mode, such as FakeTensorMode, that will end
                 return block, 0
+            # Over memory of DLPack, which torch does not resize: that would free all its states.
+            block = from_dlpack(block)
         self._blocks[key] = block, used + count
         return block, used

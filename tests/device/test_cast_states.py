@@ -1,0 +1,99 @@
+"""States of other types than torch makes, on a CUDA device: the bits of the CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import faststep
+from optim.common import DTYPES, dtype_name, same_bits
+from optim.declarations import ADAMW, ALL, ASGD, NADAM, OTHERS, Declaration
+
+from . import fake
+from .common import Pair, values
+
+pytestmark = pytest.mark.usefixtures("machine")
+SHAPES = ((257,), (3, 5), (40, 50))
+
+
+def step_both(pair: Pair, optimizers: tuple[torch.optim.Optimizer, ...], seed: int) -> None:
+    pair.set_grads(values(tuple(p.shape), seed + i, p.dtype) for i, p in enumerate(pair.cpu))
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
+def test_states_of_other_types_than_their_parameters(
+    declaration: Declaration, dtype: torch.dtype
+) -> None:
+    pair = Pair([values(shape, i, dtype) for i, shape in enumerate(SHAPES)])
+    optimizers = pair.optimizers(declaration.ours, **declaration.kwargs, max_grad_norm=0.7)
+    step_both(pair, optimizers, 0)
+    for n, states in enumerate(zip(*(o.state.values() for o in optimizers), strict=True)):
+        of_states = itertools.cycle(DTYPES[n:] + DTYPES[:n])
+        for key in declaration.moments(optimizers[0].param_groups[0]):
+            cast = next(of_states)
+            states[0][key] = states[0][key].to(cast)
+            states[1][key] = fake.claim(fake.plain(states[1][key]).to(cast))
+    for seed in (10, 20):
+        step_both(pair, optimizers, seed)
+        pair.assert_same(*optimizers, grads=True)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("declaration", [ADAMW, NADAM, ASGD], ids=lambda d: d.name)
+def test_a_counter_of_another_type(
+    declaration: Declaration, dtype: torch.dtype, on_device: bool
+) -> None:
+    """Kernels count in fp32, with which the state goes on."""
+    pair = Pair([values(shape, i, torch.float32) for i, shape in enumerate(SHAPES)])
+    optimizers = pair.optimizers(declaration.ours, **declaration.kwargs)
+    step_both(pair, optimizers, 0)
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            step = torch.tensor(7, dtype=dtype)
+            state["step"] = fake.claim(step) if on_device and optimizer is optimizers[1] else step
+    for seed in (10, 20):
+        step_both(pair, optimizers, seed)
+    for p, q in zip(pair.cpu, pair.cuda, strict=True):
+        assert same_bits(p, fake.plain(q))
+        step = optimizers[1].state[q]["step"]
+        assert step.is_cuda
+        assert same_bits(fake.plain(step), torch.tensor(9.0))
+        assert optimizers[0].state[p]["step"].dtype == dtype
+    torchs = declaration.torchs([torch.nn.Parameter(p.detach().clone()) for p in pair.cpu])
+    torchs.load_state_dict(optimizers[1].state_dict())
+
+
+def test_a_counter_of_another_device() -> None:
+    """torch reads it, wherever it lies; the state goes on with one on the parameter's."""
+    pair = Pair([torch.ones(3), torch.ones(3)], [0, 1])
+    optimizers = pair.optimizers(faststep.optim.NAdam)
+    step_both(pair, optimizers, 0)
+    moved = [(optimizers[0].state[p], 0) for p in pair.cpu]
+    moved += [(optimizers[1].state[pair.cuda[0]], 1), (optimizers[1].state[pair.cuda[1]], 0)]
+    for state, ordinal in moved:
+        for key in ("step", "mu_product"):
+            state[key] = fake.claim(fake.plain(state[key]).clone(), ordinal)
+    step_both(pair, optimizers, 10)
+    pair.assert_same(*optimizers)
+    assert all(not state["step"].is_cuda for state in optimizers[0].state.values())
+
+
+@pytest.mark.parametrize("bad", [torch.tensor(True), torch.ones(2, dtype=torch.int64), 3])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_counter_that_nobody_takes(bad: object, on_device: bool) -> None:
+    pair = Pair([torch.ones(3), torch.ones(3)])
+    _, optimizer = pair.optimizers(faststep.optim.AdamW)
+    step_both(pair, (optimizer,), 0)
+    before = [fake.plain(q).clone() for q in pair.cuda]
+    claimed = fake.claim(bad) if on_device and isinstance(bad, torch.Tensor) else bad
+    optimizer.state[pair.cuda[1]]["step"] = claimed
+    text = "'step' of parameter 1 .* is not a one-element tensor of type float32, .* or uint8;"
+    with pytest.raises(RuntimeError, match=text):
+        step_both(pair, (optimizer,), 10)
+    assert all(map(same_bits, before, map(fake.plain, pair.cuda)))
