@@ -30,10 +30,9 @@ static size_t bytes_of(uint32_t pages)
     return (size_t)pages * FST_HEAP_PAGE;
 }
 
-static void *reserve(size_t bytes, int access)
+static void *map(void *at, size_t bytes, int access, int flags)
 {
-    const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void *got = mmap(NULL, bytes, access, flags, -1, 0);
+    void *got = mmap(at, bytes, access, MAP_PRIVATE | MAP_ANONYMOUS | flags, -1, 0);
     return got == MAP_FAILED ? NULL : got;
 }
 
@@ -43,10 +42,11 @@ static int open_heap(size_t bytes)
     if (pages < PAGES_PER_HUGE || pages > UINT32_MAX - PAGES_PER_HUGE)
         return EINVAL;
     const size_t range = bytes + HUGE_PAGE, notes = (pages + 1) * sizeof(fst_span);
-    char *got = reserve(range, PROT_NONE);
+    /* Without MAP_NORESERVE: blocks count against the system's memory as mprotect() opens them. */
+    char *got = map(NULL, range, PROT_NONE, 0);
     if (!got)
         return ENOMEM;
-    heap.spans.at = reserve(notes, PROT_READ | PROT_WRITE);
+    heap.spans.at = map(NULL, notes, PROT_READ | PROT_WRITE, MAP_NORESERVE);
     if (!heap.spans.at) {
         munmap(got, range);
         return ENOMEM;
@@ -78,8 +78,27 @@ bool fst_heap_owns(const void *address)
     return start && (const char *)address >= start && (const char *)address < heap.end;
 }
 
-/* Adds free pages to their neighbours of the same kind. */
-static void add_free(uint32_t page, uint32_t pages, fst_span_kind kind)
+/* Opens pages whose memory the system has. Returns whether it lends them. */
+static bool open_pages(uint32_t page, uint32_t pages)
+{
+    if (mprotect(address_of(page), bytes_of(pages), PROT_READ | PROT_WRITE))
+        return false;
+#ifdef MADV_HUGEPAGE
+    madvise(address_of(page), bytes_of(pages), MADV_HUGEPAGE);
+#endif
+    return true;
+}
+
+/* Gives the memory of pages back. Mapped anew they count against no limit; mprotect() alone would
+ * leave them counted. */
+static void close_pages(uint32_t page, uint32_t pages)
+{
+    if (pages && !map(address_of(page), bytes_of(pages), PROT_NONE, MAP_FIXED))
+        madvise(address_of(page), bytes_of(pages), MADV_DONTNEED); /* too many mappings */
+}
+
+/* Adds free pages to their neighbours of the same kind. Returns the first page of all. */
+static uint32_t add_free(uint32_t page, uint32_t pages, fst_span_kind kind)
 {
     const fst_span before = page ? heap.spans.at[page - 1] : (fst_span){0};
     if (before.kind == kind) {
@@ -92,10 +111,29 @@ static void add_free(uint32_t page, uint32_t pages, fst_span_kind kind)
         pages += heap.spans.at[next].pages;
         fst_spans_remove(&heap.spans, next);
     }
-    if (kind == FST_SPAN_CLEAN && page + pages == heap.top)
-        heap.top = page;
-    else
+    if (kind == FST_SPAN_CLEAN && page + pages == heap.top) {
+        close_pages(heap.top, heap.usable - heap.top);
+        heap.top = heap.usable = page;
+    } else {
         fst_spans_add(&heap.spans, page, pages, kind);
+    }
+    return page;
+}
+
+/* Keeps the memory of a block that was freed. The kernel may take it when it is short of memory:
+ * the huge pages that the block, or a part of it, makes wholly free. Less would split them. */
+static void keep(uint32_t page, uint32_t pages)
+{
+    const uint32_t huge = PAGES_PER_HUGE, first = add_free(page, pages, FST_SPAN_KEPT);
+    const uint32_t end = first + heap.spans.at[first].pages;
+    const uint32_t whole = (first + huge - 1) / huge, begun = page / huge;
+    const uint32_t whole_end = end / huge, begun_end = (page + pages + huge - 1) / huge;
+    const uint32_t from = whole > begun ? whole : begun;
+    const uint32_t to = whole_end < begun_end ? whole_end : begun_end;
+#ifdef MADV_FREE
+    if (from < to)
+        madvise(address_of(from * huge), bytes_of((to - from) * huge), MADV_FREE);
+#endif
 }
 
 /* Gives back the end of the span that is kept longest, at most `most` bytes and a page. */
@@ -108,7 +146,7 @@ static size_t give_back_oldest(size_t most)
     fst_spans_remove(&heap.spans, first);
     if (part < pages)
         fst_spans_add(&heap.spans, first, pages - part, FST_SPAN_KEPT);
-    madvise(address_of(page), bytes_of(part), MADV_DONTNEED);
+    close_pages(page, part);
     add_free(page, part, FST_SPAN_CLEAN);
     heap.counts.kept -= bytes_of(part);
     return bytes_of(part);
@@ -145,13 +183,8 @@ static bool reach(uint32_t page)
         return true;
     const uint32_t rounded = (page + PAGES_PER_HUGE - 1) / PAGES_PER_HUGE * PAGES_PER_HUGE;
     const uint32_t up_to = rounded < heap.pages ? rounded : heap.pages;
-    char *from = address_of(heap.usable);
-    const size_t bytes = bytes_of(up_to - heap.usable);
-    if (page > heap.pages || mprotect(from, bytes, PROT_READ | PROT_WRITE))
+    if (page > heap.pages || !open_pages(heap.usable, up_to - heap.usable))
         return false;
-#ifdef MADV_HUGEPAGE
-    madvise(from, bytes, MADV_HUGEPAGE);
-#endif
     heap.usable = up_to;
     return true;
 }
@@ -199,7 +232,7 @@ static uint32_t take(uint32_t pages)
         make_room(pages, 0); /* may enlarge a span, and lower the top */
         page = fst_spans_find(&heap.spans, pages, FST_SPAN_CLEAN);
         if (page)
-            return take_from(page, pages, FST_SPAN_CLEAN);
+            return open_pages(page, pages) ? take_from(page, pages, FST_SPAN_CLEAN) : 0;
     }
     return take_from_top(pages);
 }
@@ -252,7 +285,7 @@ size_t fst_heap_give(void *block)
     const uint32_t page = block_at(block), pages = page ? heap.spans.at[page].pages : 0;
     if (page) {
         fst_spans_remove(&heap.spans, page);
-        add_free(page, pages, FST_SPAN_KEPT);
+        keep(page, pages);
         heap.counts.blocks--;
         heap.counts.used -= bytes_of(pages);
         heap.counts.kept += bytes_of(pages);

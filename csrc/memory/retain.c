@@ -6,7 +6,9 @@
 #include <malloc.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include "memory/symbols.h"
@@ -29,6 +31,8 @@ static struct {
     fst_symbol_slot takers[MOST_SLOTS], givers[MOST_SLOTS];
     size_t taker_count, giver_count;
     size_t limit;
+    size_t
+        most; /* bytes of a block; larger ones are the C library's, which the system may refuse */
     memalign_function memalign;
     free_function free;
     _Atomic(bool) active;
@@ -53,7 +57,7 @@ static void look_at_group(size_t bytes)
 
 static int take(void **out, size_t alignment, size_t size)
 {
-    if (size >= FST_RETAIN_LEAST && alignment <= FST_HEAP_PAGE &&
+    if (size >= FST_RETAIN_LEAST && size <= retain.most && alignment <= FST_HEAP_PAGE &&
         atomic_load_explicit(&retain.active, memory_order_relaxed)) {
         look_at_group(size);
         void *block = fst_heap_take(size);
@@ -134,11 +138,38 @@ static void find_in(const char *library, const void *inside)
     }
 }
 
-static size_t reserved_bytes(void)
+static size_t memory_of_machine(void)
 {
     const long pages = sysconf(_SC_PHYS_PAGES), size = sysconf(_SC_PAGESIZE);
-    const size_t memory = pages > 0 && size > 0 ? (size_t)pages * (size_t)size : (size_t)64 << 30;
-    return memory * 8 < (size_t)16 << 40 ? memory * 8 : (size_t)16 << 40;
+    return pages > 0 && size > 0 ? (size_t)pages * (size_t)size : (size_t)64 << 30;
+}
+
+static bool is_limited(int resource)
+{
+    struct rlimit limit;
+    return !getrlimit(resource, &limit) && limit.rlim_cur != RLIM_INFINITY;
+}
+
+/* Whether the system counts memory that nobody has written to. */
+static bool counts_promises(void)
+{
+    FILE *file = fopen("/proc/sys/vm/overcommit_memory", "re");
+    const int mode = file ? fgetc(file) : 0;
+    if (file)
+        fclose(file);
+    return mode == '2';
+}
+
+/* The limit that addresses or memory which nobody uses would count against; NULL if there is none.
+ * What is kept would take it from others. */
+static const char *limit_in_the_way(void)
+{
+    if (is_limited(RLIMIT_AS))
+        return "the process has a limit of addresses (RLIMIT_AS, ulimit -v)";
+    if (is_limited(RLIMIT_DATA))
+        return "the process has a limit of data (RLIMIT_DATA, ulimit -d)";
+    return counts_promises() ? "the system does not overcommit memory (vm.overcommit_memory is 2)"
+                             : NULL;
 }
 
 /* What must happen once, and then holds until the process ends. */
@@ -152,9 +183,12 @@ static fst_code install(fst_status *status)
         return fst_fail(status, FST_UNSUPPORTED,
                         "torch's libc10.so does not call posix_memalign and free");
     find_in(NULL, &retain); /* the loader's own blocks */
-    int error = fst_heap_open(reserved_bytes());
-    for (size_t bytes = reserved_bytes(); error == ENOMEM && bytes >> 30; bytes /= 2)
+    const size_t memory = memory_of_machine(), most = (size_t)16 << 40;
+    size_t bytes = memory < most / 8 ? memory * 8 : most;
+    int error = fst_heap_open(bytes);
+    for (; error == ENOMEM && bytes >> 30; bytes /= 2)
         error = fst_heap_open(bytes / 2);
+    retain.most = memory / 2;
     if (error)
         return fst_fail(status, FST_NO_MEMORY, "no addresses for a heap: %s", strerror(error));
     if (!retain.forks_known)
@@ -198,6 +232,9 @@ fst_code fst_retain(size_t limit, const fst_cgroup *group, fst_status *status)
     const char *stranger = fst_retain_stranger();
     if (stranger)
         return fst_fail(status, FST_UNSUPPORTED, "malloc is that of %s, not glibc's", stranger);
+    const char *limit_found = limit_in_the_way();
+    if (limit_found)
+        return fst_fail(status, FST_UNSUPPORTED, "%s, and what is kept would count", limit_found);
     pthread_mutex_lock(&retain.lock);
     const fst_code code = start(limit, group, status);
     pthread_mutex_unlock(&retain.lock);

@@ -10,7 +10,7 @@ typedef enum {
     FST_SPAN_NONE = 0, /* no span begins or ends here */
     FST_SPAN_USED,
     FST_SPAN_KEPT,
-    FST_SPAN_CLEAN, /* the system has its memory */
+    FST_SPAN_CLEAN, /* the system has its memory; not accessible */
 } fst_span_kind;
 
 /* What is noted at the first page of a span, and its kind and size at the last one too. Links

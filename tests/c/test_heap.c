@@ -54,9 +54,15 @@ static void test_kept_and_used_again(void)
     fst_heap_give(again);
     fst_heap_give(rest);
     CHECK_INT((int64_t)fst_heap_trim(4 * MEGABYTE), 6 * MEGABYTE);
-    CHECK_INT(bytes_with(1, block, 10 * MEGABYTE), 4 * MEGABYTE);
-    CHECK_INT((int64_t)fst_heap_trim(0), 4 * MEGABYTE);
+    CHECK_INT(bytes_with(1, block, 4 * MEGABYTE), 4 * MEGABYTE);
+    CHECK(fst_heap_take(10 * MEGABYTE) == block);
+    CHECK_INT(bytes_with(0, block + 4 * MEGABYTE, 6 * MEGABYTE), 6 * MEGABYTE);
+    fst_heap_give(block);
+    CHECK_INT((int64_t)fst_heap_trim(0), 10 * MEGABYTE);
+    CHECK(fst_heap_take(10 * MEGABYTE) == block);
     CHECK_INT(bytes_with(0, block, 10 * MEGABYTE), 10 * MEGABYTE);
+    fst_heap_give(block);
+    fst_heap_trim(0);
 }
 
 static void test_limit(void)

@@ -417,3 +417,112 @@ def test_the_group_with_the_lowest_limit(tmp_path: Path) -> None:
     limits["memory/jobs/memory.limit_in_bytes"] = "700"
     group_files(process, mount, "4:cpu,memory:/jobs\n9:name=systemd:/\n", **limits)
     assert group_of(process, mount) == (mount / "memory" / "jobs", 1, 700)
+
+
+REQUESTS = """
+if sys.argv[1] == "retain":
+    memory.retain()
+held = tensor(64)
+total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGESIZE")
+def refused(size):
+    try:
+        return torch.empty(size, dtype=torch.uint8).numel() == 0
+    except RuntimeError as error:
+        assert "DefaultCPUAllocator: can't allocate memory" in str(error), error
+        return True
+print([refused(int(total * share)) for share in (0.4, 0.9, 1.1, 1.25, 4, 10, 100)])
+del held
+"""
+
+
+def test_requests_that_plain_torch_refuses_are_refused(run: Run) -> None:
+    assert run(REQUESTS, "retain") == run(REQUESTS, "plain") != ""
+
+
+def test_what_went_back_counts_against_no_limit(run: Run) -> None:
+    run("""
+def data():
+    return int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) * 1024
+memory.retain()
+tensor(8)
+memory.release()
+before = data()
+some = [tensor(50) for _ in range(4)]
+small = [tensor(0.5) for _ in range(8)]
+del some
+assert data() >= before + 200 * MEGABYTE
+assert memory.release() >= 200 * MEGABYTE
+assert data() <= before + 12 * MEGABYTE, (data() - before) / MEGABYTE
+again = tensor(50)
+assert (again == 1).all() and all((one == 1).all() for one in small)
+del again
+memory.undo()
+assert data() <= before + 12 * MEGABYTE
+""")
+
+
+@pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
+def test_under_a_limit_nothing_is_reserved_or_kept(run: Run, limit: str) -> None:
+    run(
+        """
+size = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) * 1024
+resource.setrlimit(getattr(resource, sys.argv[1]), (size + 1000 * MEGABYTE, -1))
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter("always")
+    assert not memory.retain()
+assert sys.argv[1] in str(told[0].message), told[0].message
+assert not memory.stats().retains
+now = int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0]) * 1024
+assert now < size + 2 * MEGABYTE
+del told
+some = [tensor(100) for _ in range(7)]
+assert all((one == 1).all() for one in some)
+""",
+        limit,
+    )
+
+
+def new_group(name: str, limit: int) -> Path | None:
+    """A control group for one process, where the machine lets us make one."""
+    own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().split())
+    for place, file in (
+        (Path("/sys/fs/cgroup/memory" + own.get("memory", "/")), "memory.limit_in_bytes"),
+        (Path("/sys/fs/cgroup" + own.get("", "/")), "memory.max"),
+    ):
+        folder = place / name
+        try:
+            folder.mkdir()
+            (folder / file).write_text(str(limit))
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        return folder
+    return None
+
+
+IN_A_GROUP = """
+Path(sys.argv[2], "cgroup.procs").write_text(str(os.getpid()))
+import numpy
+if sys.argv[1] == "retain":
+    assert memory.retain()
+for _ in range(3):  # steps of a training, whose memory the last one leaves
+    some = [tensor(35) for _ in range(20)]
+    del some
+other = [numpy.ones(8 * MEGABYTE) for _ in range(18)]  # 1152 MiB in blocks of 64
+assert sum(float(one[-1]) for one in other) == 18
+print("lives")
+"""
+
+
+@pytest.mark.parametrize("how", ["plain", "retain"])
+def test_the_kernel_takes_what_is_kept_in_a_group_with_a_limit(how: str) -> None:
+    """Nobody looks at the group when NumPy takes memory."""
+    folder = new_group(f"faststep-{os.getpid()}-{how}", 1500 << 20)
+    if folder is None:
+        pytest.skip("this machine lets us make no control group")
+    try:
+        command = [sys.executable, "-c", BEGIN + IN_A_GROUP, how, str(folder)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
+    finally:
+        folder.rmdir()

@@ -44,7 +44,8 @@ def retain(limit: int | None = None) -> bool:
     step takes it again, and pays a page fault for each page. After this call blocks of 128 KiB
     and more come from a heap that keeps what is freed, and asks for huge pages. Tensors and what
     is kept never have more than 17/16 of the most that tensors have had so far, and 16 MiB. In a
-    control group with a memory limit, what is kept goes back before the limit is near.
+    control group with a memory limit, what is kept goes back before the limit is near. The kernel
+    takes what is kept where memory is short.
 
     Calling it again sets another limit.
 
@@ -54,7 +55,8 @@ def retain(limit: int | None = None) -> bool:
 
     Returns:
         Whether memory is kept. False, with a RuntimeWarning, where the allocator is not glibc's
-        (musl, tcmalloc, jemalloc, a sanitizer's) or torch takes its memory in an unknown way.
+        (musl, tcmalloc, jemalloc, a sanitizer's), torch takes its memory in an unknown way, the
+        process has a limit of addresses or data, or the system does not overcommit memory.
 
     Raises:
         TypeError: limit is not an int.
