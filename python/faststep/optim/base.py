@@ -71,6 +71,9 @@ class FusedOptimizer(ClippedOptimizer):
     # Whether a state may have entries of other code before ours exist (SGD).
     _begins_in_parts: ClassVar[bool] = False
 
+    # Of a class whose objects show a script what torch's do: the class of faststep with its step.
+    _made_from: ClassVar[type[FusedOptimizer] | None] = None
+
     # Class attributes stand in where pickle and deepcopy restore an optimizer without __init__.
     _stepper: Stepper | None = None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
@@ -89,7 +92,7 @@ class FusedOptimizer(ClippedOptimizer):
         """
         return (
             self._is_asked_to_unscale
-            or self.max_grad_norm is not None
+            or self._max_grad_norm is not None
             or self._norm_in_backward is not False
             or getattr(self, "grad_scale", None) is not None
         )
@@ -154,7 +157,7 @@ class FusedOptimizer(ClippedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; ValueError for a group with `max_grad_norm` or the like of its own."""
-        if isinstance(param_group, dict):  # else torch says what it must be
+        if self._made_from is None and isinstance(param_group, dict):  # else torch says what it is
             refuse_group_options(param_group)
         self._norm_is_whole, self._has_shards = False, None
         super().add_param_group(param_group)
@@ -219,7 +222,7 @@ class FusedOptimizer(ClippedOptimizer):
             self._last_norm = answer.norm
 
     def _request(self) -> StepRequest:
-        request = request_of(self, self._asked, self.max_grad_norm, self.keep_grads)
+        request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
         if request.max_norm is not None:
             self._check_clipping(request.max_norm)
         return request
@@ -340,8 +343,8 @@ class FusedOptimizer(ClippedOptimizer):
         state: dict[str, Any] = super().__getstate__()
         return {
             **state,
-            "max_grad_norm": self.max_grad_norm,
-            "keep_grads": self.keep_grads,
+            "_max_grad_norm": self._max_grad_norm,
+            "_keep_grads": self._keep_grads,
             "_norm_in_backward": self._norm_in_backward is not False,
             "_is_asked_to_unscale": self._is_asked_to_unscale,
         }
