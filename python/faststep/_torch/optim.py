@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import optimizer as _step_hooks
 
 __all__ = [
+    "CALLED_BY_STEPS",
     "OptState",
     "cuda_amp_is_unavailable",
     "dtypes_of",
@@ -18,10 +19,31 @@ __all__ = [
     "has_global_step_hooks",
     "increment_version",
     "is_capturing",
+    "is_torchs",
     "set_grad_dtype",
     "step_dtype",
     "update_scale_as_torch",
 ]
+
+
+# What a step of torch's classes calls of its object. The second name was another before torch 2.13.
+CALLED_BY_STEPS = (
+    "_init_group",
+    "_accelerator_graph_capture_health_check"
+    if hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check")
+    else "_cuda_graph_capture_health_check",
+    "_optimizer_step_code",
+)
+
+
+def is_torchs(function: object) -> bool:
+    """Whether a function is defined in torch, with all that is wrapped around it."""
+    while function is not None:
+        where = getattr(function, "__globals__", {}).get("__name__", "")
+        if not where.startswith("torch."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def has_global_step_hooks() -> bool:

@@ -17,12 +17,12 @@ from .._torch.compiler import disable_dynamo
 from .._torch.dtensor import learn_dtensors
 from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import is_watched
-from .._torch.optim import has_global_step_hooks
 from .._torch.tensors import has_no_memory
 from ..grads.params import described, params_of
 from .by_torch import step_by_torch, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_part
 from .clipping import ClippedOptimizer
+from .hooked import HookedOptimizer
 from .masters import refuse_masters, with_master
 from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
@@ -44,7 +44,7 @@ def _listed(params: Iterable[Tensor]) -> list[Tensor]:
     return params if type(params) is list else list(params)
 
 
-class FusedOptimizer(ClippedOptimizer):
+class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     """Base of all optimizers: steps all parameters of all groups in C.
 
     Where torch has the class, this one stands before torch's in the bases. A step is one C call. It
@@ -177,42 +177,25 @@ class FusedOptimizer(ClippedOptimizer):
             self._fused_step()
         return loss
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch puts around `step`: hooks, and a report to profilers.
-
-        The report takes longer than the step of a small model. It is left out if no profiler runs
-        and no hook is set.
-        """
-        whole = torch.optim.Optimizer.profile_hook_step(func)
-
-        @functools.wraps(func)
-        def wrapper(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-            if (
-                hooked
-                or has_global_step_hooks()
-                or torch.compiler.is_compiling()
-                or _C.is_recorded()
-            ):
-                return whole(self, *args, **kwargs)
-            return func(self, *args, **kwargs)
-
-        return wrapper
-
     @classmethod
     def _has_own_step(cls) -> bool:
-        """Whether this is a script's subclass, whose step may do something with the gradients."""
-        return inspect.unwrap(cls.step) is not FusedOptimizer.step
+        """Whether a script's code makes the step, and may do something with the gradients."""
+        return inspect.unwrap(cls.step) is not FusedOptimizer.step or cls._has_scripts_code()
 
     @disable_dynamo
     def _step_uncompiled(self) -> None:
-        self._fused_step()
+        self._fused_step(self._steps_by_script())
 
-    def _fused_step(self) -> None:
+    def _step_around_script(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else loss_of(closure)
+        self._fused_step(by_torch=True)
+        return loss
+
+    def _fused_step(self, by_torch: bool = False) -> None:
         request = self._request()
         try:
-            answer = self._step_by_torch(request) if is_watched() else self._step_by_plan(request)
+            by_torch = by_torch or is_watched()
+            answer = self._step_by_torch(request) if by_torch else self._step_by_plan(request)
         except _C.TensorError as error:
             if not self._is_for_torch(*error.args):
                 raise self._explained(*error.args) from None
@@ -226,6 +209,10 @@ class FusedOptimizer(ClippedOptimizer):
         if request.max_norm is not None:
             self._check_clipping(request.max_norm)
         return request
+
+    def _is_asked_for_more(self) -> bool:
+        request = self._request()
+        return request.measures or not (request.grad_scale is request.found_inf is None)
 
     def _check_clipping(self, max_norm: float) -> None:
         """ValueError for a negative or NaN limit, RuntimeError for some of the parameters."""
