@@ -120,7 +120,7 @@ def test_scripts_that_are_not_changed(package: str, text: str, option: str, tmp_
     arguments = (str(tmp_path / "out"), option)
     plain, expected = printed(script, arguments=arguments)
     ours, losses = printed(script, "-m", "faststep", "run", arguments=arguments)
-    assert (plain, ours) == ("torch.optim.adamw", "faststep.optim.adam")
+    assert (plain, ours) == ("torch.optim.adamw", "faststep.run.optimizers")
     assert len(losses) >= 8
     assert worst(losses, expected) < TOLERANCE
 
@@ -133,7 +133,7 @@ def test_accelerate_launch(tmp_path: Path) -> None:
     launch = ("-m", "accelerate.commands.launch", *plainly, "--dynamo_backend=no")
     plain, expected = printed(script, *launch, arguments=())
     ours, losses = printed(script, *launch, "--module", "faststep", "run", arguments=())
-    assert (plain, ours) == ("torch.optim.adamw", "faststep.optim.adam")
+    assert (plain, ours) == ("torch.optim.adamw", "faststep.run.optimizers")
     assert len(losses) == 16
     assert worst(losses, expected) < TOLERANCE
 
@@ -170,5 +170,7 @@ def test_torchrun(before: tuple[str, ...], tmp_path: Path) -> None:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"faststep.optim.adam {rank}" for rank in (0, 1)]
+    assert sorted(done.stdout.splitlines()) == [
+        f"faststep.run.optimizers {rank}" for rank in (0, 1)
+    ]
     assert done.stderr.count("3 optimizer steps") == 1

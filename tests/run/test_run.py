@@ -14,21 +14,6 @@ from programs import Programs
 Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture
-def run(programs: Programs, tmp_path: Path) -> Run:
-    """Runs a script as `faststep run OPTIONS script.py ARGUMENTS`."""
-
-    def call(
-        source: str, *arguments: str, options: tuple[str, ...] = (), **environment: str
-    ) -> subprocess.CompletedProcess[str]:
-        script = tmp_path / "script.py"
-        script.write_text(source)
-        code = "from faststep.cli import main\nraise SystemExit(main())"
-        return programs.run(code, "run", *options, str(script), *arguments, **environment)
-
-    return call
-
-
 def good(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -245,7 +230,7 @@ def test_only_some_parts_and_a_rank_that_is_silent(run: Run) -> None:
     assert good(done) == "torch.optim.sgd faststep.data.loader\n"
     assert done.stderr.startswith("faststep run: DataLoader\n")
     silent = run(source, options=("--only=optim",), RANK="1")
-    assert good(silent) == "faststep.optim.sgd torch.utils.data.dataloader\n"
+    assert good(silent) == "faststep.run.optimizers torch.utils.data.dataloader\n"
     assert silent.stderr == ""
     wrong = run(source, options=("--only", "optims"))
     assert wrong.returncode == 2

@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from torch.optim import optimizer as _step_hooks
 
 __all__ = [
+    "CALLED_BY_STEPS",
     "OptState",
     "cuda_amp_is_unavailable",
     "dtypes_of",
@@ -21,10 +22,31 @@ __all__ = [
     "increment_version",
     "is_capturing",
     "is_of_scheduler",
+    "is_torchs",
     "set_grad_dtype",
     "step_dtype",
     "update_scale_as_torch",
 ]
+
+
+# What a step of torch's classes calls of its object. The second name was another before torch 2.13.
+CALLED_BY_STEPS = (
+    "_init_group",
+    "_accelerator_graph_capture_health_check"
+    if hasattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check")
+    else "_cuda_graph_capture_health_check",
+    "_optimizer_step_code",
+)
+
+
+def is_torchs(function: object) -> bool:
+    """Whether a function is defined in torch, with all that is wrapped around it."""
+    while function is not None:
+        where = getattr(function, "__globals__", {}).get("__name__", "")
+        if not where.startswith("torch."):
+            return False
+        function = getattr(function, "__wrapped__", None)
+    return True
 
 
 def has_global_step_hooks() -> bool:

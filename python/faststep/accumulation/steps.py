@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -30,7 +29,7 @@ class Steps:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._divisions: dict[int, division.Division | None] = {}  # that the steps made
-        self._overflows: list[Tensor] = []
+        self._overflows: list[bool | Tensor] = []
 
     def has(self, optimizer: Optimizer) -> bool:
         """Whether the step of this optimizer was called."""
@@ -49,7 +48,8 @@ class Steps:
         self._divisions[id(optimizer)] = division.settle(optimizer)
         found = vars(optimizer).get("found_inf")
         if isinstance(optimizer, FusedOptimizer):
-            self._overflows.append(torch.tensor(optimizer.step_was_skipped, device="cpu"))
+            skipped = optimizer._skipped
+            self._overflows.append(skipped != 0 if isinstance(skipped, Tensor) else skipped)
         elif isinstance(found, Tensor):
             self._overflows.append(found.detach() != 0)
 

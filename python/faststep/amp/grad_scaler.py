@@ -213,12 +213,12 @@ class GradScaler(UnscalingScaler):
         }
         with lent_attributes(optimizer, lent):
             optimizer._fused_step()
-        if optimizer.step_was_skipped:
+        if optimizer._skipped:
             self.unscale_(optimizer)  # torch leaves the gradients so
         else:
             state["found_inf_per_device"] = {found.device: found}
             if "step" in vars(optimizer):  # a scheduler notes the call
-                with lent_attributes(optimizer, {"_fused_step": lambda: None}):
+                with lent_attributes(optimizer, {"_fused_step": lambda *_: None}):
                     optimizer.step()
         state["stage"] = OptState.STEPPED
 

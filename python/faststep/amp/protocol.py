@@ -74,7 +74,8 @@ def can_be_seen(optimizer: FusedOptimizer) -> bool:
         or optimizer._optimizer_step_post_hooks
         or has_global_step_hooks()
         or (replaced is not None and not is_of_scheduler(replaced, type(optimizer).step))
-        or type(optimizer)._has_own_step()
+        or not optimizer._has_our_step()
+        or optimizer._steps_by_script()
         or _C.is_recorded()
         or is_watched()
         or torch.compiler.is_compiling()

@@ -13,6 +13,7 @@ from .. import _C
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 from ..grads.params import described
+from .hooked import HookedOptimizer
 from .step import loss_of
 
 __all__ = ["Adafactor"]
@@ -41,7 +42,7 @@ def _numbers(group: dict[str, Any], params: list[Tensor]) -> Group:
     )
 
 
-class Adafactor(torch.optim.Adafactor):
+class Adafactor(HookedOptimizer, torch.optim.Adafactor):
     """torch.optim.Adafactor, whose step of dense CPU parameters is one C call.
 
     Arguments, `param_groups`, state and errors are torch's. It has none of the options that

@@ -16,12 +16,12 @@ from .._torch.compiler import disable_dynamo
 from .._torch.dtensor import learn_dtensors
 from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import is_watched
-from .._torch.optim import has_global_step_hooks
 from .._torch.tensors import has_no_memory
 from ..grads.params import described, params_of
 from .by_torch import step_by_torch, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_part
 from .clipping import ClippedOptimizer
+from .hooked import HookedOptimizer
 from .masters import refuse_masters, with_master
 from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
@@ -43,7 +43,7 @@ def _listed(params: Iterable[Tensor]) -> list[Tensor]:
     return params if type(params) is list else list(params)
 
 
-class FusedOptimizer(ClippedOptimizer):
+class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     """Base of all optimizers: steps all parameters of all groups in C.
 
     Where torch has the class, this one stands before torch's in the bases. A step is one C call. It
@@ -70,6 +70,9 @@ class FusedOptimizer(ClippedOptimizer):
     # Whether a state may have entries of other code before ours exist (SGD).
     _begins_in_parts: ClassVar[bool] = False
 
+    # Of a class whose objects show a script what torch's do: the class of faststep with its step.
+    _made_from: ClassVar[type[FusedOptimizer] | None] = None
+
     # Class attributes stand in where pickle and deepcopy restore an optimizer without __init__.
     _stepper: Stepper | None = None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
@@ -88,7 +91,7 @@ class FusedOptimizer(ClippedOptimizer):
         """
         return (
             self._is_asked_to_unscale
-            or self.max_grad_norm is not None
+            or self._max_grad_norm is not None
             or self._norm_in_backward is not False
             or getattr(self, "grad_scale", None) is not None
         )
@@ -153,7 +156,7 @@ class FusedOptimizer(ClippedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's; ValueError for a group with `max_grad_norm` or the like of its own."""
-        if isinstance(param_group, dict):  # else torch says what it must be
+        if self._made_from is None and isinstance(param_group, dict):  # else torch says what it is
             refuse_group_options(param_group)
         self._norm_is_whole, self._has_shards = False, None
         super().add_param_group(param_group)
@@ -173,45 +176,33 @@ class FusedOptimizer(ClippedOptimizer):
             self._fused_step()
         return loss
 
-    @staticmethod
-    def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch puts around `step`: hooks, and a report to profilers.
-
-        The report takes longer than the step of a small model. It is left out if no profiler runs
-        and no hook is set.
-        """
-        whole = torch.optim.Optimizer.profile_hook_step(func)
-
-        @functools.wraps(func)
-        def wrapper(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
-            if (
-                hooked
-                or has_global_step_hooks()
-                or torch.compiler.is_compiling()
-                or _C.is_recorded()
-            ):
-                return whole(self, *args, **kwargs)
-            return func(self, *args, **kwargs)
-
-        return wrapper
-
     @classmethod
     def _has_own_step(cls) -> bool:
-        """Whether a script's subclass, or one of the classes here, has got another step."""
+        """Whether a script's code makes the step, and may do something with the gradients."""
+        return not cls._has_our_step() or cls._has_scripts_code()
+
+    @classmethod
+    def _has_our_step(cls) -> bool:
+        """Whether `step` is that of this class, with nothing around it but its hooks."""
         step: Any = cls.step
         if getattr(step, "__code__", None) is _HOOKED:
             step = step.__wrapped__
-        return step is not _STEP
+        return step is _STEP
 
     @disable_dynamo
     def _step_uncompiled(self) -> None:
-        self._fused_step()
+        self._fused_step(self._steps_by_script())
 
-    def _fused_step(self) -> None:
+    def _step_around_script(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None if closure is None else loss_of(closure)
+        self._fused_step(by_torch=True)
+        return loss
+
+    def _fused_step(self, by_torch: bool = False) -> None:
         request = self._request()
         try:
-            answer = self._step_by_torch(request) if is_watched() else self._step_by_plan(request)
+            by_torch = by_torch or is_watched()
+            answer = self._step_by_torch(request) if by_torch else self._step_by_plan(request)
         except _C.TensorError as error:
             if not self._is_for_torch(*error.args):
                 raise self._explained(*error.args) from None
@@ -221,10 +212,14 @@ class FusedOptimizer(ClippedOptimizer):
             self._last_norm = answer.norm
 
     def _request(self) -> StepRequest:
-        request = request_of(self, self._asked, self.max_grad_norm, self.keep_grads)
+        request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
         if request.max_norm is not None:
             self._check_clipping(request.max_norm)
         return request
+
+    def _is_asked_for_more(self) -> bool:
+        request = self._request()
+        return request.measures or not (request.grad_scale is request.found_inf is None)
 
     def _check_clipping(self, max_norm: float) -> None:
         """ValueError for a negative or NaN limit, RuntimeError for some of the parameters."""
@@ -345,13 +340,13 @@ class FusedOptimizer(ClippedOptimizer):
         state: dict[str, Any] = super().__getstate__()
         return {
             **state,
-            "max_grad_norm": self.max_grad_norm,
-            "keep_grads": self.keep_grads,
+            "_max_grad_norm": self._max_grad_norm,
+            "_keep_grads": self._keep_grads,
             "_norm_in_backward": self._norm_in_backward is not False,
             "_is_asked_to_unscale": self._is_asked_to_unscale,
         }
 
 
-# What `_has_own_step` knows as ours: the step, and the code that torch puts around it.
+# What `_has_our_step` knows: the step, and the code that torch puts around it.
 _STEP = FusedOptimizer.step
 _HOOKED = FusedOptimizer.profile_hook_step(_STEP).__code__

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm  # which faststep.run replaces in torch
 
 from .._torch.dtensor import full_tensor
-from .._torch.optim import dtypes_of
+from .._torch.optim import dtypes_of, is_torchs
 from .request import StepAnswer, StepRequest
 
 if TYPE_CHECKING:
@@ -88,4 +88,7 @@ def update_by_torch(optimizer: FusedOptimizer, after: type) -> None:
     order = type(optimizer).__mro__
     following = order[order.index(after) + 1 :]
     torchs = next(cls for cls in following if "step" in vars(cls))
-    inspect.unwrap(vars(torchs)["step"])(optimizer)  # without the hooks, which run around ours
+    step = vars(torchs)["step"]
+    if is_torchs(step):
+        step = inspect.unwrap(step)  # without the hooks, which run around ours
+    step(optimizer)

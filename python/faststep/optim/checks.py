@@ -47,17 +47,18 @@ def refuse_unchecked(optimizer: Optimizer) -> None:
 def refuse_group_options(group: dict[str, Any]) -> None:
     """Raise for options of the whole optimizer in a parameter group.
 
-    ZeroRedundancyOptimizer and others that make an optimizer of some of the parameters on each rank
-    put the options that they were given there.
+    A script may mean a note of its own. ZeroRedundancyOptimizer and others that make an optimizer
+    of some of the parameters on each rank put the options that they were given there.
     """
     for name in _OF_ALL_GROUPS:
         value = group.get(name)
         if value is not None and value is not False:
             raise ValueError(
-                f"{name} is an option of the whole optimizer, but a parameter group has it. A "
-                "wrapper that gives this rank's optimizer a part of the parameters "
-                "(ZeroRedundancyOptimizer) passes options like that, and the norm of a part would "
-                f"be wrong: leave {name} away, and call "
+                f"{name} is an option of faststep's optimizers, for all groups together, but a "
+                "parameter group has it: pass it to the optimizer, or give a value of the script's "
+                "own another key. A wrapper that gives this rank's optimizer a part of the "
+                "parameters (ZeroRedundancyOptimizer) puts options there too, and the norm of a "
+                f"part would be wrong: leave {name} away there, and call "
                 "faststep.clip_grad_norm_(model.parameters(), max_norm) before the wrapper's step()"
             )
 

@@ -31,8 +31,8 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     """`max_grad_norm`, `keep_grads` and `norm_in_backward`, and what a step tells of the norm."""
 
     # Class attributes stand in where pickle and deepcopy restore an optimizer without __init__.
-    max_grad_norm: float | None = None
-    keep_grads: bool = False
+    _max_grad_norm: float | None = None
+    _keep_grads: bool = False
     _last_norm: float | Tensor | None = None
     _skipped: bool | Tensor = False
     _norm_in_backward: bool | DistributedDataParallel = False
@@ -50,9 +50,27 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         norm_in_backward: bool | DistributedDataParallel,
     ) -> None:
         check_limit("max_grad_norm", max_grad_norm)
-        self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
-        self.keep_grads = bool(keep_grads)
+        self._max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
+        self._keep_grads = bool(keep_grads)
         self._norm_in_backward = _wanted(norm_in_backward)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The global 2-norm to which every step clips the gradients; None, or may be set."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, limit: float | None) -> None:
+        self._max_grad_norm = limit
+
+    @property
+    def keep_grads(self) -> bool:
+        """Whether a step that clips writes unscaled and clipped gradients back; may be set."""
+        return self._keep_grads
+
+    @keep_grads.setter
+    def keep_grads(self, kept: bool) -> None:
+        self._keep_grads = kept
 
     @property
     def last_grad_norm(self) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch.optim import Optimizer
@@ -59,10 +60,10 @@ class PassesOn:
 
 
 def _ours(kind: type) -> set[str]:
-    """The properties of faststep's classes, and the options that are plain attributes."""
+    """The properties of faststep's classes, without those that a class has hidden."""
     ours = [base for base in kind.__mro__ if base.__module__.split(".")[0] == "faststep"]
-    found = {n for base in ours for n, value in vars(base).items() if isinstance(value, property)}
-    return found | {name for name in ("max_grad_norm", "keep_grads") if hasattr(kind, name)}
+    names = {name for base in ours for name in vars(base)}
+    return {n for n in names if isinstance(inspect.getattr_static(kind, n), property)}
 
 
 def _passed_on(name: str) -> property:

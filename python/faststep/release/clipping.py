@@ -71,15 +71,15 @@ class Clipping:
 
 def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
     """Raise where gradients would have to wait for the step, and for a limit that is none."""
-    if optimizer.norm_in_backward:
+    if optimizer._norm_in_backward is not False:
         raise ValueError(
             "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
             "them before: set optimizer.norm_in_backward = False"
         )
-    if optimizer.max_grad_norm is not None and clip is None:
+    if optimizer._max_grad_norm is not None and clip is None:
         raise ValueError(
             "max_grad_norm needs all gradients before the first update, which release_gradients() "
             'does not have. Set it to None, or pass clip="per_parameter" (each gradient by its own '
             'norm) or clip="lagged" (all by the norm of the step before)'
         )
-    check_limit("max_grad_norm", optimizer.max_grad_norm)
+    check_limit("max_grad_norm", optimizer._max_grad_norm)

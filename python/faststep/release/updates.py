@@ -170,7 +170,7 @@ class Release:
             )
         check_clipping(optimizer, self._clipping.way)
         rule = self._rule_of(optimizer, place)
-        max_norm = optimizer.max_grad_norm
+        max_norm = optimizer._max_grad_norm
         try:
             max_norm = self._clipping.limit_of(grad, max_norm, place.hook)
             request = StepRequest(self._clipping.scale, None, False, max_norm)

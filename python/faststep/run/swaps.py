@@ -23,13 +23,10 @@ from .. import amp, clip, data, optim
 from ..data.stats import Metered
 from ..optim.base import FusedOptimizer
 from .meter import Meter
+from .optimizers import CLASSES
 
 __all__ = ["CudaGradScaler", "HostGradScaler", "Swaps"]
 
-OPTIMIZERS = (
-    *("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
-    *("RMSprop", "Rprop", "Adafactor"),
-)
 FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
 Reason = Callable[[tuple[Any, ...], dict[str, Any]], str]
 
@@ -58,7 +55,7 @@ def _why_torchs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     options = [kwargs, *(group for group in groups if isinstance(group, dict))]
     if any(group.get("differentiable") for group in options):
         return "differentiable=True"
-    return _is_restored(args, kwargs)
+    return ""
 
 
 class Swaps:
@@ -78,8 +75,8 @@ class Swaps:
         self._ours: dict[type, type] = {}
 
     def swap_optim(self) -> None:
-        for name in OPTIMIZERS:
-            self._swap_class(getattr(torch.optim, name), getattr(optim, name), _why_torchs)
+        for torchs, ours in CLASSES.items():
+            self._swap_class(torchs, ours, _why_torchs)
         step = self._meter.timed("optimizer", FusedOptimizer._fused_step, step=True)
         setattr(FusedOptimizer, "_fused_step", step)  # noqa: B010, mypy refuses an assignment
         step = self._meter.timed("optimizer", optim.Adafactor._factored_step, step=True)

@@ -61,7 +61,7 @@ def build(
     """Shard a model; see :func:`faststep.zero.shard`."""
     kind = fused_class_of(optimizer)
     if asked.max_grad_norm is None:
-        asked = asked._replace(max_grad_norm=getattr(optimizer, "max_grad_norm", None))
+        asked = asked._replace(max_grad_norm=getattr(optimizer, "_max_grad_norm", None))
     _refuse_options(optimizer, asked)
     stage, max_grad_norm, in_backward = asked.stage, asked.max_grad_norm, asked.update == "backward"
     wrapper = model if isinstance(model, DistributedDataParallel) else None
@@ -129,7 +129,7 @@ def _refuse_options(optimizer: Optimizer, asked: Options) -> None:
     if asked.update == "backward" and asked.max_grad_norm is not None:
         raise ValueError(REFUSED_CLIPPING)
     for option in ("keep_grads", "norm_in_backward"):
-        if getattr(optimizer, option, False) is not False:
+        if getattr(optimizer, f"_{option}", False) is not False:
             raise TypeError(f"shard() does not support an optimizer with {option}=")
 
 

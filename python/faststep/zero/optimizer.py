@@ -163,7 +163,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
 
     def _step_alone(self) -> None:
         """The step of the only rank: that of the fused optimizer itself."""
-        lent = {"max_grad_norm": self.max_grad_norm, "_asked": self._asked}
+        lent = {"_max_grad_norm": self.max_grad_norm, "_asked": self._asked}
         for name in ("grad_scale", "found_inf"):
             if name in vars(self):
                 lent[name] = vars(self)[name]
@@ -171,7 +171,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         try:
             self._owned._fused_step()
         finally:
-            for name in lent.keys() - {"max_grad_norm"}:
+            for name in lent.keys() - {"_max_grad_norm"}:
                 del vars(self._owned)[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -40,7 +40,7 @@ def fused_class_of(optimizer: Optimizer) -> Kind:
     Raises:
         TypeError: there is none.
     """
-    kind = type(optimizer)
+    kind = vars(type(optimizer)).get("_made_from", type(optimizer))
     if kind in _FUSED:
         return _FUSED[kind]
     known = "AdamW, Adam or SGD of torch.optim, or AdamW, Adam, SGD or Lion of faststep.optim"
