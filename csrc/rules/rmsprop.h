@@ -59,8 +59,7 @@ FST_FN REAL FST_T(rmsprop_variance)(REAL g, REAL *squares, REAL *mean, const FST
     *mean = a->alpha > (REAL)0.5 ? *mean + a->one_minus_alpha * gap : g - a->alpha * gap;
     const REAL square = *mean * *mean;
     const REAL most = (REAL)(sizeof(REAL) == sizeof(float) ? FLT_MAX : DBL_MAX);
-    const REAL variance = *squares - (square > most ? (REAL)0 : square);
-    return variance < (REAL)0 ? -variance : variance;
+    return FST_SIZE(*squares - (square > most ? (REAL)0 : square));
 }
 
 FST_FN REAL FST_T(rmsprop_rule)(REAL p, REAL g, REAL *s, const FST_T(rmsprop_args) *a)
