@@ -20,7 +20,7 @@ from .._torch.modes import is_watched
 from .._torch.optim import has_global_step_hooks
 from .._torch.tensors import has_no_memory
 from ..grads.params import described, params_of
-from .by_torch import LeftToTorchError, step_by_torch, torchs_class, update_by_torch
+from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_part
 from .clipping import ClippedOptimizer
 from .masters import refuse_masters, with_master
@@ -42,13 +42,6 @@ def number(value: float | Tensor) -> float:
 def _listed(params: Iterable[Tensor]) -> list[Tensor]:
     """A group's parameters, which scripts may have replaced by those in another container."""
     return params if type(params) is list else list(params)
-
-
-def _is_captured_on_host(group: dict[str, Any]) -> bool:
-    """Whether torch refuses the step of a `capturable` group."""
-    return not group.get("fused") and any(
-        param.is_cpu and param.grad is not None for param in group["params"]
-    )
 
 
 class FusedOptimizer(ClippedOptimizer):
@@ -290,10 +283,7 @@ class FusedOptimizer(ClippedOptimizer):
         update_by_torch(self, FusedOptimizer)
 
     def _is_for_torch(self, group: int, index: int, *what: str) -> bool:
-        """Whether a parameter that cannot be stepped here is for torch's operators.
-
-        They step on sparse gradients and complex parameters, or raise torch's error.
-        """
+        """Whether torch's operators step on what C cannot, or raise torch's error."""
         param = self.param_groups[group]["params"][index]
         grad = param if param.grad is None else param.grad
         if has_no_memory(param) or has_no_memory(grad):
@@ -302,15 +292,7 @@ class FusedOptimizer(ClippedOptimizer):
         return is_torchs and torchs_class(self, FusedOptimizer) is not None
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
-        """The rule of a group, with masters if they are kept.
-
-        Raises:
-            LeftToTorchError: autograd has to record the step, or torch refuses it.
-        """
-        if group.get("differentiable"):
-            raise LeftToTorchError("differentiable=True")
-        if group.get("capturable") and HOST in self._devices and _is_captured_on_host(group):
-            raise LeftToTorchError("capturable=True")
+        leave_to_torch(group, self._devices)
         return with_master(self._rule_of(group)) if self._keeps_masters else self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:

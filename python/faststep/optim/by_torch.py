@@ -16,13 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm  # which faststep.run replaces in torch
 
+from .._devices import HOST
 from .._torch.dtensor import full_tensor
 from .request import StepAnswer, StepRequest
 
 if TYPE_CHECKING:
     from .base import FusedOptimizer
 
-__all__ = ["LeftToTorchError", "step_by_torch", "torchs_class", "update_by_torch", "values_of"]
+__all__ = [
+    "LeftToTorchError",
+    "leave_to_torch",
+    "step_by_torch",
+    "torchs_class",
+    "update_by_torch",
+    "values_of",
+]
 
 
 class LeftToTorchError(RuntimeError):
@@ -36,6 +44,16 @@ class LeftToTorchError(RuntimeError):
 def values_of(grad: Tensor) -> Tensor:
     """The numbers of a gradient, each once; those of a sparse one that are stored."""
     return grad.coalesce().values() if grad.is_sparse else grad
+
+
+def leave_to_torch(group: dict[str, Any], devices: tuple[int, ...]) -> None:
+    """Raise if autograd has to record the steps of a group, or if torch refuses them."""
+    if group.get("differentiable"):
+        raise LeftToTorchError("differentiable=True")
+    if not group.get("capturable") or group.get("fused") or HOST not in devices:
+        return
+    if any(param.is_cpu and param.grad is not None for param in group["params"]):
+        raise LeftToTorchError("capturable=True")
 
 
 def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer:
