@@ -145,6 +145,7 @@ FST_DEVICE void fst_decay(float *g, const float *p, float l2)
 #define REAL float
 #define FST_T(name) name##_quick
 #define FST_SQRT fst_quick_sqrt
+#define FST_SIZE fabsf
 #define FST_DIVIDE fst_quick_divide
 #include "rules/each.h"
 #undef REAL
@@ -157,6 +158,7 @@ FST_DEVICE void fst_decay(float *g, const float *p, float l2)
 #undef REAL
 #undef FST_T
 #undef FST_SQRT
+#undef FST_SIZE
 #undef FST_DIVIDE
 #undef FST_DESCEND
 

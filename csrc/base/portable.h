@@ -2,6 +2,7 @@
 #ifndef FST_BASE_PORTABLE_H
 #define FST_BASE_PORTABLE_H
 
+#include <float.h>
 #include <math.h>
 #include <stddef.h>
 #include <stdint.h>

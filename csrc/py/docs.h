@@ -18,7 +18,7 @@
     FST_DOC("clamp($module, tensors, limit, /)", \
             "Clamp all elements of a list of tensors to [-limit, limit] in place. NaN stays.")
 #define FST_DOC_CLIP_GRADS                                                                         \
-    FST_DOC("clip_grads($module, params, norm_type, max_norm, only_finite, /)",                    \
+    FST_DOC("clip_grads($module, params, norm_type, max_norm, /)",                                 \
             "Multiply the gradients of a list of parameters by min(1, max_norm / (norm + 1e-6)). " \
             "Returns (norm, whether there is a gradient, dtypes, gradients that were written).")
 #define FST_DOC_COLLECT_GRADS                    \

@@ -49,14 +49,17 @@ FST_FN void FST_T(rmsprop_squares)(REAL g, REAL *squares, const FST_T(rmsprop_ar
 }
 
 /* Moves that and the average of gradients; returns the square of the deviation from the latter. It
- * moves as torch's lerp does: it stops short of a constant gradient. A weighted sum may round to
- * more than the gradient, and the difference below would be negative. */
+ * moves as torch's lerp does: it stops short of a constant gradient. The averages are rounded
+ * apart, so their difference may be negative: then it is an error of rounding, and its size counts.
+ * A square that overflows is left out: torch's fused multiply-add gives no NaN either. */
 FST_FN REAL FST_T(rmsprop_variance)(REAL g, REAL *squares, REAL *mean, const FST_T(rmsprop_args) *a)
 {
     const REAL gap = g - *mean;
     FST_T(rmsprop_squares)(g, squares, a);
     *mean = a->alpha > (REAL)0.5 ? *mean + a->one_minus_alpha * gap : g - a->alpha * gap;
-    return *squares - *mean * *mean;
+    const REAL square = *mean * *mean;
+    const REAL most = (REAL)(sizeof(REAL) == sizeof(float) ? FLT_MAX : DBL_MAX);
+    return FST_SIZE(*squares - (square > most ? (REAL)0 : square));
 }
 
 FST_FN REAL FST_T(rmsprop_rule)(REAL p, REAL g, REAL *s, const FST_T(rmsprop_args) *a)

@@ -20,19 +20,23 @@
 #define REAL float
 #define FST_T(name) name##_f32
 #define FST_SQRT sqrtf
+#define FST_SIZE fabsf
 #define FST_DIVIDE(x, y) ((x) / (y))
 #include "rules/each.h"
 #undef REAL
 #undef FST_T
 #undef FST_SQRT
+#undef FST_SIZE
 
 #define REAL double
 #define FST_T(name) name##_f64
 #define FST_SQRT sqrt
+#define FST_SIZE fabs
 #include "rules/each.h"
 #undef REAL
 #undef FST_T
 #undef FST_SQRT
+#undef FST_SIZE
 #undef FST_DIVIDE
 
 typedef enum {

@@ -571,12 +571,11 @@ class Gather:
         """End the threads. No other method works after that."""
 
 def clip_grads(
-    params: Sequence[Tensor], norm_type: float, max_norm: float, only_finite: bool, /
+    params: Sequence[Tensor], norm_type: float, max_norm: float, /
 ) -> tuple[float, bool, int, list[Tensor]]:
     """Multiply all gradients by min(1, max_norm / (norm + 1e-6)), NaN included.
 
-    Nothing is multiplied by 1, or where `only_finite` is set and the norm is not finite. Large
-    gradients that `unscale_grads` has just written take one pass.
+    Nothing is multiplied by 1. Large gradients that `unscale_grads` has just written take one pass.
 
     Returns (norm, whether there is a gradient, dtypes as `norm` has them, the gradients that were
     written and whose version counters have yet to be moved).

@@ -4,8 +4,8 @@ The four functions have the names, arguments, results and errors of torch.nn.uti
 
 * The norm is summed in double precision over one fixed tree, so it is the same for any number of
   threads, does not overflow for gradients of about 1e19 and is within 1e-6 of the exact value.
-  torch's CPU functions sum in float32. The result is rounded to torch's result dtype at the end;
-  the clip coefficient and the check for a finite norm use the unrounded value.
+  torch's CPU functions sum in float32. The result is rounded to torch's result dtype at the end.
+  The clip coefficient uses the unrounded value; `error_if_nonfinite` looks at the rounded one.
 * Gradients are written only where the coefficient changes them.
 * After `unscale_` of faststep's GradScaler, large fp32 and fp64 gradients take one pass instead of
   two. It scales by the norm from `unscale_`, and checks each chunk's sum of squares on the way. If
@@ -54,7 +54,7 @@ from ._torch.optim import increment_version
 from .grads.clip_shards import clamp_shards, clip_shards, norm_of_shards, scale_shards
 from .grads.divide import divide_grads_of, divide_these
 from .grads.owners import refuse_clipping
-from .grads.total import NONFINITE, promoted
+from .grads.total import promoted, returned
 
 __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm"]
 
@@ -83,17 +83,18 @@ def _as_sequence(tensors: Tensor | Iterable[Tensor]) -> list[Tensor] | tuple[Ten
 
 
 def _norm(
-    tensors: list[Tensor] | tuple[Tensor, ...], norm_type: float, error_if_nonfinite: bool
+    tensors: list[Tensor] | tuple[Tensor, ...],
+    norm_type: float,
+    error_if_nonfinite: bool,
+    max_norm: float | None = None,
 ) -> Tensor:
-    """The norm; TypeError if one of the tensors must go to torch."""
-    norm, dtypes = _C.norm(tensors, norm_type)
-    return _checked(norm, dtypes, norm_type, error_if_nonfinite)
-
-
-def _checked(norm: float, dtypes: int, norm_type: float, error_if_nonfinite: bool) -> Tensor:
-    if error_if_nonfinite and not math.isfinite(norm):
-        raise RuntimeError(NONFINITE.format(norm_type))
-    return torch.tensor(norm, dtype=promoted(dtypes), device="cpu")
+    """The norm, after clipping if `max_norm` is given; TypeError if torch must do it."""
+    wide, dtypes = _C.norm(tensors, norm_type)
+    norm = torch.tensor(wide, dtype=torch.float64, device="cpu")
+    norm = returned(norm, promoted(dtypes), norm_type, error_if_nonfinite)
+    if max_norm is not None and _scale(tensors, max_norm, wide):
+        increment_version(tensors)
+    return norm
 
 
 def _clip(
@@ -104,16 +105,17 @@ def _clip(
 ) -> Tensor | None:
     """Clip and return the norm; None, with nothing written, if the gradients must go elsewhere."""
     try:
-        norm_type = float(norm_type)
-        norm, found, dtypes, written = _C.clip_grads(
-            parameters, norm_type, float(max_norm), error_if_nonfinite
-        )
+        norm_type, max_norm = float(norm_type), float(max_norm)
+        if error_if_nonfinite:  # found before anything is written
+            grads = _C.collect_grads(parameters)
+            return _norm(grads, norm_type, True, max_norm) if grads else torch.tensor(0.0)
+        norm, found, dtypes, written = _C.clip_grads(parameters, norm_type, max_norm)
     except TypeError:
         return None
     if not found:
         return torch.tensor(0.0)
     increment_version(written)
-    return _checked(norm, dtypes, norm_type, error_if_nonfinite)
+    return torch.tensor(norm, dtype=promoted(dtypes), device="cpu")
 
 
 def _is_wide(norm: Tensor) -> bool:
@@ -134,16 +136,15 @@ def _norm_on_device(
 ) -> Tensor:
     """The norm, after clipping if `max_norm` is given; waits only for `error_if_nonfinite`."""
     wide = torch.empty((), dtype=torch.float64, device=tensors[0].device)
-    norm = wide.to(promoted(_C.device_norm(tensors, float(norm_type), wide)))
-    if error_if_nonfinite and not bool(torch.isfinite(wide)):
-        raise RuntimeError(NONFINITE.format(float(norm_type)))
+    dtype = promoted(_C.device_norm(tensors, float(norm_type), wide))
+    norm = returned(wide, dtype, float(norm_type), error_if_nonfinite)
     if max_norm is not None:
         _C.device_clip(tensors, max_norm, wide)
         increment_version(tensors)
     return norm
 
 
-def _scale(grads: list[Tensor], max_norm: float, norm: float) -> bool:
+def _scale(grads: list[Tensor] | tuple[Tensor, ...], max_norm: float, norm: float) -> bool:
     """Multiply by min(1, max_norm / (norm + 1e-6)); NaN counts as below 1, as in torch.clamp.
 
     True if the gradients were written; TypeError, before that, if they cannot be.
@@ -172,7 +173,7 @@ def clip_grad_norm_(
         parameters: tensors of any shape, or one tensor; those without a gradient are left out.
         max_norm: the largest norm allowed, in units of the gradients.
         norm_type: order p of the norm; may be `inf`. Default: 2.0.
-        error_if_nonfinite: raise if the norm is NaN or infinite. Default: False.
+        error_if_nonfinite: raise if the returned norm is NaN or infinite. Default: False.
         foreach: accepted for torch's sake, changes nothing for CPU gradients. Default: None.
 
     Returns:
@@ -225,7 +226,7 @@ def get_total_norm(
     Args:
         tensors: tensors of any shape, or one tensor.
         norm_type: order p of the norm; may be `inf`. Default: 2.0.
-        error_if_nonfinite: raise if the norm is NaN or infinite. Default: False.
+        error_if_nonfinite: raise if the returned norm is NaN or infinite. Default: False.
         foreach: accepted for torch's sake, changes nothing for CPU tensors. Default: None.
 
     Returns:

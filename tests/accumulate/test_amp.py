@@ -247,6 +247,19 @@ def test_clipping_a_norm_that_is_not_finite(value: float) -> None:
     assert torch.equal(param.detach().isnan(), torch.tensor(expected).isnan())
 
 
+def test_clipping_a_norm_that_its_dtype_cannot_hold() -> None:
+    param = nn.Parameter(torch.zeros(1000, dtype=torch.float16))
+    optimizer = faststep.optim.SGD([param], lr=1.0)
+    accum = faststep.accumulate(optimizer, 1)
+    with accum:
+        accum.backward((param * 6e4).sum())
+    with pytest.raises(RuntimeError, match="non-finite"):
+        accum.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    norm = accum.clip_grad_norm_(1.0)
+    assert norm == math.inf
+    assert norm.dtype == torch.float16
+
+
 def test_fp16_with_sums_can_be_unscaled() -> None:
     """torch refuses to unscale fp16 gradients; the fp32 sums are none."""
     model = make_model(torch.float16)

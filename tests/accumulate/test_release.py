@@ -363,11 +363,27 @@ def test_a_release_that_fails_leaves_nothing() -> None:
 
 def test_errors_name_the_parameter() -> None:
     model = nn.Embedding(4, 2, sparse=True)
-    optimizer = faststep.optim.SGD(model.parameters())
+    optimizer = faststep.optim.Lion(model.parameters())
     release = faststep.release_gradients(model, optimizer)
-    with pytest.raises(RuntimeError, match="does not support sparse gradients"):
+    with pytest.raises(RuntimeError, match="parameter 0 in group 0"):
         model(torch.tensor([1])).sum().backward()
     release.remove()
+
+
+def test_sparse_gradients_are_for_torchs_class() -> None:
+    results = []
+    for cls in (torch.optim.SGD, faststep.optim.SGD):
+        torch.manual_seed(0)
+        model = nn.Embedding(4, 2, sparse=True)
+        optimizer = cls(model.parameters(), lr=0.1, momentum=0.9)
+        if cls is faststep.optim.SGD:
+            faststep.release_gradients(model, optimizer)
+        for at in (1, 2):
+            model(torch.tensor([1, at])).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(values(model))
+    torch.testing.assert_close(*results)
 
 
 def test_state_dict_parameters_added_and_unfrozen() -> None:

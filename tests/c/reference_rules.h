@@ -96,7 +96,8 @@ static inline double expected_rmsprop(const update_case *c, double p, double g, 
         double *mean = &s[has_buffer ? 2 : 1];
         const double gap = R(g - *mean);
         *mean = R(alpha) > 0.5 ? R(*mean + R(R(1.0 - alpha) * gap)) : R(g - R(R(alpha) * gap));
-        variance = R(s[0] - R(*mean * *mean));
+        const double square = R(*mean * *mean);
+        variance = fabs(R(s[0] - (isinf(square) ? 0.0 : square)));
     }
     double update = R(g / R(R(sqrt(variance)) + R(c->hyper[2])));
     if (has_buffer)

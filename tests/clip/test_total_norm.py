@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from functools import partial
 from typing import Any
@@ -53,7 +54,7 @@ def test_norm_does_not_depend_on_the_number_of_threads() -> None:
 def test_squares_that_overflow_fp32_do_not_overflow_the_norm(size: float) -> None:
     (param,) = params_with([torch.full((1000,), size)])
     expected = 1000**0.5 * size
-    norm = ours.clip_grad_norm_(param, 1.0, error_if_nonfinite=True)
+    norm = ours.clip_grad_norm_(param, 1.0)
     assert float(norm) == (pytest.approx(expected, rel=1e-6) if expected < 3.4e38 else INF)
     assert float(param.grad.norm()) == pytest.approx(1.0, rel=1e-5)
 
@@ -62,6 +63,37 @@ def test_an_fp16_norm_beyond_fp16_still_clips() -> None:
     (param,) = params_with([torch.full((1000,), 6e4, dtype=torch.float16)])
     assert ours.clip_grad_norm_(param, 1.0) == INF
     assert float(param.grad.float().norm()) == pytest.approx(1.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0])
+@pytest.mark.parametrize("name", ["clip_grad_norm_", "get_total_norm"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float16,),
+        (torch.float32,),
+        (torch.bfloat16,),
+        (torch.float16, torch.bfloat16),
+        (torch.float32, torch.float16),
+    ],
+)
+def test_error_if_nonfinite_returns_finite_norms_only(
+    dtypes: tuple[torch.dtype, ...], name: str, norm_type: float
+) -> None:
+    """The norm overflows the dtype that is returned, or would not in a wider one."""
+    returned = functools.reduce(torch.promote_types, dtypes)
+    for largest in {torch.finfo(dtype).max for dtype in dtypes}:
+        params = params_with([torch.full((1000,), 0.9 * largest).to(d) for d in dtypes])
+        exact = exact_norm(grads_of(params), norm_type)
+        before = [grad.clone() for grad in grads_of(params)]
+        given: list[Any] = [params, 1.0] if name == "clip_grad_norm_" else [grads_of(params)]
+        call = partial(getattr(ours, name), *given, norm_type, error_if_nonfinite=True)
+        if torch.tensor(exact, dtype=torch.float64).to(returned).isinf():
+            with pytest.raises(RuntimeError, match=f"total norm of order {norm_type} .* is non-"):
+                call()
+            assert_same_tensors(grads_of(params), before)
+        else:
+            assert call().isfinite()
 
 
 def test_zero_elements_add_nothing_to_a_maximum() -> None:

@@ -103,6 +103,15 @@ def test_error_if_nonfinite() -> None:
     assert torch.equal(fake.plain(pair.cuda[0].grad), torch.tensor([1.0, math.inf]))
 
 
+def test_error_if_the_returned_norm_is_nonfinite() -> None:
+    pair = pair_of(torch.full((1000,), 6e4, dtype=torch.float16))
+    with pytest.raises(RuntimeError, match=r"total norm of order 2.0 .* is non-finite"):
+        faststep.clip_grad_norm_(pair.cuda, 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError, match=r"total norm of order 1.0 .* is non-finite"):
+        faststep.get_total_norm([p.grad for p in pair.cuda], 1.0, error_if_nonfinite=True)
+    assert (fake.plain(pair.cuda[0].grad) == 6e4).all()
+
+
 def test_get_total_norm_and_clip_with_it() -> None:
     pair = pair_of(values((300,), 0, torch.float32), values((3,), 1, torch.float32))
     grads = [[p.grad for p in params] for params in (pair.cpu, pair.cuda)]

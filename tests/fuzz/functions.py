@@ -267,7 +267,7 @@ def clip_grads(world: World) -> None:
     params = params_for(world)
     order = world.rng.choice((2.0, 2.0, 2.0, 1.0, math.inf, 0.0, math.nan))
     limit = world.rng.choice((1.0, 0.1, 1e9, math.nan, 0.0))
-    args, good = maybe_bad(world, (sequence(world, params), order, limit, world.chance(0.5)))
+    args, good = maybe_bad(world, (sequence(world, params), order, limit))
     look = world.chance(0.5)
     grads = gradients_of(params) if look else []
     before = plain_values(grads) if good and look else None

@@ -102,9 +102,9 @@ def test_clip_functions() -> None:
 
 @over_classes
 def test_steps_that_raise(make: Callable[..., torch.optim.Optimizer]) -> None:
-    """A complex parameter after good ones, and a grad_scale of the wrong shape."""
-    good, bad = Parameter(torch.ones(7)), Parameter(torch.ones(3, dtype=torch.complex64))
-    good.grad, bad.grad = torch.ones(7), torch.ones(3, dtype=torch.complex64)
+    """A parameter that overlaps itself after a good one, and a grad_scale of the wrong shape."""
+    good, bad = Parameter(torch.ones(7)), Parameter(torch.ones(1).expand(3))
+    good.grad, bad.grad = torch.ones(7), torch.ones(3)
     refusing, scaled = make([good, bad]), make([good])
     scaled.grad_scale = torch.ones(2)
 

@@ -91,7 +91,7 @@ def rmsprop(p: Tensor, g: Tensor, state: State, h: dict[str, Any]) -> tuple[Tens
     variance = new["square_avg"] = alpha * state.get("square_avg", zero) + (1.0 - alpha) * g * g
     if h["centered"]:
         new["grad_avg"] = alpha * state.get("grad_avg", zero) + (1.0 - alpha) * g
-        variance = variance - new["grad_avg"] ** 2
+        variance = (variance - new["grad_avg"] ** 2).abs()
     update = g / (variance.sqrt() + eps)
     if h["momentum"] > 0:
         update = h["momentum"] * state.get("momentum_buffer", zero) + update

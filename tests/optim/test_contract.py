@@ -167,14 +167,6 @@ def test_max_grad_norm_out_of_range(declaration: Declaration, value: float) -> N
 
 
 @pytest.mark.parametrize("declaration", TORCHS + OTHERS, ids=lambda d: d.name)
-def test_differentiable_points_to_torchs_class(declaration: Declaration) -> None:
-    params = tensors()
-    set_gradients(params, 0)
-    with pytest.raises(RuntimeError, match=rf"torch\.optim\.{declaration.name}"):
-        declaration.ours(params, differentiable=True).step()
-
-
-@pytest.mark.parametrize("declaration", TORCHS + OTHERS, ids=lambda d: d.name)
 def test_signature_extends_torchs(declaration: Declaration) -> None:
     """The same parameters in the same order with the same defaults, then our three by keyword."""
     ours = dict(inspect.signature(declaration.ours.__init__).parameters)

@@ -115,23 +115,20 @@ def test_versions_of_states(declaration: Declaration) -> None:
 
 
 @pytest.mark.parametrize(
-    "declaration", [d for d in ALL + OTHERS if d is not ADAGRAD], ids=lambda d: d.name
+    "declaration", [d for d in ALL + OTHERS if d not in (ADAGRAD, SGD)], ids=lambda d: d.name
 )
 def test_sparse_gradient(declaration: Declaration) -> None:
-    """Adam words it as torch does; all name sparse gradients and touch nothing before."""
+    """torch's error where torch has the class; nothing is touched before."""
     dense, sparse = parameters((4, 3), (4, 3))
     optimizer = declaration.ours([dense, sparse], **declaration.kwargs)
     set_gradients([dense, sparse], 0)
     sparse.grad = torch.sparse_coo_tensor([[0, 2]], torch.ones(2, 3), (4, 3), check_invariants=True)
     before = Snapshot(optimizer)
-    with pytest.raises(RuntimeError, match=r"sparse gradients") as caught:
-        optimizer.step()
+    error, text, _ = outcome(optimizer.step)
+    assert error is RuntimeError
     before.assert_unchanged()
-    text = str(caught.value)
-    if declaration.torchs in (None, torch.optim.SGD):  # torch's SGD takes them
+    if declaration.torchs is None:
         assert "gradient of parameter 1 in group 0 (shape (4, 3)" in text
-        assert ("use torch.optim.SGD" in text) == (declaration is SGD)
-        assert "torch.optim.Lion" not in text, "there is none"
     else:
         assert outcome(declaration.torchs([sparse]).step)[:2] == (RuntimeError, text)
 
@@ -191,17 +188,6 @@ def test_adagrad_clips_sparse_gradients() -> None:
     torch.testing.assert_close(*results)
 
 
-class OfAUser(SGD.ours):
-    """As scripts derive from torch's."""
-
-
-def test_errors_of_a_users_class_name_the_one_that_it_is_derived_from() -> None:
-    optimizer = OfAUser(parameters((3,)), differentiable=True)
-    set_gradients(optimizer.param_groups[0]["params"], 0)
-    with pytest.raises(RuntimeError, match=r"^faststep\.optim\.SGD .*; use torch\.optim\.SGD$"):
-        optimizer.step()
-
-
 def complex_parameter() -> tuple[Tensor, Tensor]:
     value = torch.tensor([1.0 + 2.0j, 3.0 - 1.0j])
     return Parameter(value), value.clone()
@@ -232,6 +218,8 @@ UNUSABLE: tuple[Callable[[], tuple[Tensor, Tensor]], ...] = (
 @over_all
 def test_unusable_tensor(declaration: Declaration, make: Any, named: bool) -> None:
     """An error with group, index, name, shape and dtype, before anything has moved."""
+    if make is complex_parameter and declaration.torchs is not None:
+        pytest.skip("torch's class makes the step")
     good, later = parameters((5,), (5,))
     bad, gradient = make()
     set_gradients([good, later], 0)
@@ -300,8 +288,11 @@ def test_state_replaced_by_something_else(declaration: Declaration, key: str, wr
     starts = [p.detach().clone() for p in params]
     with pytest.raises((TypeError, RuntimeError)) as caught:
         optimizer.step()
-    assert key in str(caught.value)
-    assert "parameter 1 in group 0" in str(caught.value)
+    if (declaration, wrong) == (SGD, "sparse"):  # torch's sparse steps make such buffers
+        assert "add(sparse, dense) is not supported" in str(caught.value)
+    else:
+        assert key in str(caught.value)
+        assert "parameter 1 in group 0" in str(caught.value)
     assert_same_bits(params, starts, "parameters")
     if before is not None:
         before.assert_unchanged()

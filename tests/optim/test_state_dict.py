@@ -160,7 +160,7 @@ def test_loading_casts_as_torch_does(declaration: Declaration) -> None:
             assert_near(p, q, declaration.tolerance, f"{source_dtype} into {dtype}")
 
 
-@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}, {"capturable": True}])
+@pytest.mark.parametrize("flags", [{"fused": True}, {"foreach": True}])
 @over_torchs
 def test_flags_of_the_checkpoint_win(declaration: Declaration, flags: dict[str, bool]) -> None:
     """As in torch the loaded groups replace ours, and the step works with whatever they say."""

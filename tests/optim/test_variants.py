@@ -148,12 +148,7 @@ def test_one_list_or_many(declaration: Declaration, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("declaration", "flag"),
-    [
-        (d, flag)
-        for d in TORCHS + OTHERS
-        for flag in ("foreach", "fused", "capturable")
-        if d.takes(flag)
-    ],
+    [(d, flag) for d in TORCHS + OTHERS for flag in ("foreach", "fused") if d.takes(flag)],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_flags_change_nothing(declaration: Declaration, flag: str) -> None:

@@ -311,6 +311,13 @@ def not_finite(rank: int, world: int) -> None:
     Over gloo torch's norm of order inf differs from rank to rank then.
     """
     mesh = init_device_mesh("cpu", (world,))
+    large: Any = nn.Parameter(distribute_tensor(torch.ones(1000).half(), mesh, [Shard(0)]))
+    large.grad = torch.full_like(large, 6e4)
+    with pytest.raises(RuntimeError, match="non-finite"):  # in fp16, in which it is returned
+        faststep.clip_grad_norm_([large], 1.0, error_if_nonfinite=True)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        faststep.get_total_norm([large.grad], error_if_nonfinite=True)
+    assert (local(large.grad) == 6e4).all()
     for bad in (math.inf, math.nan):
         for order in (2.0, math.inf):
             results = []

@@ -231,14 +231,13 @@ PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args)
 /* The request and the result of clip_grads. */
 typedef struct {
     double p, max_norm;
-    int only_finite;
     double norm;
     int written;
 } clipping;
 
 static fst_code clip(fst_plan *plan, const double *expected, clipping *c, fst_status *status)
 {
-    const int may_expect = expected && c->p == 2.0 && !c->only_finite;
+    const int may_expect = expected && c->p == 2.0;
     if (may_expect &&
         fst_clip_expected(plan, 0, expected, c->max_norm, &c->norm, &c->written, status))
         return status->code;
@@ -246,8 +245,6 @@ static fst_code clip(fst_plan *plan, const double *expected, clipping *c, fst_st
         return FST_OK;
     if (fst_total_norm(plan, 0, c->p, &c->norm, status))
         return status->code;
-    if (c->only_finite && !isfinite(c->norm))
-        return FST_OK;
     const double factor = fst_clip_coefficient(c->norm, c->max_norm);
     c->written = !(factor >= 1.0);
     return c->written ? fst_scale(plan, 0, factor, status) : FST_OK;
@@ -268,7 +265,7 @@ static double *take_expected(fst_module *state, grads *g, int *failed)
     return NULL;
 }
 
-/* clip_grads(params, p, max_norm, only_finite): see _C.pyi. */
+/* clip_grads(params, p, max_norm): see _C.pyi. */
 PyObject *fst_py_clip_grads(PyObject *module, PyObject *args)
 {
     fst_module *state = fst_module_state(module);
@@ -276,7 +273,7 @@ PyObject *fst_py_clip_grads(PyObject *module, PyObject *args)
     clipping c = {.written = 0};
     grads g;
     fst_status status = {0};
-    if (!PyArg_ParseTuple(args, "Oddp", &params, &c.p, &c.max_norm, &c.only_finite))
+    if (!PyArg_ParseTuple(args, "Odd", &params, &c.p, &c.max_norm))
         return NULL;
     if (!bind(state, &g, params, 1)) {
         int failed = 0;

@@ -19,6 +19,7 @@ from ..clip import clip_grad_norm_
 from ..grads import divide as division
 from ..grads.owners import accumulating
 from ..grads.params import params_of
+from ..grads.total import promoted, returned
 from . import saved
 from .installed import Installed
 from .ranks import Ranks
@@ -192,7 +193,7 @@ class Accumulation:
             error_if_nonfinite: raise if the norm is NaN or infinite. Default: False.
 
         Returns:
-            The norm before clipping, 0-d.
+            The norm before clipping, 0-d, in the promoted dtype of the gradients.
         """
         if not self.ready:
             raise RuntimeError("clip_grad_norm_() needs a complete window (accum.ready)")
@@ -205,17 +206,15 @@ class Accumulation:
         if divisors or divisor is None or norm_type == 0.0 or apart:
             self.normalize_()
             return clip_grad_norm_(params, max_norm, norm_type, error_if_nonfinite)
-        norm = _C.norm(grads, float(norm_type))[0] / divisor
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise RuntimeError(
-                f"The total norm of order {norm_type} of the accumulated gradients is non-finite, "
-                "so they cannot be clipped; set error_if_nonfinite=False to scale them anyway"
-            )
+        norm, dtypes = _C.norm(grads, float(norm_type))
+        norm /= divisor
+        wide = torch.tensor(norm, dtype=torch.float64, device="cpu")
+        rounded = returned(wide, promoted(dtypes), float(norm_type), error_if_nonfinite)
         coefficient = max_norm / (norm + 1e-6)
         if not coefficient >= 1.0:
             for optimizer in self._window.optimizers:
                 division.defer(optimizer, divisor / coefficient if coefficient else math.inf)
-        return torch.tensor(norm, device="cpu")
+        return rounded
 
     # ---- state
 

@@ -19,7 +19,7 @@ from .._torch.optim import increment_version
 from .agreement import Agreed, over_ranks
 from .regions import Region, regions_of
 from .shards import LayoutError, align_all, summed
-from .total import NONFINITE, promoted
+from .total import promoted, returned
 
 __all__ = ["clamp_shards", "clip_shards", "norm_of_shards", "scale_shards"]
 
@@ -119,21 +119,13 @@ def norm_of_shards(tensors: Sequence[Tensor], norm_type: float, error_if_nonfini
     _check_order(norm_type)
     tensors = [summed(one) for one in tensors]
     norm, dtypes, _ = _norm_of_all(tensors, tensors, norm_type)
-    return _returned(norm, promoted(dtypes), tensors[0], norm_type, error_if_nonfinite)
+    norm = returned(norm, promoted(dtypes), norm_type, error_if_nonfinite)
+    return replicated(norm, tensors[0]) if is_dtensor(tensors[0]) else norm
 
 
 def _check_order(norm_type: float) -> None:
     if not norm_type > 0.0:  # a count, or a smallest element
         raise TypeError("only norms of an order above 0 can be added up")
-
-
-def _returned(
-    norm: Tensor, dtype: torch.dtype, like: Tensor, norm_type: float, error_if_nonfinite: bool
-) -> Tensor:
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(NONFINITE.format(norm_type))
-    rounded = norm.to(dtype)
-    return replicated(rounded, like) if is_dtensor(like) else rounded
 
 
 def clip_shards(
@@ -162,9 +154,9 @@ def clip_shards(
         dtype, like = promoted(dtypes), mine[0]
     else:
         dtype, like = _dtype_of(parameters), owners[0]
-    returned = _returned(norm, dtype, like, norm_type, error_if_nonfinite)
+    rounded = returned(norm, dtype, norm_type, error_if_nonfinite)
     scale_shards(mine, max_norm, norm)
-    return returned
+    return replicated(rounded, like) if is_dtensor(like) else rounded
 
 
 def _dtype_of(tensors: Sequence[Tensor]) -> torch.dtype:

@@ -27,8 +27,7 @@ class Adadelta(CountedOptimizer, torch.optim.Adadelta):
         rho (float): decay of both averages of squares. Default: 0.9.
         eps (float): added to both averages. Default: 1e-6.
         weight_decay (float): L2 penalty. Default: 0.
-        maximize, foreach, capturable, differentiable: as for torch; `differentiable=True` raises
-            RuntimeError at the step.
+        maximize, foreach, capturable, differentiable: as for torch.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.

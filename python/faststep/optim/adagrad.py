@@ -21,7 +21,6 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
     Same arguments, defaults, `param_groups`, `state` and errors. `foreach` changes nothing, and
     `fused=True` only that torch.amp.GradScaler leaves unscaling to the step, as in torch.
     Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or float16.
-    A step in which a gradient is sparse is made by torch's operators, at their speed.
 
     Args:
         params (iterable): as for torch.
@@ -30,8 +29,7 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
         weight_decay (float): L2 penalty. Default: 0.
         initial_accumulator_value (float): what the sum of squares begins with. Default: 0.
         eps (float): added to the denominator. Default: 1e-10.
-        maximize, foreach, differentiable, fused: as for torch; `differentiable=True` raises
-            RuntimeError at the step.
+        maximize, foreach, differentiable, fused: as for torch.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
@@ -84,12 +82,6 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
         new = super()._new_tensor(group, param, key)
         value = self.defaults["initial_accumulator_value"]  # torch does not ask the group either
         return new.fill_(value) if value != 0 else new
-
-    def _is_for_torch(self, group: int, index: int, *what: str) -> bool:
-        """A step with sparse gradients is torch's, which reads their rows alone."""
-        grad = self.param_groups[group]["params"][index].grad
-        is_sparse = grad is not None and grad.is_sparse
-        return is_sparse or super()._is_for_torch(group, index, *what)
 
     def _update_by_torch(self) -> None:
         for group in self.param_groups:  # before torch's loop has written the first parameter

@@ -34,9 +34,6 @@ class _AdamStep(CountedOptimizer):
     def _keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._amsgrad_keys if group["amsgrad"] else self._keys
 
-    def _sparse_error(self, where: str) -> str:
-        return "Adam does not support sparse gradients, please consider SparseAdam instead"
-
 
 class Adam(_AdamStep, torch.optim.Adam):
     """:class:`torch.optim.Adam` (Kingma & Ba 2015, arXiv:1412.6980) with a step that is one C call.
@@ -55,8 +52,7 @@ class Adam(_AdamStep, torch.optim.Adam):
         weight_decay (float): L2 penalty, or decoupled decay with `decoupled_weight_decay`.
             Default: 0.
         amsgrad (bool): keep the largest second moment (Reddi et al. 2018). Default: False.
-        maximize, foreach, capturable, differentiable, fused, decoupled_weight_decay: as for torch;
-            `differentiable=True` raises RuntimeError at the step.
+        maximize, foreach, capturable, differentiable, fused, decoupled_weight_decay: as for torch.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.

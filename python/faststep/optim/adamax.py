@@ -29,8 +29,7 @@ class Adamax(CountedOptimizer, torch.optim.Adamax):
             Default: (0.9, 0.999).
         eps (float): added to the size of a gradient. Default: 1e-8.
         weight_decay (float): L2 penalty. Default: 0.
-        maximize, foreach, capturable, differentiable: as for torch; `differentiable=True` raises
-            RuntimeError at the step.
+        maximize, foreach, capturable, differentiable: as for torch.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.

@@ -29,8 +29,7 @@ class ASGD(CountedOptimizer, torch.optim.ASGD):
         alpha (float): power of the decay of the learning rate. Default: 0.75.
         t0 (float): step at which averaging starts. Default: 1e6.
         weight_decay (float): L2 penalty. Default: 0.
-        maximize, foreach, capturable, differentiable: as for torch; `differentiable=True` raises
-            RuntimeError at the step.
+        maximize, foreach, capturable, differentiable: as for torch.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.

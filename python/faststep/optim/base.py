@@ -18,7 +18,7 @@ from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import is_watched
 from .._torch.tensors import has_no_memory
 from ..grads.params import described, params_of
-from .by_torch import step_by_torch, update_by_torch
+from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_part
 from .clipping import ClippedOptimizer
 from .hooked import HookedOptimizer
@@ -50,6 +50,9 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     is two calls if it clips or checks on several devices, and one more if states were missing.
 
     A class has `_rule_of` and, if its rule has states, `_new_state`.
+
+    torch's class makes the whole step, at its speed, if a gradient is sparse, a parameter complex
+    or a group `differentiable`, and raises its errors. Clipping and unscaling stay part of it.
 
     Args (keyword-only, on top of the torch class):
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the step,
@@ -201,12 +204,18 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _fused_step(self, by_torch: bool = False) -> None:
         request = self._request()
         try:
-            by_torch = by_torch or is_watched()
-            answer = self._step_by_torch(request) if by_torch else self._step_by_plan(request)
+            if by_torch or is_watched():
+                why = "in a TorchDispatchMode" if is_watched() else "with code of the script"
+                answer = self._step_by_torch(request, why)
+            else:
+                answer = self._step_by_plan(request)
+        except LeftToTorchError as error:
+            answer = self._step_by_torch(request, error.reason)
         except _C.TensorError as error:
+            explained = self._explained(*error.args)
             if not self._is_for_torch(*error.args):
-                raise self._explained(*error.args) from None
-            answer = self._step_by_torch(request)
+                raise explained from None
+            answer = self._step_by_torch(request, str(explained))
         self._skipped = answer.skipped
         if answer.norm is not None:
             self._last_norm = answer.norm
@@ -262,11 +271,9 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _rules(self) -> list[Rule]:
         return [self._checked_rule_of(group) for group in self.param_groups]
 
-    def _step_by_torch(self, request: StepRequest) -> StepAnswer:
-        """The step by operators of torch."""
+    def _step_by_torch(self, request: StepRequest, reason: str) -> StepAnswer:
+        """The step by operators of torch. `reason` is what `run` reports."""
         refuse_masters(self)
-        for group in self.param_groups:
-            self._refuse_differentiable(group)
         if self._backward_norm is not None:
             self._backward_norm.forget()
         return step_by_torch(self, request)
@@ -276,42 +283,26 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         update_by_torch(self, FusedOptimizer)
 
     def _is_for_torch(self, group: int, index: int, *what: str) -> bool:
-        """Whether a parameter that cannot be stepped here is for torch's operators."""
+        """Whether torch's operators step on what C cannot, or raise torch's error."""
         param = self.param_groups[group]["params"][index]
-        return has_no_memory(param) or (param.grad is not None and has_no_memory(param.grad))
-
-    def _refuse_differentiable(self, group: dict[str, Any]) -> None:
-        if group.get("differentiable"):
-            raise RuntimeError(self._unsupported("differentiable=True"))
+        grad = param if param.grad is None else param.grad
+        if has_no_memory(param) or has_no_memory(grad):
+            return True
+        is_torchs = grad.is_sparse or param.is_complex()
+        return is_torchs and torchs_class(self, FusedOptimizer) is not None
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
-        self._refuse_differentiable(group)
+        leave_to_torch(group, self._devices)
         return with_master(self._rule_of(group)) if self._keeps_masters else self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
         """The error for a tensor that cannot be used: torch's own where it has one."""
-        param: Tensor = self.param_groups[group]["params"][index]
         whose = "" if role == "parameter" else f"{role} of "
         where = whose + described(self, group, index)
-        if role == "gradient" and param.grad is not None and param.grad.is_sparse:
-            return RuntimeError(self._sparse_error(where))
         if kind == "driver":
             return RuntimeError(f"{type(self).__name__}: {detail}, of which the first is {where}")
         error = {"type": TypeError, "key": KeyError}.get(kind, RuntimeError)
         return error(f"{type(self).__name__}: {where} {detail}; nothing was updated")
-
-    def _sparse_error(self, where: str) -> str:
-        unsupported = self._unsupported("sparse gradients")
-        return f"{type(self).__name__}: {where} is sparse; {unsupported}; nothing was updated"
-
-    def _unsupported(self, what: str) -> str:
-        """That torch's class can do something which ours cannot, if there is one."""
-        ours, torchs = (
-            [cls.__name__ for cls in type(self).__mro__ if cls.__module__.startswith(package)]
-            for package in ("faststep.optim.", "torch.optim.")
-        )
-        other = f"; use torch.optim.{torchs[0]}" if torchs[0] != "Optimizer" else ""
-        return f"faststep.optim.{ours[0]} does not support {what}{other}"
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with the `step` counters where torch keeps them.

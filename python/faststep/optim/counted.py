@@ -73,6 +73,3 @@ class CountedOptimizer(FusedOptimizer):
                 "Attempting CUDA graph capture of step() for an instance of "
                 f"{type(self).__name__} but param_groups' capturable is False."
             )
-
-    def _sparse_error(self, where: str) -> str:
-        return f"{type(self).__name__} does not support sparse gradients"

@@ -31,8 +31,7 @@ class NAdam(CountedOptimizer, torch.optim.NAdam):
             Default: 0.
         momentum_decay (float): how fast the coefficient of the momentum grows. Default: 4e-3.
         decoupled_weight_decay (bool): as in AdamW. Default: False.
-        maximize, foreach, capturable, differentiable: as for torch; `differentiable=True` raises
-            RuntimeError at the step.
+        maximize, foreach, capturable, differentiable: as for torch.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.

@@ -29,8 +29,7 @@ class RMSprop(CountedOptimizer, torch.optim.RMSprop):
         weight_decay (float): L2 penalty. Default: 0.
         momentum (float): decay of the momentum buffer. Default: 0, no buffer.
         centered (bool): divide by an estimate of the standard deviation. Default: False.
-        capturable, foreach, maximize, differentiable: as for torch; `differentiable=True` raises
-            RuntimeError at the step.
+        capturable, foreach, maximize, differentiable: as for torch.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.

@@ -30,8 +30,7 @@ class SGD(FusedOptimizer, torch.optim.SGD):
             first time. Default: 0.
         weight_decay (float or Tensor): L2 penalty. Default: 0.
         nesterov (bool): Nesterov's look-ahead (Sutskever et al. 2013). Default: False.
-        maximize, foreach, differentiable, fused: as for torch; `differentiable=True` raises
-            RuntimeError at the step.
+        maximize, foreach, differentiable, fused: as for torch.
         max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
@@ -98,5 +97,28 @@ class SGD(FusedOptimizer, torch.optim.SGD):
     def _drop_new_state(self, param: Tensor) -> None:
         self.state[param].pop("momentum_buffer", None)  # not there if memory ran out before
 
+    def _is_for_torch(self, group: int, index: int, *what: str) -> bool:
+        state = self.state.get(self.param_groups[group]["params"][index], {})
+        made_of_sparse = getattr(state.get("momentum_buffer"), "is_sparse", False)
+        return made_of_sparse or super()._is_for_torch(group, index, *what)
+
+    def _update_by_torch(self) -> None:
+        for group in self.param_groups:  # before torch's loop has written the first parameter
+            for param in group["params"]:
+                if param.grad is not None:
+                    buffer = self.state.get(param, {}).get("momentum_buffer")
+                    _refuse_sums(group, param, param.grad, buffer)
+        super()._update_by_torch()
+
     def _zeros_differ(self, group: dict[str, Any]) -> bool:
         return bool(group["dampening"] != 0)
+
+
+def _refuse_sums(group: dict[str, Any], param: Tensor, grad: Tensor, buffer: Tensor | None) -> None:
+    """Raise torch's error for a sum of its step that begins with a sparse tensor."""
+    sums = [(grad, param)] if group["weight_decay"] != 0 else []
+    if group["momentum"] != 0 and buffer is not None:
+        sums += [(buffer, grad), (grad, buffer)] if group["nesterov"] else [(buffer, grad)]
+    for one, other in sums:
+        if one.is_sparse and not other.is_sparse:
+            one.add(other)

@@ -176,12 +176,12 @@ class Release:
             request = StepRequest(self._clipping.scale, None, False, max_norm)
             _step(optimizer, place, param, rule, request)
         except _C.TensorError as error:
-            if self._moments is None and optimizer._is_for_torch(place.hook.group, place.index):
-                request = StepRequest(self._clipping.scale, None, False, max_norm)
-                _step_by_torch(optimizer, place, param, request)
-            else:
-                where = (place.hook.group, place.index)
-                raise optimizer._explained(*where, *error.args[2:]) from None
+            what = (place.hook.group, place.index, *error.args[2:])
+            explained = optimizer._explained(*what)
+            if self._moments is not None or not optimizer._is_for_torch(*what):
+                raise explained from None
+            request = StepRequest(self._clipping.scale, None, False, max_norm)
+            _step_by_torch(optimizer, place, param, request, str(explained))
         place.hook.updated = True
         if self._reduced is None or param not in self._reduced:
             param.grad = None
@@ -206,6 +206,7 @@ class Release:
             self._rules[place.hook.group] = rule
         return rule if self._moments is None else self._moments.rule(rule, place.hook.updated)
 
+    @disable_dynamo
     def _check_step(self) -> None:
         """Raise if the script asks the step for something that backward had to know."""
         optimizer = self._optimizer()
@@ -289,13 +290,13 @@ def _ids_of(optimizer: FusedOptimizer) -> list[list[int]]:
 
 
 def _step_by_torch(
-    optimizer: FusedOptimizer, place: _Place, param: Tensor, request: StepRequest
+    optimizer: FusedOptimizer, place: _Place, param: Tensor, request: StepRequest, reason: str
 ) -> None:
     """The step of one parameter by operators of torch."""
     groups = optimizer.param_groups
     optimizer.param_groups = [{**groups[place.hook.group], "params": [param]}]
     try:
-        optimizer._step_by_torch(request)
+        optimizer._step_by_torch(request, reason)
     finally:
         optimizer.param_groups = groups
 
@@ -304,7 +305,7 @@ def _step(
     optimizer: FusedOptimizer, place: _Place, param: Tensor, rule: Rule, request: StepRequest
 ) -> None:
     if is_watched():
-        _step_by_torch(optimizer, place, param, request)
+        _step_by_torch(optimizer, place, param, request, "in a TorchDispatchMode")
     else:
         groups, rules = [place.hook.group], [rule]
         unchanged = "the parameter was not updated"

@@ -48,16 +48,6 @@ def _is_restored(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     return "" if args or kwargs else "restored from a pickle or copied"
 
 
-def _why_torchs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Why an optimizer with these arguments is torch's; empty if it is not."""
-    params = args[0] if args else kwargs.get("params")
-    groups = params if isinstance(params, (list, tuple)) else ()
-    options = [kwargs, *(group for group in groups if isinstance(group, dict))]
-    if any(group.get("differentiable") for group in options):
-        return "differentiable=True"
-    return ""
-
-
 class Swaps:
     """What is swapped.
 
@@ -76,13 +66,15 @@ class Swaps:
 
     def swap_optim(self) -> None:
         for torchs, ours in CLASSES.items():
-            self._swap_class(torchs, ours, _why_torchs)
+            self._swap_class(torchs, ours, lambda args, kwargs: "")
         step = self._meter.timed("optimizer", FusedOptimizer._fused_step, step=True)
         setattr(FusedOptimizer, "_fused_step", step)  # noqa: B010, mypy refuses an assignment
         step = self._meter.timed("optimizer", optim.Adafactor._factored_step, step=True)
         setattr(optim.Adafactor, "_factored_step", step)  # noqa: B010
-        self._let_torch_make_refused_steps()
-        self._note_steps_of_torch()
+        # Whatever else C refuses is torch's too, or torch's error.
+        setattr(FusedOptimizer, "_is_for_torch", lambda optimizer, *what: True)  # noqa: B010
+        for kind in (FusedOptimizer, optim.Adafactor):
+            self._note_steps_of_torch(kind)
         self.done.append("torch's optimizers")
 
     def swap_amp(self) -> None:
@@ -113,31 +105,16 @@ class Swaps:
         setattr(Metered, "__next__", self._meter.timed("DataLoader", Metered.__next__))  # noqa: B010
         self.done.append("DataLoader")
 
-    def _let_torch_make_refused_steps(self) -> None:
-        """Sparse gradients, say: torch's operators make such a step, or raise torch's error."""
-        is_for_torch = FusedOptimizer._is_for_torch
+    def _note_steps_of_torch(self, kind: type[Any]) -> None:
+        """Those that our classes leave to torch's operators, whole or in part."""
+        by_torch = kind._step_by_torch
 
-        def noted(optimizer: FusedOptimizer, group: int, index: int, *what: str) -> bool:
-            if is_for_torch(optimizer, group, index):
-                return True
-            if what:
-                reason = str(optimizer._explained(group, index, *what)).removesuffix(
-                    "; nothing was updated"
-                )
-                self.left[f"{type(optimizer).__name__}.step", reason] += 1
-            return bool(what)
+        def noted(optimizer: torch.optim.Optimizer, what: Any, reason: str) -> Any:
+            reason = reason.removesuffix("; nothing was updated")
+            self.left[f"{type(optimizer).__name__}.step", reason] += 1
+            return by_torch(optimizer, what, reason)
 
-        setattr(FusedOptimizer, "_is_for_torch", noted)  # noqa: B010
-
-    def _note_steps_of_torch(self) -> None:
-        """Those that Adafactor leaves to torch's operators, whole or in part."""
-        by_torch = optim.Adafactor._step_by_torch
-
-        def noted(optimizer: optim.Adafactor, groups: list[dict[str, Any]], reason: str) -> None:
-            self.left["Adafactor.step", reason] += 1
-            by_torch(optimizer, groups, reason)
-
-        setattr(optim.Adafactor, "_step_by_torch", noted)  # noqa: B010
+        setattr(kind, "_step_by_torch", noted)  # noqa: B010
 
     def _swap_class(self, torchs: type, ours: type, why_torchs: Reason) -> None:
         """Let calls of a class of torch make objects of ours."""

@@ -17,7 +17,7 @@ from .cuda_norm import DeviceChunkSums
 from .group import Group
 from .owned import Owned, set_grads
 from .slots import Slot
-from .steps import NOT_FINITE, Steps
+from .steps import Steps
 
 __all__ = ["CudaSteps"]
 
@@ -53,19 +53,18 @@ class CudaSteps(Steps):
         )
         return StepAnswer(False if flag is None else flag, norm), True
 
-    def clip(self, max_norm: float, error_if_nonfinite: bool) -> tuple[Tensor, list[bool]]:
-        """Clip by the common norm; returns it and which gradients are present. A collective."""
+    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the common norm, and return it. A collective."""
         self._raise_difference()
         present = [slot.is_present for slot in self._slots]
         measured = self._sums.measure_there(None)
         self._note_difference(measured.differ)
-        if error_if_nonfinite and not bool(measured.norm.isfinite()):
-            raise RuntimeError(NOT_FINITE)
+        rounded = self._returned(measured.norm, present, error_if_nonfinite)
         set_grads(self._slots, present)
         pieces = [piece for slot in self._slots for piece, _ in slot.pieces]
         if any(piece.grad is not None for piece in pieces):
             clip_grads_with_norm_(pieces, max_norm, measured.norm)
-        return measured.norm, present
+        return rounded
 
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply the gradients of a dtype, and look for infinities on all ranks; a collective."""

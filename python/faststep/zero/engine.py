@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -87,9 +86,9 @@ class Engine:
         self._cut()
         by_param = {id(slot.param): slot for slot in self.slots}
         grouped = [[by_param[id(p)] for p in g["params"] if id(p) in by_param] for g in groups]
-        self._in_groups = [slot for members in grouped for slot in members]
+        in_groups = [slot for members in grouped for slot in members]
         self.owned = Owned(kind, groups, grouped, keeps_masters)
-        self.steps = side.steps(self._in_groups, self.owned, group)
+        self.steps = side.steps(in_groups, self.owned, group)
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
@@ -224,10 +223,7 @@ class Engine:
         """Scale all gradients so that their common norm is at most `max_norm`; a collective."""
         self.before_exchange("clip_grad_norm_")
         self.gradients.settle()
-        norm, present = self.steps.clip(max_norm, error_if_nonfinite)
-        here = zip(self._in_groups, present, strict=True)
-        dtypes = [slot.param.dtype for slot, is_present in here if is_present]
-        return norm.to(functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32)
+        return self.steps.clip(max_norm, error_if_nonfinite)
 
     def refuse_new_parameters(self) -> None:
         """Raise RuntimeError if a parameter of the groups needs a gradient and is not sharded.

@@ -15,7 +15,7 @@ from .group import Group
 from .norm import ChunkSums
 from .owned import Owned, set_grads
 from .slots import Slot
-from .steps import NOT_FINITE, Steps
+from .steps import Steps
 
 __all__ = ["HostSteps"]
 
@@ -45,16 +45,15 @@ class HostSteps(Steps):
         self._owned.step(request._replace(found_inf=None, looks_for_inf=False), exact)
         return StepAnswer(False, norm), True
 
-    def clip(self, max_norm: float, error_if_nonfinite: bool) -> tuple[Tensor, list[bool]]:
-        """Clip by the common norm; returns it and which gradients are present. A collective."""
+    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the common norm, and return it. A collective."""
         measured = self._sums.measure(1.0)
-        if error_if_nonfinite and measured.norm - measured.norm != 0.0:
-            raise RuntimeError(NOT_FINITE)
+        norm = torch.tensor(measured.norm, dtype=torch.float64)
+        rounded = self._returned(norm, measured.present, error_if_nonfinite)
         set_grads(self._slots, measured.present)
         pieces = [piece for slot in self._slots for piece, _ in slot.pieces]
-        norm = torch.tensor(measured.norm, dtype=torch.float64)
         clip_grads_with_norm_(pieces, max_norm, norm)
-        return norm, measured.present
+        return rounded
 
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply the gradients of a dtype, and look for infinities on all ranks; a collective."""

@@ -1,0 +1,305 @@
+"""Scripts with an optimizer alone: states, groups, errors, and what its step calls."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .watch import Library, Watch
+
+CLASSES = (
+    *("ASGD", "SGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+    *("RMSprop", "Rprop", "Adafactor"),
+)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def _params(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    source = torch.Generator().manual_seed(3)
+    return [nn.Parameter(torch.randn(s, generator=source).to(dtype)) for s in ((3, 2), (5,), ())]
+
+
+def _grads(params: Any, step: int, size: float = 1.0) -> None:
+    source = torch.Generator().manual_seed(step)
+    for p in params:
+        p.grad = (torch.randn(p.shape, generator=source) * size).to(p.dtype)
+
+
+def every_class(library: Library, watch: Watch) -> None:
+    for name in CLASSES:
+        for dtype in DTYPES:
+            params = _params(dtype)
+            optimizer = getattr(library.optim, name)(params, lr=0.01)
+            for step in range(4):
+                _grads(params, step)
+                watch("result", optimizer.step())
+            watch(name, [(p, p.grad) for p in params])
+            watch.states("state", optimizer)
+            watch("said", [repr(optimizer), type(optimizer).__name__])
+
+
+def arguments_that_are_refused(library: Library, watch: Watch) -> None:
+    p = _params()
+    for name in CLASSES:
+        cls = getattr(library.optim, name)
+        for params in (p[0], [], {p[0]}, ["x"], [p[0] * 2], [{"params": p}, {"params": p}]):
+            watch.error(name, lambda cls=cls, params=params: cls(params) and None)
+        for options in ({"lr": -1.0}, {"weight_decay": -1.0}, {"eps": -1.0}, {"betas": (2.0, 0.0)}):
+            watch.error(name, lambda cls=cls, options=options: cls(p, **options) and None)
+        watch.error(name, lambda cls=cls: cls([p[0], p[0]]) and None)
+        watch.error(name, lambda cls=cls: cls(p).add_param_group({"params": [p[1]]}))
+
+
+def flags_that_exclude_each_other(library: Library, watch: Watch) -> None:
+    for name in ("SGD", "Adam", "AdamW", "Adagrad"):
+        cls = getattr(library.optim, name)
+        for options in (
+            {"fused": True, "foreach": True},
+            {"fused": True, "differentiable": True},
+            {"capturable": True},
+        ):
+
+            def step(cls: Any = cls, options: Any = options) -> None:
+                params = _params()
+                optimizer = cls(params, lr=0.1, **options)
+                _grads(params, 0)
+                optimizer.step()
+                watch("stepped", params)
+
+            watch.error(name, step)
+
+
+def names_of_ours_in_groups(library: Library, watch: Watch) -> None:
+    """Of BertAdam's kind; what a script notes on an optimizer is its own."""
+    params = _params()
+    optimizer = library.optim.AdamW([{"params": params, "max_grad_norm": 1.0}], lr=0.1)
+    optimizer.max_grad_norm = 1e-3
+    optimizer.last_grad_norm = 5
+    optimizer.step_was_skipped = "no"
+    optimizer.keep_grads = True
+    _grads(params, 0)
+    optimizer.step()
+    watch("after", params)
+    watch.states("state", optimizer)
+    names = ("max_grad_norm", "last_grad_norm", "step_was_skipped", "keep_grads")
+    watch("notes", [getattr(optimizer, name) for name in names])
+    twin = pickle.loads(pickle.dumps(optimizer))
+    watch("restored", twin.param_groups[0]["max_grad_norm"])
+
+
+def counters_in_other_types(library: Library, watch: Watch) -> None:
+    """Reset by a script, or cast with the rest of a checkpoint."""
+    counts = [torch.tensor(2.0, dtype=dtype) for dtype in (*DTYPES, torch.int64, torch.int32)]
+    for name in CLASSES:
+        for count in (*counts, torch.tensor(0), torch.tensor([2.0])):
+
+            def train(name: str = name, count: Tensor = count) -> Any:
+                params = _params()
+                optimizer = getattr(library.optim, name)(params, lr=0.01)
+                for step in range(3):
+                    _grads(params, step)
+                    optimizer.step()
+                    for state in optimizer.state.values():
+                        if "step" in state and step == 0:
+                            state["step"] = count.clone()
+                return [params, optimizer.state_dict()]
+
+            watch.where_torch_can(f"{name}, {count.dtype}", train)
+
+
+def model_cast_in_training(library: Library, watch: Watch) -> None:
+    for name in CLASSES:
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+
+            def train(name: str = name, dtype: torch.dtype = dtype) -> Any:
+                params = _params()
+                optimizer = getattr(library.optim, name)(params, lr=0.01)
+                for step in range(3):
+                    if step == 1:
+                        for p in params:
+                            p.grad, p.data = None, p.data.to(dtype)
+                    _grads(params, step)
+                    optimizer.step()
+                kept = [(k, t) for state in optimizer.state.values() for k, t in state.items()]
+                # torch rounds after each operator, faststep once
+                return [params, [(k, str(t.dtype), t.to(dtype)) for k, t in kept]]
+
+            watch.where_torch_can(f"{name}, {dtype}", train)
+
+
+def checkpoints(library: Library, watch: Watch) -> None:
+    for name in CLASSES:
+        params = _params()
+        cls = getattr(library.optim, name)
+        optimizer = cls(params, lr=0.01)
+        optimizer.register_state_dict_pre_hook(lambda *_: watch("before state_dict"))
+        optimizer.register_load_state_dict_post_hook(lambda *_: watch("after load"))
+        for step in range(2):
+            _grads(params, step)
+            optimizer.step()
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        others = _params()
+        other = cls(others, lr=0.5)
+        other.load_state_dict(torch.load(file, weights_only=True))
+        for twin in (optimizer, other, copy.deepcopy(optimizer)):
+            own = twin.param_groups[0]["params"]
+            _grads(own, 9)
+            twin.step()
+            watch(name, own)
+            watch.states("state", twin)
+        fewer, saved = cls(_params()[:1]), other.state_dict()
+        watch.error("other sizes", lambda o=fewer, saved=saved: o.load_state_dict(saved))
+
+
+def sparse_gradients(library: Library, watch: Watch) -> None:
+    for name in (*CLASSES, "SparseAdam"):
+        table = nn.Embedding(6, 3, sparse=True)
+        dense = nn.Linear(3, 1)
+
+        def train(name: str = name, table: nn.Module = table, dense: nn.Module = dense) -> None:
+            made = [*table.parameters()] + ([] if name == "SparseAdam" else [*dense.parameters()])
+            optimizer = getattr(library.optim, name)(made, lr=0.1)
+            for step in range(3):
+                optimizer.zero_grad()
+                dense(table(torch.tensor([1, 4, 1, step]))).sum().backward()
+                optimizer.step()
+            watch.states("state", optimizer)
+
+        watch.error(name, train)
+        watch("after", [*table.parameters(), *dense.parameters()])
+
+
+def complex_parameters(library: Library, watch: Watch) -> None:
+    for name in CLASSES:
+        source = torch.Generator().manual_seed(5)
+        p = nn.Parameter(torch.randn(4, dtype=torch.complex64, generator=source))
+
+        def train(name: str = name, p: nn.Parameter = p) -> None:
+            optimizer = getattr(library.optim, name)([p], lr=0.1)
+            for _ in range(3):
+                optimizer.zero_grad()
+                p.abs().square().sum().backward()
+                optimizer.step()
+            watch.states("state", optimizer)
+
+        watch.error(name, train)
+        watch("after", p)
+
+
+def gradients_through_a_step(library: Library, watch: Watch) -> None:
+    for name in CLASSES:
+
+        def train(name: str = name) -> None:
+            start = torch.tensor([1.0, -2.0, 0.5], requires_grad=True)
+            p = start.clone()
+            grad = torch.tensor([0.3, 0.1, -0.2], requires_grad=True)
+            optimizer = getattr(library.optim, name)([p], lr=0.1, differentiable=True)
+            p.grad = grad
+            for _ in range(2):
+                optimizer.step()
+            p.square().sum().backward()
+            watch(name, [start.grad, grad.grad])
+
+        watch.error(name, train)
+
+
+def own_init_group(library: Library, watch: Watch) -> None:
+    class Counted(library.optim.AdamW):  # type: ignore[name-defined]
+        def _init_group(self, group: Any, *args: Any) -> Any:
+            watch("group", len(group["params"]))
+            return super()._init_group(group, *args)
+
+    params = _params()
+    optimizer = Counted(params, lr=0.1)
+    for step in range(2):
+        _grads(params, step)
+        optimizer.step()
+    watch("after", params)
+
+
+def hooks_that_change_arguments(library: Library, watch: Watch) -> None:
+    params = _params()
+    optimizer = library.optim.SGD(params, lr=0.1)
+
+    def closure() -> Tensor:
+        _grads(params, 1)
+        return torch.tensor(4.0)
+
+    handle = optimizer.register_step_pre_hook(lambda optimizer, *_: ((optimizer, closure), {}))
+    watch("result", optimizer.step())
+    watch("after", params)
+    handle.remove()
+    optimizer.register_step_pre_hook(lambda *_: "neither")
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        watch("bad hook", str(error).partition(">")[2])
+
+
+def missing_and_zero_gradients(library: Library, watch: Watch) -> None:
+    for name in CLASSES:
+        params = _params()
+        options = {} if name == "Rprop" else {"weight_decay": 0.1}
+        optimizer = getattr(library.optim, name)(params, lr=0.1, **options)
+        _grads(params, 0)
+        optimizer.step()
+        params[1].grad = None
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        watch(name, [(p, p.grad) for p in params])
+        watch.states("state", optimizer)
+
+
+def small_second_moments(library: Library, watch: Watch) -> None:
+    """States that were rounded separately, under a root."""
+    for dtype in (torch.float16, torch.bfloat16):
+        for size in (1e-3, 3e-5):
+            params = _params(dtype)
+            optimizer = library.optim.RMSprop(params, lr=1e-3, eps=1e-3, centered=True)
+            for step in range(20):
+                _grads(params, step, size)
+                optimizer.step()
+            watch("finite", [bool(p.isfinite().all()) for p in params])
+
+
+def norms_of_fp16(library: Library, watch: Watch) -> None:
+    clip = library.clip
+    for size in (1.0, 6e4):
+        for kind in (2.0, 1.0, float("inf")):
+            p = nn.Parameter(torch.ones(64, dtype=torch.float16))
+            p.grad = torch.full_like(p, size)
+            watch.error(
+                "norm",
+                lambda p=p, k=kind: clip.clip_grad_norm_([p], 1.0, k, error_if_nonfinite=True),
+            )
+            watch("grad", p.grad)
+
+
+def dictionaries_by_class(library: Library, watch: Watch) -> None:
+    params = _params()
+    optimizer = library.optim.SGD(params, lr=0.1)
+    watch("instances", [isinstance(optimizer, c) for c in (library.optim.SGD, torch.optim.SGD)])
+    watch("bases", issubclass(type(optimizer), torch.optim.Optimizer))
+
+
+def state_of_few_elements(library: Library, watch: Watch) -> None:
+    """What a script does to one storage concerns no other state."""
+    params = [nn.Parameter(torch.ones(8)) for _ in range(40)]
+    optimizer = library.optim.AdamW(params, lr=0.1)
+    _grads(params, 0)
+    optimizer.step()
+    first = optimizer.state[params[0]]["exp_avg"]
+    with contextlib.suppress(RuntimeError):  # faststep's are not resizable: docs/api/optim.md
+        first.untyped_storage().resize_(0)
+    watch("others", [optimizer.state[p]["exp_avg"].sum() for p in params[1:]])

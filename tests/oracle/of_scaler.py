@@ -1,0 +1,393 @@
+"""Scripts with a GradScaler: hooks, own steps and patches see what torch's scaler shows."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import optimizer as of_torch
+
+from .watch import Library, Watch
+
+STEPS = 5
+OVERFLOWS = (1, 3)
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def _backward(model: nn.Module, scaler: Any, step: int, overflows: Any = OVERFLOWS) -> Tensor:
+    inputs = torch.full((3, 4), 0.1 * (step + 1))
+    loss = model(inputs).square().mean()
+    scaler.scale(loss * float("inf") if step in overflows else loss).backward()
+    return loss
+
+
+def _train(
+    library: Library, watch: Watch, optimizer: Any, model: nn.Module, **options: Any
+) -> None:
+    scaler = library.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        watch("loss", _backward(model, scaler, step))
+        watch("result", scaler.step(optimizer))
+        scaler.update(**options)
+        watch("scale", scaler.get_scale())
+        watch.model("after", model)
+    watch.states("state", optimizer)
+
+
+def plain_training(library: Library, watch: Watch) -> None:
+    for name in ("SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax"):
+        model = _model()
+        _train(library, watch, getattr(library.optim, name)(model.parameters(), lr=0.1), model)
+
+
+def pre_hook(library: Library, watch: Watch) -> None:
+    model = _model()
+    optimizer = library.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.register_step_pre_hook(lambda *_: watch.model("pre", model))
+    _train(library, watch, optimizer, model)
+
+
+def pre_hook_adds_noise(library: Library, watch: Watch) -> None:
+    model = _model()
+    optimizer = library.optim.Adam(model.parameters(), lr=0.1)
+
+    def add(*_: Any) -> None:
+        for p in model.parameters():
+            assert p.grad is not None
+            p.grad.add_(torch.randn_like(p.grad))
+
+    optimizer.register_step_pre_hook(add)
+    _train(library, watch, optimizer, model)
+
+
+def post_hook_averages(library: Library, watch: Watch) -> None:
+    model = _model()
+    average = [p.detach().clone() for p in model.parameters()]
+    optimizer = library.optim.AdamW(model.parameters(), lr=0.1)
+
+    def follow(*_: Any) -> None:
+        for mean, p in zip(average, model.parameters(), strict=True):
+            mean.lerp_(p.detach(), 0.1)
+        watch("average", average)
+
+    optimizer.register_step_post_hook(follow)
+    _train(library, watch, optimizer, model)
+
+
+def global_hooks(library: Library, watch: Watch) -> None:
+    model = _model()
+    handles = [
+        of_torch.register_optimizer_step_pre_hook(lambda *_: watch.model("global pre", model)),
+        of_torch.register_optimizer_step_post_hook(lambda *_: watch.model("global post", model)),
+    ]
+    try:
+        _train(library, watch, library.optim.SGD(model.parameters(), lr=0.1), model)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def hook_that_comes_late(library: Library, watch: Watch) -> None:
+    model = _model()
+    optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+    scaler = library.GradScaler("cpu", init_scale=8.0)
+    for step in range(4):
+        _backward(model, scaler, step)
+        scaler.unscale_(optimizer)
+        if step == 2:
+            optimizer.register_step_pre_hook(lambda *_: watch.model("late", model))
+        scaler.step(optimizer)
+        scaler.update()
+        watch.model("after", model)
+
+
+def patched_on_the_instance(library: Library, watch: Watch) -> None:
+    """As accelerate finds skipped steps."""
+    for wrap in (functools.partial, lambda call, *args: lambda *more: call(*args, *more)):
+        model = _model()
+        optimizer = library.optim.AdamW(model.parameters(), lr=0.1)
+        inner = optimizer.step
+
+        def counted(step: Any, *args: Any, model: nn.Module = model) -> Any:
+            watch.model("called", model)
+            return step(*args)
+
+        optimizer.step = wrap(counted, inner)
+        _train(library, watch, optimizer, model)
+
+
+def patched_by_method_type(library: Library, watch: Watch) -> None:
+    model = _model()
+    optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+    cls = type(optimizer)
+
+    def step(self: Any, closure: Any = None) -> Any:
+        watch.model("called", model)
+        return cls.step(self, closure)
+
+    optimizer.step = types.MethodType(step, optimizer)
+    _train(library, watch, optimizer, model)
+
+
+def scheduler_over_a_patch(library: Library, watch: Watch) -> None:
+    """A scheduler wraps what was patched before it."""
+    model = _model()
+    optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+    inner = optimizer.step
+
+    def counted(self: Any, *args: Any) -> Any:
+        watch.model("called", model)
+        return inner(*args)
+
+    optimizer.step = types.MethodType(counted, optimizer)
+    scheduler = library.optim.lr_scheduler.StepLR(optimizer, 1)
+    scaler = library.GradScaler("cpu", init_scale=64.0)
+    for step in range(STEPS):
+        _backward(model, scaler, step, (0, 3))
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        watch("lr", scheduler.get_last_lr())
+
+
+def patched_class(library: Library, watch: Watch) -> None:
+    model = _model()
+    cls = library.optim.AdamW
+    before = cls.__dict__.get("step")
+    inner = cls.step
+
+    def traced(self: Any, *args: Any) -> Any:
+        watch.model("traced", model)
+        return inner(self, *args)
+
+    cls.step = traced
+    try:
+        _train(library, watch, cls(model.parameters(), lr=0.1), model)
+    finally:
+        if before is None:
+            del cls.step
+        else:
+            cls.step = before
+
+
+def own_step(library: Library, watch: Watch) -> None:
+    class Signs(library.optim.SGD):  # type: ignore[name-defined]
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    watch("grad", p.grad)
+                    p.sub_(group["lr"] * p.grad.sign())
+
+    model = _model()
+    _train(library, watch, Signs(model.parameters(), lr=0.1), model)
+
+
+def own_step_around_torchs(library: Library, watch: Watch) -> None:
+    class Centred(library.optim.AdamW):  # type: ignore[name-defined]
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    p.grad = p.grad - p.grad.mean()
+                    watch("grad", p.grad)
+            return super().step(closure)
+
+    model = _model()
+    _train(library, watch, Centred(model.parameters(), lr=0.1), model)
+
+
+def step_of_a_mixin(library: Library, watch: Watch) -> None:
+    class Counts:
+        calls = 0
+
+        def step(self, closure: Any = None) -> Any:
+            self.calls += 1
+            return super().step(closure)  # type: ignore[misc]
+
+    class Counted(Counts, library.optim.Adam):  # type: ignore[name-defined]
+        pass
+
+    model = _model()
+    optimizer = Counted(model.parameters(), lr=0.1)
+    _train(library, watch, optimizer, model)
+    watch("calls", optimizer.calls)
+
+
+def scheduler_at_skipped_steps(library: Library, watch: Watch) -> None:
+    for overflows in ((0,), (1,), (0, 1, 2)):
+        model = _model()
+        optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+        scheduler = library.optim.lr_scheduler.StepLR(optimizer, 1)
+        scaler = library.GradScaler("cpu", init_scale=64.0)
+        for step in range(4):
+            _backward(model, scaler, step, overflows)
+            watch("result", scaler.step(optimizer))
+            scaler.update()
+            scheduler.step()
+            watch("lr", scheduler.get_last_lr())
+        watch("count", getattr(optimizer, "_step_count", None))
+
+
+def unscaled_and_clipped(library: Library, watch: Watch) -> None:
+    for fused in (None, True):
+        model = _model()
+        optimizer = library.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        scaler = library.GradScaler("cpu", init_scale=64.0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            _backward(model, scaler, step)
+            scaler.unscale_(optimizer)
+            watch.model("unscaled", model)
+            watch("norm", library.clip.clip_grad_norm_(model.parameters(), 0.01))
+            scaler.step(optimizer)
+            scaler.update()
+            watch.model("after", model)
+
+
+def errors_of_the_protocol(library: Library, watch: Watch) -> None:
+    model = _model()
+    optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+    scaler = library.GradScaler("cpu")
+    watch.error("step before scale", lambda: scaler.step(optimizer))
+    watch.error("update before scale", scaler.update)
+    _backward(model, scaler, 0)
+    watch.error("update without step", scaler.update)
+    watch.error("closure", lambda: scaler.step(optimizer, closure=lambda: None))
+    scaler.unscale_(optimizer)
+    watch.error("twice", lambda: scaler.unscale_(optimizer))
+    scaler.step(optimizer)
+    watch.error("again", lambda: scaler.step(optimizer))
+    watch.error("late", lambda: scaler.unscale_(optimizer))
+    scaler.update()
+    optimizer.zero_grad()
+    watch.error("no gradient", lambda: scaler.step(optimizer))
+    watch.error("nothing to update", scaler.update)
+    scaler = library.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    watch.error("no gradient, unscaled", lambda: scaler.unscale_(optimizer))
+    watch.error("and stepped", lambda: scaler.step(optimizer))
+    watch.error("pickled", lambda: len(pickle.dumps(scaler)) > 0)
+
+
+def fp16_gradients(library: Library, watch: Watch) -> None:
+    for fused in (None, True):
+        p = nn.Parameter(torch.ones(4, dtype=torch.float16))
+        optimizer = library.optim.SGD([p], lr=0.1, fused=fused)
+        scaler = library.GradScaler("cpu", init_scale=4.0)
+        scaler.scale((p * 2).sum()).backward()
+        watch.error("step", lambda s=scaler, o=optimizer: s.step(o))
+        watch("after", [p, p.grad])
+        watch.error("update", scaler.update)
+
+
+def closure_as_argument(library: Library, watch: Watch) -> None:
+    model = _model()
+    optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+    scaler = library.GradScaler("cpu", init_scale=2.0)
+    for step in range(3):
+        _backward(model, scaler, step, (1,))
+
+        def closure(step: int = step) -> Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.full((3, 4), 0.3 * step)).sum()
+            loss.backward()
+            return loss
+
+        watch.error("result", lambda: scaler.step(optimizer, closure))
+        watch.model("after", model)
+        scaler.update()
+
+
+def two_optimizers(library: Library, watch: Watch) -> None:
+    """A GAN's, with one scaler; one of them overflows."""
+    generator, judge = _model(), nn.Linear(2, 1)
+    of_generator = library.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.9))
+    of_judge = library.optim.SGD(judge.parameters(), lr=0.01)
+    of_judge.register_step_post_hook(lambda *_: watch.model("judge", judge))
+    scaler = library.GradScaler("cpu", init_scale=16.0)
+    for step in range(4):
+        fake = generator(torch.full((3, 4), 0.2 * step + 0.1))
+        of_judge.zero_grad()
+        loss = judge(fake.detach()).square().mean() + (judge(torch.ones(3, 2)) - 1).square().mean()
+        scaler.scale(loss).backward()
+        watch("judge's step", scaler.step(of_judge))
+        of_generator.zero_grad()
+        loss = (judge(fake) - 1).square().mean()
+        scaler.scale(loss * float("inf") if step == 2 else loss).backward()
+        watch("generator's step", scaler.step(of_generator))
+        scaler.update()
+        watch("scale", scaler.get_scale())
+        watch.model("generator", generator)
+
+
+def accumulated_by_hand(library: Library, watch: Watch) -> None:
+    model = _model()
+    optimizer = library.optim.AdamW(model.parameters(), lr=0.05)
+    scaler = library.GradScaler("cpu", init_scale=32.0)
+    for step in range(8):
+        _backward(model, scaler, step, (5,))
+        if step % 2:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad(set_to_none=step < 4)
+        watch.model("after", model)
+
+
+def own_scaler(library: Library, watch: Watch) -> None:
+    class Watched(library.GradScaler):  # type: ignore[name-defined]
+        def _unscale_grads_(self, *args: Any) -> Any:
+            watch("unscale")
+            return super()._unscale_grads_(*args)
+
+        def _maybe_opt_step(self, *args: Any, **kwargs: Any) -> Any:
+            watch("maybe")
+            return super()._maybe_opt_step(*args, **kwargs)
+
+        def unscale_(self, optimizer: Any) -> None:
+            watch("unscale_")
+            super().unscale_(optimizer)
+
+    model = _model()
+    optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+    scaler = Watched("cpu", init_scale=16.0)
+    for step in range(3):
+        _backward(model, scaler, step, (1,))
+        scaler.step(optimizer)
+        scaler.update()
+        watch.model("after", model)
+
+
+def what_a_scaler_records(library: Library, watch: Watch) -> None:
+    model = _model()
+    optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+    scaler = library.GradScaler("cpu", init_scale=16.0)
+    for step in range(3):
+        _backward(model, scaler, step, (1,))
+        scaler.step(optimizer)
+        state = scaler._per_optimizer_states[id(optimizer)]
+        watch("found", list(state["found_inf_per_device"].values()))
+        watch("stage", str(state["stage"]))
+        watch("lent", [hasattr(optimizer, name) for name in ("grad_scale", "found_inf")])
+        scaler.update()
+        watch("state", scaler.state_dict())
+    twin = copy.deepcopy(scaler) if not scaler._per_optimizer_states else scaler
+    watch("twin", twin.state_dict())
+
+
+def frozen_and_unused(library: Library, watch: Watch) -> None:
+    model = _model()
+    model[0].weight.requires_grad_(False)  # type: ignore[index]
+    unused = nn.Parameter(torch.ones(3))
+    groups = [{"params": model.parameters()}, {"params": [unused], "lr": 1.0}]
+    optimizer = library.optim.AdamW(groups, lr=0.1, weight_decay=0.5)
+    _train(library, watch, optimizer, model)
+    watch("unused", unused)

@@ -1,0 +1,82 @@
+"""The same scripts with torch, with the imports swapped, and under `run` see the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import __main__ as program
+from .watch import differences, is_refused
+
+TESTS = Path(__file__).parents[1]
+Seen = dict[str, list[list[Any]]]
+
+# What swapped imports bring on purpose: names of faststep's own on the optimizer.
+OWN = {("names_of_ours_in_groups", "swapped")}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Seen]:
+    """What the scripts saw in one of three ways."""
+    folder, known = tmp_path_factory.mktemp("oracle"), {}
+
+    def of_way(way: str) -> Seen:
+        if way not in known:
+            run = ["-m", "faststep", "run"] if way == "run" else []
+            library = "torch" if way == "run" else way
+            file = folder / way
+            done = subprocess.run(
+                [sys.executable, *run, "-m", "oracle", library, str(file)],
+                cwd=TESTS,
+                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert done.returncode == 0, done.stderr
+            known[way] = json.loads(file.read_text())
+        return known[way]
+
+    return of_way
+
+
+@pytest.mark.parametrize("way", ["swapped", "run"])
+@pytest.mark.parametrize("script", program.SCRIPTS)
+def test_a_script_sees_what_torch_shows(script: str, way: str, seen: Callable[[str], Seen]) -> None:
+    if (script, way) in OWN:
+        pytest.skip("documented: these names are faststep's there")
+    theirs, ours = seen("torch")[script], seen(way)[script]
+    assert theirs, "the script notes nothing"
+    found = []
+    for at, (their, our) in enumerate(zip(theirs, ours, strict=False)):
+        if their[0] != our[0]:
+            found.append(f"event {at} is {their[0]!r} with torch, {our[0]!r} with faststep")
+            break
+        if not is_refused(*their):
+            found += differences(their[1], our[1], f"event {at}, {their[0]}")
+    if len(theirs) != len(ours):
+        found.append(f"{len(theirs)} events with torch, {len(ours)} with faststep")
+    assert not found, "\n".join(found[:12])
+
+
+def test_the_oracle_can_tell() -> None:
+    """A changed number, type, name and length are found; rounding is not."""
+    value = {"tensor": ["float32", "strided", [2], [1.0, 2.0]]}
+    near = {"tensor": ["float32", "strided", [2], [1.0, 2.00001]]}
+    assert not list(differences(value, near))
+    for other in (
+        {"tensor": ["float32", "strided", [2], [1.0, 2.01]]},
+        {"tensor": ["float64", "strided", [2], [1.0, 2.0]]},
+        {"tensor": ["float32", "strided", [2], [1.0]]},
+        [1.0],
+        "text",
+        None,
+    ):
+        assert list(differences(value, other))

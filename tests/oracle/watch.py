@@ -1,0 +1,114 @@
+"""What a script can observe, as values that JSON holds."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["Library", "Watch"]
+
+# What the rounding of fused kernels may change.
+TOLERANCE = {"float16": 4e-3, "bfloat16": 2e-2, "float64": 1e-6, "complex64": 1e-4}
+
+MAY_RAISE = ", if torch can"
+
+
+class Library(NamedTuple):
+    """The names that a script imports: torch's, or faststep's in their place."""
+
+    optim: Any
+    GradScaler: Any
+    clip: Any  # clip_grad_norm_ and its like
+    DataLoader: Any
+
+
+class Watch:
+    """Notes what happens in a script, in order.
+
+    Attributes:
+        events: name and value of each.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, Any]] = []
+
+    def __call__(self, name: str, value: Any = None) -> None:
+        """Note a value as it is now."""
+        self.events.append((name, frozen(value)))
+
+    def model(self, name: str, module: torch.nn.Module) -> None:
+        """Note parameters and gradients of a module."""
+        self(name, [(p, p.grad) for p in module.parameters()])
+
+    def states(self, name: str, optimizer: torch.optim.Optimizer) -> None:
+        """Note an optimizer's state dict, with the types of what it holds."""
+        self(name, optimizer.state_dict())
+
+    def error(self, name: str, call: Callable[[], Any]) -> Any:
+        """Note what a call raises, or what it returns, which is returned."""
+        try:
+            result = call()
+        except Exception as error:
+            self(name, f"{type(error).__name__}: {error}")
+            return None
+        self(name, result)
+        return result
+
+    def where_torch_can(self, name: str, call: Callable[[], Any]) -> None:
+        """Note what a call returns; compared only if it raises nothing with torch."""
+        self.error(name + MAY_RAISE, call)
+
+    @contextmanager
+    def warnings(self) -> Iterator[None]:
+        """Note warnings among the other events."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, category, *_, **__: self(
+                "warning", f"{category.__name__}: {message}"
+            )
+            yield
+
+
+def frozen(value: Any) -> Any:
+    """A value in lists, dictionaries, numbers and strings."""
+    if isinstance(value, Tensor):
+        kind = str(value.dtype).removeprefix("torch.")
+        whole = value.detach().to_dense() if value.is_sparse else value.detach()
+        flat = torch.view_as_real(whole.resolve_conj()) if whole.is_complex() else whole
+        layout = str(value.layout).removeprefix("torch.")
+        return {"tensor": [kind, layout, list(value.shape), flat.double().flatten().tolist()]}
+    if isinstance(value, Mapping):
+        return {"mapping": [[frozen(key), frozen(value[key])] for key in value]}
+    if isinstance(value, (list, tuple)):
+        return [frozen(some) for some in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    return f"<{type(value).__name__}>"
+
+
+def is_refused(name: str, value: Any) -> bool:
+    """Whether this event is a call that torch refuses and faststep may take."""
+    return name.endswith(MAY_RAISE) and isinstance(value, str)
+
+
+def differences(theirs: Any, ours: Any, where: str = "", tolerance: float = 1e-4) -> Iterator[str]:
+    """Where two frozen values differ by more than fused kernels round."""
+    if isinstance(theirs, dict) and isinstance(ours, dict) and theirs.keys() == ours.keys():
+        for key, value in theirs.items():
+            if key == "tensor":
+                tolerance = TOLERANCE.get(value[0], tolerance)
+            yield from differences(value, ours[key], where, tolerance)
+    elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
+        for at, (mine, other) in enumerate(zip(theirs, ours, strict=True)):
+            yield from differences(mine, other, f"{where}[{at}]", tolerance)
+    elif type(theirs) is float and type(ours) is float:
+        near = abs(theirs - ours) <= tolerance * max(1e-3, abs(theirs))
+        if not (near or theirs == ours or (theirs != theirs and ours != ours)):
+            yield f"{where}: {theirs} with torch, {ours} with faststep"
+    elif type(theirs) is not type(ours) or theirs != ours:
+        yield f"{where}: {theirs!r} with torch, {ours!r} with faststep"
