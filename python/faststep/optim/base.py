@@ -292,7 +292,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return is_torchs and torchs_class(self, FusedOptimizer) is not None
 
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
-        leave_to_torch(group, self._devices)
+        if group.get("differentiable") or group.get("capturable"):
+            leave_to_torch(group, self._devices)
         return with_master(self._rule_of(group)) if self._keeps_masters else self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
