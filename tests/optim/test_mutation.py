@@ -79,8 +79,12 @@ def set_states(optimizer: Optimizer, params: list[Parameter]) -> None:
 
 def grow_storage_of_states(optimizer: Optimizer, params: list[Parameter]) -> None:
     for values in optimizer.state.values():
-        for value in values.values():
-            value.untyped_storage().resize_(1 << 20)
+        for key, value in values.items():
+            try:
+                value.untyped_storage().resize_(1 << 20)
+            except RuntimeError:  # a storage that small states share
+                values[key] = value.clone()
+                values[key].untyped_storage().resize_(1 << 20)
 
 
 def share_memory_of_states(optimizer: Optimizer, params: list[Parameter]) -> None:

@@ -297,7 +297,10 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return with_master(self._rule_of(group)) if self._keeps_masters else self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
-        """The error for a tensor that cannot be used: torch's own where it has one."""
+        """The error for a tensor that cannot be used."""
+        grad = self.param_groups[group]["params"][index].grad
+        if role == "gradient" and grad is not None and grad.is_sparse:
+            detail = "is sparse"
         whose = "" if role == "parameter" else f"{role} of "
         where = whose + described(self, group, index)
         if kind == "driver":
