@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from faststep import _C
-from faststep.cli import demo, main
+from faststep.cli import demo, main, plots
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -155,3 +155,18 @@ def test_bench_measures_and_keeps_absent_rivals_in_sight(
     assert set(works["chain"]["seconds"]) >= {"faststep", "torch fused", "torch default"}
     assert all(len(times) == 3 for times in works["chain"]["seconds"].values())
     assert works["lion"]["absent"] == {"optimi Lion": "not installed (pip install torch-optimi)"}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"), [(2543.0, "2,543"), (12.21, "12.2"), (0.309, "0.31"), (0.0, "0.00")]
+)
+def test_numbers_of_the_plot_have_no_exponent(value: float, shown: str) -> None:
+    assert plots.plain(value) == shown
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="no matplotlib")
+def test_the_plot_of_the_demo_takes_what_one_run_did_not_have(tmp_path: Path) -> None:
+    taken = {"whole step, ms": 2543.0, "clip, ms": 0.0, "page faults per step": 12034.0}
+    runs = [("torch", [3.0, 2.0], taken), ("faststep run", [3.0, 2.0], dict.fromkeys(taken, 0.0))]
+    plots.plot_trainings(tmp_path / "plot.png", {"a model": runs}, "The machine was busy.")
+    assert (tmp_path / "plot.png").read_bytes().startswith(PNG)

@@ -173,4 +173,4 @@ def test_torchrun(before: tuple[str, ...], tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == [
         f"faststep.run.optimizers {rank}" for rank in (0, 1)
     ]
-    assert done.stderr.count("3 optimizer steps") == 1
+    assert done.stderr.count("AdamW (faststep's): 1 object, 3 steps") == 1

@@ -215,12 +215,14 @@ def test_losses_are_torchs_and_the_table_says_what_was_used(run: Run, programs: 
     assert losses == pytest.approx([float(line) for line in good(programs.run(TRAINED)).split()])
     assert len(losses) == 16
     first, *rest = done.stderr.splitlines()
-    assert first.startswith("faststep run: torch's optimizers; GradScaler; clipping; DataLoader; ")
-    assert "made 1 optim.AdamW, 1 amp.GradScaler, 2 utils.DataLoader; 16 optimizer steps" in rest[0]
+    assert first.startswith("faststep run: torch.optim -> faststep.optim; torch.amp.GradScaler -> ")
+    assert rest[0].startswith("faststep run: made 1 optim.AdamW, 1 amp.GradScaler, 2 utils.DataLo")
+    assert rest[1] == "faststep run: AdamW (faststep's): 1 object, 16 steps"
     assert sum("page faults per step" in line for line in rest) == 1
+    assert sum("faststep's norm is right to 1e-8" in line for line in rest) == 1
     rows = {line.split()[2]: line.split()[3] for line in rest if line.endswith("%")}
-    assert rows["optimizer"] == rows["clipping"] == "1.00"
-    assert rows["GradScaler"] == "4.00"
+    assert rows["AdamW"] == rows["clipping"] == "15"
+    assert rows["GradScaler"] == "60"
 
 
 def test_only_some_parts_and_a_rank_that_is_silent(run: Run) -> None:
@@ -230,7 +232,7 @@ def test_only_some_parts_and_a_rank_that_is_silent(run: Run) -> None:
     )
     done = run(source, options=("--only", "data"))
     assert good(done) == "torch.optim.sgd faststep.data.loader\n"
-    assert done.stderr.startswith("faststep run: DataLoader\n")
+    assert done.stderr.startswith("faststep run: torch.utils.data.DataLoader -> faststep.data.")
     silent = run(source, options=("--only=optim",), RANK="1")
     assert good(silent) == "faststep.run.optimizers torch.utils.data.dataloader\n"
     assert silent.stderr == ""
@@ -289,37 +291,131 @@ def test_modules_packages_and_what_is_not_there(programs: Programs, tmp_path: Pa
     done = programs.run(code, *options)
     assert done.returncode == 2
     assert "there is no script" in done.stderr
+    for option in ("-u", "-Werror", "-O"):
+        done = programs.run(code, "run", option, "script.py")
+        assert done.returncode == 2
+        assert f"{option} is an option of Python: python {option} -m faststep run" in done.stderr
 
 
 PROCESSES = """
 import multiprocessing, torch
 
-class Data(torch.utils.data.Dataset):
+class Workers(torch.utils.data.Dataset):
     def __len__(self):
-        return 4
+        return 2
     def __getitem__(self, index):
-        return torch.full((2,), float(index))
+        made = torch.optim.SGD([torch.ones(1, requires_grad=True)])
+        return type(made).__module__.startswith("faststep")
+
+from torch.nn.utils import clip_grad_norm_
 
 def child(optimizer, answers):
     made = torch.optim.SGD([torch.ones(1, requires_grad=True)])
-    answers.put((type(optimizer).__module__, type(made).__module__))
+    clip = clip_grad_norm_.__globals__["__name__"].split(".")[0]
+    answers.put((type(optimizer).__module__, type(made).__module__, clip))
+
+def ranked(rank, answers):
+    child(None, answers)
 
 if __name__ == "__main__":
     optimizer = torch.optim.AdamW([torch.ones(1, requires_grad=True)])
-    for method in ("spawn", "fork"):
+    for method in ("spawn", "forkserver", "fork"):
         context = multiprocessing.get_context(method)
         answers = context.SimpleQueue()
         process = context.Process(target=child, args=(optimizer, answers))
         process.start()
         print(method, *answers.get())
         process.join()
-    print([batch.sum().item() for batch in torch.utils.data.DataLoader(Data(), 2, num_workers=2)])
+    answers = multiprocessing.get_context("spawn").SimpleQueue()
+    torch.multiprocessing.spawn(ranked, (answers,), 2)
+    expected = (type(None).__module__, type(optimizer).__module__, "faststep")
+    print(answers.get() == answers.get() == expected)
+    for method in ("spawn", "forkserver", "fork"):
+        options = {"num_workers": 1, "multiprocessing_context": method}
+        loader = torch.utils.data.DataLoader(Workers(), 2, **options)
+        print([batch.tolist() for batch in loader])
 """
 
 
-def test_processes_that_are_forked_are_swapped_and_others_are_not(run: Run) -> None:
-    assert good(run(PROCESSES)).splitlines() == [
-        "spawn faststep.optim.adam torch.optim.sgd",
-        "fork faststep.optim.adam faststep.optim.sgd",
-        "[2.0, 10.0]",
+def test_processes_are_swapped_and_workers_that_are_spawned_are_not(run: Run) -> None:
+    ours = "faststep.run.optimizers"
+    done = run(PROCESSES)
+    assert good(done).splitlines() == [
+        *(f"{method} {ours} {ours} faststep" for method in ("spawn", "forkserver", "fork")),
+        "True",
+        *("[[False, False]]", "[[False, False]]", "[[True, True]]"),
     ]
+    assert done.stderr.count("made ") == 1
+    assert "4 processes were started anew, with faststep's classes; they are not in" in done.stderr
+
+
+MET = """
+import torch
+
+class Mine(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+class Around(torch.optim.Optimizer):
+    def __init__(self, inner):
+        self.inner = inner
+        super().__init__([torch.nn.Parameter(torch.ones(1))], {})
+    def step(self, closure=None):
+        return self.inner.step(closure)
+
+def trained(kind, number, **options):
+    p = torch.nn.Parameter(torch.ones(2, 2))
+    optimizer = Around(torch.optim.SGD([p])) if kind is Around else kind([p], lr=0.1, **options)
+    for _ in range(number):
+        p.grad = torch.ones(2, 2)
+        if kind is torch.optim.SparseAdam:
+            p.grad = p.grad.to_sparse()
+        else:
+            torch.nn.utils.clip_grad_norm_([p], 1.0)
+        optimizer.step(lambda: p.sum())
+
+trained(torch.optim.LBFGS, 2)
+if "all" in __import__("sys").argv:
+    trained(torch.optim.AdamW, 3)
+    trained(torch.optim.AdamW, 4)
+    trained(torch.optim.SparseAdam, 5)
+    trained(Mine, 6)
+    trained(Around, 7)
+"""
+
+
+def test_every_optimizer_is_listed_with_its_steps(run: Run) -> None:
+    """Also where none is of faststep; two of one class have a row each."""
+    done = run(MET)
+    good(done)
+    assert "made no object of faststep's classes" in done.stderr
+    assert "LBFGS (torch's): 1 object, 2 steps" in done.stderr
+    lines = done.stderr.splitlines()
+    assert {line.split()[2] for line in lines if line.endswith("%")} == {"LBFGS", "clipping", "all"}
+    done = run(MET, "all")
+    good(done)
+    for listed in (
+        "AdamW (faststep's): 2 objects, 7 steps",
+        "SparseAdam (torch's): 1 object, 5 steps",
+        "Mine (__main__'s, a subclass of torch's AdamW): 1 object, 6 steps",
+        "Around (__main__'s): 1 object, 7 steps",
+        "SGD (faststep's): 1 object, 7 steps",
+    ):
+        assert f"faststep run: {listed}\n" in done.stderr
+    rows = [line.split()[2:5] for line in done.stderr.splitlines() if line.endswith("%")]
+    assert ["AdamW", "3"] in [row[:2] for row in rows]
+    assert ["AdamW", "2", "4"] in rows
+
+
+@pytest.mark.parametrize("options", [("-c", "CODE"), ("-",)])
+def test_code_that_lies_in_no_file(options: tuple[str, ...]) -> None:
+    code = "import sys\nprint(sys.argv, sys.path[0], __name__, sorted(vars()))\n1 / 0\n"
+    shown = []
+    for before in ((), ("-m", "faststep", "run", "--only", "clip")):
+        words = [code if word == "CODE" else word for word in options]
+        command = [sys.executable, *before, *words, "--only", "x"]
+        done = subprocess.run(command, input=code, capture_output=True, text=True, check=False)
+        lines = [s for s in done.stderr.splitlines() if not s.startswith("faststep run: ")]
+        shown.append((done.returncode, done.stdout, lines))
+    assert shown[0] == shown[1]
+    assert shown[0][0] == 1

@@ -91,4 +91,4 @@ def test_a_variable_of_the_user_holds_and_ranks_share(
     monkeypatch.setattr(threads, "_is_torchruns", lambda: by_torchrun)
     said = threads.fit_threads()
     assert now == [expected]
-    assert said.startswith(f"{expected} threads")
+    assert said.startswith(f"{expected} thread" + "s" * (expected > 1))

@@ -40,10 +40,10 @@ CALLED_BY_STEPS = (
 
 
 def is_torchs(function: object) -> bool:
-    """Whether a function is defined in torch, with all that is wrapped around it."""
+    """Whether a function is torch's, or faststep's, with all that is wrapped around it."""
     while function is not None:
         where = getattr(function, "__globals__", {}).get("__name__", "")
-        if not where.startswith("torch."):
+        if not where.startswith(("torch.", "faststep.")):
             return False
         function = getattr(function, "__wrapped__", None)
     return True

@@ -87,6 +87,13 @@ class Result:
         """The median seconds of each phase."""
         return {phase: statistics.median(seconds) for phase, seconds in self.seconds.items()}
 
+    def taken(self) -> dict[str, float]:
+        """All that the run took, the whole step first, by what it is and its unit."""
+        medians = {f"{phase}, ms": 1e3 * seconds for phase, seconds in self.medians().items()}
+        whole = f"{WHOLE}, ms"
+        rest = {"page faults per step": self.faults, "peak memory, MB": self.peak / 1e6}
+        return {whole: medians.pop(whole), **medians, **rest}
+
 
 Results = dict[str, dict[str, Result]]
 
@@ -199,8 +206,9 @@ def run(arguments: argparse.Namespace) -> None:
         plots.plot_trainings(
             output,
             {
-                TRAININGS[name].what: [(way, x.losses, x.medians()) for way, x in results.items()]
+                TRAININGS[name].what: [(way, x.losses, x.taken()) for way, x in results.items()]
                 for name, results in found.items()
             },
+            note,
         )
         print(f"\nPlot: {output}")

@@ -100,33 +100,51 @@ def _curves(axes: Any, runs: Sequence[Trained]) -> None:
     axes.legend()
 
 
-def _phase_bars(axes: Any, runs: Sequence[Trained]) -> None:
-    for i, (name, _, seconds) in enumerate(runs):
-        places = [place + 0.4 * i - 0.2 for place in range(len(seconds))]
-        values = [1e3 * value for value in seconds.values()]
-        drawn = axes.barh(places, values, 0.36, color=_STYLES[i]["color"], label=name)
-        axes.bar_label(drawn, fmt="%.3g", padding=2, fontsize=8)
-    axes.set_yticks(range(len(runs[0][2])), list(runs[0][2]))
+def plain(value: float) -> str:
+    """A number with three digits or more, and without an exponent."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f}"
+
+
+def _gains(axes: Any, runs: Sequence[Trained]) -> None:
+    """Bars of what the second run takes of the first one's time, faults and memory."""
+    (first, _, before), (second, _, after) = runs
+    rows = range(len(before))
+    shares = [100 * after[key] / before[key] if before[key] else math.nan for key in before]
+    axes.barh(rows, [100] * len(before), 0.8, color="#dddddd", label=f"{first} = 100 %")
+    drawn = axes.barh(rows, shares, 0.45, color=_STYLES[1]["color"], label=second)
+    gains = [
+        f"{times(100 / share) if share else '-'}   {plain(before[key])} \u2192 {plain(after[key])}"
+        for key, share in zip(before, shares, strict=True)
+    ]
+    for bar, gain, share in zip(drawn, gains, shares, strict=True):
+        place = 0 if math.isnan(share) else max(100, share)
+        axes.text(place + 3, bar.get_y() + bar.get_height() / 2, gain, va="center", fontsize=9)
+    axes.set_yticks(rows, list(before))
     axes.invert_yaxis()
-    axes.set_xlabel("median ms per step")
-    axes.margins(x=0.15)
+    axes.set_xlim(0, 1.75 * max([100, *(share for share in shares if not math.isnan(share))]))
+    axes.set_xticks([0, 50, 100], ["0", "50 %", "100 %"])
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
 
 
-def plot_trainings(output: Path, trainings: dict[str, list[Trained]]) -> None:
-    """Plot the loss curves and the time of each phase of trainings that were run in two ways.
+def plot_trainings(output: Path, trainings: dict[str, list[Trained]], note: str) -> None:
+    """Plot what trainings that were run in two ways took, and their losses.
 
     Args:
         output: the PNG's path.
-        trainings: for each title the two runs: name, the loss of every step, and the median
-            seconds of each phase.
+        trainings: for each title the two runs: name, the loss of every step, and what it took, by
+            what is shown beside the bar.
+        note: what a reader must know of the machine; empty for nothing.
     """
-    figure = _figure(5 * len(trainings), 7)
-    grid = figure.add_gridspec(2, len(trainings))
+    figure = _figure(6 * len(trainings), 8)
+    grid = figure.add_gridspec(2, len(trainings), height_ratios=(3, 2))
+    if note:
+        figure.suptitle(note, color="#d62728", fontsize=10)
     for column, (title, runs) in enumerate(trainings.items()):
-        curves = figure.add_subplot(grid[0, column])
-        curves.set_title(title, fontsize=10)
-        _curves(curves, runs)
-        _phase_bars(figure.add_subplot(grid[1, column]), runs)
+        bars = figure.add_subplot(grid[0, column])
+        bars.set_title(title, fontsize=11)
+        _gains(bars, runs)
+        _curves(figure.add_subplot(grid[1, column]), runs)
     figure.savefig(output, dpi=130)
 
 

@@ -13,6 +13,7 @@ from ..run.program import Program, ProgramError
 __all__ = ["HELP", "add_arguments", "run_program"]
 
 HELP = "run a script with faststep's classes in place of torch's"
+PYTHONS = tuple(f"-{letter}" for letter in "bBdEiIOPqRsStuvVWxX")  # its options beside -c and -m
 NOT_FOUND = 2  # the status of Python itself
 
 
@@ -26,7 +27,9 @@ def _parts(text: str) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that stand before the script."""
-    parser.usage = "%(prog)s [--only PARTS] [--verbose] (SCRIPT | -m MODULE) [ARGUMENT ...]"
+    parser.usage = (
+        "%(prog)s [--only PARTS] [--verbose] (SCRIPT | - | -c CODE | -m MODULE) [ARGUMENT ...]"
+    )
     parser.add_argument(
         "--only",
         type=_parts,
@@ -42,11 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _split(argv: Sequence[str]) -> tuple[Sequence[str], Program | None]:
     """The options, and the program with its arguments, which may look like options."""
     place = 0
-    while place < len(argv) and argv[place].startswith("-"):
-        if argv[place] in ("-m", "--"):
+    while place < len(argv) and argv[place].startswith("-") and argv[place] != "-":
+        if argv[place] in ("-m", "-c", "--"):
             rest = argv[place + 1 :]
-            is_module = argv[place] == "-m"
-            return argv[:place], Program(rest[0], rest[1:], is_module) if rest else None
+            flag = argv[place].removeprefix("--")
+            return argv[:place], Program(rest[0], rest[1:], flag) if rest else None
         place += 2 if argv[place] == "--only" else 1
     rest = argv[place:]
     return argv[:place], Program(rest[0], rest[1:]) if rest else None
@@ -61,9 +64,12 @@ def run_program(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m faststep run", description=HELP)
     add_arguments(parser)
     options, program = _split(argv)
+    for option in options:
+        if option.startswith(PYTHONS):
+            parser.error(f"{option} is an option of Python: python {option} -m faststep run ...")
     arguments = parser.parse_args(options)
     if program is None:
-        parser.error("there is no script, and no -m MODULE")
+        parser.error("there is no script, no -c CODE and no -m MODULE")
     try:
         start(program, arguments.only, arguments.verbose)
     except ProgramError as error:

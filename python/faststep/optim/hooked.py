@@ -32,7 +32,7 @@ class _TorchsStep:
 
     def __init__(self, kind: type, torchs: list[type]) -> None:
         self.torchs: Any = torchs[0]
-        self._before: Any = kind.__mro__[kind.__mro__.index(torchs[0]) - 1]
+        self.before: Any = kind.__mro__[kind.__mro__.index(torchs[0]) - 1]
         name = torchs[-2].__name__.lower()  # of AdamW "adam"; the last one is Optimizer
         modules = sys.modules
         self.module = modules.get(f"torch.optim.{name}") or modules[f"torch.optim._{name}"]
@@ -47,10 +47,6 @@ class _TorchsStep:
             return True
         self.known = found
         return False
-
-    def make(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """torch's step, with its hooks."""
-        return super(self._before, optimizer).step(*args, **kwargs)  # type: ignore[misc]
 
     def hook(self) -> None:
         """As torch does when it makes the first object of its class."""
@@ -83,6 +79,11 @@ class HookedOptimizer(Optimizer):
         changed = torchs.now(kind) != torchs.known and torchs.is_replaced(kind)
         return changed or "_init_group" in self.__dict__
 
+    def _step_by_torchs_class(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's step, with its hooks."""
+        torchs: Any = self._torchs_step
+        return super(torchs.before, self).step(*args, **kwargs)
+
     def _is_asked_for_more(self) -> bool:
         """Whether the next step unscales or clips, or must look at a scaler's flag."""
         return False
@@ -114,7 +115,7 @@ class HookedOptimizer(Optimizer):
                 return whole(self, *args, **kwargs)
             if is_ours and self._steps_by_script():
                 if not self._is_asked_for_more():
-                    return self._torchs_step.make(self, args, kwargs)
+                    return self._step_by_torchs_class(*args, **kwargs)
                 around = Optimizer.profile_hook_step(type(self)._step_around_script)
                 return around(self, *args, **kwargs)
             hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks

@@ -12,10 +12,11 @@ from .. import memory
 from .meter import Meter
 from .program import Program
 from .report import Report
+from .spawned import swap_in_spawned
 from .swaps import Swaps
 from .threads import fit_threads
 
-__all__ = ["PARTS", "start"]
+__all__ = ["PARTS", "start", "swap_silently"]
 
 PARTS = ("optim", "amp", "clip", "data", "memory", "threads")
 
@@ -32,6 +33,24 @@ def start(program: Program, parts: Sequence[str] = PARTS, verbose: bool = False)
     """
     meter = Meter()
     swaps = Swaps(meter)
+    done = _swap(swaps, parts)
+    if os.environ.get("RANK", "0") == "0":
+        report = Report(meter, swaps, verbose)
+        report.say("; ".join(done))
+        # The first that is registered runs last: what the program registers is measured too.
+        atexit.register(report.at_exit)
+    sys.stdout.flush()
+    program.run()
+
+
+def swap_silently(parts: Sequence[str]) -> None:
+    """Swap the parts in a process that a program under `run` has spawned."""
+    _swap(Swaps(Meter()), parts)
+
+
+def _swap(swaps: Swaps, parts: Sequence[str]) -> list[str]:
+    """Swap the parts, and say what was done."""
+    swaps.count_steps()
     for part in ("optim", "amp", "clip", "data"):
         if part in parts:
             getattr(swaps, f"swap_{part}")()
@@ -40,13 +59,8 @@ def start(program: Program, parts: Sequence[str] = PARTS, verbose: bool = False)
         done.append(_keep_memory())
     if "threads" in parts:
         done.append(fit_threads())
-    if os.environ.get("RANK", "0") == "0":
-        report = Report(meter, swaps, verbose)
-        report.say("; ".join(done))
-        # The first that is registered runs last: what the program registers is measured too.
-        atexit.register(report.at_exit)
-    sys.stdout.flush()
-    program.run()
+    swap_in_spawned(parts, swaps.note_spawned)
+    return done
 
 
 def _keep_memory() -> str:

@@ -6,53 +6,83 @@ import functools
 import resource
 import threading
 import time
+import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch.optim import Optimizer
 
 __all__ = ["Meter", "Moment"]
+
+ALONE = 3  # objects of a class that have a row each
 
 
 class Moment(NamedTuple):
     """The state of all counters at the end of a step."""
 
     seconds: float
-    faults: int
-    steps: int
     calls: dict[str, int]
     taken: dict[str, float]
+
+
+class Look(NamedTuple):
+    """What the kernel said at some time."""
+
+    seconds: float
+    faults: int
+    steps: int
 
 
 class Meter:
     """Counts calls, and the seconds in each kind of call without those in calls that it makes.
 
     Only the thread that made the meter is measured: another one's calls run beside it.
+
+    Attributes:
+        steps: of the optimizers of each class.
     """
 
     def __init__(self) -> None:
         self.calls: dict[str, int] = {}
         self.taken: dict[str, float] = {}
-        self.steps = 0
+        self.steps: Counter[type] = Counter()
         self.first: Moment | None = None
         self._last: tuple[float, dict[str, int], dict[str, float]] | None = None
-        self._faults = 0
+
+        self._looks: list[Look] = []
         self._inside = 0.0
+        self._stepping: object = None
+        self._names: weakref.WeakKeyDictionary[Optimizer, str] = weakref.WeakKeyDictionary()
+        self._objects: Counter[str] = Counter()
         self._thread = threading.get_ident()
 
-    def timed(self, name: str, function: Callable[..., Any], step: bool = False) -> Any:
-        """The function, measured.
+    def timed(self, name: str, function: Callable[..., Any]) -> Any:
+        """The function, measured under this name."""
+        return self._measured(lambda args: name, function)
 
-        Args:
-            name: of the kind of call.
-            step: whether a call ends a step.
-        """
-        self.calls.setdefault(name, 0)
-        self.taken.setdefault(name, 0.0)
+    def timed_step(self, function: Callable[..., Any]) -> Any:
+        """The step of an optimizer, its first argument, measured under the optimizer's name."""
+        measured = self._measured(lambda args: self._name_of(args[0]), function)
 
         @functools.wraps(function)
+        def stepped(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or self._is_elsewhere() or self._stepping is optimizer:
+                return function(optimizer, *args, **kwargs)
+            outside, self._stepping = self._stepping, optimizer
+            try:
+                return measured(optimizer, *args, **kwargs)
+            finally:
+                self._stepping = outside
+                self._end_step(type(optimizer))
+
+        return stepped
+
+    def _measured(self, name_of: Callable[[Any], str], function: Callable[..., Any]) -> Any:
+        @functools.wraps(function)
         def measured(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or threading.get_ident() != self._thread:
+            if torch.compiler.is_compiling() or self._is_elsewhere():
                 return function(*args, **kwargs)
             outside, self._inside = self._inside, 0.0
             start = time.perf_counter()
@@ -60,25 +90,51 @@ class Meter:
                 return function(*args, **kwargs)
             finally:
                 took = time.perf_counter() - start
-                self.calls[name] += 1
-                self.taken[name] += took - self._inside
+                name = name_of(args)
+                self.calls[name] = self.calls.get(name, 0) + 1
+                self.taken[name] = self.taken.get(name, 0.0) + took - self._inside
                 self._inside = outside + took
-                if step:
-                    self._end_step()
 
         return measured
 
-    def _end_step(self) -> None:
-        self.steps += 1
-        self._faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        self._last = (time.perf_counter(), dict(self.calls), dict(self.taken))
+    def _is_elsewhere(self) -> bool:
+        return threading.get_ident() != self._thread
+
+    def _name_of(self, optimizer: Optimizer) -> str:
+        """That of its class, with a number if there is more than one of the class."""
+        name = self._names.get(optimizer)
+        if name is None:
+            name = type(optimizer).__name__
+            self._objects[name] += 1
+            number = self._objects[name]
+            if number > 1:
+                name = f"{name} {number}" if number <= ALONE else f"other {name}"
+            self._names[optimizer] = name
+        return name
+
+    def _end_step(self, kind: type) -> None:
+        self.steps[kind] += 1
+        now = time.perf_counter()
+        self._last = (now, dict(self.calls), dict(self.taken))
         if self.first is None:
-            self.first = self.last
+            self.first = Moment(*self._last)
+            self._looks = [self._look(now)] * 2
+        elif now - self._looks[1].seconds > 1.0:
+            self._looks[1] = self._look(now)
+
+    def _look(self, now: float) -> Look:
+        """Ask the kernel, which may let other programs run at that time: once per second."""
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        return Look(now, faults, self.steps.total())
+
+    def faults_per_step(self) -> float:
+        """Page faults per step of an optimizer, from the first step on."""
+        first, last = self._looks
+        if last is first:  # the program took less than a second
+            last = self._look(0.0)
+        return (last.faults - first.faults) / (last.steps - first.steps)
 
     @property
     def last(self) -> Moment | None:
         """At the end of the newest step."""
-        if self._last is None:
-            return None
-        seconds, calls, taken = self._last
-        return Moment(seconds, self._faults, self.steps, calls, taken)
+        return None if self._last is None else Moment(*self._last)

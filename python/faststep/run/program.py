@@ -25,13 +25,14 @@ class Program(NamedTuple):
     """What is run.
 
     Args:
-        name: a path, or with `is_module` the name of a module.
+        name: a path, the name of a module, code, or "-" for code on stdin.
         arguments: those that it finds in sys.argv[1:].
+        flag: "-m" where the name is that of a module, "-c" where it is code, else empty.
     """
 
     name: str
     arguments: Sequence[str]
-    is_module: bool = False
+    flag: str = ""
 
     def run(self) -> None:
         """Run it as the module __main__, in this process.
@@ -40,8 +41,13 @@ class Program(NamedTuple):
             ProgramError: there is no such file or module.
         """
         sys.argv[1:] = self.arguments
-        if self.is_module:
+        if self.flag == "-m":
             self._run_module()
+        elif self.flag == "-c":
+            _run_code("-c", self.name, "<string>")
+        elif self.name == "-":
+            names = {"__file__": "<stdin>", "__cached__": None}
+            _run_code("-", sys.stdin.read(), "<stdin>", **names)
         elif os.path.isdir(self.name) or zipfile.is_zipfile(self.name):
             sys.argv[0] = self.name
             _shown_as_pythons(lambda: runpy.run_path(self.name, run_name="__main__"))
@@ -80,6 +86,16 @@ class Program(NamedTuple):
             __spec__=spec,
         )
         _shown_as_pythons(lambda: exec(code, main))
+
+
+def _run_code(shown: str, source: str, file: str, **names: str | None) -> None:
+    """Run code that lies in no file."""
+    sys.argv[0] = shown
+    if not getattr(sys.flags, "safe_path", False):  # from Python 3.11 on
+        sys.path[0] = ""
+    loader = importlib.machinery.BuiltinImporter
+    main = _new_main(__loader__=loader, __package__=None, __spec__=None, **names)
+    _shown_as_pythons(lambda: exec(compile(source, file, "exec", dont_inherit=True), main))
 
 
 def _found(name: str) -> importlib.machinery.ModuleSpec:

@@ -18,10 +18,12 @@ import torch.nn.utils
 import torch.utils.data
 from torch.cpu.amp import grad_scaler as of_cpu
 from torch.cuda.amp import grad_scaler as of_cuda
+from torch.optim import Optimizer
 
 from .. import amp, clip, data, optim
 from ..data.stats import Metered
 from ..optim.base import FusedOptimizer
+from ..optim.hooked import HookedOptimizer
 from .meter import Meter
 from .optimizers import CLASSES
 
@@ -55,27 +57,27 @@ class Swaps:
         done: what the first line says of each part.
         made: how many objects of a class of faststep were made.
         left: how many stayed torch's, by class and reason.
+        met: how many optimizers of each class were made, by whomever.
+        spawned: how many processes were started anew, not forked, and swapped too.
     """
 
     def __init__(self, meter: Meter) -> None:
         self.done: list[str] = []
         self.made: Counter[str] = Counter()
         self.left: Counter[tuple[str, str]] = Counter()
+        self.met: Counter[type] = Counter()
+        self.spawned = 0
         self._meter = meter
         self._ours: dict[type, type] = {}
 
     def swap_optim(self) -> None:
         for torchs, ours in CLASSES.items():
             self._swap_class(torchs, ours, lambda args, kwargs: "")
-        step = self._meter.timed("optimizer", FusedOptimizer._fused_step, step=True)
-        setattr(FusedOptimizer, "_fused_step", step)  # noqa: B010, mypy refuses an assignment
-        step = self._meter.timed("optimizer", optim.Adafactor._factored_step, step=True)
-        setattr(optim.Adafactor, "_factored_step", step)  # noqa: B010
         # Whatever else C refuses is torch's too, or torch's error.
         setattr(FusedOptimizer, "_is_for_torch", lambda optimizer, *what: True)  # noqa: B010
         for kind in (FusedOptimizer, optim.Adafactor):
             self._note_steps_of_torch(kind)
-        self.done.append("torch's optimizers")
+        self.done.append("torch.optim -> faststep.optim")
 
     def swap_amp(self) -> None:
         kinds = {
@@ -88,7 +90,7 @@ class Swaps:
         for name in ("scale", "unscale_", "step", "update"):
             method = self._meter.timed("GradScaler", getattr(amp.GradScaler, name))
             setattr(amp.GradScaler, name, method)
-        self.done.append("GradScaler")
+        self.done.append("torch.amp.GradScaler -> faststep.amp.GradScaler")
 
     def swap_clip(self) -> None:
         for name in FUNCTIONS:
@@ -98,12 +100,49 @@ class Swaps:
             for module in [m for key, m in sys.modules.items() if key.split(".")[0] == "torch"]:
                 if vars(module).get(name) is torchs:
                     setattr(module, name, ours)
-        self.done.append("clipping")
+        self.done.append("torch.nn.utils.clip_grad_norm_ -> faststep.clip_grad_norm_")
 
     def swap_data(self) -> None:
         self._swap_class(torch.utils.data.DataLoader, data.DataLoader, _is_restored)
         setattr(Metered, "__next__", self._meter.timed("DataLoader", Metered.__next__))  # noqa: B010
-        self.done.append("DataLoader")
+        self.done.append("torch.utils.data.DataLoader -> faststep.data.DataLoader")
+
+    def count_steps(self) -> None:
+        """Measure the steps of all optimizers; those of other classes below the hooks of torch."""
+        step = self._meter.timed_step(FusedOptimizer._fused_step)
+        setattr(FusedOptimizer, "_fused_step", step)  # noqa: B010, mypy refuses an assignment
+        step = self._meter.timed_step(optim.Adafactor._factored_step)
+        setattr(optim.Adafactor, "_factored_step", step)  # noqa: B010
+        patch = vars(Optimizer)["_patch_step_function"]
+
+        def patched(optimizer: Optimizer) -> None:
+            kind = type(optimizer)
+            self.met[kind] += 1
+            if not isinstance(optimizer, HookedOptimizer) and not hasattr(kind.step, "hooked"):
+                setattr(kind, "step", self._meter.timed_step(kind.step))  # noqa: B010
+            patch(optimizer)
+
+        setattr(Optimizer, "_patch_step_function", patched)  # noqa: B010
+        make = HookedOptimizer._step_by_torchs_class
+
+        def noted(optimizer: HookedOptimizer, *args: Any, **kwargs: Any) -> Any:
+            self.left[f"{type(optimizer).__name__}.step", "a script's code is part of it"] += 1
+            return make(optimizer, *args, **kwargs)
+
+        setattr(HookedOptimizer, "_step_by_torchs_class", self._meter.timed_step(noted))  # noqa: B010
+
+    def note_spawned(self) -> None:
+        self.spawned += 1
+
+    def whose(self, kind: type) -> str:
+        """Whose step an optimizer has."""
+        if kind.__module__.startswith("faststep."):
+            return "faststep's"
+        nearest = self._nearest(kind)
+        if kind in self._ours or kind.__module__.startswith("torch."):
+            return "torch's"
+        where = f"{kind.__module__}'s"
+        return where if nearest is None else f"{where}, a subclass of torch's {nearest.__name__}"
 
     def _note_steps_of_torch(self, kind: type[Any]) -> None:
         """Those that our classes leave to torch's operators, whole or in part."""

@@ -18,11 +18,15 @@ def fit_threads() -> str:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     before = torch.get_num_threads()
     if chosen and not (ranks > 1 and chosen == ["OMP_NUM_THREADS"] and _is_torchruns()):
-        return f"{before} threads ({chosen[0]} is set)"
+        return f"{_counted(before)} ({chosen[0]} is set)"
     fitting = max(1, cores(Path("/proc/self"), Path("/sys")) // ranks)
     if chosen or fitting < before:
         torch.set_num_threads(fitting)
-    return f"{torch.get_num_threads()} threads"
+    return _counted(torch.get_num_threads())
+
+
+def _counted(threads: int) -> str:
+    return f"{threads} thread{'' if threads == 1 else 's'}"
 
 
 def _is_torchruns() -> bool:
