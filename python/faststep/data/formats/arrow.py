@@ -10,6 +10,7 @@ from torch.utils.data import ConcatDataset, Dataset
 from ..types import Array, Handle, Transform
 from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular
 from .mapped import MappedArrays
+from .mapping import map_array
 from .tables import Form, GroupedDataset, chosen_columns, fixed_rows, form_of, is_fixed
 
 __all__ = ["ArrowDataset", "open_arrow"]
@@ -98,7 +99,9 @@ class _Batches:
     def __init__(self, path: str) -> None:
         arrow = library("pyarrow", "parquet")
         ipc = library("pyarrow.ipc", "parquet")
-        self.buffer = arrow.memory_map(path).read_buffer()
+        import numpy
+
+        self.buffer = arrow.py_buffer(map_array(path, numpy.uint8, (os.path.getsize(path),)))
         self._stream: list[object] | None = None
         if self.buffer.slice(0, 6).to_pybytes() == b"ARROW1":
             self._reader = ipc.open_file(self.buffer)

@@ -22,6 +22,7 @@ __all__ = [
     "open_regular",
     "position",
     "same_rows",
+    "walked",
 ]
 
 SHOWN = 200  # characters
@@ -88,6 +89,28 @@ def open_regular(path: str) -> BinaryIO:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         raise FormatError(f"{path} is not a file, but a pipe, a socket or a device")
     return open(number, "rb")
+
+
+def walked(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """Each folder from this one on, with the names of the files in it; links are followed.
+
+    A link to a folder that it lies in itself is left out.
+
+    Raises:
+        OSError: a folder may not be read; names it.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    above: dict[str, frozenset[tuple[int, int]]] = {}
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        found = os.stat(place)
+        own = above.pop(place, frozenset()) | {(found.st_dev, found.st_ino)}
+        inside = {name: os.stat(os.path.join(place, name)) for name in folders}
+        folders[:] = [n for n in folders if (inside[n].st_dev, inside[n].st_ino) not in own]
+        above |= {os.path.join(place, name): own for name in folders}
+        yield place, names
 
 
 def position(index: int, length: int, name: str) -> int:

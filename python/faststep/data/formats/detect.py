@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import tarfile
 import zlib
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, Dataset
 
 from .arrow import open_arrow
-from .common import FormatError, PathLike, open_regular
+from .common import FormatError, PathLike, open_regular, walked
 from .hdf5 import open_hdf5
 from .images import IMAGE_SUFFIXES, ImageFolder
 from .lmdb_files import LMDBDataset
@@ -26,6 +27,12 @@ from .tfrecord import TFRecordDataset, begins_a_record
 __all__ = ["format_of", "open"]
 
 HEAD = 4096
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+# Notes that stand beside data, in folders of the Hugging Face hub and of Spark.
+NOTES = re.compile(
+    r"README.*|LICENSE.*|.*\.md|.*\.lock|state\.json|dataset_infos?\.json|_SUCCESS"
+    r"|_(common_)?metadata"
+)
 HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
@@ -141,14 +148,18 @@ def open(path: PathLike | Sequence[PathLike], **options: object) -> Dataset[Any]
         TypeError: the format has no such option; lists those that it has.
         ImportError: the format's library is not installed; names the extra that brings it.
     """
-    if isinstance(path, (str, os.PathLike)):
-        name = os.fspath(path)
+    if isinstance(path, (str, bytes, os.PathLike)):
+        name = os.fsdecode(path)
+        if URL.match(name):
+            raise FormatError(f"{name} is a URL: files must be in this machine's file system")
         if os.path.isdir(name):
             return _open_folder(name, options)
         if not os.path.exists(name) and (names := shard_names(name)) != [name]:
             return _open_files(names, options)
         return format_of(name).open(name, options)
-    return _open_files([os.fspath(part) for part in path], options)
+    if not isinstance(path, Sequence):
+        raise TypeError(f"path must be a path, or a list of paths, not {path!r}")
+    return _open_files([os.fsdecode(part) for part in path], options)
 
 
 def format_of(path: str) -> Format:
@@ -190,7 +201,8 @@ def _open_folder(path: str, options: dict[str, object]) -> Dataset[object]:
     folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
     if folders and any(_has_an_image(os.path.join(path, name)) for name in folders):
         return FOLDERS.open(path, options)
-    files = [os.path.join(path, name) for name in names if name not in folders]
+    kept = [name for name in names if name not in folders and not NOTES.fullmatch(name)]
+    files = [os.path.join(path, name) for name in kept]
     if folders or not files:
         raise FormatError(
             f"{path}: the directory holds neither {MANIFEST}, data.mdb, folders with images "
@@ -200,5 +212,5 @@ def _open_folder(path: str, options: dict[str, object]) -> Dataset[object]:
 
 
 def _has_an_image(folder: str) -> bool:
-    names = (name for _, _, names in os.walk(folder) for name in names)
+    names = (name for _, names in walked(folder) for name in names)
     return any(name.lower().endswith(IMAGE_SUFFIXES) for name in names)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from .common import PathLike, position
 
 __all__ = ["FileDataset", "RecordDataset"]
 
+MOST_OPEN = 64  # datasets of a process with an open file that may be dropped
+_opened: deque[weakref.ref[FileDataset]] = deque()
 _living: weakref.WeakSet[FileDataset] = weakref.WeakSet()
 # A forked child neither uses nor closes what its parent opened: libraries keep locks there.
 _left_behind: list[object] = []
@@ -29,6 +32,15 @@ def _close_one(handles: dict[int, object], key: int, close: Callable[[object], N
     handle = handles.pop(key, None)
     if handle is not None:
         close(handle)
+
+
+def _drop_old(newest: FileDataset) -> None:
+    """Let go of what was opened first, beyond MOST_OPEN; a thread that reads it ends that first."""
+    _opened.append(weakref.ref(newest))
+    while len(_opened) > MOST_OPEN:
+        dataset = _opened.popleft()()
+        if dataset is not None and dataset is not newest:
+            dataset._handles.clear()
 
 
 class _Presence:
@@ -47,6 +59,8 @@ class FileDataset(Dataset[Any]):
     """
 
     per_thread = False
+    # Whether what is open closes when its last reader lets go, so that old ones may be dropped.
+    may_be_dropped = False
 
     def __init__(self, path: PathLike) -> None:
         self.path = os.fspath(path)
@@ -74,6 +88,8 @@ class FileDataset(Dataset[Any]):
                 handle = self._handles.get(key)
                 if handle is None:
                     handle = self._handles[key] = self._open_handle()
+                    if self.may_be_dropped:
+                        _drop_old(self)
                     if self.per_thread and not hasattr(self._own, "presence"):
                         self._close_with_thread(key)
         return handle

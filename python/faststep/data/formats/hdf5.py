@@ -20,6 +20,7 @@ from .common import (
 from .handles import RecordDataset
 from .hdf5_sources import refuse_other_files
 from .mapped import MappedArrays
+from .mapping import map_array
 
 __all__ = ["HDF5Dataset", "open_hdf5"]
 
@@ -72,6 +73,8 @@ class HDF5Dataset(RecordDataset):
             when a record is read, names it.
         ImportError: h5py is not installed.
     """
+
+    may_be_dropped = True
 
     def __init__(
         self,
@@ -210,6 +213,6 @@ def _mapped(dataset: HDF5Dataset, name: str) -> Array:
         offset = array.id.get_offset()
         if offset is None or not array.dtype.isnative:
             return None
-        rows = numpy.memmap(dataset.path, array.dtype, "r", offset, array.shape)
+        rows = map_array(dataset.path, array.dtype, array.shape, offset)
         ends = [numpy.asarray(array[i]).tobytes() == rows[i].tobytes() for i in (0, len(rows) - 1)]
     return rows if all(ends) else None

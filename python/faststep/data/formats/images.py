@@ -14,14 +14,15 @@ from torch.utils.data import Dataset
 
 from ..deliver.lending import LentRows, Samples, copy_image, new_rows
 from ..types import Transform
-from .common import PathLike, library, naming, open_regular, position
-from .jpeg import decoder_name, jpeg_decoder
+from .common import PathLike, library, naming, open_regular, position, walked
+from .jpeg import decoder_name, jpeg_decoder, scaled
 
-__all__ = ["IMAGE_SUFFIXES", "ImageFolder", "decode_image", "resized"]
+__all__ = ["IMAGE_SUFFIXES", "MAX_PIXELS", "ImageFolder", "decode_image", "resized"]
 
 # torchvision's
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 JPEG = b"\xff\xd8\xff"
+MAX_PIXELS = 178_956_970  # where Pillow takes an image for an attack
 
 
 def decode_image(
@@ -29,6 +30,7 @@ def decode_image(
     decoder: str = "auto",
     min_size: int | None = None,
     memory_format: torch.memory_format = torch.contiguous_format,
+    max_pixels: int | None = MAX_PIXELS,
 ) -> torch.Tensor:
     """The pixels of a JPEG, PNG, WebP or other image that Pillow knows.
 
@@ -41,16 +43,19 @@ def decode_image(
             this: faster, but other pixels than reading all and then resizing. Default None: off.
         memory_format: torch.channels_last leaves the pixels as they are decoded, the channels of
             each side by side. Default torch.contiguous_format.
+        max_pixels: refuse an image whose header says that it has more, before its pixels are
+            read. Default: 178 956 970, where Pillow stops too. None: no limit but Pillow's,
+            `PIL.Image.MAX_IMAGE_PIXELS`, for what Pillow reads.
 
     Returns:
         A uint8 tensor (3, height, width) in RGB. The orientation in EXIF data is not applied, as
         torchvision does not.
 
     Raises:
-        ValueError, OSError: the data are damaged.
+        ValueError, OSError: the data are damaged, or there are too many pixels.
     """
     channels_last = _is_channels_last(memory_format)
-    image = _pixels(data, decoder_name(decoder), min_size).permute(2, 0, 1)
+    image = _pixels(data, decoder_name(decoder), min_size, max_pixels).permute(2, 0, 1)
     return _in_format(image, channels_last)
 
 
@@ -76,49 +81,64 @@ def _is_channels_last(memory_format: torch.memory_format) -> bool:
 Room = Callable[[int, int], torch.Tensor | None]
 
 
+def _check_pixels(height: int, width: int, most: int | None) -> None:
+    if most is not None and height * width > most:
+        raise ValueError(
+            f"an image of {height} by {width} pixels is larger than max_pixels, which is {most}"
+        )
+
+
 def _pixels(
-    data: bytes, decoder: str, min_size: int | None, room: Room | None = None
+    data: bytes,
+    decoder: str,
+    min_size: int | None,
+    max_pixels: int | None,
+    room: Room | None = None,
 ) -> torch.Tensor:
     """The pixels, (height, width, 3), where `room` has memory for them, or elsewhere."""
     jpeg = jpeg_decoder(decoder) if data.startswith(JPEG) else None
-    size = None if jpeg is None else jpeg.size(data, min_size)
+    size = None if jpeg is None else jpeg.size(data)
     if jpeg is not None and size is not None:
+        _check_pixels(size[0], size[1], max_pixels)
+        size = scaled(*size, min_size)
         pixels = None if room is None else room(*size)
         if pixels is None:
             pixels = torch.empty((*size, 3), dtype=torch.uint8, device="cpu")
         if jpeg.decode(data, pixels.numpy()):
             return pixels
-    return _by_pillow(data, min_size)
+    return _by_pillow(data, min_size, max_pixels)
 
 
-def resized(image: torch.Tensor, size: int) -> torch.Tensor:
+def resized(image: torch.Tensor, size: int, max_pixels: int | None = None) -> torch.Tensor:
     """The middle square of an image, its shorter side made `size` by bilinear interpolation.
 
     Args:
         image: a uint8 tensor (channels, height, width).
         size: of the result.
+        max_pixels: refuse an image that has more when it is resized and not yet cut. Default None.
 
     Returns:
         A uint8 tensor (channels, size, size): what torchvision's Resize and CenterCrop give. It may
         be a view.
 
     Raises:
-        ValueError: the image has no pixels.
+        ValueError: the image has no pixels, or too many.
     """
     height, width = image.shape[1:]
     if not height or not width:
         raise ValueError(f"an image of {height} by {width} pixels cannot be resized")
     shorter = min(height, width)
-    scaled = [int(size * height / shorter), int(size * width / shorter)]
-    if scaled != [height, width]:
+    sides = [int(size * height / shorter), int(size * width / shorter)]
+    if sides != [height, width]:
+        _check_pixels(sides[0], sides[1], max_pixels)
         image = torch.nn.functional.interpolate(
-            image[None], scaled, mode="bilinear", antialias=True
+            image[None], sides, mode="bilinear", antialias=True
         )[0]
-    top, left = (round((side - size) / 2) for side in scaled)
+    top, left = (round((side - size) / 2) for side in sides)
     return image[:, top : top + size, left : left + size]
 
 
-def _by_pillow(data: bytes, min_size: int | None) -> torch.Tensor:
+def _by_pillow(data: bytes, min_size: int | None, max_pixels: int | None) -> torch.Tensor:
     image_module = library("PIL.Image", "images")
     import numpy
 
@@ -128,6 +148,7 @@ def _by_pillow(data: bytes, min_size: int | None) -> torch.Tensor:
                 raise ValueError(
                     "EPS is not read: Pillow runs another program, Ghostscript, for it"
                 )
+            _check_pixels(image.height, image.width, max_pixels)
             if min_size is not None:
                 image.draft("RGB", (min_size, min_size))
             pixels = numpy.array(image.convert("RGB"))
@@ -143,8 +164,9 @@ class ImageFolder(Dataset[Any]):
         root: root/CLASS/any/where/x.jpg; the classes are the names of the folders, sorted.
         transform: called on the image, a uint8 tensor (3, height, width) in RGB.
         target_transform: called on the number of the class.
-        decoder, min_size, memory_format: as for `decode_image`; "auto" is decided here, and
-            `decoder` says how.
+        decoder, min_size, memory_format, max_pixels: as for `decode_image`; "auto" is decided
+            here, and `decoder` says how. `max_pixels` also bounds what `image_size` makes of a
+            long image before it is cut.
         image_size: resize images by their shorter side and cut out the middle, a square of this
             size, as torchvision's Resize and CenterCrop do. With `min_size` of the same value JPEG
             is decoded no larger than that needs. Default None: they stay as they are.
@@ -177,6 +199,7 @@ class ImageFolder(Dataset[Any]):
         min_size: int | None = None,
         memory_format: torch.memory_format = torch.contiguous_format,
         image_size: int | None = None,
+        max_pixels: int | None = MAX_PIXELS,
     ) -> None:
         self.root = os.fspath(root)
         self.transform = transform
@@ -186,6 +209,7 @@ class ImageFolder(Dataset[Any]):
         self.min_size = min_size
         self.channels_last = _is_channels_last(memory_format)
         self.image_size = image_size
+        self.max_pixels = max_pixels
         for name, size in (("min_size", min_size), ("image_size", image_size)):
             if size is not None and size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
@@ -238,10 +262,11 @@ class ImageFolder(Dataset[Any]):
 
         is_all = self.transform is None and self.image_size is None
         at_once = rows is not None and is_all and self.channels_last
-        pixels = _pixels(data, self.decoder, self.min_size, room if at_once else None)
+        place_of = room if at_once else None
+        pixels = _pixels(data, self.decoder, self.min_size, self.max_pixels, place_of)
         image = pixels.permute(2, 0, 1)
         if self.image_size is not None:
-            image = resized(image, self.image_size)
+            image = resized(image, self.image_size, self.max_pixels)
         if rows is not None and self.transform is None:
             return image  # it is copied to its row
         return _in_format(image, self.channels_last)
@@ -249,7 +274,7 @@ class ImageFolder(Dataset[Any]):
 
 def _images_in(folder: str) -> list[str]:
     found = []
-    for place, _, names in sorted(os.walk(folder, followlinks=True)):
+    for place, names in sorted(walked(folder)):
         found += [
             os.path.join(place, name)
             for name in sorted(names)

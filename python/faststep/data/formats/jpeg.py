@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from ..types import Array, Handle
 from .common import library
 
-__all__ = ["DECODERS", "JpegDecoder", "decoder_name", "jpeg_decoder"]
+__all__ = ["DECODERS", "JpegDecoder", "decoder_name", "jpeg_decoder", "scaled"]
 
 DECODERS = ("auto", "simplejpeg", "turbojpeg", "pillow")
 SCALES = (8, 4, 2)  # what Pillow has, too
@@ -25,8 +25,8 @@ SCALES = (8, 4, 2)  # what Pillow has, too
 class JpegDecoder(Protocol):
     """Decodes JPEG in RGB, YCbCr or gray."""
 
-    def size(self, data: bytes, min_size: int | None) -> tuple[int, int] | None:
-        """(height, width) of the pixels; None if this is not for it to decode."""
+    def size(self, data: bytes) -> tuple[int, int] | None:
+        """(height, width) by the header; None if this is not for it to decode."""
 
     def decode(self, data: bytes, pixels: object) -> bool:
         """Fills `pixels`, a packed uint8 array (height, width, 3); False if it cannot."""
@@ -46,12 +46,12 @@ class SimpleJpeg:
     def __init__(self) -> None:
         self._module = library("simplejpeg", "jpeg")
 
-    def size(self, data: bytes, min_size: int | None) -> tuple[int, int] | None:
+    def size(self, data: bytes) -> tuple[int, int] | None:
         try:
             height, width, colours, _ = self._module.decode_jpeg_header(data)
         except ValueError:
             return None
-        return None if colours in ("CMYK", "YCCK") else scaled(height, width, min_size)
+        return None if colours in ("CMYK", "YCCK") else (height, width)
 
     def decode(self, data: bytes, pixels: Array) -> bool:
         height, width = pixels.shape[:2]
@@ -86,13 +86,13 @@ class TurboJpeg:
             found = self._own.decompressor = _Decompressor(self._library)
         return found.handle
 
-    def size(self, data: bytes, min_size: int | None) -> tuple[int, int] | None:
+    def size(self, data: bytes) -> tuple[int, int] | None:
         width, height, sampling, colours = (ctypes.c_int() for _ in range(4))
         numbers = (ctypes.byref(number) for number in (width, height, sampling, colours))
         failed = self._library.tjDecompressHeader3(self._decompressor(), data, len(data), *numbers)
         if failed or not height.value or colours.value in (self.CMYK, self.YCCK):
             return None  # no height: the data end before the header does
-        return scaled(height.value, width.value, min_size)
+        return height.value, width.value
 
     def decode(self, data: bytes, pixels: Array) -> bool:
         height, width = pixels.shape[:2]

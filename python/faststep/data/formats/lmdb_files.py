@@ -36,6 +36,7 @@ def _acquire(path: str) -> Handle:
                     lock=False,  # no table of readers, whose slots forks would spoil
                     readahead=False,
                     meminit=False,
+                    max_dbs=1,  # to see whether a record is a database
                 )
         _open[path] = environment, users + 1
         return environment
@@ -111,7 +112,13 @@ class LMDBDataset(RecordDataset):
             self._handle()[0].begin() as transaction,
             transaction.cursor() as cursor,
         ):
-            return [bytes(key) for key in cursor.iternext(keys=True, values=False)]
+            keys = [bytes(key) for key in cursor.iternext(keys=True, values=False)]
+            if keys and _is_database(self._handle()[0], keys[0], transaction):
+                raise FormatError(
+                    f"{self.path} holds named databases ({keys[0]!r}, ...), and only records of "
+                    "the main one are read: copy one to an environment of its own"
+                )
+            return keys
 
     def key(self, index: int) -> bytes:
         """The key of a record."""
@@ -133,6 +140,14 @@ class LMDBDataset(RecordDataset):
                         raise ValueError("there is no such key")
                 values.append(value)
         return values
+
+
+def _is_database(environment: Handle, key: bytes, transaction: Handle) -> bool:
+    try:
+        environment.open_db(key, txn=transaction, create=False)
+    except library("lmdb", "lmdb").Error:
+        return False
+    return True
 
 
 def _check_size(path: str) -> None:

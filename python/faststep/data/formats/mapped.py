@@ -20,6 +20,7 @@ from .common import (
     open_regular,
     same_rows,
 )
+from .mapping import map_array
 
 __all__ = [
     "BAD_HEADER",
@@ -68,7 +69,9 @@ def map_npy(path: str) -> Array:
 
     open_regular(path).close()
     with naming(path, *BAD_HEADER):
-        return numpy.lib.format.open_memmap(path, mode="r")
+        found = numpy.lib.format.open_memmap(path, mode="r")
+        order = "C" if found.flags.c_contiguous else "F"
+        return map_array(path, found.dtype, found.shape, found.offset, order)
 
 
 def open_npy(path: PathLike) -> MappedArrays:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import os
 from collections.abc import Sequence
 
 from ..types import Handle, Transform
@@ -12,6 +13,8 @@ from .shards import shard_names
 from .tables import Form, GroupedDataset, chosen_columns, form_of
 
 __all__ = ["ParquetDataset"]
+
+MOST_OPEN = 16  # files of one thread
 
 
 class ParquetDataset(GroupedDataset):
@@ -25,7 +28,8 @@ class ParquetDataset(GroupedDataset):
     A sample is a dict: tensors for numbers and lists of numbers, str, bytes, and a dict for a
     struct. A row group is read as a whole, and the last two stay in memory: several samples at once
     (`__getitems__`) read each group once, but samples in random order read a group for almost
-    each of them. For these, `convert` the files, or keep the groups small.
+    each of them. For these, `convert` the files, or keep the groups small. Files are read, not
+    mapped; a file that is changed while it is open is an error when its next group is read.
 
     Raises:
         FormatError: a file is damaged, of other columns than the first, or a column is not there or
@@ -59,7 +63,7 @@ class ParquetDataset(GroupedDataset):
 
     @staticmethod
     def _close_handle(handle: Handle) -> None:
-        for file in handle[0].values():
+        for file, _ in handle[0].values():
             file.close()
 
     def _locate(self, group: int) -> tuple[int, int]:
@@ -69,8 +73,13 @@ class ParquetDataset(GroupedDataset):
     def _read_group(self, handle: Handle, group: int) -> Handle:
         number, inside = self._locate(group)
         if number not in handle:
-            handle[number] = self._unchanged(number)
-        return handle[number].read_row_group(inside, columns=self.columns, use_threads=False)
+            while len(handle) >= MOST_OPEN:
+                handle.pop(next(iter(handle)))[0].close()
+            handle[number] = self._unchanged(number), _mark(self.paths[number])
+        file, mark = handle[number]
+        table = file.read_row_group(inside, columns=self.columns, use_threads=False)
+        check_unchanged(self.paths[number], mark, _mark(self.paths[number]))
+        return table
 
     def _unchanged(self, number: int) -> Handle:
         file = _opened(self.paths[number])
@@ -87,12 +96,18 @@ class ParquetDataset(GroupedDataset):
         return f"{self.paths[number]}: row group {inside}"
 
 
+def _mark(path: str) -> tuple[int, int, int]:
+    """Which file it is, its size and when it was written last, in nanoseconds."""
+    found = os.stat(path)
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def _opened(path: str) -> Handle:
     arrow = library("pyarrow", "parquet")
     parquet = library("pyarrow.parquet", "parquet")
     open_regular(path).close()
     with naming(path, arrow.lib.ArrowException):
-        return parquet.ParquetFile(path, memory_map=True, page_checksum_verification=True)
+        return parquet.ParquetFile(path, memory_map=False, page_checksum_verification=True)
 
 
 def _form(file: Handle, columns: Sequence[str]) -> Form:

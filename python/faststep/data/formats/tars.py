@@ -25,6 +25,7 @@ __all__ = ["BASIC", "TarDataset", "decode_npy"]
 
 TAR_BLOCK = 512  # bytes, as the format calls it
 PIECE = 1 << 20  # bytes; how much more memory than there is data a wrong length may ask for
+MOST_OF_A_HEADER = 1 << 20  # bytes: of a long name, or of pax records
 MOST_UNPACKED = 1 << 30  # bytes of a file in gzip
 
 
@@ -168,7 +169,13 @@ class _Watched:
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int) -> bytes:
-        """As a file does, but that a negative size, which would mean all there is, is an error."""
+        """As a file does, for headers: their size is bounded, and must not be negative."""
+        if not 0 <= size <= MOST_OF_A_HEADER:
+            raise ValueError(f"a header has {size} bytes, where {MOST_OF_A_HEADER} are allowed")
+        return self.read_content(size)
+
+    def read_content(self, size: int) -> bytes:
+        """The bytes of a file in the archive."""
         if size < 0:
             raise ValueError(f"a size in it is {size}")
         self.last = _read_pieces(self._file.read, size, self._at_once)
@@ -207,7 +214,7 @@ def _content(file: _Watched, member: tarfile.TarInfo) -> bytes | None:
     if member.issparse():
         raise ValueError(f"{member.name!r} is stored as a sparse file")
     file.seek(member.offset_data)
-    data = file.read(member.size)
+    data = file.read_content(member.size)
     if len(data) != member.size:
         raise ValueError(f"{member.name!r} is cut off")
     return data

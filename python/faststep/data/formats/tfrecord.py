@@ -13,6 +13,7 @@ from ... import _C
 from ..types import Parse, State
 from .common import FormatError, PathLike, naming, open_regular, position
 from .example import parse_example
+from .mapping import map_array
 from .shards import ShardedStream, shard_names
 
 __all__ = ["TFRecordDataset", "TFRecordStream", "begins_a_record"]
@@ -46,7 +47,7 @@ class _File:
         with open_regular(path) as file:
             self.size = os.fstat(file.fileno()).st_size
         with naming(path):
-            self.items = numpy.memmap(path, numpy.uint8, "r") if self.size else numpy.empty(0)
+            self.items = map_array(path, numpy.uint8, (self.size,))
         self.address = self.items.ctypes.data
 
     def scan(self, at: int, number: int, check: bool, places: torch.Tensor) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from ..arrays.columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column
 from ..arrays.structure import LEAF, Structure
 from ..types import Array, State
 from .mapped import map_npy
+from .mapping import map_array
 
 __all__ = ["TokenDataset", "TokenWindow", "cu_seqlens"]
 
@@ -134,7 +135,7 @@ class TokenDataset(ColumnDataset):
                 raise ValueError(f"TokenDataset: {file}: {size} bytes are not whole tokens")
             if not size:  # nothing to map
                 return numpy.empty(0, self.token_dtype)
-            tokens = numpy.memmap(file, self.token_dtype, mode="r")
+            tokens = map_array(os.fspath(file), self.token_dtype, (size // item,))
         if (tokens.dtype.name, self.dtype) not in CONVERSIONS or not tokens.dtype.isnative:
             raise ValueError(
                 f"TokenDataset: {file}: tokens of {tokens.dtype.str} as {self.dtype}; there are "

@@ -1,0 +1,261 @@
+"""Many shards under few descriptors, images that claim too much, files that change, odd paths."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+import subprocess
+import sys
+import tarfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import faststep.data as fs
+from faststep.data import formats
+from faststep.data.formats import images
+from faststep.data.formats.common import FormatError, walked
+from faststep.data.formats.jpeg import DECODERS, decoder_name
+
+MANY, FEW = 5000, 256
+
+# Makes shards, and reads all of them in order and shuffled, with descriptors for a part of them.
+SHARDS = """
+import resource, sys
+import numpy as np
+import torch
+import faststep.data as fs
+from faststep.data import formats
+kind, folder, many, few = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+names = [f"{folder}/{i:05}" for i in range(many)]
+if kind == "npy":
+    for i, name in enumerate(names):
+        np.save(name + ".npy", np.full((2, 3), i, np.int32))
+    names = [name + ".npy" for name in names]
+elif kind == "tokens":
+    for i, name in enumerate(names):
+        np.full(5, i, np.uint16).tofile(name)
+elif kind == "tfrecord":
+    from faststep import _C
+    def masked(data):
+        crc = _C.crc32c(data)
+        return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
+    for i, name in enumerate(names):
+        data = str(i).encode()
+        head = len(data).to_bytes(8, "little")
+        with open(name, "wb") as file:
+            file.write(head + masked(head) + data + masked(data))
+elif kind in ("parquet", "arrow"):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    for i, name in enumerate(names):
+        table = pa.table({"x": [i, i], "name": [str(i)] * 2})
+        if kind == "parquet":
+            pq.write_table(table, name)
+        else:
+            with pa.OSFile(name, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+                writer.write_table(table)
+elif kind == "hdf5":
+    import h5py
+    for i, name in enumerate(names):
+        with h5py.File(name, "w") as file:
+            file.create_dataset("x", data=np.full((2, 2), i), chunks=(1, 2))
+elif kind == "safetensors":
+    from safetensors.torch import save_file
+    for i, name in enumerate(names):
+        save_file({"x": torch.full((2, 2), i)}, name)
+resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
+if kind == "tokens":
+    dataset = fs.TokenDataset(names, 4)
+elif kind == "tfrecord":
+    dataset = formats.TFRecordDataset(names, parse=int)
+else:
+    dataset = fs.open(names)
+def number(batch):
+    while not torch.is_tensor(batch):
+        batch = batch["x"] if isinstance(batch, dict) else batch[0]
+    return batch.reshape(len(batch), -1)[:, 0].tolist()
+for shuffle in (False, True):
+    loader = fs.DataLoader(dataset, batch_size=100, shuffle=shuffle)
+    found = [n for batch in loader for n in number(batch)]
+    assert sorted(set(found)) == list(range(many)), (kind, shuffle, len(found))
+print("read")
+"""
+
+
+@pytest.mark.parametrize(
+    "kind", ["npy", "tokens", "tfrecord", "parquet", "arrow", "hdf5", "safetensors"]
+)
+def test_many_shards_under_few_descriptors(kind: str, tmp_path: Path) -> None:
+    many = MANY if kind in ("npy", "tokens", "tfrecord") else 600
+    command = [sys.executable, "-c", SHARDS, kind, str(tmp_path), str(many), str(FEW)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout == "read\n", done.stderr
+
+
+def jpeg_that_claims(height: int, width: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "JPEG")
+    data = file.getvalue()
+    at = data.index(b"\xff\xc0") + 5
+    return data[:at] + struct.pack(">HH", height, width) + data[at + 4 :]
+
+
+def png_of(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("decoder", [d for d in DECODERS if d != "turbojpeg"])
+@pytest.mark.parametrize("min_size", [None, 64])
+def test_an_image_that_claims_too_many_pixels(decoder: str, min_size: int | None) -> None:
+    for data in (jpeg_that_claims(30000, 30000), jpeg_that_claims(16000, 16000)):
+        with pytest.raises(ValueError, match=r"max_pixels|decompression bomb"):
+            formats.decode_image(data, decoder_name(decoder), min_size)
+    small = png_of(20, 10)
+    assert formats.decode_image(small, decoder, max_pixels=200).shape == (3, 10, 20)
+    with pytest.raises(ValueError, match="10 by 20 pixels is larger than max_pixels, which is 199"):
+        formats.decode_image(small, decoder, max_pixels=199)
+
+
+@pytest.mark.parametrize("decoder", [d for d in DECODERS if d != "turbojpeg"])
+def test_a_folder_names_the_image_that_is_too_large(decoder: str, tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "long.png").write_bytes(png_of(1, 60000))
+    (tmp_path / "a" / "wide.jpg").write_bytes(jpeg_that_claims(30000, 30000))
+    folder = formats.ImageFolder(tmp_path, decoder=decoder, image_size=224)
+    with pytest.raises(FormatError, match=r"long\.png.*max_pixels"):
+        folder[0]
+    with pytest.raises(FormatError, match=r"wide\.jpg.*(max_pixels|bomb)"):
+        folder[1]
+    assert images.resized(torch.zeros(3, 60, 20, dtype=torch.uint8), 10, 300).shape == (3, 10, 10)
+
+
+@pytest.mark.parametrize("change", ["cut", "rewritten"])
+def test_a_parquet_file_that_changes_in_an_epoch(change: str, tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    path = tmp_path / "rows.parquet"
+
+    def write(first: int) -> None:
+        table = arrow.table({"x": np.arange(first, first + 4000), "y": ["text"] * 4000})
+        parquet.write_table(table, path, row_group_size=1000, compression=None)
+
+    write(0)
+    dataset = fs.open(path)
+    assert dataset[0]["x"] == 0
+    if change == "cut":
+        os.truncate(path, path.stat().st_size // 2)
+    else:
+        data = path.read_bytes()
+        write(70000)
+        other = path.read_bytes()
+        assert len(other) == len(data)
+        os.utime(path, ns=(1, 1))
+    with pytest.raises(FormatError, match=r"rows\.parquet"):
+        [dataset[i] for i in (1500, 2500, 3500)]
+
+
+def test_paths_that_are_none(tmp_path: Path) -> None:
+    for bad in (None, 3):
+        with pytest.raises(TypeError, match="must be a path, or a list of paths"):
+            fs.open(bad)  # type: ignore[arg-type]
+    for url in ("s3://bucket/x.tar", "https://host/x.npy", "hf://datasets/x"):
+        with pytest.raises(FormatError, match="is a URL"):
+            fs.open(url)
+    np.save(tmp_path / "x.npy", np.arange(6).reshape(3, 2))
+    assert len(fs.open(os.fsencode(tmp_path / "x.npy"))) == 3  # type: ignore[arg-type]
+
+
+def test_links_in_a_circle_end_and_other_links_are_followed(tmp_path: Path) -> None:
+    for name in ("root/a", "root/b", "elsewhere"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("root/a/1.png", "elsewhere/2.png"):
+        (tmp_path / name).write_bytes(png_of(2, 2))
+    (tmp_path / "root/a/up").symlink_to(tmp_path / "root/b")
+    (tmp_path / "root/b/down").symlink_to(tmp_path / "root/a")
+    (tmp_path / "root/b/away").symlink_to(tmp_path / "elsewhere")
+    folder = formats.ImageFolder(tmp_path / "root")
+    names = [path.removeprefix(f"{tmp_path}/root/") for path, _ in folder.samples]
+    assert names == ["a/1.png", "a/up/away/2.png", "b/away/2.png", "b/down/1.png"]
+    assert fs.open(tmp_path / "root").classes == ["a", "b"]
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "closed").mkdir(parents=True)
+    (tmp_path / "a" / "1.png").write_bytes(png_of(2, 2))
+    scandir = os.scandir
+
+    def refused(path: Any) -> Any:
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refused)
+    with pytest.raises(PermissionError, match="closed"):
+        list(walked(str(tmp_path)))
+    with pytest.raises(PermissionError, match="closed"):
+        formats.ImageFolder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
+def test_a_header_that_claims_much(kind: bytes, tmp_path: Path) -> None:
+    info = tarfile.TarInfo("bomb")
+    info.type, info.size = kind, 500 << 20
+    path = tmp_path / "x.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(info.tobuf(tarfile.USTAR_FORMAT))
+        for _ in range(500):
+            file.write(bytes(1 << 20))
+    with pytest.raises(FormatError, match=r"x\.tar\.gz.*a header has 524288000 bytes"):
+        list(formats.TarDataset(path))
+
+
+def test_notes_beside_tables(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    table = arrow.table({"x": [1, 2, 3]})
+    for name in ("hub", "saved"):
+        (tmp_path / name).mkdir()
+        for note in ("README.md", "dataset_info.json", "state.json", ".gitattributes"):
+            (tmp_path / name / note).write_text("{}")
+    parquet.write_table(table, tmp_path / "hub" / "train.parquet")
+    with arrow.ipc.new_stream(
+        tmp_path / "saved" / "data-00000-of-00001.arrow", table.schema
+    ) as out:
+        out.write_table(table)
+    for name in ("hub", "saved"):
+        assert [int(sample["x"]) for sample in fs.open(tmp_path / name)] == [1, 2, 3]
+
+
+def test_named_databases_of_lmdb(tmp_path: Path) -> None:
+    lmdb = pytest.importorskip("lmdb")
+    with lmdb.open(str(tmp_path / "named"), max_dbs=2) as environment:
+        inside = environment.open_db(b"train")
+        with environment.begin(write=True) as transaction:
+            transaction.put(b"1", b"one", db=inside)
+    with pytest.raises(FormatError, match=r"named databases \(b'train'"):
+        fs.open(tmp_path / "named")
+    with lmdb.open(str(tmp_path / "plain")) as environment, environment.begin(write=True) as some:
+        some.put(b"1", b"x" * 48)
+    assert fs.open(tmp_path / "plain")[0] == b"x" * 48
+
+
+def test_a_crc_is_not_needed_to_be_refused() -> None:
+    """The claim stands in the header: a PNG of a few bytes."""
+    head = struct.pack(">IIBBBBB", 30000, 30000, 8, 2, 0, 0, 0)
+    chunk = b"IHDR" + head
+    data = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(head)) + chunk
+    data += struct.pack(">I", zlib.crc32(chunk)) + png_of(1, 1)[33:]
+    with pytest.raises(ValueError, match=r"max_pixels|bomb"):
+        formats.decode_image(data)
