@@ -164,7 +164,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             A dict.
 
             - "batches", "bytes": delivered; the bytes of dense tensors in lists, tuples and dicts.
-              They are None if a batch had more than 64 objects in these.
+              They are None if a batch had more than 8 objects in these.
             - "seconds": since the epoch began.
             - "wait": how long `next` took, in seconds: the "total", the percentiles "p50", "p95"
               and "p99" of the newest 4096 batches, and the "max".

@@ -16,7 +16,7 @@ from .._torch.tensors import nbytes_of
 __all__ = ["Layer", "Meter", "Metered"]
 
 KEPT = 4096  # the newest waits, for percentiles
-MOST_OBJECTS = 64  # in the containers of a batch whose bytes are counted
+MOST_OBJECTS = 8  # in the containers of a batch whose bytes are counted
 
 
 class Meter:

@@ -13,6 +13,7 @@ Events order the stream of the copies and the consumer's stream. The host never 
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import threading
@@ -230,13 +231,22 @@ class Copier:
             return  # another thread is about it
         try:
             while self._pending and self._pending[0].event.query():
-                self._pending.popleft()
+                self._pending.popleft().sources.clear()  # so only pending copies hold any
         finally:
             self._forgetting.release()
 
 
 _copiers: dict[torch.device, Copier] = {}  # one stream per device, however many loaders there are
-os.register_at_fork(after_in_child=_copiers.clear)
+
+
+def _after_fork_in_child() -> None:
+    """Start anew, and never free what the parent's copies hold: CUDA cannot be called here."""
+    global _copiers
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_copiers))  # it outlives the interpreter too
+    _copiers = {}
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def copier_of(device: torch.device) -> Copier:
