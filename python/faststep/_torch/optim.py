@@ -18,7 +18,6 @@ __all__ = [
     "cuda_amp_is_unavailable",
     "dtypes_of",
     "get_grad_dtype",
-    "has_global_pre_hooks",
     "has_global_step_hooks",
     "increment_version",
     "is_capturing",
@@ -48,11 +47,6 @@ def is_torchs(function: object) -> bool:
             return False
         function = getattr(function, "__wrapped__", None)
     return True
-
-
-def has_global_pre_hooks() -> bool:
-    """True if a hook that runs before the steps of all optimizers is set."""
-    return bool(_step_hooks._global_optimizer_pre_hooks)
 
 
 def has_global_step_hooks() -> bool:

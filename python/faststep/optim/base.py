@@ -17,7 +17,6 @@ from .._torch.dtensor import learn_dtensors
 from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import is_watched
 from .._torch.tensors import has_no_memory
-from ..grads.owners import releasing
 from ..grads.params import described, params_of
 from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_part
@@ -164,13 +163,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             refuse_group_options(param_group)
         self._norm_is_whole, self._has_shards = False, None
         super().add_param_group(param_group)
-        if any(one is not self for one in releasing.having(self.param_groups[-1]["params"])):
-            self.param_groups.pop()
-            raise RuntimeError(
-                "parameters of this group are updated in backward by release_gradients(), with "
-                "another optimizer: this one would find no gradients. Give each parameter to one "
-                "optimizer, or remove() the release"
-            )
         if (norm := self._measured_in_backward()) is not None:
             norm.attach(self)
 

@@ -15,7 +15,6 @@ from ..optim.base import FusedOptimizer
 from ..optim.wrapped import unwrapped
 from .clipping import Clip, check_clipping
 from .moments import Moments
-from .others import refuse_code_before_step, refuse_second_optimizer
 from .updates import Release
 
 __all__ = ["Release", "release_gradients"]
@@ -95,8 +94,6 @@ def release_gradients(
     if clip == "lagged" and any(param.is_cuda for param in params_of(optimizer)):
         raise ValueError('clip="lagged" measures on the CPU only, and a parameter is on CUDA')
     _check_unowned(optimizer)
-    refuse_code_before_step(optimizer, None)
-    refuse_second_optimizer(optimizer)
     check_clipping(optimizer, clip)
     moments = Moments(optimizer) if accumulate_into_states else None
     if moments is not None and clip is not None:

@@ -24,7 +24,6 @@ from ..optim.step import Stepper
 from ..optim.work import Work
 from .clipping import Clip, Clipping, check_clipping
 from .moments import Moments
-from .others import refuse_code_before_step
 from .states import make_state
 from .tied import give_rows, tied_embeddings
 
@@ -158,12 +157,10 @@ class Release:
         grad = param.grad
         if optimizer is None or grad is None:
             return
-        if not self._rules:  # the first gradient since the last step
-            refuse_code_before_step(optimizer, self._handles[0].id)
-            if self._ids != _ids_of(optimizer):
-                self._attach(optimizer)
-                if self._places.of(param) is not place:
-                    return
+        if not self._rules and self._ids != _ids_of(optimizer):  # changed since the last step
+            self._attach(optimizer)
+            if self._places.of(param) is not place:
+                return
         if place.hook.updated and self._moments is None:
             name = name_of(optimizer, place.hook.group, place.index)
             raise RuntimeError(
