@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+from torch.utils.checkpoint import checkpoint
 
 import faststep
 
@@ -253,3 +254,63 @@ def test_a_loss_that_goes_through_a_released_model(way: str) -> None:
         assert len(releases) == (0 if not released else 1 if way == "grad" else 2)
         results.append(values(maker) + values(judge))
     assert_equal(*results)
+
+
+@pytest.mark.parametrize("skipped", [True, False], ids=["skipped", "second loss"])
+def test_a_second_backward_is_refused_before_it_updates(skipped: bool) -> None:
+    """Of a loss after one that was skipped by hand, or of a second loss."""
+    model = make_model()
+    optimizer = MAKE["AdamW"](model.parameters())
+    release = faststep.release_gradients(model, optimizer)
+    loss_of(model, DATA[0]).backward()
+    before = values(model)
+    if skipped:
+        optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="a second gradient"):
+        loss_of(model, DATA[1]).backward()
+    assert_equal(values(model), before)
+    release.remove()
+
+
+def test_a_module_in_two_checkpoints() -> None:
+    """As without a release, if they are not reentrant; else refused at its second gradient."""
+    results = []
+    for released, reentrant in ((False, False), (True, False), (True, True)):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = MAKE["AdamW"](model.parameters())
+        release = faststep.release_gradients(model, optimizer) if released else None
+        x = torch.ones(2, 3, requires_grad=True)
+        for _ in range(2):
+            x = checkpoint(model, x, use_reentrant=reentrant)
+        if reentrant:
+            with pytest.raises(RuntimeError, match="a second gradient"):
+                x.square().sum().backward()
+            continue
+        x.square().sum().backward()
+        optimizer.step()
+        results.append(values(model))
+        if release is not None:
+            release.remove()
+    assert_equal(*results)
+
+
+def test_a_tensor_hook_changes_the_gradient_of_a_release() -> None:
+    """What errors advise instead of a step pre-hook."""
+    results = []
+    for released in (False, True):
+        model = make_model()
+        optimizer = MAKE["AdamW"](model.parameters())
+        if released:
+            release = faststep.release_gradients(model, optimizer)
+            for param in model.parameters():
+                param.register_hook(lambda grad: grad * 0.5)
+        else:
+            optimizer.register_step_pre_hook(halve)
+        for batch in DATA:
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(values(model))
+    assert_equal(*results)
+    release.remove()
