@@ -217,6 +217,14 @@ def test_values_that_backward_still_needs_are_found(ranks: Ranks) -> None:
         assert said["detached in step"] == said["recomputed in step"] == "no error"
 
 
+HOOKS: dict[str, Any] = {  # what a hook before the step may do to the gradient of a parameter
+    "scale": lambda param: param.grad.mul_(0.5),
+    "scale data": lambda param: param.grad.data.mul_(0.5),
+    "set": lambda param: setattr(param, "grad", torch.ones_like(param)),
+    "drop": lambda param: setattr(param, "grad", None),
+}
+
+
 def _refused(rank: int, world: int) -> dict[str, Any]:
     said: dict[str, Any] = {}
     x = torch.randn(3, 6)
@@ -234,6 +242,14 @@ def _refused(rank: int, world: int) -> dict[str, Any]:
     said["torch clip"] = _error(lambda: nn.utils.clip_grad_norm_(model.parameters(), 1.0))
     said["divided"] = _error(lambda: model[0].weight.grad.div_(2.0))
     said["twice"] = _error(lambda: model(x).sum().backward())
+    for name, change in HOOKS.items():
+        hook = optimizer.register_step_pre_hook(
+            lambda o, *_, c=change: c(o.param_groups[0]["params"][0])
+        )
+        said[f"hook: {name}"] = _error(optimizer.step)
+        hook.remove()
+        model, optimizer = fresh()
+        model(x).sum().backward()
     optimizer.param_groups[0]["lr"] = 0.5
     said["rate"] = _error(optimizer.step)
     for ours in (True, False):
@@ -278,6 +294,10 @@ EXPECTED = {
     "torch clip": "RuntimeError: ",
     "divided": "RuntimeError: faststep.zero: the gradient of '0.weight' cannot be changed",
     "twice": "RuntimeError: a second backward before optimizer.step()",
+    "hook: scale": "RuntimeError: faststep.zero: the gradient of '0.weight' cannot be changed",
+    "hook: scale data": "RuntimeError: faststep.zero: the gradient of '0.weight' cannot be changed",
+    "hook: set": "RuntimeError: faststep.zero: the gradient of '0.weight' was set by hand",
+    "hook: drop": "RuntimeError: faststep.zero: the gradient of '0.weight' was taken away",
     "rate": "RuntimeError: the learning rate or another number of group 0 was changed",
     "scaler True": 'RuntimeError: update="backward" cannot work with a GradScaler',
     "scaler False": 'RuntimeError: update="backward" cannot work with a GradScaler',
@@ -298,7 +318,7 @@ def test_what_needs_all_gradients_is_refused(world: int, ranks: Ranks) -> None:
     for said in ranks(f"refused on {world}"):
         assert said.pop("changed") == [] or world == 1
         for name, start in EXPECTED.items():
-            if world == 1 and (name in alone or name.startswith("unscale")):
+            if world == 1 and (name in alone or name.startswith(("unscale", "hook"))):
                 continue
             assert said[name].startswith(start), (name, said[name])
 

@@ -25,6 +25,7 @@ __all__ = [
     "is_torchs",
     "set_grad_dtype",
     "step_dtype",
+    "step_pre_hooks",
     "update_scale_as_torch",
 ]
 
@@ -52,6 +53,12 @@ def is_torchs(function: object) -> bool:
 def has_global_step_hooks() -> bool:
     """True if a hook on the steps of all optimizers is set."""
     return bool(_step_hooks._global_optimizer_pre_hooks or _step_hooks._global_optimizer_post_hooks)
+
+
+def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What is called before each step: the hooks of all optimizers, then those of this one."""
+    own = optimizer._optimizer_step_pre_hooks
+    return [*_step_hooks._global_optimizer_pre_hooks.values(), *own.values()]
 
 
 def is_of_scheduler(step: Any, inner: Any) -> bool:

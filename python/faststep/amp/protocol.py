@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from .. import _C
 from .._torch.modes import is_watched
-from .._torch.optim import has_global_step_hooks, is_of_scheduler
+from .._torch.optim import has_global_step_hooks
 from ..optim.base import FusedOptimizer
 
 __all__ = [
@@ -68,14 +68,11 @@ def can_be_seen(optimizer: FusedOptimizer) -> bool:
     Hooks and steps of a script can; so can a profiler. The wrapper of a scheduler sees only that it
     is called.
     """
-    replaced = vars(optimizer).get("step")
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
         or has_global_step_hooks()
-        or (replaced is not None and not is_of_scheduler(replaced, type(optimizer).step))
-        or not optimizer._has_our_step()
-        or optimizer._steps_by_script()
+        or optimizer._has_replaced_step()
         or _C.is_recorded()
         or is_watched()
         or torch.compiler.is_compiling()

@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .params import params_of
+from .params import name_of, params_of
 
-__all__ = ["ByOptimizer", "accumulating", "refuse_clipping", "releasing"]
+__all__ = ["ByOptimizer", "accumulating", "refuse_clipping", "refuse_shared", "releasing"]
 
 _Value = TypeVar("_Value")
 
@@ -41,6 +41,12 @@ class ByOptimizer(Generic[_Value]):
         """Take the value away and return it."""
         known = self._known.pop(optimizer, None)
         return None if known is None else known()
+
+    def others(self, optimizer: Optimizer) -> list[Optimizer]:
+        """The optimizers with a value that are not this one."""
+        if not self._known:
+            return []
+        return [one for one in list(self._known) if one is not optimizer and one in self]
 
     def having(
         self,
@@ -76,3 +82,18 @@ def refuse_clipping(parameters: Iterable[Tensor]) -> None:
             "backward. Set max_grad_norm of the optimizer, and release with "
             'clip="per_parameter" or clip="lagged"; or remove() the release'
         )
+
+
+def refuse_shared(optimizer: Optimizer) -> None:
+    """Raise if another optimizer, whose gradients are released, trains one of the parameters."""
+    for other in releasing.others(optimizer):
+        theirs = {id(param) for param in params_of(other) if param.requires_grad}
+        for number, group in enumerate(optimizer.param_groups):
+            for index, param in enumerate(group["params"]):
+                if id(param) in theirs:
+                    raise RuntimeError(
+                        f"{type(optimizer).__name__} would find no gradient of "
+                        f"{name_of(optimizer, number, index)}: release_gradients() of another "
+                        f"optimizer ({type(other).__name__}) uses and frees it in backward. Give "
+                        "each parameter to one optimizer, or remove() the release"
+                    )

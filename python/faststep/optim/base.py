@@ -16,7 +16,9 @@ from .._torch.compiler import disable_dynamo
 from .._torch.dtensor import learn_dtensors
 from .._torch.fsdp import is_fsdp_shard
 from .._torch.modes import is_watched
+from .._torch.optim import is_of_scheduler
 from .._torch.tensors import has_no_memory
+from ..grads.owners import refuse_shared
 from ..grads.params import described, params_of
 from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_part
@@ -192,6 +194,15 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             step = step.__wrapped__
         return step is _STEP
 
+    def _has_replaced_step(self) -> bool:
+        """As `_has_own_step`, also for what was set on the object itself, or later.
+
+        The wrapper of a scheduler sees only that it is called.
+        """
+        step = vars(self).get("step")
+        around = step is not None and not is_of_scheduler(step, type(self).step)
+        return around or not self._has_our_step() or self._steps_by_script()
+
     @disable_dynamo
     def _step_uncompiled(self) -> None:
         self._fused_step(self._steps_by_script())
@@ -202,6 +213,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return loss
 
     def _fused_step(self, by_torch: bool = False) -> None:
+        refuse_shared(self)
         request = self._request()
         try:
             if by_torch or is_watched():

@@ -13,6 +13,7 @@ from ..grads.owners import accumulating, releasing
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.wrapped import unwrapped
+from .before_step import refuse_code_before_step
 from .clipping import Clip, check_clipping
 from .moments import Moments
 from .updates import Release
@@ -76,9 +77,11 @@ def release_gradients(
             weight decay although gradients go into the states; or accelerate's own accumulation
             is on.
         RuntimeError: accelerate steps with a GradScaler; the optimizer accumulates, or is released
-            already. During training: a second gradient before `optimizer.step()`; a learning rate
-            (or another number of a group) that changes between backward and step; a GradScaler; or
-            gradients that a DistributedDataParallel reduces, which is not `model`.
+            already; another released optimizer has one of the parameters; a hook runs before the
+            step, or a script has replaced the step. During training: the last two; a second
+            gradient before `optimizer.step()`; a learning rate (or another number of a group) that
+            changes between backward and step; a GradScaler; or gradients that a
+            DistributedDataParallel reduces, which is not `model`.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
     (LOMO), arXiv:2306.09782; torch's tutorial on optimizer steps in backward. Accumulation in the
@@ -94,6 +97,7 @@ def release_gradients(
     if clip == "lagged" and any(param.is_cuda for param in params_of(optimizer)):
         raise ValueError('clip="lagged" measures on the CPU only, and a parameter is on CUDA')
     _check_unowned(optimizer)
+    refuse_code_before_step(optimizer, None)
     check_clipping(optimizer, clip)
     moments = Moments(optimizer) if accumulate_into_states else None
     if moments is not None and clip is not None:

@@ -16,12 +16,13 @@ from .._torch.modes import is_watched
 from ..amp.protocol import AskedToUnscale
 from ..grads.buckets import Pairs, Reduced, reducing_model
 from ..grads.hooks import Hooked
-from ..grads.owners import refuse_clipping, releasing
+from ..grads.owners import refuse_clipping, refuse_shared, releasing
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer, Rule
 from ..optim.request import StepRequest
 from ..optim.step import Stepper
 from ..optim.work import Work
+from .before_step import refuse_code_before_step
 from .clipping import Clip, Clipping, check_clipping
 from .moments import Moments
 from .states import make_state
@@ -30,6 +31,7 @@ from .tied import give_rows, tied_embeddings
 __all__ = ["Release"]
 
 _MODE_DEPTH = address_of_mode_depth()
+_StepHook = Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], None]
 
 
 class _Place:
@@ -71,8 +73,10 @@ class Release:
                 release.hooked(param)
 
         self._otherwise: Callable[[Tensor], None] = otherwise
+        self._before, after = _around_step(owner)
         self._handles: list[Any] = [
-            *_hook_step(owner, optimizer),
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(after),
             AskedToUnscale(optimizer),
         ]
         weakref.finalize(self, _undo, self._handles).atexit = False
@@ -105,6 +109,10 @@ class Release:
     ) -> None:
         """`known` are the places that the group's parameters have, None for those without."""
         params = optimizer.param_groups[group]["params"]
+        if any(
+            not place and param.requires_grad for param, place in zip(params, known, strict=True)
+        ):
+            refuse_shared(optimizer)
         for index, (param, place) in enumerate(zip(params, known, strict=True)):
             if place is None and param.requires_grad:
                 place = self._places.of(param)  # it is in the optimizer twice
@@ -157,10 +165,12 @@ class Release:
         grad = param.grad
         if optimizer is None or grad is None:
             return
-        if not self._rules and self._ids != _ids_of(optimizer):  # changed since the last step
-            self._attach(optimizer)
-            if self._places.of(param) is not place:
-                return
+        if not self._rules:  # the first gradient since the last step
+            refuse_code_before_step(optimizer, self._before)
+            if self._ids != _ids_of(optimizer):
+                self._attach(optimizer)
+                if self._places.of(param) is not place:
+                    return
         if place.hook.updated and self._moments is None:
             name = name_of(optimizer, place.hook.group, place.index)
             raise RuntimeError(
@@ -212,6 +222,7 @@ class Release:
         optimizer = self._optimizer()
         if optimizer is None:
             return
+        refuse_code_before_step(optimizer, self._before)
         if optimizer._asked.max_norm is not None:
             refuse_clipping(params_of(optimizer))
         if self._moments is not None:  # they are applied by the step
@@ -259,8 +270,8 @@ class Release:
             releasing.pop(optimizer)
 
 
-def _hook_step(owner: Callable[[], Release | None], optimizer: FusedOptimizer) -> tuple[Any, Any]:
-    """Let the release check each step before and end it after; the handles to undo that."""
+def _around_step(owner: Callable[[], Release | None]) -> tuple[_StepHook, _StepHook]:
+    """The hooks that let the release check each step before and end it after."""
 
     def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if (release := owner()) is None:
@@ -277,7 +288,7 @@ def _hook_step(owner: Callable[[], Release | None], optimizer: FusedOptimizer) -
         if (release := owner()) is not None:
             release._finish_step()
 
-    return optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    return before, after
 
 
 def _undo(handles: list[Any]) -> None:

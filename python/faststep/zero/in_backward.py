@@ -117,8 +117,8 @@ class BackwardUpdates:
         """What is left for `step`: to check that backward did what the step is asked for.
 
         Raises:
-            RuntimeError: options have changed since backward, or the step is asked for what only
-                the gradients of all parameters can tell.
+            RuntimeError: options have changed since backward, a `.grad` was set to None, or the
+                step is asked for what only the gradients of all parameters can tell.
         """
         refuse_request(request)
         engine = self._owner
@@ -128,6 +128,12 @@ class BackwardUpdates:
             engine.waits.learn()
         if rules is None:
             return StepAnswer(False, None)
+        for slot in engine.slots:
+            if slot.held and slot.param.grad is None:
+                raise RuntimeError(
+                    f"faststep.zero: the gradient of {slot.name!r} was taken away after backward: "
+                    'with update="backward" backward has updated the parameter by it already'
+                )
         for number, (then, now) in enumerate(zip(rules, engine.owned.take_options(), strict=True)):
             if then != now:
                 raise RuntimeError(
