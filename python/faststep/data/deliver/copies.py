@@ -13,6 +13,7 @@ Events order the stream of the copies and the consumer's stream. The host never 
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import threading
@@ -230,13 +231,21 @@ class Copier:
             return  # another thread is about it
         try:
             while self._pending and self._pending[0].event.query():
-                self._pending.popleft()
+                self._pending.popleft().sources.clear()
         finally:
             self._forgetting.release()
 
 
 _copiers: dict[torch.device, Copier] = {}  # one stream per device, however many loaders there are
-os.register_at_fork(after_in_child=_copiers.clear)
+
+
+def _leave_to_parent() -> None:
+    """In a child nothing may free page-locked memory that is in use: CUDA cannot be asked there."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_copiers.copy()))  # also when the child ends
+    _copiers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def copier_of(device: torch.device) -> Copier:
