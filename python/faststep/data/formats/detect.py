@@ -16,6 +16,12 @@ from .arrow import open_arrow
 from .common import FormatError, PathLike, open_regular, walked
 from .hdf5 import open_hdf5
 from .images import IMAGE_SUFFIXES, ImageFolder
+from .json_lines import (
+    JsonLinesDataset,
+    JsonLinesStream,
+    begins_json_lines,
+    begins_packed_json_lines,
+)
 from .lmdb_files import LMDBDataset
 from .manifest import MANIFEST, open_manifest
 from .mapped import open_npy, open_npz, open_safetensors
@@ -23,6 +29,7 @@ from .parquet import ParquetDataset
 from .shards import ShardedStream, shard_names
 from .tars import TarDataset
 from .tfrecord import TFRecordDataset, begins_a_record
+from .zips import ZipDataset, is_zip
 
 __all__ = ["format_of", "open"]
 
@@ -123,6 +130,9 @@ FORMATS = [
     Format("tar in gzip", _is_packed_tar, TarDataset, many=True),
     Format("TFRecord", lambda head, size: begins_a_record(head), TFRecordDataset, many=True),
     Format("safetensors", _is_safetensors, open_safetensors),
+    Format("zip", is_zip, ZipDataset, many=True),
+    Format("JSON lines", begins_json_lines, JsonLinesDataset, many=True),
+    Format("JSON lines in gzip", begins_packed_json_lines, JsonLinesStream, many=True),
 ]
 
 
@@ -132,16 +142,16 @@ def open(path: PathLike | Sequence[PathLike], **options: object) -> Dataset[Any]
     Args:
         path: one of these, or a pattern as "train-{000..041}.tar" or with * and ?. A file is
             `.npy`, `.npz`, safetensors, HDF5, Parquet, Arrow (file or stream), LMDB, tar
-            (WebDataset) or TFRecord; a directory has folders of images, one for each class, an LMDB
-            environment, files of one of these formats, or what `convert` wrote. The content
-            decides, not the name.
+            (WebDataset), zip, TFRecord or JSON lines; a directory has folders of images, one for
+            each class, an LMDB environment, files of one of these formats, or what `convert` wrote.
+            The content decides, not the name.
         **options: for the class of the format, as `columns` or `transform`.
 
     Returns:
         An ArrayDataset where the samples lie in the file as rows of arrays (`.npy`, safetensors,
         Arrow and HDF5 without compression, converted ones), or a ConcatDataset of several: the
-        DataLoader's C threads gather them. Else a dataset of the format's own class; tars are
-        iterable.
+        DataLoader's C threads gather them. Else a dataset of the format's own class; tars, and
+        JSON lines in gzip, are iterable.
 
     Raises:
         FormatError: it is none of these, or damaged; lists what was tried.
