@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import tarfile
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, Dataset
 
 from .arrow import open_arrow
-from .common import FormatError, PathLike, open_regular, walked
+from .common import FormatError, PathLike, naming, open_regular, walked
 from .hdf5 import open_hdf5
 from .images import IMAGE_SUFFIXES, ImageFolder
 from .json_lines import (
@@ -40,6 +41,7 @@ NOTES = re.compile(
     r"README.*|LICENSE.*|.*\.md|.*\.lock|state\.json|dataset_infos?\.json|_SUCCESS"
     r"|_(common_)?metadata"
 )
+SAVED, SPLITS = "state.json", "dataset_dict.json"  # of save_to_disk
 HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
@@ -143,8 +145,8 @@ def open(path: PathLike | Sequence[PathLike], **options: object) -> Dataset[Any]
         path: one of these, or a pattern as "train-{000..041}.tar" or with * and ?. A file is
             `.npy`, `.npz`, safetensors, HDF5, Parquet, Arrow (file or stream), LMDB, tar
             (WebDataset), zip, TFRecord or JSON lines; a directory has folders of images, one for
-            each class, an LMDB environment, files of one of these formats, or what `convert` wrote.
-            The content decides, not the name.
+            each class, an LMDB environment, files of one of these formats, or what `convert` or
+            `save_to_disk` of Hugging Face's datasets wrote. The content decides, not the name.
         **options: for the class of the format, as `columns` or `transform`.
 
     Returns:
@@ -208,10 +210,14 @@ def _open_folder(path: str, options: dict[str, object]) -> Dataset[object]:
         return CONVERTED.open(path, options)
     if "data.mdb" in names:
         return LMDB.open(path, options)
+    if SPLITS in names:
+        raise FormatError(f"{path} has several datasets: open one of its folders, {names}")
     folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
     if folders and any(_has_an_image(os.path.join(path, name)) for name in folders):
         return FOLDERS.open(path, options)
     kept = [name for name in names if name not in folders and not NOTES.fullmatch(name)]
+    if SAVED in names and (saved := _saved(os.path.join(path, SAVED))):
+        kept, folders = saved, []
     files = [os.path.join(path, name) for name in kept]
     if folders or not files:
         raise FormatError(
@@ -219,6 +225,14 @@ def _open_folder(path: str, options: dict[str, object]) -> Dataset[object]:
             f"({', '.join(IMAGE_SUFFIXES)}), nor only files: {names[:5]}"
         )
     return _open_files(files, options)
+
+
+def _saved(path: str) -> list[str]:
+    """The names of the files of a dataset that save_to_disk wrote; it may keep others beside."""
+    with open_regular(path) as file, naming(path, RecursionError):
+        state = json.load(file)
+        files = state.get("_data_files", ()) if isinstance(state, dict) else ()
+        return [os.path.basename(part["filename"]) for part in files]
 
 
 def _has_an_image(folder: str) -> bool:

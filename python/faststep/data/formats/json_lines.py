@@ -103,9 +103,8 @@ class JsonLinesDataset(RangeDataset):
 
     def _read(self, places: Sequence[int]) -> list[object]:
         samples: list[object] = []
-        for place in places:
+        for place, (start, length) in zip(places, self._places[[*places]].tolist(), strict=True):
             number, record = self._locate(place)
-            start, length = self._places[place].tolist()
             line = self._bytes(number, start, length)
             name = f"{self.paths[number]}: record {record}, at byte {start}"
             samples.append(_parsed(line, self.columns, name))

@@ -18,7 +18,7 @@ from .shards import ShardedStream
 __all__ = ["TarDataset"]
 
 TAR_BLOCK = 512  # bytes, as the format calls it
-MOST_OF_A_HEADER = 1 << 20  # bytes: of a long name, or of pax records
+MOST_OF_HEADERS = 1 << 20  # bytes before one file: of long names and pax records
 
 
 class TarDataset(WithFields, ShardedStream):
@@ -90,14 +90,16 @@ class _Watched:
 
     def __init__(self, file: Handle, at_once: int) -> None:
         self.last = b""
+        self.headers = 0  # bytes that were read of them since this was set
         self._file = file
         self._at_once = at_once
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int) -> bytes:
         """As a file does, for headers: their size is bounded, and must not be negative."""
-        if not 0 <= size <= MOST_OF_A_HEADER:
-            raise ValueError(f"a header has {size} bytes, where {MOST_OF_A_HEADER} are allowed")
+        self.headers += size
+        if size < 0 or self.headers > MOST_OF_HEADERS:
+            raise ValueError(f"a header has {size} bytes; {MOST_OF_HEADERS} are allowed for a file")
         return self.read_content(size)
 
     def read_content(self, size: int) -> bytes:
@@ -117,16 +119,18 @@ def _files(path: str) -> Iterator[tuple[tuple[str, str], bytes]]:
         size = os.fstat(raw.fileno()).st_size
         unpacked: Any = gzip.GzipFile(fileobj=raw) if packed else raw
         file: Handle = _Watched(unpacked, PIECE if packed else size)
-        with naming(path, tarfile.TarError, zlib.error):
+        with naming(path, tarfile.TarError, zlib.error, RecursionError):
             archive = tarfile.TarFile(fileobj=file)
         with archive:
             while True:
-                with naming(f"{path}: file {number}", tarfile.TarError, zlib.error):
+                bad = tarfile.TarError, zlib.error, RecursionError
+                with naming(f"{path}: file {number}", *bad):
                     member = archive.next()
                     if member is None:
                         _check_end(file)
                         break
                     data = _content(file, member)
+                    file.headers = sum(map(len, archive.pax_headers.values()))  # global ones
                 archive.members.clear()  # type: ignore[attr-defined] # it remembers all of them
                 number += 1
                 if data is not None:
