@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import os
 import struct
 import subprocess
@@ -71,19 +72,37 @@ elif kind == "safetensors":
     from safetensors.torch import save_file
     for i, name in enumerate(names):
         save_file({"x": torch.full((2, 2), i)}, name)
+elif kind == "json":
+    for i, name in enumerate(names):
+        with open(name, "w") as file:
+            file.write('{"x": %d}\\n' % i)
+elif kind in ("zip", "tar"):
+    import io, tarfile, zipfile
+    for i, name in enumerate(names):
+        data = str(i).encode()
+        if kind == "zip":
+            with zipfile.ZipFile(name, "w") as archive:
+                archive.writestr("a.id", data)
+        else:
+            info = tarfile.TarInfo("a.id")
+            info.size = len(data)
+            with tarfile.open(name, "w") as archive:
+                archive.addfile(info, io.BytesIO(data))
 resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
 if kind == "tokens":
     dataset = fs.TokenDataset(names, 4)
 elif kind == "tfrecord":
     dataset = formats.TFRecordDataset(names, parse=int)
 else:
-    dataset = fs.open(names)
+    dataset = fs.open(names, **({"columns": ["id"]} if kind in ("zip", "tar") else {}))
 def number(batch):
     while not torch.is_tensor(batch):
-        batch = batch["x"] if isinstance(batch, dict) else batch[0]
+        batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
     return batch.reshape(len(batch), -1)[:, 0].tolist()
-for shuffle in (False, True):
-    loader = fs.DataLoader(dataset, batch_size=100, shuffle=shuffle)
+for shuffle, workers in ((False, 0), (True, 0), (True, 2)):
+    if kind == "tar":
+        shuffle = None
+    loader = fs.DataLoader(dataset, batch_size=100, shuffle=shuffle, num_workers=workers)
     found = [n for batch in loader for n in number(batch)]
     assert sorted(set(found)) == list(range(many)), (kind, shuffle, len(found))
 print("read")
@@ -91,7 +110,8 @@ print("read")
 
 
 @pytest.mark.parametrize(
-    "kind", ["npy", "tokens", "tfrecord", "parquet", "arrow", "hdf5", "safetensors"]
+    "kind",
+    ["npy", "tokens", "tfrecord", "parquet", "arrow", "hdf5", "safetensors", "json", "zip", "tar"],
 )
 def test_many_shards_under_few_descriptors(kind: str, tmp_path: Path) -> None:
     many = MANY if kind in ("npy", "tokens", "tfrecord") else 600
@@ -270,3 +290,83 @@ def test_only_the_middle_of_a_long_image_is_resized(shape: tuple[int, int]) -> N
     assert (small.int() - whole.int()).abs().max() <= 1
     if max(shape) > 16 * min(shape):
         assert images.resized(image, 1024).shape == (3, 1024, 1024)  # whole: up to 190 GB
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+@pytest.mark.parametrize("between", [False, True])
+def test_headers_that_add_up(kind: bytes, between: bool, tmp_path: Path) -> None:
+    """A chain before one file, or global ones that all later files would have."""
+
+    def header(number: int) -> bytes:
+        text = b" k%03d=%s\n" % (number, b"x" * 500_000)
+        text = b"%d%s" % (len(text) + 6, text)
+        info = tarfile.TarInfo("many")
+        info.type, info.size = kind, len(text)
+        return info.tobuf(tarfile.USTAR_FORMAT) + text + bytes(-len(text) % 512)
+
+    info = tarfile.TarInfo()
+    path = tmp_path / "x.tar.gz"
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        for number in range(9):
+            info.name = f"{number}.raw"
+            file.write(header(number) + (info.tobuf(tarfile.USTAR_FORMAT) if between else b""))
+        info.name = "z.raw"
+        file.write(info.tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
+    if between and kind != tarfile.XGLTYPE:  # each is of its own file only
+        assert list(formats.TarDataset(path, columns=["__key__"]))[-1] == {"__key__": "z"}
+    else:
+        with pytest.raises(FormatError, match=r"x\.tar\.gz.*1048576 are allowed for a file"):
+            list(formats.TarDataset(path))
+
+
+def test_named_databases_of_lmdb_among_records(tmp_path: Path) -> None:
+    lmdb = pytest.importorskip("lmdb")
+    with lmdb.open(str(tmp_path / "named"), max_dbs=2) as environment:
+        inside = environment.open_db(b"train")
+        with environment.begin(write=True) as transaction:
+            transaction.put(b"1", b"one", db=inside)
+            for key in (b"a", b"b", b"z"):
+                transaction.put(key, b"x" * 48)
+    with pytest.raises(FormatError, match=r"named databases \(b'train'"):
+        fs.open(tmp_path / "named")
+    dataset = formats.LMDBDataset(tmp_path / "named", keys=["z", "train"])
+    assert dataset[0] == b"x" * 48
+    with pytest.raises(FormatError, match=r"named databases \(b'train'"):
+        dataset[1]
+
+
+def test_what_save_to_disk_writes(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        for number, name in enumerate(("data-00000-of-00002", "data-00001-of-00002", "cache-1f")):
+            table = arrow.table({"x": [number], "text": [split]})
+            with arrow.ipc.new_stream(tmp_path / split / f"{name}.arrow", table.schema) as out:
+                out.write_table(table)
+        files = [{"filename": f"data-0000{i}-of-00002.arrow"} for i in range(2)]
+        (tmp_path / split / "state.json").write_text(json.dumps({"_data_files": files}))
+        (tmp_path / split / "dataset_info.json").write_text("{}")
+    (tmp_path / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    found = [fs.open(tmp_path / "test")[i] for i in range(2)]
+    assert [(int(sample["x"]), sample["text"]) for sample in found] == [(0, "test"), (1, "test")]
+    assert len(fs.open(tmp_path / "test")) == 2  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match=r"open one of its folders, .*'test', 'train'"):
+        fs.open(tmp_path)
+    (tmp_path / "test" / "state.json").write_text('{"_data_files": [{}]}')
+    with pytest.raises(FormatError, match=r"state\.json"):
+        fs.open(tmp_path / "test")
+
+
+def test_a_parquet_file_that_changes_while_it_is_closed(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as parquet
+
+    paths = [tmp_path / f"{i:02}.parquet" for i in range(40)]
+    for i, path in enumerate(paths):
+        parquet.write_table(arrow.table({"x": [i, i]}), path)
+    dataset = fs.open(paths)
+    assert [int(dataset[2 * i]["x"]) for i in range(40)] == [*range(40)]
+    parquet.write_table(arrow.table({"x": [7, 7]}), paths[0])
+    os.utime(paths[0], ns=(1, 1))
+    with pytest.raises(FormatError, match=r"00\.parquet: the file is not what it was"):
+        dataset[0]

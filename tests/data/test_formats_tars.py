@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 import faststep.data
 from faststep.data import FormatError
-from faststep.data.formats import TarDataset, tars
+from faststep.data.formats import TarDataset, fields
 
 from .torch_and_ours import plain
 
@@ -283,7 +283,7 @@ def test_damaged_files_in_gzip(tmp_path: Path, kind: str) -> None:
 
 
 def test_a_bomb_is_not_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tars, "MOST_UNPACKED", 3 << 20)
+    monkeypatch.setattr(fields, "MOST_UNPACKED", 3 << 20)
     for size, fits in ((3 << 20, True), ((3 << 20) + 1, False), (300 << 20, False)):
         path = write(tmp_path / "x", {"a.bin.gz": gzip.compress(bytes(size), 1)})
         if fits:

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "source",
         metavar="SRC",
         help="file, directory or pattern: .npy, .npz, safetensors, HDF5, Arrow, Parquet, LMDB, "
-        "TFRecord, tar (WebDataset) or folders of images",
+        "TFRecord, JSON lines, tar (WebDataset), zip or folders of images",
     )
     parser.add_argument("destination", metavar="DST", help="the directory to write")
     parser.add_argument(
@@ -28,7 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
         metavar="A,B",
-        help="convert these fields only (HDF5, Parquet, Arrow, tar, safetensors, .npz)",
+        help="convert these fields only (HDF5, Parquet, Arrow, JSON lines, tar, zip, safetensors, "
+        ".npz)",
     )
     parser.add_argument(
         "--image-size",

@@ -17,6 +17,7 @@ __all__ = [
     "FormatError",
     "PathLike",
     "check_unchanged",
+    "file_mark",
     "library",
     "naming",
     "open_regular",
@@ -132,6 +133,12 @@ def check_unchanged(path: str, was: object, now: object) -> None:
             f"{path}: the file is not what it was when the dataset was made: it had "
             f"{str(was)[:SHOWN]}, and has {str(now)[:SHOWN]}"
         )
+
+
+def file_mark(file: str | int) -> tuple[int, int, int]:
+    """Which file it is, its size and when it was written last, in nanoseconds."""
+    found = os.stat(file)
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def same_rows(path: str, lengths: dict[str, int], choice: str) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import re
 import tarfile
@@ -13,9 +14,15 @@ from typing import Any, NamedTuple
 from torch.utils.data import ConcatDataset, Dataset
 
 from .arrow import open_arrow
-from .common import FormatError, PathLike, open_regular, walked
+from .common import FormatError, PathLike, naming, open_regular, walked
 from .hdf5 import open_hdf5
 from .images import IMAGE_SUFFIXES, ImageFolder
+from .json_lines import (
+    JsonLinesDataset,
+    JsonLinesStream,
+    begins_json_lines,
+    begins_packed_json_lines,
+)
 from .lmdb_files import LMDBDataset
 from .manifest import MANIFEST, open_manifest
 from .mapped import open_npy, open_npz, open_safetensors
@@ -23,6 +30,7 @@ from .parquet import ParquetDataset
 from .shards import ShardedStream, shard_names
 from .tars import TarDataset
 from .tfrecord import TFRecordDataset, begins_a_record
+from .zips import ZipDataset, is_zip
 
 __all__ = ["format_of", "open"]
 
@@ -33,6 +41,7 @@ NOTES = re.compile(
     r"README.*|LICENSE.*|.*\.md|.*\.lock|state\.json|dataset_infos?\.json|_SUCCESS"
     r"|_(common_)?metadata"
 )
+SAVED, SPLITS = "state.json", "dataset_dict.json"  # of save_to_disk
 HDF5 = b"\x89HDF\r\n\x1a\n"
 
 
@@ -123,6 +132,9 @@ FORMATS = [
     Format("tar in gzip", _is_packed_tar, TarDataset, many=True),
     Format("TFRecord", lambda head, size: begins_a_record(head), TFRecordDataset, many=True),
     Format("safetensors", _is_safetensors, open_safetensors),
+    Format("zip", is_zip, ZipDataset, many=True),
+    Format("JSON lines", begins_json_lines, JsonLinesDataset, many=True),
+    Format("JSON lines in gzip", begins_packed_json_lines, JsonLinesStream, many=True),
 ]
 
 
@@ -132,16 +144,16 @@ def open(path: PathLike | Sequence[PathLike], **options: object) -> Dataset[Any]
     Args:
         path: one of these, or a pattern as "train-{000..041}.tar" or with * and ?. A file is
             `.npy`, `.npz`, safetensors, HDF5, Parquet, Arrow (file or stream), LMDB, tar
-            (WebDataset) or TFRecord; a directory has folders of images, one for each class, an LMDB
-            environment, files of one of these formats, or what `convert` wrote. The content
-            decides, not the name.
+            (WebDataset), zip, TFRecord or JSON lines; a directory has folders of images, one for
+            each class, an LMDB environment, files of one of these formats, or what `convert` or
+            `save_to_disk` of Hugging Face's datasets wrote. The content decides, not the name.
         **options: for the class of the format, as `columns` or `transform`.
 
     Returns:
         An ArrayDataset where the samples lie in the file as rows of arrays (`.npy`, safetensors,
         Arrow and HDF5 without compression, converted ones), or a ConcatDataset of several: the
-        DataLoader's C threads gather them. Else a dataset of the format's own class; tars are
-        iterable.
+        DataLoader's C threads gather them. Else a dataset of the format's own class; tars, and
+        JSON lines in gzip, are iterable.
 
     Raises:
         FormatError: it is none of these, or damaged; lists what was tried.
@@ -198,10 +210,14 @@ def _open_folder(path: str, options: dict[str, object]) -> Dataset[object]:
         return CONVERTED.open(path, options)
     if "data.mdb" in names:
         return LMDB.open(path, options)
+    if SPLITS in names:
+        raise FormatError(f"{path} has several datasets: open one of its folders, {names}")
     folders = [name for name in names if os.path.isdir(os.path.join(path, name))]
     if folders and any(_has_an_image(os.path.join(path, name)) for name in folders):
         return FOLDERS.open(path, options)
     kept = [name for name in names if name not in folders and not NOTES.fullmatch(name)]
+    if SAVED in names and (saved := _saved(os.path.join(path, SAVED))):
+        kept, folders = saved, []
     files = [os.path.join(path, name) for name in kept]
     if folders or not files:
         raise FormatError(
@@ -209,6 +225,14 @@ def _open_folder(path: str, options: dict[str, object]) -> Dataset[object]:
             f"({', '.join(IMAGE_SUFFIXES)}), nor only files: {names[:5]}"
         )
     return _open_files(files, options)
+
+
+def _saved(path: str) -> list[str]:
+    """The names of the files of a dataset that save_to_disk wrote; it may keep others beside."""
+    with open_regular(path) as file, naming(path, RecursionError):
+        state = json.load(file)
+        files = state.get("_data_files", ()) if isinstance(state, dict) else ()
+        return [os.path.basename(part["filename"]) for part in files]
 
 
 def _has_an_image(folder: str) -> bool:

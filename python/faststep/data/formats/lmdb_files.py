@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -17,6 +18,7 @@ __all__ = ["LMDBDataset"]
 
 META = struct.Struct("<16xII8xQI92xQQ")  # magic, version, map size, page size, last page, txn
 MAGIC = 0xBEEFC0DE
+DATABASE = 48  # bytes of a record that is a database
 
 # A process may open an environment once only: datasets of the same path share it.
 _open: dict[str, tuple[Handle, int]] = {}
@@ -109,16 +111,24 @@ class LMDBDataset(RecordDataset):
     def _all_keys(self) -> list[bytes]:
         with (
             naming(self.path, library("lmdb", "lmdb").Error),
-            self._handle()[0].begin() as transaction,
+            self._handle()[0].begin(buffers=True) as transaction,
             transaction.cursor() as cursor,
         ):
-            keys = [bytes(key) for key in cursor.iternext(keys=True, values=False)]
-            if keys and _is_database(self._handle()[0], keys[0], transaction):
-                raise FormatError(
-                    f"{self.path} holds named databases ({keys[0]!r}, ...), and only records of "
-                    "the main one are read: copy one to an environment of its own"
-                )
+            keys = []
+            for key, value in cursor:
+                keys.append(bytes(key))
+                self._refuse_database(keys[-1], value, transaction)
             return keys
+
+    def _refuse_database(self, key: bytes, value: Handle, transaction: Handle) -> None:
+        if len(value) != DATABASE:
+            return
+        with contextlib.suppress(library("lmdb", "lmdb").Error), _lock:
+            self._handle()[0].open_db(key, txn=transaction, create=False)
+            raise FormatError(
+                f"{self.path} holds named databases ({key!r}), and only records of the main one "
+                "are read: copy one to an environment of its own"
+            )
 
     def key(self, index: int) -> bytes:
         """The key of a record."""
@@ -138,16 +148,9 @@ class LMDBDataset(RecordDataset):
                     value = transaction.get(key)
                     if value is None:
                         raise ValueError("there is no such key")
+                    self._refuse_database(key, value, transaction)
                 values.append(value)
         return values
-
-
-def _is_database(environment: Handle, key: bytes, transaction: Handle) -> bool:
-    try:
-        environment.open_db(key, txn=transaction, create=False)
-    except library("lmdb", "lmdb").Error:
-        return False
-    return True
 
 
 def _check_size(path: str) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 from collections.abc import Sequence
 
-from ..types import Handle, Transform
-from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular
+from ..types import Handle, State, Transform
+from .common import FormatError, PathLike, check_unchanged, file_mark, library, naming, open_regular
 from .shards import shard_names
 from .tables import Form, GroupedDataset, chosen_columns, form_of
 
@@ -47,6 +46,7 @@ class ParquetDataset(GroupedDataset):
         self.paths = shard_names(paths)
         self._forms: list[Form] = []
         names: list[str] = []
+        self._marks = [file_mark(path) for path in self.paths]
         for path in self.paths:
             with _opened(path) as file, naming(path):
                 names = chosen_columns(file.schema_arrow, columns, path)
@@ -58,12 +58,16 @@ class ParquetDataset(GroupedDataset):
         super().__init__(", ".join(self.paths[:3]), names, transform, groups)
         self._file_ends = list(itertools.accumulate(map(len, lengths)))
 
+    def __setstate__(self, state: State) -> None:
+        super().__setstate__(state)
+        self._marks = [file_mark(path) for path in self.paths]  # there may be copies of them here
+
     def _open_handle(self) -> object:
         return {}, self._new_cache()
 
     @staticmethod
     def _close_handle(handle: Handle) -> None:
-        for file, _ in handle[0].values():
+        for file in handle[0].values():
             file.close()
 
     def _locate(self, group: int) -> tuple[int, int]:
@@ -74,11 +78,11 @@ class ParquetDataset(GroupedDataset):
         number, inside = self._locate(group)
         if number not in handle:
             while len(handle) >= MOST_OPEN:
-                handle.pop(next(iter(handle)))[0].close()
-            handle[number] = self._unchanged(number), _mark(self.paths[number])
-        file, mark = handle[number]
+                handle.pop(next(iter(handle))).close()
+            handle[number] = self._unchanged(number)
+        file = handle[number]
         table = file.read_row_group(inside, columns=self.columns, use_threads=False)
-        check_unchanged(self.paths[number], mark, _mark(self.paths[number]))
+        check_unchanged(self.paths[number], self._marks[number], file_mark(self.paths[number]))
         return table
 
     def _unchanged(self, number: int) -> Handle:
@@ -94,12 +98,6 @@ class ParquetDataset(GroupedDataset):
     def _group_name(self, group: int) -> str:
         number, inside = self._locate(group)
         return f"{self.paths[number]}: row group {inside}"
-
-
-def _mark(path: str) -> tuple[int, int, int]:
-    """Which file it is, its size and when it was written last, in nanoseconds."""
-    found = os.stat(path)
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _opened(path: str) -> Handle:

@@ -3,53 +3,25 @@
 from __future__ import annotations
 
 import gzip
-import io
-import json
 import os
-import posixpath
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
-import torch
-
 from ..types import Handle, Parse, Transform
 from .common import FormatError, PathLike, naming, open_regular
-from .images import decode_image
-from .mapped import BAD_HEADER
+from .fields import BASIC, PIECE, WithFields, key_and_field, read_pieces
 from .shards import ShardedStream
 
-__all__ = ["BASIC", "TarDataset", "decode_npy"]
+__all__ = ["TarDataset"]
 
 TAR_BLOCK = 512  # bytes, as the format calls it
-PIECE = 1 << 20  # bytes; how much more memory than there is data a wrong length may ask for
-MOST_OF_A_HEADER = 1 << 20  # bytes: of a long name, or of pax records
-MOST_UNPACKED = 1 << 30  # bytes of a file in gzip
+MOST_OF_HEADERS = 1 << 20  # bytes before one file: of long names and pax records
 
 
-def decode_npy(data: bytes) -> torch.Tensor:
-    """The array of a .npy file."""
-    import numpy
-
-    return torch.from_numpy(numpy.load(io.BytesIO(data), allow_pickle=False))
-
-
-def _text(data: bytes) -> str:
-    return data.decode("utf-8")
-
-
-BASIC: Mapping[str, Parse] = {
-    **dict.fromkeys(("cls", "cls2", "count", "id", "index", "inx"), int),
-    **dict.fromkeys(("json", "jsn"), json.loads),
-    **dict.fromkeys(("txt", "text", "transcript"), _text),
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp", "ppm", "pgm", "bmp"), decode_image),
-    "npy": decode_npy,
-}
-
-
-class TarDataset(ShardedStream):
+class TarDataset(WithFields, ShardedStream):
     """Samples of tar files. Each file is read by one worker of one rank, once.
 
     Files are of one sample if their names agree up to the first dot after the last slash; the rest
@@ -84,68 +56,22 @@ class TarDataset(ShardedStream):
         **options: Any,
     ) -> None:
         super().__init__(paths, **options)
-        self.decoders = {name.lower(): decode for name, decode in decoders.items()}
-        self.columns = None if columns is None else [name.lower() for name in columns]
-        self.transform = transform
+        self._set_fields(decoders, columns, transform)
 
     def samples(self, path: str, first: int = 0) -> Iterator[Any]:
         for number, sample in islice(enumerate(_grouped(path)), first, None):
             place = f"{path}: sample {number} ({sample['__key__']!r})"
-            names = self.columns or list(sample)
-            if missing := [name for name in names if name not in sample]:
-                raise FormatError(f"{place} has no {missing}; there are {sorted(sample)}")
+            names = self._chosen([*sample], place)
             decoded = {name: self._decoded(sample[name], name, place) for name in names}
             yield decoded if self.transform is None else self.transform(decoded)
-
-    def _decoded(self, data: Any, name: str, place: str) -> object:
-        if name == "__key__":
-            return data
-        with naming(f"{place}, field {name!r}", *BAD_HEADER, ArithmeticError, zlib.error):
-            suffix = name.rpartition(".")[2]
-            while True:
-                decode = self.decoders.get(name) or self.decoders.get(suffix)
-                if decode is not None:
-                    return decode(data)
-                if suffix != "gz" or not self.decoders:
-                    return data
-                data, name = _unpacked(data), name.removesuffix("gz").removesuffix(".")
-                suffix = name.rpartition(".")[2]
-
-
-def _unpacked(data: bytes) -> bytes:
-    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-        unpacked = _read_pieces(file.read, MOST_UNPACKED + 1)
-    if len(unpacked) > MOST_UNPACKED:
-        raise ValueError(
-            f"it has more than {MOST_UNPACKED} bytes when unpacked: give a decoder for this field"
-        )
-    return unpacked
-
-
-def _read_pieces(read: Callable[[int], bytes], size: int, at_once: int = PIECE) -> bytes:
-    """Up to `size` bytes, in memory that grows with what there is, as a size may be wrong.
-
-    Args:
-        at_once: so many bytes may be there at least.
-    """
-    if size <= at_once:
-        return read(size)
-    found = bytearray()
-    while len(found) < size and (piece := read(min(size - len(found), max(PIECE, len(found))))):
-        found += piece
-    return bytes(found)
 
 
 def _grouped(path: str) -> Iterator[dict[str, object]]:
     sample: dict[str, object] = {}
-    for name, data in _files(path):
-        folder, base = posixpath.split(name)
-        stem, _, field = base.partition(".")
-        key = posixpath.join(folder, stem)
+    for (key, field), data in _files(path):
         if sample and sample["__key__"] != key:
             yield sample
             sample = {}
-        field = field.lower()
         if field in sample or field == "__key__":
             raise FormatError(f"{path}: sample {key!r} has the field {field!r} twice")
         sample["__key__"] = key
@@ -159,31 +85,33 @@ class _Watched:
 
     Args:
         file: the file.
-        at_once: as for `_read_pieces`.
+        at_once: as for `read_pieces`.
     """
 
     def __init__(self, file: Handle, at_once: int) -> None:
         self.last = b""
+        self.headers = 0  # bytes that were read of them since this was set
         self._file = file
         self._at_once = at_once
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, size: int) -> bytes:
         """As a file does, for headers: their size is bounded, and must not be negative."""
-        if not 0 <= size <= MOST_OF_A_HEADER:
-            raise ValueError(f"a header has {size} bytes, where {MOST_OF_A_HEADER} are allowed")
+        self.headers += size
+        if size < 0 or self.headers > MOST_OF_HEADERS:
+            raise ValueError(f"a header has {size} bytes; {MOST_OF_HEADERS} are allowed for a file")
         return self.read_content(size)
 
     def read_content(self, size: int) -> bytes:
         """The bytes of a file in the archive."""
         if size < 0:
             raise ValueError(f"a size in it is {size}")
-        self.last = _read_pieces(self._file.read, size, self._at_once)
+        self.last = read_pieces(self._file.read, size, self._at_once)
         return self.last
 
 
-def _files(path: str) -> Iterator[tuple[str, bytes]]:
-    """Names and contents of the regular files that have a name and a suffix."""
+def _files(path: str) -> Iterator[tuple[tuple[str, str], bytes]]:
+    """Keys, fields and contents of the regular files that have a name and a suffix."""
     number = 0
     with open_regular(path) as raw:
         packed = raw.read(2) == b"\x1f\x8b"
@@ -191,25 +119,28 @@ def _files(path: str) -> Iterator[tuple[str, bytes]]:
         size = os.fstat(raw.fileno()).st_size
         unpacked: Any = gzip.GzipFile(fileobj=raw) if packed else raw
         file: Handle = _Watched(unpacked, PIECE if packed else size)
-        with naming(path, tarfile.TarError, zlib.error):
+        with naming(path, tarfile.TarError, zlib.error, RecursionError):
             archive = tarfile.TarFile(fileobj=file)
         with archive:
             while True:
-                with naming(f"{path}: file {number}", tarfile.TarError, zlib.error):
+                bad = tarfile.TarError, zlib.error, RecursionError
+                with naming(f"{path}: file {number}", *bad):
                     member = archive.next()
                     if member is None:
                         _check_end(file)
                         break
                     data = _content(file, member)
+                    file.headers = sum(map(len, archive.pax_headers.values()))  # global ones
                 archive.members.clear()  # type: ignore[attr-defined] # it remembers all of them
                 number += 1
                 if data is not None:
-                    yield member.name, data
+                    yield data
 
 
-def _content(file: _Watched, member: tarfile.TarInfo) -> bytes | None:
-    """The bytes of a regular file with a name and a suffix; None for anything else."""
-    if not member.isreg() or posixpath.basename(member.name).find(".") < 1:
+def _content(file: _Watched, member: tarfile.TarInfo) -> tuple[tuple[str, str], bytes] | None:
+    """What `_files` gives of a regular file with a name and a suffix; None for anything else."""
+    place = key_and_field(member.name) if member.isreg() else None
+    if place is None:
         return None
     if member.issparse():
         raise ValueError(f"{member.name!r} is stored as a sparse file")
@@ -217,7 +148,7 @@ def _content(file: _Watched, member: tarfile.TarInfo) -> bytes | None:
     data = file.read_content(member.size)
     if len(data) != member.size:
         raise ValueError(f"{member.name!r} is cut off")
-    return data
+    return place, data
 
 
 def _check_end(file: _Watched) -> None:
