@@ -11,6 +11,8 @@ import gc
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -352,6 +354,48 @@ def test_a_forked_child_goes_on() -> None:
             os._exit(rest != list(range(BATCH, ROWS)))
     assert os.waitpid(child, 0)[1] == 0
     assert len(list(iterator)) == STEPS - 1
+
+
+FORKED_WHILE_IT_COPIES = """
+import os
+import sys
+import torch
+from faststep.data.deliver import copies
+
+class Locked(torch.Tensor):
+    def __del__(self):
+        if os.getpid() != parent:
+            os.write(1, b"a child has freed page-locked memory")
+
+class Event:
+    passed = False
+    def query(self):
+        return self.passed
+
+class Streams(copies.HostStreams):
+    device = torch.device("cuda")
+    def allocate(self, tensor):
+        return torch.empty_like(tensor), tensor.clone().as_subclass(Locked)
+    def mark(self, stream):
+        return Event()
+
+parent = os.getpid()
+copier = copies._copiers[torch.device("cuda")] = copies.Copier(Streams())
+queue = [copier.start([torch.ones(3)]) for _ in range(3)]
+queue[0].event.passed = queue[1].event.passed = True  # of which one is delivered
+copier.finish(queue.pop(0))
+child = os.fork()
+if child == 0:
+    del copier, queue
+    sys.exit()
+sys.exit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_child_frees_no_page_locked_memory() -> None:
+    command = [sys.executable, "-c", FORKED_WHILE_IT_COPIES]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 
 @pytest.mark.parametrize(

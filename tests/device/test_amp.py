@@ -52,7 +52,8 @@ def test_chain_inside_the_step(declaration: Declaration, max_norm: float | None)
             scaler.step(optimizer)
             scaler.update()
         (a, ours), (b, theirs) = both
-        pair.assert_same(a, b, grads=True)
+        # Nobody waits for a device: there the gradients of a skipped step stay scaled.
+        pair.assert_same(a, b, grads=max_norm is not None or step != 2)
         assert_same_scalers(ours, theirs)
         assert a.step_was_skipped == b.step_was_skipped == (step == 2)
         if not a.step_was_skipped:

@@ -55,6 +55,8 @@ def test_every_dtype_layout_and_chain(
         kwargs["max_grad_norm"] = 0.7
     both = twins.optimizers(declaration.ours, **kwargs)
     scaled = chain.startswith("scaled")
+    for optimizer in both if scaled else ():
+        optimizer._step_supports_amp_scaling = True  # as fused=True does; else fp16 is refused
     pair = scalers(init_scale=SCALE, growth_interval=1000) if scaled else (None, None)
     for step in range(2):
         source = generator(100 + step)

@@ -163,8 +163,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         Returns:
             A dict.
 
-            - "batches", "bytes": delivered; the bytes of dense tensors in lists, tuples and dicts.
-              They are None if a batch had more than 8 objects in these.
+            - "batches", "bytes": delivered; the bytes of dense tensors in lists, tuples and dicts,
+              as many per batch as the first 8 and every 64th had on average. They are None if one
+              of those had more than 64 objects in these.
             - "seconds": since the epoch began.
             - "wait": how long `next` took, in seconds: the "total", the percentiles "p50", "p95"
               and "p99" of the newest 4096 batches, and the "max".

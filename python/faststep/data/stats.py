@@ -16,7 +16,8 @@ from .._torch.tensors import nbytes_of
 __all__ = ["Layer", "Meter", "Metered"]
 
 KEPT = 4096  # the newest waits, for percentiles
-MOST_OBJECTS = 8  # in the containers of a batch whose bytes are counted
+MOST_OBJECTS = 64  # in the containers of a batch whose bytes are counted
+ALL_OF, ONE_IN = 8, 64  # the first batches, and one in so many later ones, are looked at
 
 
 class Meter:
@@ -33,8 +34,8 @@ class Meter:
         self._faults = _page_faults()
         self._totals: dict[str, int] = {}  # of a stage with those within it, in ns
         self._waits = array("q")
-        self._batches = self._slowest = 0
-        self._bytes: int | None = 0
+        self._batches = self._slowest = self._looked_at = 0
+        self._bytes: int | None = 0  # of those that were looked at
 
     def note(self, iterator: Metered, start: int, batch: object) -> None:
         """A stage, with those within it, has taken from `start` until now for a batch."""
@@ -47,23 +48,27 @@ class Meter:
             self._waits.append(spent)
         else:
             self._waits[self._batches % KEPT] = spent
-        self._batches += 1
-        if self._bytes is not None:
+        count = self._batches = self._batches + 1
+        if (count <= ALL_OF or not count % ONE_IN) and self._bytes is not None:
             size = iterator.bytes_of(batch)
             self._bytes = None if size is None else self._bytes + size
+            self._looked_at += 1
         if spent > self._slowest:
             self._slowest = spent
 
     def stats(self) -> dict[str, Any]:
         """See DataLoader.stats."""
         waits = sorted(self._waits)
+        size = self._bytes
+        if size is not None and self._looked_at:
+            size = size * self._batches // self._looked_at
         faults = _page_faults()
         # stages lie within each other: what is left of one is its own
         totals = sorted(self._totals.items(), key=lambda item: item[1])
         within = [0, *(total for _, total in totals)]
         return {
             "batches": self._batches,
-            "bytes": self._bytes,
+            "bytes": size,
             "seconds": (time.perf_counter_ns() - self._begun) / 1e9,
             "wait": {
                 "total": max(within) / 1e9,

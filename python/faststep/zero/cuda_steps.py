@@ -59,12 +59,13 @@ class CudaSteps(Steps):
         present = [slot.is_present for slot in self._slots]
         measured = self._sums.measure_there(None)
         self._note_difference(measured.differ)
-        rounded = self._returned(measured.norm, present, error_if_nonfinite)
+        if error_if_nonfinite:  # before anything is written; waits for the device
+            self._returned(measured.norm, present, True)
         set_grads(self._slots, present)
         pieces = [piece for slot in self._slots for piece, _ in slot.pieces]
         if any(piece.grad is not None for piece in pieces):
             clip_grads_with_norm_(pieces, max_norm, measured.norm)
-        return rounded
+        return self._returned(measured.norm, present, False)
 
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply the gradients of a dtype, and look for infinities on all ranks; a collective."""

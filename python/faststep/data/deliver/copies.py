@@ -231,7 +231,7 @@ class Copier:
             return  # another thread is about it
         try:
             while self._pending and self._pending[0].event.query():
-                self._pending.popleft().sources.clear()  # so only pending copies hold any
+                self._pending.popleft().sources.clear()
         finally:
             self._forgetting.release()
 
@@ -239,14 +239,13 @@ class Copier:
 _copiers: dict[torch.device, Copier] = {}  # one stream per device, however many loaders there are
 
 
-def _after_fork_in_child() -> None:
-    """Start anew, and never free what the parent's copies hold: CUDA cannot be called here."""
-    global _copiers
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_copiers))  # it outlives the interpreter too
-    _copiers = {}
+def _leave_to_parent() -> None:
+    """In a child nothing may free page-locked memory that is in use: CUDA cannot be asked there."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_copiers.copy()))  # also when the child ends
+    _copiers.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def copier_of(device: torch.device) -> Copier:

@@ -23,6 +23,7 @@ __all__ = ["IMAGE_SUFFIXES", "MAX_PIXELS", "ImageFolder", "decode_image", "resiz
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 JPEG = b"\xff\xd8\xff"
 MAX_PIXELS = 178_956_970  # where Pillow takes an image for an attack
+LONGEST = 16  # times the shorter side; of longer ones only the middle is resized
 
 
 def decode_image(
@@ -109,33 +110,51 @@ def _pixels(
     return _by_pillow(data, min_size, max_pixels)
 
 
-def resized(image: torch.Tensor, size: int, max_pixels: int | None = None) -> torch.Tensor:
+def resized(image: torch.Tensor, size: int) -> torch.Tensor:
     """The middle square of an image, its shorter side made `size` by bilinear interpolation.
 
     Args:
         image: a uint8 tensor (channels, height, width).
         size: of the result.
-        max_pixels: refuse an image that has more when it is resized and not yet cut. Default None.
 
     Returns:
-        A uint8 tensor (channels, size, size): what torchvision's Resize and CenterCrop give. It may
-        be a view.
+        A uint8 tensor (channels, size, size): what torchvision's Resize and CenterCrop give, to
+        within one level where a side is more than 16 times the other. It may be a view.
 
     Raises:
-        ValueError: the image has no pixels, or too many.
+        ValueError: the image has no pixels.
     """
     height, width = image.shape[1:]
     if not height or not width:
         raise ValueError(f"an image of {height} by {width} pixels cannot be resized")
     shorter = min(height, width)
-    sides = [int(size * height / shorter), int(size * width / shorter)]
-    if sides != [height, width]:
-        _check_pixels(sides[0], sides[1], max_pixels)
+    whole = [int(size * height / shorter), int(size * width / shorter)]
+    for dim in (1, 2):
+        if image.shape[dim] > LONGEST * shorter:
+            image = _middle(image, dim, whole[dim - 1], size)
+            whole[dim - 1] = size
+    if whole != [*image.shape[1:]]:
+        if 1 in image.shape:  # torch takes its strides, which mean nothing, for channels_last
+            image = image.clone(memory_format=torch.contiguous_format)
         image = torch.nn.functional.interpolate(
-            image[None], sides, mode="bilinear", antialias=True
+            image[None], whole, mode="bilinear", antialias=True
         )[0]
-    top, left = (round((side - size) / 2) for side in sides)
+    top, left = (round((side - size) / 2) for side in whole)
     return image[:, top : top + size, left : left + size]
+
+
+def _middle(image: torch.Tensor, dim: int, whole: int, size: int) -> torch.Tensor:
+    """The middle `size` pixels of a dimension that is resized to `whole`, without the others."""
+    length, scale = image.shape[dim], image.shape[dim] / whole
+    reach = max(scale, 1.0)
+    centres = (torch.arange(size, dtype=torch.float64) + round((whole - size) / 2) + 0.5) * scale
+    first = max(0, int(centres[0] - reach))
+    last = min(length, int(centres[-1] + reach) + 1)
+    places = torch.arange(first, last, dtype=torch.float64) + 0.5
+    weights = (1 - (places - centres[:, None]).abs() / reach).clamp_(min=0)
+    weights /= weights.sum(1, keepdim=True)
+    part = image.narrow(dim, first, last - first).movedim(dim, -1).double() @ weights.T
+    return part.round_().clamp_(0, 255).to(torch.uint8).movedim(-1, dim)
 
 
 def _by_pillow(data: bytes, min_size: int | None, max_pixels: int | None) -> torch.Tensor:
@@ -165,8 +184,7 @@ class ImageFolder(Dataset[Any]):
         transform: called on the image, a uint8 tensor (3, height, width) in RGB.
         target_transform: called on the number of the class.
         decoder, min_size, memory_format, max_pixels: as for `decode_image`; "auto" is decided
-            here, and `decoder` says how. `max_pixels` also bounds what `image_size` makes of a
-            long image before it is cut.
+            here, and `decoder` says how.
         image_size: resize images by their shorter side and cut out the middle, a square of this
             size, as torchvision's Resize and CenterCrop do. With `min_size` of the same value JPEG
             is decoded no larger than that needs. Default None: they stay as they are.
@@ -266,7 +284,7 @@ class ImageFolder(Dataset[Any]):
         pixels = _pixels(data, self.decoder, self.min_size, self.max_pixels, place_of)
         image = pixels.permute(2, 0, 1)
         if self.image_size is not None:
-            image = resized(image, self.image_size, self.max_pixels)
+            image = resized(image, self.image_size)
         if rows is not None and self.transform is None:
             return image  # it is copied to its row
         return _in_format(image, self.channels_last)
