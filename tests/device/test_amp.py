@@ -142,12 +142,13 @@ def test_unscale_on_several_devices() -> None:
         assert same_bits(p.grad, fake.plain(q.grad))
 
 
-def test_float16_gradients_cannot_be_unscaled() -> None:
+@pytest.mark.parametrize("way", ["unscale_", "step"])
+def test_float16_gradients_cannot_be_unscaled(way: str) -> None:
     pair = Pair([values((5,), 0, torch.float16)])
     optimizer, scaler = twins(pair, faststep.optim.AdamW)[1]
     pair.set_grads([torch.ones(5, dtype=torch.float16)])
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        scaler.unscale_(optimizer)
+        getattr(scaler, way)(optimizer)
     assert torch.equal(fake.plain(pair.cuda[0].grad), torch.ones(5, dtype=torch.float16))
 
 
@@ -209,11 +210,12 @@ def test_norm_on_several_devices(ordinals: list[int | None], max_norm: float | N
         torch.testing.assert_close(theirs.cpu(), ours, rtol=1e-6, atol=0.0)
 
 
-def test_float16_gradients_on_one_of_several_devices() -> None:
+@pytest.mark.parametrize("way", ["unscale_", "step"])
+def test_float16_gradients_on_one_of_several_devices(way: str) -> None:
     pair = Pair([values((5,), 0, torch.float32), values((5,), 1, torch.float16)], [0, 1])
     optimizer, scaler = twins(pair, faststep.optim.AdamW)[1]
     pair.set_grads([torch.ones(5), torch.ones(5, dtype=torch.float16)])
     with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
-        scaler.unscale_(optimizer)
+        getattr(scaler, way)(optimizer)
     for p in pair.cuda:
         assert torch.equal(fake.plain(p.grad), torch.ones(5, dtype=p.dtype))

@@ -383,6 +383,78 @@ def what_a_scaler_records(library: Library, watch: Watch) -> None:
     watch("twin", twin.state_dict())
 
 
+def first_steps_are_skipped(library: Library, watch: Watch) -> None:
+    """A skipped step leaves no state, nor part of one."""
+    names = ("SGD", "Adam", "RMSprop", "Adagrad", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop")
+    for name in (*names, "ASGD"):
+        momentum = {"momentum": 0.9} if name in ("SGD", "RMSprop") else {}
+        model = _model()
+        optimizer = getattr(library.optim, name)(model.parameters(), lr=0.1, **momentum)
+        scaler = library.GradScaler("cpu", init_scale=64.0)
+        for step in range(4):
+            model[2].bias.requires_grad_(step > 1)  # type: ignore[index]
+            _backward(model, scaler, step, (0, 2))
+            watch("result", scaler.step(optimizer))
+            scaler.update()
+            watch("state", optimizer.state_dict())
+            watch("length", len(optimizer.state))
+            optimizer.zero_grad()
+
+
+def errors_in_the_step(library: Library, watch: Watch) -> None:
+    """The gradients are unscaled before, and a step that is skipped raises none."""
+
+    def spoil(optimizer: Any) -> None:
+        del optimizer.param_groups[0]["lr"]
+
+    def halve(optimizer: Any) -> None:
+        del next(iter(optimizer.state.values()))["exp_avg_sq"]
+
+    for change in (spoil, halve):
+        for overflows in ((), (1,)):
+            model = _model()
+            optimizer = library.optim.AdamW(model.parameters(), lr=0.1)
+            scaler = library.GradScaler("cpu", init_scale=64.0)
+            _backward(model, scaler, 0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            change(optimizer)
+            _backward(model, scaler, 1, overflows)
+            try:
+                watch("result", scaler.step(optimizer))
+            except KeyError:
+                watch("raised")
+            watch("gradients", [p.grad for p in model.parameters()])
+            state = scaler._per_optimizer_states[id(optimizer)]
+            watch("found", list(state["found_inf_per_device"].values()))
+            watch("stage", str(state["stage"]))
+
+
+def patched_scaler(library: Library, watch: Watch) -> None:
+    """What a scaler's step calls is replaced in the object, and in its class."""
+    for owner in ("object", "class"):
+        for name in ("unscale_", "_unscale_grads_", "_maybe_opt_step"):
+            model = _model()
+            optimizer = library.optim.SGD(model.parameters(), lr=0.1)
+            scaler = library.GradScaler("cpu", init_scale=64.0)
+            place = scaler if owner == "object" else torch.amp.GradScaler
+            inner = getattr(place, name)
+
+            def traced(*args: Any, inner: Any = inner, name: str = name) -> Any:
+                watch("called", name)
+                return inner(*args)
+
+            setattr(place, name, traced)
+            try:
+                for step in range(2):
+                    _backward(model, scaler, step)
+                    scaler.step(optimizer)
+                    scaler.update()
+            finally:
+                setattr(place, name, inner)
+
+
 def frozen_and_unused(library: Library, watch: Watch) -> None:
     model = _model()
     model[0].weight.requires_grad_(False)  # type: ignore[index]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -19,10 +20,12 @@ __all__ = [
     "dtypes_of",
     "get_grad_dtype",
     "has_global_step_hooks",
+    "has_torchs_passes",
     "increment_version",
     "is_capturing",
     "is_of_scheduler",
     "is_torchs",
+    "replaces_unscaling",
     "set_grad_dtype",
     "step_dtype",
     "step_pre_hooks",
@@ -48,6 +51,27 @@ def is_torchs(function: object) -> bool:
             return False
         function = getattr(function, "__wrapped__", None)
     return True
+
+
+_PASSES = ("unscale_", "_unscale_grads_", "_maybe_opt_step", "_check_inf_per_device")
+_passes_of = operator.attrgetter(*_PASSES)
+
+
+@functools.lru_cache(8)
+def _are_torchs(*functions: Any) -> bool:
+    return all(map(is_torchs, functions))
+
+
+def has_torchs_passes(scaler: torch.amp.GradScaler) -> bool:
+    """Whether a script has replaced nothing that a GradScaler's step calls of the scaler."""
+    own = vars(scaler)
+    passes = (*_passes_of(type(scaler)), *_passes_of(torch.amp.GradScaler))
+    return _are_torchs(*passes) and all(is_torchs(own[name]) for name in _PASSES if name in own)
+
+
+def replaces_unscaling() -> bool:
+    """Whether a script has replaced what unscales gradients in torch's GradScaler."""
+    return not is_torchs(torch.amp.GradScaler._unscale_grads_)
 
 
 def has_global_step_hooks() -> bool:

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .._devices import HOST_ONLY, devices_of
-from .._torch.dtensor import any_dtensor
-from .._torch.optim import OptState, cuda_amp_is_unavailable
+from .._torch.optim import OptState, cuda_amp_is_unavailable, has_torchs_passes
 from ..clip import clip_grad_norm_
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
@@ -22,6 +21,7 @@ from .protocol import (
     any_found,
     can_be_seen,
     had_grads_elsewhere,
+    has_dtensors,
     lent_attributes,
     takes_found_inf,
     takes_requests,
@@ -52,7 +52,8 @@ class GradScaler(UnscalingScaler):
       before `step`.
 
     Gradients that are not plain strided real CPU or CUDA tensors take torch's way. On CUDA nothing
-    waits for the device: the overflow is found, the step skipped and the scale updated there.
+    waits for the device, unless a script can look: the overflow is found, the step skipped and the
+    scale updated there.
 
     Args:
         device: device type of the losses. Default: "cuda".
@@ -176,17 +177,16 @@ class GradScaler(UnscalingScaler):
             return super().step(optimizer, *args, **kwargs)
         if not isinstance(optimizer, FusedOptimizer) or optimizer._is_divided_by_fsdp1():
             return self._step_unscaled(optimizer, lent, None, args, kwargs)
-        params = params_of(optimizer)
         if (
             args
             or kwargs
-            or not self._checks_like_ours()
+            or not has_torchs_passes(self)
             or can_be_seen(optimizer)
-            or any_dtensor(params)  # all ranks go one way, whatever hooks one of them has
+            or has_dtensors(optimizer)  # all ranks go one way, whatever hooks one of them has
         ):
             return self._step_as_torch(optimizer, args, kwargs)
-        if (optimizer._devices or devices_of(params)) != HOST_ONLY:
-            return self._step_unscaled(optimizer, lent, None, args, kwargs)
+        if (optimizer._devices or devices_of(params_of(optimizer))) != HOST_ONLY:
+            return self._step_unscaled(optimizer, lent, None, args, kwargs, refuses_fp16=True)
         self._step_unseen(optimizer)
         return None
 
@@ -200,26 +200,19 @@ class GradScaler(UnscalingScaler):
         return result
 
     def _step_unseen(self, optimizer: FusedOptimizer) -> None:
-        """The same in host memory where nobody sees it: the step looks before it updates."""
+        """The same in host memory where nobody sees it: one call looks, unscales and updates."""
         state = self._begin_step(optimizer, {})
         if state["stage"] is not OptState.READY or not has_grads(optimizer):
             self._step_as_torch(optimizer, (), {})
             return
         found = torch.zeros((), dtype=torch.float32, device="cpu")
-        lent = {
-            "grad_scale": self._get_scale_async(),
-            "found_inf": found,
-            "_asked": ScalerRequest(looks_for_inf=True, refuses_fp16=True),
-        }
-        with lent_attributes(optimizer, lent):
-            optimizer._fused_step()
-        if optimizer._skipped:
-            self.unscale_(optimizer)  # torch leaves the gradients so
-        else:
-            state["found_inf_per_device"] = {found.device: found}
-            if "step" in vars(optimizer):  # a scheduler notes the call
-                with lent_attributes(optimizer, {"_fused_step": lambda *_: None}):
-                    optimizer.step()
+        if not optimizer._try_step(cast(Tensor, self._scale), found):
+            self._step_as_torch(optimizer, (), {})
+            return
+        state["found_inf_per_device"] = {found.device: found}
+        if "step" in vars(optimizer):  # a scheduler notes the call
+            with lent_attributes(optimizer, {"_fused_step": lambda *_: None}):
+                optimizer.step()
         state["stage"] = OptState.STEPPED
 
     def _step_unscaled(
@@ -229,6 +222,7 @@ class GradScaler(UnscalingScaler):
         max_norm: float | None,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        refuses_fp16: bool = False,
     ) -> float | None:
         """The step of an optimizer that unscales by itself, which gets `lent` for that time."""
         fused = takes_requests(optimizer)
@@ -243,10 +237,10 @@ class GradScaler(UnscalingScaler):
             lent["grad_scale"] = scale  # which torch multiplies by 1: one launch more on a device
         elif ready:
             lent["grad_scale"] = scale * (1 if before is None else before)
-        measures = fused and ready and self._checks_like_ours()
+        measures = fused and ready and has_torchs_passes(self)
         if measures:
             lent["found_inf"] = torch.zeros((), dtype=torch.float32, device=scale.device)
-            lent["_asked"] = ScalerRequest(looks_for_inf=True, max_norm=max_norm)
+            lent["_asked"] = ScalerRequest(True, refuses_fp16, max_norm)
             had_grads = has_grads(optimizer)
         else:
             if ready:
@@ -370,14 +364,3 @@ class GradScaler(UnscalingScaler):
         if state is not None and state["stage"] is OptState.READY:
             self.unscale_(optimizer)
         clip_grad_norm_(params_of(optimizer), max_norm)
-
-    def _checks_like_ours(self) -> bool:
-        """False in a subclass with a check of its own, which `step` must then not leave out."""
-        cls = type(self)
-        return (
-            cls._unscale_grads_ is GradScaler._unscale_grads_
-            and cls._check_inf_per_device is GradScaler._check_inf_per_device
-            and cls._maybe_opt_step is GradScaler._maybe_opt_step
-            and cls.unscale_ is GradScaler.unscale_
-            and "unscale_" not in vars(self)
-        )

@@ -24,8 +24,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
+from .._torch.dtensor import any_dtensor
 from .._torch.modes import is_watched
 from .._torch.optim import has_global_step_hooks
+from .._torch.ranks import is_distributed
+from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 
 __all__ = [
@@ -33,6 +36,7 @@ __all__ = [
     "any_found",
     "can_be_seen",
     "had_grads_elsewhere",
+    "has_dtensors",
     "lent_attributes",
     "takes_found_inf",
     "takes_requests",
@@ -77,6 +81,11 @@ def can_be_seen(optimizer: FusedOptimizer) -> bool:
         or is_watched()
         or torch.compiler.is_compiling()
     )
+
+
+def has_dtensors(optimizer: Optimizer) -> bool:
+    """Whether one of the parameters is a DTensor, which needs a process group."""
+    return is_distributed() and any_dtensor(params_of(optimizer))
 
 
 def had_grads_elsewhere(optimizer: Optimizer) -> bool:

@@ -14,7 +14,7 @@ from .. import _C
 from .._devices import has_kernels_for, ordinal_of
 from .._torch.dtensor import any_dtensor, is_dtensor, part_of
 from .._torch.modes import is_watched
-from .._torch.optim import dtypes_of, increment_version
+from .._torch.optim import dtypes_of, increment_version, replaces_unscaling
 from ..grads import divide as division
 from ..grads.agreement import over_ranks
 from ..grads.params import params_of
@@ -50,7 +50,7 @@ class UnscalingScaler(torch.amp.GradScaler):
         params = params_of(optimizer)
         if not allow_fp16:  # called by unscale_, not by step
             inv_scale = division.unscaled(optimizer, inv_scale)
-        if is_watched():
+        if is_watched() or replaces_unscaling():
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if any_dtensor(params):
             shards = _unscale_shards(params, inv_scale, found_inf, allow_fp16)

@@ -228,9 +228,27 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             if not self._is_for_torch(*error.args):
                 raise explained from None
             answer = self._step_by_torch(request, str(explained))
+        self._note(answer)
+
+    def _note(self, answer: StepAnswer) -> None:
         self._skipped = answer.skipped
         if answer.norm is not None:
             self._last_norm = answer.norm
+
+    def _try_step(self, grad_scale: Tensor, found_inf: Tensor) -> bool:
+        """Unscale and update by one call of C. False, and nothing has changed, if it cannot.
+
+        It cannot at an overflow, and where a step would raise or be left to torch.
+        """
+        request = StepRequest(
+            grad_scale, found_inf, True, write_grads=True, refuses_fp16=True, is_tried=True
+        )
+        try:
+            answer = self._step_by_plan(request)
+        except Exception:  # comes again in the step that follows
+            return False
+        self._note(answer)
+        return not answer.skipped
 
     def _request(self) -> StepRequest:
         request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)

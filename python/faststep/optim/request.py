@@ -30,7 +30,8 @@ class StepRequest(NamedTuple):
     max_norm: float | None = None  # gradients are clipped to this global 2-norm
     write_grads: bool = False  # unscaled and clipped gradients are written back to `.grad`
     squares: _C.Squares | None = None  # of the gradients, measured in backward
-    refuses_fp16: bool = False  # where it looks: float16 gradients in CPU memory are an error
+    refuses_fp16: bool = False  # where it looks: float16 gradients are an error
+    is_tried: bool = False  # at an overflow the states are what they were before
 
     @property
     def measures(self) -> bool:

@@ -75,7 +75,7 @@ class Stepper:
         try:
             done, scalars = self._measure_and_apply(work, request, measures)
         except BaseException:
-            work.drop_new_states()
+            work.restore_states()
             raise
         skipped, norm, written, written_grads = done
         if written:  # not those that C has counted
@@ -87,7 +87,10 @@ class Stepper:
         answer = StepAnswer(skipped, norm)
         if self.devices != HOST_ONLY:
             answer = self._answer_of_devices(answer, scalars, measures)
-        work.drop_new_states_if(answer.skipped)
+        if request.is_tried and answer.skipped:
+            work.restore_states()
+        else:
+            work.drop_new_states_if(answer.skipped)
         return answer
 
     def _measure_and_apply(

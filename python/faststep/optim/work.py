@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -86,6 +86,7 @@ class Work:
     """
 
     __slots__ = (
+        "_before",
         "_has_emptied_cache",
         "_new",
         "creates_states",
@@ -115,6 +116,7 @@ class Work:
         self.wants_norm = wants_norm
         self.unchanged = unchanged
         self._new: list[Place] | None = None  # of the states that were created; None: no state
+        self._before: list[tuple[Tensor, dict[str, Any] | None]] = []  # what they were
         self._has_emptied_cache = False
 
     def run(
@@ -191,6 +193,10 @@ class Work:
         for which, index in missing:
             optimizer._refuse_half_state(*self.place(which, index), own_keys(rules[which]))
         self._new = sorted([*before, *missing])  # the first may have been dropped meanwhile
+        for which, index in missing:
+            param = self.params[which][index]
+            known = param in optimizer.state
+            self._before.append((param, dict(optimizer.state[param]) if known else None))
         with torch.no_grad():
             for which, index in missing:
                 group = optimizer.param_groups[self.place(which, index)[0]]
@@ -236,3 +242,13 @@ class Work:
         """Undo the creation where zeros make the next step differ from a missing state."""
         for which, index in self._new or ():
             self.optimizer._drop_new_state(self.params[which][index])
+
+    def restore_states(self) -> None:
+        """Undo the creation, so that nothing shows that there was a step."""
+        state = self.optimizer.state
+        for param, before in self._before:
+            if before is None:
+                state.pop(param, None)
+            else:
+                state[param].clear()
+                state[param].update(before)

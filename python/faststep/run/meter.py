@@ -63,7 +63,10 @@ class Meter:
         return self._measured(lambda args: name, function)
 
     def timed_step(self, function: Callable[..., Any]) -> Any:
-        """The step of an optimizer, its first argument, measured under the optimizer's name."""
+        """The step of an optimizer, its first argument, measured under the optimizer's name.
+
+        A step that returns False was tried, and another one follows.
+        """
         measured = self._measured(lambda args: self._name_of(args[0]), function)
 
         @functools.wraps(function)
@@ -71,11 +74,14 @@ class Meter:
             if torch.compiler.is_compiling() or self._is_elsewhere() or self._stepping is optimizer:
                 return function(optimizer, *args, **kwargs)
             outside, self._stepping = self._stepping, optimizer
+            result = None
             try:
-                return measured(optimizer, *args, **kwargs)
+                result = measured(optimizer, *args, **kwargs)
             finally:
                 self._stepping = outside
-                self._end_step(type(optimizer))
+                if result is not False:
+                    self._end_step(type(optimizer))
+            return result
 
         return stepped
 

@@ -109,8 +109,9 @@ class Swaps:
 
     def count_steps(self) -> None:
         """Measure the steps of all optimizers; those of other classes below the hooks of torch."""
-        step = self._meter.timed_step(FusedOptimizer._fused_step)
-        setattr(FusedOptimizer, "_fused_step", step)  # noqa: B010, mypy refuses an assignment
+        for name in ("_fused_step", "_try_step"):
+            step = self._meter.timed_step(getattr(FusedOptimizer, name))
+            setattr(FusedOptimizer, name, step)
         step = self._meter.timed_step(optim.Adafactor._factored_step)
         setattr(optim.Adafactor, "_factored_step", step)  # noqa: B010
         patch = vars(Optimizer)["_patch_step_function"]
