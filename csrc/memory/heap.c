@@ -1,4 +1,4 @@
-#define _GNU_SOURCE /* MAP_ANONYMOUS, madvise */
+#define _GNU_SOURCE /* MAP_ANONYMOUS, madvise, mremap */
 #include "memory/heap.h"
 
 #include <errno.h>
@@ -12,18 +12,25 @@ enum {
     HUGE_PAGE = 2 << 20, /* addresses become usable by so many bytes at once */
     SLACK = 16 << 20,    /* bytes that blocks and kept memory may have above the peak */
     SLACK_SHARE = 16,    /* and a 16th of the peak */
-    PAGES_PER_HUGE = HUGE_PAGE / FST_HEAP_PAGE,
+    PAGES_PER_HUGE = FST_SPAN_HUGE,
+    MOST_HOLES = 8192, /* of 65530 mappings that a process may have */
 };
+
+_Static_assert(PAGES_PER_HUGE == HUGE_PAGE / FST_HEAP_PAGE, "a huge page has 2 MiB");
+
+#ifndef MAP_FIXED_NOREPLACE /* older kernels take the address as a hint */
+#define MAP_FIXED_NOREPLACE 0x100000
+#endif
 
 static struct {
     pthread_mutex_t lock;
     fst_spans spans;
     _Atomic(char *) start; /* NULL: not open */
     char *end;
-    uint32_t top, usable, pages; /* pages: never used from, accessible up to, reserved */
-    size_t limit;
+    uint32_t top, usable, noted, pages; /* pages: never used from, mapped, with notes, in all */
+    size_t limit, hold;
     fst_heap_counts counts;
-} heap = {.lock = PTHREAD_MUTEX_INITIALIZER, .limit = SIZE_MAX};
+} heap = {.lock = PTHREAD_MUTEX_INITIALIZER, .limit = SIZE_MAX, .hold = SIZE_MAX};
 
 static size_t bytes_of(uint32_t pages)
 {
@@ -41,16 +48,17 @@ static int open_heap(size_t bytes)
     const size_t pages = bytes / FST_HEAP_PAGE;
     if (pages < PAGES_PER_HUGE || pages > UINT32_MAX - PAGES_PER_HUGE)
         return EINVAL;
-    const size_t range = bytes + HUGE_PAGE, notes = (pages + 1) * sizeof(fst_span);
-    /* Without MAP_NORESERVE: blocks count against the system's memory as mprotect() opens them. */
-    char *got = map(NULL, range, PROT_NONE, 0);
+    const size_t range = bytes + HUGE_PAGE;
+    char *got = map(NULL, 2 * range, PROT_NONE, MAP_NORESERVE);
     if (!got)
         return ENOMEM;
-    heap.spans.at = map(NULL, notes, PROT_READ | PROT_WRITE, MAP_NORESERVE);
-    if (!heap.spans.at) {
-        munmap(got, range);
+    /* Nothing stays mapped, so that no limit counts it. The kernel gives others the upper half
+     * first. */
+    munmap(got, 2 * range);
+    heap.spans.at = map(NULL, PAGES_PER_HUGE * sizeof(fst_span), PROT_READ | PROT_WRITE, 0);
+    if (!heap.spans.at)
         return ENOMEM;
-    }
+    heap.noted = PAGES_PER_HUGE;
     char *start = got + (HUGE_PAGE - (uintptr_t)got % HUGE_PAGE) % HUGE_PAGE;
     heap.pages = (uint32_t)pages;
     heap.end = start + bytes_of(heap.pages);
@@ -89,12 +97,13 @@ static bool open_pages(uint32_t page, uint32_t pages)
     return true;
 }
 
-/* Gives the memory of pages back. Mapped anew they count against no limit; mprotect() alone would
- * leave them counted. */
+/* Gives the memory of pages below the top back. Mapped anew they count against no limit of data;
+ * mprotect() alone would leave them counted. */
 static void close_pages(uint32_t page, uint32_t pages)
 {
-    if (pages && !map(address_of(page), bytes_of(pages), PROT_NONE, MAP_FIXED))
-        madvise(address_of(page), bytes_of(pages), MADV_DONTNEED); /* too many mappings */
+    if (heap.spans.count[FST_SPAN_CLEAN] >= MOST_HOLES ||
+        !map(address_of(page), bytes_of(pages), PROT_NONE, MAP_FIXED))
+        madvise(address_of(page), bytes_of(pages), MADV_DONTNEED);
 }
 
 /* Adds free pages to their neighbours of the same kind. Returns the first page of all. */
@@ -112,7 +121,7 @@ static uint32_t add_free(uint32_t page, uint32_t pages, fst_span_kind kind)
         fst_spans_remove(&heap.spans, next);
     }
     if (kind == FST_SPAN_CLEAN && page + pages == heap.top) {
-        close_pages(heap.top, heap.usable - heap.top);
+        munmap(address_of(page), bytes_of(heap.usable - page));
         heap.top = heap.usable = page;
     } else {
         fst_spans_add(&heap.spans, page, pages, kind);
@@ -121,18 +130,24 @@ static uint32_t add_free(uint32_t page, uint32_t pages, fst_span_kind kind)
 }
 
 /* Keeps the memory of a block that was freed. The kernel may take it when it is short of memory:
- * the huge pages that the block, or a part of it, makes wholly free. Less would split them. */
+ * the huge pages that the block, or a part of it, makes wholly free, as less would split them; and
+ * the rest of the block too, once as much is loose as may be held. */
 static void keep(uint32_t page, uint32_t pages)
 {
     const uint32_t huge = PAGES_PER_HUGE, first = add_free(page, pages, FST_SPAN_KEPT);
     const uint32_t end = first + heap.spans.at[first].pages;
     const uint32_t whole = (first + huge - 1) / huge, begun = page / huge;
     const uint32_t whole_end = end / huge, begun_end = (page + pages + huge - 1) / huge;
-    const uint32_t from = whole > begun ? whole : begun;
-    const uint32_t to = whole_end < begun_end ? whole_end : begun_end;
+    uint32_t from = (whole > begun ? whole : begun) * huge;
+    uint32_t to = (whole_end < begun_end ? whole_end : begun_end) * huge;
+    if (heap.spans.loose > heap.hold / FST_HEAP_PAGE) {
+        const bool none = from >= to;
+        from = none || page < from ? page : from;
+        to = none || page + pages > to ? page + pages : to;
+    }
 #ifdef MADV_FREE
     if (from < to)
-        madvise(address_of(from * huge), bytes_of((to - from) * huge), MADV_FREE);
+        madvise(address_of(from), bytes_of(to - from), MADV_FREE);
 #endif
 }
 
@@ -176,15 +191,38 @@ static uint32_t kept_below_top(void)
     return below->kind == FST_SPAN_KEPT ? below->pages : 0;
 }
 
-/* Makes addresses above the top accessible. */
+/* Makes room for the notes of pages below this one. */
+static bool note_up_to(uint32_t page)
+{
+    if (page <= heap.noted)
+        return true;
+    const uint32_t wanted = page / 2 < heap.noted ? 2 * heap.noted : page;
+    const size_t size = sizeof(fst_span);
+    void *at = mremap(heap.spans.at, heap.noted * size, wanted * size, MREMAP_MAYMOVE);
+    if (at == MAP_FAILED)
+        return false;
+    heap.spans.at = at;
+    heap.noted = wanted;
+    return true;
+}
+
+/* Maps addresses above the top, where nobody else has mapped any meanwhile. */
 static bool reach(uint32_t page)
 {
     if (page <= heap.usable)
         return true;
     const uint32_t rounded = (page + PAGES_PER_HUGE - 1) / PAGES_PER_HUGE * PAGES_PER_HUGE;
     const uint32_t up_to = rounded < heap.pages ? rounded : heap.pages;
-    if (page > heap.pages || !open_pages(heap.usable, up_to - heap.usable))
+    if (page > heap.pages || !note_up_to(up_to))
         return false;
+    char *at = address_of(heap.usable);
+    const size_t bytes = bytes_of(up_to - heap.usable);
+    char *got = map(at, bytes, PROT_NONE, MAP_FIXED_NOREPLACE);
+    if (got != at || !open_pages(heap.usable, up_to - heap.usable)) {
+        if (got)
+            munmap(got, bytes);
+        return false;
+    }
     heap.usable = up_to;
     return true;
 }
@@ -266,8 +304,10 @@ static uint32_t block_at(const void *address)
         return 0;
     const size_t offset = (size_t)((const char *)address - address_of(0));
     const uint32_t page = (uint32_t)(offset / FST_HEAP_PAGE);
+    if (offset % FST_HEAP_PAGE || page >= heap.top)
+        return 0;
     const fst_span *span = &heap.spans.at[page];
-    return offset % FST_HEAP_PAGE == 0 && page < heap.top && span->kind == FST_SPAN_USED ? page : 0;
+    return span->kind == FST_SPAN_USED ? page : 0;
 }
 
 size_t fst_heap_size(const void *block)
@@ -302,6 +342,13 @@ size_t fst_heap_limit(size_t bytes)
     const size_t gone = trim(bytes);
     pthread_mutex_unlock(&heap.lock);
     return gone;
+}
+
+void fst_heap_hold(size_t bytes)
+{
+    pthread_mutex_lock(&heap.lock);
+    heap.hold = bytes;
+    pthread_mutex_unlock(&heap.lock);
 }
 
 size_t fst_heap_trim(size_t bytes)

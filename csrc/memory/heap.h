@@ -1,7 +1,8 @@
 /* heap.h - a heap of large blocks that keeps the memory of freed ones for the next, up to a limit.
  *
- * One range of addresses is reserved once. It is divided into pages of FST_HEAP_PAGE bytes, and
- * these into spans: a block, free memory that is kept, or free memory that the system has back.
+ * One range of addresses is chosen once, and mapped as far as it is used. It is divided into pages
+ * of FST_HEAP_PAGE bytes, and these into spans: a block, free memory that is kept, or free memory
+ * that the system has back.
  * Every function may be called by any thread. */
 #ifndef FST_MEMORY_HEAP_H
 #define FST_MEMORY_HEAP_H
@@ -20,7 +21,7 @@ typedef struct {
     size_t fresh;  /* bytes that the system was asked for, in all */
 } fst_heap_counts;
 
-/* Reserves `bytes` of addresses. Returns 0, or the system's errno; once it has returned 0, it
+/* Chooses `bytes` of addresses. Returns 0, or the system's errno; once it has returned 0, it
  * does nothing more. */
 int fst_heap_open(size_t bytes);
 
@@ -38,6 +39,10 @@ size_t fst_heap_give(void *block);
 
 /* At most so many bytes are kept from now on. Returns how many went back. */
 size_t fst_heap_limit(size_t bytes);
+
+/* At most so many bytes of blocks that are freed from now on are kept where the kernel cannot take
+ * them when it is short of memory. */
+void fst_heap_hold(size_t bytes);
 
 /* Gives kept memory back to the system until `bytes` are left. Returns how many went back. */
 size_t fst_heap_trim(size_t bytes);

@@ -17,6 +17,7 @@ enum {
     MOST_SLOTS = 8,
     CHECK_EVERY = 64 << 20, /* bytes taken or freed between two looks at the control group */
     GROUP_SHARE = 16,       /* of the group's limit stays free */
+    HOLD_SHARE = 64,        /* of the machine's or the group's memory is held against the kernel */
     KEPT_BY_MALLOC = 64 << 20,
     BY_MAP = 32 << 20, /* as far as glibc goes by itself */
 };
@@ -31,8 +32,7 @@ static struct {
     fst_symbol_slot takers[MOST_SLOTS], givers[MOST_SLOTS];
     size_t taker_count, giver_count;
     size_t limit;
-    size_t
-        most; /* bytes of a block; larger ones are the C library's, which the system may refuse */
+    size_t most; /* bytes of a block; the system may refuse larger ones, of the C library */
     memalign_function memalign;
     free_function free;
     _Atomic(bool) active;
@@ -55,6 +55,19 @@ static void look_at_group(size_t bytes)
     }
 }
 
+static bool is_limited(int resource)
+{
+    struct rlimit limit;
+    return !getrlimit(resource, &limit) && limit.rlim_cur != RLIM_INFINITY;
+}
+
+/* Whether the process was given a limit that what is kept counts against; a script may do so at any
+ * time. */
+static bool limits_data(void)
+{
+    return is_limited(RLIMIT_AS) || is_limited(RLIMIT_DATA);
+}
+
 static int take(void **out, size_t alignment, size_t size)
 {
     if (size >= FST_RETAIN_LEAST && size <= retain.most && alignment <= FST_HEAP_PAGE &&
@@ -75,12 +88,14 @@ static int take(void **out, size_t alignment, size_t size)
 /* Leaves errno as it is, as glibc's does. */
 static void give(void *block)
 {
-    if (!fst_heap_owns(block)) {
-        retain.free(block);
-        return;
-    }
     const int before = errno;
-    look_at_group(fst_heap_give(block));
+    const size_t bytes = fst_heap_owns(block) ? fst_heap_give(block) : 0;
+    if (!bytes)
+        retain.free(block);
+    else if (limits_data())
+        fst_heap_trim(0);
+    else
+        look_at_group(bytes);
     errno = before;
 }
 
@@ -144,12 +159,6 @@ static size_t memory_of_machine(void)
     return pages > 0 && size > 0 ? (size_t)pages * (size_t)size : (size_t)64 << 30;
 }
 
-static bool is_limited(int resource)
-{
-    struct rlimit limit;
-    return !getrlimit(resource, &limit) && limit.rlim_cur != RLIM_INFINITY;
-}
-
 /* Whether the system counts memory that nobody has written to. */
 static bool counts_promises(void)
 {
@@ -160,10 +169,11 @@ static bool counts_promises(void)
     return mode == '2';
 }
 
-/* The limit that addresses or memory which nobody uses would count against; NULL if there is none.
- * What is kept would take it from others. */
-static const char *limit_in_the_way(void)
+/* Why nothing may be kept: memory that nobody uses counts, or cannot go back; NULL: it may. */
+static const char *reason_against(void)
 {
+    if (sysconf(_SC_PAGESIZE) > FST_HEAP_PAGE)
+        return "the system's pages are larger than 16 KiB";
     if (is_limited(RLIMIT_AS))
         return "the process has a limit of addresses (RLIMIT_AS, ulimit -v)";
     if (is_limited(RLIMIT_DATA))
@@ -214,7 +224,10 @@ static fst_code start(size_t limit, const fst_cgroup *group, fst_status *status)
         *next = *group;
     atomic_store(&retain.group, group ? next : NULL);
     retain.limit = limit;
+    const size_t machine = memory_of_machine();
+    const size_t most = group ? fst_cgroup_read(group).limit : machine;
     fst_heap_limit(limit);
+    fst_heap_hold((most < machine ? most : machine) / HOLD_SHARE);
     const int error = set_all(retain.takers, retain.taker_count, (void *)(uintptr_t)take);
     if (error)
         return fst_fail(status, FST_UNSUPPORTED, "posix_memalign of torch cannot be replaced: %s",
@@ -232,9 +245,9 @@ fst_code fst_retain(size_t limit, const fst_cgroup *group, fst_status *status)
     const char *stranger = fst_retain_stranger();
     if (stranger)
         return fst_fail(status, FST_UNSUPPORTED, "malloc is that of %s, not glibc's", stranger);
-    const char *limit_found = limit_in_the_way();
-    if (limit_found)
-        return fst_fail(status, FST_UNSUPPORTED, "%s, and what is kept would count", limit_found);
+    const char *reason = reason_against();
+    if (reason)
+        return fst_fail(status, FST_UNSUPPORTED, "%s", reason);
     pthread_mutex_lock(&retain.lock);
     const fst_code code = start(limit, group, status);
     pthread_mutex_unlock(&retain.lock);

@@ -18,6 +18,14 @@ static void mark(fst_spans *spans, uint32_t page, uint32_t pages, fst_span_kind 
     first->pages = last->pages = kind == FST_SPAN_NONE ? 0 : pages;
 }
 
+/* The pages of a span outside the huge pages that it fills. */
+static uint32_t loose_pages(uint32_t page, uint32_t pages)
+{
+    const uint32_t first = (page + FST_SPAN_HUGE - 1) / FST_SPAN_HUGE;
+    const uint32_t end = (page + pages) / FST_SPAN_HUGE;
+    return end > first ? pages - (end - first) * FST_SPAN_HUGE : pages;
+}
+
 static void add_to_ages(fst_spans *spans, uint32_t page)
 {
     fst_span *span = &spans->at[page];
@@ -45,6 +53,7 @@ static void remove_from_ages(fst_spans *spans, const fst_span *span)
 void fst_spans_add(fst_spans *spans, uint32_t page, uint32_t pages, fst_span_kind kind)
 {
     mark(spans, page, pages, kind);
+    spans->count[kind]++;
     if (kind == FST_SPAN_USED)
         return;
     const uint32_t bin = bin_of(pages);
@@ -56,8 +65,10 @@ void fst_spans_add(fst_spans *spans, uint32_t page, uint32_t pages, fst_span_kin
         spans->at[*first].previous = page;
     *first = page;
     spans->bins[kind].filled[bin / 64] |= UINT64_C(1) << bin % 64;
-    if (kind == FST_SPAN_KEPT)
+    if (kind == FST_SPAN_KEPT) {
+        spans->loose += loose_pages(page, pages);
         add_to_ages(spans, page);
+    }
 }
 
 void fst_spans_remove(fst_spans *spans, uint32_t page)
@@ -65,6 +76,7 @@ void fst_spans_remove(fst_spans *spans, uint32_t page)
     const fst_span span = spans->at[page];
     const uint32_t bin = bin_of(span.pages);
     mark(spans, page, span.pages, FST_SPAN_NONE);
+    spans->count[span.kind]--;
     if (span.kind == FST_SPAN_USED)
         return;
     if (span.next)
@@ -73,8 +85,10 @@ void fst_spans_remove(fst_spans *spans, uint32_t page)
         spans->at[span.previous].next = span.next;
     else if (!(spans->bins[span.kind].first[bin] = span.next))
         spans->bins[span.kind].filled[bin / 64] &= ~(UINT64_C(1) << bin % 64);
-    if (span.kind == FST_SPAN_KEPT)
+    if (span.kind == FST_SPAN_KEPT) {
+        spans->loose -= loose_pages(page, span.pages);
         remove_from_ages(spans, &span);
+    }
 }
 
 /* The smallest of the first spans of a bin that are large enough; of equal ones the lowest. */

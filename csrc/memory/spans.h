@@ -2,9 +2,13 @@
 #ifndef FST_MEMORY_SPANS_H
 #define FST_MEMORY_SPANS_H
 
+#include <stddef.h>
 #include <stdint.h>
 
-enum { FST_SPAN_BINS = 256 };
+enum {
+    FST_SPAN_BINS = 256,
+    FST_SPAN_HUGE = 128, /* pages of a huge page */
+};
 
 typedef enum {
     FST_SPAN_NONE = 0, /* no span begins or ends here */
@@ -28,6 +32,8 @@ typedef struct {
         uint64_t filled[FST_SPAN_BINS / 64]; /* bit b: bin b has a span */
     } bins[4];                               /* by kind */
     uint32_t newest, oldest;
+    size_t count[4]; /* spans, by kind */
+    size_t loose;    /* pages of kept spans that fill no huge page */
 } fst_spans;
 
 /* Notes a span of this kind, in the lists of its kind. */

@@ -482,6 +482,55 @@ assert all((one == 1).all() for one in some)
     )
 
 
+@pytest.mark.parametrize(("limit", "line"), [("RLIMIT_AS", "VmSize"), ("RLIMIT_DATA", "VmData")])
+def test_a_limit_that_comes_later_counts_only_tensors(run: Run, limit: str, line: str) -> None:
+    """A script may set it under `run`, which calls retain() first."""
+    run(
+        """
+import numpy
+tensor(4)
+def counted():
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(sys.argv[2] + ":")[1].split()[0]) * 1024
+before = counted()
+memory.retain()
+assert counted() < before + 4 * MEGABYTE, (counted() - before) / MEGABYTE
+old, held = tensor(50), tensor(10)
+resource.setrlimit(getattr(resource, sys.argv[1]), (counted() + 200 * MEGABYTE, -1))
+del old  # goes back at once, as plain torch's does
+assert memory.stats().kept == 0
+for _ in range(3):
+    some = [tensor(20) for _ in range(8)]
+    assert memory.stats().kept == 0 and all((one == 1).all() for one in some)
+    del some
+    arrays = [numpy.ones(5 * MEGABYTE) for _ in range(2)]
+    del arrays
+resource.setrlimit(getattr(resource, sys.argv[1]), (-1, -1))
+del held
+assert memory.stats().kept >= 10 * MEGABYTE
+memory.undo()
+assert counted() < before + 8 * MEGABYTE, (counted() - before) / MEGABYTE
+""",
+        limit,
+        line,
+    )
+
+
+def test_small_holes_leave_the_process_its_mappings(run: Run) -> None:
+    run("""
+def block():
+    return torch.empty(1 << 15).fill_(1)
+memory.retain()
+some = [block() for _ in range(24000)]
+del some[::2]
+assert memory.release() == 12000 << 17
+assert memory.stats().resident < (12000 << 17) + 600 * MEGABYTE
+assert len(Path("/proc/self/maps").read_text().splitlines()) < 20000
+some += [block() for _ in range(12000)]
+assert all(bool((one == 1).all()) for one in some[::50])
+""")
+
+
 def new_group(name: str, limit: int) -> Path | None:
     """A control group for one process, where the machine lets us make one."""
     own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().split())
@@ -501,27 +550,30 @@ def new_group(name: str, limit: int) -> Path | None:
 
 
 IN_A_GROUP = """
+megabytes, steps = float(sys.argv[3]), int(sys.argv[4])
+count, every, blocks = map(int, sys.argv[5:])
 Path(sys.argv[2], "cgroup.procs").write_text(str(os.getpid()))
 import numpy
 if sys.argv[1] == "retain":
     assert memory.retain()
-for _ in range(3):  # steps of a training, whose memory the last one leaves
-    some = [tensor(35) for _ in range(20)]
-    del some
-other = [numpy.ones(8 * MEGABYTE) for _ in range(18)]  # 1152 MiB in blocks of 64
-assert sum(float(one[-1]) for one in other) == 18
+for _ in range(steps):  # of a training, whose memory the last one leaves
+    some = [tensor(megabytes) for _ in range(count)]
+    del some[::every]
+other = [numpy.ones(8 * MEGABYTE) for _ in range(blocks)]  # of 64 MiB
+assert sum(float(one[-1]) for one in other) == blocks
 print("lives")
 """
 
 
+@pytest.mark.parametrize("freed", ["35 3 20 1 18", "1.9 1 420 2 12"], ids=["all", "every other"])
 @pytest.mark.parametrize("how", ["plain", "retain"])
-def test_the_kernel_takes_what_is_kept_in_a_group_with_a_limit(how: str) -> None:
+def test_the_kernel_takes_what_is_kept_in_a_group_with_a_limit(how: str, freed: str) -> None:
     """Nobody looks at the group when NumPy takes memory."""
     folder = new_group(f"faststep-{os.getpid()}-{how}", 1500 << 20)
     if folder is None:
         pytest.skip("this machine lets us make no control group")
     try:
-        command = [sys.executable, "-c", BEGIN + IN_A_GROUP, how, str(folder)]
+        command = [sys.executable, "-c", BEGIN + IN_A_GROUP, how, str(folder), *freed.split()]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
         assert (done.returncode, done.stdout) == (0, "lives\n"), done.stderr
     finally:

@@ -45,7 +45,8 @@ def retain(limit: int | None = None) -> bool:
     and more come from a heap that keeps what is freed, and asks for huge pages. Tensors and what
     is kept never have more than 17/16 of the most that tensors have had so far, and 16 MiB. In a
     control group with a memory limit, what is kept goes back before the limit is near. The kernel
-    takes what is kept where memory is short.
+    takes what is kept where memory is short. While a limit of addresses or data stands that the
+    script has set later, nothing is kept.
 
     Calling it again sets another limit.
 
@@ -56,7 +57,8 @@ def retain(limit: int | None = None) -> bool:
     Returns:
         Whether memory is kept. False, with a RuntimeWarning, where the allocator is not glibc's
         (musl, tcmalloc, jemalloc, a sanitizer's), torch takes its memory in an unknown way, the
-        process has a limit of addresses or data, or the system does not overcommit memory.
+        process has a limit of addresses or data, the system does not overcommit memory, or its
+        pages are larger than 16 KiB.
 
     Raises:
         TypeError: limit is not an int.
