@@ -75,7 +75,10 @@ class Stepper:
         try:
             done, scalars = self._measure_and_apply(work, request, measures)
         except BaseException:
-            work.restore_states()
+            if self.devices == HOST_ONLY:
+                work.restore_states()
+            else:  # a device may have updated its parameters before another one failed
+                work.drop_new_states()
             raise
         skipped, norm, written, written_grads = done
         if written:  # not those that C has counted
