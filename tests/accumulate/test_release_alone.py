@@ -221,6 +221,21 @@ def test_a_step_of_another_optimizer_is_refused(order: str, released_steps_first
     made[0].step()
 
 
+def test_a_scalers_step_of_another_optimizer_is_refused() -> None:
+    """Where nobody sees the step, the scaler tries it by itself."""
+    model, params = one_param()
+    mine = nn.Parameter(torch.ones(2))
+    other = faststep.optim.SGD([*params, mine], lr=0.1)
+    released = faststep.optim.SGD(params, lr=1.0)
+    release = faststep.release_gradients(model, released)
+    scaler = faststep.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(mine.sum()).backward()
+    with pytest.raises(RuntimeError, match=r"parameter 0 of group 0.*of another optimizer"):
+        scaler.step(other)
+    assert mine.tolist() == [1.0, 1.0]
+    release.remove()
+
+
 @pytest.mark.parametrize("way", ["freeze", "inputs", "grad"])
 def test_a_loss_that_goes_through_a_released_model(way: str) -> None:
     """The ways that docs/accumulation.md names, with the bits of the loop without a release."""

@@ -244,6 +244,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             grad_scale, found_inf, True, write_grads=True, refuses_fp16=True, is_tried=True
         )
         try:
+            refuse_shared(self)
             answer = self._step_by_plan(request)
         except Exception:  # comes again in the step that follows
             return False
