@@ -195,17 +195,17 @@ def test_paths_that_are_none(tmp_path: Path) -> None:
 
 
 def test_links_in_a_circle_end_and_other_links_are_followed(tmp_path: Path) -> None:
-    for name in ("root/a", "root/b", "elsewhere"):
+    for name in ("top/a", "top/b", "elsewhere"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("root/a/1.png", "elsewhere/2.png"):
+    for name in ("top/a/1.png", "elsewhere/2.png"):
         (tmp_path / name).write_bytes(png_of(2, 2))
-    (tmp_path / "root/a/up").symlink_to(tmp_path / "root/b")
-    (tmp_path / "root/b/down").symlink_to(tmp_path / "root/a")
-    (tmp_path / "root/b/away").symlink_to(tmp_path / "elsewhere")
-    folder = formats.ImageFolder(tmp_path / "root")
-    names = [path.removeprefix(f"{tmp_path}/root/") for path, _ in folder.samples]
+    (tmp_path / "top/a/up").symlink_to(tmp_path / "top/b")
+    (tmp_path / "top/b/down").symlink_to(tmp_path / "top/a")
+    (tmp_path / "top/b/away").symlink_to(tmp_path / "elsewhere")
+    folder = formats.ImageFolder(tmp_path / "top")
+    names = [path.removeprefix(f"{tmp_path}/top/") for path, _ in folder.samples]
     assert names == ["a/1.png", "a/up/away/2.png", "b/away/2.png", "b/down/1.png"]
-    assert fs.open(tmp_path / "root").classes == ["a", "b"]
+    assert fs.open(tmp_path / "top").classes == ["a", "b"]
 
 
 def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

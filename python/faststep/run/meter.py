@@ -50,7 +50,6 @@ class Meter:
         self.steps: Counter[type] = Counter()
         self.first: Moment | None = None
         self._last: tuple[float, dict[str, int], dict[str, float]] | None = None
-
         self._looks: list[Look] = []
         self._inside = 0.0
         self._stepping: object = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from .optimizers import CLASSES
 __all__ = ["CudaGradScaler", "HostGradScaler", "Swaps"]
 
 FUNCTIONS = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_total_norm")
-Reason = Callable[[tuple[Any, ...], dict[str, Any]], str]
 
 
 class CudaGradScaler(amp.GradScaler, of_cuda.GradScaler):
@@ -43,11 +41,6 @@ class HostGradScaler(amp.GradScaler, of_cpu.GradScaler):
     """As :class:`CudaGradScaler`, for the CPU."""
 
     __init__ = of_cpu.GradScaler.__init__
-
-
-def _is_restored(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    """Both take an argument at least; pickle and copy give none, and set the attributes."""
-    return "" if args or kwargs else "restored from a pickle or copied"
 
 
 class Swaps:
@@ -72,7 +65,7 @@ class Swaps:
 
     def swap_optim(self) -> None:
         for torchs, ours in CLASSES.items():
-            self._swap_class(torchs, ours, lambda args, kwargs: "")
+            self._swap_class(torchs, ours)
         # Whatever else C refuses is torch's too, or torch's error.
         setattr(FusedOptimizer, "_is_for_torch", lambda optimizer, *what: True)  # noqa: B010
         for kind in (FusedOptimizer, optim.Adafactor):
@@ -86,7 +79,7 @@ class Swaps:
             of_cpu.GradScaler: HostGradScaler,
         }
         for torchs, ours in kinds.items():
-            self._swap_class(torchs, ours, lambda args, kwargs: "")
+            self._swap_class(torchs, ours)
         for name in ("scale", "unscale_", "step", "update"):
             method = self._meter.timed("GradScaler", getattr(amp.GradScaler, name))
             setattr(amp.GradScaler, name, method)
@@ -103,7 +96,7 @@ class Swaps:
         self.done.append("torch.nn.utils.clip_grad_norm_ -> faststep.clip_grad_norm_")
 
     def swap_data(self) -> None:
-        self._swap_class(torch.utils.data.DataLoader, data.DataLoader, _is_restored)
+        self._swap_class(torch.utils.data.DataLoader, data.DataLoader, but_restored=True)
         setattr(Metered, "__next__", self._meter.timed("DataLoader", Metered.__next__))  # noqa: B010
         self.done.append("torch.utils.data.DataLoader -> faststep.data.DataLoader")
 
@@ -156,17 +149,19 @@ class Swaps:
 
         setattr(kind, "_step_by_torch", noted)  # noqa: B010
 
-    def _swap_class(self, torchs: type, ours: type, why_torchs: Reason) -> None:
-        """Let calls of a class of torch make objects of ours."""
+    def _swap_class(self, torchs: type, ours: type, but_restored: bool = False) -> None:
+        """Let calls of a class of torch make objects of ours.
+
+        With `but_restored` not those of pickle and copy, which give no argument and set attributes.
+        """
         self._ours[torchs] = ours
         name = f"{torchs.__module__.split('.')[1]}.{torchs.__name__}"
 
         def new(cls: type, /, *args: Any, **kwargs: Any) -> Any:
             kind = cls
             if cls is torchs:
-                reason = why_torchs(args, kwargs)
-                if reason:
-                    self.left[name, reason] += 1
+                if but_restored and not (args or kwargs):
+                    self.left[name, "restored from a pickle or copied"] += 1
                 else:
                     kind = ours
                     self.made[name] += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +14,10 @@ from torch.utils.data import Dataset
 from ..types import Handle, State, Transform
 from .common import PathLike, position
 
-__all__ = ["FileDataset", "RecordDataset"]
+__all__ = ["FileDataset", "RecordDataset", "one_of_few"]
 
 MOST_OPEN = 64  # datasets of a process with an open file that may be dropped
+FILES_OF_A_THREAD = 16
 _opened: deque[weakref.ref[FileDataset]] = deque()
 _living: weakref.WeakSet[FileDataset] = weakref.WeakSet()
 # A forked child neither uses nor closes what its parent opened: libraries keep locks there.
@@ -41,6 +42,22 @@ def _drop_old(newest: FileDataset) -> None:
         dataset = _opened.popleft()()
         if dataset is not None and dataset is not newest:
             dataset._handles.clear()
+
+
+def one_of_few(files: OrderedDict[int, Any], number: int, opened: Callable[[int], Any]) -> Any:
+    """The open file with this number; before a new one, those used longest ago are closed.
+
+    Args:
+        files: those that a thread has open, by number; at most FILES_OF_A_THREAD.
+        number: of the file.
+        opened: opens it.
+    """
+    if number not in files:
+        while len(files) >= FILES_OF_A_THREAD:
+            files.popitem(last=False)[1].close()
+        files[number] = opened(number)
+    files.move_to_end(number)
+    return files[number]
 
 
 class _Presence:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from ..types import Handle, State, Transform
 from .common import FormatError, PathLike, check_unchanged, file_mark, library, naming, open_regular
+from .handles import one_of_few
 from .shards import shard_names
 from .tables import Form, GroupedDataset, chosen_columns, form_of
 
 __all__ = ["ParquetDataset"]
-
-MOST_OPEN = 16  # files of one thread
 
 
 class ParquetDataset(GroupedDataset):
@@ -63,7 +63,7 @@ class ParquetDataset(GroupedDataset):
         self._marks = [file_mark(path) for path in self.paths]  # there may be copies of them here
 
     def _open_handle(self) -> object:
-        return {}, self._new_cache()
+        return OrderedDict(), self._new_cache()
 
     @staticmethod
     def _close_handle(handle: Handle) -> None:
@@ -76,11 +76,7 @@ class ParquetDataset(GroupedDataset):
 
     def _read_group(self, handle: Handle, group: int) -> Handle:
         number, inside = self._locate(group)
-        if number not in handle:
-            while len(handle) >= MOST_OPEN:
-                handle.pop(next(iter(handle))).close()
-            handle[number] = self._unchanged(number)
-        file = handle[number]
+        file = one_of_few(handle, number, self._unchanged)
         table = file.read_row_group(inside, columns=self.columns, use_threads=False)
         check_unchanged(self.paths[number], self._marks[number], file_mark(self.paths[number]))
         return table

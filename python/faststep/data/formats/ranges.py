@@ -9,12 +9,10 @@ from collections.abc import Sequence
 
 from ..types import Handle, Transform
 from .common import FormatError, PathLike, check_unchanged, file_mark, open_regular
-from .handles import RecordDataset
+from .handles import RecordDataset, one_of_few
 from .shards import shard_names
 
 __all__ = ["RangeDataset"]
-
-MOST_OPEN = 16  # files of one thread
 
 
 class RangeDataset(RecordDataset):
@@ -59,14 +57,10 @@ class RangeDataset(RecordDataset):
 
     def _bytes(self, number: int, start: int, length: int) -> bytes:
         """A range of the file with this number."""
-        files, path = self._handle(), self.paths[number]
-        if number not in files:
-            while len(files) >= MOST_OPEN:
-                files.popitem(last=False)[1].close()
-            files[number] = open_regular(path)
-        files.move_to_end(number)
-        data = os.pread(files[number].fileno(), length, start)
-        check_unchanged(path, self._marks[number], file_mark(files[number].fileno()))
+        path = self.paths[number]
+        file = one_of_few(self._handle(), number, lambda number: open_regular(self.paths[number]))
+        data = os.pread(file.fileno(), length, start)
+        check_unchanged(path, self._marks[number], file_mark(file.fileno()))
         if len(data) != length:
             raise FormatError(f"{path}: the file ends in the {length} bytes from {start} on")
         return data
