@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import faststep
 from accumulate.processes import Job
 from faststep import zero
-from faststep.zero import gradients
+from faststep.zero import reducer
 from faststep.zero.buckets import GradientBucket
 
 from .common import Given, differences, grads_for, mean_of
@@ -31,8 +31,8 @@ def _orders(rank: int, world: int, most: int) -> list[str]:
     at_once = []
     send, receive = GradientBucket.send, GradientBucket.receive
 
-    def sent(bucket: GradientBucket) -> None:
-        send(bucket)
+    def sent(bucket: GradientBucket, *args: Any) -> None:
+        send(bucket, *args)
         under_way.add(bucket)
         at_once.append(len(under_way))
 
@@ -41,7 +41,7 @@ def _orders(rank: int, world: int, most: int) -> list[str]:
         under_way.remove(bucket)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gradients, "MOST_UNDER_WAY", most)
+        patch.setattr(reducer, "MOST_UNDER_WAY", most)
         patch.setattr(GradientBucket, "send", sent)
         patch.setattr(GradientBucket, "receive", received)
         wrong = _steps_in_other_orders(rank, world)

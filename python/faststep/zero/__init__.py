@@ -84,8 +84,8 @@ def shard(
 
     Raises:
         TypeError: an optimizer of another class; a DistributedDataParallel model with a
-            communication hook; a parameter that is sharded already, or is no dense tensor of a
-            floating dtype in CPU memory or on the current CUDA device with NCCL.
+            communication hook or mixed_precision; a parameter that is sharded already, or is no
+            dense tensor of a floating dtype in CPU memory or on the current CUDA device with NCCL.
         ValueError: an argument out of range, or a parameter that is not the model's.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             For stage 3 also: a parameter that has a gradient or hooks.

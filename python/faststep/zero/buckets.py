@@ -43,7 +43,6 @@ class GradientBucket:
         self.slots = slots
         self.nbytes = layout.size * layout.dtype.itemsize
         self.missing = 0  # gradients, until the bucket can be sent
-        self.is_sent = False
         self._group = group
         self._shelf = shelf
         self._keeps_buffer = keeps_buffer
@@ -51,13 +50,11 @@ class GradientBucket:
         self.uses: Uses | None = None  # of the last reduction
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
-        self._way: Exchange | None = None
+        self._way: Exchange | None = None  # from `send` to `add`
         self._sent: Tensor | None = None  # that the collective reads
-        self._is_added = True
         self._sums: Tensor | None = None  # of this group, on their way to those of all replicas
         self._replicating: Pending | None = None
-        self._holds = False  # whether the slice has gradients of an earlier backward
-        self._earlier: Tensor | None = None  # these, while the slice's memory is needed
+        self._earlier: Tensor | None = None  # of the slice, while its memory is needed
         own = layout.slice_of(group.rank)
         self._slice: Pages | None = None  # memory of its own
         if keeps_buffer and self.shares_slice:
@@ -68,26 +65,24 @@ class GradientBucket:
 
     def begin(self) -> None:
         """Start a backward pass."""
-        self._begin()
+        self.missing = sum(slot.param.requires_grad for slot in self.slots)
         if self._slice is None:
             self._earlier = self.values.clone() if self._holds else None
         elif not self._holds:
             self._slice.forget()
 
-    def _begin(self) -> None:
-        self.missing = sum(slot.param.requires_grad for slot in self.slots)
-        self.is_sent = False
-        self._holds = any(slot.held for slot in self.slots)
+    @property
+    def _holds(self) -> bool:
+        """Whether the slice has gradients of an earlier backward."""
+        return any(slot.held for slot in self.slots)
 
-    def forget(self, slot: Slot) -> None:
-        """Drop the gradient of an earlier backward, after this one has begun."""
-        slot.forget()
-        if self._earlier is None:
-            return
-        start = self.values.storage_offset()
-        for _, grad in slot.pieces:
-            at = grad.storage_offset() - start
-            self._earlier[at : at + grad.numel()].zero_()
+    def drop(self) -> None:
+        """Let go of all gradients."""
+        self._earlier = self._sums = None
+        if self._slice is None:
+            self.values.zero_()
+        else:
+            self._slice.forget()
 
     def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
         """Take over a gradient of this rank, divided by the number of ranks as DDP divides it."""
@@ -115,29 +110,33 @@ class GradientBucket:
         """Memory for whole gradients, of which all but gaps is written before it is sent."""
         return Pages(self.layout.size, self.layout.dtype, self.layout.device).tensor
 
-    def send(self) -> None:
-        """Send every rank its slice; gradients that have not arrived are zero."""
+    def send(self, has_failed: bool = False) -> None:
+        """Send every rank its slice; gradients that have not arrived are zero.
+
+        Args:
+            has_failed: tell the ranks that the pass has failed here.
+        """
         for slot in self.slots:
             if not slot.arrived:
                 self._view_of(slot).zero_()
-        self.is_sent, self._is_added = True, False
+        what = self._what("reducing")
+        self._way = Exchange([], None, Pending(self._group, what, [], []))
         if self.layout.size:
             self._sent = self._whole()
-            self._way = self._exchange(self._sent)
+            self._way = self._exchange(self._sent, what)
         if not self._keeps_buffer:
             self._buffer, self._views = None, []
         if self._counts_uses is not None:
             what = self._what("counting the uses of")
-            self.uses = self._counts_uses(self.slots, self._group, what)
+            self.uses = self._counts_uses(self.slots, self._group, what, has_failed)
 
-    def _exchange(self, sent: Tensor) -> Exchange:
+    def _exchange(self, sent: Tensor, what: str) -> Exchange:
         """Send the ranks their slices, and let this rank's come in."""
-        return self._group.exchange(sent, self.layout.cuts, self._shelf, self._what("reducing"))
+        return self._group.exchange(sent, self.layout.cuts, self._shelf, what)
 
     def is_there(self) -> bool:
         """Whether `receive` would not wait; begins what follows on what has arrived."""
-        waits = [self.uses, None if self._way is None else self._way.pending]
-        if not self._is_added and not _are_done(waits):
+        if self._way is not None and not _are_done([self.uses, self._way.pending]):
             return False
         if self._group.replicas is None:
             return True
@@ -150,14 +149,11 @@ class GradientBucket:
 
     def add(self) -> None:
         """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""
-        if self._is_added:
-            return
-        self._is_added = True
-        if self.uses is not None:
-            self.uses.replicate()
         if self._way is None:
             return
         way, self._way, self._sent = self._way, None, None
+        if self.uses is not None:
+            self.uses.replicate()
         way.pending.wait()
         replicas = self._group.replicas
         if self.values.numel():

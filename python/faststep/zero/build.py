@@ -96,11 +96,12 @@ def build(
     _refuse_overlaps(named)
     group.use_device(_device_of(named))
     if wrapper is not None:
-        check_wrapped(wrapper, {id(param) for _, param in named})
+        check_wrapped(wrapper)
     engine = Engine(
         kind, optimizer.param_groups, named, group.alone(), stage, asked.bucket_bytes, wrapper,
         in_backward, asked.gather == "forward", asked.master_weights,
     )  # fmt: skip
+    engine.gradients.reduce_also(p for p in model.parameters() if p.requires_grad)
     engine.names = {id(param): name for name, param in model.named_parameters()}
     if asked.gather == "forward":
         engine.wait_in_forward(model)
@@ -119,8 +120,8 @@ def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: st
     for key, value in model.named_parameters():
         if id(value) in taken:
             raise TypeError(
-                f"shard(): parameter {key!r} is sharded already, for another optimizer: shard a "
-                "model once, with one optimizer for all of its parameters; nothing was changed"
+                f"shard(): parameter {key!r} is sharded already, for another optimizer: several "
+                "may be sharded, each with parameters of its own; nothing was changed"
             )
 
 

@@ -37,7 +37,7 @@ class CudaBucket(GradientBucket):
         refuse_capture()
         self._streams: list[torch.cuda.Stream] = []  # that gradients have come from
         self._is_lent = False
-        self._begin()
+        super().begin()
 
     def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
         """Take over a gradient of this rank, on the stream on which backward has made it."""
@@ -50,10 +50,10 @@ class CudaBucket(GradientBucket):
         layout = self.layout
         return torch.empty(layout.size, dtype=layout.dtype, device=layout.device)
 
-    def _exchange(self, sent: Tensor) -> Exchange:
+    def _exchange(self, sent: Tensor, what: str) -> Exchange:
         """Reduce the bucket over the ranks, and let this rank's slice of the sums come in."""
         sums = torch.empty_like(self.values) if self._holds else self.values
-        pending = self._group.reduce_scatter(sums, sent, self._what("reducing"))
+        pending = self._group.reduce_scatter(sums, sent, what)
         return Exchange([sums], None, pending)
 
     def _folded(self, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -64,14 +64,14 @@ class CudaBucket(GradientBucket):
         """False: ranks receive at the same places of their programs, whatever has arrived."""
         return False
 
-    def send(self) -> None:
+    def send(self, has_failed: bool = False) -> None:
         """Reduce it over the ranks, behind whatever stream a gradient came from."""
         here = torch.cuda.current_stream()
         for stream in self._streams:
             if stream != here:
                 here.wait_stream(stream)
         self._streams = []
-        super().send()
+        super().send(has_failed)
 
     def add(self) -> None:
         """Let the current stream wait for the sums, and send them to replicas."""

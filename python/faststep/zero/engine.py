@@ -19,10 +19,11 @@ from .layout import Bucket, Flat, make_buckets
 from .owned import Kind, Owned
 from .pages import Shelf
 from .placeholder import Placeholder
+from .reducer import Reducer
 from .sides import side_of
 from .slots import Slot
 from .waits import ForwardWaits
-from .wrapped import WrappedGradients
+from .wrapped import Wrapper
 
 __all__ = ["Engine"]
 
@@ -92,13 +93,11 @@ class Engine:
         self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
-        self.gradients = (
-            Gradients(self.slots, self.buckets, group, shelf, side.uses)
-            if wrapper is None
-            else WrappedGradients(self.slots, self.buckets, group, shelf, side.uses, wrapper)
-        )
+        reducer = Reducer(self.slots, self.buckets, group, shelf, side.uses)
+        self.gradients = Gradients(self.slots, reducer, group)
+        self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
         self.updates = BackwardUpdates(self) if updates_in_backward else None
-        self.gradients.updates = self.updates
+        reducer.updates = self.updates
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
         self.names: dict[int, str] = {}  # of all parameters of the model, by their `id`
 
@@ -138,7 +137,7 @@ class Engine:
 
     def make_zero(self, index: int) -> None:
         """Set the gradient of a parameter to zero."""
-        self.slots[index].make_zero()
+        self.gradients.zero(self.slots[index])
 
     def scale(self, index: int, factor: float) -> None:
         """Multiply the gradient of a parameter."""

@@ -5,15 +5,18 @@ order on every rank: a bucket waits for those before it. When backward ends, the
 sent, with zeros for parameters that this rank did not use; the ranks then add up in how many of
 them each parameter was used, and wait for all buckets. So after backward `.grad` is set on all
 ranks or on none.
+
+`State` says where a rank is between two steps; docs/decisions/zero.md has the table of what each
+event does in each state.
 """
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,103 +24,111 @@ from torch import Tensor
 from .._torch.compiler import disable_dynamo
 from .._torch.ddp import after_backward, current_backward, is_inside_backward
 from ..grads.hooks import Hooked
-from .buckets import GradientBucket
 from .group import Group
-from .in_backward import BackwardUpdates
-from .pages import Shelf
 from .placeholder import Placeholder
+from .reducer import Reducer
 from .slots import Slot
-from .uses import Uses
+from .unowned import Unowned
 
-__all__ = ["Gradients", "sharded_params"]
+__all__ = ["Gradients", "State", "sharded_params"]
 
 _count = itertools.count()
 _living: weakref.WeakSet[Gradients] = weakref.WeakSet()
 
-MOST_UNDER_WAY = 32 * 2**20  # bytes of buckets that are sent; a larger one goes alone
+
+class State(enum.Enum):
+    """What has become of the gradients since the last zero_grad().
+
+    Attributes:
+        IDLE: there are none.
+        COLLECTING: this rank has some that were not all reduced: those of a backward pass that is
+            under way, or that no_sync() has left.
+        REDUCED: the slices have the sums of all ranks.
+        FAILED: a backward pass did not end, here or on another rank.
+    """
+
+    IDLE = enum.auto()
+    COLLECTING = enum.auto()
+    REDUCED = enum.auto()
+    FAILED = enum.auto()
 
 
 class Gradients:
     """The hooks of one model, and its buckets."""
 
-    updates: BackwardUpdates | None = None  # with update="backward"
+    is_wrapped = False  # whether forwards of DistributedDataParallel say which pass is reduced
+    expects_backward = True
 
-    def __init__(
-        self,
-        slots: list[Slot],
-        buckets: list[GradientBucket],
-        group: Group,
-        shelf: Shelf,
-        uses: type[Uses] = Uses,
-    ) -> None:
+    def __init__(self, slots: list[Slot], reducer: Reducer, group: Group) -> None:
         self._slots = slots
-        self._uses = uses
-        self._buckets = buckets
+        self._reducer = reducer
         self._group = group
-        self._shelf = shelf
+        self._state = State.IDLE
+        self._passes: set[int] = set()  # under way: a backward, and those inside of it
+        self._number: int | None = None  # of the pass, whose gradients have begun to arrive
         self._quiet = 0  # nested no_sync() contexts
-        self._unsent = False  # whether a no_sync() may have left gradients of this rank
-        self._passes: set[int] = set()  # backward passes whose end is to be noticed
-        self._running: set[int] = set()  # those of them whose end has not come
-        self._open = False  # whether a pass has begun and is not complete
-        self._next = 0  # the bucket that is sent next
-        self._under_way: deque[GradientBucket] = deque()
         self._hooks: Hooked[Slot] = Hooked()
         self.on_begin: Callable[[bool], None] = _nothing
-        self._made = next(_count)  # the same order on all ranks, as shard() is a collective
+        self._unowned = Unowned([], group, _nothing)
+        self.made = next(_count)  # the same order on all ranks, as shard() is a collective
+        for other in _living:
+            other._unowned.leave(slot.param for slot in slots)
         _living.add(self)
-        self._attach()
-
-    def _attach(self) -> None:
-        """Have gradients handed over by a hook on each parameter."""
-        for slot in self._slots:
+        for slot in slots:
             self._hooks.add(slot.param, slot, _hook(weakref.ref(self), slot))
+
+    def reduce_also(self, params: Iterable[Tensor]) -> None:
+        """Reduce the gradients of parameters that no sharded optimizer has, too."""
+        known = sharded_params().union(*(one._unowned.ids() for one in _living))
+        free = [param for param in params if id(param) not in known]
+        mine = weakref.ref(self)
+
+        def arrived() -> None:
+            if (gradients := mine()) is not None:
+                gradients._note_pass()
+
+        self._unowned = Unowned(free, self._group, arrived)
+
+    # ---- what begins a pass
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward leaves gradients on this rank; the next one outside sends their sums."""
+        self.keep_local()
         self._quiet += 1
-        self._unsent = True
         try:
             yield
         finally:
             self._quiet -= 1
 
+    def keep_local(self) -> None:
+        """Before backward passes that leave their gradients on this rank."""
+        self.note_failure()
+        self._recover()
+        if self._number is not None and not self._passes:
+            self.finish()
+        self._state = State.COLLECTING
+
     def arrived(self, slot: Slot) -> None:
         """Called by the hook of a parameter whose gradient is in `.grad`."""
-        if self._quiet:
+        if not self._note_pass():
             held = slot.param.grad
             if isinstance(held, Placeholder) and held.pending is not None:
                 held.pending = held.pending.clone()  # autograd may use that memory again
             return
-        self._note_pass()
         grad = self._taken(slot)
         if grad is not None:
             self._put(slot, grad)
 
-    def _put(self, slot: Slot, grad: Tensor) -> None:
-        """Take over a gradient of the pass, and send the buckets that are full."""
-        bucket = self._buckets[slot.bucket]
-        if slot.arrived:
-            if bucket.is_sent:
-                raise RuntimeError(
-                    f"faststep.zero: the gradient of {slot.name!r} came twice in one backward "
-                    "pass, and its bucket was sent after the first time. Either a backward pass "
-                    "before this one has failed, or reentrant checkpoints share the parameter: "
-                    "use torch.utils.checkpoint with use_reentrant=False"
-                )
-            bucket.put(slot, grad, again=True)
-            return
-        bucket.put(slot, grad)
-        slot.arrived = True
-        bucket.missing -= 1
-        self._send_full()
-
-    def _note_pass(self) -> None:
-        """Begin a pass at its first gradient."""
+    def _note_pass(self) -> bool:
+        """Begin a pass at its first gradient; returns whether it is one that is reduced."""
+        if self._quiet or not self.expects_backward:
+            if self._state is not State.FAILED:
+                self._state = State.COLLECTING
+            return False
         number = current_backward()
         if number in self._passes:
-            return
+            return True
         for other in _living:
             if number in other._passes and other._group.is_shared_with(self._group):
                 raise RuntimeError(
@@ -125,53 +136,49 @@ class Gradients:
                     "the same process_group, where their messages could change places: give each "
                     "a torch.distributed.new_group() of its own"
                 )
-        if not self._open:
+        if self._passes and not is_inside_backward():
+            self._fail()  # the pass before, whose end was not seen
+        self._recover()
+        if self._number is None:
             self.on_begin(True)
-            self.begin()
+            self._begin(number)
         self._passes.add(number)
-        self._running.add(number)
-        self._finish_after_backward(number)
+        after_backward(lambda: _end(number))
+        return True
 
-    def _finish_after_backward(self, number: int) -> None:
-        """When DistributedDataParallel, if there is one, has put its buckets into `.grad`.
-
-        It queues that after this, so the end is queued when the pass is over.
-        """
-        after_backward(lambda: after_backward(lambda: _end(number)))
-
-    def begin(self) -> None:
+    def _begin(self, number: int) -> None:
         """Start to collect gradients that add to those in the slices, if these are still wanted."""
-        if self.updates is not None:
-            self.updates.begin()
+        if self._reducer.updates is not None:
+            self._reducer.updates.begin()
         for slot in self._slots:
             slot.arrived = False
-            if slot.param.grad is None:
+            if slot.param.grad is not slot.stand_in:  # the script has dropped what was there
                 slot.stand_in.pending = None
                 if slot.held:
                     slot.forget()
-        for bucket in self._buckets:
-            bucket.begin()
-        self._open, self._next = True, 0
+        self._reducer.begin()
+        self.expects_backward = True
+        self._state, self._number = State.COLLECTING, number
 
-    def begin_empty(self) -> bool:
+    def begin_without_data(self) -> None:
         """Begin a pass in which this rank has no gradients, or those of no_sync() alone.
 
-        Returns whether there is one: the other ranks may be in no_sync().
+        What the slices hold is of the last step.
         """
-        if not self._open:
-            self.begin()
-        return True
+        self.note_failure()
+        self._recover()
+        for slot in self._slots:
+            if slot.held:
+                slot.forget()
+        self._begin(-1)
+
+    # ---- gradients of a pass
 
     def _taken(self, slot: Slot) -> Tensor | None:
         """A gradient that backward has put into `.grad`, where a placeholder takes its place."""
         grad = slot.param.grad
         if grad is slot.stand_in:
             grad, slot.stand_in.pending = slot.stand_in.pending, None
-        elif grad is not None:
-            slot.stand_in.pending = None
-            if slot.held and not slot.arrived and not slot.aside:
-                # zero_grad() of the model has dropped what was there.
-                self._buckets[slot.bucket].forget(slot)
         if grad is None:
             return None
         if grad.is_sparse:
@@ -182,74 +189,78 @@ class Gradients:
         slot.param.grad = slot.stand_in
         return grad.detach()
 
-    def _send_full(self) -> None:
-        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
-            self._send_next()
-        while self._under_way and self._under_way[0].is_there():
-            self._receive_next()
+    def _put(self, slot: Slot, grad: Tensor) -> None:
+        """Take over a gradient of the pass, and send the buckets that are full."""
+        if slot.arrived:
+            if self._reducer.has_sent(slot):
+                raise RuntimeError(
+                    f"faststep.zero: the gradient of {slot.name!r} came twice in one backward "
+                    "pass, and its bucket was sent after the first time: reentrant checkpoints "
+                    "share the parameter. Use torch.utils.checkpoint with use_reentrant=False"
+                )
+            self._reducer.put(slot, grad)
+            return
+        self._reducer.put(slot, grad)
+        self._reducer.send_full()
 
-    def _receive_next(self) -> None:
-        bucket = self._under_way.popleft()
-        bucket.receive()
-        if self.updates is not None:
-            self.updates.received(bucket)
-
-    def _send_next(self) -> None:
-        bucket = self._buckets[self._next]
-        if self.updates is not None and self.updates.beside is not None:
-            self.updates.beside.make_room(MOST_UNDER_WAY - bucket.nbytes)
-        # Backward would otherwise run ahead of a slow network, with all gradients in memory.
-        while self._under_way and self._bytes_under_way() + bucket.nbytes > MOST_UNDER_WAY:
-            self._receive_next()
-        bucket.send()
-        self._next += 1
-        self._under_way.append(bucket)
-        if self.updates is not None and self.updates.beside is not None:
-            with self.updates.beside.receiving(bucket):
-                self._receive_next()
-
-    def _bytes_under_way(self) -> int:
-        return sum(bucket.nbytes for bucket in self._under_way)
+    # ---- what ends a pass
 
     def finish(self) -> None:
         """Send what is left, and wait until this rank's slices are complete; a collective."""
-        if not self._open:
-            return
         self._passes.clear()
-        self._running.clear()
-        with torch.no_grad():
-            for slot in self._slots:
-                if not slot.arrived and (grad := self._taken(slot)) is not None:
-                    self._buckets[slot.bucket].put(slot, grad)
-                    slot.arrived = True
-            while self._next < len(self._buckets):
-                self._send_next()
-            counting = None
-            if self.updates is None:
-                what = "counting the parameters that were used"
-                counting = self._uses(self._slots, self._group, what)
-            replicas = self._group.replicas
-            if replicas is not None:
-                for bucket in self._under_way:
-                    bucket.add()
-            while self._under_way:
-                self._receive_next()
-            if counting is not None:
-                # After the buckets, whose errors name parameters, and which some ranks have sent to
-                # their replicas in backward.
-                counting.replicate()
-                counting.wait()
-                used = counting.counts()
-            if self.updates is not None:
-                used = [count for bucket in self._buckets for count in bucket.used()]
-                self.updates.finish()
+        try:
+            with torch.no_grad():
+                for slot in self._slots:
+                    if not slot.arrived and (grad := self._taken(slot)) is not None:
+                        self._reducer.put(slot, grad)
+                used = self._reducer.complete(waits=bool(self._unowned))
+                if self._unowned:
+                    self._unowned.reduce()
+                if self._reducer.updates is not None:
+                    self._reducer.updates.finish()
+        except BaseException:
+            self._fail()
+            raise
         for slot, count in zip(self._slots, used, strict=True):
             if count:
                 slot.held = True
                 slot.param.grad = slot.stand_in
-            slot.aside = False
-        self._open = self._unsent = False
-        self._shelf.clear()
+        self._state, self._number = State.REDUCED, None
+        self.expects_backward = not self.is_wrapped
+
+    def note_failure(self) -> None:
+        """Outside of backward: a pass whose end was not seen has failed."""
+        if self._passes and current_backward() < 0:
+            self._fail()
+
+    def _fail(self) -> None:
+        self._state = State.FAILED
+        self._passes.clear()
+        self.expects_backward = not self.is_wrapped
+
+    def _recover(self) -> None:
+        """After a pass that has failed: forget it, if the script has dropped its gradients.
+
+        A collective if other ranks may wait for this one, which lets them know that it has failed.
+
+        Raises:
+            RuntimeError: gradients were not dropped, or parameters were updated by some.
+        """
+        if self._state is not State.FAILED:
+            return
+        if any((s.arrived or s.held) and s.param.grad is s.stand_in for s in self._slots):
+            raise RuntimeError(HAS_FAILED)
+        for slot in self._slots:
+            slot.arrived = slot.held = False
+            if slot.param.grad is slot.stand_in and slot.stand_in.pending is None:
+                slot.param.grad = None
+        with torch.no_grad():
+            if self._number is not None:
+                self._reducer.complete(has_failed=True)
+            if self._reducer.updates is not None:
+                self._reducer.updates.abandon()
+            self._reducer.drop()
+        self._state, self._number = State.IDLE, None
 
     def settle(self) -> None:
         """Before the gradients are used: complete a pass, and send what no_sync() has left.
@@ -257,20 +268,19 @@ class Gradients:
         Raises:
             RuntimeError: a backward pass has failed, or a `.grad` was set by hand.
         """
-        if self._running:
-            raise RuntimeError(
-                "faststep.zero: a backward pass has failed after its first gradients, which are "
-                "not those of the whole model: call zero_grad() and go on with the next batch; "
-                "nothing was updated"
-            )
-        if self._unsent and not self._open:
-            self.on_begin(False)
-            self.begin()
-        self.finish()
+        self.note_failure()
+        if self._state is State.FAILED:
+            raise RuntimeError(f"{HAS_FAILED}; nothing was updated")
+        self._refuse_inside("step()")
+        if self._state is State.COLLECTING:
+            if self._number is None:
+                self.on_begin(False)
+                self._begin(-1)
+            self.finish()
         for slot in self._slots:
             grad = slot.param.grad
             if grad is not None and (grad is not slot.stand_in or not slot.held):
-                done = "nothing was updated" if self.updates is None else "it was not used"
+                done = "nothing was updated" if self._reducer.updates is None else "it was not used"
                 raise RuntimeError(
                     f"faststep.zero: the gradient of {slot.name!r} was set by hand, after "
                     f"backward had reduced it over the ranks; {done}"
@@ -278,27 +288,41 @@ class Gradients:
 
     def drop(self, set_to_none: bool) -> None:
         """Prepare for zero_grad(), which sets each `.grad` to None or to zero."""
-        if self._open and self._next:
-            raise RuntimeError(
-                "faststep.zero: a backward pass has failed after its first buckets were sent, and "
-                "the ranks are out of step: start again from a checkpoint"
-            )
-        if self._open and self.updates is not None:
-            self.updates.abandon()
-        self._open = self._unsent = False
-        self._passes.clear()
-        self._running.clear()
-        if set_to_none:
+        self.note_failure()
+        self._refuse_inside("zero_grad()")
+        if self._state is State.COLLECTING and self._number is not None:
+            self._fail()  # or its end was not seen: it was not completed
+        if set_to_none or self._state is State.FAILED:
             for slot in self._slots:
-                slot.held = slot.aside = False
+                slot.held = slot.arrived = False
                 slot.stand_in.pending = None
+        self._recover()
+        if set_to_none:
+            self._state = State.IDLE
+
+    def zero(self, slot: Slot) -> None:
+        """Set a gradient to zero, on this rank; after a failed pass, drop it."""
+        self.note_failure()
+        if self._state is State.FAILED:
+            slot.held = slot.arrived = False
+        slot.make_zero()
+
+    def _refuse_inside(self, what: str) -> None:
+        if self._passes:
+            raise RuntimeError(f"faststep.zero: {what} inside of a backward pass; nothing was done")
 
     def close(self) -> None:
         """Take the hooks away."""
         self._hooks.remove()
 
 
-def _nothing(_: object) -> None:
+HAS_FAILED = (
+    "faststep.zero: a backward pass has failed, and the gradients are not those of the whole model "
+    "on all ranks: call zero_grad() and go on with the next batch"
+)
+
+
+def _nothing(*_: object) -> None:
     """What is called for optimizers that nobody joins."""
 
 
@@ -310,13 +334,15 @@ def sharded_params() -> set[int]:
 def _end(number: int) -> None:
     """Complete a backward pass for all sharded models that it has reached.
 
-    Ranks may reach the models in different orders, and wait for each other in each.
+    Ranks may reach the models in different orders, and wait for each other in each. The end of a
+    pass that is inside of another is not that of the other, of which nobody hears if all gradients
+    came inside: the next use of the gradients completes it.
     """
     ended = [one for one in _living if number in one._passes]
     for one in ended:
-        one._running.discard(number)
+        one._passes.discard(number)
     if not is_inside_backward():
-        for one in sorted(ended, key=lambda gradients: gradients._made):
+        for one in sorted(ended, key=lambda gradients: gradients.made):
             one.finish()
 
 

@@ -75,6 +75,7 @@ class Group:
         self.world: int = dist.get_world_size(group)
         self.replicas = replicas
         self.total = self.world * (1 if replicas is None else replicas.world)  # ranks
+        self.place = self.rank + self.world * (0 if replicas is None else replicas.rank)
 
     def who_else_failed(self, what: str) -> str:
         """After a message has failed: which ranks do not report the same, to be put in an error.

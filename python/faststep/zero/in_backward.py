@@ -82,10 +82,20 @@ class BackwardUpdates:
             self.beside.end()
         self._rules = engine.owned.take_options()
 
-    def received(self, bucket: GradientBucket) -> None:
-        """Update a bucket whose slice is complete, and send it to the other ranks."""
+    def received(self, bucket: GradientBucket, is_wanted: bool) -> None:
+        """Update a bucket whose slice is complete, and send it to the other ranks.
+
+        Raises:
+            RuntimeError: the pass has failed on another rank.
+        """
         engine, number = self._owner, self._numbers[id(bucket)]
         assert self._rules is not None
+        assert bucket.uses is not None
+        if not is_wanted:
+            if not bucket.uses.failed():
+                self._written.add(number)  # by other ranks
+            return
+        bucket.uses.refuse_failed()
         engine.wait([number])  # the gathering of the step before, if no forward has waited for it
         for slot, count in zip(bucket.slots, bucket.used(), strict=True):
             slot.held = slot.held or bool(count)
@@ -109,7 +119,16 @@ class BackwardUpdates:
             engine.wait(None)
 
     def abandon(self) -> None:
-        """After a pass that failed before anything was sent: the next one may begin."""
+        """After a pass that failed: the next one may begin.
+
+        Raises:
+            RuntimeError: a parameter was updated in it.
+        """
+        if self._written:
+            raise RuntimeError(
+                'faststep.zero: a backward pass has failed after update="backward" had updated '
+                "parameters by its first gradients: start again from a checkpoint"
+            )
         self._rules = None
         self.stop_watching()
 

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.ranks import is_first_in_join, is_in_join
 from .engine import Engine
 from .group import Group
-from .wrapped import WrappedGradients
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer
@@ -31,8 +31,12 @@ class _Shadow(JoinHook):
         optimizer = self._optimizer
         if optimizer._engine is None:
             return
-        if not optimizer._engine.gradients.begin_empty():
-            return
+        if (wrapper := optimizer._engine.wrapper) is not None:
+            is_reduced = optimizer._exchange_sync(False)
+            wrapper.note_others(is_reduced)
+            if not is_reduced:
+                return
+        optimizer._engine.gradients.begin_without_data()
         optimizer._has_joined = True
         try:
             optimizer.step()
@@ -85,8 +89,31 @@ class JoinableSteps(Joinable):
             if (optimizer := mine()) is not None:
                 optimizer._refuse_in_join(what)
 
+        def say(model: DistributedDataParallel, wants_sync: bool) -> None:
+            if (optimizer := mine()) is not None:
+                optimizer._say_in_join(model, wants_sync)
+
         engine.gradients.on_begin = note
         engine.before_exchange = refuse
+        if engine.wrapper is not None:
+            engine.wrapper.on_forward = say
+
+    def _say_in_join(self, model: DistributedDataParallel, wants_sync: bool) -> None:
+        """After a forward of the model: tell ranks without data whether backward communicates."""
+        if is_in_join(model) and not is_in_join(self):
+            raise RuntimeError(
+                "faststep.zero: give torch.distributed.algorithms.Join the optimizer too, after "
+                "the DistributedDataParallel model: Join([model, optimizer])"
+            )
+        if is_in_join(self) and not is_first_in_join(self):
+            self._exchange_sync(wants_sync)
+
+    def _exchange_sync(self, wants_sync: bool) -> bool:
+        """Whether the backward of a rank communicates; a collective."""
+        assert self._engine is not None
+        flag = torch.tensor([float(wants_sync)])
+        self._engine.group.add_up(flag, "telling ranks without data of a backward pass")
+        return bool(flag.item())
 
     def _note_backward(self, is_backward: bool) -> None:
         """Called before a backward pass communicates, and by a step, which may be without one."""
@@ -100,7 +127,7 @@ class JoinableSteps(Joinable):
                 "per step may communicate: call the others in optimizer.no_sync()"
             )
         engine = self._engine
-        if is_first_in_join(self) and engine and isinstance(engine.gradients, WrappedGradients):
+        if is_first_in_join(self) and engine and engine.wrapper is not None:
             raise RuntimeError(
                 "faststep.zero: give torch.distributed.algorithms.Join the DistributedDataParallel "
                 "model before the optimizer: Join([model, optimizer])"

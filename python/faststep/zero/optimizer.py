@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,6 +30,15 @@ from .join import JoinableSteps
 from .wide import loading_wide
 
 __all__ = ["ShardedOptimizer"]
+
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
 
 
 def _refuse_use(optimizer: Optimizer, *_: Any) -> None:
@@ -73,6 +82,9 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         self.max_grad_norm = max_grad_norm
         self._last_norm: float | Tensor | None = None  # a tensor on the device of the parameters
         self._skipped: bool | Tensor = False
+        for hooks in HOOKS:  # the script's go on here, and its handles remove them
+            vars(self)[hooks] = vars(optimizer)[hooks]
+            vars(optimizer)[hooks] = OrderedDict()
         optimizer.register_step_pre_hook(_refuse_use)
         optimizer.register_state_dict_pre_hook(_refuse_use)
         optimizer.register_load_state_dict_pre_hook(_refuse_use)

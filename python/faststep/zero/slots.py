@@ -25,13 +25,11 @@ class Slot:
         begins: of each piece, in elements of the parameter.
         arrived: in this backward pass, on this rank.
         held: the slices hold a gradient that some rank has given since the last zero_grad().
-        aside: the placeholder was taken out of `.grad` to make room for a gradient of this rank.
     """
 
     __slots__ = (
         *(
             "arrived",
-            "aside",
             "begins",
             "bucket",
             "held",
@@ -59,7 +57,6 @@ class Slot:
         self.begins: list[int] = []
         self.arrived = False
         self.held = False
-        self.aside = False
 
     @property
     def is_present(self) -> bool:

@@ -1,160 +1,116 @@
-"""Gradients of a model inside DistributedDataParallel, which hands them over and reduces none.
+"""A model inside DistributedDataParallel, which says when gradients are reduced, and reduces none.
 
-The model's communication hook gets each of its buckets before it is reduced, copies the gradients
-into ours, and returns it as it is. DistributedDataParallel puts that into `.grad` when backward
-ends; after that the placeholders take its place. `no_sync()` of the model works as usual.
+Each forward decides for the backward that follows, by `no_sync()` or by a
+`require_backward_grad_sync` that the script has set. A hook before forward notes that, and lets
+DistributedDataParallel see False while it runs: so it leaves gradients alone. It goes on
+broadcasting buffers.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.compiler import disable_dynamo
-from .._torch.ddp import current_backward
-from .buckets import GradientBucket
 from .gradients import Gradients
-from .group import Group
-from .pages import Shelf
-from .slots import Slot
-from .uses import Uses
 
-__all__ = ["WrappedGradients", "check_wrapped"]
+__all__ = ["Wrapper", "check_wrapped"]
 
 
-def check_wrapped(model: DistributedDataParallel, sharded: set[int]) -> None:
-    """Raise TypeError for a model whose gradients cannot be taken over.
-
-    Args:
-        sharded: the parameters that are, by `id`.
-    """
-    for name, param in model.module.named_parameters():
-        if param.requires_grad and id(param) not in sharded:
+def check_wrapped(model: DistributedDataParallel) -> None:
+    """Raise TypeError for a model whose gradients cannot be taken over."""
+    taken = {
+        "a communication hook": getattr(model, "_comm_hooks", None),
+        "mixed_precision": model.mixed_precision,
+        "delay_all_reduce_named_params": model._delay_all_reduce_params,
+        "torch._dynamo's python_reducer": model._use_python_reducer,
+    }
+    for what, is_there in taken.items():
+        if is_there:
             raise TypeError(
-                f"shard(): the DistributedDataParallel model has a parameter {name!r} that is not "
-                "the optimizer's, whose gradient would no more be reduced: freeze it, or pass the "
-                "module inside"
+                f"shard(): the DistributedDataParallel model has {what}, which changes what it "
+                "reduces, and shard() reduces in its place: leave that out"
             )
 
 
-class WrappedGradients(Gradients):
-    """What Gradients does, with a model's communication hook in place of hooks on parameters."""
+_wrappers: weakref.WeakKeyDictionary[DistributedDataParallel, Wrapper]
+_wrappers = weakref.WeakKeyDictionary()
 
-    def __init__(
-        self,
-        slots: list[Slot],
-        buckets: list[GradientBucket],
-        group: Group,
-        shelf: Shelf,
-        uses: type[Uses],
-        model: DistributedDataParallel,
-    ) -> None:
+
+class Wrapper:
+    """The hooks of a model, which all sharded optimizers of its parameters share.
+
+    Args:
+        model: the model, whose buckets are used no more.
+    """
+
+    @staticmethod
+    def of(model: DistributedDataParallel, gradients: Gradients) -> Wrapper:
+        """Let these gradients be reduced when the model's would be."""
+        wrapper = _wrappers.get(model) or Wrapper(model)
+        gradients.is_wrapped, gradients.expects_backward = True, False
+        wrapper._gradients.add(gradients)
+        return wrapper
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        _wrappers[model] = self
         self._model = weakref.ref(model)
-        self._slot_of = {id(slot.param): slot for slot in slots}
-        self._handles: list[Any] = []
-        self._used: set[Slot] = set()  # that backward has reached on this rank
-        self._is_shadowed = False  # whether the model takes part in a backward without data
-        super().__init__(slots, buckets, group, shelf, uses)
-
-    def _attach(self) -> None:
-        model = self._model()
-        assert model is not None
+        self._gradients: weakref.WeakSet[Gradients] = weakref.WeakSet()
+        self._wants_sync = False  # of the forward that runs
+        self.on_forward: Callable[[DistributedDataParallel, bool], None] = _nothing
+        if model.static_graph:  # else its first backward reduces
+            model._static_graph_delay_allreduce_enqueued = True
         mine = weakref.ref(self)
-        try:
-            model.register_comm_hook(None, lambda _, bucket: _take(mine(), bucket))
-        except RuntimeError as error:
-            raise TypeError(
-                "shard() needs the communication hook of the DistributedDataParallel model, which "
-                f"has one already: {error}"
-            ) from error
-        for slot in self._slots:
-            before = slot.param.register_hook(_hook(mine, slot, "look"))  # type: ignore[no-untyped-call]
-            self._handles.append(before)
-            self._hooks.add(slot.param, slot, _hook(mine, slot, "make_room"))
+        self._handles = [
+            model.register_forward_pre_hook(_hook(mine, Wrapper._before), prepend=True),
+            model.register_forward_hook(_hook(mine, Wrapper._after), always_call=True),
+        ]
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """That of the model."""
-        model = self._model()
-        with contextlib.nullcontext() if model is None else model.no_sync():
-            yield
-
-    def look(self, slot: Slot) -> None:
-        """Called before backward adds to `.grad`, and by torch.autograd.grad(), which does not."""
-        if slot.param.grad is None:
-            slot.aside = False
-
-    def make_room(self, slot: Slot) -> None:
-        """Called when backward has added to `.grad`, where the model must find a real tensor."""
-        self._unsent = True
-        self._used.add(slot)
-        if slot.param.grad is slot.stand_in:
-            slot.param.grad, slot.stand_in.pending = slot.stand_in.pending, None
-            slot.aside = True
-
-    def take(self, params: list[Tensor], grads: list[Tensor]) -> None:
-        """Called with the gradients of one of the model's buckets.
-
-        With find_unused_parameters or static_graph some are zeros of parameters that were not used.
-        """
-        if current_backward() < 0:  # by torch.distributed.algorithms.Join
-            self._is_shadowed = True
+    def _before(self, model: DistributedDataParallel) -> None:
+        if not self._gradients:  # their optimizers are gone: the model reduces again
             return
-        self._note_pass()
-        for param, grad in zip(params, grads, strict=True):
-            slot = self._slot_of[id(param)]
-            if slot not in self._used:
-                continue
-            if slot.held and not slot.aside:
-                self._buckets[slot.bucket].forget(slot)
-            self._put(slot, grad)
+        self._wants_sync = torch.is_grad_enabled() and model.require_backward_grad_sync
+        if not torch.is_grad_enabled():
+            return
+        model.require_backward_grad_sync = False
+        for gradients in sorted(self._gradients, key=lambda one: one.made):  # a collective, perhaps
+            gradients.note_failure()
+            if self._wants_sync:
+                gradients.expects_backward = True
+            elif not gradients.expects_backward:
+                gradients.keep_local()
 
-    def begin_empty(self) -> bool:
-        """Begin a pass without gradients of this rank, if the model has found that there is one."""
-        found, self._is_shadowed = self._is_shadowed, False
-        return found and super().begin_empty()
+    def _after(self, model: DistributedDataParallel) -> None:
+        if torch.is_grad_enabled() and self._gradients:
+            model.require_backward_grad_sync = self._wants_sync
+            model.require_forward_param_sync = self._wants_sync
+        self.on_forward(model, self._wants_sync)
 
-    def finish(self) -> None:
-        """Send what is left, and wait until this rank's slices are complete; a collective."""
-        super().finish()
-        self._used.clear()
+    def note_others(self, is_reduced: bool) -> None:
+        """On a rank without data: whether the others' pass is reduced, as their forward does."""
+        if (model := self._model()) is not None:
+            model.require_forward_param_sync = is_reduced
 
     def close(self) -> None:
-        """Take the hooks away; torch cannot remove that of the model."""
-        super().close()
+        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
 
 
-def _take(gradients: WrappedGradients | None, bucket: Any) -> Future[Tensor]:
-    if gradients is None:
-        raise RuntimeError(
-            "faststep.zero: the optimizer that shard() returned is gone, and nobody reduces the "
-            "gradients of this DistributedDataParallel model"
-        )
-    with torch.no_grad():
-        gradients.take(list(bucket.parameters()), list(bucket.gradients()))
-    values = bucket.buffer()
-    devices = [values.device] if values.is_cuda else None
-    done: Future[Tensor] = Future(devices=devices)  # whoever waits for it waits for these streams
-    done.set_result(values)
-    return done
+def _nothing(*_: object) -> None:
+    """What is called for optimizers that nobody joins."""
 
 
 def _hook(
-    owner: Callable[[], WrappedGradients | None], slot: Slot, method: str
-) -> Callable[[Tensor], None]:
+    owner: Callable[[], Wrapper | None], call: Callable[[Wrapper, Any], None]
+) -> Callable[..., None]:
     @disable_dynamo
-    def call(_: Tensor) -> None:
-        if (gradients := owner()) is not None:
-            with torch.no_grad():
-                getattr(gradients, method)(slot)
+    def called(model: Any, *_: Any) -> None:
+        if (wrapper := owner()) is not None:
+            call(wrapper, model)
 
-    return call
+    return called

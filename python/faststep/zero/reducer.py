@@ -1,0 +1,144 @@
+"""Sends buckets of gradients in one order on all ranks, and receives what others have sent."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import Tensor
+
+from .buckets import GradientBucket
+from .group import Group
+from .in_backward import BackwardUpdates
+from .pages import Shelf
+from .slots import Slot
+from .uses import Uses
+
+__all__ = ["Reducer"]
+
+MOST_UNDER_WAY = 32 * 2**20  # bytes of buckets that are sent; a larger one goes alone
+
+
+class Reducer:
+    """The buckets of one model in a pass.
+
+    Args:
+        slots: all parameters, in one order on all ranks.
+        buckets: where their gradients go, in the order in which they are sent.
+        group: the ranks.
+        shelf: memory of what arrives.
+        uses: the class that counts used parameters.
+    """
+
+    updates: BackwardUpdates | None = None  # with update="backward"
+
+    def __init__(
+        self,
+        slots: list[Slot],
+        buckets: list[GradientBucket],
+        group: Group,
+        shelf: Shelf,
+        uses: type[Uses],
+    ) -> None:
+        self._slots = slots
+        self._buckets = buckets
+        self._group = group
+        self._shelf = shelf
+        self._uses = uses
+        self._next = 0  # what is sent next: a bucket, the counts after the last, or nothing
+        self._has_failed = False  # the pass, on this rank
+        self._under_way: deque[GradientBucket] = deque()
+        self._counted: Uses | None = None  # the last counts of a pass
+
+    def begin(self) -> None:
+        """Start a pass."""
+        if self._counted is not None:
+            self._counted.refuse_late()
+        for bucket in self._buckets:
+            bucket.begin()
+        self._next, self._has_failed = 0, False
+
+    def has_sent(self, slot: Slot) -> bool:
+        """Whether the gradient of a parameter is on its way."""
+        return slot.bucket < self._next
+
+    def put(self, slot: Slot, grad: Tensor) -> None:
+        """Take over a gradient of this rank, or add to it."""
+        bucket = self._buckets[slot.bucket]
+        bucket.put(slot, grad, again=slot.arrived)
+        bucket.missing -= not slot.arrived
+        slot.arrived = True
+
+    def send_full(self) -> None:
+        """Send the buckets that are full, and receive those that are there."""
+        while self._next < len(self._buckets) and not self._buckets[self._next].missing:
+            self._send_next()
+        while self._under_way and self._under_way[0].is_there():
+            self._receive_next()
+
+    def complete(self, has_failed: bool = False, waits: bool = False) -> list[int]:
+        """Send and receive what is left; returns in how many ranks each parameter was used.
+
+        Args:
+            has_failed: what arrives is dropped, and the other ranks hear of that.
+            waits: this rank must know of failures at once, on a CUDA device too.
+
+        Raises:
+            RuntimeError: the pass has failed on another rank.
+        """
+        self._has_failed = has_failed
+        while self._next < len(self._buckets):
+            self._send_next()
+        counting = None
+        if self.updates is None and self._next == len(self._buckets):
+            what = "counting the parameters that were used"
+            counting = self._uses(self._slots, self._group, what, has_failed, waits)
+            self._next += 1
+        if self._group.replicas is not None:
+            for bucket in self._under_way:
+                bucket.add()
+        while self._under_way:
+            self._receive_next()
+        self._shelf.clear()
+        if self.updates is not None:
+            self._counted = self._buckets[-1].uses if self._buckets else None
+            return [count for bucket in self._buckets for count in bucket.used()]
+        if counting is None:  # all of it was done before, and another rank had failed
+            return [0] * len(self._slots)
+        # After the buckets, whose errors name parameters, and which some ranks have sent to
+        # their replicas in backward.
+        self._counted = counting
+        counting.replicate()
+        counting.wait()
+        if not has_failed:
+            counting.refuse_failed()
+        return counting.counts()
+
+    def drop(self) -> None:
+        """Let go of all gradients."""
+        for bucket in self._buckets:
+            bucket.drop()
+
+    def _send_next(self) -> None:
+        """Send a bucket; with zeros where its gradients have not arrived."""
+        bucket = self._buckets[self._next]
+        beside = None if self.updates is None else self.updates.beside
+        if beside is not None:
+            beside.make_room(MOST_UNDER_WAY - bucket.nbytes)
+        # Backward would otherwise run ahead of a slow network, with all gradients in memory.
+        while self._under_way and self._bytes_under_way() + bucket.nbytes > MOST_UNDER_WAY:
+            self._receive_next()
+        bucket.send(self._has_failed)
+        self._next += 1
+        self._under_way.append(bucket)
+        if beside is not None:
+            with beside.receiving(bucket):
+                self._receive_next()
+
+    def _receive_next(self) -> None:
+        bucket = self._under_way.popleft()
+        bucket.receive()
+        if self.updates is not None:
+            self.updates.received(bucket, is_wanted=not self._has_failed)
+
+    def _bytes_under_way(self) -> int:
+        return sum(bucket.nbytes for bucket in self._under_way)
