@@ -16,7 +16,7 @@ from accumulate.processes import Job
 from faststep import zero
 from faststep.optim.masters import MASTER
 
-from .common import SHAPES, Given, grads_for, optimizer_of
+from .common import OTHERS, SHAPES, Given, grads_for, optimizer_of
 from .rounded import DTYPES, follow, step_whole, unlike, wide_of
 from .test_exact import _groups
 
@@ -68,6 +68,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "one bucket": (2, {**BASE, "mb": math.inf}),
     "stage 1": (2, {**BASE, "stage": 1, "mb": 1 / 1024}),
     **{f"{name} on 2": (2, {**BASE, "optimizer": name}) for name in ("Adam", "momentum", "Lion")},
+    **{f"{name} on 2": (2, {**BASE, "optimizer": name}) for name in OTHERS},
     "SGD on 1": (1, {"optimizer": "SGD"}),
     "SGD on 3": (3, {"optimizer": "SGD"}),
     "in backward": (2, IN_BACKWARD),

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 __all__ = [
     "MASTER",
     "begin_state",
+    "complete_states",
     "fitting",
     "has_master",
     "keys_for",
-    "note_stateless",
     "own_keys",
     "refuse_masters",
     "with_master",
@@ -92,17 +92,21 @@ def begin_state(
     state[MASTER] = master  # last, as in the rule's names
 
 
-def note_stateless(optimizer: FusedOptimizer) -> None:
-    """Give parameters that need no state an empty one, beside others that have masters.
+def complete_states(optimizer: FusedOptimizer) -> None:
+    """Give states their masters that have none yet, and parameters that need no state an empty one.
 
-    torch.distributed.checkpoint loads either no states at all or one of each parameter.
+    torch.distributed.checkpoint loads either no states at all or one of each parameter, and of
+    each what was there before.
     """
     if not optimizer._keeps_masters or not optimizer.state:
         return
     for group, rule in zip(optimizer.param_groups, optimizer._rules(), strict=True):
         for param in group["params"]:
-            if not keys_for(rule, param):
+            state, keys = optimizer.state.get(param), keys_for(rule, param)
+            if not keys:
                 optimizer.state[param]
+            elif state and [key for key in keys if key not in state] == [MASTER]:
+                begin_state(optimizer, group, rule, param)
 
 
 def fitting(state: Mapping[str, Any], param: Tensor, keeps_masters: bool) -> dict[str, Any]:

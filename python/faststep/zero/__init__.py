@@ -50,8 +50,9 @@ def shard(
     Args:
         model: the module that the loop calls, in CPU memory or on the current CUDA device: a plain
             one, or one inside DistributedDataParallel, which then reduces nothing by itself.
-        optimizer: AdamW, Adam or SGD of torch.optim or faststep.optim, or faststep's Lion, with or
-            without state. Do not step it any more.
+        optimizer: of a class of faststep.optim but Adafactor, or of the same class of torch.optim,
+            or of a subclass that replaces none of its methods; with or without state. Do not step
+            it any more.
         stage: 1 keeps memory for whole gradients from step to step. 2 frees them bucket by bucket
             during backward, and keeps slices. 3 applies torch's `fully_shard` to the model, whose
             parameters become DTensors. Default: 2.
@@ -83,9 +84,9 @@ def shard(
         An optimizer over the same `param_groups`: the same list and dicts.
 
     Raises:
-        TypeError: an optimizer of another class; a DistributedDataParallel model with a
-            communication hook; a parameter that is sharded already, or is no dense tensor of a
-            floating dtype in CPU memory or on the current CUDA device with NCCL.
+        TypeError: an optimizer of another class, or `differentiable`; a DistributedDataParallel
+            model with a communication hook; a parameter that is sharded already, or is no dense
+            tensor of a floating dtype in CPU memory or on the current CUDA device with NCCL.
         ValueError: an argument out of range, or a parameter that is not the model's.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             For stage 3 also: a parameter that has a gradient or hooks.

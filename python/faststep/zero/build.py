@@ -131,15 +131,16 @@ def _refuse_options(optimizer: Optimizer, asked: Options) -> None:
     for option in ("keep_grads", "norm_in_backward"):
         if getattr(optimizer, f"_{option}", False) is not False:
             raise TypeError(f"shard() does not support an optimizer with {option}=")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise TypeError("shard() does not support differentiable=True: no autograd spans ranks")
 
 
 def _fused(kind: Kind, optimizer: Optimizer, keeps_masters: bool = False) -> FusedOptimizer:
     """The fused optimizer itself, with the groups and states of the one that it replaces."""
     first = optimizer.param_groups[0]
     options = {key: value for key, value in first.items() if key not in ("params", "param_names")}
-    fused = kind([{**options, "params": first["params"]}])
+    fused = kind([{**options, "params": []}])
     fused.param_groups = optimizer.param_groups
-    fused.defaults = optimizer.defaults
     fused.state = whole_states(optimizer.state, keeps_masters)
     fused._keeps_masters = keeps_masters
     return fused
