@@ -123,7 +123,7 @@ def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
 
 OTHERS: dict[str, dict[str, Any]] = {
     "Adadelta": {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1},
-    "Adagrad": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.5, "maximize": True},
+    "Adagrad": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1, "maximize": True},
     "Adamax": {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1, "foreach": True},
     "ASGD": {"lr": 0.1, "lambd": 0.01, "alpha": 0.5, "t0": 2, "weight_decay": 0.1},
     "NAdam": {

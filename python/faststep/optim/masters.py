@@ -4,7 +4,7 @@ The rule updates a master, which is a state of the parameter, and the parameter 
 to the nearest. The other states are fp32 too. Where a parameter is not its master rounded, because
 a script has written it, the step begins with the parameter.
 
-faststep.zero.shard is the only user.
+An optimizer keeps them if it is made or sharded with `master_weights`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ __all__ = [
     "complete_states",
     "fitting",
     "has_master",
+    "keeps_masters",
     "keys_for",
     "own_keys",
     "refuse_masters",
@@ -36,6 +37,17 @@ __all__ = [
 ]
 
 MASTER = "master_weights"
+
+
+def keeps_masters(master_weights: object) -> bool:
+    """Whether the option of that name asks for masters.
+
+    Raises:
+        ValueError: it names no kind of them.
+    """
+    if isinstance(master_weights, (bool, str)) and master_weights in (False, True, "fp32"):
+        return bool(master_weights)
+    raise ValueError(f'master_weights must be True, False or "fp32", not {master_weights!r}')
 
 
 def has_master(param: Tensor) -> bool:
@@ -121,10 +133,11 @@ def fitting(state: Mapping[str, Any], param: Tensor, keeps_masters: bool) -> dic
     }
 
 
-def refuse_masters(optimizer: FusedOptimizer) -> None:
+def refuse_masters(optimizer: FusedOptimizer, reason: str) -> None:
     """Raise RuntimeError for a step by torch's operators, which know no masters."""
     if optimizer._keeps_masters and any(map(has_master, params_of(optimizer))):
+        reason = reason.removesuffix("; nothing was updated")
         raise RuntimeError(
-            f"{type(optimizer).__name__}: master_weights=True needs a step outside of "
-            "TorchDispatchModes; nothing was updated"
+            f"{type(optimizer).__name__} keeps masters (master_weights), which torch's operators "
+            f"do not know, and this step needs them: {reason}; nothing was updated"
         )

@@ -21,13 +21,13 @@ from ..optim.checks import check_limit
 from ..optim.masters import complete_states
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
 from ..optim.step import loss_of
+from ..optim.wide import loading_wide
 from ..optim.wrapped import PassesOn
 from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
 from .group import Group
 from .in_backward import REFUSED_CLIPPING, refuse_request
 from .join import JoinableSteps
-from .wide import loading_wide
 
 __all__ = ["ShardedOptimizer"]
 
