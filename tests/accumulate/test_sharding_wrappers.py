@@ -59,6 +59,7 @@ def zero_refuses(rank: int, world: int) -> dict[str, Any]:
     overlap = {"optimizer_class": faststep.optim.AdamW, "overlap_with_ddp": True}
     found["overlap"] = _outcome(lambda: ZeroRedundancyOptimizer(model.parameters(), **overlap))
     harmless = {"max_grad_norm": None, "keep_grads": False, "norm_in_backward": False}
+    harmless["master_weights"] = False
     call = lambda: ZeroRedundancyOptimizer(model.parameters(), faststep.optim.AdamW, **harmless)  # noqa: E731
     found["harmless"] = _outcome(call)
     model(_input(rank, 0)).square().mean().backward()

@@ -43,6 +43,31 @@ def test_states_of_other_types_than_their_parameters(
         pair.assert_same(*optimizers, grads=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_name)
+@pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
+def test_masters(declaration: Declaration, dtype: torch.dtype) -> None:
+    """They begin with the step, and after states were loaded that have none."""
+    pair = Pair([values(shape, i, dtype) for i, shape in enumerate(SHAPES)])
+    options = {**declaration.kwargs, "max_grad_norm": 0.7, "master_weights": True}
+    optimizers = pair.optimizers(declaration.ours, **options)
+    for seed in (0, 10):
+        step_both(pair, optimizers, seed)
+    pair.assert_same(*optimizers, grads=True)
+    for optimizer, params in zip(optimizers, (pair.cpu, pair.cuda), strict=True):
+        for param in params:
+            assert optimizer.state[param].pop("master_weights").dtype == torch.float32
+    for seed in (20, 30):
+        step_both(pair, optimizers, seed)
+    pair.assert_same(*optimizers, grads=True)
+    saved = [optimizer.state_dict() for optimizer in optimizers]
+    assert [list(state) for state in saved[0]["state"].values()] == [
+        list(state) for state in saved[1]["state"].values()
+    ]
+    optimizers[1].load_state_dict(saved[1])
+    step_both(pair, optimizers, 40)
+    pair.assert_same(*optimizers, grads=True)
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("declaration", [ADAMW, NADAM, ASGD], ids=lambda d: d.name)

@@ -14,7 +14,7 @@ from torch import nn
 
 from accumulate.processes import Job
 from faststep import zero
-from zero.common import SHAPES, Given, differences, mean_of, optimizer_of, states_differ
+from zero.common import OTHERS, SHAPES, Given, differences, mean_of, optimizer_of, states_differ
 from zero.test_exact import LOW, _grads, _groups
 
 from . import fake, nccl
@@ -135,6 +135,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "unused": (3, {**BASE, "unused": True, "mb": KB}),
     "momentum": (2, {**BASE, "optimizer": "momentum"}),
     "Lion": (2, {**BASE, "optimizer": "Lion", "groups": True}),
+    **{name: (2, {**BASE, "optimizer": name, "dtypes": LOW}) for name in OTHERS},
     "several dtypes": (3, {**BASE, "dtypes": LOW}),
     "clipped": (3, {**BASE, "clip": 1.0}),
     "clipped, one bucket": (2, {**BASE, "clip": 1e-6, "mb": math.inf, "stage": 1}),

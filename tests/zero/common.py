@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import faststep
 from faststep import zero
 
+NUMBERS = ("step", "eta", "mu", "mu_product")  # states that no element has alone
 SHAPES = [(300, 70), (70,), (), (0, 4), (33000,), (5, 4, 3, 3), (16384,), (40, 50), (3,)]
 
 
@@ -92,7 +93,7 @@ def states_differ(sharded: zero.ShardedOptimizer, whole: torch.optim.Optimizer) 
                 wrong.append(f"{slot.name} has {list(mine)}, not {list(state)}")
                 continue
             for key, value in state.items():
-                if key != "step":
+                if key not in NUMBERS:
                     value = zero.states.in_order_of_memory(value, of[id(slot.param)])
                     value = value[begin : begin + piece.numel()]
                 if not torch.equal(mine[key], value):
@@ -106,7 +107,7 @@ def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
     """An optimizer of faststep by the name of its options."""
-    made = {
+    made: dict[str, Callable[[], torch.optim.Optimizer]] = {
         "AdamW": lambda: faststep.optim.AdamW(params, lr=0.01),
         "Adam": lambda: faststep.optim.Adam(params, lr=0.01, amsgrad=True, weight_decay=0.1),
         "SGD": lambda: faststep.optim.SGD(params, lr=0.1),
@@ -114,5 +115,28 @@ def optimizer_of(name: str, params: Any) -> torch.optim.Optimizer:
         "Lion": lambda: faststep.optim.Lion(params, lr=0.01),
         "torch AdamW": lambda: torch.optim.AdamW(params, lr=0.01),
         "torch SGD": lambda: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+        **{f"torch {some}": lambda some=some: _other(torch.optim, some, params) for some in OTHERS},
+        **{some: lambda some=some: _other(faststep.optim, some, params) for some in OTHERS},
     }
     return made[name]()
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "Adadelta": {"lr": 0.5, "rho": 0.8, "weight_decay": 0.1},
+    "Adagrad": {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.1, "maximize": True},
+    "Adamax": {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1, "foreach": True},
+    "ASGD": {"lr": 0.1, "lambd": 0.01, "alpha": 0.5, "t0": 2, "weight_decay": 0.1},
+    "NAdam": {
+        "lr": 0.01,
+        "momentum_decay": 0.1,
+        "weight_decay": 0.1,
+        "decoupled_weight_decay": True,
+    },
+    "RAdam": {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True},
+    "RMSprop": {"lr": 0.01, "momentum": 0.9, "centered": True, "eps": 0.1},
+    "Rprop": {"lr": 0.01, "etas": (0.4, 1.1), "step_sizes": (1e-4, 0.1)},
+}
+
+
+def _other(module: Any, name: str, params: Any) -> Any:
+    return getattr(module, name)(params, **OTHERS[name])

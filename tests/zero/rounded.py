@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from faststep import zero
 from faststep.optim.masters import MASTER
 
-from .common import SHAPES, Given, mean_of
+from .common import NUMBERS, SHAPES, Given, mean_of
 
 DTYPES = [torch.bfloat16, torch.float32, torch.float16, torch.bfloat16, torch.float64]
 
@@ -67,7 +67,7 @@ def unlike(sharded: Any, model: nn.Module, whole: nn.Module, reference: Any) -> 
             continue
         for key, value in expected.items():
             found = mine[key]
-            if key != "step":
+            if key not in NUMBERS:
                 value = zero.states.in_order_of_memory(value, wide)
                 value = value[begin : begin + piece.numel()]
                 found = zero.states.in_order_of_memory(found, piece)

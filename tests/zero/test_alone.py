@@ -111,28 +111,6 @@ def test_arguments(options: dict[str, Any], error: type[Exception], text: str) -
         zero.shard(model, torch.optim.SGD(model.parameters()), **options)
 
 
-OTHERS = (
-    "Adadelta",
-    "Adafactor",
-    "Adagrad",
-    "Adamax",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-)
-
-
-@pytest.mark.parametrize("name", OTHERS)
-def test_classes_that_are_not_sharded(name: str) -> None:
-    """Refused by name, and torch's classes too."""
-    model = nn.Linear(2, 2)
-    for module in (torch.optim, faststep.optim):
-        with pytest.raises(TypeError, match=rf"shard\(\) takes AdamW.* not an? .*\.{name}:"):
-            zero.shard(model, getattr(module, name)(model.parameters()))
-
-
 def test_options_of_the_optimizer() -> None:
     model = nn.Linear(2, 2)
     clips = faststep.optim.SGD(model.parameters(), max_grad_norm=2.0)

@@ -13,7 +13,16 @@ import torch.distributed as dist
 from accumulate.processes import Job
 from faststep import zero
 
-from .common import SHAPES, Given, differences, grads_for, mean_of, optimizer_of, states_differ
+from .common import (
+    OTHERS,
+    SHAPES,
+    Given,
+    differences,
+    grads_for,
+    mean_of,
+    optimizer_of,
+    states_differ,
+)
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 LOW = [torch.float32, torch.bfloat16, torch.float32, torch.float16, torch.float64]
@@ -114,6 +123,11 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{
         f"{name} on 3": (3, {**BASE, "optimizer": name})
         for name in ("Adam", "SGD", "momentum", "Lion", "torch AdamW", "torch SGD")
+    },
+    **{f"torch {name} on 2": (2, {**BASE, "optimizer": f"torch {name}"}) for name in OTHERS},
+    **{
+        f"{name} in backward": (3, {**IN_BACKWARD, "optimizer": name, "mb": KB, "dtypes": LOW})
+        for name in OTHERS
     },
     "stage 1": (2, {**BASE, "stage": 1}),
     "stage 1 on 3": (3, {**BASE, "stage": 1, "unused": True}),

@@ -72,7 +72,7 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     said["pickle"] = _error(lambda: __import__("pickle").dumps(optimizer))
     said["p norm"] = _error(lambda: optimizer.clip_grad_norm_(1.0, norm_type=1.0))
     said["twice"] = _error(lambda: zero.shard(model, optimizer))
-    said["kind"] = _error(lambda: zero.shard(model, torch.optim.RMSprop(params)))
+    said["kind"] = _error(lambda: zero.shard(model, torch.optim.Adafactor(params)))
     said["stage"] = _error(lambda: zero.shard(model, first, stage=4))  # type: ignore[arg-type]
     said["strange"] = _error(lambda: zero.shard(nn.Linear(1, 1), first))
     wrapper = DistributedDataParallel(nn.Linear(1, 1))
@@ -110,7 +110,7 @@ def test_misuse(ranks: Ranks) -> None:
             "pickle": "TypeError: a sharded optimizer cannot be pickled",
             "p norm": "ValueError: norm_type must be 2.0",
             "twice": "TypeError: shard(): this optimizer is sharded already",
-            "kind": "TypeError: shard() takes AdamW",
+            "kind": "TypeError: shard() takes ASGD",
             "stage": "ValueError: stage must be 1, 2 or 3",
             "strange": "ValueError: shard(): 2 parameters of the optimizer are not in the model",
             "hook": "TypeError: shard(): the DistributedDataParallel model has a communication",

@@ -25,6 +25,7 @@ __all__ = [
     "is_capturing",
     "is_of_scheduler",
     "is_torchs",
+    "method_of_script",
     "replaces_unscaling",
     "set_grad_dtype",
     "step_dtype",
@@ -93,6 +94,25 @@ def is_of_scheduler(step: Any, inner: Any) -> bool:
     code = getattr(step, "__code__", None)
     where = getattr(code, "co_filename", None)
     return where == lr_scheduler.__file__ and step.__wrapped__ is inner
+
+
+def method_of_script(optimizer: torch.optim.Optimizer, base: type) -> str:
+    """The name of what a script has put in the place of a method of a base class; "" if nothing.
+
+    In a subclass, on the object or on the base class itself.
+    """
+    kind = type(optimizer)
+    own = dict(vars(optimizer))
+    if is_of_scheduler(own.get("step"), kind.step):
+        del own["step"]
+    below = kind.__mro__[: kind.__mro__.index(base)]
+    for name in dict.fromkeys(["step", *own, *(name for cls in below for name in vars(cls))]):
+        theirs = own.get(name, getattr(kind, name, None))
+        if name.startswith("__") or not hasattr(base, name) or isinstance(theirs, type):
+            continue
+        if (callable(theirs) or isinstance(theirs, property)) and not is_torchs(theirs):
+            return f"{name}()"
+    return ""
 
 
 def is_capturing() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class Adadelta(CountedOptimizer, torch.optim.Adadelta):
         norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
             that clips: one pass, the same bits; see the property of that name for what it cannot
             notice. With several ranks pass the model. Default: False.
+        master_weights (bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16
+            parameters. True is "fp32". Default: False.
     """
 
     def __init__(
@@ -52,8 +54,9 @@ class Adadelta(CountedOptimizer, torch.optim.Adadelta):
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
         norm_in_backward: bool | DistributedDataParallel = False,
+        master_weights: bool | Literal["fp32"] = False,
     ) -> None:
-        self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
+        self._set_options(max_grad_norm, keep_grads, norm_in_backward, master_weights)
         super().__init__(
             params,
             lr,

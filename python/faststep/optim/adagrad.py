@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch.optim.optimizer import ParamsT
 
 from .base import Rule
 from .counted import CountedOptimizer
+from .masters import begin_state, has_master, with_master
 
 __all__ = ["Adagrad"]
 
@@ -37,6 +38,8 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
         norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
             that clips: one pass, the same bits; see the property of that name for what it cannot
             notice. With several ranks pass the model. Default: False.
+        master_weights (bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16
+            parameters. True is "fp32". Default: False.
     """
 
     def __init__(
@@ -55,8 +58,9 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
         norm_in_backward: bool | DistributedDataParallel = False,
+        master_weights: bool | Literal["fp32"] = False,
     ) -> None:
-        self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
+        self._set_options(max_grad_norm, keep_grads, norm_in_backward, master_weights)
         super().__init__(
             params,
             lr,
@@ -69,6 +73,11 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
             differentiable=differentiable,
             fused=fused,
         )
+        if self._keeps_masters:  # torch has made the states, in the parameters' types
+            for group in self.param_groups:
+                for param in filter(has_master, group["params"]):
+                    del self.state[param]
+                    begin_state(self, group, with_master(self._rule_of(group)), param)
 
     def _keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("step", "sum")

@@ -24,9 +24,10 @@ from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_cl
 from .checks import check_limit, refuse_group_options, refuse_part
 from .clipping import ClippedOptimizer
 from .hooked import HookedOptimizer
-from .masters import refuse_masters, with_master
+from .masters import complete_states, refuse_masters, with_master
 from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
+from .wide import loading_wide
 from .work import StaleSquaresError, Work
 from .zeros import Zeros
 
@@ -64,6 +65,10 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         norm_in_backward (bool or DistributedDataParallel): measure each gradient in a hook during
             backward instead of in a pass of the step that clips, with the same bits. With several
             ranks pass the model. Default: False, see :attr:`norm_in_backward`.
+        master_weights (bool or "fp32"): keep an fp32 master, as the state "master_weights", and
+            fp32 states of each bfloat16 and float16 parameter. The step updates the master, and
+            the parameter is the master rounded to the nearest. Where a script has written the
+            parameter the step begins with it. Default: False; True is "fp32".
     """
 
     _number_of: ClassVar[dict[str, int]] = {name: row[0] for name, row in _C.rules().items()}
@@ -82,7 +87,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     _stepper: Stepper | None = None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
     _is_asked_to_unscale: bool = False
-    _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
     _norm_is_whole: bool = False  # no wrapper has the rest: known from the first clipped step
     _has_shards: bool | None = None  # of FSDP1: known from the first step that measures
 
@@ -259,7 +263,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     def _is_asked_for_more(self) -> bool:
         request = self._request()
-        return request.measures or not (request.grad_scale is request.found_inf is None)
+        asks = request.measures or not (request.grad_scale is request.found_inf is None)
+        return asks or self._keeps_masters
 
     def _check_clipping(self, max_norm: float) -> None:
         """ValueError for a negative or NaN limit, RuntimeError for some of the parameters."""
@@ -304,7 +309,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     def _step_by_torch(self, request: StepRequest, reason: str) -> StepAnswer:
         """The step by operators of torch. `reason` is what `run` reports."""
-        refuse_masters(self)
+        refuse_masters(self, reason)
         if self._backward_norm is not None:
             self._backward_norm.forget()
         return step_by_torch(self, request)
@@ -345,6 +350,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         torch keeps them in CPU memory unless a group is `fused` or `capturable` or the class is
         ASGD; here those of CUDA parameters are on the device, and saving them waits for it.
         """
+        complete_states(self)
         state_dict = super().state_dict()
         for group in state_dict["param_groups"]:
             if group.get("fused") or group.get("capturable") or self._counts_on_device:
@@ -356,6 +362,17 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
                     moved = {key: n.cpu() for key, n in counts.items() if isinstance(n, Tensor)}
                     state_dict["state"][index] = {**state, **moved}
         return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's; beside masters states stay fp32, and without `master_weights` none are kept.
+
+        Masters that a state dict lacks begin as the parameters.
+        """
+        if self._made_from is not None:  # a state of that name is the script's
+            super().load_state_dict(state_dict)
+            return
+        with loading_wide(self, self._keeps_masters):
+            super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -370,6 +387,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             "_keep_grads": self._keep_grads,
             "_norm_in_backward": self._norm_in_backward is not False,
             "_is_asked_to_unscale": self._is_asked_to_unscale,
+            "_keeps_masters": self._keeps_masters,
         }
 
 

@@ -20,7 +20,13 @@ __all__ = [
     "refuse_unchecked",
 ]
 
-_OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "norm_in_backward")
+_OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "norm_in_backward", "master_weights")
+
+_CLIP_BEFORE = (
+    "as the norm of a part would be wrong, call faststep.clip_grad_norm_(model.parameters(), "
+    "max_norm) before the wrapper's step()"
+)
+_INSTEAD = {"master_weights": "use faststep.zero.shard() for parts with masters"}
 
 
 def check_limit(name: str, value: float | None) -> None:
@@ -57,9 +63,8 @@ def refuse_group_options(group: dict[str, Any]) -> None:
                 f"{name} is an option of faststep's optimizers, for all groups together, but a "
                 "parameter group has it: pass it to the optimizer, or give a value of the script's "
                 "own another key. A wrapper that gives this rank's optimizer a part of the "
-                "parameters (ZeroRedundancyOptimizer) puts options there too, and the norm of a "
-                f"part would be wrong: leave {name} away there, and call "
-                "faststep.clip_grad_norm_(model.parameters(), max_norm) before the wrapper's step()"
+                "parameters (ZeroRedundancyOptimizer) puts options there too: leave "
+                f"{name} away there, and {_INSTEAD.get(name, _CLIP_BEFORE)}"
             )
 
 

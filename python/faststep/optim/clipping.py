@@ -1,4 +1,4 @@
-"""The clipping options of the fused optimizers, and what their last step found."""
+"""The options of the fused optimizers beside torch's, and what their last step found."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch.compiler import uncompiled
 from ..grads.norm import BackwardNorm
 from .checks import check_limit
+from .masters import keeps_masters
 from .wrapped import PassesOn
 
 __all__ = ["ClippedOptimizer"]
@@ -28,7 +29,7 @@ def _wanted(norm_in_backward: bool | DistributedDataParallel) -> bool | Distribu
 
 
 class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
-    """`max_grad_norm`, `keep_grads` and `norm_in_backward`, and what a step tells of the norm."""
+    """The options, of which `master_weights` is masters.py's, and what a step tells of the norm."""
 
     # Class attributes stand in where pickle and deepcopy restore an optimizer without __init__.
     _max_grad_norm: float | None = None
@@ -37,22 +38,25 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _skipped: bool | Tensor = False
     _norm_in_backward: bool | DistributedDataParallel = False
     _backward_norm: BackwardNorm | None = None
+    _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
 
     @property
     def _devices(self) -> tuple[int, ...]:
         """Of the parameters, as the C side calls them; empty before the first step."""
         raise NotImplementedError
 
-    def _set_clipping(
+    def _set_options(
         self,
         max_grad_norm: float | None,
         keep_grads: bool,
         norm_in_backward: bool | DistributedDataParallel,
+        master_weights: object,
     ) -> None:
         check_limit("max_grad_norm", max_grad_norm)
         self._max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self._keep_grads = bool(keep_grads)
         self._norm_in_backward = _wanted(norm_in_backward)
+        self._keeps_masters = keeps_masters(master_weights)
 
     @property
     def max_grad_norm(self) -> float | None:

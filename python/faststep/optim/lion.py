@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class Lion(FusedOptimizer):
         norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
             that clips: one pass, the same bits; see the property of that name for what it cannot
             notice. With several ranks pass the model. Default: False.
+        master_weights (bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16
+            parameters. True is "fp32". Default: False.
 
     Raises:
         ValueError: for a hyper-parameter out of range.
@@ -53,6 +55,7 @@ class Lion(FusedOptimizer):
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
         norm_in_backward: bool | DistributedDataParallel = False,
+        master_weights: bool | Literal["fp32"] = False,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
@@ -63,7 +66,7 @@ class Lion(FusedOptimizer):
                 raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        self._set_clipping(max_grad_norm, keep_grads, norm_in_backward)
+        self._set_options(max_grad_norm, keep_grads, norm_in_backward, master_weights)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 

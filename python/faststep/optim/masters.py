@@ -4,7 +4,7 @@ The rule updates a master, which is a state of the parameter, and the parameter 
 to the nearest. The other states are fp32 too. Where a parameter is not its master rounded, because
 a script has written it, the step begins with the parameter.
 
-faststep.zero.shard is the only user.
+An optimizer keeps them if it is made or sharded with `master_weights`.
 """
 
 from __future__ import annotations
@@ -26,16 +26,28 @@ if TYPE_CHECKING:
 __all__ = [
     "MASTER",
     "begin_state",
+    "complete_states",
     "fitting",
     "has_master",
+    "keeps_masters",
     "keys_for",
-    "note_stateless",
     "own_keys",
     "refuse_masters",
     "with_master",
 ]
 
 MASTER = "master_weights"
+
+
+def keeps_masters(master_weights: object) -> bool:
+    """Whether the option of that name asks for masters.
+
+    Raises:
+        ValueError: it names no kind of them.
+    """
+    if isinstance(master_weights, (bool, str)) and master_weights in (False, True, "fp32"):
+        return bool(master_weights)
+    raise ValueError(f'master_weights must be True, False or "fp32", not {master_weights!r}')
 
 
 def has_master(param: Tensor) -> bool:
@@ -92,17 +104,21 @@ def begin_state(
     state[MASTER] = master  # last, as in the rule's names
 
 
-def note_stateless(optimizer: FusedOptimizer) -> None:
-    """Give parameters that need no state an empty one, beside others that have masters.
+def complete_states(optimizer: FusedOptimizer) -> None:
+    """Give states their masters that have none yet, and parameters that need no state an empty one.
 
-    torch.distributed.checkpoint loads either no states at all or one of each parameter.
+    torch.distributed.checkpoint loads either no states at all or one of each parameter, and of
+    each what was there before.
     """
     if not optimizer._keeps_masters or not optimizer.state:
         return
     for group, rule in zip(optimizer.param_groups, optimizer._rules(), strict=True):
         for param in group["params"]:
-            if not keys_for(rule, param):
+            state, keys = optimizer.state.get(param), keys_for(rule, param)
+            if not keys:
                 optimizer.state[param]
+            elif state and [key for key in keys if key not in state] == [MASTER]:
+                begin_state(optimizer, group, rule, param)
 
 
 def fitting(state: Mapping[str, Any], param: Tensor, keeps_masters: bool) -> dict[str, Any]:
@@ -117,10 +133,11 @@ def fitting(state: Mapping[str, Any], param: Tensor, keeps_masters: bool) -> dic
     }
 
 
-def refuse_masters(optimizer: FusedOptimizer) -> None:
+def refuse_masters(optimizer: FusedOptimizer, reason: str) -> None:
     """Raise RuntimeError for a step by torch's operators, which know no masters."""
     if optimizer._keeps_masters and any(map(has_master, params_of(optimizer))):
+        reason = reason.removesuffix("; nothing was updated")
         raise RuntimeError(
-            f"{type(optimizer).__name__}: master_weights=True needs a step outside of "
-            "TorchDispatchModes; nothing was updated"
+            f"{type(optimizer).__name__} keeps masters (master_weights), which torch's operators "
+            f"do not know, and this step needs them: {reason}; nothing was updated"
         )

@@ -19,7 +19,7 @@ from .._devices import Scalars
 from .._torch.dtensor import any_dtensor
 from .._torch.optim import is_capturing
 from ..grads.shards import LayoutError, align, align_states, wait_for
-from .masters import begin_state, keys_for, own_keys
+from .masters import MASTER, begin_state, keys_for, own_keys
 from .request import Rule, StepRequest
 
 if TYPE_CHECKING:
@@ -192,7 +192,8 @@ class Work:
                 raise _C.TensorError(*place, f"state '{key}'", "value", "is None")
         for which, index in missing:
             optimizer._refuse_half_state(*self.place(which, index), own_keys(rules[which]))
-        self._new = sorted([*before, *missing])  # the first may have been dropped meanwhile
+        begun = [place for place in missing if self._begins(place, rules)]
+        self._new = sorted([*before, *begun])  # the first may have been dropped meanwhile
         for which, index in missing:
             param = self.params[which][index]
             known = param in optimizer.state
@@ -201,6 +202,14 @@ class Work:
             for which, index in missing:
                 group = optimizer.param_groups[self.place(which, index)[0]]
                 begin_state(optimizer, group, rules[which], self.params[which][index])
+
+    def _begins(self, place: Place, rules: list[Rule]) -> bool:
+        """Whether the state begins with this step: not if it only had no master."""
+        which, index = place
+        param = self.params[which][index]
+        state = self.optimizer.state.get(param, {})
+        missing = [key for key in keys_for(rules[which], param) if state.get(key) is None]
+        return missing != [MASTER] or not own_keys(rules[which])
 
     def _align(self, plan: _C.Plan, places: list[Place], rules: list[Rule]) -> None:
         """Divide gradients and states among the ranks as their parameters are."""

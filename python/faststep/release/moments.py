@@ -34,6 +34,8 @@ class Moments:
                 "accumulate_into_states=True adds gradients to the moments of Adam and AdamW; "
                 f"{type(optimizer).__name__} is neither"
             )
+        if optimizer._keeps_masters:
+            raise TypeError("accumulate_into_states=True takes no optimizer with master_weights")
         self._numbers = optimizer._number_of
         self._stepper = Stepper()
         for group in optimizer.param_groups:

@@ -6,6 +6,7 @@ import torch
 
 from .. import _C
 from ..optim.base import FusedOptimizer
+from ..optim.masters import begin_state, keys_for, own_keys
 
 __all__ = ["make_state"]
 
@@ -18,13 +19,14 @@ def make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
     """
     entry = optimizer.param_groups[group]
     param = entry["params"][index]
-    keys = optimizer._checked_rule_of(entry).state_keys
+    rule = optimizer._checked_rule_of(entry)
+    keys = keys_for(rule, param)
     known = optimizer.state.get(param, {})
     if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
         return
     try:
-        optimizer._refuse_half_state(group, index, keys)
+        optimizer._refuse_half_state(group, index, own_keys(rule))
     except _C.TensorError as error:
         raise optimizer._explained(*error.args) from None
     with torch.no_grad():
-        optimizer._new_state(entry, param)
+        begin_state(optimizer, entry, rule, param)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
+from ..optim.masters import keeps_masters
 from .build import Options, build
 from .optimizer import ShardedOptimizer
 
@@ -26,7 +27,7 @@ def shard(
     bucket_mb: float = 25,
     gather: Literal["step", "forward"] = "step",
     update: Literal["step", "backward"] = "step",
-    master_weights: bool = False,
+    master_weights: bool | Literal["fp32"] | None = None,
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
 ) -> ShardedOptimizer:
@@ -50,8 +51,9 @@ def shard(
     Args:
         model: the module that the loop calls, in CPU memory or on the current CUDA device: a plain
             one, or one inside DistributedDataParallel, which then reduces nothing by itself.
-        optimizer: AdamW, Adam or SGD of torch.optim or faststep.optim, or faststep's Lion, with or
-            without state. Do not step it any more.
+        optimizer: of a class of faststep.optim but Adafactor and Muon, or of the same class of
+            torch.optim, or of a subclass that replaces none of its methods; with or without state.
+            Do not step it any more.
         stage: 1 keeps memory for whole gradients from step to step. 2 frees them bucket by bucket
             during backward, and keeps slices. 3 applies torch's `fully_shard` to the model, whose
             parameters become DTensors. Default: 2.
@@ -72,8 +74,9 @@ def shard(
         master_weights: keep fp32 masters, and fp32 states, of the bf16 and fp16 parameters that a
             rank owns. The step updates the masters, and parameters are these, rounded to the
             nearest. Parameters of other dtypes have none. `state_dict()` has the masters as
-            "master_weights"; without them in a state dict they begin as the parameters; stages 1
-            and 2. Default: False.
+            "master_weights"; without them in a state dict, or in an optimizer that keeps none, they
+            begin as the parameters. False drops those of the optimizer. True is "fp32".
+            Default: None, as the optimizer does.
         max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
             of the optimizer, if it has one.
         blocks: modules that stage 3 shards one by one, before the rest of the model. Default: None,
@@ -83,9 +86,10 @@ def shard(
         An optimizer over the same `param_groups`: the same list and dicts.
 
     Raises:
-        TypeError: an optimizer of another class; a DistributedDataParallel model with a
-            communication hook or mixed_precision; a parameter that is sharded already, or is no
-            dense tensor of a floating dtype in CPU memory or on the current CUDA device with NCCL.
+        TypeError: an optimizer of another class, or `differentiable`; a DistributedDataParallel
+            model with a communication hook or mixed_precision; a parameter that is sharded already,
+            or is no dense tensor of a floating dtype in CPU memory or on the current CUDA device
+            with NCCL.
         ValueError: an argument out of range, or a parameter that is not the model's.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
             For stage 3 also: a parameter that has a gradient or hooks.
@@ -104,11 +108,8 @@ def shard(
             "replicate_group is for stages 1 and 2: for stage 3 call fully_shard with a mesh of "
             "two dimensions, and use an optimizer of faststep.optim"
         )
-    if stage == 3 and master_weights:
-        raise ValueError(
-            "master_weights is for stages 1 and 2: for stage 3 keep the parameters in fp32, and "
-            "call fully_shard with mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
-        )
+    if master_weights is None:
+        master_weights = getattr(optimizer, "_keeps_masters", False)
     if stage != 3 and blocks is not None:
         raise ValueError("blocks are for stage 3")
     if not bucket_mb > 0:
@@ -125,5 +126,7 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, update, gather, bool(master_weights))
+    asked = Options(
+        stage, bucket_mb * 2**20, max_grad_norm, update, gather, keeps_masters(master_weights)
+    )
     return build(model, optimizer, asked, process_group, replicate_group, blocks)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .._devices import has_kernels_for
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
+from ..optim.masters import has_master
 from .engine import Engine
 from .fully_sharded import AlikeGradients, blocks_of, check_fully, shard_fully
 from .gradients import sharded_params
@@ -80,17 +81,10 @@ def build(
         return ShardedOptimizer(optimizer, fused, None, max_grad_norm, None, in_backward)
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
     _check_alike(group, model, optimizer, str(asked) + wrapped)
+    names = {id(param): name for name, param in model.named_parameters()}
     if stage == 3:
-        blocks = blocks_of(model) if blocks is None else blocks
-        check_fully(model, optimizer, blocks)
-        fused = _fused(kind, optimizer)
-        names = {id(param): name for name, param in model.named_parameters()}
-        alike = AlikeGradients(group, fused, [names[id(param)] for param in params_of(fused)])
-        shard_fully(model, fused, group, blocks)
-        optimizer.state.clear()
-        return ShardedOptimizer(
-            optimizer, fused, None, max_grad_norm, group, before_step=alike.check
-        )
+        fused = _fused(kind, optimizer, asked.master_weights)
+        return _fully(model, optimizer, fused, max_grad_norm, group, blocks, names)
     for name, param in named:
         _check(name, param)
     _refuse_overlaps(named)
@@ -102,15 +96,33 @@ def build(
         in_backward, asked.gather == "forward", asked.master_weights,
     )  # fmt: skip
     engine.gradients.reduce_also(p for p in model.parameters() if p.requires_grad)
-    engine.names = {id(param): name for name, param in model.named_parameters()}
+    engine.names = names
     if asked.gather == "forward":
         engine.wait_in_forward(model)
     own = {id(slot.param) for slot in engine.slots}
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
-    cut_states(engine, optimizer.state)
+    cut_states(engine, _begun_states(optimizer, asked.master_weights))
     optimizer.state.clear()
     owned = engine.owned.optimizer
     return ShardedOptimizer(optimizer, owned, engine, max_grad_norm, group, in_backward)
+
+
+def _fully(
+    model: nn.Module,
+    optimizer: Optimizer,
+    fused: FusedOptimizer,
+    max_grad_norm: float | None,
+    group: Group,
+    blocks: Sequence[nn.Module] | None,
+    names: dict[int, str],
+) -> ShardedOptimizer:
+    """Stage 3."""
+    blocks = blocks_of(model) if blocks is None else blocks
+    check_fully(model, optimizer, blocks)
+    alike = AlikeGradients(group, fused, [names[id(param)] for param in params_of(fused)])
+    shard_fully(model, fused, group, blocks)
+    optimizer.state.clear()
+    return ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=alike.check)
 
 
 def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: str) -> None:
@@ -132,18 +144,30 @@ def _refuse_options(optimizer: Optimizer, asked: Options) -> None:
     for option in ("keep_grads", "norm_in_backward"):
         if getattr(optimizer, f"_{option}", False) is not False:
             raise TypeError(f"shard() does not support an optimizer with {option}=")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise TypeError("shard() does not support differentiable=True: no autograd spans ranks")
 
 
-def _fused(kind: Kind, optimizer: Optimizer, keeps_masters: bool = False) -> FusedOptimizer:
+def _fused(kind: Kind, optimizer: Optimizer, keeps_masters: bool) -> FusedOptimizer:
     """The fused optimizer itself, with the groups and states of the one that it replaces."""
     first = optimizer.param_groups[0]
     options = {key: value for key, value in first.items() if key not in ("params", "param_names")}
-    fused = kind([{**options, "params": first["params"]}])
+    fused = kind([{**options, "params": []}])
     fused.param_groups = optimizer.param_groups
-    fused.defaults = optimizer.defaults
-    fused.state = whole_states(optimizer.state, keeps_masters)
+    fused.state = whole_states(_begun_states(optimizer, keeps_masters), keeps_masters)
     fused._keeps_masters = keeps_masters
     return fused
+
+
+def _begun_states(optimizer: Optimizer, keeps_masters: bool) -> dict[Tensor, dict[str, Any]]:
+    """Its states. Beside masters those are fp32 that torch's Adagrad makes when it is made."""
+    first: float = optimizer.defaults.get("initial_accumulator_value", 0.0)
+    for param, state in optimizer.state.items():
+        sums = state.get("sum")
+        is_low = keeps_masters and has_master(param) and isinstance(sums, Tensor)
+        if is_low and state.get("step") == 0 and bool((sums == torch.full_like(sums, first)).all()):
+            state["sum"] = torch.full_like(sums, first, dtype=torch.float32)
+    return optimizer.state
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:

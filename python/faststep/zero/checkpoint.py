@@ -152,7 +152,7 @@ def _told(states: Mapping[Tensor, dict[str, Any]], slot: Slot) -> list[_Told]:
 def _entries(state: Mapping[str, Any]) -> dict[str, Any]:
     """A state with dtypes in the place of tensors."""
     return {
-        key: value.dtype if key != "step" and isinstance(value, Tensor) else _on_host(value)
+        key: value.dtype if isinstance(value, Tensor) and value.dim() else _on_host(value)
         for key, value in state.items()
     }
 

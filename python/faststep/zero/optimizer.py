@@ -18,16 +18,16 @@ from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit
-from ..optim.masters import note_stateless
+from ..optim.masters import complete_states
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
 from ..optim.step import loss_of
+from ..optim.wide import loading_wide
 from ..optim.wrapped import PassesOn
 from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
 from .group import Group
 from .in_backward import REFUSED_CLIPPING, refuse_request
 from .join import JoinableSteps
-from .wide import loading_wide
 
 __all__ = ["ShardedOptimizer"]
 
@@ -285,8 +285,10 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         torch.distributed.checkpoint, with its functions for state dicts, gets each rank's own part
         on every rank instead, without gathering. It saves and loads that at any number of ranks.
         """
+        if self._engine is not None:
+            self._engine.owned.take_options()
+        complete_states(self._owned)
         if self._engine is None:
-            note_stateless(self._owned)
             return super().state_dict()
         self.wait()
         self._engine.follow_moves()

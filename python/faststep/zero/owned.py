@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from .. import _C, optim
 from .._devices import Scalars, devices_of
+from .._torch.optim import method_of_script
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for
 from ..optim.request import Rule, StepRequest
@@ -23,31 +24,41 @@ __all__ = ["Kind", "Owned", "OwnedPart", "fused_class_of"]
 
 Kind = Callable[[list[dict[str, Any]]], FusedOptimizer]
 
-_FUSED: dict[type[Optimizer], Kind] = {
-    torch.optim.AdamW: optim.AdamW,
-    torch.optim.Adam: optim.Adam,
-    torch.optim.SGD: optim.SGD,
-    optim.AdamW: optim.AdamW,
-    optim.Adam: optim.Adam,
-    optim.SGD: optim.SGD,
-    optim.Lion: optim.Lion,
+_OURS = [kind for name in optim.__all__ if issubclass(kind := getattr(optim, name), FusedOptimizer)]
+_FUSED: dict[type[Any], Any] = {
+    **{getattr(torch.optim, kind.__name__, kind): kind for kind in _OURS},
+    **dict(zip(_OURS, _OURS, strict=True)),
 }
 
 
 def fused_class_of(optimizer: Optimizer) -> Kind:
-    """The class whose step makes the same update.
+    """The class whose step makes the same update, with the optimizer's defaults.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is none, or a script's code is part of the update.
     """
-    kind = vars(type(optimizer)).get("_made_from", type(optimizer))
-    if kind in _FUSED:
-        return _FUSED[kind]
-    known = "AdamW, Adam or SGD of torch.optim, or AdamW, Adam, SGD or Lion of faststep.optim"
-    raise TypeError(
-        f"shard() takes {known}, not a {kind.__module__}.{kind.__qualname__}: what another class "
-        "does in its step may need whole tensors"
-    )
+    kind = vars(type(optimizer)).get("_made_from") or type(optimizer)
+    base = next((one for one in kind.__mro__ if one in _FUSED), None)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if base is None:
+        *known, last = (one.__name__ for one in _OURS)
+        raise TypeError(
+            f"shard() takes {', '.join(known)} or {last} of torch.optim or faststep.optim, not a "
+            f"{name}: what another class does in its step may need whole tensors"
+        )
+    if method := method_of_script(optimizer, base):
+        raise TypeError(
+            f"shard(): {name} has a {method} of its own, which would not be called: every rank "
+            f"makes the update of {base.__name__} on flat parts of the parameters. Pass an "
+            f"optimizer of the class {base.__name__} itself"
+        )
+
+    def made(groups: list[dict[str, Any]]) -> FusedOptimizer:
+        fused: FusedOptimizer = _FUSED[base](groups)
+        fused.defaults = optimizer.defaults  # Adagrad begins a state by them
+        return fused
+
+    return made
 
 
 class _AgreedStepper(Stepper):

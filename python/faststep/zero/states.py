@@ -52,6 +52,7 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     """Give this rank's optimizer its part of the states of whole parameters."""
     cut: dict[Tensor, dict[str, Any]] = {}
     keeps_masters = engine.owned.optimizer._keeps_masters
+    numbers = ("step", *engine.owned.optimizer._numbers)
     for slot in engine.slots:
         whole = fitting(states.get(slot.param, {}), slot.param, keeps_masters)
         if not whole:
@@ -60,7 +61,7 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
             cut[piece] = {
                 key: value.parts[number][1]
                 if isinstance(value, SlicedState)
-                else _part(key, value, slot.param, begin, piece.numel())
+                else _part(value, slot.param, begin, piece.numel(), key in numbers)
                 for key, value in whole.items()
             }
     mine = engine.owned.optimizer.state
@@ -73,11 +74,11 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     engine.owned.forget()
 
 
-def _part(key: str, value: Any, param: Tensor, begin: int, count: int) -> Any:
+def _part(value: Any, param: Tensor, begin: int, count: int, is_number: bool) -> Any:
     """A piece of a state that has the parameter's shape, a copy of another one."""
     if not isinstance(value, Tensor):
         return value
-    if key == "step" or value.shape != param.shape:
+    if is_number or value.shape != param.shape:
         return value.clone()
     return in_order_of_memory(value, param)[begin : begin + count].clone()
 

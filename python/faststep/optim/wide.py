@@ -12,16 +12,25 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..grads.params import params_of
-from ..optim.masters import fitting, has_master
+from .masters import fitting, has_master
 
 __all__ = ["loading_wide"]
 
 
-class _Wide:
+class _Wide(Tensor):
     """Holds a state, which torch then leaves as it is."""
 
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
+    value: Tensor
+
+    def to(self, *_: Any, **__: Any) -> Tensor:
+        """Itself."""
+        return self
+
+
+def _wide(value: Tensor) -> _Wide:
+    held = _Wide()  # an empty tensor: some classes of torch replace states that are no tensors
+    held.value = value
+    return held
 
 
 class _Loading(NamedTuple):
@@ -29,6 +38,8 @@ class _Loading(NamedTuple):
 
     def wrap(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Before torch's load_state_dict(), and after the hooks of the script."""
+        if not self.keeps_masters:
+            return state_dict
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
         wide = {key for key, param in zip(saved, params_of(optimizer)) if has_master(param)}  # noqa: B905 - torch says what does not fit
         states = {
@@ -37,7 +48,7 @@ class _Loading(NamedTuple):
             else state
             for key, state in state_dict["state"].items()
         }
-        return {**state_dict, "state": states} if self.keeps_masters else state_dict
+        return {**state_dict, "state": states}
 
     def unwrap(self, optimizer: Optimizer) -> None:
         """After it, and before the hooks of the script."""
@@ -66,7 +77,7 @@ def loading_wide(optimizer: Optimizer, keeps_masters: bool) -> Iterator[None]:
 
 
 def _wrapped(name: str, value: Any) -> Any:
-    return _Wide(value) if isinstance(value, Tensor) and name != "step" else value
+    return _wide(value) if isinstance(value, Tensor) and name != "step" else value
 
 
 def _unwrapped(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
