@@ -111,7 +111,7 @@ static int intern_names(fst_names *names)
 {
     names->grad = PyUnicode_InternFromString("grad");
     names->state = PyUnicode_InternFromString("state");
-    names->max_grad_norm = PyUnicode_InternFromString("max_grad_norm");
+    names->max_grad_norm = PyUnicode_InternFromString("_max_grad_norm");
     names->norm_in_backward = PyUnicode_InternFromString("_norm_in_backward");
     names->step = PyUnicode_InternFromString("step");
     names->row_var = PyUnicode_InternFromString("row_var");

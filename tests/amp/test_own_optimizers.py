@@ -402,3 +402,15 @@ def test_a_skipped_step_is_known_whether_it_was_called_or_not() -> None:
             scaler.step(optimizer)
             scaler.update()
             assert optimizer.step_was_skipped is bad
+
+
+@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, GradScaler])
+def test_an_empty_fp16_gradient_is_refused_as_others_are(scaler_class: type[Any]) -> None:
+    params = [torch.ones(4), torch.ones(0, dtype=torch.float16)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    scaler = scaler_class("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(ValueError, match="Attempting to unscale FP16 gradients"):
+        scaler.step(fast.SGD(params, lr=0.1))
+    assert torch.equal(params[0], torch.ones(4))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import faststep
+from faststep.run.optimizers import CLASSES
 from programs import Programs
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -240,3 +241,15 @@ def test_a_subclass_that_replaces_what_torchs_step_calls(options: dict[str, Any]
     assert params[1].tolist() == [1.0, 1.0]
     with pytest.raises(TypeError, match="would pass by"):
         faststep.release_gradients(torch.nn.ParameterList(params), optimizer)
+
+
+def test_gradients_of_an_optimizer_that_run_made_are_released() -> None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = CLASSES[torch.optim.AdamW](model.parameters())
+    optimizer.max_grad_norm = "of the script"
+    release = faststep.release_gradients(model, optimizer)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(param.grad is None for param in model.parameters())
+        optimizer.step()
+    release.remove()

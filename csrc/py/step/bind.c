@@ -103,6 +103,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     param->record = view.shape;
     param->grad = grad;
     param->grad_record = grad_view.shape;
+    self->has_fp16 |= grad_view.dtype == FST_F16;
     if ((param->param != object || !fst_param_fits(param, &view)) &&
         fst_param_learn(param, &self->old_pins, object, &view, &problem))
         return fst_bind_problem(at, "parameter", &problem);
@@ -114,6 +115,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
     counter->param = (uint32_t)at->param_count;
     counter->index = (uint32_t)at->index;
+    counter->wide = view.dtype == FST_F64;
     if (param->count > 0) {
         ops = fst_plan_add(&part->plan, param->count, 0, &status);
         if (!ops)
@@ -131,7 +133,6 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         return -1;
     if (found != 1)
         return found ? fst_bind_unsettled(at) : note_missing(at);
-    counter->wide = param->count > 0 && fst_bind_is_wide(ops);
     const int fresh = is_fresh(at);
     if (fresh < 0)
         return -1;
@@ -261,7 +262,7 @@ static PyObject *bind_all(fst_binding at, PyObject *param_lists)
     fst_trace_forget(self); /* a failed bind leaves nothing bound */
     fst_step_unbind(self);
     self->bindings++;
-    self->has_dtensors = 0;
+    self->has_dtensors = self->has_fp16 = 0;
     self->total = self->written_total = 0;
     for (size_t i = 0; i < self->part_count; i++)
         fst_plan_begin(&self->parts[i].plan);

@@ -55,9 +55,6 @@ int fst_bind_note(PyObject ***array, size_t *count, size_t *capacity, PyObject *
 int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *role,
                      const fst_view *view, int written, fst_operand *op);
 
-/* Whether an update is computed in double: of an fp64 parameter, or with an fp64 state. */
-int fst_bind_is_wide(const fst_operand *ops);
-
 /* Binds the states of the parameter at hand (states.c). Returns 1 if all are there, 0 if one is
  * missing, FST_UNSETTLED if one may be divided in another way than the parameter, -1 with a Python
  * error. */

@@ -70,14 +70,6 @@ int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *
     return 0;
 }
 
-int fst_bind_is_wide(const fst_operand *ops)
-{
-    int wide = ops[FST_OP_PARAM].dtype == FST_F64;
-    for (unsigned k = FST_OP_STATE; k < FST_OP_COUNT; k++)
-        wide = wide || (ops[k].data && ops[k].dtype == FST_F64);
-    return wide;
-}
-
 int fst_step_count_written(const fst_module *module, fst_step_plan *self)
 {
     while (self->counted_count < self->written_count) {

@@ -289,6 +289,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
             refuse_state(at, wanted, &view, is_master, bad, &problem, role))
             return -1;
         fst_operand *op = &ops[which];
+        counter->wide |= view.dtype == FST_F64;
         fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, &view);
         if (fst_bind_operand(at, param, role, &view, 1, op) || note_written(at, value, whole))
             return -1;

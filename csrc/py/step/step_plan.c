@@ -115,20 +115,6 @@ static PyObject *error_text(void)
     return text;
 }
 
-/* torch's error for a gradient that must not be unscaled. Returns 0, or -1. */
-static int refuse_fp16(const fst_step_plan *self)
-{
-    for (size_t k = 0; k < self->part_count; k++) {
-        const fst_plan *plan = &self->parts[k].plan;
-        for (size_t i = 0; i < plan->span_count; i++)
-            if (plan->operands[i * FST_OP_COUNT + FST_OP_GRAD].dtype == FST_F16) {
-                PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients.");
-                return -1;
-            }
-    }
-    return 0;
-}
-
 static int measures(const fst_step_options *options)
 {
     return options->measure_found_inf || !isnan(options->max_norm);
@@ -156,8 +142,10 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
     }
     if (options->phase == FST_STEP_WHOLE && measures(options) && self->has_dtensors)
         return answer("divided", Py_NewRef(Py_None));
-    if (options->measure_found_inf > 1 && refuse_fp16(self))
+    if (options->measure_found_inf > 1 && self->has_fp16) {
+        PyErr_SetString(PyExc_ValueError, "Attempting to unscale FP16 gradients."); /* torch's */
         return NULL;
+    }
     PyObject *devices = list_devices(self, options->scalars, &known);
     if (!devices || !known)
         return answer("devices", devices);

@@ -34,7 +34,7 @@ typedef struct {
     uint32_t index;        /* in its group */
     fst_dtype dtype;       /* on the host also one of the integer types of tensor.h */
     int negated;
-    int wide; /* the parameter's update is computed in double */
+    int wide; /* computed in double: an fp64 parameter, or one with an fp64 state */
 } fst_counter;
 
 /* A number that a parameter has beside its step counter, likewise a 0-d tensor: see
@@ -107,6 +107,7 @@ typedef struct {
     int64_t written_total; /* elements of its parameters on all devices */
     int busy;
     int has_dtensors; /* one of the parameters that are bound is a DTensor */
+    int has_fp16;     /* one of their gradients is of type float16 */
     int is_long;      /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
     /* The trace: tells whether the next step is like this one, so that what is bound stays
      * valid. */

@@ -171,7 +171,7 @@ class GradScaler(UnscalingScaler):
         if not self._enabled:
             with lent_attributes(optimizer, lent):
                 return cast("float | None", optimizer.step(*args, **kwargs))
-        if takes_found_inf(optimizer) or (fused and max_norm is not None):
+        if (fused and max_norm is not None) or takes_found_inf(optimizer):
             return self._step_unscaled(optimizer, lent, max_norm, args, kwargs)
         if not fused:
             return super().step(optimizer, *args, **kwargs)

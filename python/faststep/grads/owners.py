@@ -21,32 +21,31 @@ class ByOptimizer(Generic[_Value]):
 
     def __init__(self, *, weakly: bool) -> None:
         self._weakly = weakly
-        self._known: weakref.WeakKeyDictionary[Optimizer, Callable[[], _Value | None]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._known: dict[weakref.ref[Optimizer], Callable[[], _Value | None]] = {}
 
     def __contains__(self, optimizer: Optimizer) -> bool:
         return self.of(optimizer) is not None
 
     def of(self, optimizer: Optimizer) -> _Value | None:
         """The value, if the optimizer has one that lives."""
-        known = self._known.get(optimizer)
+        known = self._known.get(weakref.ref(optimizer))
         return None if known is None else known()
 
     def set(self, optimizer: Optimizer, value: _Value) -> None:
         """Give the optimizer a value in place of the one before."""
-        self._known[optimizer] = weakref.ref(value) if self._weakly else lambda: value
+        key = weakref.ref(optimizer, lambda dead: self._known.pop(dead, None))
+        self._known[key] = weakref.ref(value) if self._weakly else lambda: value
 
     def pop(self, optimizer: Optimizer) -> _Value | None:
         """Take the value away and return it."""
-        known = self._known.pop(optimizer, None)
+        known = self._known.pop(weakref.ref(optimizer), None)
         return None if known is None else known()
 
     def others(self, optimizer: Optimizer) -> list[Optimizer]:
         """The optimizers with a value that are not this one."""
         if not self._known:
             return []
-        return [one for one in list(self._known) if one is not optimizer and one in self]
+        return [one for one in self._all() if one is not optimizer]
 
     def having(
         self,
@@ -61,10 +60,13 @@ class ByOptimizer(Generic[_Value]):
             return []
         wanted = set(map(id, tensors))
         return [
-            one
-            for one in list(self._known)
-            if one in self and any(id(tensor) in wanted for tensor in tensors_of(one))
+            one for one in self._all() if any(id(tensor) in wanted for tensor in tensors_of(one))
         ]
+
+    def _all(self) -> list[Optimizer]:
+        """The optimizers with a value."""
+        found = [key() for key in list(self._known)]
+        return [one for one in found if one is not None and one in self]
 
 
 accumulating: ByOptimizer[object] = ByOptimizer(weakly=True)

@@ -157,7 +157,9 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _lr_of(self, group: dict[str, Any]) -> tuple[float, dict[int, Tensor] | None]:
         """The learning rate, as a number or as a tensor that each device reads for itself."""
         lr = group["lr"]
-        if type(lr) is not float and isinstance(lr, Tensor) and lr.is_cuda:
+        if type(lr) is float:
+            return lr, None
+        if isinstance(lr, Tensor) and lr.is_cuda:
             devices = self._devices
             if devices and HOST not in devices:
                 return math.nan, {device: on_device(lr, device) for device in devices}

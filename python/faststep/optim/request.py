@@ -39,6 +39,9 @@ class StepRequest(NamedTuple):
         return self.looks_for_inf or self.max_norm is not None
 
 
+_NOTHING = StepRequest()
+
+
 def request_of(
     optimizer: Optimizer, asked: ScalerRequest, max_grad_norm: float | None, keep_grads: bool
 ) -> StepRequest:
@@ -56,6 +59,8 @@ def request_of(
     if found_inf is not None and not isinstance(found_inf, Tensor):
         refuse_unchecked(optimizer)  # torch's scaler passes the number 0 where it saw no gradient
         found_inf = None
+    if grad_scale is found_inf is max_norm is None and not asked.looks_for_inf:
+        return _NOTHING
     write_grads = grad_scale is not None if max_norm is None else keep_grads
     return StepRequest(
         grad_scale,
