@@ -8,6 +8,8 @@ import pickle
 import sys
 from typing import Any
 
+from torch.utils.data import IterDataPipe
+
 from .. import _C
 from .._torch.loader import (
     ExceptionWrapper,
@@ -20,6 +22,7 @@ from .order.indices import Indices
 from .order.of_sampler import epoch_of
 from .order.stateful import is_stateful, snapshot, states_of
 from .resume.batch_states import BatchWithStates
+from .resume.epochs import EpochListener
 from .resume.loader_stand_in import LoaderStandIn
 from .resume.progress import Progress, Worker, worker_of
 from .resume.stream import Source
@@ -181,6 +184,7 @@ class PlacedWorkers(Placed):
     _worker_queue_idx_cycle: Any
     _shutdown = True  # until torch's constructor sets it; it may fail before
     _workers: Any = ()
+    _epochs: EpochListener | None = None
 
     def __init__(self, stand_in: LoaderStandIn) -> None:
         self._asks_workers = stand_in.asks_workers or isinstance(stand_in.dataset, Source)
@@ -198,6 +202,9 @@ class PlacedWorkers(Placed):
         if "numpy" in sys.modules:  # each worker thread would import it, all at the same time
             importlib.import_module("numpy.random")
         super().__init__(stand_in)
+        if self._persistent_workers and not isinstance(self._dataset, IterDataPipe):
+            is_source = isinstance(self._dataset, Source)
+            self._epochs = EpochListener(self._dataset.dataset if is_source else self._dataset)
 
     def _begin(self, state: State, saved_workers: list[State] | None) -> None:
         super()._begin(state, saved_workers)
@@ -207,6 +214,8 @@ class PlacedWorkers(Placed):
             self.progress.workers = [worker_of(saved) for saved in all_saved]
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
+        if self._epochs is not None:
+            self._shared_seed = self._epochs.take()  # what torch sends to each worker now
         super()._reset(loader, first_iter)  # type: ignore[misc]
         if not first_iter:
             workers, ended = self.progress.workers, self.progress.finished

@@ -13,6 +13,7 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from ..order.draws import generator_of, noting, repeating
+from ..order.of_sampler import epoch_of
 from ..order.stateful import Pace, begin, is_stateful, items_of, states_of
 from ..types import State
 
@@ -31,7 +32,7 @@ class Source:
 
     def __init__(
         self,
-        dataset: object,
+        dataset: Any,
         saved_workers: list[bytes] | None,
         every: int | None,
         in_workers: bool,
@@ -122,12 +123,15 @@ class Source:
 
     def _from(self, saved: State) -> Iterator[object]:
         self._draws.update({key: dict(noted) for key, noted in saved.get("draws", {}).items()})
+        epoch = epoch_of(self.dataset)
         samples = self._begin(saved.get("states"))
         if saved.get("new_epoch", False):
             if not saved.get("left", False):
                 deque(samples, maxlen=0)  # read to its end: some datasets begin anew only then
             self._ended = False
             self._draws = {"iter": {}, "first": {}}
+            if epoch != epoch_of(self.dataset):  # it was set after the state of the epoch before
+                self.dataset.set_epoch(epoch)
             samples = self._begin(None)
         count, failed = saved.get("samples", 0), saved.get("failed", ())
         return chain(self._skipping(samples, count, failed), samples, self._end())

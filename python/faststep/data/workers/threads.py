@@ -179,7 +179,7 @@ class _Loop:
         while (task := tasks.get()) is not None:
             if isinstance(task, ResumeIteration):
                 if self._failure is None:
-                    self._fetcher = self._new_fetcher()
+                    self._begin_epoch(task.seed)
                 ended = False
                 results.put((task, None))
             elif not ended and not done.is_set():
@@ -197,6 +197,12 @@ class _Loop:
             self._fetcher = self._new_fetcher()
         except BaseException:  # it would end this thread, and nobody would know
             self._failure = self._wrapped()
+
+    def _begin_epoch(self, epoch: Any) -> None:
+        dataset = getattr(self._dataset, "dataset", self._dataset)
+        if epoch is not None and isinstance(dataset, IterableDataset):  # a copy
+            epoch.call(dataset)
+        self._fetcher = self._new_fetcher()
 
     def _new_fetcher(self) -> Fetcher:
         fetcher: Fetcher = dataset_kind_fetcher(
