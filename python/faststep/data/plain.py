@@ -25,7 +25,7 @@ from .resume.batch_states import BatchWithStates
 from .resume.epochs import EpochListener
 from .resume.loader_stand_in import LoaderStandIn
 from .resume.progress import Progress, Worker, worker_of
-from .resume.stream import Source
+from .resume.stream import Source, dataset_of
 from .stats import Metered
 from .types import Loader, State
 
@@ -108,8 +108,8 @@ class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
         if isinstance(self._dataset, Source):
             begun = worker_of(saved_workers[0]) if state and saved_workers else None
             self.progress.ask = _PlaceInStream(self._dataset, begun, self._samples)
-        elif is_stateful(self._dataset):
-            self.progress.ask = functools.partial(_ask_map, self._dataset)
+        elif is_stateful(dataset_of(self._dataset)):
+            self.progress.ask = functools.partial(_ask_map, dataset_of(self._dataset))
 
     def _next_data(self) -> Any:
         progress = self.progress
@@ -203,8 +203,7 @@ class PlacedWorkers(Placed):
             importlib.import_module("numpy.random")
         super().__init__(stand_in)
         if self._persistent_workers and not isinstance(self._dataset, IterDataPipe):
-            is_source = isinstance(self._dataset, Source)
-            self._epochs = EpochListener(self._dataset.dataset if is_source else self._dataset)
+            self._epochs = EpochListener(dataset_of(self._dataset))
 
     def _begin(self, state: State, saved_workers: list[State] | None) -> None:
         super()._begin(state, saved_workers)

@@ -16,8 +16,14 @@ from ..order.draws import generator_of, noting, repeating
 from ..order.of_sampler import epoch_of
 from ..order.stateful import Pace, begin, is_stateful, items_of, states_of
 from ..types import State
+from .skipping import SkippingDataset, skipping
 
-__all__ = ["Source"]
+__all__ = ["Source", "dataset_of"]
+
+
+def dataset_of(dataset: Any) -> Any:
+    """The loader's dataset, of what stands in for it."""
+    return dataset.dataset if isinstance(dataset, (Source, SkippingDataset)) else dataset
 
 
 class Source:
@@ -28,6 +34,7 @@ class Source:
         saved_workers: what the loader's state has of each worker, pickled; None for a new epoch.
         every: how often states are taken, as in Pace.
         in_workers: whether workers read it, or this process.
+        skips: whether samples that raise are skipped.
     """
 
     def __init__(
@@ -36,6 +43,7 @@ class Source:
         saved_workers: list[bytes] | None,
         every: int | None,
         in_workers: bool,
+        skips: bool = False,
     ) -> None:
         self.dataset = dataset
         self.pace = Pace(every)
@@ -45,6 +53,7 @@ class Source:
         self._ended = False
         self._is_fresh = True  # whether the iterator was begun anew, and not asked yet
         self._in_workers = in_workers
+        self._skips = skips
         self._is_new = True
         self._seeded = self._is_thread = self._sent = False
         self._draws: State = {"iter": {}, "first": {}}
@@ -65,7 +74,8 @@ class Source:
 
     def copied(self) -> Source:
         """With a dataset of its own, for a worker that is a thread."""
-        source = Source(copy.copy(self.dataset), self._saved_workers, self._every, self._in_workers)
+        arguments = self._saved_workers, self._every, self._in_workers, self._skips
+        source = Source(copy.copy(self.dataset), *arguments)
         source._is_thread = True
         return source
 
@@ -95,7 +105,7 @@ class Source:
             self._ended = True
             return iter(())
         self._own_state = iterator if is_stateful(iterator) else None
-        return items_of(iterator)
+        return skipping(items_of(iterator)) if self._skips else items_of(iterator)
 
     def _first(self, samples: Iterator[object]) -> Iterator[object]:
         """The first sample: many datasets draw their order for it."""
