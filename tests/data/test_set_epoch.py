@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from faststep.data import DataLoader
 
@@ -211,3 +211,15 @@ def test_what_is_no_method_is_left_alone() -> None:
     loader = DataLoader(dataset, num_workers=1, persistent_workers=True)
     assert len(list(loader)) == len(list(loader)) == 2
     assert dataset.set_epoch is print
+
+
+def test_a_call_that_raises_in_a_worker_ends_it() -> None:
+    class Refuses(Map):
+        def set_epoch(self, epoch: int, scale: int = 1) -> None:
+            assert get_worker_info() is None
+
+    loader = make(Refuses)
+    seen(loader)
+    loader.dataset.set_epoch(1)  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(loader)
