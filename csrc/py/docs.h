@@ -154,6 +154,10 @@
             "Return a tensor like this one over the same memory. The memory is not freed while " \
             "that tensor lives.")
 #define FST_DOC_HOLDS FST_DOC("holds($module, /)", "The number of tensors' memories that are held.")
+#define FST_DOC_IS_BUILT_IN             \
+    FST_DOC(                            \
+        "is_built_in($module, obj, /)", \
+        "Whether there is nothing but str, bytes, numbers and None in lists, tuples and dicts.")
 #define FST_DOC_IS_RECORDED        \
     FST_DOC(                       \
         "is_recorded($module, /)", \

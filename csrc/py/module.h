@@ -120,6 +120,7 @@ PyObject *fst_py_keep_locked_memory(PyObject *module, PyObject *whether); /* are
 PyObject *fst_py_hold(PyObject *module, PyObject *args);                  /* hold.c */
 PyObject *fst_py_holds(PyObject *module, PyObject *unused);
 PyObject *fst_py_use_owners(PyObject *module, PyObject *args);
+PyObject *fst_py_is_built_in(PyObject *module, PyObject *object); /* built_in.c */
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_arena_spec;
 
 /* Memory that stays with the process (retaining.c). */

@@ -304,6 +304,12 @@ def hold(tensor: Tensor, storage_record: int, /) -> Tensor:
 def holds() -> int:
     """The number of tensors' memories that are held."""
 
+def is_built_in(obj: object, /) -> bool:
+    """Whether there is nothing but str, bytes, numbers and None in lists, tuples and dicts.
+
+    Of these types themselves, not of classes derived from them, and within 4 others at most.
+    """
+
 def is_recorded() -> bool:
     """Whether a profiler or another callback observes torch's operators. True if not known."""
 

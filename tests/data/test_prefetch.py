@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
 
 from faststep import _C
 from faststep.data import DataLoader
-from faststep.data.deliver import copies, prefetch
+from faststep.data.deliver import prefetch
 
 from .test_lifetime import data_threads
 from .test_resume import ORDERS, dataset, saved
@@ -426,37 +426,3 @@ def test_the_loader_says_where_its_batches_are() -> None:
     loader = DataLoader(table(), BATCH, device="cpu", prefetch_to_device=7)
     assert loader.explain().endswith("; up to 7 more are on cpu, or on their way")
     assert "on their way" not in DataLoader(table()).explain()
-
-
-def test_a_forked_child_frees_nothing_of_copies_under_way(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Late(copies.HostStreams):
-        class Passed(copies.HostStreams.Passed):
-            def query(self) -> bool:
-                return False
-
-    class Pinned:
-        def __del__(self) -> None:
-            os.write(write, b"freed")
-
-    read, write = os.pipe()
-    copier = copies.Copier(Late())
-    started = copier.start(None)
-    started.sources.append(Pinned())  # type: ignore[arg-type]
-    monkeypatch.setattr(copies, "_copiers", {torch.device("cpu"): copier})
-    child = os.fork()
-    if not child:
-        try:
-            assert copies._copiers == {}
-            del copier, started
-            monkeypatch.undo()
-            gc.collect()
-        except BaseException:
-            os.write(write, b"failed")
-        os._exit(0)
-    os.waitpid(child, 0)
-    os.close(write)
-    assert os.read(read, 99) == b""
-    os.close(read)
-    write = os.open(os.devnull, os.O_WRONLY)

@@ -19,7 +19,8 @@ from .test_batches import table
 from .torch_and_ours import plain
 
 NEW = [name for name in vars(DataLoader) if not name.startswith("__")]
-OPTIONS = ["device", "prefetch_to_device", "transforms", "worker_method", "snapshot_every_n_steps"]
+OPTIONS = ["device", "prefetch_to_device", "transforms", "worker_method"]
+OPTIONS += ["snapshot_every_n_steps", "skip_errors"]
 USUAL = ["_device", "_epoch", "_workers", "_slots", "_progress", "_resume", "_state", "_transforms"]
 
 
@@ -82,6 +83,7 @@ def test_what_the_constructor_got_is_shown_and_stays() -> None:
         "transforms": len,
         "worker_method": "process",
         "snapshot_every_n_steps": None,
+        "skip_errors": False,
     }
     for other in (DataLoader(table(9), 4, **shown), pickle.loads(pickle.dumps(loader))):
         assert list(other) == [2, 2, 2]

@@ -42,6 +42,7 @@ __all__ = [
     "SingleProcessDataLoaderIter",
     "collate_stacking_by",
     "collate_tensors",
+    "collated_stacking_by",
     "collates_as_default",
     "dataset_fetcher",
     "dataset_kind_fetcher",
@@ -51,7 +52,6 @@ __all__ = [
     "new_worker_info",
     "pin_memory",
     "set_worker_dataset",
-    "stacking_tensors_by",
     "worker_info_of_thread",
 ]
 
@@ -89,18 +89,18 @@ def collate_tensors(batch: list[torch.Tensor]) -> torch.Tensor:
     return collated
 
 
-@contextlib.contextmanager
-def stacking_tensors_by(function: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Lets default_collate stack tensors by `function(batch, *, collate_fn_map)` for a while.
+def collated_stacking_by(
+    function: Callable[..., torch.Tensor], collate_fn: Callable[[Any], Any], samples: Any
+) -> Any:
+    """`collate_fn(samples)`; default_collate stacks tensors by `function` meanwhile.
 
-    A function for tensors that the user registered stays.
+    `function(batch, *, collate_fn_map)`. One for tensors that the user registered stays.
     """
     if default_collate_fn_map.get(torch.Tensor) is not collate_tensor_fn:
-        yield
-        return
+        return collate_fn(samples)
     default_collate_fn_map[torch.Tensor] = function
     try:
-        yield
+        return collate_fn(samples)
     finally:
         if default_collate_fn_map.get(torch.Tensor) is function:
             default_collate_fn_map[torch.Tensor] = collate_tensor_fn

@@ -6,7 +6,7 @@ import copy
 from typing import Any, TypeVar
 
 import torch.utils.data
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe
 from typing_extensions import Unpack  # torch depends on it
 
 from .. import _C
@@ -15,6 +15,7 @@ from .arrays.array_iterator import ArrayIterator
 from .arrays.columns import NotArrays
 from .arrays.gather_plan import Plan
 from .deliver.copies import copier_of
+from .deliver.left_out import LeavingOut
 from .deliver.prefetch import DeviceIterator
 from .deliver.transformed import Transformed
 from .options import OPTIONS, Extras, Path, Unprepared, checked
@@ -70,12 +71,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             batches. To go on, those since are read again and dropped. With 0 it is asked after the
             first batch only. Default: None, for each batch, but for states that would take more
             than a twentieth of the time.
+        skip_errors: a sample whose reading raises is left out of its batch, which is shorter then,
+            or is left out itself where it has no sample. `stats()` counts and names them, and the
+            first of an epoch is a warning. MemoryError, and what is no Exception, are raised as
+            ever, and so are errors of `collate_fn`. Default: False, all are raised.
 
     Raises:
         TypeError: `transforms` is not a function.
         ValueError: `device` is of another type, `prefetch_to_device` is not an int from 0 on,
-            `snapshot_every_n_steps` none from 0 on, or `worker_method` is none of the two, or comes
-            with a `multiprocessing_context`.
+            `snapshot_every_n_steps` none from 0 on, `skip_errors` comes with an IterDataPipe, or
+            `worker_method` is none of the two, or comes with a `multiprocessing_context`.
     """
 
     _faststep: Extras
@@ -91,12 +96,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         transforms: Transform | None = None,
         worker_method: str = "process",
         snapshot_every_n_steps: int | None = None,
+        skip_errors: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
-        own = checked(device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps)
+        every, skips = snapshot_every_n_steps, skip_errors
+        own = checked(device, prefetch_to_device, transforms, worker_method, every, skips)
         super().__init__(dataset, *arguments, **options)
         if worker_method == "thread" and self.multiprocessing_context is not None:
             raise ValueError("worker_method='thread' starts no process: no multiprocessing_context")
+        if skip_errors and isinstance(dataset, IterDataPipe):
+            raise ValueError("skip_errors: an IterDataPipe ends at an error: none can be skipped")
         for name in OPTIONS:  # for the user to read; a subclass may use the name
             if name not in vars(self) and not hasattr(type(self), name):
                 setattr(self, name, getattr(own, name))
@@ -135,6 +144,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             None if own.device is None else copier_of(own.device)
         )  # may raise: before any random number is drawn
         iterator = _host_iterator(self)
+        if own.skip_errors:
+            own.left_out = {}
+            iterator = LeavingOut(iterator, own.left_out)
         if copier is not None:
             iterator = DeviceIterator(iterator, copier, own.prefetch_to_device)
         if own.transforms is not None:
@@ -176,6 +188,9 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             - "slots": pieces of memory for batches on the array path, with worker processes, and
               of image folders: how many were "made" since the loader was, and how many are "free",
               and "held" by tensors, now; those of worker processes may also be "taken" by one.
+            - "skipped", with `skip_errors`: how many "samples" were left out, how many "batches"
+              lost all of theirs, and of the first 100 samples "named" the "index" (with an iterable
+              dataset its number in its worker), "worker" and "error".
         """
         own = self._faststep
         if own.meter is None:
@@ -184,6 +199,8 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         slots = None if own.workers is None else own.workers.slots()
         if own.slots is not None:
             slots = dict(zip(("made", "free", "held"), own.slots.counts(), strict=True))
+        if own.left_out is not None:
+            stats["skipped"] = copy.deepcopy(own.left_out)
         return stats if slots is None else stats | {"slots": slots}
 
     def state_dict(self) -> State:

@@ -22,6 +22,7 @@ OPTIONS = {  # arguments of the constructor that torch's has not, and their defa
     "transforms": None,
     "worker_method": "process",
     "snapshot_every_n_steps": None,
+    "skip_errors": False,
 }
 
 
@@ -32,14 +33,15 @@ class Extras:
     A subclass in a script may use any other attribute name.
 
     Args:
-        device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps: of the
-            constructor.
+        device, prefetch_to_device, transforms, worker_method, snapshot_every_n_steps, skip_errors:
+            of the constructor.
         slots: memory for batches that are made in this process.
         workers: what is kept for workers from epoch to epoch.
         epoch: of the iterator, where persistent workers share one.
         progress: of the newest epoch.
         stranger: the type of the newest iterator, if a subclass has made one of its own.
         meter: of the newest epoch.
+        left_out: what the newest epoch has skipped; None if nothing is to be.
         resume: a state that was loaded, for the next iteration.
     """
 
@@ -48,12 +50,14 @@ class Extras:
     transforms: Transform | None
     worker_method: str
     snapshot_every_n_steps: int | None
+    skip_errors: bool
     slots: _C.Slots | None = None
     workers: Workers | None = None
     epoch: int = 0
     progress: Progress | None = None
     stranger: str | None = None
     meter: Meter | None = None
+    left_out: State | None = None
     resume: State | None = None
 
     def explain_device(self) -> str:
@@ -63,7 +67,9 @@ class Extras:
 
     def __getstate__(self) -> State:
         """For pickle and copy: without what belongs to this process."""
-        of_process = dict.fromkeys(("slots", "workers", "progress", "stranger", "meter"))
+        of_process = dict.fromkeys(
+            ("slots", "workers", "progress", "stranger", "meter", "left_out")
+        )
         return vars(self) | of_process
 
 
@@ -114,6 +120,7 @@ def checked(
     transforms: Transform | None,
     worker_method: str,
     every: int | None,
+    skip_errors: bool,
 ) -> Extras:
     """The arguments of a DataLoader that torch's does not have.
 
@@ -131,4 +138,4 @@ def checked(
         raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")
     if type(prefetch_to_device) is not int or prefetch_to_device < 0:
         raise ValueError(f"prefetch_to_device must be an int from 0 on, not {prefetch_to_device!r}")
-    return Extras(target, prefetch_to_device, transforms, worker_method, every)
+    return Extras(target, prefetch_to_device, transforms, worker_method, every, bool(skip_errors))

@@ -8,6 +8,8 @@ import pickle
 import sys
 from typing import Any
 
+from torch.utils.data import IterDataPipe
+
 from .. import _C
 from .._torch.loader import (
     ExceptionWrapper,
@@ -20,9 +22,10 @@ from .order.indices import Indices
 from .order.of_sampler import epoch_of
 from .order.stateful import is_stateful, snapshot, states_of
 from .resume.batch_states import BatchWithStates
+from .resume.epochs import EpochListener
 from .resume.loader_stand_in import LoaderStandIn
 from .resume.progress import Progress, Worker, worker_of
-from .resume.stream import Source
+from .resume.stream import Source, dataset_of
 from .stats import Metered
 from .types import Loader, State
 
@@ -105,8 +108,8 @@ class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
         if isinstance(self._dataset, Source):
             begun = worker_of(saved_workers[0]) if state and saved_workers else None
             self.progress.ask = _PlaceInStream(self._dataset, begun, self._samples)
-        elif is_stateful(self._dataset):
-            self.progress.ask = functools.partial(_ask_map, self._dataset)
+        elif is_stateful(dataset_of(self._dataset)):
+            self.progress.ask = functools.partial(_ask_map, dataset_of(self._dataset))
 
     def _next_data(self) -> Any:
         progress = self.progress
@@ -181,6 +184,7 @@ class PlacedWorkers(Placed):
     _worker_queue_idx_cycle: Any
     _shutdown = True  # until torch's constructor sets it; it may fail before
     _workers: Any = ()
+    _epochs: EpochListener | None = None
 
     def __init__(self, stand_in: LoaderStandIn) -> None:
         self._asks_workers = stand_in.asks_workers or isinstance(stand_in.dataset, Source)
@@ -198,6 +202,8 @@ class PlacedWorkers(Placed):
         if "numpy" in sys.modules:  # each worker thread would import it, all at the same time
             importlib.import_module("numpy.random")
         super().__init__(stand_in)
+        if self._persistent_workers and not isinstance(self._dataset, IterDataPipe):
+            self._epochs = EpochListener(dataset_of(self._dataset))
 
     def _begin(self, state: State, saved_workers: list[State] | None) -> None:
         super()._begin(state, saved_workers)
@@ -207,6 +213,8 @@ class PlacedWorkers(Placed):
             self.progress.workers = [worker_of(saved) for saved in all_saved]
 
     def _reset(self, loader: Loader, first_iter: bool = False) -> None:
+        if self._epochs is not None:
+            self._shared_seed = self._epochs.take()  # what torch sends to each worker now
         super()._reset(loader, first_iter)  # type: ignore[misc]
         if not first_iter:
             workers, ended = self.progress.workers, self.progress.finished

@@ -71,6 +71,7 @@ class LoaderExtras(CountsEpochs, Protocol):
     prefetch_to_device: int
     worker_method: str
     snapshot_every_n_steps: int | None
+    skip_errors: bool
     slots: _C.Slots | None
 
 

@@ -225,6 +225,8 @@ def lending_collate(loader: Loader) -> LendingCollate | None:
     if not getattr(dataset, "fills_rows", False) or not collates_as_default(loader.collate_fn, ()):
         return None
     own = loader._faststep
+    if own.skip_errors:
+        return None
     if own.slots is None:
         own.slots = _C.Slots()
     slots: _C.Slots = own.slots

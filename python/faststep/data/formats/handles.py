@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import os
 import threading
 import weakref
@@ -14,7 +15,7 @@ from torch.utils.data import Dataset
 from ..types import Handle, State, Transform
 from .common import PathLike, position
 
-__all__ = ["FileDataset", "RecordDataset", "one_of_few"]
+__all__ = ["FileDataset", "RecordDataset", "located", "one_of_few"]
 
 MOST_OPEN = 64  # datasets of a process with an open file that may be dropped
 FILES_OF_A_THREAD = 16
@@ -42,6 +43,12 @@ def _drop_old(newest: FileDataset) -> None:
         dataset = _opened.popleft()()
         if dataset is not None and dataset is not newest:
             dataset._handles.clear()
+
+
+def located(ends: Sequence[int], place: int) -> tuple[int, int]:
+    """The number of a part, by the ends of all, and the place within it."""
+    number = bisect.bisect_right(ends, place)
+    return number, place - (ends[number - 1] if number else 0)
 
 
 def one_of_few(files: OrderedDict[int, Any], number: int, opened: Callable[[int], Any]) -> Any:

@@ -15,6 +15,7 @@ import torch
 
 from ..types import Transform
 from .common import FormatError, PathLike, naming, open_regular
+from .handles import located
 from .ranges import RangeDataset
 from .shards import ShardedStream
 
@@ -104,7 +105,7 @@ class JsonLinesDataset(RangeDataset):
     def _read(self, places: Sequence[int]) -> list[object]:
         samples: list[object] = []
         for place, (start, length) in zip(places, self._places[[*places]].tolist(), strict=True):
-            number, record = self._locate(place)
+            number, record = located(self._ends, place)
             line = self._bytes(number, start, length)
             name = f"{self.paths[number]}: record {record}, at byte {start}"
             samples.append(_parsed(line, self.columns, name))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from ..types import Handle, State, Transform
 from .common import FormatError, PathLike, check_unchanged, file_mark, library, naming, open_regular
-from .handles import one_of_few
+from .handles import located, one_of_few
 from .shards import shard_names
 from .tables import Form, GroupedDataset, chosen_columns, form_of
 
@@ -70,12 +69,8 @@ class ParquetDataset(GroupedDataset):
         for file in handle[0].values():
             file.close()
 
-    def _locate(self, group: int) -> tuple[int, int]:
-        file = bisect.bisect_right(self._file_ends, group)
-        return file, group - (self._file_ends[file - 1] if file else 0)
-
     def _read_group(self, handle: Handle, group: int) -> Handle:
-        number, inside = self._locate(group)
+        number, inside = located(self._file_ends, group)
         file = one_of_few(handle, number, self._unchanged)
         table = file.read_row_group(inside, columns=self.columns, use_threads=False)
         check_unchanged(self.paths[number], self._marks[number], file_mark(self.paths[number]))
@@ -92,7 +87,7 @@ class ParquetDataset(GroupedDataset):
         return file
 
     def _group_name(self, group: int) -> str:
-        number, inside = self._locate(group)
+        number, inside = located(self._file_ends, group)
         return f"{self.paths[number]}: row group {inside}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import os
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -49,11 +48,6 @@ class RangeDataset(RecordDataset):
     def _close_handle(handle: Handle) -> None:
         while handle:
             handle.popitem()[1].close()
-
-    def _locate(self, place: int) -> tuple[int, int]:
-        """The file of a record, and its number there."""
-        number = bisect.bisect_right(self._ends, place)
-        return number, place - (self._ends[number - 1] if number else 0)
 
     def _bytes(self, number: int, start: int, length: int) -> bytes:
         """A range of the file with this number."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import os
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from ..arrays.column_dataset import ColumnDataset
 from ..arrays.columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column
 from ..arrays.structure import LEAF, Structure
 from ..types import Array, State
+from .handles import located
 from .mapped import map_npy
 from .mapping import map_array
 
@@ -156,8 +156,8 @@ class TokenDataset(ColumnDataset):
         at = index + len(self) if index < 0 else index
         if not 0 <= at < len(self):
             raise IndexError(f"window {index} of {len(self)}")
-        shard = bisect.bisect_right(self.ends, at)
-        at = (at - (self.ends[shard - 1] if shard else 0)) * self.stride
+        shard, window = located(self.ends, at)
+        at = window * self.stride
         tokens = self.shards[shard][at : at + self.window + 1].astype("int64")
         both = torch.from_numpy(tokens).to(self.dtype)
         x, y = both[:-1].clone(), both[1:].clone()

@@ -15,6 +15,7 @@ import torch
 from ..types import Parse, Transform
 from .common import FormatError, PathLike, naming, open_regular
 from .fields import BASIC, MOST_UNPACKED, WithFields, key_and_field
+from .handles import located
 from .ranges import RangeDataset
 
 __all__ = ["ZipDataset", "is_zip"]
@@ -92,7 +93,7 @@ class ZipDataset(WithFields, RangeDataset):
         return [self._sample(place) for place in places]
 
     def _sample(self, place: int) -> object:
-        number, record = self._locate(place)
+        number, record = located(self._ends, place)
         start, end = self._keys_end[place : place + 2].tolist()
         key = self._keys[start:end].decode("utf-8", "surrogateescape")
         name = f"{self.paths[number]}: sample {record} ({key!r})"

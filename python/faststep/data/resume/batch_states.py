@@ -7,7 +7,7 @@ import pickle
 from ..._torch.loader import pin_memory, set_worker_dataset
 from ..order.stateful import is_stateful, load_map, snapshot, states_of
 from ..types import CollateFn, State, WorkerInitFn
-from .stream import Source
+from .stream import Source, dataset_of
 
 __all__ = ["AddStates", "BatchWithStates", "CollateWithStates", "InitWorker"]
 
@@ -40,7 +40,7 @@ class AddStates:
     """
 
     def __init__(self, dataset: object) -> None:
-        self._dataset = dataset
+        self._dataset = dataset if isinstance(dataset, Source) else dataset_of(dataset)
         self._has_sent = False
 
     def with_states(self, batch: object) -> object:
@@ -94,9 +94,10 @@ class InitWorker:
         self._saved_workers = saved_workers
 
     def __call__(self, worker: int) -> None:
-        if isinstance(self._dataset, Source):
-            set_worker_dataset(self._dataset.dataset)
+        dataset = dataset_of(self._dataset)
+        if dataset is not self._dataset:
+            set_worker_dataset(dataset)
         if self._init_fn is not None:
             self._init_fn(worker)
         if self._saved_workers is not None:
-            load_map(self._dataset, pickle.loads(self._saved_workers[worker]))
+            load_map(dataset, pickle.loads(self._saved_workers[worker]))

@@ -12,8 +12,9 @@ from ..order.base import other_epoch
 from ..order.indices import Indices
 from ..order.of_sampler import epoch_of
 from ..order.stateful import is_stateful, load_map
-from ..types import Loader, State
+from ..types import CollateFn, Loader, State
 from .batch_states import CollateWithStates, InitWorker
+from .skipping import SkippingCollate, SkippingDataset
 from .stream import Source
 
 __all__ = ["LoaderStandIn", "asked_ahead", "is_stream", "keeps_seed"]
@@ -68,19 +69,24 @@ class LoaderStandIn:
         self.saved_workers: list[State] | None = self.state.get("_workers")
         # pickled, as torch would send each tensor to a worker in a file of its own
         packed = None if self.saved_workers is None else [*map(pickle.dumps, self.saved_workers)]
-        every = loader._faststep.snapshot_every_n_steps
+        every, skips = loader._faststep.snapshot_every_n_steps, loader._faststep.skip_errors
         if is_stream(loader.dataset):
             saved, epoch = self.state.get("_dataset_epoch"), epoch_of(loader.dataset)
             if saved not in (None, epoch):
                 raise other_epoch(saved, epoch, "dataset")
-            self.dataset = Source(loader.dataset, packed, every, loader.num_workers > 0)
+            in_workers = loader.num_workers > 0
+            self.dataset: Any = Source(loader.dataset, packed, every, in_workers, skips)
         elif not isinstance(loader.dataset, IterableDataset):
             self._index_sampler = self._indices(ahead, every)
+            self.dataset = SkippingDataset(loader.dataset) if skips else loader.dataset
+        if skips:
+            self.collate_fn: CollateFn = SkippingCollate(loader.collate_fn)
         asks = isinstance(self.dataset, Source) or is_stateful(loader.dataset)
         self.asks_workers = has_processes and asks
         if self.asks_workers:
+            self.collate_fn = CollateWithStates(self.collate_fn, self.dataset)
+        if self.asks_workers or (skips and has_processes):
             is_map = not isinstance(self.dataset, Source)
-            self.collate_fn = CollateWithStates(loader.collate_fn, self.dataset)
             self.worker_init_fn = InitWorker(
                 loader.worker_init_fn, self.dataset, packed if is_map else None
             )
@@ -107,4 +113,4 @@ class LoaderStandIn:
     def load_into_dataset(self) -> None:
         """Loads the state of a map-style dataset in this process."""
         if self.saved_workers is not None and not isinstance(self.dataset, Source):
-            load_map(self.dataset, self.saved_workers[0])
+            load_map(self._loader.dataset, self.saved_workers[0])

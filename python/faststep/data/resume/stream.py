@@ -13,10 +13,17 @@ from typing import Any
 from torch.utils.data import get_worker_info
 
 from ..order.draws import generator_of, noting, repeating
+from ..order.of_sampler import epoch_of
 from ..order.stateful import Pace, begin, is_stateful, items_of, states_of
 from ..types import State
+from .skipping import SkippingDataset, skipping
 
-__all__ = ["Source"]
+__all__ = ["Source", "dataset_of"]
+
+
+def dataset_of(dataset: Any) -> Any:
+    """The loader's dataset, of what stands in for it."""
+    return dataset.dataset if isinstance(dataset, (Source, SkippingDataset)) else dataset
 
 
 class Source:
@@ -27,14 +34,16 @@ class Source:
         saved_workers: what the loader's state has of each worker, pickled; None for a new epoch.
         every: how often states are taken, as in Pace.
         in_workers: whether workers read it, or this process.
+        skips: whether samples that raise are skipped.
     """
 
     def __init__(
         self,
-        dataset: object,
+        dataset: Any,
         saved_workers: list[bytes] | None,
         every: int | None,
         in_workers: bool,
+        skips: bool = False,
     ) -> None:
         self.dataset = dataset
         self.pace = Pace(every)
@@ -44,6 +53,7 @@ class Source:
         self._ended = False
         self._is_fresh = True  # whether the iterator was begun anew, and not asked yet
         self._in_workers = in_workers
+        self._skips = skips
         self._is_new = True
         self._seeded = self._is_thread = self._sent = False
         self._draws: State = {"iter": {}, "first": {}}
@@ -64,7 +74,8 @@ class Source:
 
     def copied(self) -> Source:
         """With a dataset of its own, for a worker that is a thread."""
-        source = Source(copy.copy(self.dataset), self._saved_workers, self._every, self._in_workers)
+        arguments = self._saved_workers, self._every, self._in_workers, self._skips
+        source = Source(copy.copy(self.dataset), *arguments)
         source._is_thread = True
         return source
 
@@ -94,7 +105,7 @@ class Source:
             self._ended = True
             return iter(())
         self._own_state = iterator if is_stateful(iterator) else None
-        return items_of(iterator)
+        return skipping(items_of(iterator)) if self._skips else items_of(iterator)
 
     def _first(self, samples: Iterator[object]) -> Iterator[object]:
         """The first sample: many datasets draw their order for it."""
@@ -122,12 +133,15 @@ class Source:
 
     def _from(self, saved: State) -> Iterator[object]:
         self._draws.update({key: dict(noted) for key, noted in saved.get("draws", {}).items()})
+        epoch = epoch_of(self.dataset)
         samples = self._begin(saved.get("states"))
         if saved.get("new_epoch", False):
             if not saved.get("left", False):
                 deque(samples, maxlen=0)  # read to its end: some datasets begin anew only then
             self._ended = False
             self._draws = {"iter": {}, "first": {}}
+            if epoch != epoch_of(self.dataset):  # it was set after the state of the epoch before
+                self.dataset.set_epoch(epoch)
             samples = self._begin(None)
         count, failed = saved.get("samples", 0), saved.get("failed", ())
         return chain(self._skipping(samples, count, failed), samples, self._end())

@@ -11,16 +11,16 @@ import torch
 from ... import _C
 from ..._torch.loader import (
     collate_tensors,
+    collated_stacking_by,
     collates_as_default,
     let_errors_travel,
     let_fetch,
-    stacking_tensors_by,
 )
 from ..deliver.lending import Lender, Samples
 from ..deliver.plain_tensors import tensor_over, why_not_plain
 from ..types import CollateFn, WorkerInitFn
 from .arena import Arena
-from .parcel import Parcel, pack
+from .parcel import pack
 from .rows import CONTAINERS, Rows
 
 __all__ = ["Packer", "Start"]
@@ -46,6 +46,8 @@ class Start:
 class Packer:
     """Collates as `collate_fn` does, and returns the batch as a parcel for the main process.
 
+    A batch that has nothing but numbers and texts stays as it is.
+
     Tensors that torch's default_collate stacks are stacked in the arena, also if the script's
     collate_fn calls it. Other tensors are copied there. A dataset that makes several samples at
     once may write them into the arena, if `collate_fn` is default_collate. Such samples share
@@ -68,7 +70,7 @@ class Packer:
         self._lent[memory.data_ptr()] = block
         return memory
 
-    def __call__(self, samples: object) -> Parcel:
+    def __call__(self, samples: object) -> object:
         stack = _Stack(self._arena.memory, self._lender)
         batch = self._collated(stack, samples)
         self._lender.forget()
@@ -91,10 +93,11 @@ class Packer:
         return self._parcel(stack, batch, [])
 
     def _collated(self, stack: _Stack, samples: object) -> list[object]:
-        with stacking_tensors_by(stack):
-            return [self._collate_fn(samples)]
+        return [collated_stacking_by(stack, self._collate_fn, samples)]
 
-    def _parcel(self, stack: _Stack, batch: list[object], leaving: list[list[object]]) -> Parcel:
+    def _parcel(self, stack: _Stack, batch: list[object], leaving: list[list[object]]) -> object:
+        if _C.is_built_in(batch[0]):  # then torch's queue is as quick
+            return batch.pop()
         return pack(self._arena.key, self._arena.memory, batch, stack.blocks, leaving)
 
 

@@ -40,7 +40,8 @@ class Parcel:
         self._parts = (key, payload, blocks, otherwise)
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
-        return _unpack, self._parts
+        _, payload, blocks, otherwise = self._parts
+        return (_unpack, self._parts) if blocks or otherwise else (pickle.loads, (payload,))
 
 
 class _Reference:
@@ -156,8 +157,10 @@ class _Contents:
                 raise
 
 
-class _Pickler(ForkingPickler):
+class _Pickler(pickle.Pickler):
     """Pickles a batch as torch's queue does, but for plain CPU tensors and large arrays."""
+
+    dispatch_table = ForkingPickler(io.BytesIO()).dispatch_table  # which would make one for each
 
     def __init__(self, file: io.BytesIO, contents: _Contents) -> None:
         super().__init__(file)

@@ -36,7 +36,8 @@ from ..deliver.lending import (
 from ..plain import PlacedWorkers
 from ..resume.batch_states import AddStates
 from ..resume.loader_stand_in import LoaderStandIn
-from ..resume.stream import Source
+from ..resume.skipping import SkippingCollate
+from ..resume.stream import Source, dataset_of
 from ..types import CollateFn, Fetcher, Loader, State
 
 __all__ = ["ThreadIterator"]
@@ -140,14 +141,12 @@ def _run(arguments: State, ready: threading.Event) -> None:
     ready.set()
     worker = arguments["worker_id"]
     dataset = dataset_of_worker(arguments)
-    visible = dataset
     if isinstance(dataset, Source):
         dataset = dataset.copied()
-        visible = dataset.dataset
     elif isinstance(dataset, IterableDataset):
-        visible = dataset = copy.copy(dataset)
+        dataset = copy.copy(dataset)
     seed = arguments["base_seed"] + worker
-    info = new_worker_info(worker, arguments["num_workers"], seed, visible)
+    info = new_worker_info(worker, arguments["num_workers"], seed, dataset_of(dataset))
     with worker_info_of_thread(info):
         _Loop(arguments, dataset).run()
 
@@ -160,11 +159,13 @@ class _Loop:
         self._dataset = dataset
         self._worker = arguments["worker_id"]
         self._collate_fn = arguments["collate_fn"]
+        own = self._collate_fn
+        own = own.collate_fn if isinstance(own, SkippingCollate) else own
         self._lender: Lender | None = None
         if isinstance(self._collate_fn, LendingCollate):
             mine = self._collate_fn.for_thread()
             self._lender, self._collate_fn = mine.lender, _hiding_the_worker(mine)
-        elif collates_as_default(self._collate_fn, ()):
+        elif collates_as_default(own, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
         self._states: AddStates | None = None
         if isinstance(dataset, Source):
@@ -179,7 +180,7 @@ class _Loop:
         while (task := tasks.get()) is not None:
             if isinstance(task, ResumeIteration):
                 if self._failure is None:
-                    self._fetcher = self._new_fetcher()
+                    self._begin_epoch(task.seed)
                 ended = False
                 results.put((task, None))
             elif not ended and not done.is_set():
@@ -197,6 +198,12 @@ class _Loop:
             self._fetcher = self._new_fetcher()
         except BaseException:  # it would end this thread, and nobody would know
             self._failure = self._wrapped()
+
+    def _begin_epoch(self, epoch: Any) -> None:
+        dataset = dataset_of(self._dataset)
+        if epoch is not None and isinstance(dataset, IterableDataset):  # a copy
+            epoch.call(dataset)
+        self._fetcher = self._new_fetcher()
 
     def _new_fetcher(self) -> Fetcher:
         fetcher: Fetcher = dataset_kind_fetcher(
