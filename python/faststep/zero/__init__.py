@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
 from .build import Options, build
+from .estimate import Estimate, StageMemory, estimate
 from .optimizer import ShardedOptimizer
 
-__all__ = ["ShardedOptimizer", "shard"]
+__all__ = ["Estimate", "ShardedOptimizer", "StageMemory", "estimate", "shard"]
 
 
 def shard(
