@@ -141,7 +141,7 @@ def _states_of(
     optimizer_class: Callable[[list[Any]], Optimizer], like: Tensor, master_weights: bool
 ) -> _States:
     """What the optimizer keeps for parameters of a dtype: it begins the states of a small one."""
-    probe = nn.Parameter(torch.zeros(2, dtype=like.dtype))
+    probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device="cpu"))
     script = optimizer_class([probe])
     fused = fused_class_of(script)([{**script.param_groups[0]}])
     fused._keeps_masters = master_weights
@@ -189,10 +189,11 @@ def _on_rank(
     whole = [bucket.size * bucket.dtype.itemsize for bucket in buckets]
     own = [(b.cuts[rank + 1] - b.cuts[rank]) * b.dtype.itemsize for b in buckets]
     sent = [0 if keeps_buffers else size for size in whole]  # freed when they were sent
-    slices = own if evenly or not keeps_buffers else [0] * len(own)  # with memory of their own
+    slices = [0] * len(own) if evenly or keeps_buffers else own  # written when they arrive
     # What ranks send of a slice lies side by side before it is added; NCCL adds it.
     parts = 0 if evenly else ranks - (rank == 0 or ranks == 2)
-    now = peak = sum(whole) - sum(sent)
+    now = peak = sum(whole) - sum(sent) + sum(own) * evenly  # those on a device are always there
+    gradients = now + sum(slices)
     under_way: deque[tuple[int, int]] = deque()  # buckets and their blocks
     blocks: list[int] = []  # for what arrives: how much of each was written
     free: deque[int] = deque()
@@ -223,7 +224,6 @@ def _on_rank(
         under_way.append((number, block))
     while under_way:
         receive()
-    gradients = sum(whole) - sum(sent) + sum(slices)
     kept = sum(states[b.dtype].of(piece.size) for b in buckets for piece in b.pieces_of(rank))
     return StageMemory(sum(whole), gradients, kept, max(0, peak - gradients))
 
