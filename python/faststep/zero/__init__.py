@@ -12,9 +12,10 @@ from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
 from ..optim.masters import keeps_masters
 from .build import Options, build
+from .estimate import Estimate, StageMemory, estimate
 from .optimizer import ShardedOptimizer
 
-__all__ = ["ShardedOptimizer", "shard"]
+__all__ = ["Estimate", "ShardedOptimizer", "StageMemory", "estimate", "shard"]
 
 
 def shard(
