@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from ..optim.masters import begin_state, keys_for
 from .engine import LAST_BUCKET
 from .fully_sharded import blocks_of
-from .gradients import MOST_UNDER_WAY
 from .layout import Bucket, Flat, make_buckets
 from .owned import fused_class_of
+from .reducer import MOST_UNDER_WAY
 from .sides import side_of
 
 __all__ = ["Estimate", "StageMemory", "estimate"]
