@@ -39,7 +39,7 @@ def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
         if isinstance(value, SlicedState):
             wanted = [(b, p.numel()) for b, (p, _) in zip(slot.begins, slot.pieces, strict=True)]
             found = [(begin, values.numel()) for begin, values in value.parts]
-            if wanted != found or value.stride() != slot.param.stride():
+            if wanted != found or value.stride() != slot.strides:
                 return (
                     f"{key!r} of {slot.name!r} was cut for other slices; load it by "
                     "torch.distributed.checkpoint, or take whole states "
@@ -60,7 +60,7 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
             cut[piece] = {
                 key: value.parts[number][1]
                 if isinstance(value, SlicedState)
-                else _part(key, value, slot.param, begin, piece.numel())
+                else _part(key, value, slot, begin, piece.numel())
                 for key, value in whole.items()
             }
     mine = engine.owned.optimizer.state
@@ -73,12 +73,13 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     engine.owned.forget()
 
 
-def _part(key: str, value: Any, param: Tensor, begin: int, count: int) -> Any:
+def _part(key: str, value: Any, slot: Slot, begin: int, count: int) -> Any:
     """A piece of a state that has the parameter's shape, a copy of another one."""
     if not isinstance(value, Tensor):
         return value
-    if key == "step" or value.shape != param.shape:
+    if key == "step" or value.shape != slot.shape:
         return value.clone()
+    param = slot.param.detach().as_strided(slot.shape, slot.strides)
     return in_order_of_memory(value, param)[begin : begin + count].clone()
 
 
