@@ -136,6 +136,39 @@ def _accumulated(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
         return {"wrong": wrong, "sent": sent, "bytes": laid_out}
 
 
+def _exchanged(rank: int, world: int, update: Any) -> list[str]:
+    """All parameters, and then one of them, change places with another model's."""
+    with machine():
+        (model, whole), (other, other_whole) = _pair(), _pair()
+        with torch.no_grad():
+            for param in (*other.parameters(), *other_whole.parameters()):
+                param.mul_(-2.0)
+        options: Any = {"update": update, "bucket_mb": 0.1}
+        optimizer = zero.shard(model, faststep.optim.AdamW(model.parameters(), lr=0.01), **options)
+        reference = faststep.optim.AdamW(whole.parameters(), lr=0.01)
+        wrong = []
+        for step in range(5):
+            for one, two in ((model, other), (whole, other_whole)):
+                pairs = [*zip(one.parameters(), two.parameters(), strict=True)]
+                for p, e in pairs[: {1: 4, 2: 1, 3: 4}.get(step, 0)]:
+                    p.data, e.data = e.data, p.data
+            parts = [grads_for(model, r, step) for r in range(world)]
+            backward(model(parts[rank]))
+            optimizer.step()
+            _give(whole, [[fake.plain(g) for g in part] for part in parts])
+            reference.step()
+            optimizer.zero_grad()
+            wrong += [f"{step}, p{n}" for n in differences(model.parameters(), whole.parameters())]
+            pairs = zip(other.parameters(), other_whole.parameters(), strict=True)
+            wrong += [f"{step}, e{n}" for n in differences(*zip(*pairs, strict=True))]
+        return wrong + states_differ(optimizer, reference)
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_exchanged_parameters(update: str, cuda_ranks: Ranks) -> None:
+    assert cuda_ranks(f"cuda exchanged in {update}") == [[], []]
+
+
 def _sums(micro: list[Any], how: str, world: int) -> list[list[Tensor]]:
     """What is averaged over the ranks, as if the first rank had all of it."""
     if how == "per micro-step":
@@ -436,6 +469,10 @@ def test_what_is_refused(cuda_ranks: Ranks) -> None:
 
 
 CUDA_JOBS = [
+    *(
+        Job(f"cuda exchanged in {update}", 2, _exchanged, (update,))
+        for update in ("step", "backward")
+    ),
     *(
         Job(f"cuda scaled: {name}", 2, _scaled, (name.startswith("ours"), name.partition(", ")[2]))
         for name in SCALED

@@ -97,7 +97,19 @@ def accelerated(
     if folder is not None:
         machine.load_state(str(folder))
         losses = losses[:4] + _epoch(machine, model, optimizer, loader, scheduler, clip, None)
+        _check_saved_model(machine, model, folder / "model")
     return losses
+
+
+def _check_saved_model(machine: Any, model: nn.Module, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    machine.save_model(model, str(folder))
+    machine.wait_for_everyone()
+    saved = load_file(str(folder / "model.safetensors"))
+    wanted = machine.unwrap_model(model).state_dict()
+    assert saved.keys() == wanted.keys()
+    assert all(torch.equal(saved[name], wanted[name]) for name in wanted)
 
 
 def _epoch(
@@ -112,7 +124,7 @@ def _epoch(
     losses = []
     for number, (x, y) in enumerate(loader):
         if folder is not None and number == 4:
-            machine.save_state(str(folder), safe_serialization=False)
+            machine.save_state(str(folder))
         with machine.accumulate(model):
             loss = cross_entropy(model(x), y)
             machine.backward(loss)

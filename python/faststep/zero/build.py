@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import has_master
 from .engine import Engine
+from .flat_params import refuse_overlaps
 from .fully_sharded import AlikeGradients, blocks_of, check_fully, shard_fully
 from .gradients import sharded_params
 from .group import Group, group_of
@@ -87,7 +87,7 @@ def build(
         return _fully(model, optimizer, fused, max_grad_norm, group, blocks, names)
     for name, param in named:
         _check(name, param)
-    _refuse_overlaps(named)
+    refuse_overlaps(named, "shard()", "changed")
     group.use_device(_device_of(named))
     if wrapper is not None:
         check_wrapped(wrapper)
@@ -263,14 +263,3 @@ def _device_of(named: Sequence[tuple[str, Tensor]]) -> torch.device:
             "use: `python -m faststep info` says why; nothing was changed"
         )
     return some.device
-
-
-def _refuse_overlaps(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Raise for parameters that share memory: moving them apart would change the model."""
-    spans = sorted((p.data_ptr(), p.data_ptr() + p.nbytes, name) for name, p in named if p.nbytes)
-    for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
-        if begin < end:
-            raise TypeError(
-                f"shard(): parameters {name!r} and {other!r} share memory but are two objects; tie "
-                "them by using the same Parameter twice; nothing was changed"
-            )

@@ -67,7 +67,7 @@ def _sliced_states(engine: Engine) -> States:
         for key, it in entries.items():
             made[slot.param][key] = (
                 SlicedState(
-                    slot.name, slot.param.size(), slot.param.stride(), it,
+                    slot.name, slot.shape, slot.strides, it,
                     [(begin, state[key].detach().view(-1)) for begin, state in own],
                 )
                 if isinstance(it, torch.dtype)
@@ -95,16 +95,21 @@ def _spread(engine: Engine, whole: States) -> None:
         slot.index: _entries(whole[slot.param]) for slot in engine.slots if slot.param in whole
     }
     for index, entries in engine.group.share(described)[0].items():
-        param = engine.slots[index].param
-        state = whole[param]
+        slot = engine.slots[index]
+        state = whole[slot.param]
         for key, it in entries.items():
             if not isinstance(it, torch.dtype):
                 state.setdefault(key, it)
                 continue
             if key not in state:
-                state[key] = torch.empty_like(param, dtype=it, device="cpu", requires_grad=False)
+                state[key] = _empty(slot, it)
             engine.group.broadcast([state[key]])
     whole.update(engine.frozen_states)
+
+
+def _empty(slot: Slot, dtype: torch.dtype) -> Tensor:
+    """A state of a whole parameter, with any values."""
+    return torch.empty_strided(slot.shape, slot.strides, dtype=dtype, device="cpu")
 
 
 def drop_missing(states: dict[Tensor, dict[str, Any]]) -> None:
@@ -200,15 +205,15 @@ def _unpack(
     """Copy a rank's parts to where they belong in the states of whole parameters."""
     at = dict.fromkeys(packed, 0)
     for one in told:
-        param = engine.slots[one.slot].param
-        state = whole[param]
+        slot = engine.slots[one.slot]
+        state = whole[slot.param]
         for key, it in one.entries.items():
             if not isinstance(it, torch.dtype):
                 state.setdefault(key, it.clone() if isinstance(it, Tensor) else it)
                 continue
             if key not in state:
-                state[key] = torch.empty_like(param, dtype=it, device="cpu", requires_grad=False)
-            flat = state[key].as_strided((param.numel(),), (1,))
+                state[key] = _empty(slot, it)
+            flat = state[key].as_strided((state[key].numel(),), (1,))
             flat[one.begin : one.begin + one.size] = packed[it][at[it] : at[it] + one.size]
             at[it] += one.size
 

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .._torch.optim import increment_version
 from ..optim.request import StepAnswer, StepRequest
 from .buckets import GradientBucket
+from .flat_params import FlatParams, refuse_overlaps
 from .gradients import Gradients
 from .group import Group, Pending
 from .in_backward import REFUSED_SCALER, BackwardUpdates
@@ -72,8 +73,7 @@ class Engine:
         used = side.uses if updates_in_backward else None
         self.slots: list[Slot] = []
         self.buckets: list[GradientBucket] = []
-        self._memory: list[Tensor] = []  # of the parameters, per bucket
-        self._views: list[Tensor] = []  # of each slot's parameter in it
+        self._params: list[FlatParams] = []  # per bucket
         for number, layout in enumerate(layouts):
             members = []
             for place, (param, *_) in enumerate(layout.places):
@@ -83,7 +83,7 @@ class Engine:
                 members.append(slot)
                 self.slots.append(slot)
             self.buckets.append(side.bucket(layout, members, group, shelf, stage == 1, used))
-            self._move(layout.places, members)
+            self._params.append(FlatParams(layout, members))
         self._cut()
         by_param = {id(slot.param): slot for slot in self.slots}
         grouped = [[by_param[id(p)] for p in g["params"] if id(p) in by_param] for g in groups]
@@ -101,33 +101,21 @@ class Engine:
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
         self.names: dict[int, str] = {}  # of all parameters of the model, by their `id`
 
-    def _move(self, places: Sequence[Any], members: list[Slot]) -> None:
-        """Move the memory of a bucket's parameters into one flat tensor."""
-        layout = self.buckets[-1].layout
-        memory = torch.zeros(layout.size, dtype=layout.dtype, device=layout.device)
-        self._memory.append(memory)
-        for place, slot in zip(places, members, strict=True):
-            param = slot.param
-            view = memory.as_strided(param.size(), param.stride(), place.begin)
-            view.copy_(param.detach())
-            param.data = view
-            self._views.append(view)
-
     def _cut(self) -> None:
         """Cut what this rank owns out of parameters and slices."""
-        for bucket, memory in zip(self.buckets, self._memory, strict=True):
+        for bucket, params in zip(self.buckets, self._params, strict=True):
             start = bucket.layout.slice_of(self.group.rank).start
             by_place = {place.param: slot for place, slot in zip(
                 bucket.layout.places, bucket.slots, strict=True)}  # fmt: skip
             for param, begin, count, at in bucket.layout.pieces_of(self.group.rank):
                 slot = by_place[param]
-                piece = memory[at : at + count].detach()
-                slot.pieces.append((piece, bucket.values[at - start : at - start + count]))
+                grad = bucket.values[at - start : at - start + count]
+                slot.pieces.append((params.piece(at, count), grad))
                 slot.begins.append(begin)
 
     def share(self, others: Sequence[Tensor]) -> None:
         """Give all ranks the parameters of rank 0, and these tensors; a collective."""
-        self.group.broadcast([*self._memory, *others])
+        self.group.broadcast([*(params.flat for params in self._params), *others])
 
     # ---- what a placeholder asks
 
@@ -185,7 +173,7 @@ class Engine:
 
     def start_gather(self, number: int) -> None:
         """Send this rank's slice of a bucket of parameters, and let those of the others come in."""
-        self._under_way[number] = self.buckets[number].gather(self._memory[number], number)
+        self._under_way[number] = self.buckets[number].gather(self._params[number].flat, number)
 
     def wait(self, buckets: Iterable[int] | None) -> None:
         """Return when these buckets of parameters are there; all of them for None."""
@@ -194,6 +182,7 @@ class Engine:
         for number in list(self._under_way) if buckets is None else buckets:
             if (pending := self._under_way.pop(number, None)) is not None:
                 pending.wait()
+                self._params[number].arrived()
 
     def wait_in_forward(self, model: nn.Module) -> None:
         """Let modules wait for what they use, in place of the step."""
@@ -201,22 +190,20 @@ class Engine:
         self.waits = ForwardWaits(model, bucket_of, self.wait)
 
     def follow_moves(self) -> None:
-        """Take over parameters whose memory the script has replaced through `.data`."""
-        for slot, view in zip(self.slots, self._views, strict=True):
-            param = slot.param
-            stays = param.data_ptr() == view.data_ptr() or not param.numel()
-            if stays and param.size() == view.size() and param.stride() == view.stride():
-                continue
-            same_form = param.size() == view.size() and param.dtype == view.dtype
-            if not same_form or param.device != view.device:
-                raise RuntimeError(
-                    f"faststep.zero: {slot.name!r} became {param.dtype} of shape "
-                    f"{tuple(param.shape)} on {param.device} after shard(), where it was "
-                    f"{view.dtype} of shape {tuple(view.shape)} on {view.device}: change the model "
-                    "before shard(); nothing was updated"
-                )
-            view.copy_(param.detach())
-            param.data = view
+        """Take over parameters whose memory the script has exchanged or shared by `.data`.
+
+        Raises:
+            RuntimeError: one has become something else.
+            TypeError: two of them share memory.
+        """
+        moved = [(number, params.away()) for number, params in enumerate(self._params)]
+        if any(away for _, away in moved):
+            named = [(slot.name, slot.param) for slot in self.slots]
+            refuse_overlaps(named, "faststep.zero", "updated")
+        for number, away in moved:
+            if away:
+                self.wait([number])
+                self._params[number].follow(away)
 
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their common norm is at most `max_norm`; a collective."""

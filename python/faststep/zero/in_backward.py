@@ -142,6 +142,7 @@ class BackwardUpdates:
         refuse_request(request)
         engine = self._owner
         engine.gradients.settle()
+        engine.follow_moves()  # that saw memory which backward has let go of since
         rules, self._rules = self._rules, None
         if engine.waits is not None:
             engine.waits.learn()

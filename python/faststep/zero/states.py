@@ -39,7 +39,7 @@ def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
         if isinstance(value, SlicedState):
             wanted = [(b, p.numel()) for b, (p, _) in zip(slot.begins, slot.pieces, strict=True)]
             found = [(begin, values.numel()) for begin, values in value.parts]
-            if wanted != found or value.stride() != slot.param.stride():
+            if wanted != found or value.stride() != slot.strides:
                 return (
                     f"{key!r} of {slot.name!r} was cut for other slices; load it by "
                     "torch.distributed.checkpoint, or take whole states "
@@ -61,7 +61,7 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
             cut[piece] = {
                 key: value.parts[number][1]
                 if isinstance(value, SlicedState)
-                else _part(value, slot.param, begin, piece.numel(), key in numbers)
+                else _part(value, slot, begin, piece.numel(), key in numbers)
                 for key, value in whole.items()
             }
     mine = engine.owned.optimizer.state
@@ -74,12 +74,13 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     engine.owned.forget()
 
 
-def _part(value: Any, param: Tensor, begin: int, count: int, is_number: bool) -> Any:
+def _part(value: Any, slot: Slot, begin: int, count: int, is_number: bool) -> Any:
     """A piece of a state that has the parameter's shape, a copy of another one."""
     if not isinstance(value, Tensor):
         return value
-    if is_number or value.shape != param.shape:
+    if is_number or value.shape != slot.shape:
         return value.clone()
+    param = slot.param.detach().as_strided(slot.shape, slot.strides)
     return in_order_of_memory(value, param)[begin : begin + count].clone()
 
 

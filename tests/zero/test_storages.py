@@ -1,0 +1,184 @@
+"""What copies, saves, sends or resizes parameters finds one in each Storage, beside torch's own."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import math
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import SHAPES, Given, grads_for, optimizer_of
+from .rounded import DTYPES
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+
+
+def _bytes(saved: object) -> int:
+    file = io.BytesIO()
+    torch.save(saved, file)
+    return len(file.getvalue())
+
+
+def _error(work: Callable[[], object]) -> str:
+    try:
+        work()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def _differ(one: Any, other: Any) -> list[str]:
+    return [
+        name
+        for (name, a), b in zip(one.items(), other.values(), strict=True)
+        if not torch.equal(a, b)
+    ]
+
+
+def _train(rank: int, model: Given, optimizer: torch.optim.Optimizer, step: int) -> None:
+    model(grads_for(model, rank, step)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _saved(rank: int, world: int) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    model, plain = Given(SHAPES, DTYPES), Given(SHAPES, DTYPES)
+    with torch.device("meta"):
+        sharded = zero.shard(model, optimizer_of("AdamW", model.parameters()), bucket_mb=math.inf)
+    _train(rank, model, sharded, 0)
+    pairs = [*zip(model.parameters(), plain.parameters(), strict=True)]
+    said["storages"] = [(p.untyped_storage().nbytes(), p.nbytes) for p, _ in pairs]
+    said["strides"] = [(p.stride(), q.stride()) for p, q in pairs]
+    said["aligned"] = all(p.data_ptr() % 64 == 0 for p, _ in pairs)
+    said["saved"] = [(_bytes(p), _bytes(q)) for p, q in pairs]
+    said["pickled"] = [(len(pickle.dumps(p)), len(pickle.dumps(q))) for p, q in pairs]
+    copied = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seen = model.p0.detach()
+    said["resized"] = [_error(lambda p=p: p.data.resize_(2 * p.numel() + 2)) for p, _ in pairs]  # type: ignore[misc]
+    said["resized"] += [_error(lambda p=p: p.untyped_storage().resize_(0)) for p, _ in pairs]  # type: ignore[misc]
+    _train(rank, model, sharded, 1)
+    said["copies moved"] = _differ(before, copied.state_dict()) + _differ(
+        before, loaded.state_dict()
+    )
+    said["seen"] = torch.equal(seen, model.p0) and not torch.equal(seen, before["p0"])
+    after = model.p0.detach().clone()
+    del model, sharded, pairs
+    gc.collect()
+    torch.full((10**6,), 7.0)
+    said["outlives"] = torch.equal(seen, after)
+    return said
+
+
+def test_saved_copied_and_resized(ranks: Ranks) -> None:
+    for said in ranks("storages"):
+        for what in ("storages", "strides", "saved", "pickled"):
+            assert [one for one, _ in said[what]] == [other for _, other in said[what]], what
+        assert said["aligned"]
+        assert all("not resizable" in text for text in said["resized"]), said["resized"]
+        assert said["copies moved"] == []
+        assert said["seen"]
+        assert said["outlives"]
+
+
+def _safely(rank: int, world: int, folder: str) -> list[str]:
+    """safetensors' functions for models, which look for tensors that share a Storage."""
+    from safetensors.torch import load_file, load_model, save_file, save_model
+
+    net = nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 9))
+    net[3].weight = net[0].weight
+    sharded = zero.shard(net, torch.optim.AdamW(net.parameters(), lr=0.1))
+    net(torch.arange(9)).sum().backward()
+    sharded.step()
+    path = Path(folder) / f"model {rank}"
+    save_model(net, str(path))
+    fresh = copy.deepcopy(net)
+    for param in fresh.parameters():
+        param.data.zero_()
+    load_model(fresh, str(path))
+    save_file(net[1].state_dict(), str(path))
+    wrong = _differ(net.state_dict(), fresh.state_dict())
+    return wrong + _differ(dict(sorted(net[1].state_dict().items())), load_file(str(path)))
+
+
+def _sent(rank: int, world: int) -> list[tuple[float, float]]:
+    """What another process sees of the parameters that it was sent, and this one."""
+    model = Given([(40, 50), (3,)], [torch.float32])
+    sharded = zero.shard(model, optimizer_of("AdamW", model.parameters()))
+    fork = torch.multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    model.share_memory()  # type: ignore[no-untyped-call]
+    reader = fork.Process(target=_read, args=(model, there))
+    reader.start()
+    sums = []
+    for step in range(3):
+        _train(rank, model, sharded, step)
+        here.send(step)
+        sums.append((here.recv(), sum(float(p.detach().sum()) for p in model.parameters())))
+    here.send(None)
+    reader.join(60)
+    return sums
+
+
+def _read(model: nn.Module, pipe: Any) -> None:
+    while pipe.recv() is not None:
+        pipe.send(sum(float(p.detach().sum()) for p in model.parameters()))
+
+
+def test_another_process_sees_new_values(ranks: Ranks) -> None:
+    for sums in ranks("sent"):
+        assert all(theirs == mine for theirs, mine in sums)
+        assert len({mine for _, mine in sums}) == 3
+
+
+def test_safetensors(ranks: Ranks) -> None:
+    pytest.importorskip("safetensors")
+    for wrong in ranks("storages, safetensors"):
+        assert wrong == []
+
+
+def test_values_in_memory_of_the_script_are_refused_where_two_share_it(ranks: Ranks) -> None:
+    for said in ranks("two in one memory"):
+        assert said.startswith("faststep.zero: parameters 'p0' and 'p1' share memory but are"), said
+        assert said.endswith("nothing was updated")
+
+
+def _two(rank: int, world: int) -> str:
+    model = Given([(4, 4), (4, 4)], [torch.float32])
+    sharded = zero.shard(model, optimizer_of("AdamW", model.parameters()))
+    model(grads_for(model, rank, 0)).backward()
+    model.p0.data = model.p1.data
+    try:
+        sharded.step()
+    except TypeError as error:
+        return str(error)
+    return "no error"
+
+
+ZERO_JOBS = [
+    Job("storages", 2, _saved),
+    Job("sent", 2, _sent),
+    Job("two in one memory", 2, _two),
+]
+try:
+    import safetensors  # noqa: F401
+except ImportError:
+    pass
+else:
+    ZERO_JOBS.append(Job("storages, safetensors", 2, _safely, (tempfile.gettempdir(),)))
