@@ -1,0 +1,94 @@
+"""Backward passes that fail on the fake device, on one rank or on all."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import faststep
+from accumulate.processes import Job
+from faststep import zero
+from zero.common import SHAPES, Given, differences, grads_for, mean_of
+
+from . import fake
+from .test_sharded import backward, machine, on_device
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+
+
+class _PlantedError(Exception):
+    pass
+
+
+def _plant(_: Tensor) -> None:
+    raise _PlantedError
+
+
+def _fails(model: Given, grads: list[Tensor], place: int) -> None:
+    handle = list(model.parameters())[place].register_hook(_plant)
+    with contextlib.suppress(_PlantedError):
+        backward(model(grads))
+    handle.remove()
+
+
+def _all(rank: int, world: int, update: Any) -> list[int]:
+    """A pass that fails on all ranks before anything was sent, and what follows."""
+    with machine():
+        model, whole = on_device(Given(SHAPES, [torch.float32])), Given(SHAPES, [torch.float32])
+        optimizer = zero.shard(
+            model, faststep.optim.AdamW(model.parameters(), lr=0.01), bucket_mb=0.1, update=update
+        )
+        reference = faststep.optim.AdamW(whole.parameters(), lr=0.01)
+        for step in range(3):
+            if step == 1:
+                _fails(model, grads_for(model, rank, 9), 7)
+                optimizer.zero_grad()
+            backward(model(grads_for(model, rank, step)))
+            parts = [grads_for(whole, r, step) for r in range(world)]
+            for param, rows in zip(whole.parameters(), zip(*parts, strict=True), strict=True):
+                param.grad = mean_of(rows)
+            for one in (optimizer, reference):
+                one.step()
+                one.zero_grad()
+        return differences([fake.plain(param) for param in model.parameters()], whole.parameters())
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_all_ranks_fail_and_go_on(update: str, cuda_ranks: Ranks) -> None:
+    assert cuda_ranks(f"cuda failed: {update}") == [[], []]
+
+
+def _one(rank: int, world: int) -> str:
+    """The last rank fails after some buckets were sent; the other one does not wait for it."""
+    with machine():
+        model = on_device(Given(SHAPES, [torch.float32]))
+        optimizer = zero.shard(
+            model, faststep.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0.01
+        )
+        if rank:
+            _fails(model, grads_for(model, rank, 1), 2)
+            optimizer.zero_grad()
+            return ""
+        backward(model(grads_for(model, rank, 1)))
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError) as caught:
+            backward(model(grads_for(model, rank, 2)))
+        return str(caught.value)
+
+
+def test_the_other_rank_hears_before_its_next_pass(cuda_ranks: Ranks) -> None:
+    first, _ = cuda_ranks("cuda failed on one rank")
+    assert "the backward pass before this one has failed on another rank" in first
+
+
+CUDA_JOBS = [
+    *(Job(f"cuda failed: {update}", 2, _all, (update,)) for update in ("step", "backward")),
+    Job("cuda failed on one rank", 2, _one),
+]
