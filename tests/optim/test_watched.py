@@ -298,19 +298,6 @@ def test_gradients_in_the_moments_are_refused_in_a_mode() -> None:
     release.remove()
 
 
-def test_the_norm_of_backward_in_a_mode() -> None:
-    params = parameters(*SHAPES)
-    optimizer = AdamW(params, max_grad_norm=LIMIT, norm_in_backward=True)
-    for step in range(4):
-        with FlopCounterMode(display=False) if step % 2 else torch.enable_grad():
-            sum((p * p).sum() for p in params).backward()
-            exact = torch.nn.utils.get_total_norm([p.grad for p in params])
-            optimizer.step()
-        torch.testing.assert_close(optimizer.last_grad_norm, exact)
-        optimizer.zero_grad()
-    assert optimizer.norm_fallbacks == {}
-
-
 class Doubled(Parameter):
     """Scripts patch a parameter's gradient like this."""
 

@@ -113,7 +113,6 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         return -1;
     fst_counter *counter = &part->counters[part->counter_count];
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
-    counter->param = (uint32_t)at->param_count;
     counter->index = (uint32_t)at->index;
     counter->wide = view.dtype == FST_F64;
     if (param->count > 0) {

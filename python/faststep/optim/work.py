@@ -32,15 +32,10 @@ __all__ = [
     "MissingStateError",
     "Phase",
     "Place",
-    "StaleSquaresError",
     "Work",
 ]
 
 _NO_CLIPPING = math.nan
-
-
-class StaleSquaresError(Exception):
-    """`StepRequest.squares` are not those of the gradients; nothing was updated."""
 
 
 class MissingStateError(Exception):
@@ -142,7 +137,6 @@ class Work:
                     max_norm,
                     request.write_grads,
                     phase,
-                    request.squares,
                 )
             except _C.TensorError as error:
                 which, index, role = error.args[:3]
@@ -161,10 +155,8 @@ class Work:
                 self._empty_cache(value)
             elif what == "devices":
                 raise DevicesChangedError(tuple(value))
-            elif what == "divided":
-                raise DividedError
             else:
-                raise StaleSquaresError
+                raise DividedError
 
     def place(self, which: int, index: int) -> Place:
         """The group, and the index in it, of a parameter of one of the lists."""

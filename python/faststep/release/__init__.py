@@ -73,7 +73,7 @@ def release_gradients(
             parameters of FullyShardedDataParallel or of a tensor class with operators of its own,
             as `fully_shard` has them (DTensor).
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
-            parameter is on CUDA; or `norm_in_backward` is set; or a group has amsgrad or coupled
+            parameter is on CUDA; or a group has amsgrad or coupled
             weight decay although gradients go into the states; or accelerate's own accumulation
             is on.
         RuntimeError: accelerate steps with a GradScaler; the optimizer accumulates, or is released

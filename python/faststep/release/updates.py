@@ -14,7 +14,7 @@ from .._torch.compiler import disable_dynamo
 from .._torch.library import address_of_mode_depth
 from .._torch.modes import is_watched
 from ..amp.protocol import AskedToUnscale
-from ..grads.buckets import Pairs, Reduced, reducing_model
+from ..grads.buckets import Reduced, reducing_model
 from ..grads.hooks import Hooked
 from ..grads.owners import refuse_clipping, refuse_shared, releasing
 from ..grads.params import name_of, params_of
@@ -150,10 +150,7 @@ class Release:
             self._update(place, param)
             self._used.append(param)
 
-    def ending(self, pairs: Pairs) -> None:
-        """Nothing: DistributedDataParallel still reads `.grad`."""
-
-    def ended(self, pairs: Pairs) -> None:
+    def ended(self) -> None:
         """Free the gradients."""
         for param in self._used:
             param.grad = None
