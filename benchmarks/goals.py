@@ -15,7 +15,7 @@ from faststep.cli.timing import Outcome
 from faststep.cli.workloads import ALL_FAMILIES, OTHER_OPTIMIZERS
 from loader_rows import BEST, COPY, LOADER_WORKS
 from sharded import DDP, DEEPSPEED, FSDP2, IN_FORWARD, OUR_STAGES
-from windows import BY_HAND, IN_BACKWARD, IN_PAIRS, RECIPE
+from windows import BY_HAND, IN_PAIRS, RECIPE
 
 __all__ = ["GOALS", "Goal", "goals_text"]
 
@@ -68,7 +68,6 @@ def _goals() -> tuple[Goal, ...]:
         Goal("sums", "GPT-2 small", BY_HAND, 2.5),
         Goal("sums", "GPT-2 small", BY_HAND, 2.5, IN_PAIRS),
         Goal("mean", "GPT-2 small", BY_HAND, 1.7),
-        Goal("mean", "GPT-2 small", BY_HAND, 1.7, IN_BACKWARD),
         *(Goal("release", label, RECIPE, 5.0) for label in RELEASED),
         *(Goal("loader", work.label, BEST, work.at_least) for work in LOADER_WORKS),
         *(
@@ -96,7 +95,7 @@ def _goals() -> tuple[Goal, ...]:
 
 
 GOALS = _goals()
-HOW = {SWAPPED: ", only imports swapped", IN_BACKWARD: ", norm in backward", IN_PAIRS: ", in pairs"}
+HOW = {SWAPPED: ", only imports swapped", IN_PAIRS: ", in pairs"}
 HOW |= {who: who.removeprefix(OURS) for who in OUR_STAGES}
 RIVALS = {"copy_": "copy_'s bytes/s", BEST: "torch at its best"}
 

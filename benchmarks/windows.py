@@ -26,7 +26,6 @@ from faststep.cli.workloads import MAX_NORM, SHAPES, Shapes
 
 STEPS = 8
 BY_HAND = "torch, by hand"
-IN_BACKWARD = "faststep, norm in backward"
 IN_PAIRS = "faststep, in pairs"
 RECIPE = "torch, an optimizer per parameter"
 
@@ -131,30 +130,6 @@ def mean_by_hand(params: list[Parameter], grads: list[Tensor]) -> Round:
     return one
 
 
-def mean_in_backward(params: list[Parameter], grads: list[Tensor]) -> Round:
-    """The last micro-step's hooks count: their backward less the same one without hooks."""
-    optimizer = faststep.optim.AdamW(params, lr=1e-4, max_grad_norm=MAX_NORM, norm_in_backward=True)
-    accum = faststep.accumulate(optimizer, STEPS)
-    twins = [Parameter(torch.empty_like(param)) for param in params]
-    sums = [torch.empty_like(grad) for grad in grads]
-
-    def last_backward(params: list[Parameter]) -> float:
-        refilled(grads, sums)
-        give(params, sums)
-        return backward_of(params, grads)
-
-    def one() -> float:
-        for step in range(STEPS):
-            with accum:
-                hooked = last_backward(params) if step == STEPS - 1 else 0.0
-        seconds = clocked(optimizer.step)
-        optimizer.zero_grad()
-        assert optimizer.norm_fallbacks == {}, optimizer.norm_fallbacks
-        return max(seconds + hooked - last_backward(twins), 1e-9)
-
-    return one
-
-
 class Give(torch.autograd.Function):
     """A scalar whose backward hands a gradient to every parameter, and computes nothing."""
 
@@ -213,7 +188,7 @@ def measured(kind: str, shapes: Shapes, rounds: int) -> Times:
     dtype = torch.bfloat16 if kind == "sums" else torch.float32
     makers: dict[str, dict[str, Callable[[list[Parameter], list[Tensor]], Round]]] = {
         "sums": {OURS: sums_of_ours, IN_PAIRS: sums_in_pairs, BY_HAND: sums_by_hand},
-        "mean": {OURS: mean_of_ours, IN_BACKWARD: mean_in_backward, BY_HAND: mean_by_hand},
+        "mean": {OURS: mean_of_ours, BY_HAND: mean_by_hand},
         "release": {OURS: release_of_ours, RECIPE: release_by_recipe, "": alone},
     }
     grads = [param.detach().clone() for param in parameters_of(shapes, dtype)]

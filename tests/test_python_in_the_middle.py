@@ -86,50 +86,6 @@ def test_images_that_move_while_the_factors_are_read() -> None:
         _C.transform_images(images, out, samples, (1.0,), (1.0, 2.0))
 
 
-def test_slots_of_squares_have_a_limit() -> None:
-    param = torch.nn.Parameter(torch.ones(3))
-    param.grad = torch.ones(3)
-    for slot in (1 << 24, 1 << 58, (1 << 62) + 1, (1 << 63) - 1):
-        with pytest.raises(ValueError, match="no slot"):
-            _C.Squares().measure(slot, param)
-        with pytest.raises(ValueError, match="no slot"):
-            _C.Squares().adopt(slot, param, 0)
-
-
-def test_squares_that_move_while_a_gradient_is_read() -> None:
-    squares = _C.Squares()
-    plain = torch.nn.Parameter(torch.ones(3))
-    plain.grad = torch.ones(3)
-
-    class Measuring(torch.Tensor):
-        @property
-        def _version(self) -> int:
-            squares.measure(100_000, plain)  # which makes more slots, elsewhere
-            return 5
-
-    param = torch.nn.Parameter(torch.ones(3))
-    grad = torch.ones(3).as_subclass(Measuring)
-    assert squares.measure(0, param, torch.ones(3))
-    param.grad = grad
-    assert squares.adopt(0, param, 5)
-    assert squares.check([[param]], None) is None
-
-
-def test_a_list_that_is_replaced_while_it_is_checked() -> None:
-    squares = _C.Squares()
-
-    class Replacing(torch.Tensor):
-        @property
-        def grad(self) -> None:
-            lists[0] = []
-
-        @grad.setter
-        def grad(self, value: Any) -> None: ...
-
-    lists: Any = [[torch.ones(3).as_subclass(Replacing), torch.ones(3)]]
-    assert squares.check(lists, None) is None
-
-
 def test_a_group_of_a_hook_that_is_replaced_while_it_is_looked_up() -> None:
     class Owner:
         pass
@@ -190,13 +146,6 @@ def test_a_parameter_that_is_replaced_while_its_gradient_is_learnt(shape: tuple[
         with pytest.raises(RuntimeError, match=r"gradient.*shape"):
             optimizer.step()
         assert torch.equal(param, torch.ones(shape))
-
-
-@pytest.mark.parametrize("shape", [DEEP, (12,)], ids=["alike", "flat"])
-def test_a_parameter_that_is_replaced_while_its_gradient_is_measured(
-    shape: tuple[int, ...],
-) -> None:
-    assert _C.Squares().measure(0, replaced_while_learnt(shape)) is (shape == DEEP)
 
 
 @pytest.mark.parametrize("shape", [DEEP, (12,)], ids=["alike", "flat"])

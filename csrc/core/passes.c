@@ -23,15 +23,6 @@ static int any_nonfinite(const fst_work *work, unsigned operand, const double *p
     return 0;
 }
 
-void fst_conclude(const fst_plan *plan, unsigned operand, fst_measurement *out)
-{
-    const fst_work work = fst_plan_work(plan);
-    out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
-    /* The sum of squares of fp32 elements is finite in double. It overflows only for fp64
-     * elements, or with inv_scale > 1: then the elements are checked themselves. */
-    out->nonfinite = !isfinite(out->square_sum) && any_nonfinite(&work, operand, plan->partial);
-}
-
 fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status)
 {
@@ -39,7 +30,10 @@ fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
     if (fst_cpu_reduce(&work, kernels, operand, FST_NORM_SQUARES, 2.0, inv_scale, plan->partial,
                        status))
         return status->code;
-    fst_conclude(plan, operand, out);
+    out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
+    /* The sum of squares of fp32 elements is finite in double. It overflows only for fp64
+     * elements, or with inv_scale > 1: then the elements are checked themselves. */
+    out->nonfinite = !isfinite(out->square_sum) && any_nonfinite(&work, operand, plan->partial);
     return FST_OK;
 }
 

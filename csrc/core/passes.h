@@ -18,9 +18,6 @@ void fst_passes_use(const fst_cpu_kernels *kernels);
 fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status);
 
-/* The second half of fst_measure, for a plan whose plan->partial holds the chunks' sums already. */
-void fst_conclude(const fst_plan *plan, unsigned operand, fst_measurement *out);
-
 /* The sum of chunks' sums of squares, in the order of every norm. */
 double fst_fold_squares(const double *sums, size_t count);
 

@@ -211,7 +211,7 @@
             "divided in the same way. The index counts the parameters of all lists.")
 #define FST_DOC_PLAN_STEP                                                                       \
     FST_DOC("step($self, param_lists, groups, state, fresh, scalars, measure_found_inf, "       \
-            "max_norm, write_grads, phase, squares=None, /)",                                   \
+            "max_norm, write_grads, phase, /)",                                                 \
             "Update all parameters that have a gradient. Returns (word, value): the word says " \
             "what was done or what is missing.")
 
@@ -231,23 +231,6 @@
 #define FST_DOC_RELEASE_HOOK_SQUARE_SUM "The sum of squares of the gradient that was measured."
 #define FST_DOC_RELEASE_HOOK_UPDATED \
     "Whether the parameter was updated since the last optimizer.step()."
-
-/* Squares. */
-#define FST_DOC_SQUARES_ADOPT                                                                     \
-    FST_DOC("adopt($self, slot, param, version, /)",                                              \
-            "Use the sums that were measured from other values for param.grad, at this version. " \
-            "False where .grad is at another version, or cannot hold those values.")
-#define FST_DOC_SQUARES_CHECK                           \
-    FST_DOC("check($self, param_lists, grad_scale, /)", \
-            "The first gradient whose sums cannot be used, as (word, group, index), or None.")
-#define FST_DOC_SQUARES_EXPECT              \
-    FST_DOC("expect($self, grad_scale, /)", \
-            "Measure gradients from now on for a step with this scale, a 0-d tensor or None.")
-#define FST_DOC_SQUARES_FORGET FST_DOC("forget($self, /)", "Drop all gradients and their sums.")
-#define FST_DOC_SQUARES_MEASURE                                                                \
-    FST_DOC("measure($self, slot, param, values=..., /)",                                      \
-            "Measure param.grad, or the values that will become it, and keep it alive. False " \
-            "where a step could not use it either.")
 
 /* Slots. */
 #define FST_DOC_SLOTS_COUNTS                                                                      \

@@ -113,14 +113,12 @@ static int intern_names(fst_names *names)
     names->grad = PyUnicode_InternFromString("grad");
     names->state = PyUnicode_InternFromString("state");
     names->max_grad_norm = PyUnicode_InternFromString("_max_grad_norm");
-    names->norm_in_backward = PyUnicode_InternFromString("_norm_in_backward");
     names->step = PyUnicode_InternFromString("step");
     names->row_var = PyUnicode_InternFromString("row_var");
     names->col_var = PyUnicode_InternFromString("col_var");
     names->variance = PyUnicode_InternFromString("variance");
-    const int made = names->grad && names->state && names->max_grad_norm &&
-                     names->norm_in_backward && names->step && names->row_var && names->col_var &&
-                     names->variance;
+    const int made = names->grad && names->state && names->max_grad_norm && names->step &&
+                     names->row_var && names->col_var && names->variance;
     return made ? 0 : -1;
 }
 
@@ -134,9 +132,6 @@ static int module_exec(PyObject *module)
     state->plan_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_step_plan_spec, NULL);
     if (!state->plan_type || PyModule_AddType(module, state->plan_type))
         return -1;
-    state->squares_type = (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_squares_spec, NULL);
-    if (!state->squares_type || PyModule_AddType(module, state->squares_type))
-        return -1;
     state->release_hook_type =
         (PyTypeObject *)PyType_FromModuleAndSpec(module, &fst_release_hook_spec, NULL);
     return state->release_hook_type ? PyModule_AddType(module, state->release_hook_type) : -1;
@@ -149,7 +144,6 @@ static int module_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->slots_type);
     Py_VISIT(state->gather_type);
     Py_VISIT(state->arena_type);
-    Py_VISIT(state->squares_type);
     Py_VISIT(state->release_hook_type);
     Py_VISIT(state->tensor_error);
     return fst_tensors_traverse(&state->tensors, visit, arg);
@@ -163,13 +157,11 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->slots_type);
     Py_CLEAR(state->gather_type);
     Py_CLEAR(state->arena_type);
-    Py_CLEAR(state->squares_type);
     Py_CLEAR(state->release_hook_type);
     Py_CLEAR(state->tensor_error);
     Py_CLEAR(state->names.grad);
     Py_CLEAR(state->names.state);
     Py_CLEAR(state->names.max_grad_norm);
-    Py_CLEAR(state->names.norm_in_backward);
     Py_CLEAR(state->names.step);
     Py_CLEAR(state->names.row_var);
     Py_CLEAR(state->names.col_var);

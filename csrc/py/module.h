@@ -8,7 +8,7 @@
 
 /* Names of attributes, as Python has them. */
 typedef struct {
-    PyObject *grad, *state, *max_grad_norm, *norm_in_backward;
+    PyObject *grad, *state, *max_grad_norm;
     PyObject *step, *row_var, *col_var, *variance; /* keys of Adafactor's states */
 } fst_names;
 
@@ -52,7 +52,7 @@ typedef struct {
     _Bool (*has_callbacks)(void);                 /* libtorch's; NULL: not known */
     int has_kernels;                              /* use_kernels_of() was called */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
-    PyTypeObject *slots_type, *gather_type, *arena_type, *squares_type, *release_hook_type;
+    PyTypeObject *slots_type, *gather_type, *arena_type, *release_hook_type;
 } fst_module;
 
 /* The state of the module. Functions get the module as their first argument. */
@@ -108,8 +108,8 @@ PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 /* A step of Adafactor (factored_call.c). */
 PyObject *fst_py_factored_step(PyObject *module, PyObject *args);
 
-/* The types Plan (step_plan.c), Squares (squares_object.c) and ReleaseHook (release.c). */
-extern PyType_Spec fst_step_plan_spec, fst_squares_spec, fst_release_hook_spec;
+/* The types Plan (step_plan.c) and ReleaseHook (release.c). */
+extern PyType_Spec fst_step_plan_spec, fst_release_hook_spec;
 
 /* Batches from arrays (slots_object.c, gather.c) and from worker processes (arena_object.c), and
  * functions on indices. */

@@ -52,7 +52,6 @@ class Plan:
         max_norm: float,
         write_grads: bool,
         phase: int,
-        squares: Squares | None = ...,
         /,
     ) -> tuple[str, Any]:
         """Update all parameters that have a gradient.
@@ -61,8 +60,6 @@ class Plan:
         ordinal. `fresh` lists (group, index) of parameters whose states were created after an
         earlier call found them missing. A NaN for `max_norm` means no clipping. With 2 for
         `measure_found_inf` a float16 gradient in CPU memory is refused.
-
-        `squares` replaces the measuring pass on the host.
 
         `phase` is 0 for a whole step. Where several devices measure, phase 1 measures into the
         found_inf and norm of each device, and phase 2 applies what these hold then.
@@ -80,7 +77,6 @@ class Plan:
             ("divided", None): a parameter is a DTensor, and a norm or an overflow of this rank's
             part is not that of all: measure and apply in two calls.
             ("devices", [...]): the devices with gradients; `scalars` lacks one of them.
-            ("squares", None): `squares` does not fit the gradients.
             ("memory", text): a device has too little memory for its tables.
 
         Raises:
@@ -120,40 +116,6 @@ class ReleaseHook:
         /,
     ) -> None: ...
     def __call__(self, param: Tensor, /) -> None: ...
-
-class Squares:
-    """Sums of squares of gradients, measured in backward and reduced by a step.
-
-    A slot is the index of a parameter among those of all groups.
-    """
-
-    def adopt(self, slot: int, param: Tensor, version: int, /) -> bool:
-        """Use the sums that were measured from `values` for `param.grad`, at this version.
-
-        False where `.grad` is at another version, or cannot hold `values`; it then counts as
-        changed.
-        """
-
-    def check(
-        self, param_lists: list[list[Tensor]], grad_scale: Tensor | None, /
-    ) -> tuple[str, int, int] | None:
-        """The first gradient whose sums cannot be used, as (word, group, index), or None.
-
-        The word is "unmeasured", "changed", or "scale" if it was measured for another scale. From
-        now on gradients are measured for this scale.
-        """
-
-    def expect(self, grad_scale: Tensor | None, /) -> None:
-        """Measure gradients from now on for a step with this scale."""
-
-    def forget(self) -> None:
-        """Drop all gradients and their sums."""
-
-    def measure(self, slot: int, param: Tensor, values: Tensor = ..., /) -> bool:
-        """Measure `param.grad` and keep it alive. False where a step could not use it either.
-
-        `values`, if given, are measured instead; they will become `param.grad` by `adopt`.
-        """
 
 def accumulate(
     sums: Sequence[Tensor],

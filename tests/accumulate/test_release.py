@@ -249,21 +249,6 @@ def test_clipping_that_comes_too_late_is_refused() -> None:
     faststep.clip_grad_norm_(params, 1.0)
 
 
-def test_norms_in_backward_are_refused_later_too() -> None:
-    model = make_model()
-    optimizer = MAKE["SGD"](model.parameters(), max_grad_norm=1.0)
-    release = faststep.release_gradients(model, optimizer, clip="per_parameter")
-    optimizer.norm_in_backward = True
-    before = values(model)
-    with pytest.raises(ValueError, match="norm_in_backward = False"):
-        loss_of(model, DATA[0]).backward()
-    assert_equal(values(model), before)
-    optimizer.norm_in_backward = False
-    model.zero_grad()
-    loss_of(model, DATA[0]).backward()
-    release.remove()
-
-
 @pytest.mark.parametrize("number", ["lr", "momentum", "weight_decay"])
 def test_numbers_that_change_after_backward_are_refused(number: str) -> None:
     """Many loops set the learning rate just before the step, where it would come too late."""
@@ -321,10 +306,6 @@ def test_what_is_refused() -> None:
         faststep.release_gradients(5, optimizer)
     with pytest.raises(ValueError, match="not 'norm'"):
         faststep.release_gradients(model, optimizer, clip="norm")
-    optimizer.norm_in_backward = True
-    with pytest.raises(ValueError, match="norm_in_backward = False"):
-        faststep.release_gradients(model, optimizer)
-    optimizer.norm_in_backward = False
     accum = faststep.accumulate(optimizer, 2)
     with pytest.raises(RuntimeError, match="are accumulated"):
         faststep.release_gradients(model, optimizer)

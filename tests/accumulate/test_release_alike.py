@@ -152,17 +152,13 @@ def test_what_changes_between_steps_is_seen(change: Callable[..., None]) -> None
 
 def test_what_is_refused_is_refused_in_the_middle_of_a_step() -> None:
     """After the first gradient of each group, which has made the rules."""
-    for name, value, text in (
-        ("max_grad_norm", 1.0, "needs all gradients before the first update"),
-        ("norm_in_backward", True, "norm_in_backward = False"),
-    ):
-        model, optimizer, release = warm(MAKE["SGD"])
-        change = functools.partial(setattr, optimizer, name, value)
-        handle = model[4].weight.register_hook(lambda _, change=change: change())
-        with pytest.raises(ValueError, match=text):
-            loss_of(model, DATA[0]).backward()
-        handle.remove()
-        release.remove()
+    model, optimizer, release = warm(MAKE["SGD"])
+    change = functools.partial(setattr, optimizer, "max_grad_norm", 1.0)
+    handle = model[4].weight.register_hook(lambda _: change())
+    with pytest.raises(ValueError, match="needs all gradients before the first update"):
+        loss_of(model, DATA[0]).backward()
+    handle.remove()
+    release.remove()
     model, optimizer, release = warm(MAKE["SGD"])
     loss_of(model, DATA[0]).backward()
     before = values(model)

@@ -49,7 +49,7 @@ def zero_refuses(rank: int, world: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in CLASSES:
         cls = getattr(faststep.optim, name)
-        for option in ({"max_grad_norm": 1.0}, {"max_grad_norm": 0.0}, {"norm_in_backward": True}):
+        for option in ({"max_grad_norm": 1.0}, {"max_grad_norm": 0.0}):
             params = list(_net().parameters())
             call = lambda p=params, c=cls, o=option: ZeroRedundancyOptimizer(p, c, lr=0.1, **o)  # noqa: E731
             found[f"{name} {option}"] = _outcome(call)
@@ -58,8 +58,7 @@ def zero_refuses(rank: int, world: int) -> dict[str, Any]:
     found["release"] = _outcome(lambda: faststep.release_gradients(model, zero))
     overlap = {"optimizer_class": faststep.optim.AdamW, "overlap_with_ddp": True}
     found["overlap"] = _outcome(lambda: ZeroRedundancyOptimizer(model.parameters(), **overlap))
-    harmless = {"max_grad_norm": None, "keep_grads": False, "norm_in_backward": False}
-    harmless["master_weights"] = False
+    harmless = {"max_grad_norm": None, "keep_grads": False, "master_weights": False}
     call = lambda: ZeroRedundancyOptimizer(model.parameters(), faststep.optim.AdamW, **harmless)  # noqa: E731
     found["harmless"] = _outcome(call)
     model(_input(rank, 0)).square().mean().backward()
@@ -180,9 +179,6 @@ def test_zero_redundancy_refuses_a_norm_of_its_shard(ranks: Callable[[str], list
                 assert error == "ValueError"
                 assert "max_grad_norm" in text
                 assert "faststep.clip_grad_norm_(model.parameters(), max_norm)" in text
-            error, text = found[f"{name} { ({'norm_in_backward': True}) }"]
-            assert error == "ValueError"
-            assert "norm_in_backward" in text
         assert found["release"][0] == "TypeError"
         assert "ZeroRedundancyOptimizer" in found["release"][1]
         assert found["overlap"][0] == "ValueError"  # torch's: it knows no functional twin

@@ -68,7 +68,6 @@ def test_a_step_that_clips_unscales_too(cls: Any) -> None:
     """It must: a framework would else unscale what was measured, or is divided, in the step."""
     assert not handles_unscaling(cls(params()))
     assert handles_unscaling(cls(params(), max_grad_norm=1.0))
-    assert handles_unscaling(cls(params(), norm_in_backward=True))
     optimizer = cls(params())
     optimizer.max_grad_norm = 1.0
     assert handles_unscaling(optimizer)
@@ -158,17 +157,3 @@ def test_our_scaler_makes_no_pass_of_its_own(cls: Any, monkeypatch: pytest.Monke
     scaler.step(optimizer, max_norm=LIMIT)
     scaler.update()
     assert all(torch.equal(t.grad, grad) for t, grad in zip(tensors, before, strict=True))
-
-
-@pytest.mark.parametrize("cls", CLASSES)
-def test_the_norm_of_backward_under_torchs_scaler(cls: Any) -> None:
-    """torch's scaler leaves the gradients to a step that was promised a norm."""
-    weight = Parameter(torch.ones(50, 40))
-    optimizer = cls([weight], lr=0.1, max_grad_norm=LIMIT, norm_in_backward=True)
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
-    for _ in range(4):
-        scaler.scale((weight * 3.0).sum()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    assert optimizer.norm_fallbacks in ({}, {"scale": 1})

@@ -1,4 +1,4 @@
-"""Calls of Squares and ReleaseHook, which work in backward."""
+"""Calls of ReleaseHook, which works in backward."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import torch
 from faststep import _C
 
 from . import hostile
-from .arguments import FLOATS, Raw, junk, maybe_bad, odd_int
+from .arguments import FLOATS, Raw, junk, maybe_bad
 from .functions import params_for
 from .hostile import Key
-from .odd_tensors import packed
-from .steps import HYPER, RULES, stepping
+from .steps import HYPER, RULES
 from .world import World
 
 
@@ -25,67 +24,6 @@ class Owner:
     def __init__(self) -> None:
         self.state: Any = {}
         self.max_grad_norm: Any = None
-        self._norm_in_backward: Any = False
-
-
-def _squares(world: World) -> Any:
-    some = world.objects.setdefault("Squares", [])
-    if not some or (len(some) < 3 and world.chance(0.2)):
-        some.append(_C.Squares())
-    return world.rng.choice(some)
-
-
-def _param(world: World) -> tuple[int, Any]:
-    """A parameter of a plan and its slot."""
-    own = stepping(world)
-    params = [param for param in own.params() if isinstance(param, torch.Tensor)]
-    if not params:
-        params = params_for(world, [(3,)])
-    slot = world.rng.randrange(len(params))
-    return slot, params[slot]
-
-
-def _slot(world: World, slot: int) -> int:
-    return slot if world.chance(0.8) else world.rng.choice((-1, 10**5, 2**40, 2**58, 2**62, 2**63))
-
-
-def squares_new(world: World) -> None:
-    world.call("Squares", _C.Squares, () if world.chance(0.7) else (junk(world),))
-
-
-def squares_measure(world: World) -> None:
-    slot, param = _param(world)
-    args: tuple[Any, ...] = (_slot(world, slot), param)
-    if world.chance(0.3):
-        args = (*args, world.track(packed(world.rng, tuple(param.shape))))
-    args, _ = maybe_bad(world, args)
-    world.call("Squares.measure", _squares(world).measure, args)
-
-
-def squares_adopt(world: World) -> None:
-    slot, param = _param(world)
-    version = world.rng.choice((0, 1, 2, odd_int(world.rng)))
-    args, _ = maybe_bad(world, (_slot(world, slot), param, version))
-    world.call("Squares.adopt", _squares(world).adopt, args)
-
-
-def _grad_scale(world: World) -> Any:
-    choice = world.rng.choice((None, torch.tensor(2.0), torch.tensor(2.0).double()))
-    return choice if choice is None else world.track(choice)
-
-
-def squares_expect(world: World) -> None:
-    args, _ = maybe_bad(world, (_grad_scale(world),))
-    world.call("Squares.expect", _squares(world).expect, args)
-
-
-def squares_check(world: World) -> None:
-    args, _ = maybe_bad(world, (stepping(world).lists, _grad_scale(world)))
-    world.call("Squares.check", _squares(world).check, args)
-
-
-def squares_forget(world: World) -> None:
-    world.call("Squares.forget", _squares(world).forget, ())
 
 
 def _hooks(world: World) -> list[Any]:
@@ -176,11 +114,5 @@ BACKWARD = {
     "ReleaseHook": hook_new,
     "ReleaseHook.__call__": hook_call,
     **dict.fromkeys((f"ReleaseHook.{name}" for name in HOOK_ATTRIBUTES), hook_attributes),
-    "Squares": squares_new,
-    "Squares.adopt": squares_adopt,
-    "Squares.check": squares_check,
-    "Squares.expect": squares_expect,
-    "Squares.forget": squares_forget,
-    "Squares.measure": squares_measure,
     "TensorError": tensor_error,
 }

@@ -43,8 +43,7 @@ FAULT = 3  # exit code
 # Of many cases one looks at steps, gatherers and so on for long; others at one function.
 STORIES: tuple[tuple[str, ...], ...] = (
     (*FUNCTIONS, *DATA_FUNCTIONS),
-    ("Plan.step",) * 6 + ("Plan.forget", "Squares.measure", "Squares.check", "unscale_grads"),
-    ("Squares.measure", "Squares.adopt", "Squares.check", "Squares.expect", "Plan.step"),
+    ("Plan.step",) * 6 + ("Plan.forget", "unscale_grads"),
     ("ReleaseHook.__call__",) * 6 + tuple(n for n in BACKWARD if n.startswith("ReleaseHook")),
     (
         "Gather.submit",

@@ -44,7 +44,7 @@ class Stepping:
         world.objects.setdefault("Plan", []).append(self.plan)
         self.rule = rng.choice(list(RULES))
         number, states, names = RULES[self.rule]
-        self.has_step = self.rule not in ("sgd", "momentum", "lion", "moments") or world.chance(0.1)
+        self.has_step = self.rule not in ("sgd", "momentum", "lion") or world.chance(0.1)
         has_master = world.chance(0.2)
         steps = ("step",) if self.has_step else ()
         own = tuple(f"s{i}" for i in range(states))
@@ -159,13 +159,12 @@ def plan_step(world: World) -> None:
         return
     if world.chance(0.5):
         _rewrite(world, own)
-    squares = rng.choice(world.objects.get("Squares") or [None]) if world.chance(0.2) else None
     found = world.chance(0.2)
     clip = rng.choice((float("nan"), float("nan"), 1.0, 1e9, *FLOATS))
     phase = rng.choice((0, 0, 0, 0, 1, 2, odd_int(rng)))
     scalars = _scalars(world)
     right = (own.lists, own.specs, own.state, _fresh(world, own.lists), scalars)
-    right = (*right, found, clip, world.chance(0.2), phase, squares)
+    right = (*right, found, clip, world.chance(0.2), phase)
     args, good = maybe_bad(world, right, good=1.0 if "hostile steps" in world.known else 0.55)
     kept = [t for t in own.params() if isinstance(t, torch.Tensor)]
     if world.chance(0.3):
@@ -187,7 +186,7 @@ def plan_step(world: World) -> None:
 
 def _sgd_check(world: World, own: Stepping, right: tuple[Any, ...]) -> Any:
     """What a plain SGD step does to ordinary parameters, or None where it is not as clear."""
-    _, _, _, _, scalars, found, clip, _, phase, _ = right
+    _, _, _, _, scalars, found, clip, _, phase = right
     row = scalars.get(-1) if type(scalars) is dict else None
     params = own.params()
     if not row or row[0] is not None or found or clip == clip or phase != 0 or row[1] is not None:

@@ -81,7 +81,7 @@ def test_plans_take_the_states_that_the_fuzzer_gives_a_rule(
     for seed in range(10):
         world = World(child.Random(seed), lambda line: None, frozenset())
         own = steps.Stepping(world)
-        _C.Plan().step([[]], [own.spec], {}, None, {}, False, float("nan"), False, 0, None)
+        _C.Plan().step([[]], [own.spec], {}, None, {}, False, float("nan"), False, 0)
 
 
 @pytest.mark.parametrize("kind", ["crash", "hang", "fault"])

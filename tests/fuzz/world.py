@@ -23,7 +23,7 @@ MOST_ACTS = 12  # of hostile objects in one call
 # Up to CPython 3.11 finalizers run wherever a container is made. There tuple(some_list), which is
 # what becomes of lists elsewhere, crashes if a finalizer changes the list; and `param.grad` crashes
 # in torch, which makes the Python object of the gradient, if a finalizer drops the gradient.
-READ_IN_PLACE = ("Plan", "Squares", "ReleaseHook")
+READ_IN_PLACE = ("Plan", "ReleaseHook")
 
 
 READS_RECORDS = ("Plan.step", "ReleaseHook.__call__", "unscale_grads", "clip_grads")

@@ -64,7 +64,7 @@ class Measured:
     def launch(self) -> None:
         """Measure; `norm` is NaN if no block takes itself for the last one."""
         self.norm.fill_(math.nan)
-        arguments: tuple[Any, ...] = (self._scalars, False, 1e30, False, Phase.MEASURE, None)
+        arguments: tuple[Any, ...] = (self._scalars, False, 1e30, False, Phase.MEASURE)
         params, state = [self.parameters], self.optimizer.state
         what, _ = self.plan.step(params, self._rules, state, None, *arguments)
         assert what == "done"

@@ -406,50 +406,6 @@ def release_hook() -> Iterator[Case]:
     yield failing(hook), []
 
 
-def squares() -> Iterator[Case]:
-    """Measured, checked, used by a step, forgotten, dropped while they hold, and misused."""
-    p, other = (torch.nn.Parameter(torch.ones(n)) for n in (3, 40000))
-    p.grad, other.grad = torch.ones(3), torch.ones(40000)
-    spec = (_C.rules()["sgd"][0], (), False, (0.0,) * 5, False, None)
-    kept, plan = _C.Squares(), _C.Plan()
-    held, scale = [p, p.grad, other, other.grad, spec], torch.ones(())
-
-    def whole(some: Any) -> Any:
-        for slot, param in enumerate((p, other)):
-            some.measure(slot, param)
-        assert some.check([[p, other]], None) is None
-        scalars = {-1: (None, None, None)}
-        return plan.step([[p, other]], [spec], {}, None, scalars, False, 1.0, False, 0, some)
-
-    def refused() -> None:
-        kept.forget()
-        scalars = {-1: (None, None, None)}
-        answer = plan.step([[p]], [spec], {}, None, scalars, False, 1.0, False, 0, kept)
-        assert answer == ("squares", None)
-
-    def forgotten() -> None:
-        assert whole(kept)[0] == "done"
-        kept.forget()
-
-    def adopted() -> None:
-        kept.expect(scale)
-        assert kept.measure(0, p, other.grad[:3])
-        assert kept.adopt(0, p, p.grad._version)
-        assert not kept.adopt(0, other, 0)
-
-    yield _C.Squares, []
-    yield forgotten, held
-    yield adopted, [*held, scale]
-    yield refused, held
-    yield lambda: whole(_C.Squares()), held
-    yield failing(_C.Squares, 1), []
-    yield failing(kept.measure, -1, p), held
-    yield failing(kept.adopt, -1, p, 0), held
-    yield failing(kept.expect, p), held
-    yield failing(kept.check, [(p,)], None), held
-    yield failing(kept.check, [], p), held
-
-
 def tensor_error() -> Iterator[Case]:
     yield lambda: _C.TensorError(0, 0, "gradient", "type", "is odd"), []
 
@@ -749,7 +705,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "Plan": plan,
     "ReleaseHook": release_hook,
     "Slots": slots,
-    "Squares": squares,
     "TensorError": tensor_error,
     "accumulate": accumulate,
     "chunk_squares": chunk_squares,

@@ -79,7 +79,6 @@ RELEASES: dict[str, tuple[float | None, dict[str, Any]]] = {
     "plain": (None, {}),
     "per parameter": (0.5, {"clip": "per_parameter"}),
     "lagged": (0.5, {"clip": "lagged"}),
-    "into states": (None, {"accumulate_into_states": True}),
 }
 
 
@@ -115,25 +114,5 @@ def test_release_of_tied_embeddings() -> None:
         model(torch.tensor([1, 3, 1])).sum().backward()
         optimizer.step()
         release.remove()
-
-    assert_no_growth(live)
-
-
-def test_norm_in_backward() -> None:
-    model, _, x = make({})
-    optimizer = faststep.optim.AdamW(model.parameters(), lr=1e-6, max_grad_norm=0.5)
-
-    def step() -> None:
-        model(x).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    optimizer.norm_in_backward = True
-    assert_no_growth(step)
-
-    def live() -> None:
-        optimizer.norm_in_backward = True
-        step()
-        optimizer.norm_in_backward = False
 
     assert_no_growth(live)

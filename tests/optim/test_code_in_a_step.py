@@ -305,29 +305,6 @@ def test_collector_is_left_as_it_was(enabled: bool) -> None:
         (gc.enable if before else gc.disable)()
 
 
-def test_measured_gradients_that_act_when_they_are_dropped() -> None:
-    """Slots move when more are made, which a finalizer may do while one is filled."""
-    squares = _C.Squares()
-    params = [Parameter(torch.zeros(SIZE)) for _ in range(400)]
-    for i, p in enumerate(params):
-        p.grad = torch.full((SIZE,), i + 1.0)
-
-    def measure_more() -> None:
-        if params[300].grad is not None:
-            squares.measure(300, params[300])
-
-    for again in range(2):
-        params[0].grad = torch.ones(SIZE)
-        params[0].grad.last = Last(measure_more)
-        assert squares.measure(0, params[0])
-        params[0].grad = torch.full((SIZE,), 2.0)
-        if again:
-            assert squares.adopt(0, params[0], params[0].grad._version)
-        else:
-            assert squares.measure(0, params[0])
-    assert squares.check([params[:1]], None) is None
-
-
 def test_gradients_replaced_by_another_thread() -> None:
     """A long step lets other threads run, and holds its tensors: each takes its own step."""
     count, size = 8, 1 << 18

@@ -287,30 +287,6 @@ def test_release_is_seen(cls: Any, clip: Any) -> None:
         assert_near(mine, other, TOLERANCE, "parameter")
 
 
-def test_gradients_in_the_moments_are_refused_in_a_mode() -> None:
-    model = nn.Linear(4, 3)
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    release = faststep.release_gradients(model, optimizer, accumulate_into_states=True)
-    before = [p.detach().clone() for p in model.parameters()]
-    with Watch(), pytest.raises(RuntimeError, match="accumulate_into_states=True has no operators"):
-        model(torch.ones(2, 4)).sum().backward()
-    assert_same_bits(model.parameters(), before)
-    release.remove()
-
-
-def test_the_norm_of_backward_in_a_mode() -> None:
-    params = parameters(*SHAPES)
-    optimizer = AdamW(params, max_grad_norm=LIMIT, norm_in_backward=True)
-    for step in range(4):
-        with FlopCounterMode(display=False) if step % 2 else torch.enable_grad():
-            sum((p * p).sum() for p in params).backward()
-            exact = torch.nn.utils.get_total_norm([p.grad for p in params])
-            optimizer.step()
-        torch.testing.assert_close(optimizer.last_grad_norm, exact)
-        optimizer.zero_grad()
-    assert optimizer.norm_fallbacks == {}
-
-
 class Doubled(Parameter):
     """Scripts patch a parameter's gradient like this."""
 

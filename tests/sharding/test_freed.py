@@ -29,13 +29,6 @@ def clipping() -> Made:
     return model, faststep.optim.AdamW(model.parameters(), lr=0.1, max_grad_norm=1.0)
 
 
-def by_norm_in_backward() -> Made:
-    model = fully_sharded()
-    optimizer = faststep.optim.AdamW(model.parameters(), lr=0.1, max_grad_norm=1.0)
-    optimizer.norm_in_backward = True
-    return model, optimizer
-
-
 def by_shard(stage: Any) -> Callable[[], Made]:
     def made() -> Made:
         model = net()
@@ -72,7 +65,7 @@ def freed(rank: int, world: int) -> None:
     gc.collect()
     gc.disable()
     try:
-        for made in (clipping, by_norm_in_backward, by_shard(3)):
+        for made in (clipping, by_shard(3)):
             for scaled in (False, True):
                 left = [one() for one in steps(rank, made, scaled)]
                 assert left == [None] * 2, (made, scaled, gc.get_referrers(left[0]))

@@ -115,9 +115,8 @@ def test_options_of_the_optimizer() -> None:
     model = nn.Linear(2, 2)
     clips = faststep.optim.SGD(model.parameters(), max_grad_norm=2.0)
     assert zero.shard(model, clips).max_grad_norm == 2.0
-    for option in ("keep_grads", "norm_in_backward"):
-        made = faststep.optim.SGD(model.parameters(), max_grad_norm=2.0, **{option: True})
-        with pytest.raises(TypeError, match=option):
-            zero.shard(model, made)
+    made = faststep.optim.SGD(model.parameters(), max_grad_norm=2.0, keep_grads=True)
+    with pytest.raises(TypeError, match="keep_grads"):
+        zero.shard(model, made)
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         zero.shard(list(model.parameters()), clips)  # type: ignore[arg-type]

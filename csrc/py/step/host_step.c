@@ -10,7 +10,6 @@ typedef struct {
     double inv_scale, max_norm, norm;
     double measure_scale; /* what the gradients are multiplied by when they are measured */
     int measure, measure_found_inf, write_grads, skip, only_measure;
-    int measured; /* in backward: the plan's partial sums are filled already */
     fst_measurement seen;
 } step_work;
 
@@ -147,9 +146,7 @@ static int fill_all_args(fst_step_part *part, const fst_group *groups, double co
 
 static int run_measure(fst_step_part *part, step_work *work, fst_status *status)
 {
-    if (work->measured)
-        fst_conclude(&part->plan, FST_OP_GRAD, &work->seen);
-    else if (fst_measure(&part->plan, FST_OP_GRAD, work->measure_scale, &work->seen, status))
+    if (fst_measure(&part->plan, FST_OP_GRAD, work->measure_scale, &work->seen, status))
         return -1;
     work->norm = sqrt(work->seen.square_sum);
     work->skip = work->measure_found_inf && work->seen.nonfinite;
@@ -212,24 +209,6 @@ static int read_options(fst_module *module, const fst_step_options *options, ste
     return 0;
 }
 
-/* Takes over the sums that were measured in backward. Returns 1, 0 if one of them does not fit,
- * -1 with a Python error. */
-static int take_squares(fst_step_part *part, const fst_step_options *options, double inv_scale)
-{
-    uint32_t *slot_of = PyMem_Malloc((part->plan.span_count + 1) * sizeof *slot_of);
-    if (!slot_of) {
-        PyErr_NoMemory();
-        return -1;
-    }
-    for (size_t i = 0; i < part->counter_count; i++)
-        if (part->counters[i].span >= 0)
-            slot_of[part->counters[i].span] = part->counters[i].param;
-    const int fits =
-        fst_squares_fill(options->squares, &part->plan, FST_OP_GRAD, slot_of, inv_scale);
-    PyMem_Free(slot_of);
-    return fits;
-}
-
 int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_options *options,
                   fst_step_outcome *outcome)
 {
@@ -241,12 +220,6 @@ int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_option
         return -1;
     if (fst_plan_seal(&part->plan, FST_OP_PARAM, work.write_grads ? 2 : 1, &status))
         return fst_raise_int(&status);
-    if (work.measure && !work.skip && options->squares) {
-        work.measured = take_squares(part, options, work.inv_scale);
-        outcome->refused = work.measured == 0;
-        if (work.measured <= 0)
-            return work.measured;
-    }
     outcome->measured = work.measure && !work.skip;
     if (!work.skip && run_passes(&module->tensors, self, &work, &status)) {
         if (status.code)

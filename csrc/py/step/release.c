@@ -26,14 +26,6 @@ typedef struct {
     double square_sum; /* of the gradient that was measured */
 } release_hook;
 
-/* Whether an attribute is this object; -1 with a Python error. */
-static int has(PyObject *object, PyObject *name, const PyObject *value)
-{
-    PyObject *found = PyObject_GetAttr(object, name);
-    Py_XDECREF(found);
-    return found ? found == value : -1;
-}
-
 /* What the gradients are divided by to be clipped by the norm of the step before;
  * release/clipping.py computes the same. */
 static double lagged_divisor(double max_norm, double last_norm)
@@ -88,8 +80,6 @@ static int step_alike(fst_module *module, release_hook *self, PyObject *optimize
     fst_step_options options = {.max_norm = NAN, .divisor = 1.0, .phase = FST_STEP_WHOLE};
     fst_step_outcome outcome = {0};
     int done = read_clipping(module, self, optimizer, &options);
-    if (done > 0)
-        done = has(optimizer, module->names.norm_in_backward, Py_False);
     if (done <= 0)
         return done;
     PyObject *state = PyObject_GetAttr(optimizer, module->names.state);

@@ -87,8 +87,6 @@ static PyObject *run(fst_module *module, fst_step_plan *self, const fst_step_opt
     fst_step_outcome outcome = {0};
     if (run_parts(module, self, options, &outcome))
         return NULL;
-    if (outcome.refused)
-        return answer("squares", Py_NewRef(Py_None));
     PyObject *norm = outcome.measured ? PyFloat_FromDouble(outcome.norm) : Py_NewRef(Py_None);
     PyObject *written = outcome.skipped ? PyList_New(0) : list_written(module, self);
     PyObject *grads = outcome.skipped || !options->write_grads
@@ -155,24 +153,19 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
     return run(module, self, options);
 }
 
-/* step(param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, write_grads, phase,
- * squares) */
+/* step(param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, write_grads,
+ * phase) */
 static PyObject *plan_step(PyObject *object, PyObject *args)
 {
     fst_step_plan *self = (fst_step_plan *)object;
     fst_module *module = PyType_GetModuleState(Py_TYPE(object));
-    PyObject *param_lists, *specs, *state, *fresh, *squares = Py_None, *result = NULL;
+    PyObject *param_lists, *specs, *state, *fresh, *result = NULL;
     fst_step_options options = {.divisor = 1.0};
-    if (!PyArg_ParseTuple(args, "O!O!O!OO!idpi|O", &PyList_Type, &param_lists, &PyList_Type, &specs,
+    if (!PyArg_ParseTuple(args, "O!O!O!OO!idpi", &PyList_Type, &param_lists, &PyList_Type, &specs,
                           &PyDict_Type, &state, &fresh, &PyDict_Type, &options.scalars,
                           &options.measure_found_inf, &options.max_norm, &options.write_grads,
-                          &options.phase, &squares))
+                          &options.phase))
         return NULL;
-    if (squares != Py_None && !PyObject_TypeCheck(squares, module->squares_type)) {
-        PyErr_SetString(PyExc_TypeError, "squares must be a Squares or None");
-        return NULL;
-    }
-    options.squares = squares == Py_None ? NULL : (fst_squares_object *)squares;
     if (PyList_Size(param_lists) != PyList_Size(specs) ||
         (fresh != Py_None && !PyList_Check(fresh))) {
         PyErr_SetString(PyExc_ValueError, "expected one group per list of parameters");

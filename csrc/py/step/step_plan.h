@@ -8,7 +8,6 @@
 #include "py/module.h"
 #include "py/step/param.h"
 #include "py/torch/tensor_record.h"
-#include "py/step/squares.h"
 
 /* A parameter group of one step, parsed from a tuple. */
 typedef struct {
@@ -30,9 +29,9 @@ typedef struct {
     double value;  /* without a tensor, the count that the rule reads: 1 for a new state, else 2 */
     double before; /* its value before the step that runs */
     int64_t span;  /* -1: the parameter has no elements */
-    uint32_t group, param; /* index among the parameters of all groups */
-    uint32_t index;        /* in its group */
-    fst_dtype dtype;       /* on the host also one of the integer types of tensor.h */
+    uint32_t group;
+    uint32_t index;  /* in its group */
+    fst_dtype dtype; /* on the host also one of the integer types of tensor.h */
     int negated;
     int wide; /* computed in double: an fp64 parameter, or one with an fp64 state */
 } fst_counter;
@@ -151,13 +150,11 @@ typedef struct {
     double max_norm;       /* NaN: no clipping */
     double divisor;        /* of gradients in CPU memory where `scalars` is NULL */
     int phase;
-    const fst_squares_object *squares; /* for the host; NULL: measured in the step */
 } fst_step_options;
 
 /* What the step found on the host. A CUDA device keeps its findings in its memory. */
 typedef struct {
     int skipped, measured;
-    int refused; /* the measured squares do not fit, and nothing was done */
     double norm, square_sum;
 } fst_step_outcome;
 

@@ -41,11 +41,12 @@ def is_inside_backward() -> bool:
     return depth > outermost
 
 
-def rebuild_buckets(model: torch.nn.Module) -> bool:
+def rebuild_buckets(model: torch.nn.Module) -> None:
     """Let DistributedDataParallel order its buckets now, after its first synchronized backward.
 
     Else it does so in the next forward: a broadcast, under no_sync() too, that waits for ranks
-    which have no more data. Gradients that lie in the buckets are then elsewhere; True if so.
+    which have no more data.
     """
     rebuild = getattr(getattr(model, "reducer", None), "_rebuild_buckets", None)
-    return rebuild is not None and bool(rebuild())
+    if rebuild is not None:
+        rebuild()

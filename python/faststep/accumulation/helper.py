@@ -123,7 +123,6 @@ class Accumulation:
             raise ValueError(f"a count of tokens must be finite and at least 0, not {number}")
         window.count += number
         window.counted = True
-        window.expect_division()
 
     @disable_dynamo
     def flush(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -79,9 +79,10 @@ class Ranks:
     def drop(self) -> None:
         """Drop the sums of the open window that are not in `.grad`."""
 
-    def synchronized(self) -> bool:
-        """After a backward that communicated: whether DistributedDataParallel moved gradients."""
-        return self._model is not None and rebuild_buckets(self._model)
+    def synchronized(self) -> None:
+        """After a backward that communicated."""
+        if self._model is not None:
+            rebuild_buckets(self._model)
 
     def total(self, numbers: Sequence[float]) -> list[float]:
         """The sums of these numbers over all ranks; a collective."""
@@ -93,11 +94,8 @@ class Ranks:
         found: list[float] = exact.tolist()
         return found
 
-    def add_up(self, tensors: Sequence[Tensor], done: Callable[[int], object]) -> None:
-        """Replace tensors by their sums over all ranks, which pass the same shapes; collectives.
-
-        `done` is called with the index of each tensor while its sum is in the cache.
-        """
+    def add_up(self, tensors: Sequence[Tensor]) -> None:
+        """Replace tensors by their sums over all ranks, which pass the same shapes; collectives."""
         if self._model is None:
             return
         group = self._model.process_group
@@ -118,7 +116,6 @@ class Ranks:
             for index, part in zip(bucket, parts, strict=True):
                 if part.data_ptr() != tensors[index].data_ptr():
                     tensors[index].copy_(part.view(tensors[index].shape))
-                done(index)
 
 
 def _buckets(tensors: Sequence[Tensor], alike: list[int]) -> list[list[int]]:

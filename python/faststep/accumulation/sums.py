@@ -61,16 +61,11 @@ class Sums:
     def __contains__(self, param: Tensor) -> bool:
         return self._sums.of(param) is not None
 
-    def attach(self, params: Iterable[tuple[str, Tensor]]) -> bool:
-        """Hook the low-precision parameters among (name, parameter) that have no hook yet.
-
-        Returns whether there were any.
-        """
-        before = len(self._sums)
+    def attach(self, params: Iterable[tuple[str, Tensor]]) -> None:
+        """Hook the low-precision parameters among (name, parameter) that have no hook yet."""
         for name, param in params:
             if param.requires_grad and param.dtype in LOW_PRECISION and param not in self:
                 self._hook(name, param)
-        return len(self._sums) > before
 
     def _hook(self, name: str, param: Tensor) -> None:
         mine = _Sum(param, name)

@@ -18,7 +18,6 @@ from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
 from .fsdp_ranks import FullyShardedRanks
 from .marks import Mark, mark_of
-from .norms import Norms
 from .ranks import Ranks
 from .sharded import ReducingRanks, ShardedRanks, is_sharded
 from .steps import StepHooks, Steps
@@ -57,7 +56,6 @@ class Window:
         self.optimizers = list(optimizers)
         self.sums = None if dtype is None else Sums(in_pairs)
         self.steps_taken = Steps(self.optimizers)
-        self._norms = Norms(self.optimizers)
         self._marks: list[Mark] = []
         if self.sums is not None:
             self._attach_sums(self.sums)
@@ -107,26 +105,14 @@ class Window:
         self.quiet_ranks()
 
     def quiet_ranks(self) -> None:
-        """Let the next micro-step communicate and measure only if it completes the window."""
+        """Let the next micro-step communicate only if it completes the window."""
         last = self.micro_step % self.steps == self.steps - 1
         self.ranks.set_quiet(not last or bool(self.sums))
         if self.sums is not None:
             self.sums.expect(last)
-        self._norms.set_idle(not last)
-        if last:
-            self.expect_division()
-
-    def expect_division(self) -> None:
-        """Announce the divisor to the norms in backward, in the last micro-step of a window.
-
-        Only tokens that this rank has counted before backward are known.
-        """
-        divisors = {"mean": float(self.steps), "tokens": self.count, "sum": 1.0}
-        if (divisor := divisors[self.normalize]) > 0.0:
-            self._norms.expect(divisor, of_idle=False)
 
     def _attach_sums(self, sums: Sums) -> None:
-        """Sum up the gradients of new parameters too; norms in backward must measure the sums."""
+        """Sum up the gradients of new parameters too."""
         params = self.named_params()
         for name, param in params:
             if self.ranks.keeps_sums and param.dtype in LOW_PRECISION:
@@ -135,8 +121,7 @@ class Window:
                     "FSDP2: leave model= away, so that each micro-step reduces its gradients, "
                     "whose parts are added up in float32"
                 )
-        if sums.attach(params):
-            self._norms.run_last()
+        sums.attach(params)
 
     def begin_window(self) -> None:
         """Close the last window and start an empty one."""
@@ -197,8 +182,8 @@ class Window:
     def _reduce(self, synchronized: bool) -> float | None:
         """Reduce what no backward has reduced; the divisor, or None if no rank did anything."""
         world = self.ranks.world
-        if synchronized and self.ranks.synchronized():
-            self._norms.measure_all()
+        if synchronized:
+            self.ranks.synchronized()
         if synchronized or world == 1:
             if self.normalize == "tokens":
                 return self.ranks.total([self.count])[0] / world
@@ -229,12 +214,8 @@ class Window:
                 self._start_with_zeros(param)
         world = float(self.ranks.world)
         divisor = {"sum": world, "tokens": count, "mean": micro_steps}[self.normalize]
-        sums = [(param, param.grad) for param in used if param.grad is not None]
-        if divisor:
-            self._norms.expect(divisor, of_idle=True)
-        self.ranks.add_up(
-            [grad for _, grad in sums], lambda index: self._norms.measure(sums[index][0])
-        )
+        sums = [param.grad for param in used if param.grad is not None]
+        self.ranks.add_up(sums)
         return divisor
 
     def _start_with_zeros(self, param: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Gradients that DistributedDataParallel has reduced, for code that uses them during backward.
 
 A communication hook replaces the model's own reduction and computes the same mean. When a bucket is
-reduced, the hook hands each gradient to its users: the release of gradients and the norm in
-backward. torch cannot remove a communication hook, so each model gets one, which all users share.
+reduced, the hook hands each gradient to its users: released optimizers. torch cannot remove a
+communication hook, so each model gets one, which all users share.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ from .._torch.ddp import after_backward
 from .._torch.ranks import instances_of, world_size
 from .hooks import Hooked
 
-__all__ = ["Pairs", "Reduced", "User", "reducing_model"]
-
-Pairs = list[tuple[Tensor, Tensor]]  # a parameter, and the part of the bucket that is its gradient
+__all__ = ["Reduced", "User", "reducing_model"]
 
 
 def reducing_model(params: Iterable[Tensor]) -> DistributedDataParallel | None:
@@ -54,11 +52,8 @@ class User(Protocol):
     def reduced(self, param: Tensor, values: Tensor) -> None:
         """`values` are the gradient of a parameter. A thread of the process group calls this."""
 
-    def ending(self, pairs: Pairs) -> None:
-        """Backward is over. DistributedDataParallel puts the values into `.grad` next."""
-
-    def ended(self, pairs: Pairs) -> None:
-        """The values are in `.grad`."""
+    def ended(self) -> None:
+        """Backward is over, and the values are in `.grad`."""
 
 
 class Reduced:
@@ -119,7 +114,7 @@ class Reduced:
         users = list(self.users())
         pairs = _pairs_of(bucket) if users else []
         if users:  # before the model queues its own callback, which it does after the last bucket
-            after_backward(lambda: _end(users, pairs))
+            after_backward(lambda: after_backward(lambda: _ended(users)))
 
         def use(future: Future[list[Tensor]]) -> Tensor:
             value: Tensor = future.value()[0]
@@ -132,7 +127,7 @@ class Reduced:
         return reduced
 
 
-def _pairs_of(bucket: Any) -> Pairs:
+def _pairs_of(bucket: Any) -> list[tuple[Tensor, Tensor]]:
     """Each parameter with its part of the bucket, as a view with the parameter's own strides."""
     pairs = []
     for param, part in zip(bucket.parameters(), bucket.gradients(), strict=True):
@@ -144,15 +139,9 @@ def _pairs_of(bucket: Any) -> Pairs:
     return pairs
 
 
-def _end(users: list[User], pairs: Pairs) -> None:
+def _ended(users: list[User]) -> None:
     for user in users:
-        user.ending(pairs)
-    after_backward(lambda: _ended(users, pairs))
-
-
-def _ended(users: list[User], pairs: Pairs) -> None:
-    for user in users:
-        user.ended(pairs)
+        user.ended()
 
 
 _hooks: weakref.WeakKeyDictionary[DistributedDataParallel, Reduced] = weakref.WeakKeyDictionary()

@@ -1,7 +1,7 @@
 """Parameters with a hook in backward, and what is known of each.
 
-The norm in backward, the release of gradients, the fp32 sums and the buckets of
-DistributedDataParallel each keep one `Hooked`.
+The release of gradients, the fp32 sums, shards and the buckets of DistributedDataParallel each keep
+one `Hooked`.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
     """torch.optim.Adafactor, whose step of dense CPU parameters is one C call.
 
     Arguments, `param_groups`, state and errors are torch's. It has none of the options that
-    faststep's other optimizers add: `max_grad_norm`, `keep_grads`, `norm_in_backward`. Clip before
+    faststep's other optimizers add: `max_grad_norm`, `keep_grads`, `master_weights`. Clip before
     the step.
 
     The step runs in C for parameters in CPU memory of type float32, float64, bfloat16 or float16,

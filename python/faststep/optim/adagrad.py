@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
 from .base import Rule
@@ -35,9 +34,6 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
             Default: False.
-        norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
-            that clips: one pass, the same bits; see the property of that name for what it cannot
-            notice. With several ranks pass the model. Default: False.
         master_weights (bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16
             parameters. True is "fp32". Default: False.
     """
@@ -57,10 +53,9 @@ class Adagrad(CountedOptimizer, torch.optim.Adagrad):
         fused: bool | None = None,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
-        norm_in_backward: bool | DistributedDataParallel = False,
         master_weights: bool | Literal["fp32"] = False,
     ) -> None:
-        self._set_options(max_grad_norm, keep_grads, norm_in_backward, master_weights)
+        self._set_options(max_grad_norm, keep_grads, master_weights)
         super().__init__(
             params,
             lr,

@@ -28,7 +28,7 @@ from .masters import complete_states, refuse_masters, with_master
 from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
 from .wide import loading_wide
-from .work import StaleSquaresError, Work
+from .work import Work
 from .zeros import Zeros
 
 __all__ = ["FusedOptimizer", "Rule", "number"]
@@ -62,9 +62,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             with the formula of :func:`torch.nn.utils.clip_grad_norm_`. Default: None, no clipping.
         keep_grads (bool): with `max_grad_norm`, write the unscaled and clipped gradients back
             to `.grad`. Default: False, `.grad` stays as backward left it.
-        norm_in_backward (bool or DistributedDataParallel): measure each gradient in a hook during
-            backward instead of in a pass of the step that clips, with the same bits. With several
-            ranks pass the model. Default: False, see :attr:`norm_in_backward`.
         master_weights (bool or "fp32"): keep an fp32 master, as the state "master_weights", and
             fp32 states of each bfloat16 and float16 parameter. The step updates the master, and
             the parameter is the master rounded to the nearest. Where a script has written the
@@ -95,13 +92,11 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         """Whether a scaler leaves the gradients to the step, as `grad_scale` and `found_inf`.
 
         torch.amp.GradScaler and frameworks read it. torch's classes set it with `fused=True` alone.
-        It is also true if the step clips or measures in backward, which needs the gradients as
-        backward left them, or if `grad_scale` is set, by which the step divides.
+        It is also true if the step clips, or if `grad_scale` is set, by which the step divides.
         """
         return (
             self._is_asked_to_unscale
             or self._max_grad_norm is not None
-            or self._norm_in_backward is not False
             or getattr(self, "grad_scale", None) is not None
         )
 
@@ -171,8 +166,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             refuse_group_options(param_group)
         self._norm_is_whole, self._has_shards = False, None
         super().add_param_group(param_group)
-        if (norm := self._measured_in_backward()) is not None:
-            norm.attach(self)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform a single optimization step.
@@ -288,17 +281,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             self._check_capture()
         if request.measures and self._is_divided_by_fsdp1():
             stepper.divide()
-        in_backward = None if self._norm_in_backward is False else self._measured_in_backward()
-        if in_backward is None:
-            return stepper.step(work, request)
-        squares = in_backward.for_step(self, params, request.grad_scale, request.measures)
-        try:
-            answer = stepper.step(work, request._replace(squares=squares))
-        except StaleSquaresError:
-            in_backward.moved(self)
-            answer = stepper.step(work, request)
-        in_backward.forget()
-        return answer
+        return stepper.step(work, request)
 
     def _is_divided_by_fsdp1(self) -> bool:
         """Whether FullyShardedDataParallel has left a part of the parameters on this rank."""
@@ -312,8 +295,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _step_by_torch(self, request: StepRequest, reason: str) -> StepAnswer:
         """The step by operators of torch. `reason` is what `run` reports."""
         refuse_masters(self, reason)
-        if self._backward_norm is not None:
-            self._backward_norm.forget()
         return step_by_torch(self, request)
 
     def _update_by_torch(self) -> None:
@@ -387,7 +368,6 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             **state,
             "_max_grad_norm": self._max_grad_norm,
             "_keep_grads": self._keep_grads,
-            "_norm_in_backward": self._norm_in_backward is not False,
             "_is_asked_to_unscale": self._is_asked_to_unscale,
             "_keeps_masters": self._keeps_masters,
         }

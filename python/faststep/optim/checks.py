@@ -20,7 +20,7 @@ __all__ = [
     "refuse_unchecked",
 ]
 
-_OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "norm_in_backward", "master_weights")
+_OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "master_weights")
 
 _CLIP_BEFORE = (
     "as the norm of a part would be wrong, call faststep.clip_grad_norm_(model.parameters(), "

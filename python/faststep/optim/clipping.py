@@ -4,28 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.compiler import uncompiled
-from ..grads.norm import BackwardNorm
 from .checks import check_limit
 from .masters import keeps_masters
 from .wrapped import PassesOn
 
 __all__ = ["ClippedOptimizer"]
-
-
-def _wanted(norm_in_backward: bool | DistributedDataParallel) -> bool | DistributedDataParallel:
-    """The value itself if it is a model, which torch.compile may have wrapped, else its truth."""
-    if isinstance(norm_in_backward, torch.nn.Module):
-        model = uncompiled(norm_in_backward)
-        if isinstance(model, DistributedDataParallel):
-            return model
-        raise TypeError(
-            "norm_in_backward must be True, False or a DistributedDataParallel model, not "
-            f"{type(model).__name__}"
-        )
-    return bool(norm_in_backward)
 
 
 class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
@@ -36,8 +20,6 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _keep_grads: bool = False
     _last_norm: float | Tensor | None = None
     _skipped: bool | Tensor = False
-    _norm_in_backward: bool | DistributedDataParallel = False
-    _backward_norm: BackwardNorm | None = None
     _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
 
     @property
@@ -49,13 +31,11 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         self,
         max_grad_norm: float | None,
         keep_grads: bool,
-        norm_in_backward: bool | DistributedDataParallel,
         master_weights: object,
     ) -> None:
         check_limit("max_grad_norm", max_grad_norm)
         self._max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self._keep_grads = bool(keep_grads)
-        self._norm_in_backward = _wanted(norm_in_backward)
         self._keeps_masters = keeps_masters(master_weights)
 
     @property
@@ -100,55 +80,3 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
         if isinstance(self._skipped, Tensor):
             return bool(self._skipped.item() != 0.0)  # not kept: a graph may be replayed
         return self._skipped
-
-    @property
-    def norm_in_backward(self) -> bool | DistributedDataParallel:
-        """Whether gradients are measured in backward, by a hook on each parameter; may be set.
-
-        A step that clips, or looks for infinities under :class:`faststep.amp.GradScaler`, then
-        reads the gradients once instead of twice. Norm, clip coefficient and parameters have the
-        same bits as without. Where a gradient is not as its hook saw it the step measures all
-        gradients itself, counts that in :attr:`norm_fallbacks` and warns once.
-
-        A change is seen by the tensor's identity, address and version counter, which every operator
-        of torch moves. Writes that move none of these are NOT seen: through `grad.data`, a NumPy
-        view or a DLPack capsule, between a gradient's hook and the step. Their norm would be wrong,
-        which is why this must be asked for. Clip by `max_grad_norm` then, not by hand.
-
-        With several ranks (torch.distributed) gradients may be reduced after their hooks, and every
-        step measures itself. Under DistributedDataParallel set the model instead of True. A
-        communication hook then measures each bucket as soon as it is reduced. It replaces the
-        model's own reduction, with the same bits, and cannot be removed. A copied optimizer gets
-        True instead of the model. TypeError for a model that has such a hook already, or with
-        `find_unused_parameters` or `static_graph`.
-
-        A step with another scale than the step before runs its own measuring pass.
-        """
-        return self._norm_in_backward
-
-    @norm_in_backward.setter
-    def norm_in_backward(self, wanted: bool | DistributedDataParallel) -> None:
-        wanted = _wanted(wanted)
-        if self._backward_norm is not None and wanted is not self._norm_in_backward:
-            self._backward_norm.remove()
-            self._backward_norm = None
-        self._norm_in_backward = wanted
-        self._measured_in_backward()
-
-    @property
-    def norm_fallbacks(self) -> dict[str, int]:
-        """How many steps measured gradients although `norm_in_backward` is set, by reason.
-
-        "changed": a gradient was written or replaced after its hook. "unmeasured": it had no hook
-        yet, or was set by hand. "scale": the loss scale is not that of the step before, or the
-        divisor of an accumulation window became known after the last backward. "distributed": there
-        are several ranks, and no model was given. "device": parameters are on CUDA.
-        """
-        return {} if self._backward_norm is None else dict(self._backward_norm.fallbacks)
-
-    def _measured_in_backward(self) -> BackwardNorm | None:
-        """The hooks, if they are wanted; a copy of an optimizer sets its own when it steps."""
-        wanted = self._norm_in_backward
-        if wanted is not False and self._backward_norm is None:
-            self._backward_norm = BackwardNorm(self, None if wanted is True else wanted)
-        return self._backward_norm

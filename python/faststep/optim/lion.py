@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import ParamsT
 
 from .base import FusedOptimizer, Rule, number
@@ -32,9 +31,6 @@ class Lion(FusedOptimizer):
             step. Default: None.
         keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
             Default: False.
-        norm_in_backward (bool or DistributedDataParallel): measure gradients in backward for a step
-            that clips: one pass, the same bits; see the property of that name for what it cannot
-            notice. With several ranks pass the model. Default: False.
         master_weights (bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16
             parameters. True is "fp32". Default: False.
 
@@ -54,7 +50,6 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         max_grad_norm: float | None = None,
         keep_grads: bool = False,
-        norm_in_backward: bool | DistributedDataParallel = False,
         master_weights: bool | Literal["fp32"] = False,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -66,7 +61,7 @@ class Lion(FusedOptimizer):
                 raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        self._set_options(max_grad_norm, keep_grads, norm_in_backward, master_weights)
+        self._set_options(max_grad_norm, keep_grads, master_weights)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults)
 

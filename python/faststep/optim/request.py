@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import _C
 from .checks import refuse_unchecked
 
 __all__ = ["Rule", "ScalerRequest", "StepAnswer", "StepRequest", "request_of"]
@@ -29,7 +28,6 @@ class StepRequest(NamedTuple):
     looks_for_inf: bool = False  # the step checks the gradients, and writes `found_inf`
     max_norm: float | None = None  # gradients are clipped to this global 2-norm
     write_grads: bool = False  # unscaled and clipped gradients are written back to `.grad`
-    squares: _C.Squares | None = None  # of the gradients, measured in backward
     refuses_fp16: bool = False  # where it looks: float16 gradients are an error
     is_tried: bool = False  # at an overflow the states are what they were before
 

@@ -65,8 +65,6 @@ class Stepper:
 
         Raises:
             TensorError: a tensor cannot be used.
-            StaleSquaresError: gradients are not those that `request.squares` were measured of.
-            MissingStateError: a state is missing, and `work.creates_states` is not set.
             OutOfMemoryError: a device has no room for the tables of the step.
         """
         if not self.devices:
@@ -126,11 +124,10 @@ class Stepper:
         self, divided: DividedGrads, work: Work, request: StepRequest
     ) -> dict[int, Scalars]:
         """The norm and the flag of all ranks."""
-        alone = request._replace(squares=None)
 
         def measure_part(plan: _C.Plan, part: Work) -> dict[int, Scalars]:
-            scalars = self._scalars(alone, True, apart=True)
-            part.run(plan, part.rules(), alone, scalars, Phase.MEASURE)
+            scalars = self._scalars(request, True, apart=True)
+            part.run(plan, part.rules(), request, scalars, Phase.MEASURE)
             return scalars
 
         return divided.measure(work, self.devices[0], measure_part)

@@ -29,22 +29,12 @@ __all__ = [
     "DevicesChangedError",
     "DividedError",
     "Done",
-    "MissingStateError",
     "Phase",
     "Place",
-    "StaleSquaresError",
     "Work",
 ]
 
 _NO_CLIPPING = math.nan
-
-
-class StaleSquaresError(Exception):
-    """`StepRequest.squares` are not those of the gradients; nothing was updated."""
-
-
-class MissingStateError(Exception):
-    """A state that the step must not create is missing; nothing was updated."""
 
 
 class DevicesChangedError(Exception):
@@ -80,7 +70,6 @@ class Work:
         params: lists of parameters.
         rules: gives a rule per list; asked again where devices have changed.
         groups: the group of each list. Default: None, all groups in their order.
-        creates_states: whether missing states are created. Default: True.
         wants_norm: whether the answer needs the norm of a step on a device. Default: True.
         unchanged: ends the error that memory ran out.
     """
@@ -89,7 +78,6 @@ class Work:
         "_before",
         "_has_emptied_cache",
         "_new",
-        "creates_states",
         "groups",
         "optimizer",
         "params",
@@ -104,7 +92,6 @@ class Work:
         params: list[list[Tensor]],
         rules: Callable[[], list[Rule]],
         groups: list[int] | None = None,
-        creates_states: bool = True,
         wants_norm: bool = True,
         unchanged: str = "nothing was updated",
     ) -> None:
@@ -112,7 +99,6 @@ class Work:
         self.params = params
         self.rules = rules
         self.groups = groups
-        self.creates_states = creates_states
         self.wants_norm = wants_norm
         self.unchanged = unchanged
         self._new: list[Place] | None = None  # of the states that were created; None: no state
@@ -142,7 +128,6 @@ class Work:
                     max_norm,
                     request.write_grads,
                     phase,
-                    request.squares,
                 )
             except _C.TensorError as error:
                 which, index, role = error.args[:3]
@@ -161,10 +146,8 @@ class Work:
                 self._empty_cache(value)
             elif what == "devices":
                 raise DevicesChangedError(tuple(value))
-            elif what == "divided":
-                raise DividedError
             else:
-                raise StaleSquaresError
+                raise DividedError
 
     def place(self, which: int, index: int) -> Place:
         """The group, and the index in it, of a parameter of one of the lists."""
@@ -180,8 +163,6 @@ class Work:
 
     def _create_states(self, missing: list[Place], rules: list[Rule]) -> None:
         """Create states that were found missing; an error for those that still are."""
-        if not self.creates_states:
-            raise MissingStateError
         optimizer, before = self.optimizer, self._new or []
         for which, index in missing:
             keys = keys_for(rules[which], self.params[which][index])

@@ -71,11 +71,6 @@ class Clipping:
 
 def check_clipping(optimizer: FusedOptimizer, clip: Clip | None) -> None:
     """Raise where gradients would have to wait for the step, and for a limit that is none."""
-    if optimizer._norm_in_backward is not False:
-        raise ValueError(
-            "norm_in_backward=True holds all gradients for the step, and release_gradients() frees "
-            "them before: set optimizer.norm_in_backward = False"
-        )
     if optimizer._max_grad_norm is not None and clip is None:
         raise ValueError(
             "max_grad_norm needs all gradients before the first update, which release_gradients() "

@@ -141,9 +141,8 @@ def _refuse_options(optimizer: Optimizer, asked: Options) -> None:
     """Raise for options of the optimizer that the sharded step does not have."""
     if asked.update == "backward" and asked.max_grad_norm is not None:
         raise ValueError(REFUSED_CLIPPING)
-    for option in ("keep_grads", "norm_in_backward"):
-        if getattr(optimizer, f"_{option}", False) is not False:
-            raise TypeError(f"shard() does not support an optimizer with {option}=")
+    if getattr(optimizer, "_keep_grads", False):
+        raise TypeError("shard() does not support an optimizer with keep_grads=")
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise TypeError("shard() does not support differentiable=True: no autograd spans ranks")
 
