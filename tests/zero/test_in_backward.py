@@ -270,14 +270,6 @@ def _refused(rank: int, world: int) -> dict[str, Any]:
     optimizer.zero_grad()
     again(x).sum().backward()
     said["after"] = _error(optimizer.step)
-    kept = zero.shard(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), update="backward", stage=1
-    )
-    model[0].weight.requires_grad_(True)
-    before = [p.detach().clone() for p in model.parameters()]
-    said["unfrozen"] = _error(lambda: model(x).sum().backward())
-    said["changed"] = differences(before, model.parameters())
-    del kept
     model = nn.Linear(2, 2)
     for options in ({"max_grad_norm": 1.0}, {"stage": 3}, {"update": "later"}):
         adam = torch.optim.AdamW(model.parameters())
@@ -305,7 +297,6 @@ EXPECTED = {
     "unscale False": 'RuntimeError: update="backward" cannot work with a GradScaler',
     "failed": "ZeroDivisionError",
     "after": "no error",
-    "unfrozen": "RuntimeError: faststep.zero: parameter '0.weight' of shape (6, 6)",
     "{'max_grad_norm': 1.0}": 'ValueError: update="backward" cannot clip by the global norm',
     "{'stage': 3}": 'ValueError: update="backward" is for stages 1 and 2',
     "{'update': 'later'}": "ValueError: update must be",
@@ -314,9 +305,8 @@ EXPECTED = {
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_needs_all_gradients_is_refused(world: int, ranks: Ranks) -> None:
-    alone = {"torch clip", "divided", "twice", "rate", "unfrozen"}  # as without shard()
+    alone = {"torch clip", "divided", "twice", "rate"}  # as without shard()
     for said in ranks(f"refused on {world}"):
-        assert said.pop("changed") == [] or world == 1
         for name, start in EXPECTED.items():
             if world == 1 and (name in alone or name.startswith(("unscale", "hook"))):
                 continue

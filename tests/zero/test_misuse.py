@@ -68,7 +68,6 @@ def _misused(rank: int, world: int) -> dict[str, Any]:
     said["first"] = _error(first.step)
     said["fused"] = _error(torch.optim.SGD(params, fused=True).step)
     said["ours"] = _error(faststep.optim.AdamW(params).step)
-    said["group"] = _error(lambda: optimizer.add_param_group({"params": []}))
     said["pickle"] = _error(lambda: __import__("pickle").dumps(optimizer))
     said["p norm"] = _error(lambda: optimizer.clip_grad_norm_(1.0, norm_type=1.0))
     said["twice"] = _error(lambda: zero.shard(model, optimizer))
@@ -106,7 +105,6 @@ def test_misuse(ranks: Ranks) -> None:
         assert "Placeholder" in said.pop("ours")
         expected = {
             "first": "RuntimeError: this AdamW was replaced by what faststep.zero.shard() returned",
-            "group": "RuntimeError: faststep.zero: a parameter group cannot be added",
             "pickle": "TypeError: a sharded optimizer cannot be pickled",
             "p norm": "ValueError: norm_type must be 2.0",
             "twice": "TypeError: shard(): this optimizer is sharded already",
@@ -207,11 +205,6 @@ def _odd(rank: int, world: int) -> dict[str, Any]:
     said["tied"] = model.head.weight is model.embedding.weight
     said["moved"] = [n for n, p in model.named_parameters() if not torch.equal(p, before[n])]
     said["sum"] = sum(float(p.double().sum()) for p in model.parameters())
-    model.frozen.requires_grad_(True)
-    nn.functional.cross_entropy(model(x), x).backward()
-    said["unfrozen"] = _error(sharded.step)
-    model.frozen.requires_grad_(False)
-    sharded.zero_grad()
     with torch.no_grad():
         model.never.bias.data = torch.full((2,), 5.0)
         model.head.weight.data = model.head.weight.detach() * 2.0
@@ -231,7 +224,6 @@ def test_odd_models(ranks: Ranks) -> None:
         assert said["lr"] == 0.025
         assert said["moved"] == ["embedding.weight"]
         assert said["sum"] == results[0]["sum"]
-        assert said["unfrozen"].startswith("RuntimeError: faststep.zero: parameter 'frozen.")
         assert 0.0 < said["swapped"][0] < 0.1
         assert said["swapped"][1] == [5.0, 5.0]
 

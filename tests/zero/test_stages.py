@@ -139,15 +139,12 @@ def _trained(rank: int, world: int, stage: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_odd_loops(stage: int, ranks: Ranks) -> None:
     for said in ranks(f"odd loops, stage {stage}"):
-        refused = {3: "skipped"}.get(stage, "unfrozen")
-        text = said.pop(refused)
+        refused = {"skipped"} if stage == 3 else set()
         if stage == 3:  # each rank sends a gradient of one size, of different parameters
+            text = said.pop("skipped")
             assert "nothing was updated, as fully_shard adds up gradients wrongly" in text, text
             assert "rank 0 has 'blocks.1.a.weight' with a gradient; rank 1 has " in text, text
-        else:
-            start = "faststep.zero: parameter 'blocks.0.a.weight' of shape (6, 6) has a gradient"
-            assert text.startswith(start), text
-        assert set(said) == set(HOWS) - {refused}
+        assert set(said) == set(HOWS) - refused
         assert max(said.values()) < 1e-5, said
 
 
@@ -180,13 +177,14 @@ def _refused(rank: int, world: int) -> dict[str, str]:
 def test_what_is_refused_at_each_stage(ranks: Ranks) -> None:
     for said in ranks("refused at each stage"):
         for stage in (1, 2, 3):
-            assert "a parameter group cannot be added" in said[f"group {stage}"]
+            refused = "a parameter group cannot be added" in said[f"group {stage}"]
+            assert refused == (stage == 3)
             for what, name in (("modules", "x.weight"), ("shapes", "weight")):
                 text = said[f"{what} {stage}"]
                 assert text.startswith("RuntimeError: shard(): the ranks differ"), text
                 assert f"rank 0 has '{name}' (3, 3)" in text, text
         for stage in (1, 2):
-            assert "a new parameter of shape (2,) has a gradient" in said[f"appended {stage}"]
+            assert "not in the model, the first of shape (2,)" in said[f"appended {stage}"]
         assert said["empty"].startswith("TypeError: shard(stage=3): parameter 'weight' has no el")
 
 

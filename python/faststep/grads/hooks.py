@@ -78,10 +78,16 @@ class Hooked(Generic[_Entry]):
     def add(
         self, param: Tensor, entry: _Entry, hook: Callable[[Tensor], None] | None = None
     ) -> None:
-        """Keep an entry, and call `hook` with the parameter after all hooks that it has."""
+        """Keep an entry, and call `hook` with the parameter after all hooks that it has.
+
+        The hook of a frozen parameter is called once it is trained.
+        """
         handle = None
         if hook is not None:
+            is_frozen = not param.requires_grad
+            param.requires_grad_(True)  # torch takes no hook of a frozen one
             handle = param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            param.requires_grad_(not is_frozen)
         self._known[id(param)] = _Known(param, entry, handle)
 
     def keep_only(self, params: Iterable[Tensor]) -> None:

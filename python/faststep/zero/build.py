@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
@@ -12,14 +11,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from .._devices import has_kernels_for
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import has_master
+from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
 from .engine import Engine
-from .flat_params import refuse_overlaps
 from .fully_sharded import AlikeGradients, blocks_of, check_fully, shard_fully
-from .gradients import sharded_params
 from .group import Group, group_of
 from .in_backward import REFUSED_CLIPPING
 from .optimizer import ShardedOptimizer
@@ -28,9 +25,6 @@ from .states import cut_states, whole_states
 from .wrapped import check_wrapped
 
 __all__ = ["Options", "build"]
-
-_PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class Options(NamedTuple):
@@ -85,18 +79,16 @@ def build(
     if stage == 3:
         fused = _fused(kind, optimizer, asked.master_weights)
         return _fully(model, optimizer, fused, max_grad_norm, group, blocks, names)
-    for name, param in named:
-        _check(name, param)
-    refuse_overlaps(named, "shard()", "changed")
-    group.use_device(_device_of(named))
+    admit(named, ())
+    device = device_of(named or list(model.named_parameters()))
+    group.use_device(device)
     if wrapper is not None:
         check_wrapped(wrapper)
     engine = Engine(
-        kind, optimizer.param_groups, named, group.alone(), stage, asked.bucket_bytes, wrapper,
-        in_backward, asked.gather == "forward", asked.master_weights,
+        kind, optimizer.param_groups, model, named, group.alone(), device, stage,
+        asked.bucket_bytes, wrapper, in_backward, asked.gather == "forward", asked.master_weights,
     )  # fmt: skip
-    engine.gradients.reduce_also(p for p in model.parameters() if p.requires_grad)
-    engine.names = names
+    engine.gradients.reduce_also(model.parameters())
     if asked.gather == "forward":
         engine.wait_in_forward(model)
     own = {id(slot.param) for slot in engine.slots}
@@ -127,14 +119,9 @@ def _fully(
 
 def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: str) -> None:
     """Raise on every rank if the ranks differ, or a parameter is sharded on one of them."""
-    taken = _taken(optimizer)
+    taken = taken_of(params_of(optimizer))
     group.check_alike([asked, *_described(model, optimizer, taken)])
-    for key, value in model.named_parameters():
-        if id(value) in taken:
-            raise TypeError(
-                f"shard(): parameter {key!r} is sharded already, for another optimizer: several "
-                "may be sharded, each with parameters of its own; nothing was changed"
-            )
+    refuse_taken(model.named_parameters(), taken)
 
 
 def _refuse_options(optimizer: Optimizer, asked: Options) -> None:
@@ -171,24 +158,7 @@ def _begun_states(optimizer: Optimizer, keeps_masters: bool) -> dict[Tensor, dic
 
 def _named(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
     """The optimizer's parameters that get gradients, last ones first, as backward reaches them."""
-    wanted = {id(param): param for param in params_of(optimizer)}
-    named = [(name, param) for name, param in model.named_parameters() if id(param) in wanted]
-    strange = wanted.keys() - {id(param) for _, param in named}
-    if strange:
-        shapes = [tuple(wanted[key].shape) for key in strange]
-        raise ValueError(
-            f"shard(): {len(strange)} parameters of the optimizer are not in the model, the first "
-            f"of shape {shapes[0]}: pass the module that has all of them"
-        )
-    return [(name, param) for name, param in reversed(named) if param.requires_grad]
-
-
-def _taken(optimizer: Optimizer) -> set[int]:
-    """Its parameters that are sharded already, by `id`."""
-    wanted = {id(param) for param in params_of(optimizer)}
-    if wanted & sharded_params():
-        gc.collect()  # what sharded them may be gone
-    return wanted & sharded_params()
+    return [pair for pair in named_in(model, params_of(optimizer)) if pair[1].requires_grad]
 
 
 def _described(model: nn.Module, optimizer: Optimizer, taken: set[int]) -> list[str]:
@@ -200,12 +170,7 @@ def _described(model: nn.Module, optimizer: Optimizer, taken: set[int]) -> list[
     }
     lines = [f"faststep {_version()}, torch {torch.__version__}, {type(optimizer).__name__}"]
     for name, param in model.named_parameters():
-        frozen = "" if param.requires_grad else ", frozen"
-        frozen += ", sharded" if id(param) in taken else ""
-        place = where.get(id(param), "no group")
-        frozen += "" if param.is_cpu else f", on {param.device.type}"
-        strides = "" if param.is_contiguous() else f" with strides {param.stride()}"
-        lines.append(f"{name!r} {tuple(param.shape)}{strides} {param.dtype} ({place}{frozen})")
+        lines.append(line_of(name, param, where.get(id(param), "no group"), taken))
     for name, buffer in model.named_buffers():
         lines.append(f"buffer {name!r} {tuple(buffer.shape)} {buffer.dtype}")
     return lines
@@ -216,49 +181,3 @@ def _version() -> str:
         return version("faststep")
     except PackageNotFoundError:
         return "of unknown version"
-
-
-def _check(name: str, param: Tensor) -> None:
-    """Raise TypeError for a parameter whose memory cannot be part of a flat tensor."""
-    if type(param) not in _PLAIN:
-        problem = f"is a {type(param).__name__}"
-    elif not param.is_cpu and not param.is_cuda:
-        problem = f"is on {param.device}, and only CPU memory and CUDA devices are supported"
-    elif param.dtype not in _DTYPES:
-        problem = f"is {param.dtype}"
-    elif param.layout != torch.strided or torch.empty_like(param, device="meta").stride() != (
-        param.stride()
-    ):
-        problem = "is not dense in memory"
-    else:
-        return
-    raise TypeError(f"shard(): parameter {name!r} {problem}; nothing was changed")
-
-
-def _device_of(named: Sequence[tuple[str, Tensor]]) -> torch.device:
-    """Where all parameters are.
-
-    Raises:
-        TypeError: they are at several places, or on a device that cannot be used here.
-    """
-    if not named:
-        return torch.device("cpu")
-    first, some = named[0]
-    for name, param in named:
-        if param.device != some.device:
-            raise TypeError(
-                f"shard(): parameter {first!r} is on {some.device}, and {name!r} on "
-                f"{param.device}: all must be in one memory; nothing was changed"
-            )
-    if some.is_cuda and some.device.index != torch.cuda.current_device():
-        raise TypeError(
-            f"shard(): parameter {first!r} is on {some.device}, and the current device is "
-            f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device(local_rank) first; "
-            "nothing was changed"
-        )
-    if some.is_cuda and not has_kernels_for(some):
-        raise TypeError(
-            f"shard(): parameter {first!r} is on {some.device}, which faststep cannot "
-            "use: `python -m faststep info` says why; nothing was changed"
-        )
-    return some.device

@@ -33,7 +33,7 @@ class CudaSteps(Steps):
     def update(self, request: StepRequest) -> tuple[StepAnswer, bool]:
         """Update this rank's slices; returns whether they may have changed too. A collective."""
         refuse_capture()
-        self._raise_difference()
+        self.end()
         here = ordinal_of(self._slots[0].param)
         found, norm = request.found_inf, None
         flag = None if found is None else on_device(found, here)
@@ -55,7 +55,7 @@ class CudaSteps(Steps):
 
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Clip by the common norm, and return it. A collective."""
-        self._raise_difference()
+        self.end()
         present = [slot.is_present for slot in self._slots]
         measured = self._sums.measure_there(None)
         self._note_difference(measured.differ)
@@ -88,7 +88,7 @@ class CudaSteps(Steps):
         event.record(torch.cuda.current_stream())
         self._differ = seen, event
 
-    def _raise_difference(self) -> None:
+    def end(self) -> None:
         """Raise on all ranks if they differed in the step before, which the device has done."""
         noted, self._differ = self._differ, None
         if noted is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.optim import increment_version
 from ..optim.request import StepAnswer, StepRequest
+from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
 from .buckets import GradientBucket
 from .flat_params import FlatParams, refuse_overlaps
 from .gradients import Gradients
@@ -23,6 +25,8 @@ from .placeholder import Placeholder
 from .reducer import Reducer
 from .sides import side_of
 from .slots import Slot
+from .states import cut_state
+from .steps import Steps
 from .waits import ForwardWaits
 from .wrapped import Wrapper
 
@@ -37,8 +41,10 @@ class Engine:
     Args:
         kind: the class of the fused optimizer.
         groups: the script's parameter groups.
+        model: has all parameters.
         named: the parameters to shard, in the order in which backward is expected to reach them.
         group: the ranks, two or more.
+        device: where all parameters are.
         stage: 1 keeps the memory of whole gradients between steps, 2 does not.
         bucket_bytes: the size from which a bucket is complete.
         wrapper: the DistributedDataParallel around the model, if there is one.
@@ -51,8 +57,10 @@ class Engine:
         self,
         kind: Kind,
         groups: list[dict[str, Any]],
+        model: nn.Module,
         named: Sequence[tuple[str, Tensor]],
         group: Group,
+        device: torch.device,
         stage: int,
         bucket_bytes: float,
         wrapper: DistributedDataParallel | None = None,
@@ -61,57 +69,144 @@ class Engine:
         keeps_masters: bool = False,
     ) -> None:
         self.group = group
-        self._groups = groups
+        self.script_groups: Callable[[], list[dict[str, Any]]] = lambda: groups
+        self._model = weakref.ref(model)
+        self._device = device
+        self._side = side_of(device)
+        self._stage = stage
+        self._bucket_bytes = bucket_bytes
+        self._last_bytes = LAST_BUCKET if updates_in_backward or gathers_in_forward else None
+        self._updates_in_backward = updates_in_backward
+        self._shelf = Shelf(0)
+        self.slots: list[Slot] = []
+        self.buckets: list[GradientBucket] = []
+        self._params: list[FlatParams] = []  # per bucket
+        self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
+        self.waits: ForwardWaits | None = None  # with gather="forward"
+        self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
+        self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
+        self.owned = Owned(kind, keeps_masters)
+        self._reducer = Reducer(self.slots, self.buckets, group, self._shelf, self._side.uses)
+        self.gradients = Gradients(self.slots, self._reducer, group)
+        self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
+        self.gradients.hook(self._add_buckets(named))
+        self.updates = BackwardUpdates(self, device) if updates_in_backward else None
+        self._reducer.updates = self.updates
+        self._regroup(groups, _ids_of(groups))
+        if not updates_in_backward:  # else the step does that
+            mine = weakref.WeakMethod(self.follow_groups)
+            self.gradients.on_unowned = lambda: mine()()  # type: ignore[misc]
+
+    # ---- buckets
+
+    def _add_buckets(self, named: Sequence[tuple[str, Tensor]]) -> list[Slot]:
+        """Move more parameters into buckets of their own."""
         flats = [
             Flat(param.numel(), param.dtype, param.device, name.rpartition(".")[0] or None)
             for name, param in named
         ]
-        side = side_of(flats[0].device if flats else torch.device("cpu"))
-        last_bytes = LAST_BUCKET if updates_in_backward or gathers_in_forward else None
-        layouts = make_buckets(flats, group.world, bucket_bytes, last_bytes, side.evenly)
-        shelf = _shelf_for(layouts, group)
-        used = side.uses if updates_in_backward else None
-        self.slots: list[Slot] = []
-        self.buckets: list[GradientBucket] = []
-        self._params: list[FlatParams] = []  # per bucket
-        for number, layout in enumerate(layouts):
+        layouts = make_buckets(
+            flats, self.group.world, self._bucket_bytes, self._last_bytes, self._side.evenly,
+            [bucket.layout for bucket in self.buckets],
+        )  # fmt: skip
+        self._shelf.grow(_block_for(layouts, self.group))
+        used = self._side.uses if self._updates_in_backward else None
+        first = len(self.slots)
+        for layout in layouts:
             members = []
             for place, (param, *_) in enumerate(layout.places):
                 name, tensor = named[param]
-                slot = Slot(len(self.slots), name, tensor, number, place)
+                slot = Slot(len(self.slots), name, tensor, len(self.buckets), place)
                 slot.stand_in = Placeholder(tensor, self, slot.index)
                 members.append(slot)
                 self.slots.append(slot)
-            self.buckets.append(side.bucket(layout, members, group, shelf, stage == 1, used))
+            bucket = self._side.bucket(
+                layout, members, self.group, self._shelf, self._stage == 1, used
+            )
+            self.buckets.append(bucket)
             self._params.append(FlatParams(layout, members))
-        self._cut()
-        by_param = {id(slot.param): slot for slot in self.slots}
-        grouped = [[by_param[id(p)] for p in g["params"] if id(p) in by_param] for g in groups]
-        in_groups = [slot for members in grouped for slot in members]
-        self.owned = Owned(kind, groups, grouped, keeps_masters)
-        self.steps = side.steps(in_groups, self.owned, group)
-        self._under_way: dict[int, Pending] = {}  # parameters that other ranks have updated
-        self.waits: ForwardWaits | None = None  # with gather="forward"
-        self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
-        reducer = Reducer(self.slots, self.buckets, group, shelf, side.uses)
-        self.gradients = Gradients(self.slots, reducer, group)
-        self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
-        self.updates = BackwardUpdates(self) if updates_in_backward else None
-        reducer.updates = self.updates
-        self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
-        self.names: dict[int, str] = {}  # of all parameters of the model, by their `id`
+            self._cut(bucket, self._params[-1])
+        return self.slots[first:]
 
-    def _cut(self) -> None:
+    def _cut(self, bucket: GradientBucket, params: FlatParams) -> None:
         """Cut what this rank owns out of parameters and slices."""
-        for bucket, params in zip(self.buckets, self._params, strict=True):
-            start = bucket.layout.slice_of(self.group.rank).start
-            by_place = {place.param: slot for place, slot in zip(
-                bucket.layout.places, bucket.slots, strict=True)}  # fmt: skip
-            for param, begin, count, at in bucket.layout.pieces_of(self.group.rank):
-                slot = by_place[param]
-                grad = bucket.values[at - start : at - start + count]
-                slot.pieces.append((params.piece(at, count), grad))
-                slot.begins.append(begin)
+        start = bucket.layout.slice_of(self.group.rank).start
+        by_place = {place.param: slot for place, slot in zip(
+            bucket.layout.places, bucket.slots, strict=True)}  # fmt: skip
+        for param, begin, count, at in bucket.layout.pieces_of(self.group.rank):
+            slot = by_place[param]
+            grad = bucket.values[at - start : at - start + count]
+            slot.pieces.append((params.piece(at, count), grad))
+            slot.begins.append(begin)
+
+    def follow_groups(self) -> None:
+        """Take up what the script has done to its groups, and parameters that are trained by now.
+
+        A collective where parameters have no bucket yet. These get new ones.
+
+        Raises:
+            TypeError, ValueError: one of them cannot be sharded, on all ranks.
+            RuntimeError: the ranks differ in them.
+        """
+        groups = self.script_groups()
+        ids = _ids_of(groups)
+        self.owned.groups = groups
+        if ids == self._ids:
+            new = [param for param in self._without if param.grad is not None]
+            if not new:
+                return
+        else:
+            if self.updates is not None:
+                self.updates.refuse_regrouping()
+            known = {id(slot.param) for slot in self.slots}
+            params = {id(param): param for group in groups for param in group["params"]}
+            rest = [param for key, param in params.items() if key not in known]
+            new = [param for param in rest if param.requires_grad or param.grad is not None]
+        if new:
+            self._take_in(new)
+        self._regroup(groups, ids)
+
+    def _take_in(self, params: Sequence[Tensor]) -> None:
+        """Move parameters that the groups have into new buckets; a collective."""
+        model = self._model()
+        named, problem, taken = [], None, taken_of(params)
+        try:
+            named = named_in(nn.Module() if model is None else model, params)
+            refuse_taken(named, taken)
+            admit(named, [(slot.name, slot.param) for slot in self.slots])
+            device_of([*((slot.name, slot.param) for slot in self.slots[:1]), *named])
+        except (TypeError, ValueError) as error:
+            problem = error
+        lines = [line_of(name, param, "new", taken) for name, param in named]
+        self.group.check_alike([*lines, str(problem or "")], "faststep.zero: new parameters")
+        if problem is not None:
+            raise problem
+        self.gradients.settle_pass()
+        self.wait(None)
+        first = len(self.buckets)
+        slots = self._add_buckets(named)
+        self.group.broadcast([params.flat for params in self._params[first:]])
+        for slot in slots:
+            state = self.frozen_states.pop(slot.param, {})
+            self.owned.optimizer.state.update(cut_state(self.owned, slot, state))
+        self.gradients.take_in(slots)
+        if self.waits is not None and model is not None:
+            self.waits.remove()
+            self.wait_in_forward(model)
+
+    def _regroup(self, groups: list[dict[str, Any]], ids: list[list[int]]) -> None:
+        """Step the parameters that these groups have."""
+        of = {id(slot.param): slot for slot in self.slots}
+        grouped = [[of[id(p)] for p in group["params"] if id(p) in of] for group in groups]
+        self._ids = ids
+        self._without = [p for group in groups for p in group["params"] if id(p) not in of]
+        self._grouped = [slot for members in grouped for slot in members]
+        self.owned.follow(groups, grouped)
+        if hasattr(self, "steps"):
+            self.steps.end()
+        self.steps: Steps = self._side.steps(self._grouped, self.owned, self.group)
+        if self.updates is not None:
+            self.updates.follow_groups()
 
     def share(self, others: Sequence[Tensor]) -> None:
         """Give all ranks the parameters of rank 0, and these tensors; a collective."""
@@ -140,10 +235,15 @@ class Engine:
         if self.updates is not None:
             raise RuntimeError(REFUSED_SCALER)
         self.before_exchange("torch's GradScaler")
-        self.gradients.settle()
+        self._settle()
         self.steps.unscale(dtype, inv_scale, found_inf)
 
     # ---- steps
+
+    def _settle(self) -> None:
+        """Before gradients are used: let the slices have them, of all parameters of the groups."""
+        self.gradients.settle()
+        self.follow_groups()
 
     def step(self, request: StepRequest) -> StepAnswer:
         """Update this rank's slices and gather all parameters; a collective."""
@@ -152,7 +252,7 @@ class Engine:
         self.wait(None)
         if self.waits is not None:
             self.waits.learn()
-        self.gradients.settle()
+        self._settle()
         self.follow_moves()
         answer, updated = self.steps.update(request)
         if updated:
@@ -169,7 +269,7 @@ class Engine:
                 self.start_gather(number)
         if self.waits is None:
             self.wait(None)
-        increment_version([slot.param for slot in self.slots if slot.held])
+        increment_version([slot.param for slot in self._grouped if slot.held])
 
     def start_gather(self, number: int) -> None:
         """Send this rank's slice of a bucket of parameters, and let those of the others come in."""
@@ -208,31 +308,16 @@ class Engine:
     def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
         """Scale all gradients so that their common norm is at most `max_norm`; a collective."""
         self.before_exchange("clip_grad_norm_")
-        self.gradients.settle()
+        self._settle()
         return self.steps.clip(max_norm, error_if_nonfinite)
 
-    def refuse_new_parameters(self) -> None:
-        """Raise RuntimeError if a parameter of the groups needs a gradient and is not sharded.
 
-        With update="backward" that must be found before the first update.
-        """
-        known = {id(slot.param) for slot in self.slots}
-        for group in self._groups:
-            for param in group["params"]:
-                if id(param) in known:
-                    continue
-                if param.grad is not None or (self.updates is not None and param.requires_grad):
-                    name = self.names.get(id(param))
-                    which = "a new parameter" if name is None else f"parameter {name!r}"
-                    raise RuntimeError(
-                        f"faststep.zero: {which} of shape {tuple(param.shape)} has a gradient, but "
-                        "was frozen or missing when shard() was called: shard the model after it "
-                        "was changed; nothing was updated"
-                    )
+def _ids_of(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
+    return [list(map(id, group["params"])) for group in groups]
 
 
-def _shelf_for(layouts: Sequence[Bucket], group: Group) -> Shelf:
-    """Memory for what arrives of the slice of any bucket."""
+def _block_for(layouts: Sequence[Bucket], group: Group) -> int:
+    """Bytes of what arrives of the slice of any bucket."""
     slices = [(one.slice_of(group.rank), one.dtype.itemsize) for one in layouts]
     own = max(((part.stop - part.start) * size for part, size in slices), default=0)
-    return Shelf((group.world - group.leaves_out_own) * own)
+    return (group.world - group.leaves_out_own) * own

@@ -16,10 +16,10 @@ import contextlib
 import enum
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch.compiler import disable_dynamo
 from .._torch.ddp import after_backward, current_backward, is_inside_backward
@@ -69,18 +69,46 @@ class Gradients:
         self._quiet = 0  # nested no_sync() contexts
         self._hooks: Hooked[Slot] = Hooked()
         self.on_begin: Callable[[bool], None] = _nothing
+        self.on_unowned: Callable[[], None] = _nothing  # after a pass with gradients of these
         self._unowned = Unowned([], group, _nothing)
         self.made = next(_count)  # the same order on all ranks, as shard() is a collective
-        for other in _living:
-            other._unowned.leave(slot.param for slot in slots)
         _living.add(self)
+
+    def settle_pass(self) -> None:
+        """Before a change of the buckets: complete a pass whose end was not seen."""
+        self.note_failure()
+        self._refuse_inside("new parameters")
+        self._recover()
+        if self._number is not None:
+            self.finish()
+
+    def take_in(self, slots: Sequence[Slot]) -> None:
+        """Collect the gradients of more parameters, and take over those that they have.
+
+        A collective. What no_sync() has left stays for the next pass, which sends it.
+        """
+        params = [slot.param for slot in slots]
+        if self._state is not State.COLLECTING:
+            self._unowned.reduce(params)
+            for slot in slots:
+                if slot.param.grad is not None:
+                    slot.take_over(slot.param.grad)
+        self.hook(slots)
+
+    def hook(self, slots: Iterable[Slot]) -> None:
+        """Collect the gradients of more parameters."""
         for slot in slots:
             self._hooks.add(slot.param, slot, _hook(weakref.ref(self), slot))
+            for other in _living:
+                other._unowned.leave([slot.param])
 
     def reduce_also(self, params: Iterable[Tensor]) -> None:
-        """Reduce the gradients of parameters that no sharded optimizer has, too."""
+        """Reduce the gradients of parameters that no sharded optimizer has, too.
+
+        Those of frozen ones too, from when they are trained.
+        """
         known = sharded_params().union(*(one._unowned.ids() for one in _living))
-        free = [param for param in params if id(param) not in known]
+        free = [param for param in params if id(param) not in known and _can_be_trained(param)]
         mine = weakref.ref(self)
 
         def arrived() -> None:
@@ -213,8 +241,11 @@ class Gradients:
                 for slot in self._slots:
                     if not slot.arrived and (grad := self._taken(slot)) is not None:
                         self._reducer.put(slot, grad)
-                used = self._reducer.complete(waits=bool(self._unowned))
-                if self._unowned:
+                used = self._reducer.complete(
+                    waits=self._unowned.are_trained(), says=self._unowned.has_touched()
+                )
+                reduces = bool(self._unowned) and not self._reducer.took_all
+                if reduces:
                     self._unowned.reduce()
                 if self._reducer.updates is not None:
                     self._reducer.updates.finish()
@@ -227,6 +258,8 @@ class Gradients:
                 slot.param.grad = slot.stand_in
         self._state, self._number = State.REDUCED, None
         self.expects_backward = not self.is_wrapped
+        if reduces:
+            self.on_unowned()
 
     def note_failure(self) -> None:
         """Outside of backward: a pass whose end was not seen has failed."""
@@ -286,18 +319,25 @@ class Gradients:
                     f"backward had reduced it over the ranks; {done}"
                 )
 
-    def drop(self, set_to_none: bool) -> None:
-        """Prepare for zero_grad(), which sets each `.grad` to None or to zero."""
+    def begin_drop(self) -> None:
+        """Before zero_grad()."""
         self.note_failure()
         self._refuse_inside("zero_grad()")
         if self._state is State.COLLECTING and self._number is not None:
             self._fail()  # or its end was not seen: it was not completed
-        if set_to_none or self._state is State.FAILED:
-            for slot in self._slots:
-                slot.held = slot.arrived = False
-                slot.stand_in.pending = None
+
+    def drop(self, set_to_none: bool) -> None:
+        """After zero_grad(), which has set each `.grad` of the groups to None or to zero."""
+        has_failed = self._state is State.FAILED
+        dropped = [s for s in self._slots if has_failed or (set_to_none and s.param.grad is None)]
+        are_all = len(dropped) == len(self._slots)
+        for slot in dropped:
+            if slot.held and not are_all:  # the next pass adds to what is beside it
+                slot.make_zero()
+            slot.held = slot.arrived = False
+            slot.stand_in.pending = None
         self._recover()
-        if set_to_none:
+        if are_all and set_to_none:
             self._state = State.IDLE
 
     def zero(self, slot: Slot) -> None:
@@ -320,6 +360,11 @@ HAS_FAILED = (
     "faststep.zero: a backward pass has failed, and the gradients are not those of the whole model "
     "on all ranks: call zero_grad() and go on with the next batch"
 )
+
+
+def _can_be_trained(param: Tensor) -> bool:
+    is_plain = type(param) in (Tensor, nn.Parameter) and not param.is_inference()
+    return param.requires_grad or (is_plain and param.is_floating_point())
 
 
 def _nothing(*_: object) -> None:

@@ -22,6 +22,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -42,19 +43,29 @@ __all__ = ["REFUSED_CLIPPING", "REFUSED_SCALER", "BackwardUpdates", "refuse_requ
 class BackwardUpdates:
     """Updates the buckets of an engine during its backward passes."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, device: torch.device) -> None:
         self._engine = weakref.ref(engine)
-        self._numbers = {id(bucket): number for number, bucket in enumerate(engine.buckets)}
-        self._parts: list[OwnedPart] = [engine.owned.part(b.slots) for b in engine.buckets]
-        self._slot_of = {id(slot.param): slot for slot in engine.slots}
         self._rules: list[Rule] | None = None  # of the pass, until the step
         self._written: set[int] = set()  # buckets of the pass that has begun, by their number
         self._watch: Any = None  # the hook on all modules while parameters are written
         # On a CUDA device buckets are updated and gathered by a stream beside that of backward.
-        device = engine.buckets[0].layout.device if engine.buckets else None
-        self.beside: Beside | None = None
-        if device is not None and device.type == "cuda":
-            self.beside = Beside(device)
+        self.beside = Beside(device) if device.type == "cuda" else None
+
+    def follow_groups(self) -> None:
+        """Learn which parameters the groups have, in which buckets."""
+        engine = self._owner
+        self._numbers = {id(bucket): number for number, bucket in enumerate(engine.buckets)}
+        self._parts: list[OwnedPart] = [engine.owned.part(b.slots) for b in engine.buckets]
+        self._slot_of = {id(slot.param): slot for slot in engine.slots}
+
+    def refuse_regrouping(self) -> None:
+        """Raise RuntimeError for groups that have other parameters than when backward used them."""
+        if self._rules is not None:
+            raise RuntimeError(
+                "the parameter groups were changed between backward and optimizer.step(): with "
+                'update="backward" backward has updated the parameters already, as they were. '
+                "Change them before backward"
+            )
 
     @property
     def _owner(self) -> Engine:
@@ -67,7 +78,7 @@ class BackwardUpdates:
 
         Raises:
             RuntimeError: the pass before has updated the parameters, and no step followed; a
-                parameter was moved, or unfrozen.
+                parameter was moved.
         """
         if self._rules is not None:
             raise RuntimeError(
@@ -76,7 +87,7 @@ class BackwardUpdates:
                 "the last inside `with optimizer.no_sync():`"
             )
         engine = self._owner
-        engine.refuse_new_parameters()
+        engine.follow_groups()
         engine.follow_moves()
         if self.beside is not None:  # it may read and write what backward writes from now on
             self.beside.end()
@@ -143,6 +154,8 @@ class BackwardUpdates:
         engine = self._owner
         engine.gradients.settle()
         engine.follow_moves()  # that saw memory which backward has let go of since
+        known = len(engine.buckets)
+        engine.follow_groups()
         rules, self._rules = self._rules, None
         if engine.waits is not None:
             engine.waits.learn()
@@ -161,6 +174,14 @@ class BackwardUpdates:
                     'backward and optimizer.step(): with update="backward" backward has updated '
                     "the parameters already, with the number of before. Change it before backward"
                 )
+        for number in range(known, len(engine.buckets)):  # of parameters unfrozen before backward
+            slots = engine.buckets[number].slots
+            set_grads(slots, [slot.is_present for slot in slots])
+            self._parts[number].step(rules)
+            increment_version([slot.param for slot in slots if slot.is_present])
+            engine.start_gather(number)
+        if engine.waits is None:
+            engine.wait(None)
         return StepAnswer(False, None)
 
     def refuse_change(self, name: str) -> None:

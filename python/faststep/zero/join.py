@@ -93,6 +93,11 @@ class JoinableSteps(Joinable):
             if (optimizer := mine()) is not None:
                 optimizer._say_in_join(model, wants_sync)
 
+        def groups() -> list[dict[str, Any]]:
+            optimizer: Any = mine()
+            return [] if optimizer is None else optimizer.param_groups
+
+        engine.script_groups = groups
         engine.gradients.on_begin = note
         engine.before_exchange = refuse
         if engine.wrapper is not None:

@@ -84,13 +84,15 @@ def make_buckets(
     bucket_bytes: float,
     last_bytes: float | None = None,
     evenly: bool = False,
+    before: Sequence[Bucket] = (),
 ) -> list[Bucket]:
     """Lay parameters out, in the order given, in buckets of about `bucket_bytes`.
 
     A bucket is complete with the parameter that fills it. Buckets come in the order in which they
     are complete. With `last_bytes` the last bucket of each dtype is of about this size, and each
     one before it of twice the size of the next, up to `bucket_bytes`; up to four parameters of
-    one module stay together. With `evenly` all slices of a bucket have one size.
+    one module stay together. With `evenly` all slices of a bucket have one size. What ranks have of
+    buckets `before` counts when the others are cut.
     """
     if last_bytes is None:
         complete = _filled(params, bucket_bytes)
@@ -98,7 +100,10 @@ def make_buckets(
         complete = _growing(params, min(last_bytes, bucket_bytes), bucket_bytes)
     if evenly:
         return [_placed_evenly(params, members, world) for members in complete]
-    loads = [0] * world
+    loads = [
+        sum((one.cuts[rank + 1] - one.cuts[rank]) * one.dtype.itemsize for one in before)
+        for rank in range(world)
+    ]
     return [_placed(params, members, loads) for members in complete]
 
 

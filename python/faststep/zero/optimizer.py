@@ -17,7 +17,7 @@ from ..clip import clip_grad_norm_
 from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
-from ..optim.checks import check_limit
+from ..optim.checks import check_limit, refuse_group_options
 from ..optim.masters import complete_states
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
 from ..optim.step import loss_of
@@ -133,8 +133,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
             closure (Callable, optional): reevaluates the model and returns the loss.
 
         Raises:
-            RuntimeError: a rank does not answer; a gradient was set by hand; a parameter that was
-                frozen when the model was sharded has a gradient.
+            RuntimeError: a rank does not answer; a gradient was set by hand.
         """
         loss = None if closure is None else loss_of(closure)
         self._step_uncompiled()
@@ -143,6 +142,8 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
     @disable_dynamo
     def _step_uncompiled(self) -> None:
         self._note_step()
+        if self._engine is None:
+            self._owned.param_groups = self.param_groups  # the script may have set others
         if self._before_step is not None:
             self._before_step()
         if self._engine is None:
@@ -151,8 +152,6 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
             self._step_alone()
             return
         with torch.no_grad():
-            if not self._updates_in_backward:
-                self._engine.refuse_new_parameters()
             request = self._request()
             if request.grad_scale is not None or request.looks_for_inf:
                 self._refuse_in_join("a step with a scaler")
@@ -188,9 +187,12 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero. As torch's."""
-        if self._engine is not None:
-            self._engine.gradients.drop(set_to_none)
+        if self._engine is None:
+            super().zero_grad(set_to_none)
+            return
+        self._engine.gradients.begin_drop()
         super().zero_grad(set_to_none)
+        self._engine.gradients.drop(set_to_none)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -286,6 +288,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         on every rank instead, without gathering. It saves and loads that at any number of ranks.
         """
         if self._engine is not None:
+            self._engine.follow_groups()
             self._engine.owned.take_options()
         complete_states(self._owned)
         if self._engine is None:
@@ -318,6 +321,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
             self._owned.state = self.state
         else:
             self.wait()
+            self._engine.follow_groups()
             self._engine.follow_moves()
             self.state = defaultdict(dict)
             try:
@@ -346,11 +350,31 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raises RuntimeError: slices are laid out by `shard`."""
-        raise RuntimeError(
-            "faststep.zero: a parameter group cannot be added to a sharded optimizer; add it to "
-            "the optimizer before shard()"
-        )
+        """Add a group, as torch's; its parameters get buckets of their own.
+
+        A collective: every rank must call it. The new parameters get the values of rank 0.
+
+        Raises:
+            TypeError, ValueError: torch's errors; a parameter that is not the model's, or cannot be
+                sharded.
+            RuntimeError: ranks differ in the parameters; a backward pass runs, or has failed; the
+                optimizer is of stage 3.
+        """
+        if self._engine is None and self._group is not None:
+            raise RuntimeError(
+                "faststep.zero: a parameter group cannot be added at stage 3: add it to the "
+                "optimizer before shard()"
+            )
+        if isinstance(param_group, dict):
+            refuse_group_options(param_group)
+        super().add_param_group(param_group)
+        if self._engine is None:
+            return
+        try:
+            self._engine.follow_groups()
+        except BaseException:
+            del self.param_groups[-1]
+            raise
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(

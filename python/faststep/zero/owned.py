@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from .. import _C, optim
 from .._devices import Scalars, devices_of
 from .._torch.optim import method_of_script
+from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for
 from ..optim.request import Rule, StepRequest
@@ -97,35 +98,35 @@ class Owned:
 
     Args:
         kind: the optimizer's class.
-        groups: the script's parameter groups.
-        slots: per group, those of its parameters that are sharded.
         keeps_masters: low-precision pieces have fp32 masters.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        groups: list[dict[str, Any]],
-        slots: list[list[Slot]],
-        keeps_masters: bool = False,
-    ) -> None:
-        self._groups = groups
-        made = []
-        for group, members in zip(groups, slots, strict=True):
-            pieces = [piece for slot in members for piece, _ in slot.pieces]
-            made.append({**_options(group), "params": pieces})
-        self.optimizer = kind(made)
+    def __init__(self, kind: Kind, keeps_masters: bool = False) -> None:
+        self.optimizer = kind([{"params": []}])
         self.optimizer._keeps_masters = keeps_masters
-        for group, members in zip(self.optimizer.param_groups, slots, strict=True):
-            group["param_names"] = [slot.name for slot in members for _ in slot.pieces]
-        self._names = [group["param_names"] for group in self.optimizer.param_groups]
+        self.optimizer.state = OwnedStates(self._keys_of)
         self._stepper = self.optimizer._stepper = _AgreedStepper()
-        self._stepper.devices = devices_of(p for group in made for p in group["params"])
         self._parts: list[OwnedPart] = []
+        self.follow([], [])
+
+    def follow(self, groups: list[dict[str, Any]], slots: list[list[Slot]]) -> None:
+        """Let the script's groups have other parameters; `slots` are those that are sharded."""
+        self.groups = groups
+        self.optimizer.param_groups = [
+            {
+                **_options(group),
+                "params": [piece for slot in members for piece, _ in slot.pieces],
+                "param_names": [slot.name for slot in members for _ in slot.pieces],
+            }
+            for group, members in zip(groups, slots, strict=True)
+        ]
+        self._names = [group["param_names"] for group in self.optimizer.param_groups]
         self._group_of = {
             id(slot.param): number for number, members in enumerate(slots) for slot in members
         }
-        self.optimizer.state = OwnedStates(self._keys_of)
+        self._parts.clear()
+        self._stepper.devices = devices_of(params_of(self.optimizer))
+        self.forget()
 
     def _keys_of(self, param: Tensor) -> tuple[str, ...] | None:
         """The names of the states of a parameter that is sharded; None for another tensor."""
@@ -159,7 +160,7 @@ class Owned:
         """The rules of all groups, by what the script's groups say now."""
         optimizer = self.optimizer
         for group, script, names in zip(
-            optimizer.param_groups, self._groups, self._names, strict=True
+            optimizer.param_groups, self.groups, self._names, strict=True
         ):
             group.update(_options(script))
             group["param_names"] = names

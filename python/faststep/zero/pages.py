@@ -53,6 +53,12 @@ class Shelf:
         self._nbytes = nbytes
         self._free: list[Tensor] = []
 
+    def grow(self, nbytes: int) -> None:
+        """Let blocks be of at least so many bytes."""
+        if nbytes > self._nbytes:
+            self._nbytes = nbytes
+            self._free.clear()
+
     def take(self, device: torch.device) -> Tensor:
         """A block as bytes with any values."""
         for index, block in enumerate(self._free):

@@ -44,6 +44,7 @@ class Reducer:
         self._group = group
         self._shelf = shelf
         self._uses = uses
+        self.took_all = True  # gradients of the pass, on all ranks
         self._next = 0  # what is sent next: a bucket, the counts after the last, or nothing
         self._has_failed = False  # the pass, on this rank
         self._under_way: deque[GradientBucket] = deque()
@@ -75,23 +76,26 @@ class Reducer:
         while self._under_way and self._under_way[0].is_there():
             self._receive_next()
 
-    def complete(self, has_failed: bool = False, waits: bool = False) -> list[int]:
+    def complete(
+        self, has_failed: bool = False, waits: bool = False, says: bool = False
+    ) -> list[int]:
         """Send and receive what is left; returns in how many ranks each parameter was used.
 
         Args:
             has_failed: what arrives is dropped, and the other ranks hear of that.
             waits: this rank must know of failures at once, on a CUDA device too.
+            says: this rank has gradients of parameters without a slot.
 
         Raises:
             RuntimeError: the pass has failed on another rank.
         """
-        self._has_failed = has_failed
+        self._has_failed, self.took_all = has_failed, False
         while self._next < len(self._buckets):
             self._send_next()
         counting = None
         if self.updates is None and self._next == len(self._buckets):
             what = "counting the parameters that were used"
-            counting = self._uses(self._slots, self._group, what, has_failed, waits)
+            counting = self._uses(self._slots, self._group, what, has_failed, waits, says)
             self._next += 1
         if self._group.replicas is not None:
             for bucket in self._under_way:
@@ -111,6 +115,7 @@ class Reducer:
         counting.wait()
         if not has_failed:
             counting.refuse_failed()
+        self.took_all = not counting.says_one()
         return counting.counts()
 
     def drop(self) -> None:

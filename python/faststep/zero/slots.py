@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from .placeholder import Placeholder
 
-__all__ = ["Slot"]
+__all__ = ["Slot", "in_order_of_memory"]
 
 
 class Slot:
@@ -63,6 +64,13 @@ class Slot:
         """Whether the next step updates it."""
         return self.held and self.param.grad is self.stand_in
 
+    def take_over(self, grad: Tensor) -> None:
+        """Let the slices have a gradient that is the same on all ranks."""
+        values = in_order_of_memory(grad, self.param.detach())
+        for (piece, mine), begin in zip(self.pieces, self.begins, strict=True):
+            mine.copy_(values[begin : begin + piece.numel()])
+        self.held, self.param.grad = True, self.stand_in
+
     def forget(self) -> None:
         """Drop its gradient, on this rank."""
         self.held = False
@@ -72,3 +80,12 @@ class Slot:
         """Set its gradient to zero, on this rank."""
         for _, grad in self.pieces:
             grad.zero_()
+
+
+def in_order_of_memory(value: Tensor, param: Tensor) -> Tensor:
+    """The elements of a tensor of the parameter's shape, in the order of the parameter's memory."""
+    if value.stride() == param.stride():
+        return value.as_strided((value.numel(),), (1,))
+    dense = torch.empty_like(param, dtype=value.dtype)
+    dense.copy_(value)
+    return dense.as_strided((dense.numel(),), (1,))

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from ..optim.masters import fitting
-from .engine import Engine
+from .owned import Owned
 from .sliced import SlicedState
-from .slots import Slot
+from .slots import Slot, in_order_of_memory
 
-__all__ = ["cut_states", "in_order_of_memory", "problem_of", "whole_states"]
+if TYPE_CHECKING:
+    from .engine import Engine
+
+__all__ = ["cut_state", "cut_states", "in_order_of_memory", "problem_of", "whole_states"]
 
 
 def whole_states(
@@ -51,19 +53,8 @@ def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
 def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     """Give this rank's optimizer its part of the states of whole parameters."""
     cut: dict[Tensor, dict[str, Any]] = {}
-    keeps_masters = engine.owned.optimizer._keeps_masters
-    numbers = ("step", *engine.owned.optimizer._numbers)
     for slot in engine.slots:
-        whole = fitting(states.get(slot.param, {}), slot.param, keeps_masters)
-        if not whole:
-            continue
-        for number, ((piece, _), begin) in enumerate(zip(slot.pieces, slot.begins, strict=True)):
-            cut[piece] = {
-                key: value.parts[number][1]
-                if isinstance(value, SlicedState)
-                else _part(value, slot, begin, piece.numel(), key in numbers)
-                for key, value in whole.items()
-            }
+        cut.update(cut_state(engine.owned, slot, states.get(slot.param, {})))
     mine = engine.owned.optimizer.state
     mine.clear()
     mine.update(cut)
@@ -74,6 +65,23 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     engine.owned.forget()
 
 
+def cut_state(owned: Owned, slot: Slot, state: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
+    """This rank's part of the state of a whole parameter, by pieces."""
+    numbers = ("step", *owned.optimizer._numbers)
+    whole = fitting(state, slot.param, owned.optimizer._keeps_masters)
+    if not whole:
+        return {}
+    return {
+        piece: {
+            key: value.parts[number][1]
+            if isinstance(value, SlicedState)
+            else _part(value, slot, begin, piece.numel(), key in numbers)
+            for key, value in whole.items()
+        }
+        for number, ((piece, _), begin) in enumerate(zip(slot.pieces, slot.begins, strict=True))
+    }
+
+
 def _part(value: Any, slot: Slot, begin: int, count: int, is_number: bool) -> Any:
     """A piece of a state that has the parameter's shape, a copy of another one."""
     if not isinstance(value, Tensor):
@@ -82,12 +90,3 @@ def _part(value: Any, slot: Slot, begin: int, count: int, is_number: bool) -> An
         return value.clone()
     param = slot.param.detach().as_strided(slot.shape, slot.strides)
     return in_order_of_memory(value, param)[begin : begin + count].clone()
-
-
-def in_order_of_memory(value: Tensor, param: Tensor) -> Tensor:
-    """The elements of a tensor of the parameter's shape, in the order of the parameter's memory."""
-    if value.stride() == param.stride():
-        return value.as_strided((value.numel(),), (1,))
-    dense = torch.empty_like(param, dtype=value.dtype)
-    dense.copy_(value)
-    return dense.as_strided((dense.numel(),), (1,))

@@ -32,6 +32,9 @@ class Steps(ABC):
         self._owned = owned
         self._group = group
 
+    def end(self) -> None:  # noqa: B027
+        """Before another object takes its place: raise what is known of the step before."""
+
     @abstractmethod
     def update(self, request: StepRequest) -> tuple[StepAnswer, bool]:
         """Update this rank's slices; returns whether they may have changed too. A collective."""

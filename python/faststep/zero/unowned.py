@@ -1,14 +1,14 @@
-"""Trained parameters of a model that no sharded optimizer has.
+"""Parameters of a model that no sharded optimizer has, or that are frozen.
 
-As with DistributedDataParallel, backward leaves the mean over all ranks in their `.grad`, for
-whatever optimizer the script has for them.
+As with DistributedDataParallel, backward leaves the mean over all ranks in the `.grad` of those
+that are trained, for whatever optimizer the script has for them.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -49,21 +49,39 @@ class Unowned:
         gone = {id(param) for param in params}
         self._numbers.keep_only([param for param, _ in self._numbers if id(param) not in gone])
 
-    def reduce(self) -> None:
-        """Put the means of all ranks into `.grad`; a collective."""
-        named = list(self._numbers)
-        used = torch.tensor([number in self._touched for _, number in named], dtype=torch.int32)
-        self._touched.clear()
+    def are_trained(self) -> bool:
+        """Whether one of them is not frozen now."""
+        return any(param.requires_grad for param, _ in self._numbers)
+
+    def has_touched(self) -> bool:
+        """Whether this rank has gradients that were not reduced."""
+        return bool(self._touched)
+
+    def reduce(self, params: Sequence[Tensor] | None = None) -> None:
+        """Put the means of all ranks into `.grad`; a collective.
+
+        Args:
+            params: of these only. Those that have no hook here have a gradient of this rank.
+        """
+        if params is None:
+            params = [param for param, _ in self._numbers]
+        numbers = self._numbers.of_each(params)
+        mine = [
+            param.grad is not None and (number is None or number in self._touched)
+            for param, number in zip(params, numbers, strict=True)
+        ]
+        self._touched.difference_update(number for number in numbers if number is not None)
+        used = torch.tensor(mine, dtype=torch.int32)
         self._group.add_up(used, "counting the parameters without a sharded optimizer")
         alike: dict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for (param, _), count in zip(named, used.tolist(), strict=True):
+        for param, count in zip(params, used.tolist(), strict=True):
             if count:
                 alike[param.dtype].append(param)
-        for params in alike.values():
-            for param in params:
+        for some in alike.values():
+            for param in some:
                 if param.grad is None:
                     param.grad = torch.zeros_like(param)
-            grads = [param.grad for param in params if param.grad is not None]
+            grads = [param.grad for param in some if param.grad is not None]
             flat = torch.cat([grad.reshape(-1) for grad in grads]).div_(self._group.total)
             self._group.add_up(flat, "reducing the gradients without a sharded optimizer")
             parts = torch.split(flat, [grad.numel() for grad in grads])

@@ -21,6 +21,7 @@ class Uses:
         what: names the collective in errors.
         has_failed: whether the pass has failed on this rank.
         waits: whether this rank must know at once, on a CUDA device too.
+        says: whether this rank has gradients of parameters without a slot.
     """
 
     def __init__(
@@ -30,19 +31,20 @@ class Uses:
         what: str,
         has_failed: bool = False,
         waits: bool = False,
+        says: bool = False,
     ) -> None:
         self._group = group
         self._what = what
         self._mine = [slot.arrived for slot in slots]
-        self._has_failed = has_failed
+        self._word = has_failed + 2 * says  # each rank has a place for its own
         self._waits = waits or has_failed or not all(self._mine)
         self._flags = self._new_flags(slots)
         self._pending: Pending | None = group.start_adding(self._flags, what)
 
     def _new_flags(self, slots: Sequence[Slot]) -> torch.Tensor:
-        failed = [False] * self._group.total
-        failed[self._group.place] = self._has_failed
-        return torch.tensor([*self._mine, *failed], dtype=torch.int32)
+        words = [0] * self._group.total
+        words[self._group.place] = self._word
+        return torch.tensor([*self._mine, *words], dtype=torch.int32)
 
     def is_done(self) -> bool:
         """Whether `wait` would not wait."""
@@ -69,7 +71,11 @@ class Uses:
     def failed(self) -> list[int]:
         """The ranks on which the pass has failed, after `wait`."""
         said = self._flags[len(self._mine) :].tolist()
-        return [rank for rank, count in enumerate(said) if count]
+        return [rank for rank, word in enumerate(said) if word & 1]
+
+    def says_one(self) -> bool:
+        """Whether a rank has gradients of parameters without a slot, after `wait`."""
+        return any(word & 2 for word in self._flags[len(self._mine) :].tolist())
 
     def refuse_failed(self) -> None:
         """Raise RuntimeError if the pass has failed on a rank."""
@@ -93,7 +99,7 @@ class CudaUses(Uses):
     _seen: tuple[torch.Tensor, torch.cuda.Event] | None = None
 
     def _new_flags(self, slots: Sequence[Slot]) -> torch.Tensor:
-        device, count = slots[0].param.device, len(self._mine)
+        device, count = self._group.device, len(self._mine)
         if self._waits:
             return super()._new_flags(slots).to(device)
         flags = torch.zeros(count + self._group.total, dtype=torch.int32, device=device)
@@ -103,6 +109,10 @@ class CudaUses(Uses):
     def counts(self) -> list[int]:
         """In how many ranks each was used, after `wait`; at least 1 for what this rank used."""
         return super().counts() if self._waits else [1] * len(self._mine)
+
+    def says_one(self) -> bool:
+        """The same, as far as this rank waits."""
+        return self._waits and super().says_one()
 
     def refuse_failed(self) -> None:
         """Raise RuntimeError if the pass has failed on a rank; later if this one does not wait."""

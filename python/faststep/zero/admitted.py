@@ -1,0 +1,118 @@
+"""Which parameters can be sharded, and how ranks describe them to each other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from .._devices import has_kernels_for
+from .flat_params import refuse_overlaps
+from .gradients import sharded_params
+
+__all__ = ["admit", "device_of", "line_of", "named_in", "refuse_taken", "taken_of"]
+
+_PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def line_of(name: str, param: Tensor, place: str, taken: set[int]) -> str:
+    """What all ranks must say alike of a parameter, which is at that place in the groups."""
+    frozen = "" if param.requires_grad else ", frozen"
+    frozen += ", sharded" if id(param) in taken else ""
+    frozen += "" if param.is_cpu else f", on {param.device.type}"
+    strides = "" if param.is_contiguous() else f" with strides {param.stride()}"
+    return f"{name!r} {tuple(param.shape)}{strides} {param.dtype} ({place}{frozen})"
+
+
+def named_in(model: nn.Module, params: Iterable[Tensor]) -> list[tuple[str, Tensor]]:
+    """Parameters of an optimizer with their names, last ones first, as backward reaches them.
+
+    Raises:
+        ValueError: the model lacks one.
+    """
+    wanted = {id(param): param for param in params}
+    named: list[tuple[str, Tensor]] = [
+        (name, param) for name, param in model.named_parameters() if id(param) in wanted
+    ]
+    strange = wanted.keys() - {id(param) for _, param in named}
+    if strange:
+        shapes = [tuple(wanted[key].shape) for key in strange]
+        raise ValueError(
+            f"shard(): {len(strange)} parameters of the optimizer are not in the model, the first "
+            f"of shape {shapes[0]}: pass the module that has all of them"
+        )
+    return named[::-1]
+
+
+def taken_of(params: Iterable[Tensor]) -> set[int]:
+    """Those that are sharded already, by `id`."""
+    wanted = set(map(id, params))
+    if wanted & sharded_params():
+        gc.collect()  # what sharded them may be gone
+    return wanted & sharded_params()
+
+
+def refuse_taken(named: Iterable[tuple[str, Tensor]], taken: set[int]) -> None:
+    """Raise TypeError for a parameter that is sharded already."""
+    for name, param in named:
+        if id(param) in taken:
+            raise TypeError(
+                f"shard(): parameter {name!r} is sharded already, for another optimizer: several "
+                "may be sharded, each with parameters of its own; nothing was changed"
+            )
+
+
+def admit(named: Sequence[tuple[str, Tensor]], before: Sequence[tuple[str, Tensor]]) -> None:
+    """Raise TypeError for parameters that cannot be sharded beside those from before."""
+    for name, param in named:
+        _check(name, param)
+    refuse_overlaps([*before, *named], "shard()", "changed")
+
+
+def _check(name: str, param: Tensor) -> None:
+    """Raise TypeError for a parameter whose memory cannot be part of a flat tensor."""
+    if type(param) not in _PLAIN:
+        problem = f"is a {type(param).__name__}"
+    elif not param.is_cpu and not param.is_cuda:
+        problem = f"is on {param.device}, and only CPU memory and CUDA devices are supported"
+    elif param.dtype not in _DTYPES:
+        problem = f"is {param.dtype}"
+    elif param.layout != torch.strided or torch.empty_like(param, device="meta").stride() != (
+        param.stride()
+    ):
+        problem = "is not dense in memory"
+    else:
+        return
+    raise TypeError(f"shard(): parameter {name!r} {problem}; nothing was changed")
+
+
+def device_of(named: Sequence[tuple[str, Tensor]]) -> torch.device:
+    """Where all parameters are.
+
+    Raises:
+        TypeError: they are at several places, or on a device that cannot be used here.
+    """
+    if not named:
+        return torch.device("cpu")
+    first, some = named[0]
+    for name, param in named:
+        if param.device != some.device:
+            raise TypeError(
+                f"shard(): parameter {first!r} is on {some.device}, and {name!r} on "
+                f"{param.device}: all must be in one memory; nothing was changed"
+            )
+    if some.is_cuda and some.device.index != torch.cuda.current_device():
+        raise TypeError(
+            f"shard(): parameter {first!r} is on {some.device}, and the current device is "
+            f"cuda:{torch.cuda.current_device()}: call torch.cuda.set_device(local_rank) first; "
+            "nothing was changed"
+        )
+    if some.is_cuda and not has_kernels_for(some):
+        raise TypeError(
+            f"shard(): parameter {first!r} is on {some.device}, which faststep cannot "
+            "use: `python -m faststep info` says why; nothing was changed"
+        )
+    return some.device
