@@ -31,6 +31,7 @@ def shard(
     master_weights: bool | Literal["fp32"] | None = None,
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
+    timeout: float = 60,
 ) -> ShardedOptimizer:
     """Spread optimizer states, updates, gradients (stage 2) and parameters (stage 3) over ranks.
 
@@ -82,6 +83,10 @@ def shard(
             of the optimizer, if it has one.
         blocks: modules that stage 3 shards one by one, before the rest of the model. Default: None,
             the children of the longest ModuleList.
+        timeout: seconds within which all ranks must come to `shard`, `state_dict` and
+            `load_state_dict`. After it those that have come raise an error that names the others,
+            before anything is sent, and can go on. Messages of backward and `step` have the timeout
+            of the process group. Default: 60.
 
     Returns:
         An optimizer over the same `param_groups`: the same list and dicts.
@@ -93,7 +98,8 @@ def shard(
             with NCCL.
         ValueError: an argument out of range, or a parameter that is not the model's.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
-            For stage 3 also: a parameter that has a gradient or hooks.
+            A rank did not call it within `timeout`. For stage 3 also: a parameter that has a
+            gradient or hooks.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models", arXiv:1910.02054.
@@ -119,6 +125,8 @@ def shard(
         raise ValueError(f'gather must be "step" or "forward", not {gather!r}')
     if update not in ("step", "backward"):
         raise ValueError(f'update must be "step" or "backward", not {update!r}')
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive, not {timeout}")
     check_limit("max_grad_norm", max_grad_norm)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -130,4 +138,4 @@ def shard(
     asked = Options(
         stage, bucket_mb * 2**20, max_grad_norm, update, gather, keeps_masters(master_weights)
     )
-    return build(model, optimizer, asked, process_group, replicate_group, blocks)
+    return build(model, optimizer, asked, process_group, replicate_group, blocks, timeout)

@@ -58,6 +58,7 @@ def build(
     process_group: Any,
     replicate_group: Any,
     blocks: Sequence[nn.Module] | None,
+    timeout: float,
 ) -> ShardedOptimizer:
     """Shard a model; see :func:`faststep.zero.shard`."""
     kind = fused_class_of(optimizer)
@@ -75,7 +76,7 @@ def build(
         model = wrapper.module
         process_group = wrapper.process_group if process_group is None else process_group
     named = _named(model, optimizer)
-    group = group_of(process_group, replicate_group)
+    group = group_of(process_group, replicate_group, timeout)
     if group is None:
         fused = _fused(kind, optimizer, asked.master_weights)
         return ShardedOptimizer(optimizer, fused, None, max_grad_norm, None, in_backward)
@@ -128,6 +129,7 @@ def _fully(
 def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: str) -> None:
     """Raise on every rank if the ranks differ, or a parameter is sharded on one of them."""
     taken = _taken(optimizer)
+    group.meet("shard()")
     group.check_alike([asked, *_described(model, optimizer, taken)])
     for key, value in model.named_parameters():
         if id(value) in taken:
