@@ -82,7 +82,9 @@ def shard(
         max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
             of the optimizer, if it has one.
         blocks: modules that stage 3 shards one by one, before the rest of the model. Default: None,
-            the children of the longest ModuleList.
+            the outermost modules of classes of which there are several, in whatever container.
+            Those that hold over a third of the model, as stages or stacks do, are taken apart. The
+            result has their names as `blocks`.
         timeout: seconds within which all ranks must come to `shard`, `state_dict` and
             `load_state_dict`. After it those that have come raise an error that names the others,
             before anything is sent, and can go on. Messages of backward and `step` have the timeout

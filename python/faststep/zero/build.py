@@ -17,8 +17,9 @@ from .._devices import has_kernels_for
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import has_master
+from .blocks import announce, blocks_of
 from .engine import Engine
-from .fully_sharded import AlikeGradients, blocks_of, check_fully, shard_fully
+from .fully_sharded import AlikeGradients, check_fully, follow_successors, shard_fully
 from .gradients import sharded_params
 from .group import Group, group_of
 from .in_backward import REFUSED_CLIPPING
@@ -75,6 +76,8 @@ def build(
     if wrapper is not None:
         model = wrapper.module
         process_group = wrapper.process_group if process_group is None else process_group
+    if stage == 3:
+        follow_successors(optimizer)
     named = _named(model, optimizer)
     group = group_of(process_group, replicate_group, timeout)
     if group is None:
@@ -118,12 +121,16 @@ def _fully(
     names: dict[int, str],
 ) -> ShardedOptimizer:
     """Stage 3."""
+    is_default = blocks is None
     blocks = blocks_of(model) if blocks is None else blocks
     check_fully(model, optimizer, blocks)
+    sharded = announce(model, blocks, is_default and not group.rank)
     alike = AlikeGradients(group, fused, [names[id(param)] for param in params_of(fused)])
     shard_fully(model, fused, group, blocks)
     optimizer.state.clear()
-    return ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=alike.check)
+    made = ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=alike.check)
+    made.blocks = sharded
+    return made
 
 
 def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: str) -> None:
