@@ -66,8 +66,9 @@ def shard(
             into slices inside, and the slices are added up across; stages 1 and 2. Default: None.
         bucket_mb: MiB from which a bucket of gradients is complete; stages 1 and 2. Default: 25.
         gather: "step" returns from `step` when all parameters are there. "forward" returns at
-            once, and the next forward waits for each module's parameters when it comes to them; see
-            docs/sharding.md for what must not read parameters before; stages 1 and 2. Default:
+            once, and the next forward waits for each module's parameters when it comes to them, as
+            does whoever reads them through the module. Those kept elsewhere are read after
+            `wait()`; see docs/sharding.md; stages 1 and 2. Default:
             "step".
         update: "step" updates the parameters in `step`. "backward" updates and gathers each bucket
             as soon as its gradients are reduced, while backward goes on, and `step` only ends the

@@ -186,6 +186,8 @@ class Engine:
     def start_gather(self, number: int) -> None:
         """Send this rank's slice of a bucket of parameters, and let those of the others come in."""
         self._under_way[number] = self.buckets[number].gather(self._memory[number], number)
+        if self.waits is not None:
+            self.waits.cover(number)
 
     def wait(self, buckets: Iterable[int] | None) -> None:
         """Return when these buckets of parameters are there; all of them for None."""
@@ -194,6 +196,8 @@ class Engine:
         for number in list(self._under_way) if buckets is None else buckets:
             if (pending := self._under_way.pop(number, None)) is not None:
                 pending.wait()
+        if self.waits is not None and not self._under_way:
+            self.waits.uncover()
 
     def wait_in_forward(self, model: nn.Module) -> None:
         """Let modules wait for what they use, in place of the step."""

@@ -271,8 +271,8 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
     def wait(self) -> None:
         """Return when all parameters have the values of the last step.
 
-        With gather="forward", call it before you read parameters in another way than by calling
-        the model or its state_dict().
+        With gather="forward", call it before you read parameters that you took from their modules
+        before the step.
         """
         if self._engine is not None:
             self._engine.wait(None)
