@@ -197,9 +197,9 @@ class Nccl:
             self.late.machine.library.fake_cuda_free(ctypes.c_void_p(self._staged.pop()))
 
 
-def _group_even_of_one(process_group: Any, replicate_group: Any = None) -> Any:
-    made = zero.group.group_of(process_group, replicate_group)
-    return zero.group.Group(dist.group.WORLD) if made is None else made
+def _group_even_of_one(process_group: Any, replicate_group: Any, timeout: float) -> Any:
+    made = zero.group.group_of(process_group, replicate_group, timeout)
+    return zero.group.Group(dist.group.WORLD, timeout) if made is None else made
 
 
 def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -107,4 +109,109 @@ def test_each_module_waits_for_what_it_uses(ranks: Ranks) -> None:
         assert waited["blocks.1.0.weight"] > log.index("blocks.0.2")
 
 
-ZERO_JOBS = [Job("waited", 2, _waited)]
+def _read(model: nn.Module, how: str) -> Any:
+    """Values of parameters, read in one of the ways of torch."""
+    module: Any = model
+    if how == "named_parameters":
+        found = [p.detach().clone() for _, p in model.named_parameters()]
+    elif how == "attribute":
+        found = [module.blocks[2][0].weight.detach().clone(), module.attention.in_proj_weight * 1]
+    elif how == "deepcopy":
+        found = list(copy.deepcopy(model).parameters())
+    elif how == "pickle":
+        found = list(pickle.loads(pickle.dumps(module.never._parameters)).values())
+    elif how == "dict":
+        found = [
+            p * 1
+            for one in model.modules()
+            for p in dict(one._parameters).values()
+            if p is not None
+        ]
+    elif how == "get_parameter":
+        found = [model.get_parameter("blocks.1.2.bias") * 1]
+    elif how == "average":
+        average = torch.optim.swa_utils.AveragedModel(model)
+        average.update_parameters(model)
+        found = list(average.parameters())
+    else:
+        tokens = torch.arange(8)[None]
+        found = [torch.func.functional_call(model, {"never.bias": torch.ones(2)}, tokens)]
+    return [one.detach() for one in found]
+
+
+READS = (
+    "named_parameters", "attribute", "deepcopy", "pickle", "dict", "get_parameter", "average",
+    "functional_call",
+)  # fmt: skip
+
+
+def _reads(rank: int, world: int) -> dict[str, Any]:
+    """Right after a step whose messages come late, beside gather="step"."""
+    said = {}
+    plain = {name: getattr(dist, name) for name in ("isend", "irecv")}
+    for how in READS:
+        values = []
+        for gather in ("step", "forward"):
+            model, _, optimizer = _train(rank, gather, None)
+            optimizer.wait()
+            model(torch.arange(8)[None]).square().sum().backward()
+            dist.isend, dist.irecv = plain["isend"], _late(plain["irecv"])
+            optimizer.step()
+            under_way = len(optimizer._engine._under_way)
+            values.append(_read(model, how))
+            dist.irecv = plain["irecv"]
+            assert (under_way > 3) == (gather == "forward")
+            optimizer.wait()
+            dicts = [type(vars(one)["_parameters"]) for one in model.modules()]
+            assert dicts == [dict] * len(dicts)
+        said[how] = differences(values[0], values[1])
+    return said
+
+
+def _late(receive: Any) -> Any:
+    """Puts what arrives where it belongs only when it is waited for."""
+
+    def irecv(tensor: Tensor, *args: Any) -> Any:
+        apart = torch.empty_like(tensor)
+        work = receive(apart, *args)
+        return _Late(work, tensor, apart)
+
+    return irecv
+
+
+class _Late:
+    def __init__(self, work: Any, tensor: Tensor, apart: Tensor) -> None:
+        self._all = work, tensor, apart
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        work, tensor, apart = self._all
+        work.wait()
+        tensor.data.copy_(apart)
+
+
+def test_reading_through_the_modules_waits(ranks: Ranks) -> None:
+    for said in ranks("reads"):
+        assert said == {how: [] for how in READS}
+
+
+def _changed(rank: int, world: int) -> bool:
+    """What is put into a module meanwhile stays there."""
+    model, _, optimizer = _train(rank, "forward", None)
+    module: Any = model
+    new = nn.Parameter(torch.ones(2))
+    module.never.bias = new
+    module.never.register_parameter("more", nn.Parameter(torch.ones(1)))
+    del module.never.weight
+    optimizer.wait()
+    kept = dict(model.never.named_parameters())
+    return list(kept) == ["bias", "more"] and kept["bias"] is new
+
+
+def test_changes_of_a_module_meanwhile_stay(ranks: Ranks) -> None:
+    assert ranks("changed") == [True, True]
+
+
+ZERO_JOBS = [Job("waited", 2, _waited), Job("reads", 2, _reads), Job("changed", 2, _changed)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import time
 from collections.abc import Iterator
 from typing import Any, TypeVar, cast
@@ -18,6 +19,7 @@ __all__ = [
     "is_distributed",
     "is_first_in_join",
     "is_in_join",
+    "meet",
     "rank_and_world_size",
     "same_ranks",
     "world_size",
@@ -90,6 +92,45 @@ def failed_at(group: Any, what: str, patience: float) -> dict[int, str | None]:
             time.sleep(0.05)
     except (RuntimeError, ValueError):
         return {}
+
+
+def meet(group: Any, what: str, patience: float) -> list[str | None]:
+    """What each rank of a group is at, by rank, when all have called this; all hear the same.
+
+    It goes through the store of torch.distributed, so the group has no message under way if a rank
+    does not come. A rank that was late, or interrupted, meets the others at their next call.
+
+    Args:
+        what: this rank is at.
+        patience: seconds in which the others may call this too; those that do not have None.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    me, world = dist.get_rank(group), dist.get_world_size(group)
+    names = [*map(str, range(world)), "count", "said"]
+    while True:
+        number = store.add(f"faststep/meeting/{group.group_name}/{me}", 1)
+        here = f"faststep/meeting/{group.group_name}/{number}/"
+        store.set(f"{here}{me}", what)
+        until, pause = time.monotonic() + patience, 0.001
+        try:
+            if store.add(f"{here}count", 1) < world:
+                while not store.check([f"{here}said"]) and time.monotonic() < until:
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.05)
+        finally:  # the first one that knows the end decides it for all
+            found = [
+                store.get(here + name).decode() if store.check([here + name]) else None
+                for name in names[:world]
+            ]
+            said: list[str | None] = json.loads(
+                store.compare_set(f"{here}said", "", json.dumps(found))
+            )
+        if said[me] is None:
+            continue  # the others have given up before this rank came
+        if me == 0 and None not in said:  # nobody reads the one before any more
+            for name in names:
+                store.delete_key(f"faststep/meeting/{group.group_name}/{number - 1}/{name}")
+        return said
 
 
 def is_in_join(joinable: Any) -> bool:

@@ -31,6 +31,7 @@ def shard(
     master_weights: bool | Literal["fp32"] | None = None,
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
+    timeout: float = 60,
 ) -> ShardedOptimizer:
     """Spread optimizer states, updates, gradients (stage 2) and parameters (stage 3) over ranks.
 
@@ -65,8 +66,9 @@ def shard(
             into slices inside, and the slices are added up across; stages 1 and 2. Default: None.
         bucket_mb: MiB from which a bucket of gradients is complete; stages 1 and 2. Default: 25.
         gather: "step" returns from `step` when all parameters are there. "forward" returns at
-            once, and the next forward waits for each module's parameters when it comes to them; see
-            docs/sharding.md for what must not read parameters before; stages 1 and 2. Default:
+            once, and the next forward waits for each module's parameters when it comes to them, as
+            does whoever reads them through the module. Those kept elsewhere are read after
+            `wait()`; see docs/sharding.md; stages 1 and 2. Default:
             "step".
         update: "step" updates the parameters in `step`. "backward" updates and gathers each bucket
             as soon as its gradients are reduced, while backward goes on, and `step` only ends the
@@ -81,7 +83,13 @@ def shard(
         max_grad_norm: clip all gradients by their global norm inside the step. Default: None, that
             of the optimizer, if it has one.
         blocks: modules that stage 3 shards one by one, before the rest of the model. Default: None,
-            the children of the longest ModuleList.
+            the outermost modules of classes of which there are several, in whatever container.
+            Those that hold over a third of the model, as stages or stacks do, are taken apart. The
+            result has their names as `blocks`.
+        timeout: seconds within which all ranks must come to `shard`, `state_dict` and
+            `load_state_dict`. After it those that have come raise an error that names the others,
+            before anything is sent, and can go on. Messages of backward and `step` have the timeout
+            of the process group. Default: 60.
 
     Returns:
         An optimizer over the same `param_groups`: the same list and dicts.
@@ -93,7 +101,8 @@ def shard(
             with NCCL.
         ValueError: an argument out of range, or a parameter that is not the model's.
         RuntimeError: ranks differ in their parameters. All ranks name the first one that differs.
-            For stage 3 also: a parameter that has a gradient or hooks.
+            A rank did not call it within `timeout`. For stage 3 also: a parameter that has a
+            gradient or hooks.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models", arXiv:1910.02054.
@@ -119,6 +128,8 @@ def shard(
         raise ValueError(f'gather must be "step" or "forward", not {gather!r}')
     if update not in ("step", "backward"):
         raise ValueError(f'update must be "step" or "backward", not {update!r}')
+    if not timeout > 0:
+        raise ValueError(f"timeout must be positive, not {timeout}")
     check_limit("max_grad_norm", max_grad_norm)
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
@@ -130,4 +141,4 @@ def shard(
     asked = Options(
         stage, bucket_mb * 2**20, max_grad_norm, update, gather, keeps_masters(master_weights)
     )
-    return build(model, optimizer, asked, process_group, replicate_group, blocks)
+    return build(model, optimizer, asked, process_group, replicate_group, blocks, timeout)

@@ -15,8 +15,9 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import has_master
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
+from .blocks import announce, blocks_of
 from .engine import Engine
-from .fully_sharded import AlikeGradients, blocks_of, check_fully, shard_fully
+from .fully_sharded import AlikeGradients, check_fully, follow_successors, shard_fully
 from .group import Group, group_of
 from .in_backward import REFUSED_CLIPPING
 from .optimizer import ShardedOptimizer
@@ -52,6 +53,7 @@ def build(
     process_group: Any,
     replicate_group: Any,
     blocks: Sequence[nn.Module] | None,
+    timeout: float,
 ) -> ShardedOptimizer:
     """Shard a model; see :func:`faststep.zero.shard`."""
     kind = fused_class_of(optimizer)
@@ -68,8 +70,10 @@ def build(
     if wrapper is not None:
         model = wrapper.module
         process_group = wrapper.process_group if process_group is None else process_group
+    if stage == 3:
+        follow_successors(optimizer)
     named = _named(model, optimizer)
-    group = group_of(process_group, replicate_group)
+    group = group_of(process_group, replicate_group, timeout)
     if group is None:
         fused = _fused(kind, optimizer, asked.master_weights)
         return ShardedOptimizer(optimizer, fused, None, max_grad_norm, None, in_backward)
@@ -109,17 +113,22 @@ def _fully(
     names: dict[int, str],
 ) -> ShardedOptimizer:
     """Stage 3."""
+    is_default = blocks is None
     blocks = blocks_of(model) if blocks is None else blocks
     check_fully(model, optimizer, blocks)
+    sharded = announce(model, blocks, is_default and not group.rank)
     alike = AlikeGradients(group, fused, [names[id(param)] for param in params_of(fused)])
     shard_fully(model, fused, group, blocks)
     optimizer.state.clear()
-    return ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=alike.check)
+    made = ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=alike.check)
+    made.blocks = sharded
+    return made
 
 
 def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: str) -> None:
     """Raise on every rank if the ranks differ, or a parameter is sharded on one of them."""
     taken = taken_of(params_of(optimizer))
+    group.meet("shard()")
     group.check_alike([asked, *_described(model, optimizer, taken)])
     refuse_taken(model.named_parameters(), taken)
 

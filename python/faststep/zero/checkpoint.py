@@ -35,7 +35,12 @@ class _Told(NamedTuple):
 
 
 def states_for(engine: Engine, wanted: Wanted) -> States:
-    """The states by whole parameters; a collective."""
+    """The states by whole parameters; a collective.
+
+    Raises:
+        RuntimeError: a rank did not call it in time. Nothing was sent then.
+    """
+    engine.group.meet("state_dict()" if wanted == "whole" else f"state_dict() ({wanted})")
     if wanted == "slices":
         return _sliced_states(engine)
     whole = _gather_states(engine)
@@ -228,6 +233,7 @@ def load_states(engine: Engine, states: dict[Tensor, dict[str, Any]]) -> None:
     found = [(slot, states.get(slot.param, {})) for slot in engine.slots]
     problems = [text for slot, state in found if (text := problem_of(slot, state))]
     lines = [f"{slot.name!r} state of {sorted(state)}" for slot, state in found]
+    engine.group.meet("load_state_dict()")
     engine.group.check_alike([*lines, problems[0] if problems else ""], "load_state_dict()")
     if problems:
         raise RuntimeError(f"load_state_dict(): {problems[0]}; nothing was loaded")

@@ -274,6 +274,8 @@ class Engine:
     def start_gather(self, number: int) -> None:
         """Send this rank's slice of a bucket of parameters, and let those of the others come in."""
         self._under_way[number] = self.buckets[number].gather(self._params[number].flat, number)
+        if self.waits is not None:
+            self.waits.cover(number)
 
     def wait(self, buckets: Iterable[int] | None) -> None:
         """Return when these buckets of parameters are there; all of them for None."""
@@ -283,6 +285,8 @@ class Engine:
             if (pending := self._under_way.pop(number, None)) is not None:
                 pending.wait()
                 self._params[number].arrived()
+        if self.waits is not None and not self._under_way:
+            self.waits.uncover()
 
     def wait_in_forward(self, model: nn.Module) -> None:
         """Let modules wait for what they use, in place of the step."""

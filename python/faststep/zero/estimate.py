@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optim.masters import begin_state, keys_for
+from .blocks import blocks_of
 from .engine import LAST_BUCKET
-from .fully_sharded import blocks_of
 from .layout import Bucket, Flat, make_buckets
 from .owned import fused_class_of
 from .reducer import MOST_UNDER_WAY

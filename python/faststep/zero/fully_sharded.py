@@ -6,50 +6,40 @@ follow, so that hyper-parameters, schedulers and what was trained before stay.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import gc
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..grads.params import name_of
+from .blocks import has_forward, homes_of
 from .group import Group
 
-__all__ = ["AlikeGradients", "blocks_of", "check_fully", "shard_fully"]
+__all__ = ["AlikeGradients", "check_fully", "follow_successors", "shard_fully"]
 
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-
-
-def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The repeated part of a model: the children of the longest ModuleList; none without one."""
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        return []
-    longest = max(lists, key=len)
-    return list(_unpacked(longest))
-
-
-def _unpacked(modules: Iterable[nn.Module]) -> Iterator[nn.Module]:
-    """These modules, and in place of containers that have no forward what is in them."""
-    for module in modules:
-        if isinstance(module, _CONTAINERS):
-            yield from _unpacked(module.children())
-        else:
-            yield module
+# What has been sharded here, for other optimizers of the same model that are sharded later.
+_successors: Any = WeakTensorKeyDictionary()  # of each parameter that fully_shard has replaced
+_sharded: Any = WeakTensorKeyDictionary()  # the optimizer of each of these, weakly, or None
 
 
 def check_fully(model: nn.Module, optimizer: Optimizer, blocks: Sequence[nn.Module]) -> None:
     """Raise for what fully_shard would refuse when a part of the model is sharded already.
 
     Raises:
-        TypeError: a block or a parameter of the wrong kind, or a parameter that is used inside of a
-            block and outside of it.
+        TypeError: a block or a parameter of the wrong kind, a parameter of another sharded
+            optimizer, or one that is used inside of a block and outside of it.
         ValueError: a block that is not one of the model's, or is there twice.
         RuntimeError: a parameter has a gradient, or hooks that its successor would not have.
     """
     _refuse_blocks(model, blocks)
     for name, param in model.named_parameters():
         problem = ""
+        if param in _sharded:
+            continue
         if type(param) is not nn.Parameter:
             problem = f"is a {type(param).__name__}"
         elif not param.dim():
@@ -62,6 +52,15 @@ def check_fully(model: nn.Module, optimizer: Optimizer, blocks: Sequence[nn.Modu
             raise TypeError(f"shard(stage=3): parameter {name!r} {problem}; nothing was changed")
     _refuse_ties(model, blocks)
     for tensor, name in _named_params(optimizer):
+        if tensor in _sharded:
+            if _owner_of(tensor) is not None:
+                gc.collect()  # it may be gone
+            if _owner_of(tensor) is not None:
+                raise TypeError(
+                    f"shard(stage=3): {name} is sharded already, for another optimizer: several "
+                    "may be sharded, each with parameters of its own; nothing was changed"
+                )
+            continue
         if tensor.grad is not None:
             raise RuntimeError(f"{name} has a gradient: call zero_grad() before shard()")
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
@@ -76,7 +75,7 @@ def _refuse_blocks(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         error: type[Exception] = ValueError
         if not isinstance(block, nn.Module):
             error, problem = TypeError, f"must be a torch.nn.Module, not {kind}"
-        elif isinstance(block, _CONTAINERS):
+        elif not has_forward(block):
             error, problem = TypeError, f"is a {kind}, which has no forward: pass what is in it"
         elif block is model:
             problem = "is the model itself, which is sharded last anyway"
@@ -97,19 +96,38 @@ def shard_fully(
 ) -> None:
     """Shard the blocks, then the rest of the model, and let the optimizer have the new parameters.
 
-    All parameters of the optimizer are the model's, and `check_fully` has found nothing.
+    All parameters of the optimizer are the model's, and `check_fully` has found nothing. What was
+    sharded before, for another optimizer, stays as it is.
 
     All ranks get the parameters and buffers of the group's first rank, as from
     DistributedDataParallel. States are cut as their parameters are, without communication.
     """
     from torch.distributed.fsdp import fully_shard
 
-    places = _places_of(model)
-    group.broadcast([tensor.detach() for tensor in (*model.parameters(), *model.buffers())])
-    mesh = group.mesh(next(model.parameters()).device.type)
-    for module in (*sorted(blocks, key=_size), model):  # those inside of others first
-        fully_shard(module, mesh=mesh)
-    _replace(optimizer, places)
+    places = [
+        (param, module, name)
+        for module in model.modules()
+        for name, param in module.named_parameters(recurse=False)
+        if param not in _sharded
+    ]
+    if places:
+        group.broadcast([*(param.detach() for param, *_ in places), *model.buffers()])
+        mesh = group.mesh(places[0][0].device.type)
+        for module in (*sorted(blocks, key=_size), model):  # those inside of others first
+            if any(param not in _sharded for param in module.parameters()):
+                fully_shard(module, mesh=mesh)
+    for param, module, name in places:
+        _successors[param] = after = getattr(module, name)
+        _sharded[after] = None
+    follow_successors(optimizer)
+    for mine, _ in _named_params(optimizer):
+        _sharded[mine] = weakref.ref(optimizer)
+
+
+def _owner_of(param: Tensor) -> Optimizer | None:
+    """The optimizer for which a parameter was sharded, if it lives."""
+    owner = _sharded.get(param)
+    return None if owner is None else owner()
 
 
 class AlikeGradients:
@@ -151,19 +169,13 @@ def _size(module: nn.Module) -> int:
 
 def _refuse_ties(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
     """Raise for a parameter that fully_shard would replace by one DTensor in each of two places."""
-    home: dict[int, object] = {}  # the innermost block of each module
-    for block in sorted(blocks, key=_size, reverse=True):
-        home.update((id(module), block) for module in block.modules())
-    seen: dict[int, tuple[object, str]] = {}
-    for path, module in model.named_modules():
-        here = home.get(id(module))
-        for name, param in module.named_parameters(path, recurse=False):
-            other, first = seen.setdefault(id(param), (here, name))
-            if other is not here:
+    for places in homes_of(model, blocks).values():
+        for name, home in places:
+            if home != places[0][1]:
                 raise TypeError(
-                    f"shard(stage=3): {first!r} and {name!r} are one parameter, in different "
-                    "blocks, and fully_shard would make it two: leave these blocks out of blocks=; "
-                    "nothing was changed"
+                    f"shard(stage=3): {places[0][0]!r} and {name!r} are one parameter, in "
+                    "different blocks, and fully_shard would make it two: leave these blocks out "
+                    "of blocks=; nothing was changed"
                 )
 
 
@@ -173,22 +185,9 @@ def _named_params(optimizer: Optimizer) -> Iterator[tuple[Tensor, str]]:
             yield param, name_of(optimizer, number, index)
 
 
-def _places_of(model: nn.Module) -> dict[int, tuple[Tensor, nn.Module, str]]:
-    """Each parameter by its id, with a module that has it and its name there."""
-    return {
-        id(param): (param, module, name)
-        for module in model.modules()
-        for name, param in module.named_parameters(recurse=False)
-    }
-
-
-def _replace(optimizer: Optimizer, places: dict[int, tuple[Tensor, nn.Module, str]]) -> None:
-    """Put the sharded parameters into the groups, and shards of the states under them."""
+def follow_successors(optimizer: Optimizer) -> None:
+    """Put sharded parameters into the groups where they have replaced others, and cut states."""
     from torch.distributed.tensor import distribute_tensor
-
-    def successor(param: Tensor) -> Any:
-        _, module, name = places[id(param)]
-        return getattr(module, name)
 
     def cut(value: Any, before: Tensor, after: Any) -> Any:
         if not isinstance(value, Tensor) or value.shape != before.shape or value.dim() == 0:
@@ -196,8 +195,8 @@ def _replace(optimizer: Optimizer, places: dict[int, tuple[Tensor, nn.Module, st
         return distribute_tensor(value, after.device_mesh, after.placements, src_data_rank=None)
 
     for param, state in list(optimizer.state.items()):
-        after = successor(param)
-        del optimizer.state[param]
-        optimizer.state[after] = {key: cut(value, param, after) for key, value in state.items()}
+        if (after := _successors.get(param)) is not None:
+            del optimizer.state[param]
+            optimizer.state[after] = {key: cut(value, param, after) for key, value in state.items()}
     for group in optimizer.param_groups:
-        group["params"][:] = [successor(param) for param in group["params"]]
+        group["params"][:] = [_successors.get(param, param) for param in group["params"]]

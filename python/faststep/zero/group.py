@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch.ranks import backend_for, end_group, failed_at, is_distributed, same_ranks
+from .._torch.ranks import backend_for, end_group, failed_at, is_distributed, meet, same_ranks
 from .pages import Shelf
 
 __all__ = ["Exchange", "Group", "Pending", "group_of"]
@@ -40,13 +41,9 @@ class Pending:
         Raises:
             RuntimeError: a rank has gone, or did not send in time.
         """
-        try:
+        with self._group.saying(self._what):
             for work in self._works:
                 work.wait()
-        except RuntimeError as error:
-            who = f"rank {self._group.rank}"
-            hint = self._group.who_else_failed(self._what)
-            raise RuntimeError(f"{who}: {self._what} failed{hint}: {error}") from error
         self._works, self._kept = [], []
 
 
@@ -63,11 +60,13 @@ class Group:
 
     Args:
         group: the ranks that share the slices.
+        timeout: seconds in which all ranks must come to what needs all of them, beside training.
         replicas: the ranks of other such groups that own the same slices, if there are any.
     """
 
-    def __init__(self, group: Any, replicas: Group | None = None) -> None:
+    def __init__(self, group: Any, timeout: float, replicas: Group | None = None) -> None:
         self._group = group
+        self.timeout = timeout
         self.device = torch.device("cpu")  # where messages are
         if not backend_for(group, "cpu"):
             self.device = torch.device("cuda", torch.cuda.current_device())
@@ -77,7 +76,50 @@ class Group:
         self.total = self.world * (1 if replicas is None else replicas.world)  # ranks
         self.place = self.rank + self.world * (0 if replicas is None else replicas.rank)
 
-    def who_else_failed(self, what: str) -> str:
+    def meet(self, what: str) -> None:
+        """Return when all ranks have come here, replicas too, before anything is sent.
+
+        For what some ranks may leave out by mistake, and what is not a part of training, where a
+        slow rank may take as long as the group allows.
+
+        Raises:
+            RuntimeError: a rank did not come in time, or came for another thing; on all that came.
+        """
+        try:
+            said = meet(self._group, what, self.timeout)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {self.rank}: {what} failed, as the store of torch.distributed does not "
+                f"answer: {error}"
+            ) from error
+        absent = [str(rank) for rank, other in enumerate(said) if other is None]
+        hints = [
+            f"rank {rank} called {other}"
+            for rank, other in enumerate(said)
+            if other not in (None, what)
+        ]
+        if absent:
+            ranks = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(absent)}"
+            limit = f"within {self.timeout:g} s (timeout= of shard())"
+            hints.insert(0, f"{ranks} did not {limit}")
+        if hints:
+            raise RuntimeError(
+                f"rank {self.rank}: all ranks must call {what} together, and {'; '.join(hints)}; "
+                "nothing was sent, and training can go on"
+            )
+        if self.replicas is not None:
+            self.replicas.meet(what)
+
+    @contextlib.contextmanager
+    def saying(self, what: str) -> Iterator[None]:
+        """Have an error of a message say what it was, and which other ranks have failed."""
+        try:
+            yield
+        except RuntimeError as error:
+            hint = self._who_else_failed(what)
+            raise RuntimeError(f"rank {self.rank}: {what} failed{hint}: {error}") from error
+
+    def _who_else_failed(self, what: str) -> str:
         """After a message has failed: which ranks do not report the same, to be put in an error.
 
         One of them died, raised or waits elsewhere. Others may still wait for their own timeout.
@@ -106,8 +148,9 @@ class Group:
         """
         if self.world < dist.get_world_size() or self.device.type == "cuda":
             return self
-        group = same_ranks(self._group)
-        made = Group(group)
+        with self.saying("connecting the ranks"):
+            group = same_ranks(self._group)
+        made = Group(group, self.timeout)
         weakref.finalize(made, end_group, group).atexit = False
         return made
 
@@ -226,28 +269,33 @@ class Group:
         for tensor in tensors:
             if tensor.numel():
                 values = tensor.contiguous().to(self.device)
-                dist.broadcast(values, source, group=self._group)
+                with self.saying("giving all ranks the values of rank 0"):
+                    dist.broadcast(values, source, group=self._group)
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.copy_(values)
 
     def send(self, values: Tensor) -> None:
         """Send rank 0 a tensor."""
-        dist.send(values, self._global(0), group=self._group)
+        with self.saying("gathering states"):
+            dist.send(values, self._global(0), group=self._group)
 
     def receive(self, values: Tensor, rank: int) -> None:
         """Receive what a rank sends."""
-        dist.recv(values, self._global(rank), group=self._group)
+        with self.saying(f"gathering the states of rank {rank}"):
+            dist.recv(values, self._global(rank), group=self._group)
 
     def collect(self, value: object) -> list[Any] | None:
         """The objects of all ranks on rank 0, None on the others."""
         found = [None] * self.world if self.rank == 0 else None
-        dist.gather_object(value, found, dst=self._global(0), group=self._group)
+        with self.saying("gathering states"):
+            dist.gather_object(value, found, dst=self._global(0), group=self._group)
         return found
 
     def share(self, value: object) -> list[Any]:
         """The objects of all ranks, by rank."""
         found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self._group)
+        with self.saying("telling all ranks what each has"):
+            dist.all_gather_object(found, value, group=self._group)
         return found
 
     def check_alike(self, lines: Sequence[str], caller: str = "shard()") -> None:
@@ -287,7 +335,7 @@ def _difference(described: Sequence[Sequence[str]]) -> str:
     return ""
 
 
-def group_of(process_group: Any, replicate_group: Any = None) -> Group | None:
+def group_of(process_group: Any, replicate_group: Any, timeout: float) -> Group | None:
     """The ranks to share with; None for a single one.
 
     Raises:
@@ -305,11 +353,11 @@ def group_of(process_group: Any, replicate_group: Any = None) -> Group | None:
         if one is not None and dist.get_rank(one) < 0:
             raise ValueError(f"shard(): this process does not belong to {name}")
     if replicate_group is not None and dist.get_world_size(replicate_group) > 1:
-        return _replicated(process_group, replicate_group)
-    return Group(process_group) if dist.get_world_size(process_group) > 1 else None
+        return _replicated(process_group, replicate_group, timeout)
+    return Group(process_group, timeout) if dist.get_world_size(process_group) > 1 else None
 
 
-def _replicated(process_group: Any, replicate_group: Any) -> Group:
+def _replicated(process_group: Any, replicate_group: Any, timeout: float) -> Group:
     """The ranks that share slices, and those that own the same ones; a collective."""
     inside = dist.get_process_group_ranks(process_group)
     across = dist.get_process_group_ranks(replicate_group)
@@ -318,7 +366,8 @@ def _replicated(process_group: Any, replicate_group: Any) -> Group:
             f"shard(): process_group {inside} and replicate_group {across} must have this rank "
             "alone in common: replicate_group has one rank of each process_group"
         )
-    replicas = Group(replicate_group)
+    replicas = Group(replicate_group, timeout)
+    replicas.meet("shard()")
     seat = f"rank {dist.get_rank(process_group)} of {len(inside)} in process_group"
     replicas.check_alike([seat])
     if len(inside) == 1:
@@ -326,4 +375,4 @@ def _replicated(process_group: Any, replicate_group: Any) -> Group:
             "shard(): with replicate_group, process_group needs several ranks: without, pass all "
             "ranks as process_group"
         )
-    return Group(process_group, replicas)
+    return Group(process_group, timeout, replicas)

@@ -57,6 +57,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
     """
 
     _step_supports_amp_scaling = True  # a scaler leaves the gradients to the step
+    blocks: tuple[str, ...] = ()  # stage 3: the modules that were sharded before the rest
     _max_grad_norm: float | None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
 
@@ -201,7 +202,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
 
         Args:
             max_norm: the largest norm allowed.
-            norm_type: must be 2.0. Default: 2.0.
+            norm_type: order of the norm; must be 2.0 at stages 1 and 2. Default: 2.0.
             error_if_nonfinite: raise if the norm is NaN or infinite. Default: False.
 
         Returns:
@@ -211,14 +212,14 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
             ValueError: another `norm_type`, or a negative `max_norm`.
             RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
         """
-        if float(norm_type) != 2.0:
+        if self._engine is not None and float(norm_type) != 2.0:
             raise ValueError(f"norm_type must be 2.0 for sharded gradients, not {norm_type}")
         check_limit("max_norm", max_norm)
         if self._updates_in_backward:
             raise RuntimeError(REFUSED_CLIPPING)
         division.divide(self)
         if self._engine is None:
-            return clip_grad_norm_(params_of(self), max_norm, 2.0, error_if_nonfinite)
+            return clip_grad_norm_(params_of(self), max_norm, norm_type, error_if_nonfinite)
         with torch.no_grad():
             return self._engine.clip(float(max_norm), error_if_nonfinite)
 
@@ -272,8 +273,8 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
     def wait(self) -> None:
         """Return when all parameters have the values of the last step.
 
-        With gather="forward", call it before you read parameters in another way than by calling
-        the model or its state_dict().
+        With gather="forward", call it before you read parameters that you took from their modules
+        before the step.
         """
         if self._engine is not None:
             self._engine.wait(None)

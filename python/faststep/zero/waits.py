@@ -4,19 +4,73 @@ A module waits for its own parameters, and for those of modules below it that ar
 modules use their children's parameters without calling them (torch.nn.MultiheadAttention). Which
 modules are called is seen in the first forward, which waits for everything at once. A module that
 was left out in one forward counts as not called from then on.
+
+While parameters of a module are on their way, a dict that waits when it is read stands in the place
+of `module._parameters`, through which torch serves attributes and named_parameters().
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
 from .._torch.compiler import disable_dynamo
 
 __all__ = ["ForwardWaits"]
+
+
+class _Arriving(dict[str, Any]):
+    """The parameters of a module, which arrive before somebody gets one; then the plain dict is
+    put back.
+    """
+
+    def __init__(self, module: nn.Module, wait: Callable[[], None]) -> None:
+        self._plain = vars(module)["_parameters"]
+        super().__init__(self._plain)
+        self._module = weakref.ref(module)
+        self._wait = wait
+
+    def put_back(self) -> None:
+        """Let the module have its own dict again, with what was changed meanwhile."""
+        module = self._module()
+        if module is not None and vars(module)["_parameters"] is self:
+            self._plain.clear()
+            self._plain.update(super().items())
+            vars(module)["_parameters"] = self._plain
+
+    def _arrive(self) -> None:
+        self._wait()
+        self.put_back()
+
+    def __getitem__(self, name: str) -> Any:
+        self._arrive()
+        return super().__getitem__(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self._arrive()
+        return super().get(name, default)
+
+    def items(self) -> Any:
+        self._arrive()
+        return super().items()
+
+    def values(self) -> Any:
+        self._arrive()
+        return super().values()
+
+    def copy(self) -> dict[str, Any]:
+        self._arrive()
+        return dict(super().items())
+
+    def __iter__(self) -> Iterator[str]:
+        return super().__iter__()  # without this method dict() reads past the others
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        return dict, (self.copy(),)
 
 
 class ForwardWaits:
@@ -40,6 +94,10 @@ class ForwardWaits:
             module: _buckets_of(module.parameters(recurse=False), bucket_of)
             for module in model.modules()
         }
+        self._users: dict[int, list[nn.Module]] = {}
+        for module, own in self._own.items():
+            for bucket in own:
+                self._users.setdefault(bucket, []).append(module)
         self._needs: dict[nn.Module, set[int]] | None = None  # None until the first forward is over
         self._called: set[nn.Module] = set()  # since the last step
         self._always: set[nn.Module] = set(self._own)  # called in every forward so far
@@ -60,6 +118,23 @@ class ForwardWaits:
             return
         self._called.add(module)
         self._wait(None if self._needs is None else self._needs.get(module))
+        self._put_back(module)  # torch.compile looks at the class of the dict
+
+    def cover(self, bucket: int) -> None:
+        """Called when a bucket goes on its way: whoever reads its parameters in a module waits."""
+        for module in self._users.get(bucket, ()):
+            if type(vars(module).get("_parameters")) is dict:
+                wait = functools.partial(self._wait, self._own[module])
+                vars(module)["_parameters"] = _Arriving(module, wait)
+
+    def uncover(self) -> None:
+        """Called when all parameters are there."""
+        for module in self._own:
+            self._put_back(module)
+
+    def _put_back(self, module: nn.Module) -> None:
+        if isinstance(arriving := vars(module).get("_parameters"), _Arriving):
+            arriving.put_back()
 
     def learn(self) -> None:
         """Called by each step: note what the forward passes before it have called."""

@@ -1,0 +1,218 @@
+"""Calls that all ranks must make, made by some of them: an error soon, and training goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.nn.parallel import DistributedDataParallel
+
+from accumulate.processes import Job
+from faststep import zero
+
+from .common import Given, differences, grads_for
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
+Ranks = Callable[[str], list[Any]]
+SOON = 0.5  # seconds
+CASES: dict[str, dict[str, Any]] = {
+    "stage 1": {"stage": 1},
+    "stage 2": {},
+    "forward": {"gather": "forward"},
+    "backward": {"update": "backward"},
+    "wrapped": {"wrapped": True},
+}
+
+
+def _train(rank: int, wrapped: bool = False, between: Any = None, **options: Any) -> Any:
+    """The model after four steps; `between(optimizer)` comes after the second one, if given."""
+    inside = Given([(300, 70), (40,), (33000,)], [torch.float32])
+    model = DistributedDataParallel(inside) if wrapped else inside
+    first = torch.optim.AdamW(inside.parameters(), lr=0.01)
+    optimizer = zero.shard(model, first, bucket_mb=0.01, timeout=SOON, **options)
+    said = []
+    for step in range(4):
+        model(grads_for(inside, rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 1 and between is not None:
+            said.append(between(optimizer))
+    optimizer.wait()
+    return inside, optimizer, said
+
+
+def _error(call: Callable[[], Any]) -> tuple[str, bool]:
+    """What it raises, and whether that was soon."""
+    start = time.monotonic()
+    try:
+        call()
+        text = "no error"
+    except RuntimeError as error:
+        text = str(error)
+    return text, time.monotonic() - start < 20 * SOON
+
+
+def _save_on(ranks: tuple[int, ...], rank: int) -> Callable[[Any], Any]:
+    return lambda optimizer: _error(optimizer.state_dict) if rank in ranks else None
+
+
+def _alone(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Rank 0 alone saves; the others are in their next backward meanwhile."""
+    model, optimizer, said = _train(rank, between=_save_on((0,), rank), **options)
+    plain, other, _ = _train(rank, **options)
+    mine, theirs = optimizer.state_dict(), other.state_dict()
+    states = [
+        [value for state in saved["state"].values() for value in state.values()]
+        for saved in (mine, theirs)
+    ]
+    return {
+        "said": said[0],
+        "differ": differences(model.parameters(), plain.parameters()),
+        "states": differences(*states),
+        "saved": len(states[0]),
+    }
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_call_on_rank_0_alone_disturbs_nothing(ranks: Ranks, case: str) -> None:
+    first, *others = ranks(f"alone {case}")
+    text, was_soon = first["said"]
+    assert text == (
+        "rank 0: all ranks must call state_dict() together, and ranks 1, 2 did not within 0.5 s "
+        "(timeout= of shard()); nothing was sent, and training can go on"
+    )
+    assert was_soon
+    assert [one["said"] for one in others] == [None, None]
+    for said in (first, *others):
+        assert said["differ"] == said["states"] == []
+    assert first["saved"] == 9
+
+
+def _some(rank: int, world: int) -> dict[str, Any]:
+    """All but the last rank call, then all; a late rank; other calls on each rank."""
+    said: dict[str, Any] = {}
+
+    def between(optimizer: Any) -> None:
+        for number in range(3):  # ranks are off by one call, and then by more
+            said[f"some {number}"] = _save_on((0, 1), rank)(optimizer)
+        dist.barrier()
+        said["together"] = _error(optimizer.state_dict)
+        if rank == 1:
+            time.sleep(3 * SOON)
+        said["late"] = _error(optimizer.state_dict)
+        dist.barrier()
+        said["after"] = _error(optimizer.state_dict)
+        dist.broadcast_object_list(box := [optimizer.state_dict()])
+        load = lambda: optimizer.load_state_dict(box[0])  # noqa: E731
+        said["load"] = _error(load if rank == 0 else optimizer.state_dict)
+        dist.barrier()
+        if rank == 2:
+            del box[0]["param_groups"][0]["params"][0]
+        said["other"] = _error_of_any(lambda: optimizer.load_state_dict(box[0]))
+        dist.barrier()
+        dcp = lambda: get_optimizer_state_dict(model_of(optimizer), optimizer)  # noqa: E731
+        said["dcp"] = _error(dcp if rank == 2 else optimizer.state_dict)
+        said["dcp on all"] = _error(dcp)
+
+    def model_of(optimizer: Any) -> Any:
+        model = Given([(300, 70), (40,), (33000,)], [torch.float32])
+        for name, param in zip(
+            ("p0", "p1", "p2"), optimizer.param_groups[0]["params"], strict=True
+        ):
+            setattr(model, name, param)
+        return model
+
+    model, *_ = _train(rank, between=between)
+    plain, *_ = _train(rank)
+    said["differ"] = differences(model.parameters(), plain.parameters())
+    return said
+
+
+def _error_of_any(call: Callable[[], Any]) -> tuple[str, bool]:
+    try:
+        return _error(call)
+    except ValueError as error:
+        return str(error), True
+
+
+def test_whoever_calls_hears_who_is_missing(ranks: Ranks) -> None:
+    found = ranks("some")
+    for rank, said in enumerate(found):
+        for number in range(3):
+            text = said[f"some {number}"]
+            assert (text is None) if rank == 2 else ("and rank 2 did not within" in text[0])
+        assert said["together"] == said["after"] == said["dcp on all"] == ("no error", True)
+        absent = "ranks 0, 2" if rank == 1 else "rank 1"
+        assert f"and {absent} did not within 0.5 s" in said["late"][0]
+        met = "load_state_dict() together, and rank 1 called state_dict(); rank 2 called state_"
+        assert (met if rank == 0 else "and rank 0 called load_state_dict();") in said["load"][0]
+        assert said["differ"] == []
+    for rank in (0, 1):
+        assert (
+            "all ranks must call load_state_dict() together, and rank 2 did not"
+            in (found[rank]["other"][0])
+        )
+        assert (
+            f"rank {rank}: all ranks must call state_dict() together, and rank 2 called "
+            in (found[rank]["dcp"][0])
+        )
+        assert "state_dict() (slices)" in found[rank]["dcp"][0]
+    assert "parameter group" in found[2]["other"][0]
+
+
+def _shard_alone(rank: int, world: int) -> dict[str, Any]:
+    """`shard` itself, on one rank alone, at each stage, then on all."""
+    said: dict[str, Any] = {}
+    for stage in (1, 2, 3):
+        model = Given([(300, 70), (40,)], [torch.float32])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        shard = lambda m=model, o=optimizer, s=stage: zero.shard(m, o, stage=s, timeout=SOON)  # noqa: E731
+        said[f"alone {stage}"] = _error(shard) if rank == 1 else None
+        dist.barrier()
+        said[f"all {stage}"] = _error(shard)
+    return said
+
+
+def test_shard_on_one_rank(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks("shard alone")):
+        for stage in (1, 2, 3):
+            alone = said[f"alone {stage}"]
+            text = "rank 1: all ranks must call shard() together, and ranks 0, 2 did not within"
+            assert (alone is None) if rank != 1 else alone[0].startswith(text)
+            assert said[f"all {stage}"] == ("no error", True)
+
+
+def _replicas(rank: int, world: int) -> dict[str, Any]:
+    """Two nodes of two ranks."""
+    inside = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    across = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+    options = {"process_group": inside, "replicate_group": across}
+    model, optimizer, said = _train(rank, between=_save_on((0, 1), rank), **options)
+    plain, *_ = _train(rank, **options)
+    after = _error(optimizer.state_dict)
+    return {
+        "said": said[0],
+        "differ": differences(model.parameters(), plain.parameters()),
+        "after": after,
+    }
+
+
+def test_a_node_that_calls_alone(ranks: Ranks) -> None:
+    for rank, said in enumerate(ranks("replicas alone")):
+        text = "rank 0: all ranks must call state_dict() together, and rank 1 did not within"
+        assert (said["said"] is None) if rank > 1 else said["said"][0].startswith(text)
+        assert said["differ"] == []
+        assert said["after"] == ("no error", True)
+
+
+ZERO_JOBS = [
+    *(Job(f"alone {case}", 3, _alone, (options,)) for case, options in CASES.items()),
+    Job("some", 3, _some),
+    Job("shard alone", 3, _shard_alone),
+    Job("replicas alone", 4, _replicas),
+]
