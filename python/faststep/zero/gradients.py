@@ -351,10 +351,6 @@ class Gradients:
         if self._passes:
             raise RuntimeError(f"faststep.zero: {what} inside of a backward pass; nothing was done")
 
-    def close(self) -> None:
-        """Take the hooks away."""
-        self._hooks.remove()
-
 
 HAS_FAILED = (
     "faststep.zero: a backward pass has failed, and the gradients are not those of the whole model "

@@ -95,11 +95,6 @@ class Wrapper:
         if (model := self._model()) is not None:
             model.require_forward_param_sync = is_reduced
 
-    def close(self) -> None:
-        """Take the hooks away."""
-        for handle in self._handles:
-            handle.remove()
-
 
 def _nothing(*_: object) -> None:
     """What is called for optimizers that nobody joins."""
