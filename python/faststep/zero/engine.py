@@ -152,35 +152,38 @@ class Engine:
         ids = _ids_of(groups)
         self.owned.groups = groups
         if ids == self._ids:
-            new = [param for param in self._without if param.grad is not None]
-            if not new:
+            without = [param for param in self._without if param.grad is not None]
+            if not without:
                 return
         else:
             if self.updates is not None:
                 self.updates.refuse_regrouping()
             known = {id(slot.param) for slot in self.slots}
             params = {id(param): param for group in groups for param in group["params"]}
-            rest = [param for key, param in params.items() if key not in known]
-            new = [param for param in rest if param.requires_grad or param.grad is not None]
-        if new:
-            self._take_in(new)
+            without = [param for key, param in params.items() if key not in known]
+        if without:
+            self._take_in(without)
         self._regroup(groups, ids)
 
     def _take_in(self, params: Sequence[Tensor]) -> None:
-        """Move parameters that the groups have into new buckets; a collective."""
+        """Move parameters that have no bucket into new ones, but for frozen ones; a collective."""
         model = self._model()
         named, problem, taken = [], None, taken_of(params)
+        lines = []
         try:
             named = named_in(nn.Module() if model is None else model, params)
+            lines = [line_of(name, param, "new", taken) for name, param in named]
+            named = [(n, p) for n, p in named if p.requires_grad or p.grad is not None]
             refuse_taken(named, taken)
             admit(named, [(slot.name, slot.param) for slot in self.slots])
             device_of([*((slot.name, slot.param) for slot in self.slots[:1]), *named])
         except (TypeError, ValueError) as error:
             problem = error
-        lines = [line_of(name, param, "new", taken) for name, param in named]
         self.group.check_alike([*lines, str(problem or "")], "faststep.zero: new parameters")
         if problem is not None:
             raise problem
+        if not named:
+            return
         self.gradients.settle_pass()
         self.wait(None)
         first = len(self.buckets)
