@@ -29,7 +29,14 @@ def step_whole(
 ) -> None:
     """A step by the mean of low-precision gradients."""
     for param, parts in zip(whole.parameters(), zip(*ranks, strict=True), strict=True):
-        mean = mean_of(parts, nodes)
+        rows = [part * (1.0 / len(parts)) for part in parts]
+        if nodes > 1 or param.dtype == rows[0].dtype:
+            mean = mean_of(parts, nodes)
+        else:  # slices have the parameter's dtype here
+            mean = torch.zeros_like(param)
+            for first in range(0, len(rows), 2):
+                two = [row.to(param.dtype) for row in rows[first : first + 2]]
+                mean = (two[0] if first == 0 else mean + two[0]) + sum(two[1:])
         param.grad = torch.empty_like(param).copy_(mean)
     optimizer.step()
     optimizer.zero_grad()

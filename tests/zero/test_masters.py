@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import faststep
 from accumulate.processes import Job
 from faststep import zero
 from faststep.optim.masters import MASTER
@@ -179,7 +181,43 @@ def test_operators_of_torch_know_no_masters() -> None:
     assert not optimizer.state
 
 
+def _many(rank: int, world: int) -> dict[str, Any]:
+    """512 backward passes of 1/512, which bf16 sums would stop to count at 0.5."""
+    said = {}
+    for stage, how in ((1, "each"), (2, "each"), (1, "accumulate"), (2, "accumulate")):
+        model = nn.Linear(8, 8).bfloat16()
+        before = [p.detach().float() for p in model.parameters()]
+        sharded = zero.shard(
+            model, torch.optim.SGD(model.parameters(), lr=1.0), master_weights=True, stage=stage
+        )
+        passes = 512 if how == "each" else 64
+        accum = None
+        if how == "accumulate":
+            accum = faststep.accumulate(
+                sharded, passes, normalize="sum", dtype=torch.float32, model=model
+            )
+        for _ in range(passes):
+            with accum or contextlib.nullcontext():
+                sum(p.sum() for p in model.parameters()).mul(1 / passes).backward()  # type: ignore[union-attr]
+        norm = sharded.clip_grad_norm_(100.0)
+        sharded.step()
+        moved = [
+            float((b - 1.0 - p.float()).abs().max())
+            for b, p in zip(before, model.parameters(), strict=True)
+        ]
+        said[f"{how} {stage}"] = max(moved), float(norm)
+    return said
+
+
+def test_micro_batches_add_up_in_fp32(ranks: Ranks) -> None:
+    for said in ranks("masters: many"):
+        for moved, norm in said.values():
+            assert moved < 0.01, said
+            assert norm == pytest.approx(72**0.5, rel=4e-3)
+
+
 ZERO_JOBS = [
+    Job("masters: many", 2, _many),
     *(Job(f"masters: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()),
     Job("masters: memory", 2, _memory),
 ]

@@ -133,8 +133,11 @@ def _check_sharded(
         return
     if len(optimizers) > 1:
         raise TypeError("accumulate() takes a sharded optimizer alone, not several together")
-    if dtype is not None:
-        raise TypeError("accumulate() with dtype= does not support a sharded optimizer")
+    if dtype is not None and not all(o.sums_in_fp32 for o in optimizers if is_sharded(o)):
+        raise TypeError(
+            "accumulate() with dtype= of a sharded optimizer needs shard(master_weights=True), at "
+            "stages 1 and 2: else the ranks add up in the dtype of the parameters"
+        )
     if normalize != "sum" and any(o.updates_in_backward for o in optimizers if is_sharded(o)):
         raise TypeError(
             'accumulate() of an optimizer with update="backward" cannot divide the sum, which '

@@ -24,6 +24,10 @@ class Sharded(Protocol):
     def updates_in_backward(self) -> bool:
         """Whether backward updates the parameters, so that nothing can divide gradients later."""
 
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether the ranks' gradients of low-precision parameters are added up in fp32."""
+
     def add_up(self, numbers: torch.Tensor) -> int:
         """Replace numbers by their sums over all ranks; the number of ranks."""
 

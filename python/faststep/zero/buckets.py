@@ -25,6 +25,7 @@ class GradientBucket:
         shelf: memory of what arrives, that all buckets share.
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1). The slice
             is a part of it.
+        sums: the dtype of the slice. What ranks send has that of the parameters.
         counts_uses: learn with each reduction in how many ranks each parameter was used, by this.
     """
 
@@ -37,6 +38,7 @@ class GradientBucket:
         group: Group,
         shelf: Shelf,
         keeps_buffer: bool,
+        sums: torch.dtype,
         counts_uses: type[Uses] | None = None,
     ) -> None:
         self.layout = layout
@@ -57,10 +59,11 @@ class GradientBucket:
         self._earlier: Tensor | None = None  # of the slice, while its memory is needed
         own = layout.slice_of(group.rank)
         self._slice: Pages | None = None  # memory of its own
-        if keeps_buffer and self.shares_slice:
+        self._is_wide = sums != layout.dtype
+        if keeps_buffer and self.shares_slice and not self._is_wide:
             self.values = self._whole()[own]  # of this rank's slice
         else:
-            self._slice = Pages(own.stop - own.start, layout.dtype, layout.device)
+            self._slice = Pages(own.stop - own.start, sums, layout.device)
             self.values = self._slice.tensor
 
     def begin(self) -> None:
@@ -173,7 +176,9 @@ class GradientBucket:
         earlier, self._earlier = self._earlier, None
         total, later = self.values, None
         fresh = self._group.replicas is not None or not self._holds
-        if not fresh and earlier is not None:
+        if self._is_wide and self._group.replicas is not None:
+            total = later = torch.empty_like(self.values, dtype=self.layout.dtype)
+        elif not fresh and earlier is not None:
             total = earlier
         elif fresh and self._holds:
             later = torch.empty_like(self.values) if earlier is None else earlier

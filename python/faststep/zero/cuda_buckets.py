@@ -52,7 +52,8 @@ class CudaBucket(GradientBucket):
 
     def _exchange(self, sent: Tensor, what: str) -> Exchange:
         """Reduce the bucket over the ranks, and let this rank's slice of the sums come in."""
-        sums = torch.empty_like(self.values) if self._holds else self.values
+        apart = self._holds or self._is_wide
+        sums = torch.empty_like(self.values, dtype=sent.dtype) if apart else self.values
         pending = self._group.reduce_scatter(sums, sent, what)
         return Exchange([sums], None, pending)
 

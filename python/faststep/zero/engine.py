@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.optim import increment_version
+from .._torch.optim import increment_version, set_grad_dtype
+from ..optim.masters import has_master
 from ..optim.request import StepAnswer, StepRequest
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
 from .buckets import GradientBucket
@@ -111,7 +112,7 @@ class Engine:
         )  # fmt: skip
         self._shelf.grow(_block_for(layouts, self.group))
         used = self._side.uses if self._updates_in_backward else None
-        first = len(self.slots)
+        first, keeps_masters = len(self.slots), self.owned.optimizer._keeps_masters
         for layout in layouts:
             members = []
             for place, (param, *_) in enumerate(layout.places):
@@ -120,8 +121,15 @@ class Engine:
                 slot.stand_in = Placeholder(tensor, self, slot.index)
                 members.append(slot)
                 self.slots.append(slot)
+            is_wide = keeps_masters and has_master(members[0].param)
             bucket = self._side.bucket(
-                layout, members, self.group, self._shelf, self._stage == 1, used
+                layout,
+                members,
+                self.group,
+                self._shelf,
+                self._stage == 1,
+                torch.float32 if is_wide else layout.dtype,
+                used,
             )
             self.buckets.append(bucket)
             self._params.append(FlatParams(layout, members))
@@ -136,7 +144,9 @@ class Engine:
         for param, begin, count, at in bucket.layout.pieces_of(self.group.rank):
             slot = by_place[param]
             grad = bucket.values[at - start : at - start + count]
-            slot.pieces.append((params.piece(at, count), grad))
+            piece = params.piece(at, count)
+            set_grad_dtype(piece, None)  # that of the slice
+            slot.pieces.append((piece, grad))
             slot.begins.append(begin)
 
     def follow_groups(self) -> None:
@@ -152,35 +162,38 @@ class Engine:
         ids = _ids_of(groups)
         self.owned.groups = groups
         if ids == self._ids:
-            new = [param for param in self._without if param.grad is not None]
-            if not new:
+            without = [param for param in self._without if param.grad is not None]
+            if not without:
                 return
         else:
             if self.updates is not None:
                 self.updates.refuse_regrouping()
             known = {id(slot.param) for slot in self.slots}
             params = {id(param): param for group in groups for param in group["params"]}
-            rest = [param for key, param in params.items() if key not in known]
-            new = [param for param in rest if param.requires_grad or param.grad is not None]
-        if new:
-            self._take_in(new)
+            without = [param for key, param in params.items() if key not in known]
+        if without:
+            self._take_in(without)
         self._regroup(groups, ids)
 
     def _take_in(self, params: Sequence[Tensor]) -> None:
-        """Move parameters that the groups have into new buckets; a collective."""
+        """Move parameters that have no bucket into new ones, but for frozen ones; a collective."""
         model = self._model()
         named, problem, taken = [], None, taken_of(params)
+        lines = []
         try:
             named = named_in(nn.Module() if model is None else model, params)
+            lines = [line_of(name, param, "new", taken) for name, param in named]
+            named = [(n, p) for n, p in named if p.requires_grad or p.grad is not None]
             refuse_taken(named, taken)
             admit(named, [(slot.name, slot.param) for slot in self.slots])
             device_of([*((slot.name, slot.param) for slot in self.slots[:1]), *named])
         except (TypeError, ValueError) as error:
             problem = error
-        lines = [line_of(name, param, "new", taken) for name, param in named]
         self.group.check_alike([*lines, str(problem or "")], "faststep.zero: new parameters")
         if problem is not None:
             raise problem
+        if not named:
+            return
         self.gradients.settle_pass()
         self.wait(None)
         first = len(self.buckets)

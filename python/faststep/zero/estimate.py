@@ -130,7 +130,9 @@ def estimate(
         elif one == 3:
             found[one] = _fully_sharded(params, blocks_of(model), ranks, states)
         else:
-            found[one] = _sharded(model, ranks, bucket_mb * 2**20, last_bytes, one == 1, states)
+            found[one] = _sharded(
+                model, ranks, bucket_mb * 2**20, last_bytes, one == 1, states, master_weights
+            )
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     return Estimate(
         ranks, {one: replace(m, parameters=m.parameters + buffers) for one, m in found.items()}
@@ -162,6 +164,7 @@ def _sharded(
     last_bytes: float | None,
     keeps_buffers: bool,
     states: Mapping[torch.dtype, _States],
+    keeps_masters: bool,
 ) -> StageMemory:
     """Stage 1, which keeps the memory of whole gradients, or 2: the rank with the highest peak."""
     flats = [
@@ -172,7 +175,10 @@ def _sharded(
     evenly = bool(flats) and side_of(flats[0].device).evenly
     buckets = make_buckets(flats, ranks, bucket_bytes, last_bytes, evenly)
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
-    each = [_on_rank(buckets, r, ranks, keeps_buffers, evenly, states) for r in range(ranks)]
+    each = [
+        _on_rank(buckets, rank, ranks, keeps_buffers, evenly, states, keeps_masters)
+        for rank in range(ranks)
+    ]
     most = max(each, key=lambda memory: memory.peak)
     return replace(most, parameters=most.parameters + frozen)
 
@@ -184,15 +190,23 @@ def _on_rank(
     keeps_buffers: bool,
     evenly: bool,
     states: Mapping[torch.dtype, _States],
+    keeps_masters: bool,
 ) -> StageMemory:
     """A rank, whose buckets pass through a backward without anything else."""
     whole = [bucket.size * bucket.dtype.itemsize for bucket in buckets]
     own = [(b.cuts[rank + 1] - b.cuts[rank]) * b.dtype.itemsize for b in buckets]
     sent = [0 if keeps_buffers else size for size in whole]  # freed when they were sent
-    slices = [0] * len(own) if evenly or keeps_buffers else own  # written when they arrive
+    is_wide = [keeps_masters and bucket.dtype.itemsize == 2 for bucket in buckets]
+    kept_sums = [size * (1 + wide) for size, wide in zip(own, is_wide, strict=True)]
+    slices = [  # written when they arrive
+        0 if evenly or (keeps_buffers and not wide) else size
+        for size, wide in zip(kept_sums, is_wide, strict=True)
+    ]
     # What ranks send of a slice lies side by side before it is added; NCCL adds it.
     parts = 0 if evenly else ranks - (rank == 0 or ranks == 2)
-    now = peak = sum(whole) - sum(sent) + sum(own) * evenly  # those on a device are always there
+    now = peak = (
+        sum(whole) - sum(sent) + sum(kept_sums) * evenly
+    )  # on a device they stay
     gradients = now + sum(slices)
     under_way: deque[tuple[int, int]] = deque()  # buckets and their blocks
     blocks: list[int] = []  # for what arrives: how much of each was written

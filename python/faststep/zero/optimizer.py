@@ -261,6 +261,11 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         """Whether backward updates the parameters, so that nothing can divide gradients later."""
         return self._updates_in_backward
 
+    @property
+    def sums_in_fp32(self) -> bool:
+        """Whether the ranks' gradients of low-precision parameters are added up in fp32."""
+        return self._owned._keeps_masters and (self._engine is not None or self._group is None)
+
     @classmethod
     def _has_own_step(cls) -> bool:
         """That of faststep's optimizers: the step divides by `grad_scale`."""
