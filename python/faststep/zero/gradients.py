@@ -214,6 +214,11 @@ class Gradients:
                 f"faststep.zero does not support sparse gradients, which {slot.name!r} has: use "
                 "torch.nn.Embedding(sparse=False)"
             )
+        if grad.dtype != slot.stand_in.dtype:
+            raise TypeError(
+                f"faststep.zero: parameter {slot.name!r} is {grad.dtype}, and was "
+                f"{slot.stand_in.dtype} when it was sharded: call model.to(dtype) before shard()"
+            )
         slot.param.grad = slot.stand_in
         return grad.detach()
 
