@@ -40,6 +40,13 @@ fst_operand *fst_plan_add(fst_plan *plan, int64_t count, uint32_t args, fst_stat
  * operands that are not written have changed. */
 fst_code fst_plan_seal(fst_plan *plan, unsigned first, unsigned how_many, fst_status *status);
 
+/* Says that an operand has moved to other memory. The plan is then sealed anew if it is written. */
+static inline void fst_plan_moved(fst_plan *plan, unsigned operand)
+{
+    if (operand - plan->sealed_first < plan->sealed_many)
+        plan->sealed = 0;
+}
+
 /* The plan as passes read it. Valid until the plan changes. */
 fst_work fst_plan_work(const fst_plan *plan);
 

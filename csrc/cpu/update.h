@@ -57,33 +57,43 @@ static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
 }
 
 /* Whether all operands are worked on in place. */
-static int FST_T(is_plain)(const fst_operand *op, unsigned states, int write_grad)
+static int FST_T(is_plain)(const fst_operand *op, unsigned states)
 {
-    int plain = !write_grad && !op[FST_OP_MASTER].data && !op[FST_OP_COPY].data &&
+    int plain = !op[FST_OP_MASTER].data && !op[FST_OP_COPY].data &&
                 FST_T(in_place)(&op[FST_OP_PARAM]) && FST_T(in_place)(&op[FST_OP_GRAD]);
     for (unsigned k = 0; k < states; k++)
         plain = plain && FST_T(in_place)(&op[FST_OP_STATE + k]);
     return plain;
 }
 
+/* Unscales and clips gradients that are written back. */
+static void FST_T(scale_grads)(size_t n, REAL *g, const fst_update_args *args, double inv_scale)
+{
+    FST_T(fst_loop_scale)(n, g, (REAL)inv_scale);
+    FST_T(fst_loop_scale)(n, g, (REAL)args->clip_coefficient);
+}
+
 static void FST_T(update_plain)(const fst_operand *op, int64_t begin, size_t count,
-                                const fst_update_args *args, REAL inv_scale, REAL factor)
+                                const fst_update_args *args, double inv_scale, REAL factor,
+                                int write_grad)
 {
     const unsigned states = FST_T(rules)[args->rule].states;
     REAL *s[FST_MAX_STATES] = {NULL, NULL, NULL};
     for (size_t done = 0; done < count; done += STRIP) {
         const int64_t at = begin + (int64_t)done;
-        const size_t left = count - done;
+        const size_t n = count - done < STRIP ? count - done : STRIP;
+        REAL *g = (REAL *)op[FST_OP_GRAD].data + at;
         FST_T(prefetch)(&op[FST_OP_PARAM], at, reach(count, done));
         FST_T(prefetch)(&op[FST_OP_GRAD], at, reach(count, done));
         for (unsigned k = 0; k < states; k++) {
             FST_T(prefetch)(&op[FST_OP_STATE + k], at, reach(count, done));
             s[k] = (REAL *)op[FST_OP_STATE + k].data + at;
         }
-        FST_T(rules)[args->rule].loop(left < STRIP ? left : STRIP,
-                                      (REAL *)op[FST_OP_PARAM].data + at,
-                                      (const REAL *)op[FST_OP_GRAD].data + at, s[0], s[1], s[2],
-                                      &args->rule_args, inv_scale, factor);
+        if (write_grad)
+            FST_T(scale_grads)(n, g, args, inv_scale);
+        FST_T(rules)[args->rule].loop(n, (REAL *)op[FST_OP_PARAM].data + at, g, s[0], s[1], s[2],
+                                      &args->rule_args, (REAL)(write_grad ? 1.0 : inv_scale),
+                                      factor);
     }
 }
 
@@ -113,8 +123,8 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
     REAL scratch[FST_OP_COUNT][STRIP] ALIGNED;
     const double factor = write_grad ? args->sign : args->sign * args->clip_coefficient;
     const unsigned states = FST_T(rules)[args->rule].states;
-    if (FST_T(is_plain)(op, states, write_grad)) {
-        FST_T(update_plain)(op, begin, count, args, (REAL)inv_scale, (REAL)factor);
+    if (FST_T(is_plain)(op, states)) {
+        FST_T(update_plain)(op, begin, count, args, inv_scale, (REAL)factor, write_grad);
         return;
     }
     const fst_operand *value = op[FST_OP_MASTER].data ? &op[FST_OP_MASTER] : &op[FST_OP_PARAM];
@@ -133,8 +143,7 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
         if (value != &op[FST_OP_PARAM])
             FST_T(follow)(&op[FST_OP_PARAM], p, at, n);
         if (write_grad) {
-            FST_T(fst_loop_scale)(n, g, (REAL)inv_scale);
-            FST_T(fst_loop_scale)(n, g, (REAL)args->clip_coefficient);
+            FST_T(scale_grads)(n, g, args, inv_scale);
             FST_T(store)(&op[FST_OP_GRAD], g, at, n);
         }
         FST_T(rules)[args->rule].loop(n, p, g, s[0], s[1], s[2], &args->rule_args,

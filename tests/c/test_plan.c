@@ -230,6 +230,15 @@ static void sealing_again(void)
     CHECK_INT((int64_t)plan.round_count, 1);
     CHECK_INT(fst_plan_seal(&plan, 0, 2, &status), FST_OK);
     CHECK_INT((int64_t)plan.round_count, 1);
+    plan.operands[3].data = data + 60;
+    fst_plan_moved(&plan, 1);
+    CHECK_INT(fst_plan_seal(&plan, 0, 2, &status), FST_OK);
+    CHECK_INT((int64_t)plan.round_count, 2);
+    seal(&plan);
+    fst_plan_moved(&plan, 1); /* is not written */
+    CHECK(plan.sealed);
+    fst_plan_moved(&plan, 0);
+    CHECK(!plan.sealed);
     seal(&plan);
     fst_plan_begin(&plan);
     for (size_t i = 0; i < 2; i++) {

@@ -55,6 +55,15 @@ for step in range(6):
     before = len(calls)
     faststep.clip_grad_norm_(params, 1.0)
     print(len(calls) - before)
+scaler = faststep.amp.GradScaler("cpu", init_scale=4.0)
+scaler.scale(torch.ones(()))
+for step in range(6):
+    for p in [*params, *others]:
+        p.grad = torch.ones_like(p)
+    before = len(calls)
+    scaler.step(optimizer)
+    print(len(calls) - before)
+    scaler.update()
 """
 
 
@@ -124,7 +133,10 @@ def test_torch_is_not_asked_again(programs: Programs, value: str, asked: bool) -
     assert (counts[5] >= 30) is asked
     assert asked or counts[5] == 0
     # of gradients like earlier ones clipping asks once: the first of a shape and type
-    assert counts[6:] == ([10] * 6 if asked else [1] + [0] * 5)
+    assert counts[6:12] == ([10] * 6 if asked else [1] + [0] * 5)
+    assert counts[12] >= 30, "the first step that writes gradients binds them anew"
+    assert (counts[17] >= 30) is asked
+    assert asked or counts[17] <= 2, "the scale and the flag"
 
 
 @pytest.mark.parametrize("change", [*_records._OF_ANY, *_records._OF_A_PARAMETER])
@@ -213,22 +225,40 @@ def test_negated_numbers(known: bool) -> None:
         _C.use_records(*faststep._layout)
 
 
+@pytest.mark.parametrize("scaled", ["never", "always", "every third", "but every third"])
 @pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
-def test_gradients_of_every_kind_in_turn(declaration: Declaration) -> None:
-    """With and without records, the same bits."""
-    results = []
+def test_gradients_of_every_kind_in_turn(declaration: Declaration, scaled: str) -> None:
+    """With and without records, the same bits and versions; a scaled step writes the gradients."""
+    results, versions = [], []
     for records in (True, False):
         params = parameters((3, 4))
         optimizer = declaration.ours(params, **declaration.kwargs)
+        seen, moved = [], []
         if not records:
             _C.use_records()
-        for grad in kinds_of_gradients(params[0]):
+        for step, grad in enumerate(kinds_of_gradients(params[0])):
+            third = step % 3 == 2
+            writes = {"never": False, "always": True, "every third": third}.get(scaled, not third)
             params[0].grad = grad
-            optimizer.step()
+            if grad is None or not writes:
+                optimizer.step()
+                continue
+            version = grad._version
+            scaler = faststep.amp.GradScaler("cpu", init_scale=1000.0)
+            scaler.scale(torch.zeros(()))
+            if 0 in grad.stride():  # torch does not write what shares memory
+                with pytest.raises(RuntimeError, match="single memory location"):
+                    scaler.step(optimizer)
+            else:
+                scaler.step(optimizer)
+            seen.append(grad.detach().clone())
+            moved.append(grad._version - version)
         if faststep._layout is not None:
             _C.use_records(*faststep._layout)
-        results.append([*params, *(v for v in optimizer.state[params[0]].values())])
+        results.append([*params, *seen, *(v for v in optimizer.state[params[0]].values())])
+        versions.append(moved)
     assert_same_bits(*results)
+    assert versions[0] == versions[1]
 
 
 @pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
@@ -380,7 +410,9 @@ def test_an_optimizer_that_goes_takes_its_traces_along() -> None:
 
 @pytest.mark.parametrize("move", [True, False], ids=["libtorch's function", "Python's"])
 @pytest.mark.parametrize("inference", [False, True], ids=["counted", "with inference tensors"])
-def test_version_counters_move_by_one_per_step(move: bool, inference: bool) -> None:
+@pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
+def test_version_counters_move_by_one_per_step(move: bool, inference: bool, scaled: bool) -> None:
+    """Those of gradients in a step that unscales them."""
     assert faststep._layout is not None
     assert faststep._layout.move_version != 0
     if not move:
@@ -388,6 +420,8 @@ def test_version_counters_move_by_one_per_step(move: bool, inference: bool) -> N
     try:
         params = parameters((3, 4), (5,))
         optimizer = faststep.optim.AdamW(params)
+        scaler = faststep.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        scaler.scale(torch.zeros(()))
         for step in range(5):
             for p in params:
                 p.grad = torch.ones_like(p)
@@ -396,12 +430,32 @@ def test_version_counters_move_by_one_per_step(move: bool, inference: bool) -> N
                     optimizer.state[params[0]]["exp_avg"] = torch.ones(3, 4)
             moments = [optimizer.state[params[1]].get(key) for key in ("exp_avg", "exp_avg_sq")]
             written = [p for p in (*params, *moments) if p is not None]
-            before = [t._version for t in written]
+            grads = [p.grad for p in params if p.grad is not None]
+            before = [t._version for t in (*written, *grads)]
             with torch.inference_mode(inference and step >= 2):
-                optimizer.step()
-            assert [t._version for t in written] == [v + 1 for v in before]
+                scaler.step(optimizer)
+                scaler.update()
+            after = [t._version for t in (*written, *grads)]
+            by = [1] * len(written) + [int(scaled)] * len(grads)
+            assert after == [v + n for v, n in zip(before, by, strict=True)]
     finally:
         _C.use_records(*faststep._layout)
+
+
+@pytest.mark.parametrize("write_grads", [False, True])
+def test_a_measuring_phase_moves_no_version_counter(write_grads: bool) -> None:
+    param = Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    spec = (_C.rules()["sgd"][0], (), False, (0.5, 0.0, 0.0, 0.0, 0.0), False, None)
+    scalars = {-1: (torch.tensor(2.0), torch.zeros(()), torch.zeros((), dtype=torch.float64))}
+    plan = _C.Plan()
+    versions = []
+    for phase in (1, 2) * 3:
+        plan.step([[param]], [spec], {}, None, scalars, phase == 1, 1.0, write_grads, phase)
+        versions.append((param._version, param.grad._version))
+    assert [param for param, _ in versions] == [0, 1, 1, 2, 2, 3]
+    of_gradients = [version for _, version in versions]  # the first bind leaves them to Python
+    assert of_gradients[1::2] == [*of_gradients[2::2], of_gradients[-1]]
 
 
 def clip(param: Parameter) -> float:

@@ -268,7 +268,7 @@ static PyObject *bind_all(fst_binding at, PyObject *param_lists)
     if (bind_groups(&at, param_lists))
         goto error;
     if (PyList_Size(at.missing) == 0 && !self->unsettled)
-        fst_trace_end(self);
+        fst_trace_end(&at.module->records, self, at.write_grads);
     at.module->tensors.ran_python |= at.ran_python;
     return at.missing;
 error:
@@ -277,11 +277,12 @@ error:
 }
 
 /* Whether all that was bound is unchanged although Python code has run. */
-static int is_still_so(fst_module *module, fst_step_plan *self, PyObject *param_lists,
-                       PyObject *state)
+static int is_still_so(const fst_binding *at, PyObject *param_lists)
 {
+    fst_step_plan *self = at->self;
     const uint64_t moves = self->moves;
-    return fst_trace_follow(module, self, param_lists, state) && moves == self->moves;
+    return fst_trace_follow(at->module, self, param_lists, at->state, at->write_grads) &&
+           moves == self->moves;
 }
 
 /* Whether addresses may be out of date because Python code has run since the first was read. */
@@ -289,7 +290,7 @@ static int must_bind_again(const fst_binding *at, PyObject *param_lists)
 {
     if (!at->module->tensors.ran_python || at->again + 1 >= FST_ATTEMPTS)
         return 0;
-    return at->write_grads || !is_still_so(at->module, at->self, param_lists, at->state);
+    return !is_still_so(at, param_lists);
 }
 
 /* Asks about streams on which no step has run so far. Returns 0, or -1 with a Python error. */

@@ -36,6 +36,15 @@ static PyObject *list_written(fst_module *module, fst_step_plan *self)
     return list;
 }
 
+/* The same for the gradients: None, or those whose version counters Python has to move. */
+static PyObject *list_written_grads(const fst_module *module, const fst_step_plan *self)
+{
+    if (self->traced < 2)
+        return list_of(self->grads, self->grad_count);
+    fst_trace_move_grads(&module->records, self);
+    return Py_NewRef(Py_None);
+}
+
 /* The devices whose parameters have gradients: a list of -1 for the host and CUDA ordinals. *known
  * becomes 0 if one of them is not a key of `scalars`. */
 static PyObject *list_devices(const fst_step_plan *self, PyObject *scalars, int *known)
@@ -88,10 +97,10 @@ static PyObject *run(fst_module *module, fst_step_plan *self, const fst_step_opt
     if (run_parts(module, self, options, &outcome))
         return NULL;
     PyObject *norm = outcome.measured ? PyFloat_FromDouble(outcome.norm) : Py_NewRef(Py_None);
-    PyObject *written = outcome.skipped ? PyList_New(0) : list_written(module, self);
-    PyObject *grads = outcome.skipped || !options->write_grads
-                          ? Py_NewRef(Py_None)
-                          : list_of(self->grads, self->grad_count);
+    const int wrote = !outcome.skipped && options->phase != FST_STEP_MEASURE;
+    PyObject *written = wrote ? list_written(module, self) : PyList_New(0);
+    PyObject *grads =
+        wrote && options->write_grads ? list_written_grads(module, self) : Py_NewRef(Py_None);
     if (norm && written && grads)
         return answer(
             "done", Py_BuildValue("NNNN", PyBool_FromLong(outcome.skipped), norm, written, grads));
@@ -123,8 +132,8 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
 {
     int known;
-    if (fresh == Py_None && !options->write_grads &&
-        fst_trace_follow(module, self, param_lists, state)) {
+    if (fresh == Py_None &&
+        fst_trace_follow(module, self, param_lists, state, options->write_grads)) {
         if (fst_step_count_written(module, self))
             return NULL;
     } else {
@@ -198,7 +207,8 @@ static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *para
                          PyObject *state, const fst_step_options *options,
                          fst_step_outcome *outcome)
 {
-    if (!fst_trace_follow(module, self, param_lists, state) || !is_on_host(self))
+    if (!fst_trace_follow(module, self, param_lists, state, options->write_grads) ||
+        !is_on_host(self))
         return 0;
     if (fst_step_count_written(module, self))
         return -1;

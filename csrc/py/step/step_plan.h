@@ -116,7 +116,8 @@ typedef struct {
     fst_traced_dtensors *traced_dtensors; /* of as many parameters as there are traces; or NULL */
     size_t trace_capacity, traced_state_capacity, traced_state_count, traced_group_count;
     size_t traced_dtensor_capacity;
-    int traceable, traced;
+    int traceable;
+    int traced;        /* 2: also for steps that write the gradients */
     uint64_t bindings; /* number of binds; the first is 1 */
     uint64_t moves;    /* number of times that a gradient was followed to other memory */
     /* for the step that runs */

@@ -128,7 +128,16 @@ static int is_first(const fst_step_part *part)
     return 0;
 }
 
-void fst_trace_end(fst_step_plan *self)
+/* Whether the version counters of all gradients are moved from C. */
+static int counts_grads(const fst_record_layout *layout, const fst_step_plan *self)
+{
+    int counts = !self->has_dtensors; /* of whose gradients only the local tensors are traced */
+    for (size_t i = 0; counts && i < self->param_count; i++)
+        counts = !self->traces[i].has_grad || fst_record_counts(layout, self->traces[i].grad.impl);
+    return counts;
+}
+
+void fst_trace_end(const fst_record_layout *layout, fst_step_plan *self, int write_grads)
 {
     self->traceable = self->traceable && self->total <= FST_SHORT_STEP;
     for (size_t i = 0; i < self->part_count; i++)
@@ -150,7 +159,7 @@ void fst_trace_end(fst_step_plan *self)
         Py_INCREF(group->keys);
     }
     self->traced_group_count = self->group_count;
-    self->traced = 1;
+    self->traced = 1 + (write_grads && counts_grads(layout, self));
 }
 
 static Py_ssize_t size_of(PyObject *params)
@@ -207,6 +216,7 @@ static int same_grad(const fst_record_layout *layout, fst_step_plan *self, fst_t
     if (by && trace->span >= 0) {
         fst_operand *ops = self->parts[trace->part].plan.operands + trace->span * FST_OP_COUNT;
         ops[FST_OP_GRAD].data = (char *)ops[FST_OP_GRAD].data + (int64_t)by;
+        fst_plan_moved(&self->parts[trace->part].plan, FST_OP_GRAD);
         self->moves++;
     }
     return 1;
@@ -302,9 +312,9 @@ static int find_streams(fst_module *module, fst_step_plan *self)
 }
 
 int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,
-                     PyObject *state)
+                     PyObject *state, int write_grads)
 {
-    if (!self->traced || !same_groups(self, param_lists))
+    if (self->traced <= write_grads || !same_groups(self, param_lists))
         return 0;
     module->tensors.ran_python = 0; /* by others, before */
     fst_trace *trace = self->traces;
@@ -315,4 +325,16 @@ int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_li
         trace += self->traced_groups[g].size;
     }
     return !find_streams(module, self) && !module->tensors.ran_python;
+}
+
+void fst_trace_move_grads(const fst_record_layout *layout, const fst_step_plan *self)
+{
+    const fst_trace *traces = self->traces;
+    for (size_t i = 0; i < self->param_count; i++) {
+        if (i + FETCH_AHEAD < self->param_count && traces[i + FETCH_AHEAD].has_grad)
+            __builtin_prefetch(
+                fst_word_pointer(traces[i + FETCH_AHEAD].grad.impl, layout->at.counter_in_impl));
+        if (traces[i].has_grad)
+            layout->move(&traces[i].grad.impl);
+    }
 }

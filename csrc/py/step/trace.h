@@ -42,7 +42,7 @@ struct fst_traced_dtensors {
 
 /* Begin and end tracing a bind. The trace is kept if everything could be traced. */
 void fst_trace_begin(const fst_record_layout *layout, fst_step_plan *self, int again);
-void fst_trace_end(fst_step_plan *self);
+void fst_trace_end(const fst_record_layout *layout, fst_step_plan *self, int write_grads);
 
 /* Trace parameter `index`, with a gradient or without. The first returns the trace, to which the
  * states are added in their order, or NULL if the step is not traced. */
@@ -81,6 +81,9 @@ PyObject *fst_trace_same_state(const fst_module *module, const fst_step_plan *se
 
 /* Whether what is bound is still valid. Follows gradients to other memory. */
 int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,
-                     PyObject *state);
+                     PyObject *state, int write_grads);
+
+/* Moves the version counters of the gradients, where a step that writes them is traced. */
+void fst_trace_move_grads(const fst_record_layout *layout, const fst_step_plan *self);
 
 #endif

@@ -118,10 +118,13 @@ const void *fst_record_counter(const fst_record_layout *layout, PyObject *object
 
 const void *fst_record_counted(const fst_record_layout *layout, PyObject *object)
 {
-    if (!layout->known || !layout->move)
-        return NULL;
-    const void *impl = fst_record_of(layout, object);
-    return has_counter(layout, impl) ? impl : NULL;
+    const void *impl = layout->known ? fst_record_of(layout, object) : NULL;
+    return impl && fst_record_counts(layout, impl) ? impl : NULL;
+}
+
+int fst_record_counts(const fst_record_layout *layout, const void *impl)
+{
+    return layout->move && has_counter(layout, impl);
 }
 
 enum { STEP_AHEAD = 8 };

@@ -103,6 +103,9 @@ const void *fst_record_counter(const fst_record_layout *layout, PyObject *object
 /* The record of a tensor whose version counter can be moved from C. NULL if Python has to do it. */
 const void *fst_record_counted(const fst_record_layout *layout, PyObject *object);
 
+/* Whether the version counter of the tensor with this record can be moved from C. */
+int fst_record_counts(const fst_record_layout *layout, const void *impl);
+
 /* Moves the version counters of tensors that were written. The records are those of forms or of
  * fst_record_counted. */
 void fst_record_move_versions(const fst_record_layout *layout, const void *const *impls,
