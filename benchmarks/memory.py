@@ -34,7 +34,6 @@ MODES = (
     "torch AdamW, loss / N",
     "accumulate",
     "release_gradients",
-    "release_gradients, accumulate_into_states",
 )
 
 
@@ -100,8 +99,7 @@ def train(model: nn.Module, loss: Callable[[], Tensor], mode: str) -> None:
     if mode == "accumulate":
         accum = faststep.accumulate(optimizer, steps, model=model)
     elif mode.startswith("release"):
-        into = mode == MODES[4]
-        release = faststep.release_gradients(model, optimizer, accumulate_into_states=into)
+        release = faststep.release_gradients(model, optimizer)
     for _ in range(2):
         for _ in range(steps):
             if accum is not None:
@@ -144,8 +142,7 @@ def as_table(peaks: dict[tuple[str, str], Peak], markdown: bool = False) -> str:
     """One row per model and mode."""
     rows = []
     for (model, mode), peak in peaks.items():
-        base = MODES[1] if mode == MODES[4] else MODES[0]
-        less = f"{100 * saved(peaks[model, base], peak):.0f} %" if "release" in mode else ""
+        less = f"{100 * saved(peaks[model, MODES[0]], peak):.0f} %" if "release" in mode else ""
         ratio = f"{peak.peak / peak.parameters:.2f}"
         largest = f"{100 * peak.largest / peak.gradients:.0f} %" if less else ""
         rows.append([f"{model}: {mode}", f"{peak.peak / 2**20:.0f}", ratio, less, largest])
@@ -170,7 +167,7 @@ def plot(output: Path, peaks: dict[tuple[str, str], Peak]) -> None:
         colours = ["#1f77b4" if "release" in mode else "#8c8c8c" for mode in MODES]
         bars = axes.barh(range(len(MODES)), ratios, color=colours)
         axes.bar_label(bars, fmt="%.2f", padding=2, fontsize=8)
-        axes.set_yticks(range(len(MODES)), [m.replace(", acc", ",\nacc") for m in MODES])
+        axes.set_yticks(range(len(MODES)), MODES)
         axes.tick_params(labelsize=8)
         axes.set_ylim(len(MODES) - 0.5, -0.5)
         axes.set_xlim(0, max(ratios) * 1.2)

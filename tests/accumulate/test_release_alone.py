@@ -89,18 +89,15 @@ def test_code_before_the_step_is_refused_at_once(way: Any, monkeypatch: pytest.M
         undo()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"accumulate_into_states": True}], ids=["plain", "moments"]
-)
 @over_ways
 def test_code_set_later_is_refused_before_the_next_update(
-    way: Any, options: Any, monkeypatch: pytest.MonkeyPatch
+    way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after steps that C made alone. Without the code, training goes on."""
     model = make_model()
     groups = [{"params": model[:2].parameters()}, {"params": model[2:].parameters()}]
     optimizer = MAKE["AdamW"](groups)
-    release = faststep.release_gradients(model, optimizer, **options)
+    release = faststep.release_gradients(model, optimizer)
     for batch in DATA:
         loss_of(model, batch).backward()
         optimizer.step()

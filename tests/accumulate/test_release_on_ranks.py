@@ -67,12 +67,7 @@ def _clipped(rank: int) -> dict[str, Any]:
     net = make_model()
     model = DistributedDataParallel(net, bucket_cap_mb=SMALL)
     optimizer = faststep.optim.AdamW(net.parameters(), lr=0.01)
-    release = faststep.release_gradients(model, optimizer, accumulate_into_states=True)
-    for batch in batches([4] * 2, rank):
-        (loss_of(model, batch) / 2).backward()
-        assert all(p.grad is None for p in net.parameters())
-    optimizer.step()
-    found["states"] = values(net)
+    release = faststep.release_gradients(model, optimizer)
 
     other = make_model()
     part = DistributedDataParallel(other, bucket_cap_mb=SMALL)
@@ -248,7 +243,7 @@ def test_layouts(ranks: Callable[[str], list[Any]]) -> None:
             assert_equal(result, results[3])
 
 
-@pytest.mark.parametrize("case", ["per_parameter", "lagged", "states"])
+@pytest.mark.parametrize("case", ["per_parameter", "lagged"])
 def test_ranks_stay_alike(answers: list[dict[str, Any]], case: str) -> None:
     for answer in answers:
         assert_equal(answer[case][:6], answers[0][case][:6])

@@ -27,23 +27,6 @@ __attribute__((noinline)) static double moved(const update_case *c, double momen
     return R(R(R(keep) * moment) + term);
 }
 
-static inline double expected_moments(const update_case *c, double p, double g, double *s)
-{
-    s[0] = moved(c, s[0], c->hyper[0], R(R(1.0 - c->hyper[2]) * g));
-    s[1] = moved(c, s[1], c->hyper[1], R(R(R(1.0 - c->hyper[3]) * g) * g));
-    return p;
-}
-
-static inline double expected_from_moments(const update_case *c, double p, const double *s)
-{
-    const double root = sqrt(1.0 - power(c->hyper[2], c->step));
-    const double step_size = R(c->hyper[0] * root / (1.0 - power(c->hyper[1], c->step)));
-    const double denominator = R(R(sqrt(s[1])) + R(c->hyper[3] * root));
-    const double decay = c->hyper[0] * c->hyper[4];
-    const double kept = c->hyper[5] != 0.0 ? R(p * R(1.0 - decay)) : p;
-    return R(kept - R(step_size * R(s[0] / denominator)));
-}
-
 static inline double expected_sgd(const update_case *c, double p, double g, double *s)
 {
     const double lr = R(c->hyper[0]), momentum = R(c->hyper[1]), decay = R(c->hyper[3]);
@@ -195,10 +178,6 @@ static inline double expected_rule(const update_case *c, double p, double g, dou
     case FST_RULE_adam:
     case FST_RULE_amsgrad:
         return expected_adam(c, p, g, s);
-    case FST_RULE_moments:
-        return expected_moments(c, p, g, s);
-    case FST_RULE_from_moments:
-        return expected_from_moments(c, p, s);
     case FST_RULE_sgd:
     case FST_RULE_momentum:
         return expected_sgd(c, p, g, s);

@@ -82,8 +82,7 @@ static void compare(const shape *what, const update_case *c)
 /* Whether the rule takes Adam's hyper-parameters. */
 static int is_adam(fst_rule rule)
 {
-    return rule == FST_RULE_adam || rule == FST_RULE_amsgrad || rule == FST_RULE_from_moments ||
-           rule == FST_RULE_radam;
+    return rule == FST_RULE_adam || rule == FST_RULE_amsgrad || rule == FST_RULE_radam;
 }
 
 /* Everything that a rule looks at, at once: decay, look-ahead, dampening; step 2. */
@@ -92,8 +91,6 @@ static update_case usual(fst_rule rule)
     static const double hyper[FST_RULE_COUNT][FST_MAX_HYPER] = {
         [FST_RULE_adam] = {0.01, 0.9, 0.999, 1e-8, 0.1, 1.0},
         [FST_RULE_amsgrad] = {0.01, 0.9, 0.999, 1e-8, 0.1, 0.0},
-        [FST_RULE_moments] = {0.9, 1.0, 0.9, 0.999},
-        [FST_RULE_from_moments] = {0.01, 0.9, 0.999, 1e-8, 0.1, 1.0},
         [FST_RULE_sgd] = {0.1, 0.0, 0.0, 0.01, 0.0},
         [FST_RULE_momentum] = {0.1, 0.9, 0.3, 0.01, 1.0},
         [FST_RULE_lion] = {0.001, 0.9, 0.99, 0.1},

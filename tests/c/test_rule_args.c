@@ -7,8 +7,6 @@ static void table_names_every_rule(void)
 {
     static const char *const names[] = {"adam",
                                         "amsgrad",
-                                        "moments",
-                                        "from_moments",
                                         "sgd",
                                         "momentum",
                                         "lion",
@@ -23,9 +21,8 @@ static void table_names_every_rule(void)
                                         "rprop",
                                         "nadam",
                                         "asgd"};
-    static const unsigned states[] = {2, 3, 2, 2, 0, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 2, 2, 1};
+    static const unsigned states[] = {2, 3, 0, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 2, 2, 1};
     static const char *const adam[] = {"lr", "beta1", "beta2", "eps", "weight_decay", "decoupled"};
-    static const char *const moments[] = {"keep1", "keep2", "beta1", "beta2"};
     static const char *const sgd[] = {"lr", "momentum", "dampening", "weight_decay", "nesterov"};
     static const char *const lion[] = {"lr", "beta1", "beta2", "weight_decay"};
     static const char *const adagrad[] = {"lr", "lr_decay", "weight_decay", "eps"};
@@ -36,11 +33,11 @@ static void table_names_every_rule(void)
     static const char *const nadam[] = {"lr",           "beta1",     "beta2",         "eps",
                                         "weight_decay", "decoupled", "momentum_decay"};
     static const char *const asgd[] = {"lr", "lambd", "alpha", "t0", "weight_decay"};
-    static const char *const *const hyper[] = {adam,   adam,     moments, adam,    sgd,     sgd,
-                                               lion,   adagrad,  rmsprop, rmsprop, rmsprop, rmsprop,
-                                               adamax, adadelta, adam,    rprop,   nadam,   asgd};
-    static const unsigned counts[] = {6, 6, 4, 6, 5, 5, 4, 4, 5, 5, 5, 5, 5, 4, 6, 5, 7, 5};
-    CHECK_INT(FST_RULE_COUNT, 18);
+    static const char *const *const hyper[] = {adam,    adam,    sgd,     sgd,     lion,   adagrad,
+                                               rmsprop, rmsprop, rmsprop, rmsprop, adamax, adadelta,
+                                               adam,    rprop,   nadam,   asgd};
+    static const unsigned counts[] = {6, 6, 5, 5, 4, 4, 5, 5, 5, 5, 5, 4, 6, 5, 7, 5};
+    CHECK_INT(FST_RULE_COUNT, 16);
     for (unsigned i = 0; i < FST_RULE_COUNT; i++) {
         const fst_rule rule = (fst_rule)i;
         CHECK(!strcmp(fst_rule_name(rule), names[i]));
@@ -119,12 +116,8 @@ static void adam_scalars(fst_rule rule, double decoupled)
     for (size_t i = 0; i < sizeof steps / sizeof steps[0]; i++) {
         const fst_rule_args both = filled(rule, 1, hyper, steps[i]),
                             f = filled(rule, 0, hyper, steps[i]);
-        const adam_args_f64 a = rule == FST_RULE_adam      ? both.adam_f64
-                                : rule == FST_RULE_amsgrad ? both.amsgrad_f64
-                                                           : both.from_moments_f64;
-        const adam_args_f32 b = rule == FST_RULE_adam      ? f.adam_f32
-                                : rule == FST_RULE_amsgrad ? f.amsgrad_f32
-                                                           : f.from_moments_f32;
+        const adam_args_f64 a = rule == FST_RULE_adam ? both.adam_f64 : both.amsgrad_f64;
+        const adam_args_f32 b = rule == FST_RULE_adam ? f.adam_f32 : f.amsgrad_f32;
         const long double root = sqrtl(1.0L - powl(0.999, (long double)steps[i]));
         const long double size = 3e-4L * root / (1.0L - powl(0.9, (long double)steps[i]));
         CHECK_NEAR(a.step_size, (double)size, 1e-12 * (double)size);
@@ -176,19 +169,6 @@ static void lion_scalars(void)
     ROUNDED(b, a, beta1);
     ROUNDED(b, a, beta2);
     ROUNDED(b, a, keep);
-    ROUNDED(b, a, one_minus_beta1);
-    ROUNDED(b, a, one_minus_beta2);
-}
-
-static void moments_scalars(void)
-{
-    const double hyper[FST_MAX_HYPER] = {0.9, 1.0, 0.9, 0.999};
-    const moments_args_f64 a = filled(FST_RULE_moments, 1, hyper, 5.0).moments_f64;
-    const moments_args_f32 b = filled(FST_RULE_moments, 0, hyper, 5.0).moments_f32;
-    CHECK(a.keep1 == 0.9 && a.keep2 == 1.0);
-    CHECK(a.one_minus_beta1 == 1.0 - 0.9 && a.one_minus_beta2 == 1.0 - 0.999);
-    ROUNDED(b, a, keep1);
-    ROUNDED(b, a, keep2);
     ROUNDED(b, a, one_minus_beta1);
     ROUNDED(b, a, one_minus_beta2);
 }
@@ -286,12 +266,10 @@ int main(void)
     for (int decoupled = 0; decoupled < 2; decoupled++) {
         adam_scalars(FST_RULE_adam, decoupled);
         adam_scalars(FST_RULE_amsgrad, decoupled);
-        adam_scalars(FST_RULE_from_moments, decoupled);
     }
     sgd_scalars(FST_RULE_sgd);
     sgd_scalars(FST_RULE_momentum);
     lion_scalars();
-    moments_scalars();
     scalars_that_depend_on_the_step();
     return check_report();
 }

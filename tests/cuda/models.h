@@ -18,8 +18,6 @@ typedef enum {
 static const double usual[FST_RULE_COUNT][FST_MAX_HYPER] = {
     [FST_RULE_adam] = {0.0078125, 0.9, 0.999, 1e-8, 0.1, 1.0},
     [FST_RULE_amsgrad] = {0.0078125, 0.9, 0.999, 1e-8, 0.1, 0.0},
-    [FST_RULE_moments] = {0.875, 1.0, 0.9, 0.999},
-    [FST_RULE_from_moments] = {0.0078125, 0.9, 0.999, 1e-8, 0.1, 1.0},
     [FST_RULE_sgd] = {0.125, 0.0, 0.0, 0.01, 0.0},
     [FST_RULE_momentum] = {0.125, 0.9, 0.3, 0.01, 1.0},
     [FST_RULE_lion] = {0.0009765625, 0.9, 0.99, 0.1},

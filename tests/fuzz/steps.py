@@ -44,7 +44,7 @@ class Stepping:
         world.objects.setdefault("Plan", []).append(self.plan)
         self.rule = rng.choice(list(RULES))
         number, states, names = RULES[self.rule]
-        self.has_step = self.rule not in ("sgd", "momentum", "lion", "moments") or world.chance(0.1)
+        self.has_step = self.rule not in ("sgd", "momentum", "lion") or world.chance(0.1)
         has_master = world.chance(0.2)
         steps = ("step",) if self.has_step else ()
         own = tuple(f"s{i}" for i in range(states))

@@ -79,7 +79,6 @@ RELEASES: dict[str, tuple[float | None, dict[str, Any]]] = {
     "plain": (None, {}),
     "per parameter": (0.5, {"clip": "per_parameter"}),
     "lagged": (0.5, {"clip": "lagged"}),
-    "into states": (None, {"accumulate_into_states": True}),
 }
 
 

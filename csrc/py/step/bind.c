@@ -139,12 +139,9 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
         counter->value = 1.0;
     part->counter_count++;
     part->number_count += self->groups[at->group].number_count;
-    /* The rule `moments` does not write the parameter, so its version must not move: forward
-     * passes that used it may still run backward. */
-    const int moves = self->groups[at->group].rule != FST_RULE_moments;
-    if (moves && note_written(at, local, object))
+    if (note_written(at, local, object) || note_grad(self, grad))
         return -1;
-    return note_grad(self, grad) || (grad != whole_grad && note_grad(self, whole_grad)) ? -1 : 0;
+    return grad != whole_grad && note_grad(self, whole_grad) ? -1 : 0;
 }
 
 /* Finds the parameter at hand and its gradient. The step holds a reference to both. Returns 0,

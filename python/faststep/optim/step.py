@@ -65,7 +65,6 @@ class Stepper:
 
         Raises:
             TensorError: a tensor cannot be used.
-            MissingStateError: a state is missing, and `work.creates_states` is not set.
             OutOfMemoryError: a device has no room for the tables of the step.
         """
         if not self.devices:

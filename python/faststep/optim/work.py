@@ -29,17 +29,12 @@ __all__ = [
     "DevicesChangedError",
     "DividedError",
     "Done",
-    "MissingStateError",
     "Phase",
     "Place",
     "Work",
 ]
 
 _NO_CLIPPING = math.nan
-
-
-class MissingStateError(Exception):
-    """A state that the step must not create is missing; nothing was updated."""
 
 
 class DevicesChangedError(Exception):
@@ -75,7 +70,6 @@ class Work:
         params: lists of parameters.
         rules: gives a rule per list; asked again where devices have changed.
         groups: the group of each list. Default: None, all groups in their order.
-        creates_states: whether missing states are created. Default: True.
         wants_norm: whether the answer needs the norm of a step on a device. Default: True.
         unchanged: ends the error that memory ran out.
     """
@@ -84,7 +78,6 @@ class Work:
         "_before",
         "_has_emptied_cache",
         "_new",
-        "creates_states",
         "groups",
         "optimizer",
         "params",
@@ -99,7 +92,6 @@ class Work:
         params: list[list[Tensor]],
         rules: Callable[[], list[Rule]],
         groups: list[int] | None = None,
-        creates_states: bool = True,
         wants_norm: bool = True,
         unchanged: str = "nothing was updated",
     ) -> None:
@@ -107,7 +99,6 @@ class Work:
         self.params = params
         self.rules = rules
         self.groups = groups
-        self.creates_states = creates_states
         self.wants_norm = wants_norm
         self.unchanged = unchanged
         self._new: list[Place] | None = None  # of the states that were created; None: no state
@@ -172,8 +163,6 @@ class Work:
 
     def _create_states(self, missing: list[Place], rules: list[Rule]) -> None:
         """Create states that were found missing; an error for those that still are."""
-        if not self.creates_states:
-            raise MissingStateError
         optimizer, before = self.optimizer, self._new or []
         for which, index in missing:
             keys = keys_for(rules[which], self.params[which][index])

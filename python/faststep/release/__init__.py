@@ -15,7 +15,6 @@ from ..optim.base import FusedOptimizer
 from ..optim.wrapped import unwrapped
 from .before_step import refuse_code_before_step
 from .clipping import Clip, check_clipping
-from .moments import Moments
 from .updates import Release
 
 __all__ = ["Release", "release_gradients"]
@@ -26,7 +25,6 @@ def release_gradients(
     optimizer: Optimizer,
     *,
     clip: Clip | None = None,
-    accumulate_into_states: bool = False,
 ) -> Release:
     """Update each parameter in backward, while its gradient is in the cache, and free the gradient.
 
@@ -44,12 +42,6 @@ def release_gradients(
     * `clip="lagged"`: all gradients are clipped by the global norm of the step before, measured in
       the hooks; a spike acts once before it is clipped. The first step clips per parameter.
 
-    With `accumulate_into_states=True` several backward passes may come before each
-    `optimizer.step()`: every gradient is added to the moments of Adam or AdamW and freed, and the
-    step updates the parameters from them. Divide the losses by their number. The first moment is
-    that of the accumulated gradient. The second is an APPROXIMATION: a sum of squares instead of
-    the square of the sum, smaller by a factor of up to their number.
-
     Under DistributedDataParallel parameters are updated as soon as their bucket is reduced, with
     the bits of the step after backward; gradients are freed at the end of backward. Its buckets
     stay, so that less memory is saved. Micro-steps inside `no_sync()` are added up before.
@@ -60,22 +52,18 @@ def release_gradients(
         model: the module that the optimizer trains.
         optimizer: an optimizer of faststep.optim; one that accelerate has wrapped is unwrapped.
         clip: what `max_grad_norm` means. Default: None, it must not be set.
-        accumulate_into_states: accumulate gradients in the moments. Adam and AdamW without amsgrad
-            and with decoupled weight decay or none. Default: False.
 
     Returns:
         A :class:`.Release`; keep it. `remove()` undoes the release, as does dropping it.
 
     Raises:
-        TypeError: an optimizer not of faststep, a subclass with a step of its own, or one whose
-            states gradients cannot be added to; a DistributedDataParallel model with a
-            communication hook of its own, with `find_unused_parameters` or with `static_graph`;
+        TypeError: an optimizer not of faststep, or a subclass with a step of its own; a
+            DistributedDataParallel model with a communication hook of its own, with
+            `find_unused_parameters` or with `static_graph`;
             parameters of FullyShardedDataParallel or of a tensor class with operators of its own,
             as `fully_shard` has them (DTensor).
         ValueError: `clip` is unknown, or `max_grad_norm` is set without it; or it is "lagged" and a
-            parameter is on CUDA; or a group has amsgrad or coupled
-            weight decay although gradients go into the states; or accelerate's own accumulation
-            is on.
+            parameter is on CUDA; or accelerate's own accumulation is on.
         RuntimeError: accelerate steps with a GradScaler; the optimizer accumulates, or is released
             already; another released optimizer has one of the parameters; a hook runs before the
             step, or a script has replaced the step. During training: the last two; a second
@@ -84,9 +72,7 @@ def release_gradients(
             DistributedDataParallel reduces, which is not `model`.
 
     Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources"
-    (LOMO), arXiv:2306.09782; torch's tutorial on optimizer steps in backward. Accumulation in the
-    states: Zhang et al., "Adam Accumulation to Reduce Memory Footprints of both Activations and
-    Gradients for Large-scale DNN Training" (AdamA), arXiv:2305.19982.
+    (LOMO), arXiv:2306.09782; torch's tutorial on optimizer steps in backward.
     """
     optimizer = _checked(optimizer)
     if not isinstance(model, nn.Module):
@@ -99,12 +85,9 @@ def release_gradients(
     _check_unowned(optimizer)
     refuse_code_before_step(optimizer, None)
     check_clipping(optimizer, clip)
-    moments = Moments(optimizer) if accumulate_into_states else None
-    if moments is not None and clip is not None:
-        raise ValueError("accumulate_into_states=True adds gradients up unclipped: leave clip=None")
     inner = uncompiled(model)
     reduced = _reduced_by(inner) if isinstance(inner, DistributedDataParallel) else None
-    release = Release(optimizer, clip, moments, reduced, inner)
+    release = Release(optimizer, clip, reduced, inner)
     releasing.set(optimizer, release)
     return release
 

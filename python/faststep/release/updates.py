@@ -24,7 +24,6 @@ from ..optim.step import Stepper
 from ..optim.work import Work
 from .before_step import refuse_code_before_step
 from .clipping import Clip, Clipping, check_clipping
-from .moments import Moments
 from .states import make_state
 from .tied import give_rows, tied_embeddings
 
@@ -51,12 +50,10 @@ class Release:
         self,
         optimizer: FusedOptimizer,
         clip: Clip | None,
-        moments: Moments | None,
         reduced: Reduced | None,
         model: nn.Module,
     ) -> None:
         self._clipping = Clipping(clip)
-        self._moments = moments
         self._reduced = reduced
         self._places: Hooked[_Place] = Hooked()
         self._rules: dict[int, Rule] = {}  # of this step, by group; the hooks read it too
@@ -126,7 +123,7 @@ class Release:
         """Hook a parameter; its place is not known yet."""
         hook = _C.ReleaseHook(self._otherwise, self._optimizer, self._rules, _MODE_DEPTH)
         self._clipping.prepare(hook)
-        hook.plain = self._moments is None and self._reduced is None and _MODE_DEPTH != 0
+        hook.plain = self._reduced is None and _MODE_DEPTH != 0
         place = _Place(hook)
         self._places.add(param, place, hook)
         return place
@@ -157,7 +154,7 @@ class Release:
         self._used.clear()
 
     def _update(self, place: _Place, param: Tensor) -> None:
-        """Step one parameter, or add its gradient to the moments."""
+        """Step one parameter."""
         optimizer = self._optimizer()
         grad = param.grad
         if optimizer is None or grad is None:
@@ -168,7 +165,7 @@ class Release:
                 self._attach(optimizer)
                 if self._places.of(param) is not place:
                     return
-        if place.hook.updated and self._moments is None:
+        if place.hook.updated:
             name = name_of(optimizer, place.hook.group, place.index)
             raise RuntimeError(
                 f"a second gradient of {name} before optimizer.step(): with "
@@ -185,7 +182,7 @@ class Release:
         except _C.TensorError as error:
             what = (place.hook.group, place.index, *error.args[2:])
             explained = optimizer._explained(*what)
-            if self._moments is not None or not optimizer._is_for_torch(*what):
+            if not optimizer._is_for_torch(*what):
                 raise explained from None
             request = StepRequest(self._clipping.scale, None, False, max_norm)
             _step_by_torch(optimizer, place, param, request, str(explained))
@@ -211,7 +208,7 @@ class Release:
         if rule is None:
             rule = optimizer._checked_rule_of(optimizer.param_groups[place.hook.group])
             self._rules[place.hook.group] = rule
-        return rule if self._moments is None else self._moments.rule(rule, place.hook.updated)
+        return rule
 
     @disable_dynamo
     def _check_step(self) -> None:
@@ -222,8 +219,6 @@ class Release:
         refuse_code_before_step(optimizer, self._before)
         if optimizer._asked.max_norm is not None:
             refuse_clipping(params_of(optimizer))
-        if self._moments is not None:  # they are applied by the step
-            return
         for number, group in enumerate(optimizer.param_groups):
             rule = self._rules.get(number)
             if rule is None:
@@ -245,9 +240,6 @@ class Release:
         if updated and self._clipping.way == "lagged":
             hooks = [place.hook for place in self._places.entries()]
             optimizer._last_norm = self._clipping.end_step(hooks)
-        if self._moments is not None:
-            params = [param for param, place in self._places if place.hook.updated]
-            self._moments.apply(optimizer, params)
         for place in updated:
             place.hook.updated = False
         self._clipping.scale = None
@@ -317,5 +309,5 @@ def _step(
     else:
         groups, rules = [place.hook.group], [rule]
         unchanged = "the parameter was not updated"
-        work = Work(optimizer, [[param]], lambda: rules, groups, True, False, unchanged)
+        work = Work(optimizer, [[param]], lambda: rules, groups, False, unchanged)
         place.stepper.step(work, request)
