@@ -20,6 +20,13 @@ static inline double expected_adam(const update_case *c, double p, double g, dou
     return R(kept - R(step_size * R(s[0] / denominator)));
 }
 
+/* A call for each moment: gcc 12 makes one vector of both, and loses roundings to float there. */
+__attribute__((noinline)) static double moved(const update_case *c, double moment, double keep,
+                                              double term)
+{
+    return R(R(R(keep) * moment) + term);
+}
+
 static inline double expected_sgd(const update_case *c, double p, double g, double *s)
 {
     const double lr = R(c->hyper[0]), momentum = R(c->hyper[1]), decay = R(c->hyper[3]);

@@ -205,6 +205,16 @@ def test_states_are_small() -> None:
         assert len(repr(loader.state_dict())) < 600
 
 
+@pytest.mark.parametrize("key", ["_snapshot", "fetcher_state"])
+@pytest.mark.parametrize("rest", ["", "whole"])
+def test_a_state_of_torchdata_is_named(key: str, rest: str) -> None:
+    loader = make("random")
+    state = {**(loader.state_dict() if rest else {}), key: {}, "_iterator_finished": False}
+    with pytest.raises(ValueError, match=f"'{key}', is of torchdata's StatefulDataLoader"):
+        loader.load_state_dict(state)
+    assert loader._faststep.resume is None
+
+
 def test_a_state_of_another_loader_is_refused() -> None:
     random = make("random")
     next(iter(random))

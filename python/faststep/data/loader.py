@@ -24,7 +24,6 @@ from .plain import MultiIterator, SingleIterator
 from .resume import states
 from .resume.loader_stand_in import keeps_seed
 from .resume.progress import EpochIterator
-from .resume.torchdata_states import is_of_torchdata, translated
 from .stats import Meter, Metered
 from .transforms import Compose
 from .types import State, TorchOptions, Transform
@@ -204,7 +203,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         return stats if slots is None else stats | {"slots": slots}
 
     def state_dict(self) -> State:
-        """The position after the last delivered batch, under torchdata's names.
+        """The position after the last delivered batch.
 
         A few numbers where the order of a map-style dataset is known ahead. Besides, random states
         that a sampler or dataset began its epoch with, and the states of those that have the
@@ -231,19 +230,16 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
     def load_state_dict(self, state_dict: State) -> None:
         """Let the next iteration go on after the last batch that was delivered before `state_dict`.
 
-        States of torchdata's StatefulDataLoader can be loaded, too: docs/loader.md says which.
-
         That iteration draws no random numbers for what it skips. If the state is of an epoch that
         came to its end, the next iteration is a new epoch; if only its last batch had been
         delivered, the next iteration has no batch.
 
         Raises:
-            ValueError: the state is of another loader; says what differs.
+            ValueError: the state is of another loader, or of torchdata's; says what differs.
             NotImplementedError: as `state_dict`.
         """
-        state = translated(self, state_dict) if is_of_torchdata(state_dict) else state_dict
-        states.check(self, state)
-        state = copy.deepcopy(state)
+        states.check(self, state_dict)
+        state = copy.deepcopy(state_dict)
         states.restore_parts(self, state)
         own = self._faststep
         own.progress = own.stranger = None

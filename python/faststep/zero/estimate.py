@@ -204,9 +204,7 @@ def _on_rank(
     ]
     # What ranks send of a slice lies side by side before it is added; NCCL adds it.
     parts = 0 if evenly else ranks - (rank == 0 or ranks == 2)
-    now = peak = (
-        sum(whole) - sum(sent) + sum(kept_sums) * evenly
-    )  # on a device they stay
+    now = peak = sum(whole) - sum(sent) + sum(kept_sums) * evenly  # on a device they stay
     gradients = now + sum(slices)
     under_way: deque[tuple[int, int]] = deque()  # buckets and their blocks
     blocks: list[int] = []  # for what arrives: how much of each was written

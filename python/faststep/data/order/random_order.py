@@ -67,7 +67,7 @@ class RandomOrder(Order):
         """Brings the epoch's generator to its start."""
         if "seed" in self.state:
             generator.manual_seed(self.state["seed"])
-        else:  # a state of torchdata's, which keeps no seed
+        else:  # a state of a sampler with a generator
             generator.set_state(self.state["generator"])
 
     @property

@@ -131,7 +131,7 @@ class Progress:
         self.workers = None if workers is None else list(workers)
 
     def state_dict(self) -> State:
-        """The position, under torchdata's names where torchdata has one."""
+        """The position."""
         state: State = {
             "_num_yielded": self.count,
             "_sampler_iter_yielded": self.before + self.delivered,

@@ -25,6 +25,7 @@ KEYS = {
     "_base_seed",
     "_iterator_finished",
 }
+OF_TORCHDATA = {"_snapshot", "fetcher_state"}  # with workers, without
 
 
 class _Between:
@@ -74,6 +75,12 @@ def check(loader: Loader, state: Any) -> None:
         NotImplementedError: the loader's dataset is an IterDataPipe.
     """
     refuse_pipes(loader.dataset)
+    if isinstance(state, dict) and (found := OF_TORCHDATA & set(state)):
+        raise ValueError(
+            f"this state, which has {min(found)!r}, is of torchdata's StatefulDataLoader, and "
+            f"{type(loader).__name__} loads its own only: come to the epoch's end with "
+            "StatefulDataLoader, and begin the next one here"
+        )
     missing = sorted(KEYS - set(state)) if isinstance(state, dict) else "keys"
     if missing:
         raise ValueError(f"not a state of this DataLoader: it has no {missing}")
