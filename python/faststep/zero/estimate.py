@@ -130,9 +130,8 @@ def estimate(
         elif one == 3:
             found[one] = _fully_sharded(params, blocks_of(model), ranks, states)
         else:
-            found[one] = _sharded(
-                model, ranks, bucket_mb * 2**20, last_bytes, one == 1, states, master_weights
-            )
+            how = (ranks, bucket_mb * 2**20, last_bytes, one == 1, states, master_weights)
+            found[one] = _sharded(model, *how)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     return Estimate(
         ranks, {one: replace(m, parameters=m.parameters + buffers) for one, m in found.items()}
@@ -204,9 +203,7 @@ def _on_rank(
     ]
     # What ranks send of a slice lies side by side before it is added; NCCL adds it.
     parts = 0 if evenly else ranks - (rank == 0 or ranks == 2)
-    now = peak = (
-        sum(whole) - sum(sent) + sum(kept_sums) * evenly
-    )  # on a device they stay
+    now = peak = sum(whole) - sum(sent) + sum(kept_sums) * evenly  # on a device they stay
     gradients = now + sum(slices)
     under_way: deque[tuple[int, int]] = deque()  # buckets and their blocks
     blocks: list[int] = []  # for what arrives: how much of each was written
