@@ -30,14 +30,16 @@ def step_whole(
     """A step by the mean of low-precision gradients."""
     for param, parts in zip(whole.parameters(), zip(*ranks, strict=True), strict=True):
         rows = [part * (1.0 / len(parts)) for part in parts]
-        if nodes > 1 or param.dtype == rows[0].dtype:
+        wide = torch.promote_types(param.dtype, torch.float32)
+        if nodes > 1 or rows[0].dtype == wide:
             mean = mean_of(parts, nodes)
-        else:  # slices have the parameter's dtype here
-            mean = torch.zeros_like(param)
+        else:  # slices are fp32
+            mean = torch.zeros_like(param, dtype=wide)
             for first in range(0, len(rows), 2):
-                two = [row.to(param.dtype) for row in rows[first : first + 2]]
+                two = [row.to(wide) for row in rows[first : first + 2]]
                 mean = (two[0] if first == 0 else mean + two[0]) + sum(two[1:])
-        param.grad = torch.empty_like(param).copy_(mean)
+        param.grad_dtype = None
+        param.grad = torch.empty_like(param, dtype=wide).copy_(mean)
     optimizer.step()
     optimizer.zero_grad()
 

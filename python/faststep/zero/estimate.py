@@ -130,9 +130,8 @@ def estimate(
         elif one == 3:
             found[one] = _fully_sharded(params, blocks_of(model), ranks, states)
         else:
-            found[one] = _sharded(
-                model, ranks, bucket_mb * 2**20, last_bytes, one == 1, states, master_weights
-            )
+            how = (ranks, bucket_mb * 2**20, last_bytes, one == 1, states, master_weights)
+            found[one] = _sharded(model, *how)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     return Estimate(
         ranks, {one: replace(m, parameters=m.parameters + buffers) for one, m in found.items()}

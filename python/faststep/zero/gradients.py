@@ -249,8 +249,7 @@ class Gradients:
                 used = self._reducer.complete(
                     waits=self._unowned.are_trained(), says=self._unowned.has_touched()
                 )
-                reduces = bool(self._unowned) and not self._reducer.took_all
-                if reduces:
+                if reduces := bool(self._unowned) and not self._reducer.took_all:
                     self._unowned.reduce()
                 if self._reducer.updates is not None:
                     self._reducer.updates.finish()
