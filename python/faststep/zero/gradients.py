@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch.compiler import disable_dynamo
 from .._torch.ddp import after_backward, current_backward, is_inside_backward
@@ -28,7 +28,7 @@ from .group import Group
 from .placeholder import Placeholder
 from .reducer import Reducer
 from .slots import Slot
-from .unowned import Unowned
+from .unowned import Unowned, can_be_trained
 
 __all__ = ["Gradients", "State", "sharded_params"]
 
@@ -108,7 +108,7 @@ class Gradients:
         Those of frozen ones too, from when they are trained.
         """
         known = sharded_params().union(*(one._unowned.ids() for one in _living))
-        free = [param for param in params if id(param) not in known and _can_be_trained(param)]
+        free = [param for param in params if id(param) not in known and can_be_trained(param)]
         mine = weakref.ref(self)
 
         def arrived() -> None:
@@ -360,11 +360,6 @@ HAS_FAILED = (
     "faststep.zero: a backward pass has failed, and the gradients are not those of the whole model "
     "on all ranks: call zero_grad() and go on with the next batch"
 )
-
-
-def _can_be_trained(param: Tensor) -> bool:
-    is_plain = type(param) in (Tensor, nn.Parameter) and not param.is_inference()
-    return param.requires_grad or (is_plain and param.is_floating_point())
 
 
 def _nothing(*_: object) -> None:

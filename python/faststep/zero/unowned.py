@@ -11,13 +11,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .._torch.compiler import disable_dynamo
 from ..grads.hooks import Hooked
 from .group import Group
 
-__all__ = ["Unowned"]
+__all__ = ["Unowned", "can_be_trained"]
 
 
 class Unowned:
@@ -87,6 +87,12 @@ class Unowned:
             parts = torch.split(flat, [grad.numel() for grad in grads])
             for grad, part in zip(grads, parts, strict=True):
                 grad.copy_(part.view(grad.shape))
+
+
+def can_be_trained(param: Tensor) -> bool:
+    """Whether a parameter may get a gradient, now or when a script unfreezes it."""
+    is_plain = type(param) in (Tensor, nn.Parameter) and not param.is_inference()
+    return param.requires_grad or (is_plain and param.is_floating_point())
 
 
 def _hook(
