@@ -214,9 +214,9 @@ class Gradients:
                 f"faststep.zero does not support sparse gradients, which {slot.name!r} has: use "
                 "torch.nn.Embedding(sparse=False)"
             )
-        if grad.dtype != slot.stand_in.dtype:
+        if slot.param.dtype != slot.stand_in.dtype:
             raise TypeError(
-                f"faststep.zero: parameter {slot.name!r} is {grad.dtype}, and was "
+                f"faststep.zero: parameter {slot.name!r} is {slot.param.dtype}, and was "
                 f"{slot.stand_in.dtype} when it was sharded: call model.to(dtype) before shard()"
             )
         slot.param.grad = slot.stand_in
