@@ -80,12 +80,12 @@ enum { FST_ARGS_FIT = 1 / (sizeof(fst_rule_args) <= FST_DEVICE_ARGS) };
 #undef MASTERS
 
 /* Whether a span's parameter and gradient have one type, its states one, and its master, if it has
- * one, fp32; and it has no copy. */
+ * one, fp32. */
 FST_DEVICE int fst_is_known(const fst_device_operand *op, int32_t param, int32_t state)
 {
     const fst_device_operand *master = &op[FST_OP_MASTER];
-    int known = !op[FST_OP_COPY].data && op[FST_OP_PARAM].dtype == param &&
-                op[FST_OP_GRAD].dtype == param && (!master->data || master->dtype == FST_F32);
+    int known = op[FST_OP_PARAM].dtype == param && op[FST_OP_GRAD].dtype == param &&
+                (!master->data || master->dtype == FST_F32);
     FST_UNROLL
     for (unsigned k = FST_OP_STATE; k < FST_OP_COUNT; k++)
         known = known && (!op[k].data || op[k].dtype == state);

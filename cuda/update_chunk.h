@@ -117,7 +117,7 @@ FST_DEVICE int FST_T(update_words)(const fst_share *share, uint32_t base, fst_pl
     FST_T(fetch)(&tile, &master, words[FST_OP_MASTER]);
     FST_UNROLL
     for (unsigned k = 0; k < FST_OP_COUNT; k++)
-        if (k != FST_OP_COPY && k != FST_OP_MASTER)
+        if (k != FST_OP_MASTER)
             FST_T(fetch)(&tile, &at[k], words[k]);
     FST_T(widen)(words[FST_OP_PARAM], at[FST_OP_PARAM].dtype, x.p);
     if (has_master)
@@ -141,12 +141,10 @@ FST_DEVICE int FST_T(update_words)(const fst_share *share, uint32_t base, fst_pl
         if (at[FST_OP_STATE + k].dtype >= 0)
             FST_T(store)(&tile, &at[FST_OP_STATE + k], x.state[k], !quick);
     FST_T(store)(&tile, &at[FST_OP_PARAM], x.p, !quick);
-    FST_UNROLL
-    for (unsigned k = FST_OP_MASTER; k <= FST_OP_COPY; k++)
-        if (op[k].data) {
-            const fst_place there = fst_place_of(share, &op[k]);
-            FST_T(store)(&tile, &there, x.p, !quick);
-        }
+    if (has_master) {
+        const fst_place there = fst_place_of(share, &op[FST_OP_MASTER]);
+        FST_T(store)(&tile, &there, x.p, !quick);
+    }
     return 1;
 }
 
@@ -176,8 +174,6 @@ FST_DEVICE void FST_T(update_one)(const fst_share *share, uint32_t element,
     FST_T(set)(share, value, element, x.p[0]);
     if (op[FST_OP_MASTER].data)
         FST_T(set)(share, &op[FST_OP_PARAM], element, x.p[0]);
-    if (op[FST_OP_COPY].data)
-        FST_T(set)(share, &op[FST_OP_COPY], element, x.p[0]);
 }
 
 /* The sum += factor * term, and then += factor * more if there are two terms. With `start` the

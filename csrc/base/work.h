@@ -20,14 +20,13 @@ enum {
 };
 
 /* Operands of a span in an update pass; other passes have one operand per span. An operand
- * without data is absent. If MASTER is present the rule updates it, and PARAM and COPY receive
- * it rounded to their own dtypes. An element of PARAM that is not MASTER's rounded was written by
- * somebody else since: the rule begins with it. */
+ * without data is absent. If MASTER is present the rule updates it, and PARAM receives it rounded
+ * to its own dtype. An element of PARAM that is not MASTER's rounded was written by somebody else
+ * since: the rule begins with it. */
 enum {
     FST_OP_PARAM,
     FST_OP_GRAD,
     FST_OP_MASTER,
-    FST_OP_COPY,
     FST_OP_STATE,
     FST_OP_COUNT = FST_OP_STATE + FST_MAX_STATES,
 };

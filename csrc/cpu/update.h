@@ -59,8 +59,8 @@ static void FST_T(prefetch)(const fst_operand *op, int64_t at, size_t left)
 /* Whether all operands are worked on in place. */
 static int FST_T(is_plain)(const fst_operand *op, unsigned states)
 {
-    int plain = !op[FST_OP_MASTER].data && !op[FST_OP_COPY].data &&
-                FST_T(in_place)(&op[FST_OP_PARAM]) && FST_T(in_place)(&op[FST_OP_GRAD]);
+    int plain = !op[FST_OP_MASTER].data && FST_T(in_place)(&op[FST_OP_PARAM]) &&
+                FST_T(in_place)(&op[FST_OP_GRAD]);
     for (unsigned k = 0; k < states; k++)
         plain = plain && FST_T(in_place)(&op[FST_OP_STATE + k]);
     return plain;
@@ -153,7 +153,5 @@ static void FST_T(update)(const fst_operand *op, int64_t begin, size_t count,
         FST_T(store)(value, p, at, n);
         if (value != &op[FST_OP_PARAM])
             FST_T(store)(&op[FST_OP_PARAM], p, at, n);
-        if (op[FST_OP_COPY].data)
-            FST_T(store)(&op[FST_OP_COPY], p, at, n);
     }
 }

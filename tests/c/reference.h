@@ -69,8 +69,6 @@ static inline void expected_update(const fst_operand *op, int64_t begin, int64_t
         set(value, i, p);
         if (op[FST_OP_MASTER].data)
             set(&op[FST_OP_PARAM], i, p);
-        if (op[FST_OP_COPY].data)
-            set(&op[FST_OP_COPY], i, p);
     }
 }
 

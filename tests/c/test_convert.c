@@ -136,13 +136,15 @@ static void floats_round_to_nearest(const format *f)
     CHECK(right);
 }
 
-/* Through the loops: plain descent at rate 0 leaves the parameter as it is, and rounds the copy. */
+/* Through the loops: plain descent at rate 0 leaves the master as it is, and rounds it to the
+ * parameter. Where it were not the parameter that is there, the master would become that. */
 static void loops_narrow_alike(const fst_cpu_kernels *kernels)
 {
     enum { DISTANCES = 5, COUNT = FORMATS * 0x10000 * 2 * DISTANCES };
     const double hyper[FST_MAX_HYPER] = {0.0};
     fst_update_args args = {.clip_coefficient = 1.0, .sign = 1.0, .rule = FST_RULE_sgd};
     array *whole = array_new(FST_F32, FLAT, COUNT), *grad = array_new(FST_F32, FLAT, COUNT);
+    array *before;
     array *narrow[FORMATS];
     fst_operand op[FST_OP_COUNT] = {{NULL, NULL, FST_F32}};
     int64_t at = 0;
@@ -158,18 +160,25 @@ static void loops_narrow_alike(const fst_cpu_kernels *kernels)
                 }
     }
     CHECK_INT(at, COUNT);
-    op[FST_OP_PARAM] = whole->op;
+    before = array_clone(whole);
+    op[FST_OP_MASTER] = whole->op;
     op[FST_OP_GRAD] = grad->op;
     for (size_t k = 0; k < FORMATS; k++) {
-        op[FST_OP_COPY] = narrow[k]->op;
+        op[FST_OP_PARAM] = narrow[k]->op;
+        for (at = 0; at < COUNT; at++) {
+            const uint16_t want = formats[k].narrow((float)get(&before->op, at));
+            memcpy(element_at(&narrow[k]->op, at), &want, sizeof want);
+        }
         kernels->update(op, 0, COUNT, &args, 1.0, 0);
         for (at = 0; at < COUNT; at++) {
-            const float value = (float)get(&whole->op, at);
+            const float value = (float)get(&before->op, at);
             uint16_t got, want = formats[k].narrow(value);
             memcpy(&got, element_at(&narrow[k]->op, at), sizeof got);
-            wrong += got != want && !(isnan(value) && (got & 0x7FFF) == formats[k].nan);
+            wrong += isnan(value) ? (got & 0x7FFF) != formats[k].nan
+                                  : got != want || get(&whole->op, at) != value;
         }
     }
+    array_free(before);
     CHECK_INT(wrong, 0);
     for (size_t k = 0; k < FORMATS; k++)
         array_free(narrow[k]);

@@ -28,11 +28,11 @@ static options random_options(void)
 static void describe(const char *level, const kind *k, const options *o, const model *m)
 {
     fprintf(stderr,
-            "    %s, %s: %s, gradient %s, state %s, master %d, copy %d, placement %d; scale %g, "
+            "    %s, %s: %s, gradient %s, state %s, master %d, placement %d; scale %g, "
             "found %g, measured %d, max_norm %g, write_grad %d\n",
             level, fst_rule_name(m->groups[0].rule), dtype_names[k->dtype],
-            dtype_names[k->grad_dtype], dtype_names[k->state_dtype], k->master, k->copy, k->how,
-            o->scale, o->found_inf, o->measure_found_inf, o->max_norm, o->write_grad);
+            dtype_names[k->grad_dtype], dtype_names[k->state_dtype], k->master, k->how, o->scale,
+            o->found_inf, o->measure_found_inf, o->max_norm, o->write_grad);
 }
 
 /* Two steps, so that what the first leaves behind is used. */
@@ -65,7 +65,6 @@ static kind random_kind(fst_dtype dtype, fst_dtype grad_dtype, placement how)
     const int half = dtype == FST_BF16 || dtype == FST_F16;
     k.grad_value = grad_values[random_below(3)];
     k.master = half && random_below(2) ? FST_F32 : -1;
-    k.copy = random_below(3) ? -1 : (int)random_below(FST_DTYPE_COUNT);
     if (half && random_below(2))
         k.state_dtype = FST_F32;
     return k;
@@ -101,8 +100,7 @@ static void all_types(fst_rule rule)
             for (int s = 0; s < FST_DTYPE_COUNT; s++) {
                 model *m = new_model(rule);
                 kind k = {(fst_dtype)p, (fst_dtype)g, (fst_dtype)s, ALIGNED,
-                          random_value, -1,           -1,           NULL};
-                k.copy = (p + g + s) % FST_DTYPE_COUNT;
+                          random_value, -1,           NULL};
                 k.master = p < FST_BF16 ? -1 : s % 2 ? FST_F32 : FST_F64;
                 const options o = {NAN, NAN, NAN, .write_grad = s % 2};
                 add_param(m, 0, 1037, &k);
@@ -153,9 +151,9 @@ static void sizes_of_values(fst_rule rule)
         for (size_t value = 0; value < sizeof values / sizeof values[0]; value++)
             for (int few = 0; few < 2; few++) {
                 model *m = new_model(rule);
-                kind k = {
-                    types[type][0], types[type][0], types[type][1], ALIGNED, values[value], -1, -1,
-                    values[value]};
+                kind k = {types[type][0], types[type][0], types[type][1],
+                          ALIGNED,        values[value],  -1,
+                          values[value]};
                 const options o = {NAN, NAN, NAN, .write_grad = few};
                 if (few)
                     set_odd_eps(m, rule);
@@ -191,7 +189,7 @@ static void all_settings(void)
 static void rounds(void)
 {
     model *m = new_model(FST_RULE_momentum);
-    const kind k = {FST_F32, FST_F32, FST_F32, ALIGNED, random_unit, -1, -1, NULL};
+    const kind k = {FST_F32, FST_F32, FST_F32, ALIGNED, random_unit, -1, NULL};
     const options o = {NAN, NAN, 0.5, .write_grad = 0};
     for (int i = 0; i < 3; i++)
         add_param(m, 0, 3000, &k);
@@ -209,7 +207,7 @@ static void expanded_gradients(void)
 {
     for (int how = ALIGNED; how < PLACEMENTS; how++) {
         model *m = new_model(FST_RULE_adam);
-        const kind k = {FST_F32, FST_F32, FST_F32, (placement)how, random_unit, -1, -1, NULL};
+        const kind k = {FST_F32, FST_F32, FST_F32, (placement)how, random_unit, -1, NULL};
         const options o = {NAN, NAN, 0.5, .write_grad = 0};
         add_param(m, 0, 2100, &k);
         array **grad = &m->arrays[m->params[0].array[FST_OP_GRAD]];

@@ -25,13 +25,11 @@ static void add(model *m, unsigned group, int64_t count, fst_dtype dtype, arrang
     scalar_set(&m->steps[m->param_count++], p->is_double, 0.0);
     for (unsigned k = 0; k < FST_OP_COUNT; k++) {
         const int there = k == FST_OP_PARAM || k == FST_OP_GRAD ||
-                          (k >= FST_OP_STATE && k < FST_OP_STATE + states) ||
-                          (k == FST_OP_COPY && group == 1);
-        const fst_dtype own = k == FST_OP_COPY ? FST_BF16 : dtype;
+                          (k >= FST_OP_STATE && k < FST_OP_STATE + states);
         p->array[k] = there && count ? m->array_count : -1;
         /* a gradient moves from step to step: it has two arrays */
         for (int twice = 0; there && count && twice < 1 + (k == FST_OP_GRAD); twice++) {
-            array *a = array_new(own, how, count);
+            array *a = array_new(dtype, how, count);
             array_fill(a, k >= FST_OP_STATE ? random_positive : random_unit);
             m->arrays[m->array_count++] = a;
         }

@@ -124,25 +124,22 @@ static shape all_of(fst_rule rule, fst_dtype dtype, arrangement how, int64_t beg
     return what;
 }
 
-/* Types of parameter, gradient, states, master and copy, each on its own. The update is in double
- * for an fp64 value, as a plan has it, and the other way round in a few cases. */
+/* Types of parameter, gradient, states and master, each on its own. The update is in double for an
+ * fp64 value, as a plan has it, and the other way round. */
 static void all_types(fst_rule rule)
 {
     for (int p = 0; p < FST_DTYPE_COUNT; p++)
         for (int g = 0; g < FST_DTYPE_COUNT; g++)
             for (int s = 0; s < FST_DTYPE_COUNT; s++)
                 for (int master = ABSENT; master <= FST_F64; master++)
-                    for (int copied = ABSENT; copied < FST_DTYPE_COUNT; copied++) {
+                    for (int other_way = 0; other_way < 2; other_way++) {
                         update_case c = usual(rule);
                         shape what = all_of(rule, FST_F32, FLAT, 3, 517);
-                        c.write_grad = (p + g + s + master + copied) & 1;
-                        c.wide = (master == ABSENT ? p : master) == FST_F64;
-                        if (copied == FST_F16)
-                            c.wide = !c.wide;
+                        c.write_grad = (p + g + s + master + other_way) & 1;
+                        c.wide = ((master == ABSENT ? p : master) == FST_F64) ^ other_way;
                         what.dtype[FST_OP_PARAM] = p;
                         what.dtype[FST_OP_GRAD] = g;
                         what.dtype[FST_OP_MASTER] = master;
-                        what.dtype[FST_OP_COPY] = copied;
                         for (unsigned k = 0; k < fst_rule_states(rule); k++)
                             what.dtype[FST_OP_STATE + k] = (s + (int)k) % FST_DTYPE_COUNT;
                         compare(&what, &c);

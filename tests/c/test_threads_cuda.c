@@ -8,7 +8,7 @@ enum { GRID = 3, RACE = 66 /* how ThreadSanitizer ends a program */ };
 
 static void steps(fst_dtype dtype, placement how)
 {
-    const kind k = {dtype, dtype, dtype, how, random_unit, -1, -1, NULL};
+    const kind k = {dtype, dtype, dtype, how, random_unit, -1, NULL};
     const options o = {1024.0, 0.0, 0.5, .measure_found_inf = 1, .write_grad = 1};
     model *start = new_model(FST_RULE_adam);
     add_param(start, 0, 3000, &k);

@@ -137,26 +137,6 @@ def test_wrong_arguments(
     assert message in capsys.readouterr().err
 
 
-def test_bench_measures_and_keeps_absent_rivals_in_sight(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rival in ("deepspeed", "optimi", "bitsandbytes"):
-        monkeypatch.setitem(sys.modules, rival, None)
-    plot, rounds = tmp_path / "bench", tmp_path / "bench.json"
-    arguments = ["--quick", "--shapes", "2000 x 64", "--seconds", "0", "--json", str(rounds)]
-    assert run("bench", *arguments, "--output", str(plot)) == 0
-    output = capsys.readouterr().out
-    assert plot.with_suffix(".png").read_bytes().startswith(PNG)
-    for rival in ("DeepSpeedCPUAdam", "optimi AdamW", "optimi Lion", "bitsandbytes AdamW8bit"):
-        assert re.search(rf"^2000 x 64 +{rival} +not installed", output, re.MULTILINE)
-    assert re.search(r"^torch's copy_: [\d.]+ GB/s", output, re.MULTILINE)
-    works = {work["family"]: work for work in json.loads(rounds.read_text())["works"]}
-    assert set(works) == {"chain", "adamw", "sgd", "lion", "clip"}
-    assert set(works["chain"]["seconds"]) >= {"faststep", "torch fused", "torch default"}
-    assert all(len(times) == 3 for times in works["chain"]["seconds"].values())
-    assert works["lion"]["absent"] == {"optimi Lion": "not installed (pip install torch-optimi)"}
-
-
 @pytest.mark.parametrize(
     ("value", "shown"), [(2543.0, "2,543"), (12.21, "12.2"), (0.309, "0.31"), (0.0, "0.00")]
 )

@@ -14,7 +14,6 @@ from faststep.cli import main
 
 PROGRAM = [sys.executable, "-m", "faststep"]
 SHORT_DEMO = ("demo", "--steps", "1", "--only", "table")
-SHORT_BENCH = ("bench", "--quick", "--shapes", "2000 x 64", "--seconds", "0")
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -43,35 +42,8 @@ def test_a_reader_that_leaves_ends_the_program_quietly(buffered: bool) -> None:
     assert done.returncode == 141
 
 
-@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "soon"])
-def test_bench_wants_a_time(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", f"--seconds={seconds}"])
-    assert caught.value.code == 2
-    assert f"--seconds: {seconds} is not a number of at least 0" in capsys.readouterr().err
-
-
-def test_bench_looks_for_the_folder_before_it_measures(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there = tmp_path / "no folder" / "rounds.json"
-    assert main([*SHORT_BENCH, "--no-plot", "--json", str(there)]) == 1
-    captured = capsys.readouterr()
-    assert f"--json {there}: there is no such folder" in captured.err
-    assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "name", "given"),
-    [
-        (SHORT_DEMO, "demo.png", "absolute"),
-        (SHORT_BENCH, "bench.png", "none"),
-        (SHORT_BENCH, "bench.png", "relative"),
-    ],
-)
+@pytest.mark.parametrize("given", ["absolute", "none", "relative"])
 def test_plots_go_to_the_users_cache(
-    arguments: tuple[str, ...],
-    name: str,
     given: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -87,8 +59,8 @@ def test_plots_go_to_the_users_cache(
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache) if given == "absolute" else "cache")
-    plot = (cache if given == "absolute" else home / ".cache") / "faststep" / name
-    assert main(arguments) == 0
+    plot = (cache if given == "absolute" else home / ".cache") / "faststep" / "demo.png"
+    assert main(SHORT_DEMO) == 0
     assert plot.is_file()
     assert f"Plot: {plot}" in capsys.readouterr().out
     assert list(here.iterdir()) == []

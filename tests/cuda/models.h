@@ -62,7 +62,7 @@ typedef struct {
     fst_dtype dtype, grad_dtype, state_dtype;
     placement how;
     double (*grad_value)(void);
-    int master, copy;      /* -1, or their types */
+    int master;            /* -1, or its type */
     double (*value)(void); /* of the other operands; NULL: random_value */
 } kind;
 
@@ -103,8 +103,6 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
             if (i % 3)
                 set(&m->arrays[p->array[FST_OP_PARAM]]->op, i, get(of, i));
     }
-    if (k->copy >= 0)
-        add_operand(m, p, FST_OP_COPY, (fst_dtype)k->copy, k->how, random_value);
 }
 
 static inline model *new_model(fst_rule rule)

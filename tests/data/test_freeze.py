@@ -53,7 +53,7 @@ def test_lists_read_as_they_were(name: str, kind: type) -> None:
     assert len(got) == len(want)
     assert kind(got) == want
     assert [got[i] for i in range(-len(want), len(want))] == [*want, *want]
-    assert [type(item) for item in got][:3] == [type(i) for i in want][:3] or name == "columns"
+    assert [type(item) for item in got][:3] == [type(i) for i in want][:3]
     assert got == want
     assert want == got
     assert got != kind([*want, 1])
@@ -146,31 +146,12 @@ def test_copies_and_pickles() -> None:
 def test_what_cannot_be_frozen() -> None:
     with pytest.raises(TypeError, match="not str"):
         freeze("text")
-    with pytest.raises(TypeError, match=r"obj\[1\]\[70\] cannot be frozen"):
+    with pytest.raises(TypeError, match=r"obj\[1\] cannot be frozen"):
         freeze(["a", [*range(70), lambda: None]])
     with pytest.raises(TypeError, match="keys of obj must all be str, bytes or int"):
         freeze({"a": 1, 2: 3})
     with pytest.raises(TypeError, match="tuple"):
         freeze({(1, 2): 3})
-
-
-class Remote(PurePosixPath):
-    options = "none"
-
-    def __reduce__(self) -> Any:
-        return _remote, (str(self), self.options)
-
-
-def _remote(name: str, options: str) -> Remote:
-    path = Remote(name)
-    path.options = options
-    return path
-
-
-def test_paths_of_other_classes_keep_what_they_hold() -> None:
-    got = freeze([_remote("/a", "anonymous")] * 3)
-    assert [type(item) for item in got] == [Remote] * 3
-    assert [item.options for item in got] == ["anonymous"] * 3
 
 
 def test_no_addresses_for_a_block(monkeypatch: pytest.MonkeyPatch) -> None:

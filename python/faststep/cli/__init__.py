@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 after Ctrl-C, 141 if the reader of the output has gone (``| head``). Wrong arguments
         exit with argparse's status 2.
     """
-    from . import bench, consolidate, convert, demo, info, run
+    from . import consolidate, convert, demo, info, run
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"]:  # what ends the program that it runs is not reported here
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"faststep {faststep.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help=run.HELP)
-    for module in (info, demo, bench, convert, consolidate):
+    for module in (info, demo, convert, consolidate):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from .contenders import OURS, Contender, Round, UnavailableError, contenders_of
 from .workloads import Arena, Work, available_bytes
 
-__all__ = ["Contest", "CopyMeter", "Outcome", "run_contest", "warm_up"]
+__all__ = ["Contest", "CopyMeter", "Outcome", "warm_up"]
 
 
 @dataclass
@@ -158,42 +157,3 @@ def timed(round_: Round, arena: Arena) -> float:
     start = time.perf_counter()
     round_()
     return time.perf_counter() - start
-
-
-def run_contest(
-    work: Work,
-    meter: CopyMeter,
-    seconds: float,
-    least_rounds: int = 5,
-    progress: Callable[[str], None] | None = None,
-) -> Outcome:
-    """Let the contenders of a work take turns until the time is over.
-
-    Args:
-        work: what is measured.
-        meter: measures the copy rate once per turn.
-        seconds: stop after the turn that passes this time.
-        least_rounds: turns to do even when they take longer.
-        progress: called with a contender's name before it is built.
-
-    Returns:
-        The times of all rounds.
-    """
-    contest = Contest(work)
-    rounds: list[tuple[str, Round]] = []
-    for contender in contenders_of(work):
-        if progress is not None:
-            progress(contender.name)
-        round_ = contest.round_of(contender)
-        if round_ is not None:
-            rounds.append((contender.name, round_))
-    started, turns = time.perf_counter(), 0
-    while rounds and (turns < least_rounds or time.perf_counter() - started < seconds):
-        for name, round_ in rounds:
-            contest.refill()
-            start = time.perf_counter()
-            round_()
-            contest.outcome.seconds.setdefault(name, []).append(time.perf_counter() - start)
-        meter.measure()
-        turns += 1
-    return contest.finish(meter)

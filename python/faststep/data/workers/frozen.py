@@ -12,8 +12,6 @@ from .frozen_memory import WORD, FrozenItems, FrozenMemory, Writer, reader_of
 
 __all__ = ["FrozenDict", "FrozenList", "freeze"]
 
-LARGE = 64  # items of a list or dict inside another one that is frozen by itself
-
 
 def freeze(obj: object) -> FrozenList | FrozenDict:
     """A read-only copy of a list, tuple or dict, in one piece of memory that processes share.
@@ -24,9 +22,9 @@ def freeze(obj: object) -> FrozenList | FrozenDict:
 
     Args:
         obj: a list or tuple, or a dict with keys that all are str, bytes or int. Items and values
-            that all are str, bytes, int, float or paths take little space and time; lists, tuples
-            and dicts of more than 64 items are frozen themselves; anything else is pickled one by
-            one, so that changing an item that was read changes nothing.
+            that all are str, bytes, int or float take little space and time; anything else is
+            pickled one by one, so that changing an item that was read changes nothing. Freeze the
+            columns of a table one by one: a list inside `obj` is unpickled at each access.
 
     Returns:
         A Sequence (indices, slices, iteration, len, ==, in) or a Mapping.
@@ -44,14 +42,14 @@ def freeze(obj: object) -> FrozenList | FrozenDict:
     except BaseException:
         writer.close()
         raise
-    frozen: FrozenList | FrozenDict = _read(memory, spec)
-    return frozen
+    kind, *stored = spec
+    return FrozenDict(memory, *stored) if kind is dict else FrozenList(memory, stored[0], kind)
 
 
-def _write(writer: Writer, obj: object, name: str) -> object:
-    """Writes a list, tuple or dict; returns what `_read` needs."""
+def _write(writer: Writer, obj: Any, name: str) -> tuple[Any, ...]:
+    """Writes a list, tuple or dict; returns its type and what was written."""
     if type(obj) is not dict:
-        return type(obj), _write_items(writer, obj, name)
+        return type(obj), writer.write_items(obj, name)
     kinds = set(map(type, obj))
     if not kinds <= {str} and not kinds <= {bytes} and not kinds <= {int}:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -59,32 +57,7 @@ def _write(writer: Writer, obj: object, name: str) -> object:
     keys = writer.write_items(list(obj), f"the keys of {name}")
     places = _hash_table(obj)
     table = FrozenItems("int", len(places), writer.write(places))
-    return dict, keys, table, _write_items(writer, list(obj.values()), f"the values of {name}")
-
-
-def _write_items(writer: Writer, items: Any, name: str) -> object:
-    if any(type(item) in (list, tuple, dict) and len(item) > LARGE for item in items):
-        parts = [
-            _write(writer, item, f"{name}[{index}]")
-            if type(item) in (list, tuple, dict) and len(item) > LARGE
-            else (None, writer.write_items([item], f"{name}[{index}]"))
-            for index, item in enumerate(items)
-        ]
-        return FrozenItems("parts", len(parts), extra=parts)
-    return writer.write_items(items, name)
-
-
-def _read(memory: FrozenMemory, spec: Any) -> Any:
-    kind, stored = spec[0], spec[1]
-    if kind is None:
-        return reader_of(memory, stored)(0)
-    return FrozenDict(memory, *spec[1:]) if kind is dict else FrozenList(memory, stored, kind)
-
-
-def _reader(memory: FrozenMemory, stored: FrozenItems) -> Any:
-    if stored.kind != "parts":
-        return reader_of(memory, stored)
-    return lambda index: _read(memory, stored.extra[index])
+    return dict, keys, table, writer.write_items(list(obj.values()), f"the values of {name}")
 
 
 def _hash(key: Any) -> int:
@@ -114,7 +87,7 @@ class FrozenList(Sequence[Any]):
     ) -> None:
         self._spec = memory, stored, kind
         self._places = range(stored.length) if places is None else places
-        self._item = _reader(memory, stored)
+        self._item = reader_of(memory, stored)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -169,7 +142,7 @@ class FrozenDict(Mapping[Any, Any]):
     ) -> None:
         self._spec = memory, keys, table, values
         self._key = reader_of(memory, keys)
-        self._value = _reader(memory, values)
+        self._value = reader_of(memory, values)
         self._table = memory.content[table.data : table.data + table.length * WORD].cast("q")
 
     def __len__(self) -> int:

@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Callable, Iterable
 from multiprocessing.context import get_spawning_popen
 from multiprocessing.reduction import DupFd
-from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, NamedTuple
 
 __all__ = ["FrozenItems", "FrozenMemory", "Writer"]
@@ -18,7 +17,6 @@ __all__ = ["FrozenItems", "FrozenMemory", "Writer"]
 WORD = 8  # bytes
 MOST_OF_FOUR_BYTES = 1 << 32
 AT_ONCE = 1 << 14  # items encoded before they are written
-PATHS = PosixPath, PurePosixPath, PureWindowsPath, WindowsPath  # are all that their text says
 
 
 class FrozenItems(NamedTuple):
@@ -29,7 +27,6 @@ class FrozenItems(NamedTuple):
     data: int = 0  # where the items begin
     ends: int = 0  # for items of different sizes, where it is said where each one ends ...
     width: int = WORD  # ... from `data` on, in so many bytes
-    extra: Any = None  # the class of paths; the parts of "parts"
     prefix: bytes = b""  # what all items begin with, and end with, which is not in the memory
     suffix: bytes = b""
 
@@ -116,8 +113,6 @@ class Writer:
             return FrozenItems("int", len(items), self.write(array("q", items)))
         if kind is float:
             return FrozenItems("float", len(items), self.write(array("d", items)))
-        if kind in PATHS:
-            return self._of_texts("path", [str(item) for item in items])._replace(extra=kind)
         if kind is str or kind is bytes:
             return self._of_texts(kind.__name__, items)
         return self._of_sizes("object", _pickled(items, name))
@@ -191,8 +186,7 @@ def reader_of(memory: FrozenMemory, stored: FrozenItems) -> Callable[[int], Any]
         return numbers.__getitem__
     size = stored.length * stored.width
     ends = content[stored.ends : stored.ends + size].cast("q" if stored.width == WORD else "I")
-    start, kind = stored.data, stored.extra
-    shared = stored.prefix or stored.suffix
+    start, shared = stored.data, stored.prefix or stored.suffix
 
     def item_bytes(index: int) -> Any:
         item = content[start + (ends[index - 1] if index else 0) : start + ends[index]]
@@ -202,6 +196,4 @@ def reader_of(memory: FrozenMemory, stored: FrozenItems) -> Callable[[int], Any]
         return lambda index: str(item_bytes(index), "utf-8", "surrogatepass")
     if stored.kind == "bytes":
         return lambda index: bytes(item_bytes(index))
-    if stored.kind == "path":
-        return lambda index: kind(str(item_bytes(index), "utf-8", "surrogatepass"))
     return lambda index: pickle.loads(item_bytes(index))
