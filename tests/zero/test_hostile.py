@@ -122,9 +122,7 @@ class _TiedBlocks(nn.Module):
 def _tied_blocks(rank: int, world: int) -> list[str]:
     model = _TiedBlocks()
     try:
-        zero.shard(
-            model, torch.optim.AdamW(model.parameters()), stage=3, blocks=list(model.blocks)
-        )
+        zero.shard(model, torch.optim.AdamW(model.parameters()), stage=3, blocks=list(model.blocks))
     except TypeError as error:
         return [str(error), str(model.blocks[2].weight is model.blocks[0].weight)]
     return ["no error", ""]
