@@ -17,7 +17,7 @@ static void thousands_of_steps(void)
 {
     static const size_t lags[] = {0, 3, 40, 200};
     for (size_t i = 0; i < sizeof lags / sizeof lags[0]; i++) {
-        model *m = model_new(0, 10);
+        model *m = model_new(0, 20);
         const long synchronized = fake_cuda_calls("cuEventSynchronize");
         fake_cuda_lag(lags[i]);
         for (int k = 0; k < 3000; k++) {
