@@ -267,7 +267,7 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     patch.setattr(torch.cuda, "current_stream", lambda device=None: late.current)
     patch.setattr(torch.cuda, "stream", late.use)
     building = importlib.import_module("faststep.zero.build")
-    patch.setattr(building, "_PLAIN", (*building._PLAIN, *fake.TYPES))
+    patch.setattr(zero.admitted, "_PLAIN", (*zero.admitted._PLAIN, *fake.TYPES))
     # One rank sends to itself, which is what one GPU can test.
     patch.setattr(building, "group_of", _group_even_of_one)
     patch.setattr(
