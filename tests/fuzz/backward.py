@@ -23,7 +23,7 @@ class Owner:
 
     def __init__(self) -> None:
         self.state: Any = {}
-        self.max_grad_norm: Any = None
+        self._max_grad_norm: Any = None
 
 
 def _hooks(world: World) -> list[Any]:
@@ -74,7 +74,7 @@ def hook_call(world: World) -> None:
     if world.chance(0.7):
         hook.updated = False
     if world.chance(0.1):
-        owner.max_grad_norm = rng.choice((None, 1.0, 0.0, float("inf"), float("nan"), junk(world)))
+        owner._max_grad_norm = rng.choice((None, 1.0, 0.0, float("inf"), float("nan"), junk(world)))
     if world.chance(0.05):
         owner.state = junk(world)
     args, _ = maybe_bad(world, (param,), good=0.9)

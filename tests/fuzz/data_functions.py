@@ -108,17 +108,12 @@ def is_built_in(world: World) -> None:
     depth = rng.choice((0, 1, 3, 4, 5, 8))
     for _ in range(depth):
         value = rng.choice(([value], (value, 1), {"k": value}))
-    if world.chance(0.1):
-        value, depth = [value], 9
-        value.append(value)  # itself
 
     def check(found: Any) -> None:
         if is_wanted and found is not (depth <= 4):
             raise FaultError(f"is_built_in at depth {depth} gave {found}")
 
     world.call("is_built_in", _C.is_built_in, (value,), check=check)
-    if depth == 9:
-        value.clear()
 
 
 DATA_FUNCTIONS: dict[str, Target] = {
