@@ -318,12 +318,6 @@ class Group:
         if self.replicas is not None:
             self.replicas._largest(numbers, what)
 
-    def _everyone(self, value: object) -> list[Any]:
-        """The objects of all ranks inside the group."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, value, group=self._group)
-        return found
-
 
 def _difference(described: Sequence[Sequence[str]]) -> str:
     """The first line in which ranks differ."""
