@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from faststep.cli.contenders import OURS
-from faststep.cli.workloads import OTHER_OPTIMIZERS, SHAPES, Work, count_elements
+from contenders import OURS
+from workloads import OTHER_OPTIMIZERS, SHAPES, Work, count_elements
 
 __all__ = [
     "DTENSORS",

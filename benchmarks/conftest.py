@@ -11,12 +11,12 @@ import pytest
 
 from bench_rows import SMOKE
 from contest import BLOCK_SECONDS, MOST_ROUNDS, Ring
-from faststep.cli.plots import plot_outcomes
-from faststep.cli.report import as_json, as_text, machine
-from faststep.cli.workloads import MAX_NORM
 from figures import figures_text
 from goals import goals_text
+from plots import plot_outcomes
 from regressions import compared, kind_of_machine, published, regressions_text
+from report import as_json, as_text, machine
+from workloads import MAX_NORM
 
 RESULTS = Path(__file__).parent / "results"
 

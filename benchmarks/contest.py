@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from bench_rows import SMOKE, Plan
-from faststep.cli.contenders import Contender
-from faststep.cli.timing import Contest, CopyMeter, Outcome
-from faststep.cli.workloads import Work
+from contenders import Contender
 from figures import Figure
+from timing import Contest, CopyMeter, Outcome
+from workloads import Work
 
 __all__ = ["Ring"]
 

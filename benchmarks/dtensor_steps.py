@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import Parameter
 
-from faststep.cli.contenders import OURS
+from contenders import OURS
 from ranks import answer_of
 
 MAX_NORM = 1.0

@@ -20,7 +20,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 import faststep.data
-from faststep.cli.contenders import OURS
+from contenders import OURS
 from loader_rows import LoaderWork, work_of
 
 THEIRS = "torch"

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench_rows import DTENSORS, GPT_BELOW, HOST_TENSORS, LARGE, MANY_SMALL, RELEASED, SMOKE
+from contenders import OURS, SWAPPED
 from dtensor_steps import TORCH
-from faststep.cli.console import table
-from faststep.cli.contenders import OURS, SWAPPED
-from faststep.cli.report import times
-from faststep.cli.timing import Outcome
-from faststep.cli.workloads import ALL_FAMILIES, OTHER_OPTIMIZERS
+from faststep.cli.console import table, times
 from loader_rows import BEST, COPY, LOADER_WORKS
 from sharded import DDP, DEEPSPEED, FSDP2, IN_FORWARD, OUR_STAGES
+from timing import Outcome
 from windows import BY_HAND, IN_PAIRS, RECIPE
+from workloads import FAMILIES, OTHER_OPTIMIZERS
 
 __all__ = ["GOALS", "Goal", "goals_text"]
 
@@ -122,7 +121,7 @@ def goals_text(outcomes: Sequence[Outcome], markdown: bool = False) -> str:
         verdict = "reached" if measured >= goal.at_least else "missed"
         if math.isnan(measured) or SMOKE:
             verdict = "not judged: smoke run" if SMOKE else "not measured"
-        title = ALL_FAMILIES[goal.family].title.split(":")[0]
+        title = FAMILIES[goal.family].title.split(":")[0]
         how = HOW.get(goal.contender, "")
         rows.append(
             [

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import faststep
-from faststep.cli.contenders import OURS
+from contenders import OURS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from device import fake

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import faststep.data
 from bench_rows import SMOKE
-from faststep.cli.contenders import OURS, UnavailableError
+from contenders import OURS, UnavailableError
 from faststep.data import transforms
 from faststep.data.formats.images import ImageFolder
 

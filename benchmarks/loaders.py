@@ -18,7 +18,7 @@ from typing import Any, TypedDict
 import torch
 
 from bench_rows import SMOKE
-from faststep.cli.contenders import UnavailableError
+from contenders import UnavailableError
 from loader_rows import LoaderWork, Stream, work_of
 
 __all__ = ["SETTLE", "Measured", "measured"]

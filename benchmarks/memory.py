@@ -12,7 +12,6 @@ give back blocks of 1 MB and more: its default is to keep those of up to 32 MB f
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -26,7 +25,8 @@ from torch import Tensor, nn
 
 import faststep
 from faststep.cli.console import table
-from faststep.cli.gpt import GPT, GPTConfig
+from faststep.cli.plots import new_figure
+from faststep.cli.scripts.gpt import GPT, GPTConfig
 
 MICRO_STEPS = 2
 MODES = (
@@ -158,8 +158,7 @@ def as_table(peaks: dict[tuple[str, str], Peak], markdown: bool = False) -> str:
 
 def plot(output: Path, peaks: dict[tuple[str, str], Peak]) -> None:
     """Bars, in units of the parameters' bytes."""
-    figure = importlib.import_module("matplotlib.figure").Figure((9.5, 2.6), layout="constrained")
-    importlib.import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(figure)
+    figure = new_figure(9.5, 2.6)
     models = list(dict.fromkeys(model for model, _ in peaks))
     for axes, model in zip(figure.subplots(1, len(models), sharey=True), models, strict=True):
         found = [peaks[model, mode] for mode in MODES]

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from contenders import OURS
 from faststep.cli.console import table
-from faststep.cli.contenders import OURS
 
 __all__ = ["FLOORS", "Floor", "Row", "compared", "kind_of_machine", "published", "regressions_text"]
 

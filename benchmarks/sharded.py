@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from faststep.cli.gpt import GPT, GPTConfig
+from faststep.cli.scripts.gpt import GPT, GPTConfig
 from ranks import UnavailableError, answer_of
 
 MAX_NORM = 1.0

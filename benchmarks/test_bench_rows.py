@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from bench_rows import all_works, plan_of
+from contenders import Contender, contenders_of
 from contest import Ring
-from faststep.cli.contenders import Contender, contenders_of
-from faststep.cli.workloads import Work
+from workloads import Work
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

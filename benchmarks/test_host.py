@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from bench_rows import SMOKE, host_works
+from contenders import OURS
 from contest import Ring
-from faststep.cli.contenders import OURS
-from faststep.cli.timing import Outcome
-from faststep.cli.workloads import Work
+from timing import Outcome
+from workloads import Work
 
 BLOCKS, ROUNDS = (1, 2) if SMOKE else (9, 11)
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from bench_rows import SMOKE
+from contenders import OURS
 from contest import Ring
-from faststep.cli.contenders import OURS
-from faststep.cli.timing import Outcome
-from faststep.cli.workloads import Work
 from loader_rows import BEST, LOADER_WORKS, LoaderWork
 from loaders import Measured, measured
 from time_slices import seconds_in_slices
+from timing import Outcome
+from workloads import Work
 
 RUNS_IN_SLICES = 4
 SLICED_SECONDS = 0.5 if SMOKE else 8.0

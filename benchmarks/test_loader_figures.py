@@ -20,8 +20,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import faststep.data
 from bench_rows import SMOKE
+from contenders import OURS
 from contest import Ring
-from faststep.cli.contenders import OURS
 from figures import Figure
 from first_batch import THEIRS, seconds_of, seconds_to_first
 from loader_rows import LOADER_WORKS, LoaderWork, Megabytes, images

@@ -8,12 +8,12 @@ from bench_rows import DTENSORS, SMOKE
 from contest import Ring
 from delayed import Waited
 from dtensor_steps import STEPS
-from faststep.cli.timing import Outcome
-from faststep.cli.workloads import Work
 from figures import Figure
 from ranks import run_on_ranks
 from sharded import DDP, DEEPSPEED, FSDP2, OUR_STAGES, REDUNDANCY, STAGE, TRAINERS, Measured
+from timing import Outcome
 from volume import Held
+from workloads import Work
 
 MODEL = "tiny" if SMOKE else "GPT, 27M"
 RANKS = 2

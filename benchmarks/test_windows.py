@@ -12,12 +12,12 @@ import pytest
 import memory
 import windows
 from bench_rows import SMOKE, window_works
+from contenders import OURS
 from contest import Ring
-from faststep.cli.contenders import OURS
-from faststep.cli.timing import Outcome
-from faststep.cli.workloads import Work
 from figures import Figure
 from memory import MODES
+from timing import Outcome
+from workloads import Work
 
 MODELS = ("tiny",) if SMOKE else ("deep MLP", "GPT-2 small")
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from faststep.cli.gpt import GPT
+from faststep.cli.scripts.gpt import GPT
 from ranks import answer_of
 from sharded import LR, MAX_NORM, MODELS, load, memory, sent_by_loopback
 

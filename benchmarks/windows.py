@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import faststep
-from faststep.cli.contenders import OURS
-from faststep.cli.workloads import MAX_NORM, SHAPES, Shapes
+from contenders import OURS
+from workloads import MAX_NORM, SHAPES, Shapes
 
 STEPS = 8
 BY_HAND = "torch, by hand"

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from cuda_contest import Budget, CudaOutcome, free_all
-from cuda_plot import draw
 from cuda_report import cuda_goals, cuda_introduction, cuda_json, cuda_tables
 from cuda_timing import CudaTimer, HostTimer, Timer
 from cuda_works import REHEARSAL
 from faststep import _C
+from plots import draw
 
 RESULTS = Path(__file__).parents[1] / "results"
 OUTCOMES: list[CudaOutcome] = []
@@ -88,7 +88,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if importlib.util.find_spec("matplotlib"):
         plot = str(draw(saved))
     else:
-        plot = f"no plot without matplotlib; later: python benchmarks/gpu/cuda_plot.py {saved}"
+        plot = f"no plot without matplotlib; later: python benchmarks/plots.py {saved}"
     session.config.stash[TEXT] = (
         f"{introduction}\n\n{cuda_tables(OUTCOMES)}\n\n{cuda_goals(OUTCOMES)}\n\n"
         f"Written: {markdown}, {saved}; {plot}"

@@ -10,8 +10,7 @@ import torch
 from torch.nn import Parameter
 
 import faststep
-from cuda_works import FOREACH, FUSED
-from faststep.cli.contenders import (
+from contenders import (
     OURS,
     SWAPPED,
     Contender,
@@ -20,7 +19,8 @@ from faststep.cli.contenders import (
     swapped_chain,
     torch_chain,
 )
-from faststep.cli.workloads import INIT_SCALE, MAX_NORM, Work
+from cuda_works import FOREACH, FUSED
+from workloads import INIT_SCALE, MAX_NORM, Work
 
 __all__ = ["COMPILED", "cuda_contenders_of"]
 

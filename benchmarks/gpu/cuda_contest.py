@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from contenders import OURS, Contender, Round, UnavailableError
 from cuda_contenders import COMPILED, cuda_contenders_of
 from cuda_timing import Timer
-from faststep.cli.contenders import OURS, Contender, Round, UnavailableError
-from faststep.cli.timing import Outcome, warm_up
-from faststep.cli.workloads import Arena, Work
+from timing import Outcome, warm_up
+from workloads import Arena, Work
 
 __all__ = ["Budget", "CudaOutcome", "free_all", "run_cuda_contest"]
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
+from contenders import OURS, Round
 from cuda_contest import WARM_UP, CudaOutcome
 from cuda_timing import Timer
 from cuda_works import TINY
-from faststep.cli.contenders import OURS, Round
-from faststep.cli.workloads import Work
 from faststep.data import transforms
+from workloads import Work
 
 __all__ = ["ONE_BY_ONE", "WHOLE", "image_rounds", "image_work", "run_image_contest"]
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
+from contenders import OURS
 from cuda_contest import CudaOutcome
 from cuda_works import FOREACH, FUSED, LARGE, MANY, PLAIN, TINY
-from faststep.cli.console import table
-from faststep.cli.contenders import OURS
-from faststep.cli.report import as_json, as_text, duration, machine, times
-from faststep.cli.workloads import ALL_FAMILIES, MAX_NORM
+from faststep.cli.console import table, times
+from report import as_json, as_text, duration, machine
+from workloads import FAMILIES, MAX_NORM
 
 __all__ = ["cuda_goals", "cuda_introduction", "cuda_json", "cuda_machine", "cuda_tables"]
 
@@ -55,7 +55,7 @@ def _median(values: dict[str, list[float]], name: str) -> float:
 def _details(outcomes: Sequence[CudaOutcome], markdown: bool) -> str:
     header = ["tensors", "contender", "host ms", "/ ours", "whole ms", "/ ours", "launches"]
     parts = []
-    for key, family in ALL_FAMILIES.items():
+    for key, family in FAMILIES.items():
         rows = []
         for outcome in (o for o in outcomes if o.work.family == key):
             for name in (n for n in outcome.names if n in outcome.seconds):
@@ -86,7 +86,7 @@ def cuda_goals(outcomes: Sequence[CudaOutcome], markdown: bool = False) -> str:
         verdict = "reached" if value >= goal else "missed"
         if math.isnan(value) or TINY:
             verdict = "not judged: rehearsal" if TINY else "not measured"
-        title = ALL_FAMILIES[outcome.work.family].title.split(":")[0]
+        title = FAMILIES[outcome.work.family].title.split(":")[0]
         where = f"{title}: {outcome.work.label}"
         rows.append([where, what, against, times(goal), times(value), verdict])
 

@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from faststep.cli.contenders import Round
-from faststep.cli.timing import CopyMeter
-from faststep.cli.workloads import available_bytes
+from contenders import Round
+from timing import CopyMeter
+from workloads import available_bytes
 
 __all__ = ["CudaTimer", "HostTimer", "Timer"]
 

@@ -7,8 +7,8 @@ import os
 import torch
 
 from bench_rows import SMOKE
-from faststep.cli.contenders import OURS
-from faststep.cli.workloads import Shapes, Work, gpt2_small, resnet50
+from contenders import OURS
+from workloads import Shapes, Work, gpt2_small, resnet50
 
 __all__ = ["FOREACH", "FUSED", "LARGE", "MANY", "PLAIN", "REHEARSAL", "TINY", "cuda_works"]
 

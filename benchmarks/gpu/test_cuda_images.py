@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from contenders import OURS
 from cuda_contest import Budget, CudaOutcome
 from cuda_images import run_image_contest
 from cuda_timing import Timer
 from cuda_works import TINY
-from faststep.cli.contenders import OURS
 
 
 def test_images(timer: Timer, budget: Budget, outcomes: list[CudaOutcome]) -> None:

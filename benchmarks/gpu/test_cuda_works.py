@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from contenders import OURS
 from cuda_contest import Budget, CudaOutcome, run_cuda_contest
 from cuda_timing import Timer
 from cuda_works import TINY, cuda_works
-from faststep.cli.contenders import OURS
-from faststep.cli.workloads import Work
+from workloads import Work
 
 
 @pytest.mark.parametrize("work", cuda_works(), ids=lambda work: work.key.replace(" ", "_"))

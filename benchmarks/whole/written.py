@@ -1,4 +1,4 @@
-"""What was measured of whole steps, as tables; also writes them into README.md and docs.
+"""What was measured of whole steps, as tables and a chart; also writes them into the pages.
 
 python benchmarks/whole/written.py benchmarks/results/whole/NAME.json
 """
@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from modes import FUSED, INSIDE, PLAIN, RUN, SWAPPED
+from modes import FUSED, PLAIN, RUN
 from works import WORKS
 
 from faststep.cli.busy import busy_note
@@ -123,42 +123,38 @@ def as_tables(results: dict[str, Any]) -> str:
     )
 
 
-def readme_table(results: dict[str, Any]) -> str:
-    """One row per script: gains over plain torch, then page faults and the peak under `run`."""
-    rows = []
-    for work in results["works"]:
-        modes = work["modes"]
-        best = RUN if RUN in modes else PLAIN
-        plain = modes.get(PLAIN)
-        memory = [NONE, NONE]
-        if plain and best == RUN:
-            run = modes[RUN]
-            memory = [
-                f"{_faults(plain['faults'])} to {_faults(run['faults'])}",
-                f"{run['peak'] / plain['peak']:.2f}x",
-            ]
-        rows.append(
-            [
-                f"{work['work']}: {work['what']}",
-                _ms(work, PLAIN),
-                _ratio(work, PLAIN, FUSED),
-                _ratio(work, PLAIN, SWAPPED),
-                _ratio(work, PLAIN, INSIDE),
-                _ratio(work, PLAIN, RUN),
-                *memory,
-            ]
+def chart(results: dict[str, Any], path: Path) -> None:
+    """Draw for each script how much faster its step is under `run`."""
+    from matplotlib.figure import Figure
+
+    measured = [work for work in results["works"] if {PLAIN, RUN} <= work["modes"].keys()]
+    gains = {
+        f"{work['work']} ({_ms(work, PLAIN)} ms)": (
+            work["modes"][PLAIN]["seconds"] / work["modes"][RUN]["seconds"]
         )
-    header = [
-        "step",
-        "torch, ms",
-        "`fused=True`",
-        "imports swapped",
-        "and `max_grad_norm`",
-        "`run`",
-        "page faults",
-        "peak",
-    ]
-    return f"{table(header, rows, markdown=True)}\n\n{results['machine']}; {results['date']}."
+        for work in measured
+    }
+    names = sorted(gains, key=gains.__getitem__)
+    figure = Figure(figsize=(8, 3.6), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh(names, [gains[name] for name in names], color="tab:blue")
+    axes.bar_label(bars, fmt="%.2fx", padding=3)
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_xlim(0, 1.1 * max(gains.values()))
+    axes.set_xlabel("time of a step with plain torch / under python -m faststep run")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=110)
+
+
+def caption(results: dict[str, Any]) -> str:
+    """The chart on a page, and how it was measured."""
+    return (
+        "![Gains of ten training scripts](docs/whole.png)\n\n"
+        "Ten unmodified scripts, from data to update: processes that take turns, the least of the\n"
+        "medians of three runs. In brackets the step of plain torch. A gain below 1.1x is within\n"
+        f"the noise of the machine: {results['machine']}; {results['date']}.\n"
+        "[All ways and figures](docs/benchmarks.md#whole-steps)."
+    )
 
 
 def into(page: Path, text: str) -> None:
@@ -192,7 +188,8 @@ def main() -> None:
     results = json.loads(Path(sys.argv[1]).read_text())
     if reason := unfit(results):
         raise SystemExit(f"{reason} Measure again.")
-    into(ROOT / "README.md", readme_table(results))
+    chart(results, ROOT / "docs" / "whole.png")
+    into(ROOT / "README.md", caption(results))
     into(ROOT / "docs" / "benchmarks.md", as_tables(results))
 
 

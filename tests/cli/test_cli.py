@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import torch
 
 from faststep import _C
 from faststep.cli import demo, main, plots
+from faststep.cli.console import Progress, table
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -135,6 +137,28 @@ def test_wrong_arguments(
 ) -> None:
     assert run(*arguments) == 1
     assert message in capsys.readouterr().err
+
+
+def test_table_aligns_and_writes_markdown() -> None:
+    rows = [["a", "1"], ["bcde", "23456"]]
+    assert table(["x", "y"], rows).splitlines() == [
+        "x         y",
+        "----  -----",
+        "a         1",
+        "bcde  23456",
+    ]
+    assert table(["x", "y"], rows, markdown=True).splitlines()[1] == "| ---- | ----: |"
+
+
+def test_progress_writes_a_line_per_tenth_into_a_file() -> None:
+    stream = io.StringIO()
+    progress = Progress(40, stream)
+    for done in range(1, 41):
+        progress.show(done, "note")
+    progress.close()
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 10
+    assert lines[-1].startswith("[" + "#" * 28 + "] 40/40")
 
 
 @pytest.mark.parametrize(

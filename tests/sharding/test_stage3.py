@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import faststep.optim
-from faststep.cli.gpt import GPT, GPTConfig
+from faststep.cli.scripts.gpt import GPT, GPTConfig
 from faststep.zero import shard
 
 from .common import jobs_of, whole

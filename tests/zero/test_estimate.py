@@ -17,7 +17,7 @@ from torch import nn
 
 from accumulate.processes import Job, results_of
 from faststep import optim, zero
-from faststep.cli.gpt import GPT, GPTConfig
+from faststep.cli.scripts.gpt import GPT, GPTConfig
 
 MODEL = GPTConfig(layers=8, heads=4, width=320, context=64, vocabulary=2048)  # 11M parameters
 OTHER = 1_500_000  # bytes of Python, torch and gloo

@@ -1,13 +1,14 @@
-"""Plain-text output shared by the sub-commands: errors, tables and a progress bar."""
+"""Plain-text output shared by the sub-commands: errors, tables, ratios and a progress bar."""
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Sequence
 from typing import TextIO
 
-__all__ = ["CommandError", "Progress", "table"]
+__all__ = ["CommandError", "Progress", "table", "times"]
 
 
 class CommandError(Exception):
@@ -40,6 +41,13 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool =
         return "\n".join("| " + " | ".join(cells) + " |" for cells in body)
     body = [align(lines[0]), ["-" * width for width in widths], *map(align, lines[1:])]
     return "\n".join("  ".join(cells).rstrip() for cells in body)
+
+
+def times(ratio: float) -> str:
+    """A ratio such as ``1.94x``; a dash where there is none."""
+    if math.isnan(ratio):
+        return "-"
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 class Progress:

@@ -18,8 +18,7 @@ import torch
 
 from . import plots
 from .busy import Watch, busy_note
-from .console import CommandError, Progress, table
-from .report import times
+from .console import CommandError, Progress, table, times
 from .scripts.meter import PHASES
 
 __all__ = ["HELP", "add_arguments", "run"]

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,12 +20,12 @@ from ..grads.hooks import Hooked
 from ..grads.owners import refuse_clipping, refuse_shared, releasing
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer, Rule
+from ..optim.masters import begin_state, keys_for, own_keys
 from ..optim.request import StepRequest
 from ..optim.step import Stepper
 from ..optim.work import Work
 from .before_step import refuse_code_before_step
 from .clipping import Clip, Clipping, check_clipping
-from .states import make_state
 from .tied import give_rows, tied_embeddings
 
 __all__ = ["Release"]
@@ -114,7 +115,7 @@ class Release:
             if place is None and param.requires_grad:
                 place = self._places.of(param)  # it is in the optimizer twice
                 if place is None:
-                    make_state(optimizer, group, index)
+                    _make_state(optimizer, group, index)
                     place = self._new_place(param)
             if place is not None:
                 place.hook.group, place.index = group, index
@@ -287,6 +288,27 @@ def _undo(handles: list[Any]) -> None:
 
 def _ids_of(optimizer: FusedOptimizer) -> list[list[int]]:
     return [list(map(id, group["params"])) for group in optimizer.param_groups]
+
+
+def _make_state(optimizer: FusedOptimizer, group: int, index: int) -> None:
+    """Make the state of a parameter, unless a state of zeros would change the next step.
+
+    States that are made in backward lie between gradients. The gaps that freed gradients leave
+    there are too small for the next ones, so malloc keeps most of the memory that release saves.
+    """
+    entry = optimizer.param_groups[group]
+    param = entry["params"][index]
+    rule = optimizer._checked_rule_of(entry)
+    keys = keys_for(rule, param)
+    known = optimizer.state.get(param, {})
+    if optimizer._zeros_differ(entry) or all(known.get(key) is not None for key in keys):
+        return
+    try:
+        optimizer._refuse_half_state(group, index, own_keys(rule))
+    except _C.TensorError as error:
+        raise optimizer._explained(*error.args) from None
+    with torch.no_grad():
+        begin_state(optimizer, entry, rule, param)
 
 
 def _step_by_torch(

@@ -18,13 +18,14 @@ import inspect
 import os
 import threading
 from collections import deque
+from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from copy import copy as shallow_copy
 from typing import Any, Protocol
 
 import torch
 
 from ..._torch.optim import is_capturing
-from .nest import convert
 from .page_locked import page_locked
 
 __all__ = ["Copier", "Copy", "copier_of"]
@@ -195,7 +196,7 @@ class Copier:
             copy.sources.append(pair[1])
             return pair[0]
 
-        copy.data = convert(data, place)
+        copy.data = _convert(data, place)
         streams.wait(streams.copies, streams.mark(copy.consumer))
         try:
             with streams.copying():
@@ -217,7 +218,7 @@ class Copier:
                 if tensor.layout == torch.strided:
                     tensor.record_stream(consumer)
         if copy.later:
-            data = convert(data, streams.move)
+            data = _convert(data, streams.move)
             moved = Copy(consumer)
             moved.sources, moved.event = copy.later, streams.mark(consumer)
             self._pending.append(moved)
@@ -234,6 +235,49 @@ class Copier:
                 self._pending.popleft().sources.clear()
         finally:
             self._forgetting.release()
+
+
+def _convert(data: object, change: Callable[[object], object]) -> object:
+    """`data` with `change` of each leaf, in containers as torch's pin_memory makes them.
+
+    Leaves are tensors and objects with a method `to`; one that also has `pin_memory` is a leaf even
+    if it is a container, as torch lets such an object pin itself. Anything else stays as it is.
+    """
+    if isinstance(data, torch.Tensor) or (hasattr(data, "pin_memory") and hasattr(data, "to")):
+        return change(data)
+    if isinstance(data, (str, bytes)):
+        return data
+    if isinstance(data, Mapping):
+        return _mapping(data, {key: _convert(value, change) for key, value in data.items()})
+    if isinstance(data, (tuple, Sequence)):
+        return _sequence(data, [_convert(item, change) for item in data])
+    return change(data) if hasattr(data, "to") else data
+
+
+def _mapping(data: Any, items: dict[object, object]) -> object:
+    """A mapping like `data`: a copy where that can be, as one may have more than its items."""
+    try:
+        if isinstance(data, MutableMapping):
+            clone: Any = shallow_copy(data)
+            clone.update(items)
+            return clone
+        return type(data)(items)
+    except TypeError:  # made or filled in another way
+        return items
+
+
+def _sequence(data: Any, items: list[Any]) -> object:
+    if isinstance(data, tuple):
+        return type(data)(*items) if hasattr(data, "_fields") else type(data)(items)
+    try:
+        if isinstance(data, MutableSequence):
+            clone: Any = shallow_copy(data)
+            for i, item in enumerate(items):
+                clone[i] = item
+            return clone
+        return type(data)(items)
+    except TypeError:  # a range, for one
+        return items
 
 
 _copiers: dict[torch.device, Copier] = {}  # one stream per device, however many loaders there are

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import subprocess
@@ -12,11 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from faststep.cli.console import Progress, table
-from faststep.cli.contenders import CONTENDERS, OURS, Contender, Round
-from faststep.cli.report import as_text
-from faststep.cli.timing import Contest, CopyMeter, Outcome
-from faststep.cli.workloads import FAMILIES, INIT_SCALE, SHAPES, Arena, Work, count_elements
+from contenders import CONTENDERS, OURS, Contender, Round
+from report import as_text
+from timing import Contest, CopyMeter, Outcome
+from workloads import FAMILIES, INIT_SCALE, SHAPES, Arena, Work, count_elements
 
 
 @pytest.mark.parametrize(
@@ -34,7 +32,7 @@ def test_shapes_are_those_of_the_models(name: str, tensors: int, elements: int) 
     assert count_elements(shapes) == elements
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", CONTENDERS)
 @pytest.mark.parametrize("fresh", [False, True])
 def test_refill_restores_gradients_of_the_stated_norm(family: str, fresh: bool) -> None:
     arena = Arena(Work(family, "", ((7, 5), (64,), ()), true_norm=3.0, fresh_gradients=fresh))
@@ -77,7 +75,7 @@ def test_a_contender_that_does_nothing_is_refused() -> None:
 
 
 def test_work_that_does_not_fit_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("faststep.cli.timing.available_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("timing.available_bytes", lambda: 1 << 30)
     contest = Contest(Work("chain", "huge", ((1 << 30,),)))
     assert contest.round_of(CONTENDERS["chain"][0]) is None
     assert contest.outcome.absent[OURS] == "needs 60 GiB of memory, 1 GiB are free"
@@ -102,33 +100,11 @@ def test_a_busy_machine_is_reported() -> None:
 def test_copy_meter_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 0.5, 1.0, 3.0, 4.0, 5.0])
     meter = CopyMeter(1000)
-    monkeypatch.setattr("faststep.cli.timing.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("timing.time.perf_counter", lambda: next(clock))
     for _ in range(3):
         meter.measure()
     assert meter.take() == 8 * 1000 / 1.0
     assert math.isnan(meter.take())
-
-
-def test_table_aligns_and_writes_markdown() -> None:
-    rows = [["a", "1"], ["bcde", "23456"]]
-    assert table(["x", "y"], rows).splitlines() == [
-        "x         y",
-        "----  -----",
-        "a         1",
-        "bcde  23456",
-    ]
-    assert table(["x", "y"], rows, markdown=True).splitlines()[1] == "| ---- | ----: |"
-
-
-def test_progress_writes_a_line_per_tenth_into_a_file() -> None:
-    stream = io.StringIO()
-    progress = Progress(40, stream)
-    for done in range(1, 41):
-        progress.show(done, "note")
-    progress.close()
-    lines = stream.getvalue().splitlines()
-    assert len(lines) == 10
-    assert lines[-1].startswith("[" + "#" * 28 + "] 40/40")
 
 
 def test_outcome_of_contenders_that_are_measured_elsewhere() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -11,29 +10,23 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from faststep.cli.contenders import OURS
-from faststep.cli.workloads import INIT_SCALE, Arena, Work, count_elements
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(autouse=True)
-def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.syspath_prepend(BENCHMARKS / "gpu")
-
-
-def module(name: str) -> Any:
-    return importlib.import_module(name)
+import cuda_contenders
+import cuda_contest
+import cuda_images
+import cuda_report
+import cuda_timing
+import cuda_works
+from contenders import OURS
+from plots import draw
+from workloads import INIT_SCALE, Arena, Work, count_elements
 
 
 def test_shapes_of_llama() -> None:
-    shapes = module("cuda_works").llama_1b()
+    shapes = cuda_works.llama_1b()
     assert len(shapes) == 146
     assert count_elements(shapes) == 1_235_814_400
 
@@ -51,10 +44,10 @@ def test_every_contender_does_the_same_step(family: str, dtype: torch.dtype) -> 
     if family != "cuda adamw":
         torch.nn.utils.clip_grad_norm_(expected.parameters, 1.0)
     torch.optim.AdamW(expected.parameters, lr=1e-4, fused=True).step()
-    contenders = module("cuda_contenders").cuda_contenders_of(work)
+    contenders = cuda_contenders.cuda_contenders_of(work)
     assert contenders[0].name == OURS
     for contender in contenders:
-        if contender.name == module("cuda_contenders").COMPILED:
+        if contender.name == cuda_contenders.COMPILED:
             continue  # needs a minute
         arena = Arena(work)
         round_ = contender.build(arena.parameters)
@@ -67,15 +60,14 @@ def test_every_contender_does_the_same_step(family: str, dtype: torch.dtype) -> 
 
 def test_every_contender_transforms_the_images() -> None:
     """Into as many pixels, of about the same mean and deviation; crops differ."""
-    images = module("cuda_images")
     x = torch.randint(0, 256, (32, 3, 24, 24), generator=torch.Generator().manual_seed(0))
     ramp = torch.arange(24.0).view(1, 1, 1, 24) * 8
     x = (x * 0.05 + ramp).to(torch.uint8)
-    found = {name: build(x)() for name, build in images.image_rounds().items()}
+    found = {name: build(x)() for name, build in cuda_images.image_rounds().items()}
     ours = found[OURS]
     assert len(found) == 3
     for name, got in found.items():
-        assert got.shape == (32, 3, images.SIZE, images.SIZE), name
+        assert got.shape == (32, 3, cuda_images.SIZE, cuda_images.SIZE), name
         assert got.dtype == torch.float32
         assert abs(float(got.mean() - ours.mean())) < 0.15, name
         assert 0.8 < float(got.std() / ours.std()) < 1.25, name
@@ -93,30 +85,28 @@ def test_kernels_are_told_from_copies_and_ranges() -> None:
         (cuda, "Memset (Device)"),
     ]
     events = [SimpleNamespace(device_type=kind, name=name) for kind, name in listed]
-    assert module("cuda_timing").kernels_among(events) == 2
+    assert cuda_timing.kernels_among(events) == 2
 
 
 def test_contenders_that_do_not_fit_are_left_out_from_the_end() -> None:
-    contest = module("cuda_contest")
     work = Work("cuda chain", "", ((100,),))
-    timer = module("cuda_timing").HostTimer()
+    timer = cuda_timing.HostTimer()
     timer.free_bytes = lambda: work.bytes_needed(2)
-    outcome = contest.run_cuda_contest(work, timer, contest.Budget(60.0, 1), 0.0, 2, 2)
+    outcome = cuda_contest.run_cuda_contest(work, timer, cuda_contest.Budget(60.0, 1), 0.0, 2, 2)
     assert [len(times) for times in outcome.seconds.values()] == [2, 2]
     assert list(outcome.seconds) == list(outcome.names[:2])
     assert list(outcome.absent) == list(outcome.names[2:])
     assert all("GiB with those before it" in reason for reason in outcome.absent.values())
     timer.free_bytes = lambda: 0
-    outcome = contest.run_cuda_contest(work, timer, contest.Budget(60.0, 1), 0.0)
+    outcome = cuda_contest.run_cuda_contest(work, timer, cuda_contest.Budget(60.0, 1), 0.0)
     assert not outcome.seconds
     assert OURS in outcome.absent
 
 
 def test_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    contest = module("cuda_contest")
-    monkeypatch.setattr(contest.time, "monotonic", lambda: now[0])
-    budget = contest.Budget(100.0, 4)
+    monkeypatch.setattr(cuda_contest.time, "monotonic", lambda: now[0])
+    budget = cuda_contest.Budget(100.0, 4)
     assert budget.next_work() == 25.0
     now[0] = 70.0
     assert budget.next_work() == 10.0
@@ -128,32 +118,31 @@ def test_time_is_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_goals_and_plot_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    works, report = module("cuda_works"), module("cuda_report")
-    monkeypatch.setattr(report, "TINY", False)
+    monkeypatch.setattr(cuda_report, "TINY", False)
     work = Work("cuda chain", "ResNet-50, fp32", ((1_000_000,),))
-    names = (OURS, works.FUSED, works.FOREACH)
-    outcome = module("cuda_contest").CudaOutcome(
+    names = (OURS, cuda_works.FUSED, cuda_works.FOREACH)
+    outcome = cuda_contest.CudaOutcome(
         work,
         dict(zip(names, ([1e-3], [2e-3], [2.5e-3]), strict=True)),
         copy_rate=40e9,
         order=names,
         host={name: [1e-4] for name in names},
         whole={name: [2e-3] for name in names},
-        launches={OURS: 3, works.FUSED: 40, works.FOREACH: None},
+        launches={OURS: 3, cuda_works.FUSED: 40, cuda_works.FOREACH: None},
     )
-    rows = [line.split("  ") for line in report.cuda_goals([outcome]).splitlines()[2:]]
+    rows = [line.split("  ") for line in cuda_report.cuda_goals([outcome]).splitlines()[2:]]
     measured = [[cell.strip() for cell in row if cell.strip()] for row in rows]
     assert [row[-4:] for row in measured] == [
-        [works.FUSED, "1.60x", "2.00x", "reached"],
-        [works.FOREACH, "3.00x", "2.50x", "missed"],
+        [cuda_works.FUSED, "1.60x", "2.00x", "reached"],
+        [cuda_works.FOREACH, "3.00x", "2.50x", "missed"],
         ["copy on the device", "0.90x", "0.80x", "missed"],
         ["3 launches", "1.00x", "1.00x", "reached"],
     ]
-    details = report.cuda_tables([outcome])
+    details = cuda_report.cuda_tables([outcome])
     assert [line.split()[-1] for line in details.splitlines()[-3:]] == ["3", "40", "-"]
     saved = tmp_path / "run.json"
-    saved.write_text(json.dumps(report.cuda_json([outcome])))
-    drawn = module("cuda_plot").draw(saved)
+    saved.write_text(json.dumps(cuda_report.cuda_json([outcome])))
+    drawn = draw(saved)
     assert drawn.stat().st_size > 10_000
     assert math.isfinite(json.loads(saved.read_text())["works"][0]["copy_rate"])
 
@@ -162,7 +151,7 @@ def test_goals_and_plot_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_one_work_from_end_to_end(rehearsal: bool) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-rs", "benchmarks/gpu", "-k", "cuda_adamw and 300"],
-        cwd=BENCHMARKS.parent,
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "FASTSTEP_FAKE_GPU": str(int(rehearsal)), "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -201,7 +190,7 @@ def test_clocks_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("synchronize"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (12, 34))
-    kind = module("cuda_timing").CudaTimer
+    kind = cuda_timing.CudaTimer
     monkeypatch.setattr(kind, "device", "cpu")
     timer = kind(1 << 16)
     assert timer.free_bytes() == 12

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -13,21 +12,15 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+import instructions
 
 
 @pytest.fixture
-def instructions(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    return importlib.import_module("instructions")
-
-
-@pytest.fixture
-def expected(instructions: Any) -> Any:
+def expected() -> Any:
     return json.loads(instructions.EXPECTED.read_text())
 
 
-def test_the_expected_counts_hold_for_themselves(instructions: Any, expected: Any) -> None:
+def test_the_expected_counts_hold_for_themselves(expected: Any) -> None:
     assert expected
     for key, counts in expected.items():
         assert instructions.compare(counts, expected, key) == []
@@ -35,9 +28,7 @@ def test_the_expected_counts_hold_for_themselves(instructions: Any, expected: An
 
 
 @pytest.mark.parametrize(("factor", "key"), [(1.03, None), (1.6, "another compiler")])
-def test_more_instructions_fail(
-    instructions: Any, expected: Any, factor: float, key: str | None
-) -> None:
+def test_more_instructions_fail(expected: Any, factor: float, key: str | None) -> None:
     mine, counts = next(iter(expected.items()))
     for level, passes in counts.items():
         name = next(iter(passes))
@@ -47,7 +38,7 @@ def test_more_instructions_fail(
         assert fault.startswith(f"{level}, {name}: {int(largest * factor)} instructions")
 
 
-def test_a_pass_without_an_expectation_fails(instructions: Any, expected: Any) -> None:
+def test_a_pass_without_an_expectation_fails(expected: Any) -> None:
     key, counts = next(iter(expected.items()))
     more = {level: {**passes, "new": 5} for level, passes in counts.items()}
     faults = instructions.compare(more, expected, key)
@@ -58,7 +49,7 @@ def test_a_pass_without_an_expectation_fails(instructions: Any, expected: Any) -
 def test_without_valgrind_it_says_so_and_fails(tmp_path: Path) -> None:
     (tmp_path / "cc").symlink_to(shutil.which("cc") or "/usr/bin/cc")
     done = subprocess.run(
-        [sys.executable, BENCHMARKS / "instructions.py"],
+        [sys.executable, instructions.__file__],
         env={**os.environ, "PATH": str(tmp_path)},
         capture_output=True,
         text=True,

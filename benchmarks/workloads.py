@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -12,7 +11,6 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "ALL_FAMILIES",
     "FAMILIES",
     "INIT_SCALE",
     "MAX_NORM",
@@ -89,20 +87,6 @@ class Family:
     scaled: bool = False
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        # Pass one reads g; pass two reads p, g, m, v and writes p, m, v.
-        "chain": Family(
-            "AMP chain, AdamW: unscale_, clip_grad_norm_, step, update", 32, scaled=True
-        ),
-        "adamw": Family("plain AdamW step", 28),
-        "sgd": Family("plain SGD step with momentum", 20, states=1),
-        "lion": Family("plain Lion step", 20, states=1),
-        # Pass one reads g; pass two reads and writes it.
-        "clip": Family("clip_grad_norm_ alone", 12, states=0),
-    }
-)
-
 # Of one optimizer each: the class, and how many states of the parameter's size it keeps. A step
 # reads and writes these and the parameter, and reads the gradient. Adafactor's states of matrices
 # are smaller; it reads the gradient three times and the parameter twice.
@@ -120,10 +104,17 @@ OTHER_OPTIMIZERS: Mapping[str, int] = MappingProxyType(
     }
 )
 
-# With those that only benchmarks/ measures.
-ALL_FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
-        **FAMILIES,
+        # Pass one reads g; pass two reads p, g, m, v and writes p, m, v.
+        "chain": Family(
+            "AMP chain, AdamW: unscale_, clip_grad_norm_, step, update", 32, scaled=True
+        ),
+        "adamw": Family("plain AdamW step", 28),
+        "sgd": Family("plain SGD step with momentum", 20, states=1),
+        "lion": Family("plain Lion step", 20, states=1),
+        # Pass one reads g; pass two reads and writes it.
+        "clip": Family("clip_grad_norm_ alone", 12, states=0),
         "cuda chain": Family(
             "AMP chain on CUDA, AdamW: unscale_, clip_grad_norm_, step, update", 32, scaled=True
         ),
@@ -152,7 +143,7 @@ class Work:
     """One row of the benchmarks: a family of work on tensors of given shapes.
 
     Args:
-        family: a key of ``ALL_FAMILIES``.
+        family: a key of ``FAMILIES``.
         label: the shapes' name.
         shapes: the tensors' shapes.
         true_norm: the unscaled gradients' global norm; ``MAX_NORM`` clips what is above 1.
@@ -192,7 +183,7 @@ class Work:
     @property
     def least_bytes(self) -> int:
         """The bytes that the work must move at least."""
-        per_element = ALL_FAMILIES[self.family].bytes_per_element * self.dtype.itemsize // 4
+        per_element = FAMILIES[self.family].bytes_per_element * self.dtype.itemsize // 4
         return per_element * self.elements
 
     def bytes_needed(self, contenders: int) -> int:
@@ -201,7 +192,7 @@ class Work:
         Args:
             contenders: how many optimizers keep states side by side.
         """
-        states = ALL_FAMILIES[self.family].states
+        states = FAMILIES[self.family].states
         return self.dtype.itemsize * self.elements * (3 + states * contenders + 2)
 
 
@@ -226,7 +217,7 @@ class Arena:
         self._source = drawn(1.0)
         self._elsewhere = torch.zeros(1 << 26 if work.cold else 0, dtype=torch.uint8)
         squares = sum(float(g.square().sum(dtype=torch.float64)) for g in self._source)
-        scale = INIT_SCALE if ALL_FAMILIES[work.family].scaled else 1.0
+        scale = INIT_SCALE if FAMILIES[work.family].scaled else 1.0
         for gradient in self._source:
             gradient.mul_(work.true_norm * scale / squares**0.5)
         for parameter, gradient in zip(self.parameters, self._source, strict=True):
@@ -258,7 +249,4 @@ def available_bytes() -> int | None:
         for line in listing.read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    names: Sequence[str] = list(getattr(os, "sysconf_names", ()))
-    if "SC_AVPHYS_PAGES" in names:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return None

@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from .. import _C
-from .console import table
-from .contenders import OURS
-from .info import cpu_model, version_of
-from .timing import Outcome
-from .workloads import ALL_FAMILIES
+from contenders import OURS
+from faststep import _C
+from faststep.cli.console import table, times
+from faststep.cli.info import cpu_model, version_of
+from timing import Outcome
+from workloads import FAMILIES
 
-__all__ = ["as_json", "as_text", "duration", "machine", "times"]
+__all__ = ["as_json", "as_text", "duration", "machine"]
 
 _DISTRIBUTIONS = ("torch", "deepspeed", "torch-optimi", "bitsandbytes")
 
@@ -35,13 +35,6 @@ def machine() -> str:
 def duration(seconds: float) -> str:
     """A time in ms, with three significant digits."""
     return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
-
-
-def times(ratio: float) -> str:
-    """A ratio such as ``1.94x``; a dash where there is none."""
-    if math.isnan(ratio):
-        return "-"
-    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def _rows(outcome: Outcome) -> list[list[str]]:
@@ -85,7 +78,7 @@ def as_text(outcomes: Sequence[Outcome], markdown: bool = False) -> str:
     """
     header = ["tensors", "contender", "median ms", "time / ours", "GB/s", "of copy"]
     parts = []
-    for key, family in ALL_FAMILIES.items():
+    for key, family in FAMILIES.items():
         chosen = [outcome for outcome in outcomes if outcome.work.family == key]
         rows = [row for outcome in chosen for row in _rows(outcome)]
         if rows:

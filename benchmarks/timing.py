@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .contenders import OURS, Contender, Round, UnavailableError, contenders_of
-from .workloads import Arena, Work, available_bytes
+from contenders import OURS, Contender, Round, UnavailableError, contenders_of
+from workloads import Arena, Work, available_bytes
 
 __all__ = ["Contest", "CopyMeter", "Outcome", "warm_up"]
 

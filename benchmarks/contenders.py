@@ -14,8 +14,7 @@ import torch
 from torch.nn import Parameter
 
 import faststep
-
-from .workloads import INIT_SCALE, MAX_NORM, OTHER_OPTIMIZERS, Work
+from workloads import INIT_SCALE, MAX_NORM, OTHER_OPTIMIZERS, Work
 
 __all__ = [
     "CONTENDERS",

@@ -12,13 +12,10 @@ from typing import Any
 
 import pytest
 
+import regressions
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PUBLISHED = sorted(path for path in (BENCHMARKS / "results").glob("*.json"))
-
-sys.path.insert(0, str(BENCHMARKS))
-import regressions  # noqa: E402
-
-sys.path.remove(str(BENCHMARKS))
 
 
 def slower(run: dict[str, Any], family: str, factor: float) -> dict[str, Any]:

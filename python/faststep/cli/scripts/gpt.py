@@ -1,26 +1,19 @@
-"""A small byte-level GPT in plain torch, and the text it learns: the standard library's source."""
+"""A GPT in plain torch."""
 
 from __future__ import annotations
 
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.data import TensorDataset
 
-from .console import CommandError
-
-__all__ = ["GPT", "GPTConfig", "standard_library_text", "windows"]
-
-_SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib"})
+__all__ = ["GPT", "GPTConfig"]
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Size of the model; tokens are bytes, so the vocabulary has 256 entries."""
+    """Size of the model; the vocabulary is that of bytes if nothing else is said."""
 
     layers: int = 4
     heads: int = 4
@@ -54,7 +47,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer that predicts the next byte.
+    """A decoder-only transformer that predicts the next token.
 
     Source: Radford et al., "Language Models are Unsupervised Multitask Learners", 2019.
     """
@@ -81,40 +74,3 @@ class GPT(nn.Module):
             x = block(x)
         logits = self.head(self.norm(x))
         return functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
-
-
-def standard_library_text(limit: int = 16 << 20) -> Tensor:
-    """Read the ``*.py`` files of the running interpreter's standard library.
-
-    Args:
-        limit: stop after this many bytes.
-
-    Returns:
-        The files' bytes in path order, a 1-d uint8 tensor.
-
-    Raises:
-        CommandError: the interpreter ships no source files.
-    """
-    root = Path(sysconfig.get_path("stdlib"))
-    text = bytearray()
-    for path in sorted(root.rglob("*.py")):
-        if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts):
-            text += path.read_bytes()
-            if len(text) >= limit:
-                break
-    if len(text) < 1 << 16:
-        raise CommandError(f"found no standard library source to train on under {root}")
-    return torch.frombuffer(text[:limit], dtype=torch.uint8)
-
-
-def windows(text: Tensor, context: int) -> TensorDataset:
-    """Samples of `context` + 1 bytes; the targets are the tokens one byte later.
-
-    Args:
-        text: 1-d uint8 tensor of more than `context` bytes.
-        context: bytes from the start of a window to that of the next.
-
-    Returns:
-        A dataset over the text's own memory.
-    """
-    return TensorDataset(text.unfold(0, context + 1, context))
