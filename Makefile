@@ -60,7 +60,7 @@ $(BIN)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	@touch $(addprefix $(BIN)/.installed-,$(subst $(COMMA), ,$*))
 
-build: $(BIN)/.installed-test ## install for development, and compile what has changed
+build: $(BIN)/.installed-test ## install for development, and compile what has changed; FASTSTEP_CUDA=1: for all GPUs
 	$(BIN)/python setup.py -q build_ext --inplace
 
 demo: build ## train three small models, with plain torch and under run; plot in build/demo.png
@@ -167,13 +167,8 @@ test-gpu: ## only test on the CUDA devices of this machine
 bench-gpu: ## only measure on a CUDA device
 	$(GPU_PARTS) --only bench
 
-wheel: $(BIN)/.installed-dev ## build dist/, and check the wheel's ABI, libraries, metadata and size
-	rm -rf dist
-	$(BIN)/python -m build -q
-	$(BIN)/abi3audit --strict dist/*.whl
-	$(BIN)/auditwheel show dist/*.whl
-	$(BIN)/twine check --strict dist/*
-	test -z "$$(find dist -name '*.whl' -size +5000000c)" # the kernels included
+wheel: $(BIN)/.installed-dev ## build dist/ with kernels for all GPUs; check the wheel's ABI, libraries, size, import
+	PATH="$(BIN):$$PATH" PYTHON=$(BIN)/python .ci/release
 
 matrix: | $(BIN)/python ## test the wheel beside each torch and CPython; TORCH="2.10 2.15" PYTHONS=3.12 for some
 ifeq ($(WHEEL),)

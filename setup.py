@@ -4,13 +4,16 @@ The compiler's flags are in files that the Makefile and the tests read as well: 
 for every object, csrc/cpu/<level>.flags for the loops of an instruction set. FASTSTEP_WERROR=1
 makes warnings errors; FASTSTEP_SANITIZE=address,undefined builds an instrumented extension.
 
-Where nvcc is found the kernels of cuda/ become faststep/kernels.fatbin, with the flags of
-cuda/*.flags. FASTSTEP_CUDA=0 leaves them out, FASTSTEP_CUDA=1 fails where they cannot be built.
+Where nvcc and a GPU are found the kernels of cuda/ become faststep/kernels.fatbin, for the GPUs of
+this machine. FASTSTEP_CUDA=1 builds them for all architectures of cuda/targets.flags, and fails
+where there is no nvcc. FASTSTEP_CUDA=0 leaves them out.
 """
 
 import copy
+import ctypes
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -28,6 +31,7 @@ LOOPS = sorted(glob("csrc/cpu/*.isa.c"))
 PLAIN = sorted(set(glob("csrc/**/*.c", recursive=True)) - set(LOOPS))
 HEADERS = sorted({*glob("csrc/**/*.*", recursive=True)} - {*PLAIN, *LOOPS})
 KERNELS = sorted(glob("cuda/*.*"))
+TARGETS = "cuda/targets.flags"
 CUDA = os.environ.get("FASTSTEP_CUDA", "")
 
 
@@ -35,6 +39,33 @@ def nvcc() -> str | None:
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), "/usr/local/cuda"]
     places = [os.environ.get("PATH", os.defpath), *(os.path.join(h, "bin") for h in homes if h)]
     return shutil.which("nvcc", path=os.pathsep.join(places))
+
+
+def gpus() -> list[int]:
+    """Compute capabilities of the GPUs that CUDA's driver shows: 90 is 9.0."""
+    found = []
+    device, major, minor = (ctypes.c_int() for _ in range(3))
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return found
+    while driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), len(found)) == 0:
+        driver.cuDeviceGetAttribute(ctypes.byref(major), 75, device)
+        driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, device)
+        found.append(10 * major.value + minor.value)
+    return found
+
+
+def targets() -> list[str]:
+    """nvcc's options for what the kernels are built for. Of each GPU that is the machine code which
+    the file has for it, and PTX, which every later GPU can run."""
+    if CUDA == "1":
+        return [f"--options-file={TARGETS}"]
+    with open(TARGETS) as file:
+        lines = re.findall(r"arch=(compute_\d+),code=\[?(\S+)", file.read())
+    made_of = {int(sm): ptx for ptx, code in lines for sm in re.findall(r"\bsm_(\d+)", code)}
+    codes = {max(sm for sm in made_of if sm <= gpu) for gpu in gpus() if gpu >= min(made_of)}
+    return [f"-gencode=arch={made_of[c]},code=[{made_of[c]},sm_{c}]" for c in sorted(codes)]
 
 
 def newest(*sources: str) -> float:
@@ -60,9 +91,11 @@ class BuildExt(build_ext):
     """Compiles what is out of date, side by side, and the loops once per instruction set."""
 
     def run(self) -> None:
-        super().run()
         folder = os.path.dirname(self.get_ext_fullpath("faststep._C"))
-        self.build_kernels(os.path.join(folder, "kernels.fatbin"))
+        with ThreadPoolExecutor(1) as beside:
+            kernels = beside.submit(self.build_kernels, os.path.join(folder, "kernels.fatbin"))
+            super().run()
+        kernels.result()
 
     def build_extension(self, ext: Extension) -> None:
         jobs = [(source, self.build_temp, []) for source in PLAIN]
@@ -76,20 +109,30 @@ class BuildExt(build_ext):
         super().build_extension(linked)
 
     def build_kernels(self, built: str) -> None:
-        if CUDA == "0" or not (compiler := nvcc()):
-            if os.path.exists(built):
-                os.remove(built)
-            if CUDA == "1":
-                raise CompileError("FASTSTEP_CUDA=1, but nvcc is neither in PATH nor in CUDA_HOME")
+        compiler = nvcc()
+        codes = targets() if compiler and CUDA != "0" else []
+        if codes:
+            os.makedirs(os.path.dirname(built), exist_ok=True)
+            shutil.copy(self.fatbin(compiler, codes), built)
             return
+        if CUDA == "1":
+            raise CompileError("FASTSTEP_CUDA=1, but nvcc is neither in PATH nor in CUDA_HOME")
+        if os.path.exists(built):
+            os.remove(built)
+
+    def fatbin(self, compiler: str, codes: list[str]) -> str:
+        """The kernels for these architectures, compiled if a source is newer."""
+        name = "-".join(re.findall(r"sm_\d+", " ".join(codes))) or "all"
+        built = f"build/kernels/{name}.fatbin"
         sources = [*KERNELS, "setup.py", *glob("csrc/base/*.h"), *glob("csrc/rules/*.*")]
-        if os.path.exists(built) and os.path.getmtime(built) > newest(*sources) and not self.force:
-            return
-        options = [f"--options-file={f}" for f in KERNELS if f.endswith(".flags")]
-        command = [compiler, *options, "--threads=0", "-fatbin", "cuda/kernels.cu", "-o", built]
-        self.announce(" ".join(command), 2)
-        if subprocess.run(command, check=False).returncode:
-            raise CompileError(f"{compiler} failed; FASTSTEP_CUDA=0 builds without CUDA kernels")
+        if self.force or not os.path.exists(built) or os.path.getmtime(built) <= newest(*sources):
+            os.makedirs("build/kernels", exist_ok=True)
+            options = ["--options-file=cuda/nvcc.flags", *codes, "--threads=0", "-fatbin"]
+            command = [compiler, *options, "cuda/kernels.cu", "-o", built]
+            self.announce(" ".join(command), 2)
+            if subprocess.run(command, check=False).returncode:
+                raise CompileError(f"{compiler} failed; FASTSTEP_CUDA=0 builds no CUDA kernels")
+        return built
 
     def compile(self, source: str, folder: str, extra: list[str]) -> str:
         (built,) = self.compiler.object_filenames([source], output_dir=folder)

@@ -6,7 +6,8 @@
  * A warp takes tiles of 256 elements, 8 of each thread, TURNS of them one after another. All loads
  * of an iteration are issued before the first of them is waited for; addresses and arguments are in
  * registers. Roots and quotients are taken by quick_math.h. Where these are not sure, the thread
- * stores nothing of the tile and sets its bit in `unsure`. */
+ * stores nothing of the tile and sets its bit in `unsure`. Rules behind
+ * FST_LAST_KNOWN have no such loop. */
 
 enum {
     FST_K(PARAM_WORDS) = 8 / PARAM_ITEMS, /* of a thread's 8 elements */
@@ -235,9 +236,11 @@ FST_DEVICE uint32_t FST_K(update_known)(const fst_share *share, const fst_device
                                         uint64_t *unsure)
 {
     switch (step->rule) {
-#define RULE(name, states, hyper) \
-    case FST_RULE_##name:         \
-        return FST_K(name##_known)(share, op, step, write_grad, unsure);
+#define RULE(name, states, hyper)                                             \
+    case FST_RULE_##name:                                                     \
+        return FST_RULE_##name <= FST_LAST_KNOWN                              \
+                   ? FST_K(name##_known)(share, op, step, write_grad, unsure) \
+                   : 0;
 #include "rules/rules.def"
 #undef RULE
     default:

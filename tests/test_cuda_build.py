@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
 import runpy
 import shutil
 import struct
+import subprocess
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,7 @@ import pytest
 import setuptools
 from setuptools.errors import CompileError
 
+from device import fake
 from nvcc import (
     ARCHITECTURES,
     ENTRY,
@@ -83,8 +87,7 @@ def images(data: bytes) -> dict[tuple[int, int], int]:
     return found
 
 
-@needs_nvcc
-@pytest.mark.skipif(os.environ.get("FASTSTEP_CUDA") == "0", reason="FASTSTEP_CUDA=0")
+@pytest.mark.skipif(os.environ.get("FASTSTEP_CUDA") != "1", reason="no FASTSTEP_CUDA=1, or no nvcc")
 def test_the_package_holds_an_image_for_every_architecture() -> None:
     data = files("faststep").joinpath("kernels.fatbin").read_bytes()
     numbers = [int(arch.removeprefix("sm_")) for arch in ARCHITECTURES]
@@ -96,12 +99,39 @@ def test_the_package_holds_an_image_for_every_architecture() -> None:
     }
     cuda = int(version().split(".")[0])
     assert {major + 4 for (kind, _), major in found.items() if kind == PTX} == {cuda}  # fatbin.c
-    assert len(data) < 4_000_000  # compressed: the wheel, which is to have less than 5 MB, adds it
+    assert len(data) < 2_000_000  # compressed: the wheel adds it
+
+
+class Driver:
+    """Stands in for libcuda.so.1, with GPUs of these compute capabilities."""
+
+    def __init__(self, *gpus: int, error: int = 0) -> None:
+        self.gpus, self.error = gpus, error
+
+    def __call__(self, name: str) -> Driver:
+        assert name == "libcuda.so.1"
+        return self
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        return self.error
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:  # noqa: N802
+        device._obj.value = ordinal
+        return 0 if ordinal < len(self.gpus) else 101
+
+    def cuDeviceGetAttribute(self, value: Any, which: int, device: Any) -> int:  # noqa: N802
+        value._obj.value = divmod(self.gpus[device.value], 10)[which - 75]
+        return 0
+
+
+def no_driver(name: str) -> Driver:
+    raise OSError(f"{name}: cannot open shared object file")
 
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of what the kernels are made of, and an nvcc that only notes that it was called."""
+    """A copy of what the kernels are made of, an nvcc that only notes that it was called, and one
+    GPU."""
     shutil.copy(ROOT / "setup.py", tmp_path)
     shutil.copytree(ROOT / "cuda", tmp_path / "cuda")
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
@@ -115,6 +145,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{tool.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(ctypes, "CDLL", Driver(90))
     return tmp_path
 
 
@@ -127,12 +158,20 @@ def build(monkeypatch: pytest.MonkeyPatch, cuda: str = "", nvcc: bool = True) ->
     command.force = False
     if not nvcc:
         command.build_kernels.__func__.__globals__["nvcc"] = lambda: None
-    command.build_kernels("kernels.fatbin")
-    return Path("kernels.fatbin").exists()
+    command.build_kernels("package/kernels.fatbin")
+    return Path("package/kernels.fatbin").exists()
 
 
 def calls(tree: Path) -> list[str]:
     return (tree / "calls").read_text().splitlines() if (tree / "calls").exists() else []
+
+
+def codes(call: str) -> list[str]:
+    """What a call of nvcc compiles for."""
+    return re.findall(r"-gencode=\S+|--options-file=cuda/targets\.flags", call)
+
+
+ALL = ["--options-file=cuda/targets.flags"]
 
 
 def test_kernels_are_built_again_only_when_a_source_changed(
@@ -141,10 +180,10 @@ def test_kernels_are_built_again_only_when_a_source_changed(
     assert build(monkeypatch)
     assert build(monkeypatch)
     assert len(calls(tree)) == 1
-    assert "--options-file=cuda/targets.flags" in calls(tree)[0]
+    assert "--options-file=cuda/nvcc.flags" in calls(tree)[0]
     sources = ["cuda/update_chunk.h", "cuda/nvcc.flags", "csrc/rules/adam.h", "csrc/base/device.h"]
     for count, source in enumerate(sources, 2):
-        later = (tree / "kernels.fatbin").stat().st_mtime + 1
+        later = (tree / "build/kernels/sm_90.fatbin").stat().st_mtime + 1
         os.utime(tree / source, (later, later))
         assert build(monkeypatch)
         assert len(calls(tree)) == count
@@ -152,6 +191,71 @@ def test_kernels_are_built_again_only_when_a_source_changed(
     os.utime(tree / "csrc/cpu/update.h", (2**31, 2**31))
     assert build(monkeypatch)
     assert len(calls(tree)) == 1 + len(sources)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wanted"),
+    [
+        ((90,), ["-gencode=arch=compute_80,code=[compute_80,sm_90]"]),
+        ((75,), ["-gencode=arch=compute_75,code=[compute_75,sm_75]"]),
+        ((89, 86, 89), ["-gencode=arch=compute_80,code=[compute_80,sm_80]"]),
+        ((110,), ["-gencode=arch=compute_80,code=[compute_80,sm_100]"]),
+        ((140,), ["-gencode=arch=compute_80,code=[compute_80,sm_120]"]),
+        (
+            (120, 70, 75),
+            [
+                "-gencode=arch=compute_75,code=[compute_75,sm_75]",
+                "-gencode=arch=compute_80,code=[compute_80,sm_120]",
+            ],
+        ),
+        ((70,), []),
+        ((), []),
+    ],
+)
+def test_kernels_are_built_for_the_gpus_that_are_seen(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, gpus: tuple[int, ...], wanted: list[str]
+) -> None:
+    monkeypatch.setattr(ctypes, "CDLL", Driver(*gpus))
+    assert build(monkeypatch) == bool(wanted)
+    assert [codes(call) for call in calls(tree)] == [wanted] * bool(wanted)
+
+
+@pytest.mark.parametrize("driver", [no_driver, Driver(90, error=100)])
+def test_a_machine_without_gpu_gets_kernels_on_demand(
+    tree: Path, monkeypatch: pytest.MonkeyPatch, driver: Driver
+) -> None:
+    assert build(monkeypatch)
+    monkeypatch.setattr(ctypes, "CDLL", driver)
+    assert not build(monkeypatch)
+    assert build(monkeypatch, cuda="1")
+    assert [codes(call) for call in calls(tree)][1:] == [ALL]
+
+
+def test_kernels_of_other_architectures_do_not_stay(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for gpus, cuda, count in [((90,), "", 1), ((90,), "1", 2), ((80,), "", 3), ((90,), "", 3)]:
+        monkeypatch.setattr(ctypes, "CDLL", Driver(*gpus))
+        assert build(monkeypatch, cuda=cuda)
+        assert len(calls(tree)) == count
+    used, built = (tree / name for name in ("package/kernels.fatbin", "build/kernels/sm_90.fatbin"))
+    built.write_text("of sm_90\n")
+    assert build(monkeypatch)
+    assert used.read_text() == "of sm_90\n"
+
+
+def test_the_driver_is_asked_as_it_wants_to_be(tmp_path: Path) -> None:
+    fake.build(fake.DRIVER)
+    code = f"""
+import ctypes, runpy, setuptools
+setuptools.setup = lambda **_: None
+driver = ctypes.CDLL({str(ROOT / fake.DRIVER)!r})  # found by its name from here on
+driver.fake_cuda_machine(2, 89, 13000)
+print(runpy.run_path("setup.py")["gpus"]())
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[89, 89]\n"
 
 
 def test_kernels_are_left_out_on_demand(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +273,7 @@ def test_without_nvcc_there_are_no_kernels(tree: Path, monkeypatch: pytest.Monke
 def test_an_nvcc_that_fails(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "broken").touch()
     for cuda in ("", "1"):
-        with pytest.raises(CompileError, match=r"nvcc failed; FASTSTEP_CUDA=0 builds without"):
+        with pytest.raises(CompileError, match=r"nvcc failed; FASTSTEP_CUDA=0 builds no CUDA"):
             build(monkeypatch, cuda=cuda)
     assert len(calls(tree)) == 2
 

@@ -30,8 +30,8 @@ LISTING = """
         /*0000*/                   MOV R1, c[0x0][0x28] ;     /* 0x00000a0000017a02 */
                                                               /* 0x000fe20000000f00 */
 .L_x_1:
-\t//## File "/a/rules/adam.h", line 53 inlined at "/a/rules/rules.def", line 2
-\t//## File "/a/rules/rules.def", line 2
+\t//## File "/a/rules/adam.h", line 53 inlined at "/a/rules/rules.def", line 3
+\t//## File "/a/rules/rules.def", line 3
         /*0010*/                   LDG.E.128 R4, desc[UR4][R2.64] ; /* 0x0000000402047981 */
                                                               /* 0x000ea2000c1e1d00 */
         /*0020*/               @P1 BRA `(.L_x_2) ;            /* 0x0000000000001947 */
@@ -67,7 +67,7 @@ def only_way(listing: str) -> Way:
 def test_an_iteration_is_counted_without_its_slow_way() -> None:
     kernel = parse(LISTING)["counted"]
     assert (len(kernel.code), kernel.spills) == (11, 1)
-    assert kernel.code[1].places == (("adam.h", 53), ("rules.def", 2))
+    assert kernel.code[1].places == (("adam.h", 53), ("rules.def", 3))
     way = only_way(LISTING)
     assert [one.at for one in way.code] == [0x10, 0x20, 0x50, 0x60, 0x70, 0x80, 0x90]
     assert (way.shortest, way.loads, way.stores, way.fp64) == (7, 2, 1, 1)

@@ -28,7 +28,9 @@ def _why_not() -> str | None:
         return None
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
-    return None if _C.has_kernels() else "this build of faststep has no CUDA kernels"
+    if not _C.has_kernels():
+        return "this build of faststep has no CUDA kernels: FASTSTEP_CUDA=1 builds them"
+    return None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -55,8 +55,9 @@ static fst_code explain(const fst_driver_device *info, fst_status *status)
     char reason[sizeof status->message];
     memcpy(reason, status->message, sizeof reason);
     return fst_fail(status, status->code,
-                    "%.200s; the kernels may need a newer device than %s (compute capability "
-                    "%d.%d) or a newer driver than one for CUDA %d.%d",
+                    "%.180s; the kernels may be built for other GPUs (FASTSTEP_CUDA=1 builds them "
+                    "for all), or need a newer device than %s (compute capability %d.%d) or a "
+                    "newer driver than one for CUDA %d.%d",
                     reason, info->name, info->major, info->minor, info->version / 1000,
                     info->version % 1000 / 10);
 }

@@ -92,7 +92,8 @@ fst_code fst_fatbin_open(const fst_fatbin_source *source, fst_fatbin *out, fst_s
     }
     if (!out->data)
         return fst_fail(status, FST_UNSUPPORTED,
-                        "no CUDA kernels: this package was built without nvcc");
+                        "no CUDA kernels: this package was built without nvcc or where no GPU was "
+                        "seen; FASTSTEP_CUDA=1 builds them for all GPUs");
     if (size >= sizeof header)
         memcpy(&header, out->data, sizeof header);
     if (header.magic == 0xBA55ED50u && header.header_size >= sizeof header &&

@@ -17,7 +17,7 @@ if os.environ.get("FASTSTEP_RECORDS") != "0":
     _layout, _why_no_layout = _records.find()
 if _layout is not None:
     _C.use_records(*_layout)
-_KERNELS = Path(__file__).with_name("kernels.fatbin")  # missing where it was built without nvcc
+_KERNELS = Path(__file__).with_name("kernels.fatbin")  # missing in a build for the CPU
 if _KERNELS.is_file():
     _C.use_kernels_of(str(_KERNELS))
 

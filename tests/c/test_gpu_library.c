@@ -129,7 +129,7 @@ static void files(void *argument)
     (void)argument;
     load(FAKE_CUDA, KERNELS);
     fst_gpu_kernels_in_memory(NULL, 0);
-    refuses(FST_UNSUPPORTED, "built without nvcc");
+    refuses(FST_UNSUPPORTED, "FASTSTEP_CUDA=1 builds them");
     fst_gpu_kernels_in_memory(fatbin, sizeof fatbin - 1);
     refuses(FST_UNSUPPORTED, "is not a whole fatbin");
     CHECK_INT(fst_gpu_kernels_in_file("/no/such/file", &status), FST_OK);

@@ -38,7 +38,7 @@ def why_not() -> str | None:
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     if not _C.has_kernels():
-        return "this build of faststep has no CUDA kernels"
+        return "this build of faststep has no CUDA kernels: FASTSTEP_CUDA=1 builds them"
     return None
 
 

@@ -106,7 +106,10 @@ def _profilers() -> str:
 
 def _our_cuda() -> str:
     if not _C.has_kernels():
-        return "none: this build holds CPU kernels only, as it was made without nvcc"
+        return (
+            "none: this package was built without nvcc or where no GPU was seen; "
+            "FASTSTEP_CUDA=1 pip install . builds kernels for all GPUs"
+        )
     try:
         device = _C.device_info(0)
     except RuntimeError as error:
