@@ -28,6 +28,7 @@ from .sides import side_of
 from .slots import Slot
 from .states import cut_state
 from .steps import Steps
+from .values import GradientValues
 from .waits import ForwardWaits
 from .wrapped import Wrapper
 
@@ -89,14 +90,16 @@ class Engine:
         self.owned = Owned(kind, keeps_masters)
         self._reducer = Reducer(self.slots, self.buckets, group, self._shelf, self._side.uses)
         self.gradients = Gradients(self.slots, self._reducer, group)
+        mine = weakref.WeakMethod(self._begin_use)
+        self.values = GradientValues(self.slots, self.gradients, group, lambda name: mine()(name))  # type: ignore[misc]
         self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
         self.gradients.hook(self._add_buckets(named))
         self.updates = BackwardUpdates(self, device) if updates_in_backward else None
         self._reducer.updates = self.updates
         self._regroup(groups, _ids_of(groups))
         if not updates_in_backward:  # else the step does that
-            mine = weakref.WeakMethod(self.follow_groups)
-            self.gradients.on_unowned = lambda: mine()()  # type: ignore[misc]
+            follow = weakref.WeakMethod(self.follow_groups)
+            self.gradients.on_unowned = lambda: follow()()  # type: ignore[misc]
 
     # ---- buckets
 
@@ -225,23 +228,11 @@ class Engine:
         """Give all ranks the parameters of rank 0, and these tensors; a collective."""
         self.group.broadcast([*(params.flat for params in self._params), *others])
 
-    # ---- what a placeholder asks
-
-    def name_of(self, index: int) -> str:
-        """The name of a parameter."""
-        return self.slots[index].name
-
-    def make_zero(self, index: int) -> None:
-        """Set the gradient of a parameter to zero."""
-        self.gradients.zero(self.slots[index])
-
-    def scale(self, index: int, factor: float) -> None:
-        """Multiply the gradient of a parameter."""
+    def _begin_use(self, name: str) -> None:
+        """Before the gradient of a parameter is read or changed by itself."""
         if self.updates is not None:
-            self.updates.refuse_change(self.slots[index].name)
-        self.gradients.settle()
-        for _, grad in self.slots[index].pieces:
-            grad.mul_(factor)
+            self.updates.refuse_change(name)
+        self.before_exchange("the use of a gradient")
 
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""

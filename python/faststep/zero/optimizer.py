@@ -202,23 +202,21 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
 
         Args:
             max_norm: the largest norm allowed.
-            norm_type: order of the norm; must be 2.0 at stages 1 and 2. Default: 2.0.
+            norm_type: order of the norm; may be `inf`. Default: 2.0.
             error_if_nonfinite: raise if the norm is NaN or infinite. Default: False.
 
         Returns:
             The norm before clipping, 0-d, the same on every rank.
 
         Raises:
-            ValueError: another `norm_type`, or a negative `max_norm`.
+            ValueError: a negative `max_norm`.
             RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
         """
-        if self._engine is not None and float(norm_type) != 2.0:
-            raise ValueError(f"norm_type must be 2.0 for sharded gradients, not {norm_type}")
         check_limit("max_norm", max_norm)
         if self._updates_in_backward:
             raise RuntimeError(REFUSED_CLIPPING)
         division.divide(self)
-        if self._engine is None:
+        if self._engine is None or float(norm_type) != 2.0:
             return clip_grad_norm_(params_of(self), max_norm, norm_type, error_if_nonfinite)
         with torch.no_grad():
             return self._engine.clip(float(max_norm), error_if_nonfinite)

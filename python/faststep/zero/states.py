@@ -11,12 +11,12 @@ from torch import Tensor
 from ..optim.masters import fitting
 from .owned import Owned
 from .sliced import SlicedState
-from .slots import Slot, in_order_of_memory
+from .slots import Slot
 
 if TYPE_CHECKING:
     from .engine import Engine
 
-__all__ = ["cut_state", "cut_states", "in_order_of_memory", "problem_of", "whole_states"]
+__all__ = ["cut_state", "cut_states", "problem_of", "whole_states"]
 
 
 def whole_states(
@@ -88,5 +88,4 @@ def _part(value: Any, slot: Slot, begin: int, count: int, is_number: bool) -> An
         return value
     if is_number or value.shape != slot.shape:
         return value.clone()
-    param = slot.param.detach().as_strided(slot.shape, slot.strides)
-    return in_order_of_memory(value, param)[begin : begin + count].clone()
+    return slot.cut(value, begin, count).clone()
