@@ -15,7 +15,7 @@ from .sliced import SlicedState
 from .slots import Slot
 from .states import cut_states, problem_of
 
-__all__ = ["drop_missing", "load_states", "states_for"]
+__all__ = ["States", "drop_missing", "load_states", "states_for"]
 
 States = defaultdict[Tensor, dict[str, Any]]
 

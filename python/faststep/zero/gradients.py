@@ -303,8 +303,11 @@ class Gradients:
             self._reducer.drop()
         self._state, self._number = State.IDLE, None
 
-    def complete(self) -> None:
+    def complete(self, what: str = "step()") -> None:
         """Before slices are used: complete a pass, and send what no_sync() has left.
+
+        Args:
+            what: for which use.
 
         Raises:
             RuntimeError: a backward pass has failed, or runs.
@@ -312,7 +315,7 @@ class Gradients:
         self.note_failure()
         if self._state is State.FAILED:
             raise RuntimeError(f"{HAS_FAILED}; nothing was updated")
-        self._refuse_inside("use of the gradients")
+        self._refuse_inside(what)
         if self._state is State.COLLECTING:
             if self._number is None:
                 self.on_begin(False)

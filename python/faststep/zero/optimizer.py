@@ -23,7 +23,7 @@ from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
 from ..optim.step import loss_of
 from ..optim.wide import loading_wide
 from ..optim.wrapped import PassesOn
-from .checkpoint import drop_missing, load_states, states_for
+from .checkpoint import States, drop_missing, load_states, states_for
 from .engine import Engine
 from .group import Group
 from .in_backward import REFUSED_CLIPPING, refuse_request
@@ -57,6 +57,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
     """
 
     _step_supports_amp_scaling = True  # a scaler leaves the gradients to the step
+    _consolidated: States | None = None  # until the next step or load: what `state_dict` gives
     blocks: tuple[str, ...] = ()  # stage 3: the modules that were sharded before the rest
     _max_grad_norm: float | None
     _asked: ScalerRequest = ScalerRequest()  # set by faststep.amp.GradScaler around a step
@@ -142,6 +143,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
 
     @disable_dynamo
     def _step_uncompiled(self) -> None:
+        self._consolidated = None
         self._note_step()
         if self._engine is None:
             self._owned.param_groups = self.param_groups  # the script may have set others
@@ -290,22 +292,59 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
 
         torch.distributed.checkpoint, with its functions for state dicts, gets each rank's own part
         on every rank instead, without gathering. It saves and loads that at any number of ranks.
+
+        After `consolidate_state_dict` it is no collective.
         """
-        if self._engine is not None:
-            self._engine.follow_groups()
-            self._engine.owned.take_options()
-        complete_states(self._owned)
         if self._engine is None:
+            complete_states(self._owned)
             return super().state_dict()
-        self.wait()
-        self._engine.follow_moves()
+        wanted, whole = wanted_states(), self._consolidated
+        if whole is None or wanted == "slices":
+            self._prepare_states()
+            whole = states_for(self._engine, wanted)
         mine = self.state
-        whole = states_for(self._engine, wanted_states())
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
         try:
             return super().state_dict()
         finally:
             self.state = mine
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Gather the whole state on one rank, for a `state_dict()` that this rank alone calls.
+
+        A collective, as ZeroRedundancyOptimizer's. Until the next step `state_dict()` gives what
+        was gathered on this rank, and no states on the others.
+
+        Args:
+            to: the rank in the process group. Default: 0.
+
+        Raises:
+            ValueError: there is no such rank.
+            RuntimeError: a rank did not call it in time; the optimizer is of stage 3, where
+                torch.distributed.checkpoint.state_dict gathers states.
+        """
+        if self._group is None:
+            return
+        if not 0 <= to < self._group.world:
+            raise ValueError(f"consolidate_state_dict(): to={to}, of {self._group.world} ranks")
+        if self._engine is None:
+            raise RuntimeError(
+                "consolidate_state_dict() is for stages 1 and 2: at stage 3 call "
+                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict() with "
+                "StateDictOptions(full_state_dict=True, cpu_offload=True) on all ranks"
+            )
+        self._prepare_states()
+        whole = states_for(self._engine, "whole" if to == 0 else "whole everywhere")
+        self._consolidated = whole if self._engine.group.rank == to else defaultdict(dict)
+
+    def _prepare_states(self) -> None:
+        """Before states are read: have them, and the parameters, complete."""
+        assert self._engine is not None
+        self._engine.follow_groups()
+        self._engine.owned.take_options()
+        complete_states(self._owned)
+        self.wait()
+        self._engine.follow_moves()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -319,6 +358,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
             RuntimeError: only some ranks have states, as where each passes its own state_dict().
         """
         groups, mine = self.param_groups, self.state
+        self._consolidated = None
         if self._engine is None:
             with loading_wide(self, self._owned._keeps_masters):
                 super().load_state_dict(state_dict)

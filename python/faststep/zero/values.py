@@ -95,40 +95,37 @@ class GradientValues:
         """
         slot = self._ready(index)
         if slot.whole is not None:
-            return torch.linalg.vector_norm(slot.whole, order, dtype=torch.float64)
+            norm: Tensor = torch.linalg.vector_norm(slot.whole, order, dtype=torch.float64)
+            return norm
         if self._measured_at != self._gradients.changes:
             self._norms.clear()
             self._measured_at = self._gradients.changes
         if order not in self._norms:
             self._norms[order] = self._measured(order)
-        norm: Tensor = self._norms[order][index]
-        return norm
+        return self._norms[order][index]
 
     def _measured(self, order: float) -> Tensor:
         """The norms of the slices, put together over the ranks."""
         what = f"reading the norms of gradients (of order {order:g})"
         self._group.meet(what)
-        parts = [(slot.index, grad) for slot in self._slots for _, grad in slot.pieces]
-        shape = (self._group.world, len(self._slots))
-        rows = torch.zeros(shape, dtype=torch.float64, device=self._slots[0].param.device)
-        if parts:
-            numbers, grads = zip(*parts, strict=True)
-            mine = torch.full(
-                (shape[1],),
-                float("inf") if order < 0 else 0.0,
-                dtype=torch.float64,
-                device=rows.device,
-            )
-            mine[list(numbers)] = torch.stack(
-                torch._foreach_norm(grads, order, dtype=torch.float64)
-            )
-            rows[self._group.rank] = mine
+        parts = [(s.index, grad) for s in self._slots for _, grad in s.pieces if grad.numel()]
+        found = torch._foreach_norm([grad for _, grad in parts], order, dtype=torch.float64)
+        shape, device = (self._group.world, len(self._slots)), self._slots[0].param.device
+        rows = torch.zeros(shape, dtype=torch.float64, device=device)
+        mine = rows[self._group.rank]
+        mine.fill_(torch.inf if order < 0 else 0.0)
+        for (index, _), norm in zip(parts, found, strict=True):
+            mine[index] = norm
         self._group.add_up_inside(rows, what)
-        return rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
+        norms: Tensor = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
+        return norms
 
     def _ready(self, index: int) -> Slot:
         """Have the slices complete before one is used."""
         slot = self._slots[index]
         self._begin(slot.name)
-        self._gradients.complete()
+        self._gradients.complete(
+            f"use of the gradient of {slot.name!r} (DistributedDataParallel goes around the model "
+            "before shard())"
+        )
         return slot
