@@ -55,10 +55,8 @@ def test_losses_are_those_of_torch_under_ddp(found: dict[str, Any], case: str) -
 
 
 def test_a_model_that_is_wrapped_too_late(found: dict[str, Any]) -> None:
-    assert (
-        "put DistributedDataParallel around the model before shard()"
-        in (found["accelerate, before"])
-    )
+    text = "DistributedDataParallel goes around the model before shard()"
+    assert text in found["accelerate, before"]
 
 
 @pytest.mark.parametrize("number", [n for n, code in enumerate(blocks()) if "zero.shard" in code])
