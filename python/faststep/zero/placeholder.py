@@ -222,9 +222,11 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 def _is_elementwise(func: Any) -> bool:
     """Whether an operator changes its first argument, each element for itself."""
-    name = func._schema.name
-    is_pointwise = torch.Tag.pointwise in func.tags or name.startswith("aten::_foreach_")
-    return bool(func._schema.is_mutable and (is_pointwise or name in _ELEMENTWISE))
+    name, tags = func._schema.name, func.tags
+    if not func._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
+        return False
+    is_pointwise = torch.Tag.pointwise in tags or name.startswith("aten::_foreach_")
+    return is_pointwise or name in _ELEMENTWISE
 
 
 _ELEMENTWISE = {"aten::copy_", "aten::fill_", "aten::masked_fill_"}  # that have no tag
