@@ -84,7 +84,7 @@ class Slot:
 
     def cut(self, other: Tensor, begin: int, count: int) -> Tensor:
         """Some elements of a tensor that broadcasts to the parameter, in the order of memory."""
-        if not other.dim():
+        if not other.dim() and self.shape:  # a number for all elements
             return other
         like = torch.empty_strided(self.shape, self.strides, device="meta")
         return in_order_of_memory(other.expand(self.shape), like)[begin : begin + count]
