@@ -228,6 +228,36 @@ def test_odd_models(ranks: Ranks) -> None:
         assert said["swapped"][1] == [5.0, 5.0]
 
 
+def _dropped(rank: int, world: int) -> dict[str, Any]:
+    """A gradient that the first rank alone sets to None, and one that all do."""
+    model = Given([(50, 3), (4,)], [torch.float32])
+    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=1.0)
+    model(grads_for(model, rank)).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    if rank == 0:
+        model.p1.grad = None
+    said: dict[str, Any] = {
+        "step": _error(optimizer.step),
+        "clip": _error(lambda: optimizer.clip_grad_norm_(1.0)),
+    }
+    said["same"] = all(map(torch.equal, before, model.parameters()))
+    model.p1.grad = None
+    said["alike"] = _error(optimizer.step)
+    said["moved"] = [
+        not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)
+    ]
+    return said
+
+
+def test_a_gradient_dropped_on_one_rank(ranks: Ranks) -> None:
+    for said in ranks("dropped"):
+        for call in ("step", "clip"):
+            assert "the ranks had gradients of different parameters" in said[call]
+        assert said["same"]
+        assert said["alike"] == "no error"
+        assert said["moved"] == [True, False]
+
+
 def _stage_three(rank: int, world: int) -> dict[str, Any]:
     """Each rank uses a layer of its own; fully_shard adds their gradients up, as sizes fit."""
     layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(world)))
@@ -264,5 +294,6 @@ ZERO_JOBS = [
     Job("misused", 2, _misused),
     Job("mismatched", 3, _mismatched),
     Job("odd", 2, _odd),
+    Job("dropped", 2, _dropped),
     Job("stage three, misused", 2, _stage_three),
 ]
