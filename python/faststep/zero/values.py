@@ -109,7 +109,8 @@ class GradientValues:
         what = f"reading the norms of gradients (of order {order:g})"
         self._group.meet(what)
         parts = [(s.index, grad) for s in self._slots for _, grad in s.pieces if grad.numel()]
-        found = torch._foreach_norm([grad for _, grad in parts], order, dtype=torch.float64)
+        grads = [grad for _, grad in parts]
+        found = torch._foreach_norm(grads, order, dtype=torch.float64) if grads else []
         shape, device = (self._group.world, len(self._slots)), self._slots[0].param.device
         rows = torch.zeros(shape, dtype=torch.float64, device=device)
         mine = rows[self._group.rank]
