@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -13,10 +13,7 @@ from .owned import Owned
 from .sliced import SlicedState
 from .slots import Slot
 
-if TYPE_CHECKING:
-    from .engine import Engine
-
-__all__ = ["cut_state", "cut_states", "problem_of", "whole_states"]
+__all__ = ["cut_state", "problem_of", "whole_states"]
 
 
 def whole_states(
@@ -48,21 +45,6 @@ def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
                     "(StateDictOptions(full_state_dict=True))"
                 )
     return ""
-
-
-def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Give this rank's optimizer its part of the states of whole parameters."""
-    cut: dict[Tensor, dict[str, Any]] = {}
-    for slot in engine.slots:
-        cut.update(cut_state(engine.owned, slot, states.get(slot.param, {})))
-    mine = engine.owned.optimizer.state
-    mine.clear()
-    mine.update(cut)
-    sharded = {id(slot.param) for slot in engine.slots}
-    engine.frozen_states = {
-        param: state for param, state in states.items() if id(param) not in sharded
-    }
-    engine.owned.forget()
 
 
 def cut_state(owned: Owned, slot: Slot, state: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
