@@ -80,17 +80,18 @@ def accelerated(
     machine = machine or accelerator()
     model, loader = net(), batches()
     optimizer: Any = build(model.parameters())
+    limit = CLIP if clip == "step" else None
     if stage and order == "before":
-        optimizer = zero.shard(model, optimizer, stage=stage, max_grad_norm=CLIP)
+        optimizer = zero.shard(model, optimizer, stage=stage, max_grad_norm=limit)
     if order == "between":
         model, loader = machine.prepare(model, loader)
         if stage:
-            optimizer = zero.shard(model, optimizer, stage=stage, max_grad_norm=CLIP)
+            optimizer = zero.shard(model, optimizer, stage=stage, max_grad_norm=limit)
         optimizer = machine.prepare(optimizer)
     else:
         model, optimizer, loader = machine.prepare(model, optimizer, loader)
     if stage and order == "after":
-        made = zero.shard(model, optimizer.optimizer, stage=stage, max_grad_norm=CLIP)
+        made = zero.shard(model, optimizer.optimizer, stage=stage, max_grad_norm=limit)
         optimizer.optimizer = made
     scheduler = machine.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 3))
     losses = _epoch(machine, model, optimizer, loader, scheduler, clip, folder)
@@ -137,8 +138,8 @@ def _epoch(
     return losses
 
 
-def module_of(build: Build, stage: int = 0, fully: bool = False) -> Any:
-    """A LightningModule that keeps its losses."""
+def module_of(build: Build, stage: int = 0, fully: bool = False, limit: float | None = None) -> Any:
+    """A LightningModule that keeps its losses; `limit` is max_grad_norm of shard."""
     from lightning import LightningModule
 
     class Module(LightningModule):
@@ -161,7 +162,7 @@ def module_of(build: Build, stage: int = 0, fully: bool = False) -> Any:
             optimizer = build(self.parameters())
             if stage:
                 model = self.trainer.strategy.model
-                optimizer = zero.shard(model, optimizer, stage=stage, max_grad_norm=CLIP)
+                optimizer = zero.shard(model, optimizer, stage=stage, max_grad_norm=limit)
             return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
 
     return Module()
@@ -197,3 +198,31 @@ def fitted(
         if save is not None:
             trainer.save_checkpoint(save)
     return list(module.losses)
+
+
+def trained(folder: Path, stage: int = 0, resume: Path | None = None) -> list[float]:
+    """The losses of Trainer's steps, whose own function clips; it saves after four of six."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from .page import Words, gpt
+
+    class Shards(TrainerCallback):
+        """Shards when Trainer has wrapped the model, and gathers what rank 0 saves."""
+
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            made = zero.shard(trainer.model_wrapped, trainer.optimizer.optimizer, stage=stage)
+            trainer.optimizer.optimizer = made
+
+        def on_step_end(self, _: Any, state: Any, control: Any, **__: Any) -> None:
+            if control.should_save:
+                trainer.optimizer.optimizer.consolidate_state_dict()
+
+    settings = {"max_steps": 6, "save_steps": 4, "logging_steps": 1, "max_grad_norm": CLIP}
+    args = TrainingArguments(
+        str(folder), use_cpu=True, report_to=[], disable_tqdm=True, learning_rate=0.01,
+        per_device_train_batch_size=2, ddp_backend="gloo", **settings,
+    )  # fmt: skip
+    callbacks = [Shards()] if stage else []
+    trainer = Trainer(gpt(), args, train_dataset=Words(), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return [one["loss"] for one in trainer.state.log_history if "loss" in one]

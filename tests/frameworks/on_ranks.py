@@ -16,6 +16,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from frameworks.loops import (
+    CLIP,
     accelerated,
     accelerator,
     clipping,
@@ -23,6 +24,7 @@ from frameworks.loops import (
     module_of,
     plain,
     swapped,
+    trained,
     worst,
 )
 from frameworks.page import blocks, run_block
@@ -73,9 +75,9 @@ def of_accelerate(folder: Path) -> Cases:
     for stage in (1, 2):
         name = f"accelerate, stage {stage}"
         cases[name] = case(plain, stage=stage, clip="step")
+        cases[f"{name}, its clipping"] = case(plain, stage=stage)
         cases[f"{name}, after"] = case(plain, stage=stage, order="after", clip="step")
         cases[f"{name}, saved"] = resumed(stage, plain, stage=stage, clip="step")
-    cases["accelerate, its clipping"] = case(plain, stage=2)
     cases["accelerate, before"] = case(plain, stage=2, order="before", clip="step")
     cases["accelerate FSDP2, torch"] = fully(plain)
     cases["accelerate FSDP2, swapped"] = fully(swapped)
@@ -90,7 +92,9 @@ def of_lightning(folder: Path) -> Cases:
 
     def fit(build: Any, stage: int = 0, **options: Any) -> list[float]:
         strategy = DDPStrategy(process_group_backend="gloo")
-        return fitted(module_of(build, stage), strategy=strategy, devices=2, **options)
+        limit = None if options.get("clip", True) else CLIP
+        module = module_of(build, stage, limit=limit)
+        return fitted(module, strategy=strategy, devices=2, **options)
 
     def first() -> str:
         want.extend(fit(plain))
@@ -116,11 +120,30 @@ def of_lightning(folder: Path) -> Cases:
         cases[f"Lightning, stage {stage}"] = lambda stage=stage: worst(
             fit(plain, stage, clip=False), want
         )
+        cases[f"Lightning, stage {stage}, its clipping"] = lambda stage=stage: worst(
+            fit(plain, stage), want
+        )
         cases[f"Lightning, stage {stage}, saved"] = lambda stage=stage: resumed(stage)
-    cases["Lightning, its clipping"] = lambda: worst(fit(plain, 2), want)
     cases["Lightning FSDP2, torch"] = fully(plain)
     cases["Lightning FSDP2, swapped"] = fully(swapped)
     cases["Lightning FSDP2, max_grad_norm"] = fully(clipping, False)
+    return cases
+
+
+def of_trainer(folder: Path) -> Cases:
+    want: list[float] = []
+
+    def first() -> str:
+        want.extend(trained(folder / "plain"))
+        return "done"
+
+    cases: Cases = {"Trainer": first}
+    for stage in (1, 2):
+        path = folder / f"trainer {stage}"
+        cases[f"Trainer, stage {stage}"] = lambda s=stage, p=path: worst(trained(p, s), want)
+        cases[f"Trainer, stage {stage}, resumed"] = lambda s=stage, p=path: worst(
+            trained(p, s, resume=p / "checkpoint-4"), want
+        )
     return cases
 
 
@@ -128,7 +151,8 @@ def main(results: Path) -> None:
     torch.set_num_threads(1)
     wait = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", timeout=wait)
-    cases = of_accelerate(results.parent) | of_lightning(results.parent)
+    folder = results.parent
+    cases = of_accelerate(folder) | of_lightning(folder) | of_trainer(folder)
     for number, block in enumerate(blocks()):
         if "zero.shard" in block:
             cases[f"page {number}"] = lambda block=block: run_block(block)

@@ -129,8 +129,8 @@ def test_nothing_is_gathered(ranks: Ranks) -> None:
     for said in ranks("without gathering"):
         assert said["keys"]
         assert said["same memory"]
-        assert said["share"] < 0.5
-        assert said["written"] < 0.65
+        assert said["share"] < 0.6  # of a few chunks, on 3 ranks
+        assert said["written"] < 0.7
 
 
 def _fresh(rank: int, world: int) -> dict[str, Any]:

@@ -288,7 +288,7 @@ EXPECTED = {
     "twice": "RuntimeError: a second backward before optimizer.step()",
     "hook: scale": "RuntimeError: faststep.zero: the gradient of '0.weight' cannot be changed",
     "hook: scale data": "RuntimeError: faststep.zero: the gradient of '0.weight' cannot be changed",
-    "hook: set": "RuntimeError: faststep.zero: the gradient of '0.weight' was set by hand",
+    "hook: set": "RuntimeError: faststep.zero: the gradient of '0.weight' cannot be changed",
     "hook: drop": "RuntimeError: faststep.zero: the gradient of '0.weight' was taken away",
     "rate": "RuntimeError: the learning rate or another number of group 0 was changed",
     "scaler True": 'RuntimeError: update="backward" cannot work with a GradScaler',

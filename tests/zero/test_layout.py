@@ -26,25 +26,21 @@ def random_params(seed: int) -> list[Flat]:
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20, float("inf")])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("evenly", [False, True])
-def test_every_element_has_one_owner(
-    world: int, bucket_bytes: float, seed: int, evenly: bool
-) -> None:
+def test_every_element_has_one_owner(world: int, bucket_bytes: float, seed: int) -> None:
     params = random_params(seed)
-    buckets = make_buckets(params, world, bucket_bytes, evenly=evenly)
+    buckets = make_buckets(params, world, bucket_bytes)
     covered = dict.fromkeys(range(len(params)), 0)
     owners = dict.fromkeys(range(len(params)), 0)
     for bucket in buckets:
-        assert len(bucket.cuts) == world + 1
-        assert list(bucket.cuts) == sorted(bucket.cuts)
-        assert (bucket.cuts[0], bucket.cuts[-1]) == (0, bucket.size)
+        assert bucket.size == bucket.part * world
         for rank in range(world):
+            own = bucket.slice_of(rank)
             for piece in bucket.pieces_of(rank):
                 begin = next(p.begin for p in bucket.places if p.param == piece.param)
                 assert piece.begin == covered[piece.param]
                 assert piece.at == begin + piece.begin or not piece.size
-                assert bucket.cuts[rank] <= piece.at
-                assert piece.at + piece.size <= bucket.cuts[rank + 1]
+                assert own.start <= piece.at
+                assert piece.at + piece.size <= own.stop
                 covered[piece.param] += piece.size
                 owners[piece.param] += 1
     assert covered == {index: param.size for index, param in enumerate(params)}
@@ -54,25 +50,21 @@ def test_every_element_has_one_owner(
 @pytest.mark.parametrize("world", [2, 3, 4, 13])
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20, float("inf")])
-def test_slices_of_one_size(world: int, seed: int, bucket_bytes: float) -> None:
+def test_slices_grow_by_less_than_two_chunks(world: int, seed: int, bucket_bytes: float) -> None:
     params = random_params(seed)
-    for bucket in make_buckets(params, world, bucket_bytes, evenly=True):
-        size = bucket.size // world
-        assert bucket.cuts == tuple(size * rank for rank in range(world + 1))
-        aligned = sum(-(-place.size // 32) * 32 for place in bucket.places)
-        assert bucket.size <= aligned + 2 * world * CHUNK
+    for bucket in make_buckets(params, world, bucket_bytes):
+        step = 128 // bucket.dtype.itemsize
+        aligned = [-(-place.size // step) * step for place in bucket.places]
+        assert bucket.size <= sum(aligned) + world * min(2 * CHUNK, max(aligned))
         ends = [place.begin + place.size for place in bucket.places]
         begins = [place.begin for place in bucket.places]
         assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("evenly", [False, True])
 @pytest.mark.parametrize("seed", range(5, 15))
-def test_pieces_begin_at_chunks_and_parameters_are_aligned(
-    world: int, evenly: bool, seed: int
-) -> None:
-    for bucket in make_buckets(random_params(seed), world, 1 << 20, evenly=evenly):
+def test_pieces_begin_at_chunks_and_parameters_are_aligned(world: int, seed: int) -> None:
+    for bucket in make_buckets(random_params(seed), world, 1 << 20):
         for place in bucket.places:
             assert place.begin * bucket.dtype.itemsize % 128 == 0
         for rank in range(world):
@@ -90,23 +82,14 @@ def test_buckets_keep_the_order_and_hold_one_dtype_each() -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 @pytest.mark.parametrize("bucket_bytes", [1024, 1 << 20, 25 << 20, float("inf")])
-def test_ranks_are_equal_over_all_buckets(world: int, bucket_bytes: float) -> None:
+def test_ranks_own_about_as_much(world: int, bucket_bytes: float) -> None:
     block = [768 * 768, 768, 3072 * 768, 3072, 768 * 3072, 768, 768, 768]
     params = flats(block * 4 + [50257 * 384])
     loads = [0] * world
     for bucket in make_buckets(params, world, bucket_bytes):
         for rank in range(world):
-            loads[rank] += bucket.cuts[rank + 1] - bucket.cuts[rank]
-    assert max(loads) <= 1.01 * sum(loads) / world
-
-
-def test_small_buckets_take_turns() -> None:
-    loads = [0, 0, 0]
-    for bucket in make_buckets(flats([256] * 300), 3, 1024):
-        owners = [r for r in range(3) if bucket.cuts[r] < bucket.cuts[r + 1]]
-        assert len(owners) == 1
-        loads[owners[0]] += 1
-    assert loads == [100, 100, 100]
+            loads[rank] += sum(piece.size for piece in bucket.pieces_of(rank))
+    assert max(loads) <= 1.02 * sum(loads) / world
 
 
 def test_a_parameter_without_elements_is_the_first_ranks() -> None:

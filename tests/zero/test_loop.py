@@ -147,7 +147,7 @@ def _volume(
     inside = Given([(700, 700), (700,), (300, 900), (512,)] * 3, [torch.float32])
     model: Any = DistributedDataParallel(inside) if wrapped else inside
     optimizer = zero.shard(
-        model, torch.optim.AdamW(model.parameters()), bucket_mb=0.5, max_grad_norm=1.0
+        model, torch.optim.AdamW(model.parameters()), bucket_mb=4, max_grad_norm=1.0
     )
     model(grads_for(model, rank)).backward()
     optimizer.step()
@@ -167,9 +167,11 @@ def _volume(
     psi = sum(p.nbytes for p in model.parameters())
     if wrapped:  # what the reducer sends itself is not seen above; it would change the gradients
         assert all(p.grad.data_ptr() == 0 for p in model.parameters())
+    padded = sum(b.layout.size * b.layout.dtype.itemsize for b in optimizer._engine.buckets)
+    assert padded < 1.03 * psi
     held = {t.untyped_storage().data_ptr(): t for s in optimizer.state.values() for t in s.values()}
     return {
-        "sent": counted.sent / psi,
+        "sent": counted.sent / padded,
         "while quiet": in_backward,
         "states": sum(t.untyped_storage().nbytes() for t in held.values()) / psi,
         "slices": sum(b.values.nbytes for b in optimizer._engine.buckets) / psi,

@@ -111,12 +111,13 @@ def meet(group: Any, what: str, patience: float) -> list[str | None]:
         number = store.add(f"faststep/meeting/{group.group_name}/{me}", 1)
         here = f"faststep/meeting/{group.group_name}/{number}/"
         store.set(f"{here}{me}", what)
-        until, pause = time.monotonic() + patience, 0.001
+        begun = time.monotonic()
         try:
             if store.add(f"{here}count", 1) < world:
-                while not store.check([f"{here}said"]) and time.monotonic() < until:
-                    time.sleep(pause)
-                    pause = min(2 * pause, 0.05)
+                while not store.check([f"{here}said"]):
+                    if (waited := time.monotonic() - begun) > patience:
+                        break
+                    time.sleep(min(max(waited / 20, 0.0002), 0.05))
         finally:  # the first one that knows the end decides it for all
             found = [
                 store.get(here + name).decode() if store.check([here + name]) else None

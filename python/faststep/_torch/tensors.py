@@ -10,6 +10,7 @@ import torch
 __all__ = [
     "has_no_memory",
     "lazy_clone",
+    "let_foreach_take",
     "nbytes_of",
     "neg_view",
     "new_subclass",
@@ -50,6 +51,14 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
     """A clone that shares the memory until one of the two is written."""
     return torch._lazy_clone(tensor)
+
+
+def let_foreach_take(kind: type[torch.Tensor]) -> None:
+    """Let torch's clipping give its foreach operators a subclass, which answers them itself."""
+    from torch.utils import _foreach_utils
+
+    if kind not in _foreach_utils._foreach_supported_types:
+        _foreach_utils._foreach_supported_types.append(kind)
 
 
 def neg_view(tensor: torch.Tensor) -> torch.Tensor:

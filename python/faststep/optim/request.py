@@ -30,6 +30,7 @@ class StepRequest(NamedTuple):
     write_grads: bool = False  # unscaled and clipped gradients are written back to `.grad`
     refuses_fp16: bool = False  # where it looks: float16 gradients are an error
     is_tried: bool = False  # at an overflow the states are what they were before
+    norm: Tensor | None = None  # of all gradients, float64 and 0-d: the step measures nothing
 
     @property
     def measures(self) -> bool:

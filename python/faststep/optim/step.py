@@ -100,6 +100,10 @@ class Stepper:
         while True:
             try:
                 rules, phase = work.rules(), Phase.WHOLE
+                if request.norm is not None:
+                    known = Scalars(request.grad_scale, request.found_inf, request.norm)
+                    scalars = dict.fromkeys(self.devices, known)
+                    return work.run(self._plan, rules, request, scalars, Phase.APPLY), scalars
                 if measures and self._divided is not None:
                     scalars = self._agree_with_ranks(self._divided, work, request)
                     return self._applied(work, rules, request, scalars), scalars

@@ -26,7 +26,7 @@ class GradientBucket:
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1). The slice
             is a part of it.
         sums: the dtype of the slice. What ranks send has that of the parameters.
-        counts_uses: learn with each reduction in how many ranks each parameter was used, by this.
+        counts_uses: learn with each reduction in how many ranks each parameter was used.
     """
 
     shares_slice = True  # whether the slice may be a part of the buffer
@@ -39,7 +39,7 @@ class GradientBucket:
         shelf: Shelf,
         keeps_buffer: bool,
         sums: torch.dtype,
-        counts_uses: type[Uses] | None = None,
+        counts_uses: bool,
     ) -> None:
         self.layout = layout
         self.slots = slots
@@ -129,13 +129,13 @@ class GradientBucket:
             self._way = self._exchange(self._sent, what)
         if not self._keeps_buffer:
             self._buffer, self._views = None, []
-        if self._counts_uses is not None:
+        if self._counts_uses:
             what = self._what("counting the uses of")
-            self.uses = self._counts_uses(self.slots, self._group, what, has_failed)
+            self.uses = Uses(self.slots, self._group, what, has_failed)
 
     def _exchange(self, sent: Tensor, what: str) -> Exchange:
         """Send the ranks their slices, and let this rank's come in."""
-        return self._group.exchange(sent, self.layout.cuts, self._shelf, what)
+        return self._group.exchange(sent, self._shelf, what)
 
     def is_there(self) -> bool:
         """Whether `receive` would not wait; begins what follows on what has arrived."""
@@ -209,7 +209,7 @@ class GradientBucket:
 
     def gather(self, flat: Tensor, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""
-        return self._group.gather(flat, self.layout.cuts, tag, self._what("gathering"))
+        return self._group.gather(flat, tag, self._what("gathering"))
 
     def _what(self, doing: str) -> str:
         first, last = self.slots[0].name, self.slots[-1].name

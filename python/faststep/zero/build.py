@@ -16,13 +16,14 @@ from ..optim.base import FusedOptimizer
 from ..optim.masters import has_master
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
 from .blocks import announce, blocks_of
+from .checkpoint import cut_states
 from .engine import Engine
 from .fully_sharded import AlikeGradients, check_fully, follow_successors, shard_fully
 from .group import Group, group_of
 from .in_backward import REFUSED_CLIPPING
 from .optimizer import ShardedOptimizer
 from .owned import Kind, fused_class_of
-from .states import cut_states, whole_states
+from .states import whole_states
 from .wrapped import check_wrapped
 
 __all__ = ["Options", "build"]

@@ -13,9 +13,9 @@ from .._torch.checkpoint import Wanted
 from .engine import Engine
 from .sliced import SlicedState
 from .slots import Slot
-from .states import cut_states, problem_of
+from .states import cut_state, problem_of
 
-__all__ = ["drop_missing", "load_states", "states_for"]
+__all__ = ["States", "cut_states", "drop_missing", "load_states", "states_for"]
 
 States = defaultdict[Tensor, dict[str, Any]]
 
@@ -238,3 +238,18 @@ def load_states(engine: Engine, states: dict[Tensor, dict[str, Any]]) -> None:
     if problems:
         raise RuntimeError(f"load_state_dict(): {problems[0]}; nothing was loaded")
     cut_states(engine, states)
+
+
+def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
+    """Give this rank's optimizer its part of the states of whole parameters."""
+    cut: dict[Tensor, dict[str, Any]] = {}
+    for slot in engine.slots:
+        cut.update(cut_state(engine.owned, slot, states.get(slot.param, {})))
+    mine = engine.owned.optimizer.state
+    mine.clear()
+    mine.update(cut)
+    sharded = {id(slot.param) for slot in engine.slots}
+    engine.frozen_states = {
+        param: state for param, state in states.items() if id(param) not in sharded
+    }
+    engine.owned.forget()

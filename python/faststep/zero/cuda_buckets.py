@@ -10,21 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._torch.optim import is_capturing
 from .buckets import GradientBucket
-from .group import Exchange, Pending
+from .group import Exchange
+from .late import refuse_capture
 from .slots import Slot
 
-__all__ = ["CudaBucket", "refuse_capture"]
-
-
-def refuse_capture() -> None:
-    """Raise RuntimeError while a CUDA graph is captured: the host decides what each pass sends."""
-    if is_capturing():
-        raise RuntimeError(
-            "faststep.zero: backward and step of a sharded model cannot be captured into a CUDA "
-            "graph; capture forward and loss only, or use the optimizer without shard()"
-        )
+__all__ = ["CudaBucket"]
 
 
 class CudaBucket(GradientBucket):
@@ -90,8 +81,3 @@ class CudaBucket(GradientBucket):
         if self._way is None or self._sent is None:
             return []
         return [self._sent, *self._way.parts]
-
-    def gather(self, flat: Tensor, tag: int) -> Pending:
-        """Send this rank's slice of the parameters to the others, and receive theirs."""
-        own = flat[self.layout.slice_of(self._group.rank)]
-        return self._group.gather_evenly(flat, own, self._what("gathering"))

@@ -15,6 +15,7 @@ from ..optim.masters import has_master
 from ..optim.request import StepAnswer, StepRequest
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
 from .buckets import GradientBucket
+from .cuda_buckets import CudaBucket
 from .flat_params import FlatParams, refuse_overlaps
 from .gradients import Gradients
 from .group import Group, Pending
@@ -24,10 +25,10 @@ from .owned import Kind, Owned
 from .pages import Shelf
 from .placeholder import Placeholder
 from .reducer import Reducer
-from .sides import side_of
 from .slots import Slot
 from .states import cut_state
 from .steps import Steps
+from .values import GradientValues
 from .waits import ForwardWaits
 from .wrapped import Wrapper
 
@@ -73,7 +74,7 @@ class Engine:
         self.script_groups: Callable[[], list[dict[str, Any]]] = lambda: groups
         self._model = weakref.ref(model)
         self._device = device
-        self._side = side_of(device)
+        self._kind = CudaBucket if device.type == "cuda" else GradientBucket
         self._stage = stage
         self._bucket_bytes = bucket_bytes
         self._last_bytes = LAST_BUCKET if updates_in_backward or gathers_in_forward else None
@@ -87,16 +88,18 @@ class Engine:
         self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
         self.owned = Owned(kind, keeps_masters)
-        self._reducer = Reducer(self.slots, self.buckets, group, self._shelf, self._side.uses)
+        self._reducer = Reducer(self.slots, self.buckets, group, self._shelf)
         self.gradients = Gradients(self.slots, self._reducer, group)
+        mine = weakref.WeakMethod(self._begin_use)
+        self.values = GradientValues(self.slots, self.gradients, group, lambda name: mine()(name))  # type: ignore[misc]
         self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
         self.gradients.hook(self._add_buckets(named))
         self.updates = BackwardUpdates(self, device) if updates_in_backward else None
         self._reducer.updates = self.updates
         self._regroup(groups, _ids_of(groups))
         if not updates_in_backward:  # else the step does that
-            mine = weakref.WeakMethod(self.follow_groups)
-            self.gradients.on_unowned = lambda: mine()()  # type: ignore[misc]
+            follow = weakref.WeakMethod(self.follow_groups)
+            self.gradients.on_unowned = lambda: follow()()  # type: ignore[misc]
 
     # ---- buckets
 
@@ -106,12 +109,8 @@ class Engine:
             Flat(param.numel(), param.dtype, param.device, name.rpartition(".")[0] or None)
             for name, param in named
         ]
-        layouts = make_buckets(
-            flats, self.group.world, self._bucket_bytes, self._last_bytes, self._side.evenly,
-            [bucket.layout for bucket in self.buckets],
-        )  # fmt: skip
+        layouts = make_buckets(flats, self.group.world, self._bucket_bytes, self._last_bytes)
         self._shelf.grow(_block_for(layouts, self.group))
-        used = self._side.uses if self._updates_in_backward else None
         first, keeps_masters = len(self.slots), self.owned.optimizer._keeps_masters
         for layout in layouts:
             members = []
@@ -122,14 +121,14 @@ class Engine:
                 members.append(slot)
                 self.slots.append(slot)
             is_wide = keeps_masters and has_master(members[0].param)
-            bucket = self._side.bucket(
+            bucket = self._kind(
                 layout,
                 members,
                 self.group,
                 self._shelf,
                 self._stage == 1,
                 torch.float32 if is_wide else layout.dtype,
-                used,
+                self._updates_in_backward,
             )
             self.buckets.append(bucket)
             self._params.append(FlatParams(layout, members))
@@ -217,7 +216,7 @@ class Engine:
         self.owned.follow(groups, grouped)
         if hasattr(self, "steps"):
             self.steps.end()
-        self.steps: Steps = self._side.steps(self._grouped, self.owned, self.group)
+        self.steps: Steps = Steps(self._grouped, self.owned, self.group)
         if self.updates is not None:
             self.updates.follow_groups()
 
@@ -225,23 +224,11 @@ class Engine:
         """Give all ranks the parameters of rank 0, and these tensors; a collective."""
         self.group.broadcast([*(params.flat for params in self._params), *others])
 
-    # ---- what a placeholder asks
-
-    def name_of(self, index: int) -> str:
-        """The name of a parameter."""
-        return self.slots[index].name
-
-    def make_zero(self, index: int) -> None:
-        """Set the gradient of a parameter to zero."""
-        self.gradients.zero(self.slots[index])
-
-    def scale(self, index: int, factor: float) -> None:
-        """Multiply the gradient of a parameter."""
+    def _begin_use(self, name: str) -> None:
+        """Before the gradient of a parameter is read or changed by itself."""
         if self.updates is not None:
-            self.updates.refuse_change(self.slots[index].name)
-        self.gradients.settle()
-        for _, grad in self.slots[index].pieces:
-            grad.mul_(factor)
+            self.updates.refuse_change(name)
+        self.before_exchange("the use of a gradient")
 
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
@@ -335,6 +322,5 @@ def _ids_of(groups: Iterable[dict[str, Any]]) -> list[list[int]]:
 
 def _block_for(layouts: Sequence[Bucket], group: Group) -> int:
     """Bytes of what arrives of the slice of any bucket."""
-    slices = [(one.slice_of(group.rank), one.dtype.itemsize) for one in layouts]
-    own = max(((part.stop - part.start) * size for part, size in slices), default=0)
+    own = max((one.part * one.dtype.itemsize for one in layouts), default=0)
     return (group.world - group.leaves_out_own) * own

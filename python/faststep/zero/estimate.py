@@ -17,7 +17,6 @@ from .engine import LAST_BUCKET
 from .layout import Bucket, Flat, make_buckets
 from .owned import fused_class_of
 from .reducer import MOST_UNDER_WAY
-from .sides import side_of
 
 __all__ = ["Estimate", "StageMemory", "estimate"]
 
@@ -165,45 +164,40 @@ def _sharded(
     states: Mapping[torch.dtype, _States],
     keeps_masters: bool,
 ) -> StageMemory:
-    """Stage 1, which keeps the memory of whole gradients, or 2: the rank with the highest peak."""
+    """Stage 1, which keeps the memory of whole gradients, or 2."""
     flats = [
         Flat(param.numel(), param.dtype, param.device, name.rpartition(".")[0] or None)
         for name, param in reversed(list(model.named_parameters()))
         if param.requires_grad
     ]
-    evenly = bool(flats) and side_of(flats[0].device).evenly
-    buckets = make_buckets(flats, ranks, bucket_bytes, last_bytes, evenly)
+    on_cuda = bool(flats) and flats[0].device.type == "cuda"
+    buckets = make_buckets(flats, ranks, bucket_bytes, last_bytes)
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
-    each = [
-        _on_rank(buckets, rank, ranks, keeps_buffers, evenly, states, keeps_masters)
+    kept = max(
+        sum(states[b.dtype].of(piece.size) for b in buckets for piece in b.pieces_of(rank))
         for rank in range(ranks)
-    ]
-    most = max(each, key=lambda memory: memory.peak)
-    return replace(most, parameters=most.parameters + frozen)
+    )
+    whole = sum(bucket.size * bucket.dtype.itemsize for bucket in buckets)
+    gradients, messages = _passing(buckets, ranks, keeps_buffers, on_cuda, keeps_masters)
+    return StageMemory(whole + frozen, gradients, kept, messages)
 
 
-def _on_rank(
-    buckets: Sequence[Bucket],
-    rank: int,
-    ranks: int,
-    keeps_buffers: bool,
-    evenly: bool,
-    states: Mapping[torch.dtype, _States],
-    keeps_masters: bool,
-) -> StageMemory:
-    """A rank, whose buckets pass through a backward without anything else."""
+def _passing(
+    buckets: Sequence[Bucket], ranks: int, keeps_buffers: bool, on_cuda: bool, keeps_masters: bool
+) -> tuple[int, int]:
+    """Gradients and messages while buckets pass through a backward without anything else."""
     whole = [bucket.size * bucket.dtype.itemsize for bucket in buckets]
-    own = [(b.cuts[rank + 1] - b.cuts[rank]) * b.dtype.itemsize for b in buckets]
+    own = [bucket.part * bucket.dtype.itemsize for bucket in buckets]
     sent = [0 if keeps_buffers else size for size in whole]  # freed when they were sent
     is_wide = [keeps_masters and bucket.dtype.itemsize == 2 for bucket in buckets]
     kept_sums = [size * (1 + wide) for size, wide in zip(own, is_wide, strict=True)]
     slices = [  # written when they arrive
-        0 if evenly or (keeps_buffers and not wide) else size
+        0 if on_cuda or (keeps_buffers and not wide) else size
         for size, wide in zip(kept_sums, is_wide, strict=True)
     ]
     # What ranks send of a slice lies side by side before it is added; NCCL adds it.
-    parts = 0 if evenly else ranks - (rank == 0 or ranks == 2)
-    now = peak = sum(whole) - sum(sent) + sum(kept_sums) * evenly  # on a device they stay
+    parts = 0 if on_cuda else ranks - (ranks == 2)
+    now = peak = sum(whole) - sum(sent) + sum(kept_sums) * on_cuda  # on a device they stay
     gradients = now + sum(slices)
     under_way: deque[tuple[int, int]] = deque()  # buckets and their blocks
     blocks: list[int] = []  # for what arrives: how much of each was written
@@ -235,8 +229,7 @@ def _on_rank(
         under_way.append((number, block))
     while under_way:
         receive()
-    kept = sum(states[b.dtype].of(piece.size) for b in buckets for piece in b.pieces_of(rank))
-    return StageMemory(sum(whole), gradients, kept, max(0, peak - gradients))
+    return gradients, max(0, peak - gradients)
 
 
 def _fully_sharded(

@@ -68,6 +68,7 @@ class Gradients:
         self._number: int | None = None  # of the pass, whose gradients have begun to arrive
         self._quiet = 0  # nested no_sync() contexts
         self._hooks: Hooked[Slot] = Hooked()
+        self.changes = 0  # of the slices
         self.on_begin: Callable[[bool], None] = _nothing
         self.on_unowned: Callable[[], None] = _nothing  # after a pass with gradients of these
         self._unowned = Unowned([], group, _nothing)
@@ -180,10 +181,11 @@ class Gradients:
             self._reducer.updates.begin()
         for slot in self._slots:
             slot.arrived = False
-            if slot.param.grad is not slot.stand_in:  # the script has dropped what was there
+            if not slot.stand_in.is_same(slot.param.grad):  # the script has dropped what was there
                 slot.stand_in.pending = None
                 if slot.held:
                     slot.forget()
+        self._take_back()
         self._reducer.begin()
         self.expects_backward = True
         self._state, self._number = State.COLLECTING, number
@@ -205,8 +207,9 @@ class Gradients:
     def _taken(self, slot: Slot) -> Tensor | None:
         """A gradient that backward has put into `.grad`, where a placeholder takes its place."""
         grad = slot.param.grad
-        if grad is slot.stand_in:
-            grad, slot.stand_in.pending = slot.stand_in.pending, None
+        if isinstance(grad, Placeholder) and slot.stand_in.is_same(grad):
+            held, grad = grad, grad.pending
+            held.pending = None
         if grad is None:
             return None
         if grad.is_sparse:
@@ -285,11 +288,12 @@ class Gradients:
         """
         if self._state is not State.FAILED:
             return
-        if any((s.arrived or s.held) and s.param.grad is s.stand_in for s in self._slots):
+        if any((s.arrived or s.held) and s.stand_in.is_same(s.param.grad) for s in self._slots):
             raise RuntimeError(HAS_FAILED)
         for slot in self._slots:
             slot.arrived = slot.held = False
-            if slot.param.grad is slot.stand_in and slot.stand_in.pending is None:
+            slot.whole = None
+            if slot.stand_in.is_same(slot.param.grad) and slot.stand_in.pending is None:
                 slot.param.grad = None
         with torch.no_grad():
             if self._number is not None:
@@ -299,29 +303,48 @@ class Gradients:
             self._reducer.drop()
         self._state, self._number = State.IDLE, None
 
-    def settle(self) -> None:
-        """Before the gradients are used: complete a pass, and send what no_sync() has left.
+    def complete(self, what: str = "step()") -> None:
+        """Before slices are used: complete a pass, and send what no_sync() has left.
+
+        Args:
+            what: for which use.
 
         Raises:
-            RuntimeError: a backward pass has failed, or a `.grad` was set by hand.
+            RuntimeError: a backward pass has failed, or runs.
         """
         self.note_failure()
         if self._state is State.FAILED:
             raise RuntimeError(f"{HAS_FAILED}; nothing was updated")
-        self._refuse_inside("step()")
+        self._refuse_inside(what)
         if self._state is State.COLLECTING:
             if self._number is None:
                 self.on_begin(False)
                 self._begin(-1)
             self.finish()
+
+    def settle(self) -> None:
+        """Before all gradients are used: let the slices have them, those too that a script has set.
+
+        A gradient that is set by hand is taken as it is, the same on all ranks.
+
+        Raises:
+            RuntimeError: a backward pass has failed, or runs.
+        """
+        self.complete()
         for slot in self._slots:
             grad = slot.param.grad
-            if grad is not None and (grad is not slot.stand_in or not slot.held):
-                done = "nothing was updated" if self._reducer.updates is None else "it was not used"
-                raise RuntimeError(
-                    f"faststep.zero: the gradient of {slot.name!r} was set by hand, after "
-                    f"backward had reduced it over the ranks; {done}"
-                )
+            if grad is None or (slot.held and slot.stand_in.is_same(grad)):
+                continue
+            if self._reducer.updates is not None:
+                self._reducer.updates.refuse_change(slot.name)
+            slot.take_over(grad.clone() if isinstance(grad, Placeholder) else grad)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Before slices are written: let them have what a script has written to whole gradients."""
+        for slot in self._slots:
+            slot.take_back()
+        self.changes += 1
 
     def begin_drop(self) -> None:
         """Before zero_grad()."""
@@ -336,10 +359,12 @@ class Gradients:
         dropped = [s for s in self._slots if has_failed or (set_to_none and s.param.grad is None)]
         are_all = len(dropped) == len(self._slots)
         for slot in dropped:
+            slot.whole = None
             if slot.held and not are_all:  # the next pass adds to what is beside it
                 slot.make_zero()
             slot.held = slot.arrived = False
             slot.stand_in.pending = None
+        self.changes += 1
         self._recover()
         if are_all and set_to_none:
             self._state = State.IDLE
@@ -349,6 +374,7 @@ class Gradients:
         self.note_failure()
         if self._state is State.FAILED:
             slot.held = slot.arrived = False
+        self.changes += 1
         slot.make_zero()
 
     def _refuse_inside(self, what: str) -> None:

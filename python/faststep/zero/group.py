@@ -167,21 +167,19 @@ class Group:
     def _global(self, rank: int) -> int:
         return int(dist.get_global_rank(self._group, rank))
 
-    def exchange(self, sent: Tensor, cuts: Sequence[int], shelf: Shelf, what: str) -> Exchange:
+    def exchange(self, sent: Tensor, shelf: Shelf, what: str) -> Exchange:
         """Send each rank its slice of a flat tensor, and receive what all have of the own one."""
-        own = cuts[self.rank + 1] - cuts[self.rank]
-        inputs = [cuts[rank + 1] - cuts[rank] for rank in range(self.world)]
-        outputs = [own] * self.world
-        others = sent
+        size = sent.numel() // self.world
+        counts, others = [size] * self.world, sent
         if self.leaves_out_own:  # what is left lies in one piece
-            inputs[self.rank] = outputs[self.rank] = 0
-            others = sent[own:] if self.rank == 0 else sent[: cuts[self.rank]]
+            counts[self.rank] = 0
+            others = sent[size:] if self.rank == 0 else sent[:size]
         block = shelf.take(sent.device)
-        received = block.view(sent.dtype)[: sum(outputs)]
-        parts = list(torch.split(received, outputs))
+        received = block.view(sent.dtype)[: sum(counts)]
+        parts = list(torch.split(received, counts))
         if self.leaves_out_own:
-            parts[self.rank] = sent[cuts[self.rank] : cuts[self.rank + 1]]
-        work = dist.all_to_all_single(received, others, outputs, inputs, self._group, async_op=True)
+            parts[self.rank] = sent[size * self.rank :][:size]
+        work = dist.all_to_all_single(received, others, counts, counts, self._group, async_op=True)
         return Exchange(parts, block, Pending(self, what, [work], [sent, received]))
 
     @property
@@ -221,26 +219,24 @@ class Group:
         work = dist.reduce_scatter_tensor(own, sent, group=self._group, async_op=True)
         return Pending(self, what, [work], [own, sent])
 
-    def gather_evenly(self, flat: Tensor, own: Tensor, what: str) -> Pending:
-        """Send the own slice of a flat tensor to all other ranks, and receive theirs in place."""
-        work = dist.all_gather_into_tensor(flat, own, group=self._group, async_op=True)
-        return Pending(self, what, [work], [flat])
+    def gather(self, flat: Tensor, tag: int, what: str) -> Pending:
+        """Send the own slice of a flat tensor to all other ranks, and receive theirs in place.
 
-    def gather(self, flat: Tensor, cuts: Sequence[int], tag: int, what: str) -> Pending:
-        """Send the own slice of a flat tensor to all other ranks, and receive theirs in place."""
-        mine = flat[cuts[self.rank] : cuts[self.rank + 1]]
+        With gloo by tagged messages, which ranks may begin in any order.
+        """
+        if not flat.numel():
+            return Pending(self, what, [], [])
+        parts, group = flat.view(self.world, -1), self._group
+        mine = parts[self.rank]
+        if self.device.type == "cuda":
+            work = dist.all_gather_into_tensor(flat, mine, group=group, async_op=True)
+            return Pending(self, what, [work], [flat])
         works: list[Any] = []
-        kept = [mine]
         for step in range(1, self.world):
-            target = (self.rank + step) % self.world
-            source = (self.rank - step) % self.world
-            theirs = flat[cuts[source] : cuts[source + 1]]
-            if theirs.numel():
-                works.append(dist.irecv(theirs, self._global(source), self._group, tag))
-                kept.append(theirs)
-            if mine.numel():
-                works.append(dist.isend(mine, self._global(target), self._group, tag))
-        return Pending(self, what, works, kept)
+            target, source = (self.rank + step) % self.world, (self.rank - step) % self.world
+            works.append(dist.irecv(parts[source], self._global(source), group, tag))
+            works.append(dist.isend(mine, self._global(target), group, tag))
+        return Pending(self, what, works, [flat])
 
     def add_up(self, numbers: Tensor, what: str) -> None:
         """Replace numbers by their sums over all ranks, replicas too; waits."""

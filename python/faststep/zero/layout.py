@@ -1,10 +1,9 @@
 """Where parameters lie in flat buckets, and which part of each bucket a rank owns. Arithmetic only.
 
-A bucket is cut between two parameters, or inside of one at a chunk's border. A chunk is
-`CHUNK` elements of a parameter, counted from the parameter's own start: the unit in which norms are
-summed. So each chunk belongs to one rank, and ranks need to exchange nothing but chunks' sums to
-get a norm with the same bits as one process. Cuts lie beside the equal split for that reason; what
-a rank gets too much in one bucket it gets less in the next ones.
+The ranks' slices of a bucket have one size. Their borders lie between two parameters, or inside of
+one at a chunk's border. A chunk is `CHUNK` elements of a parameter, counted from the parameter's
+own start: the unit in which norms are summed. So each chunk belongs to one rank, and ranks need to
+exchange nothing but chunks' sums to get a norm with the same bits as one process.
 """
 
 from __future__ import annotations
@@ -48,21 +47,21 @@ class Piece(NamedTuple):
 
 
 class Bucket(NamedTuple):
-    """Parameters of one dtype and device, side by side, and where ranks' slices end."""
+    """Parameters of one dtype and device, side by side, in slices of one size."""
 
     dtype: torch.dtype
     device: torch.device
     places: tuple[Place, ...]
     size: int  # elements, with the gaps
-    cuts: tuple[int, ...]  # rank r owns the elements from cuts[r] to cuts[r + 1]
+    part: int  # elements of a slice
 
     def slice_of(self, rank: int) -> slice:
         """The elements that a rank owns."""
-        return slice(self.cuts[rank], self.cuts[rank + 1])
+        return slice(self.part * rank, self.part * (rank + 1))
 
     def pieces_of(self, rank: int) -> Iterator[Piece]:
         """What a rank owns of each parameter. Parameters without elements are rank 0's."""
-        low, high = self.cuts[rank], self.cuts[rank + 1]
+        low, high = self.part * rank, self.part * (rank + 1)
         for param, begin, size in self.places:
             if not size:
                 if rank == 0:
@@ -83,28 +82,19 @@ def make_buckets(
     world: int,
     bucket_bytes: float,
     last_bytes: float | None = None,
-    evenly: bool = False,
-    before: Sequence[Bucket] = (),
 ) -> list[Bucket]:
     """Lay parameters out, in the order given, in buckets of about `bucket_bytes`.
 
     A bucket is complete with the parameter that fills it. Buckets come in the order in which they
     are complete. With `last_bytes` the last bucket of each dtype is of about this size, and each
     one before it of twice the size of the next, up to `bucket_bytes`; up to four parameters of
-    one module stay together. With `evenly` all slices of a bucket have one size. What ranks have of
-    buckets `before` counts when the others are cut.
+    one module stay together.
     """
     if last_bytes is None:
         complete = _filled(params, bucket_bytes)
     else:
         complete = _growing(params, min(last_bytes, bucket_bytes), bucket_bytes)
-    if evenly:
-        return [_placed_evenly(params, members, world) for members in complete]
-    loads = [
-        sum((one.cuts[rank + 1] - one.cuts[rank]) * one.dtype.itemsize for one in before)
-        for rank in range(world)
-    ]
-    return [_placed(params, members, loads) for members in complete]
+    return [_placed(params, members, world) for members in complete]
 
 
 def _filled(params: Sequence[Flat], bucket_bytes: float) -> list[list[int]]:
@@ -143,23 +133,8 @@ def _growing(params: Sequence[Flat], least: float, most: float) -> list[list[int
     return sorted(complete, key=lambda members: members[-1])
 
 
-def _placed(params: Sequence[Flat], members: list[int], loads: list[int]) -> Bucket:
-    """One bucket; adds the bytes of each rank's slice to `loads`."""
-    dtype, device = params[members[0]].dtype, params[members[0]].device
-    step = ALIGNMENT // dtype.itemsize
-    places, end = [], 0
-    for index in members:
-        size = params[index].size
-        places.append(Place(index, end, size))
-        end += -(-size // step) * step
-    cuts = _cuts(places, end, dtype.itemsize, loads)
-    for rank in range(len(loads)):
-        loads[rank] += (cuts[rank + 1] - cuts[rank]) * dtype.itemsize
-    return Bucket(dtype, device, tuple(places), end, cuts)
-
-
-def _placed_evenly(params: Sequence[Flat], members: list[int], world: int) -> Bucket:
-    """One bucket with slices of one size, whose borders lie between chunks.
+def _placed(params: Sequence[Flat], members: list[int], world: int) -> Bucket:
+    """One bucket.
 
     A parameter that has a border inside begins a whole number of chunks before it. So up to a chunk
     of memory is left out at each border.
@@ -167,19 +142,19 @@ def _placed_evenly(params: Sequence[Flat], members: list[int], world: int) -> Bu
     dtype, device = params[members[0]].dtype, params[members[0]].device
     step = ALIGNMENT // dtype.itemsize
     sizes = [params[index].size for index in members]
+    largest = _rounded_up(max(sizes), step)
     part = _rounded_up(-(-sum(_rounded_up(size, step) for size in sizes) // world), step)
     while True:
         begins, end = _begins(sizes, part, world, step)
         if end > part * world:
             part += _rounded_up(-(-(end - part * world) // world), step)
         elif part and not _is_cut_in_chunks(begins, sizes, part, world):
-            part = _rounded_up(part + 1, CHUNK)  # a parameter has several borders inside
+            # A parameter has several borders inside, but none larger than a slice has.
+            part = min(at for at in (_rounded_up(part + 1, CHUNK), largest) if at > part)
         else:
             break
     places = tuple(Place(*place) for place in zip(members, begins, sizes, strict=True))
-    return Bucket(
-        dtype, device, places, part * world, tuple(part * rank for rank in range(world + 1))
-    )
+    return Bucket(dtype, device, places, part * world, part)
 
 
 def _begins(sizes: Sequence[int], part: int, world: int, step: int) -> tuple[list[int], int]:
@@ -205,28 +180,3 @@ def _is_cut_in_chunks(begins: Sequence[int], sizes: Sequence[int], part: int, wo
 
 def _rounded_up(count: int, step: int) -> int:
     return -(-count // step) * step
-
-
-def _cuts(
-    places: Sequence[Place], size: int, itemsize: int, loads: Sequence[int]
-) -> tuple[int, ...]:
-    """The borders of the ranks' slices: at candidates next to where all loads would be equal."""
-    equal = (sum(loads) + size * itemsize) / len(loads)
-    wanted = [max(0.0, equal - load) for load in loads]
-    total = sum(wanted) or 1.0
-    cuts, target = [0], 0.0
-    for part in wanted[:-1]:
-        target += part / total * size
-        cuts.append(max(cuts[-1], _nearest(places, size, target)))
-    return (*cuts, size)
-
-
-def _nearest(places: Sequence[Place], size: int, target: float) -> int:
-    """The place closest to `target` where a bucket may be cut."""
-    best = size
-    for _, begin, count in places:
-        inside = max(0, min(round((target - begin) / CHUNK), (count - 1) // CHUNK))
-        at = begin + inside * CHUNK
-        if abs(at - target) < abs(best - target):
-            best = at
-    return best

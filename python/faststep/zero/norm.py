@@ -2,30 +2,48 @@
 
 The fold is that of a step of one process (csrc/rules/tree.h), in the order of the parameter groups,
 so the norm has the same bits on every rank and for every number of ranks.
+
+Nothing here waits for a CUDA device. So ranks cannot ask each other first which gradients are
+there. They exchange a number made of that beside the sums.
 """
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Sequence
+from itertools import chain, compress
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import _C
+from .._devices import on_device, ordinal_of
 from .group import Group
 from .layout import CHUNK, chunks_in
 from .slots import Slot
 
 __all__ = ["ChunkSums", "Measured"]
 
+MOST_CODES = 2**13  # squares of sums of so many are exact in float64 for up to 8192 ranks
+MOST_KEPT = 64  # sets of gradients whose places are remembered
+
 
 class Measured(NamedTuple):
-    """What all ranks know after the exchange."""
+    """What all ranks know after the exchange, in tensors without dimensions."""
 
-    norm: float  # of the gradients times the inverse scale
-    found_inf: bool  # whether an element is infinite or NaN
-    present: list[bool]  # whether a parameter has a gradient on every rank, by slot
+    norm: Tensor  # float64, of the gradients divided by the scale
+    found_inf: Tensor  # float32, 1 where an element is infinite or NaN
+    differ: Tensor  # float32, 1 where not all ranks have gradients of the same parameters
+
+
+class _Places(NamedTuple):
+    """What is exchanged for a set of gradients, uploaded once: that waits for a CUDA device."""
+
+    own: Tensor  # the places of this rank's chunks among all
+    folded: Tensor  # the places of all ranks' chunks
+    code: Tensor  # a number made of which gradients they are, and its square
 
 
 class ChunkSums:
@@ -34,41 +52,88 @@ class ChunkSums:
     def __init__(self, slots: Sequence[Slot], group: Group) -> None:
         self._slots = slots
         self._group = group
-        self._counts = [chunks_in(slot.param.numel()) for slot in slots]
-        self._total = sum(self._counts)
-        starts = [0]
-        for count in self._counts:
-            starts.append(starts[-1] + count)
-        self._own: list[tuple[int, int, int]] = []  # slot, piece, chunk
-        self._index: list[list[int]] = []
-        for number, slot in enumerate(slots):
-            chunks: list[int] = []
-            for begin, (piece, _) in zip(slot.begins, slot.pieces, strict=True):
-                first = starts[number] + begin // CHUNK
-                chunks += range(first, first + chunks_in(piece.numel()))
-            self._index.append(chunks)
+        self._all: list[Sequence[int]] = []  # the chunks of each slot
+        self._own: list[Sequence[int]] = []  # and those of this rank
+        first = 0
+        for slot in slots:
+            chunks = range(first, first + chunks_in(slot.param.numel()))
+            self._all.append(chunks)
+            self._own.append(
+                [
+                    chunk
+                    for begin, (piece, _) in zip(slot.begins, slot.pieces, strict=True)
+                    for chunk in chunks[begin // CHUNK :][: chunks_in(piece.numel())]
+                ]
+            )
+            first = chunks.stop
+        self._total = first
+        self._places: dict[tuple[bool, ...], _Places] = {}
 
-    def measure(self, inv_scale: float) -> Measured:
-        """Read this rank's gradients once, and exchange the sums; a collective."""
-        present = [slot.is_present for slot in self._slots]
-        mine = [number for number, here in enumerate(present) if here and self._index[number]]
-        index = [chunk for number in mine for chunk in self._index[number]]
-        grads = [grad for number in mine for _, grad in self._slots[number].pieces]
-        sums = torch.empty(len(index), dtype=torch.float64)
-        found = _C.chunk_squares(grads, inv_scale, sums)
+    def measure(self, present: Sequence[bool], grad_scale: Tensor | None = None) -> Measured:
+        """Read this rank's gradients once, and exchange the sums; a collective.
+
+        Args:
+            present: for each slot, whether this rank has its gradient.
+            grad_scale: gradients are divided by it; 0-d.
+        """
+        places, device = self._places_of(tuple(present)), self._group.device
+        grads = [grad for slot in compress(self._slots, present) for _, grad in slot.pieces]
         # Each chunk is measured by one rank, so adding up changes no sum.
-        everything = torch.zeros(self._total + len(present) + 1, dtype=torch.float64)
-        everything[torch.tensor(index, dtype=torch.int64)] = sums
-        everything[self._total : -1] = torch.tensor(present, dtype=torch.float64)
-        everything[-1] = float(found)
+        everything = torch.zeros(self._total + 3, dtype=torch.float64, device=device)
+        sums, said = everything[: self._total], everything[self._total :]
+        own = torch.zeros(places.own.numel(), dtype=torch.float64, device=device)
+        said[0].copy_(_measure(grads, grad_scale, own))
+        said[1:].copy_(places.code)
+        sums.index_copy_(0, places.own, own)
         self._group.add_up_inside(everything, "adding up the norm")
         if self._group.replicas is not None:  # these have the same sums
-            said = everything[self._total :]
             self._group.replicas.add_up(said, "agreeing on an overflow over the replicas")
-        agreed = (everything[self._total : -1] == self._group.total).tolist()
-        folded = everything[: self._total]
-        if not all(agreed):
-            wanted = torch.tensor(agreed).repeat_interleave(torch.tensor(self._counts))
-            folded = folded[wanted]
-        norm = math.sqrt(_C.fold_squares(folded))
-        return Measured(norm, bool(everything[-1] != 0), agreed)
+        folded = sums.index_select(0, places.folded)
+        norm = _fold(folded)
+        differ = said[2] * self._group.total != said[1] * said[1]
+        return Measured(norm, (said[0] != 0.0).float(), differ.float())
+
+    def _places_of(self, present: tuple[bool, ...]) -> _Places:
+        if present not in self._places:
+            if len(self._places) == MOST_KEPT:
+                self._places.clear()
+            device = self._group.device
+            own, folded = (
+                torch.tensor([*chain(*compress(of, present))], dtype=torch.int64, device=device)
+                for of in (self._own, self._all)
+            )
+            code = zlib.crc32(bytes(present)) % MOST_CODES
+            codes = torch.tensor([code, code * code], dtype=torch.float64, device=device)
+            self._places[present] = _Places(own, folded, codes)
+        return self._places[present]
+
+
+def _measure(grads: list[Tensor], grad_scale: Tensor | None, sums: Tensor) -> Tensor:
+    """Write the chunks' sums of squares; returns 1 where an element is infinite or NaN."""
+    found = torch.zeros((), dtype=torch.float32, device=sums.device)
+    scale = None if grad_scale is None else on_device(grad_scale, ordinal_of(sums))
+    if not grads:
+        return found
+    if sums.is_cpu:
+        return found.fill_(_C.chunk_squares(grads, _inverse(scale), sums))
+    _C.device_chunk_squares(grads, scale, sums, found)
+    return found
+
+
+def _fold(sums: Tensor) -> Tensor:
+    norm = torch.zeros((), dtype=torch.float64, device=sums.device)
+    if sums.is_cpu:
+        return norm.fill_(math.sqrt(_C.fold_squares(sums)))
+    if sums.numel():
+        _C.device_fold_squares(sums, norm)
+    return norm
+
+
+def _inverse(scale: Tensor | None) -> float:
+    """What gradients are multiplied by, rounded as a step of one process rounds it."""
+    if scale is None:
+        return 1.0
+    inverse = 1.0 / float(scale.item())
+    if scale.dtype == torch.float64:
+        return inverse
+    return float(torch.tensor(inverse, dtype=torch.float32).item())

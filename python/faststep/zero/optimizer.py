@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,23 +11,20 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .._torch.checkpoint import wanted_states
 from .._torch.compiler import disable_dynamo
 from ..clip import clip_grad_norm_
 from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, refuse_group_options
-from ..optim.masters import complete_states
 from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
 from ..optim.step import loss_of
-from ..optim.wide import loading_wide
 from ..optim.wrapped import PassesOn
-from .checkpoint import drop_missing, load_states, states_for
 from .engine import Engine
 from .group import Group
 from .in_backward import REFUSED_CLIPPING, refuse_request
 from .join import JoinableSteps
+from .state_dicts import StateDicts
 
 __all__ = ["ShardedOptimizer"]
 
@@ -48,7 +45,7 @@ def _refuse_use(optimizer: Optimizer, *_: Any) -> None:
     )
 
 
-class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
+class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
     """An optimizer whose states, and updates, are spread over the ranks; made by :func:`shard`.
 
     It has the parameter groups of the optimizer that it was made of: the same list and the same
@@ -142,6 +139,7 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
 
     @disable_dynamo
     def _step_uncompiled(self) -> None:
+        self._consolidated = None
         self._note_step()
         if self._engine is None:
             self._owned.param_groups = self.param_groups  # the script may have set others
@@ -202,23 +200,21 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
 
         Args:
             max_norm: the largest norm allowed.
-            norm_type: order of the norm; must be 2.0 at stages 1 and 2. Default: 2.0.
+            norm_type: order of the norm; may be `inf`. Default: 2.0.
             error_if_nonfinite: raise if the norm is NaN or infinite. Default: False.
 
         Returns:
             The norm before clipping, 0-d, the same on every rank.
 
         Raises:
-            ValueError: another `norm_type`, or a negative `max_norm`.
+            ValueError: a negative `max_norm`.
             RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
         """
-        if self._engine is not None and float(norm_type) != 2.0:
-            raise ValueError(f"norm_type must be 2.0 for sharded gradients, not {norm_type}")
         check_limit("max_norm", max_norm)
         if self._updates_in_backward:
             raise RuntimeError(REFUSED_CLIPPING)
         division.divide(self)
-        if self._engine is None:
+        if self._engine is None or float(norm_type) != 2.0:
             return clip_grad_norm_(params_of(self), max_norm, norm_type, error_if_nonfinite)
         with torch.no_grad():
             return self._engine.clip(float(max_norm), error_if_nonfinite)
@@ -284,77 +280,6 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         if self._engine is not None:
             self._engine.wait(None)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole state in torch's format on rank 0; without states on the others.
-
-        A collective: all ranks must call it. Rank 0 holds the states of all parameters in CPU
-        memory for as long as the result lives; they come bucket by bucket.
-
-        torch.distributed.checkpoint, with its functions for state dicts, gets each rank's own part
-        on every rank instead, without gathering. It saves and loads that at any number of ranks.
-        """
-        if self._engine is not None:
-            self._engine.follow_groups()
-            self._engine.owned.take_options()
-        complete_states(self._owned)
-        if self._engine is None:
-            return super().state_dict()
-        self.wait()
-        self._engine.follow_moves()
-        mine = self.state
-        whole = states_for(self._engine, wanted_states())
-        self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
-        try:
-            return super().state_dict()
-        finally:
-            self.state = mine
-
-    @torch.no_grad()
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of an optimizer of this class or of the one that was sharded.
-
-        It may come from any number of ranks, or from one process that did not shard. A collective;
-        every rank passes the same dict.
-
-        Raises:
-            ValueError: torch's errors for groups that do not fit.
-            RuntimeError: only some ranks have states, as where each passes its own state_dict().
-        """
-        groups, mine = self.param_groups, self.state
-        if self._engine is None:
-            with loading_wide(self, self._owned._keeps_masters):
-                super().load_state_dict(state_dict)
-            self._owned.state = self.state
-        else:
-            self.wait()
-            self._engine.follow_groups()
-            self._engine.follow_moves()
-            self.state = defaultdict(dict)
-            try:
-                with loading_wide(self, self._owned._keeps_masters):
-                    super().load_state_dict(state_dict)
-                drop_missing(self.state)
-                self._complete_loaded()
-                load_states(self._engine, self.state)
-            except BaseException:
-                self.param_groups = groups
-                raise
-            finally:
-                self.state = mine
-        for group, loaded in zip(groups, self.param_groups, strict=True):
-            group.clear()
-            group.update(loaded)
-        self.param_groups = groups
-        if self._engine is None:
-            self._owned.__setstate__({})
-
-    def _complete_loaded(self) -> None:
-        """Add what older versions of torch did not save, as the class does that was sharded."""
-        kind = type(self._owned)
-        kind.__new__(kind).__setstate__(
-            {"defaults": self.defaults, "state": self.state, "param_groups": self.param_groups}
-        )
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as torch's; its parameters get buckets of their own.
 
@@ -381,9 +306,3 @@ class ShardedOptimizer(PassesOn, Optimizer, JoinableSteps):
         except BaseException:
             del self.param_groups[-1]
             raise
-
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "a sharded optimizer cannot be pickled or copied: it holds this rank's part only; save "
-            "its state_dict(), which gathers all parts"
-        )

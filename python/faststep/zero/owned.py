@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C, optim
-from .._devices import Scalars, devices_of
+from .._devices import devices_of
 from .._torch.optim import method_of_script
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for
 from ..optim.request import Rule, StepRequest
 from ..optim.step import Stepper
-from ..optim.work import Phase, Work
+from ..optim.work import Work
 from .slots import Slot
 
 __all__ = ["Kind", "Owned", "OwnedPart", "fused_class_of"]
@@ -62,17 +62,6 @@ def fused_class_of(optimizer: Optimizer) -> Kind:
     return made
 
 
-class _AgreedStepper(Stepper):
-    """Applies an update with the norm that the ranks have agreed on, and measures nothing."""
-
-    norm: Tensor | None = None
-
-    def _measure_and_apply(self, work: Work, request: StepRequest, measures: bool) -> Any:
-        agreed = Scalars(request.grad_scale, request.found_inf, self.norm)
-        scalars = dict.fromkeys(self.devices, agreed)  # all pieces are in one memory
-        return work.run(self._plan, work.rules(), request, scalars, Phase.APPLY), scalars
-
-
 class OwnedStates(defaultdict[Tensor, dict[str, Any]]):
     """The states of this rank's pieces.
 
@@ -105,7 +94,7 @@ class Owned:
         self.optimizer = kind([{"params": []}])
         self.optimizer._keeps_masters = keeps_masters
         self.optimizer.state = OwnedStates(self._keys_of)
-        self._stepper = self.optimizer._stepper = _AgreedStepper()
+        self._stepper = self.optimizer._stepper = Stepper()
         self._parts: list[OwnedPart] = []
         self.follow([], [])
 
@@ -185,10 +174,11 @@ class Owned:
             return
         optimizer = self.optimizer
         self.take_options()
-        self._stepper.norm = norm
         params = [group["params"] for group in optimizer.param_groups]
         try:
-            self._stepper.step(Work(optimizer, params, optimizer._rules), request)
+            self._stepper.step(
+                Work(optimizer, params, optimizer._rules), request._replace(norm=norm)
+            )
         except _C.TensorError as error:
             raise optimizer._explained(*error.args) from None
 

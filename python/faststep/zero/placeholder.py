@@ -8,18 +8,21 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 from .._torch.ddp import current_backward
-from .._torch.tensors import new_wrapper
+from .._torch.tensors import let_foreach_take, new_wrapper
 
 __all__ = ["Holder", "Placeholder"]
 
 _aten = torch.ops.aten
 _REFUSED = object()
 
+Cut = Callable[[Tensor], Tensor]
 
-class Holder(Protocol):
-    """What a placeholder asks of the object that has the slices."""
+
+class Values(Protocol):
+    """Reads and changes the slices."""
 
     def name_of(self, index: int) -> str:
         """The name of a parameter."""
@@ -27,8 +30,23 @@ class Holder(Protocol):
     def make_zero(self, index: int) -> None:
         """Set the gradient of a parameter to zero."""
 
-    def scale(self, index: int, factor: float) -> None:
-        """Multiply the gradient of a parameter."""
+    def change(self, index: int, update: Callable[[Tensor, Cut], object]) -> None:
+        """Change a gradient: each slice by itself, with the part of other tensors beside it."""
+
+    def whole(self, index: int) -> Tensor:
+        """The gradient of a parameter; a collective."""
+
+    def keep(self, index: int, whole: Tensor) -> None:
+        """Let what is written to a whole gradient from now on be its value."""
+
+    def norm(self, index: int, order: float) -> Tensor:
+        """The norm of the gradient of a parameter; a collective."""
+
+
+class Holder(Protocol):
+    """The object that has the slices."""
+
+    values: Values
 
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks."""
@@ -37,16 +55,24 @@ class Holder(Protocol):
 class Placeholder(Tensor):
     """A tensor of a parameter's shape and dtype without memory.
 
-    Backward adds to it what the next micro-step gives. Scalers and zero_grad() reach the slices
-    through it. Whatever else would read or write a gradient raises an error.
+    Backward adds to it what the next micro-step gives. What works on each element for itself works
+    on the slices. A norm is put together from those of the slices. All other operators get the
+    whole gradient, gathered from the ranks.
+
+    Attributes:
+        number: of the parameter.
+        pending: what backward has added.
     """
 
+    number: int
     pending: Tensor | None
     _refer: Callable[[], Holder | None]  # weakly: torch cannot collect a circle through `.grad`
-    _index: int
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
 
     @property
-    def _holder(self) -> Holder:
+    def holder(self) -> Holder:
+        """Who has the slices."""
         holder = self._refer()
         if holder is None:
             raise RuntimeError(
@@ -63,18 +89,44 @@ class Placeholder(Tensor):
         assert isinstance(made, Placeholder)
         made.pending = None
         made._refer = weakref.ref(holder) if holder is not None else lambda: None
-        made._index = index
+        made.number = index
         return made
 
     def __init__(self, *_: object) -> None:
         super().__init__()
 
+    def is_same(self, grad: object) -> bool:
+        """Whether it is this one, or what `detach()` or `.data` made of it."""
+        return isinstance(grad, Placeholder) and (
+            grad is self or (grad.number == self.number and grad._refer() is self._refer())
+        )
+
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         holder = self._refer()
         if holder is None:
             return "Placeholder(gradient of faststep.zero, whose optimizer is gone)"
-        name = holder.name_of(self._index)
-        return f"Placeholder(gradient of {name!r}, which faststep.zero has spread over the ranks)"
+        name = holder.values.name_of(self.number)
+        return (
+            f"Placeholder(gradient of {name!r}, which faststep.zero has spread over the ranks; "
+            "clone() on all ranks gathers it)"
+        )
+
+    # ---- what torch does not hand to __torch_dispatch__
+
+    def numpy(self, **options: Any) -> Any:
+        return self.clone().numpy(**options)
+
+    def tolist(self) -> Any:
+        return self.clone().tolist()
+
+    def __array__(self, *args: Any) -> Any:
+        return self.clone().__array__(*args)  # type: ignore[no-untyped-call]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -84,29 +136,23 @@ class Placeholder(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         answer = _ANSWERS.get(func)
-        if answer is not None and (given := answer(*args, **(kwargs or {}))) is not _REFUSED:
+        if answer is not None and (given := answer(*args, **kwargs)) is not _REFUSED:
             return given
-        raise RuntimeError(_refusal(str(func), (*args, *(kwargs or {}).values())))
+        if _is_elementwise(func) and _changes(args[0]):
+            _change(func, args, kwargs)
+            return args[0] if isinstance(args[0], Tensor) else None
+        return _on_wholes(func, args, kwargs)
 
 
-def _refusal(operation: str, args: tuple[Any, ...]) -> str:
-    tensors = [t for arg in args for t in (arg if isinstance(arg, (list, tuple)) else (arg,))]
-    one = next(tensor for tensor in tensors if isinstance(tensor, Placeholder))
-    name = one._holder.name_of(one._index)
-    return (
-        f"{operation} on the gradient of {name!r}: faststep.zero has reduced it into slices on "
-        "the ranks, and .grad has no values. Clip with max_grad_norm=, with "
-        "optimizer.clip_grad_norm_(max_norm) or with scaler.step(optimizer, max_norm=...), where "
-        "optimizer is what shard() returned, and step that optimizer only; "
-        "put DistributedDataParallel around the model before shard()"
-    )
+let_foreach_take(Placeholder)  # torch's clipping works on all gradients at once
 
 
 def _detach(held: Tensor) -> object:
     if not isinstance(held, Placeholder):
         return _REFUSED
-    return Placeholder(held, held._refer(), held._index)
+    return Placeholder(held, held._refer(), held.number)
 
 
 def _add(held: Tensor, more: Tensor, *, alpha: float = 1) -> object:
@@ -121,26 +167,8 @@ def _zero(held: Tensor) -> object:
     if not isinstance(held, Placeholder):
         return _REFUSED
     held.pending = None
-    held._holder.make_zero(held._index)
+    held.holder.values.make_zero(held.number)
     return held
-
-
-def _multiply(held: Tensor, factor: object) -> object:
-    """By a number; ranks are expected to do the same."""
-    if isinstance(factor, Tensor) and factor.dim() == 0 and type(factor) is Tensor:
-        factor = factor.item()
-    if not isinstance(held, Placeholder) or not isinstance(factor, (int, float)):
-        return _REFUSED
-    held._holder.scale(held._index, float(factor))
-    return held
-
-
-def _divide(held: Tensor, divisor: object) -> object:
-    if isinstance(divisor, Tensor) and divisor.dim() == 0 and type(divisor) is Tensor:
-        divisor = divisor.item()
-    if not isinstance(divisor, (int, float)) or not divisor:
-        return _REFUSED
-    return _multiply(held, 1.0 / divisor)
 
 
 def _zero_all(held: list[Tensor]) -> None:
@@ -149,14 +177,32 @@ def _zero_all(held: list[Tensor]) -> None:
             one.zero_()
 
 
-def _unscale(held: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> object:
-    first = held[0]
-    if not isinstance(first, Placeholder):
+def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    held = {id(one.holder): one for one in grads if isinstance(one, Placeholder)}
+    for one in held.values():
+        one.holder.unscale(one.dtype, inv_scale, found_inf)
+    if plain := [one for one in grads if not isinstance(one, Placeholder)]:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+
+
+def _norm(
+    held: Tensor,
+    order: Any = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> object:
+    """A norm of all elements."""
+    dims = range(held.dim()) if dim is None else [one % max(1, held.dim()) for one in dim]
+    if not isinstance(held, Placeholder) or keepdim or sorted(dims) != list(range(held.dim())):
         return _REFUSED
-    if not all(isinstance(one, Placeholder) and one._holder is first._holder for one in held):
-        return _REFUSED
-    first._holder.unscale(first.dtype, inv_scale, found_inf)
-    return None
+    norm = held.holder.values.norm(held.number, float(order))
+    return norm.to(held.dtype if dtype is None else dtype)
+
+
+def _norm_all(grads: list[Tensor], order: Any = 2, dtype: torch.dtype | None = None) -> list[Any]:
+    return [torch.linalg.vector_norm(grad, order, dtype=dtype) for grad in grads]
 
 
 _ANSWERS: dict[Any, Callable[..., Any]] = {
@@ -164,8 +210,83 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
     _aten.alias.default: _detach,
     _aten.add_.Tensor: _add,
     _aten.zero_.default: _zero,
-    _aten.mul_.Tensor: _multiply,
-    _aten.div_.Tensor: _divide,
     _aten._foreach_zero_.default: _zero_all,
+    _aten.linalg_vector_norm.default: _norm,
+    _aten._foreach_norm.Scalar: _norm_all,
     _aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
 }
+
+
+# ---- operators on slices
+
+
+def _is_elementwise(func: Any) -> bool:
+    """Whether an operator changes its first argument, each element for itself."""
+    name, tags = func._schema.name, func.tags
+    if not func._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
+        return False
+    is_pointwise = torch.Tag.pointwise in tags or name.startswith("aten::_foreach_")
+    return is_pointwise or name in _ELEMENTWISE
+
+
+_ELEMENTWISE = {"aten::copy_", "aten::fill_", "aten::masked_fill_"}  # that have no tag
+
+
+def _changes(target: Any) -> bool:
+    """Whether one of ours is among what an operator changes."""
+    targets = target if isinstance(target, (list, tuple)) else [target]
+    return any(isinstance(one, Placeholder) for one in targets)
+
+
+def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Apply an elementwise operator to slices, one gradient after another."""
+    is_foreach = isinstance(args[0], (list, tuple))
+    options = tree_map(_whole, (args[1:], kwargs))
+    for number, grad in enumerate(args[0] if is_foreach else args[:1]):
+        mine, named = options
+        if is_foreach:
+            mine = [[one[number]] if isinstance(one, (list, tuple)) else one for one in mine]
+
+        def update(part: Tensor, cut: Cut, mine: Any = mine, named: Any = named) -> None:
+            others, rest = tree_map_only(Tensor, cut, (mine, named))
+            func([part] if is_foreach else part, *others, **rest)
+
+        if isinstance(grad, Placeholder):
+            grad.holder.values.change(grad.number, update)
+        else:
+            update(grad, lambda other: other)
+
+
+# ---- operators on whole gradients
+
+
+def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator with whole gradients in the place of ours."""
+    schema = func._schema
+    name = schema.name.partition("::")[2]
+    # Shape and dtype are all that these ask for.
+    get = _empty if name.endswith("_like") or name.startswith("new_") else _whole
+    found = {one: get(one) for one in tree_iter((args, kwargs)) if isinstance(one, Placeholder)}
+    result = func(*_replaced(args, found), **_replaced(kwargs, found))
+    for place, argument in enumerate(schema.arguments):
+        if argument.alias_info is None:  # neither changed nor a part of the result
+            continue
+        value = args[place] if place < len(args) else kwargs.get(argument.name)
+        for one in tree_iter(value):
+            if isinstance(one, Placeholder):
+                one.holder.values.keep(one.number, found[one])
+    return _replaced(result, {whole: one for one, whole in found.items()})
+
+
+def _replaced(values: Any, by: dict[Any, Tensor]) -> Any:
+    """Values, and those in lists and dicts, with others in the place of some tensors."""
+    return tree_map_only(Tensor, lambda one: by.get(one, one), values)
+
+
+def _whole(value: Any) -> Any:
+    """The whole gradient of one of ours; anything else as it is."""
+    return value.holder.values.whole(value.number) if isinstance(value, Placeholder) else value
+
+
+def _empty(like: Placeholder) -> Tensor:
+    return torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device=like.device)

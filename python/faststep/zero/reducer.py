@@ -26,24 +26,17 @@ class Reducer:
         buckets: where their gradients go, in the order in which they are sent.
         group: the ranks.
         shelf: memory of what arrives.
-        uses: the class that counts used parameters.
     """
 
     updates: BackwardUpdates | None = None  # with update="backward"
 
     def __init__(
-        self,
-        slots: list[Slot],
-        buckets: list[GradientBucket],
-        group: Group,
-        shelf: Shelf,
-        uses: type[Uses],
+        self, slots: list[Slot], buckets: list[GradientBucket], group: Group, shelf: Shelf
     ) -> None:
         self._slots = slots
         self._buckets = buckets
         self._group = group
         self._shelf = shelf
-        self._uses = uses
         self.took_all = True  # gradients of the pass, on all ranks
         self._next = 0  # what is sent next: a bucket, the counts after the last, or nothing
         self._has_failed = False  # the pass, on this rank
@@ -95,7 +88,7 @@ class Reducer:
         counting = None
         if self.updates is None and self._next == len(self._buckets):
             what = "counting the parameters that were used"
-            counting = self._uses(self._slots, self._group, what, has_failed, waits, says)
+            counting = Uses(self._slots, self._group, what, has_failed, waits, says)
             self._next += 1
         if self._group.replicas is not None:
             for bucket in self._under_way:

@@ -26,6 +26,7 @@ class Slot:
         begins: of each piece, in elements of the parameter.
         arrived: in this backward pass, on this rank.
         held: the slices hold a gradient that some rank has given since the last zero_grad().
+        whole: the gradient in the place of the slices, after a script has taken a view of it.
     """
 
     __slots__ = (
@@ -42,7 +43,7 @@ class Slot:
             "shape",
             "strides",
         ),
-        "stand_in",
+        *("stand_in", "whole"),
     )
 
     def __init__(self, index: int, name: str, param: Tensor, bucket: int, place: int) -> None:
@@ -58,18 +59,35 @@ class Slot:
         self.begins: list[int] = []
         self.arrived = False
         self.held = False
+        self.whole: Tensor | None = None
 
     @property
     def is_present(self) -> bool:
         """Whether the next step updates it."""
-        return self.held and self.param.grad is self.stand_in
+        return self.held and self.stand_in.is_same(self.param.grad)
 
     def take_over(self, grad: Tensor) -> None:
         """Let the slices have a gradient that is the same on all ranks."""
-        values = in_order_of_memory(grad, self.param.detach())
-        for (piece, mine), begin in zip(self.pieces, self.begins, strict=True):
-            mine.copy_(values[begin : begin + piece.numel()])
+        for (_, mine), begin in zip(self.pieces, self.begins, strict=True):
+            mine.copy_(self.cut(grad, begin, mine.numel()))
+        self.whole = None
         self.held, self.param.grad = True, self.stand_in
+
+    def take_back(self) -> None:
+        """Let the slices have what was written to the whole gradient."""
+        if self.whole is None:
+            return
+        for (_, mine), begin in zip(self.pieces, self.begins, strict=True):
+            now = self.cut(self.whole, begin, mine.numel())
+            mine.copy_(torch.where(now == mine.to(now.dtype), mine, now))  # fp32 ones may have more
+        self.whole = None
+
+    def cut(self, other: Tensor, begin: int, count: int) -> Tensor:
+        """Some elements of a tensor that broadcasts to the parameter, in the order of memory."""
+        if not other.dim() and self.shape:  # a number for all elements
+            return other
+        like = torch.empty_strided(self.shape, self.strides, device="meta")
+        return in_order_of_memory(other.expand(self.shape), like)[begin : begin + count]
 
     def forget(self) -> None:
         """Drop its gradient, on this rank."""
@@ -78,6 +96,7 @@ class Slot:
 
     def make_zero(self) -> None:
         """Set its gradient to zero, on this rank."""
+        self.whole = None
         for _, grad in self.pieces:
             grad.zero_()
 
@@ -86,6 +105,6 @@ def in_order_of_memory(value: Tensor, param: Tensor) -> Tensor:
     """The elements of a tensor of the parameter's shape, in the order of the parameter's memory."""
     if value.stride() == param.stride():
         return value.as_strided((value.numel(),), (1,))
-    dense = torch.empty_like(param, dtype=value.dtype)
+    dense = torch.empty_like(param, dtype=value.dtype, device=value.device)
     dense.copy_(value)
     return dense.as_strided((dense.numel(),), (1,))

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from ..optim.masters import fitting
 from .owned import Owned
 from .sliced import SlicedState
-from .slots import Slot, in_order_of_memory
+from .slots import Slot
 
-if TYPE_CHECKING:
-    from .engine import Engine
-
-__all__ = ["cut_state", "cut_states", "in_order_of_memory", "problem_of", "whole_states"]
+__all__ = ["cut_state", "problem_of", "whole_states"]
 
 
 def whole_states(
@@ -50,21 +47,6 @@ def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
     return ""
 
 
-def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
-    """Give this rank's optimizer its part of the states of whole parameters."""
-    cut: dict[Tensor, dict[str, Any]] = {}
-    for slot in engine.slots:
-        cut.update(cut_state(engine.owned, slot, states.get(slot.param, {})))
-    mine = engine.owned.optimizer.state
-    mine.clear()
-    mine.update(cut)
-    sharded = {id(slot.param) for slot in engine.slots}
-    engine.frozen_states = {
-        param: state for param, state in states.items() if id(param) not in sharded
-    }
-    engine.owned.forget()
-
-
 def cut_state(owned: Owned, slot: Slot, state: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
     """This rank's part of the state of a whole parameter, by pieces."""
     numbers = ("step", *owned.optimizer._numbers)
@@ -88,5 +70,4 @@ def _part(value: Any, slot: Slot, begin: int, count: int, is_number: bool) -> An
         return value
     if is_number or value.shape != slot.shape:
         return value.clone()
-    param = slot.param.detach().as_strided(slot.shape, slot.strides)
-    return in_order_of_memory(value, param)[begin : begin + count].clone()
+    return slot.cut(value, begin, count).clone()

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 import torch
 
 from .group import Group, Pending
+from .late import Late
 from .slots import Slot
 
-__all__ = ["CudaUses", "Uses"]
+__all__ = ["Uses"]
 
 
 class Uses:
     """A count per slot, on its way from the ranks; beginning it is a collective.
+
+    On a CUDA device only a rank that left a parameter out waits for the counts. Others hear that a
+    pass has failed before they begin the next one.
 
     Args:
         slots: the parameters, in one order on all ranks.
@@ -36,15 +40,22 @@ class Uses:
         self._group = group
         self._what = what
         self._mine = [slot.arrived for slot in slots]
-        self._word = has_failed + 2 * says  # each rank has a place for its own
-        self._waits = waits or has_failed or not all(self._mine)
-        self._flags = self._new_flags(slots)
+        on_host = group.device.type == "cpu"
+        self._waits = on_host or waits or has_failed or not all(self._mine)
+        self._flags = self._new_flags(has_failed + 2 * says)
+        self._late: Late | None = None  # counts that this rank has not waited for
         self._pending: Pending | None = group.start_adding(self._flags, what)
 
-    def _new_flags(self, slots: Sequence[Slot]) -> torch.Tensor:
-        words = [0] * self._group.total
-        words[self._group.place] = self._word
-        return torch.tensor([*self._mine, *words], dtype=torch.int32)
+    def _new_flags(self, word: int) -> torch.Tensor:
+        """Which parameters this rank used, and a word of each rank."""
+        count, device = len(self._mine), self._group.device
+        if self._waits:
+            words = [0] * self._group.total
+            words[self._group.place] = word
+            return torch.tensor([*self._mine, *words], dtype=torch.int32).to(device)
+        flags = torch.zeros(count + self._group.total, dtype=torch.int32, device=device)
+        flags[:count] = 1
+        return flags
 
     def is_done(self) -> bool:
         """Whether `wait` would not wait."""
@@ -65,21 +76,27 @@ class Uses:
 
     def counts(self) -> list[int]:
         """In how many ranks each was used, after `wait`; at least 1 for what this rank used."""
-        counts: list[int] = self._flags.tolist()
-        return counts[: len(self._mine)]
+        count = len(self._mine)
+        counts: list[int] = self._flags[:count].tolist() if self._waits else [1] * count
+        return counts
 
     def failed(self) -> list[int]:
         """The ranks on which the pass has failed, after `wait`."""
-        said = self._flags[len(self._mine) :].tolist()
-        return [rank for rank, word in enumerate(said) if word & 1]
+        return [rank for rank, word in enumerate(self._words(self._flags)) if word & 1]
 
     def says_one(self) -> bool:
-        """Whether a rank has gradients of parameters without a slot, after `wait`."""
-        return any(word & 2 for word in self._flags[len(self._mine) :].tolist())
+        """Whether a rank has gradients of parameters without a slot, as far as this rank waits."""
+        return self._waits and any(word & 2 for word in self._words(self._flags))
+
+    def _words(self, flags: torch.Tensor) -> list[int]:
+        words: list[int] = flags[len(self._mine) :].tolist()
+        return words
 
     def refuse_failed(self) -> None:
-        """Raise RuntimeError if the pass has failed on a rank."""
-        if failed := self.failed():
+        """Raise RuntimeError if the pass has failed on a rank; later if this one does not wait."""
+        if not self._waits:
+            self._late = Late(self._flags)
+        elif failed := self.failed():
             who = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
             raise RuntimeError(
                 f"faststep.zero: a backward pass has failed on {who}, whose gradients are missing: "
@@ -87,51 +104,9 @@ class Uses:
             )
 
     def refuse_late(self) -> None:
-        """Raise what `refuse_failed` could not know."""
-
-
-class CudaUses(Uses):
-    """The same on a CUDA device. Only a rank that left a parameter out waits for the counts.
-
-    Others hear that a pass has failed before they begin the next one.
-    """
-
-    _seen: tuple[torch.Tensor, torch.cuda.Event] | None = None
-
-    def _new_flags(self, slots: Sequence[Slot]) -> torch.Tensor:
-        device, count = self._group.device, len(self._mine)
-        if self._waits:
-            return super()._new_flags(slots).to(device)
-        flags = torch.zeros(count + self._group.total, dtype=torch.int32, device=device)
-        flags[:count] = 1
-        return flags
-
-    def counts(self) -> list[int]:
-        """In how many ranks each was used, after `wait`; at least 1 for what this rank used."""
-        return super().counts() if self._waits else [1] * len(self._mine)
-
-    def says_one(self) -> bool:
-        """The same, as far as this rank waits."""
-        return self._waits and super().says_one()
-
-    def refuse_failed(self) -> None:
-        """Raise RuntimeError if the pass has failed on a rank; later if this one does not wait."""
-        if self._waits:
-            super().refuse_failed()
-            return
-        seen = torch.empty(self._flags.shape, dtype=torch.int32, pin_memory=True)
-        seen.copy_(self._flags, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream())
-        self._seen = seen, event
-
-    def refuse_late(self) -> None:
-        """Raise what `refuse_failed` could not know."""
-        if self._seen is None:
-            return
-        (self._flags, event), self._seen = self._seen, None
-        event.synchronize()  # of a pass before the one that begins
-        if self.failed():
+        """Before the next pass: raise what `refuse_failed` could not know."""
+        late, self._late = self._late, None
+        if late is not None and any(word & 1 for word in self._words(late.read())):
             raise RuntimeError(
                 "faststep.zero: the backward pass before this one has failed on another rank, and "
                 "the step after it used the others' gradients: start again from a checkpoint"

@@ -1,0 +1,132 @@
+"""The gradients that the ranks have in slices, as a script reads and changes them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .gradients import Gradients
+from .group import Group
+from .slots import Slot
+
+__all__ = ["GradientValues"]
+
+
+class GradientValues:
+    """What placeholders answer.
+
+    Args:
+        slots: all parameters, by their number.
+        gradients: those of these parameters.
+        group: the ranks that share the slices.
+        begin: called with the name of a parameter before its gradient is read or changed.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        gradients: Gradients,
+        group: Group,
+        begin: Callable[[str], None],
+    ) -> None:
+        self._slots = slots
+        self._gradients = gradients
+        self._group = group
+        self._begin = begin
+        self._norms: dict[float, Tensor] = {}  # by order
+        self._measured_at = -1  # how often gradients had changed then
+
+    def name_of(self, index: int) -> str:
+        """The name of a parameter."""
+        return self._slots[index].name
+
+    def make_zero(self, index: int) -> None:
+        """Set the gradient of a parameter to zero, on this rank."""
+        self._gradients.zero(self._slots[index])
+
+    def change(
+        self, index: int, update: Callable[[Tensor, Callable[[Tensor], Tensor]], object]
+    ) -> None:
+        """Change a gradient, on this rank; all ranks are expected to do the same.
+
+        Args:
+            index: the number of the parameter.
+            update: called with a flat part of the gradient, and with a function that cuts a tensor
+                of the parameter's shape, or one that broadcasts to it, to this part.
+        """
+        slot = self._ready(index)
+        if slot.whole is not None:
+            update(slot.whole, lambda other: other)
+            return
+        for (_, grad), begin in zip(slot.pieces, slot.begins, strict=True):
+            update(grad, functools.partial(slot.cut, begin=begin, count=grad.numel()))
+        self._gradients.changes += 1
+
+    def whole(self, index: int) -> Tensor:
+        """The gradient of a parameter, gathered from the ranks; a collective.
+
+        Raises:
+            RuntimeError: a rank did not call it.
+        """
+        slot = self._ready(index)
+        if slot.whole is not None:
+            return slot.whole
+        what = f"reading the gradient of {slot.name!r}"
+        self._group.meet(what)
+        flat = torch.zeros(slot.shape.numel(), dtype=slot.stand_in.dtype, device=slot.param.device)
+        for (_, grad), begin in zip(slot.pieces, slot.begins, strict=True):
+            flat[begin : begin + grad.numel()] = grad
+        if flat.numel():  # zeros of other ranks change no bit
+            self._group.add_up_inside(flat.view(torch.uint8), what)
+        return flat.as_strided(slot.shape, slot.strides)
+
+    def keep(self, index: int, whole: Tensor) -> None:
+        """Let a tensor from `whole` be the gradient, as a view of it may be written."""
+        self._slots[index].whole = whole
+
+    def norm(self, index: int, order: float) -> Tensor:
+        """The norm of the gradient of a parameter, fp64; a collective after each change of any.
+
+        Raises:
+            RuntimeError: a rank did not call it.
+        """
+        slot = self._ready(index)
+        if slot.whole is not None:
+            norm: Tensor = torch.linalg.vector_norm(slot.whole, order, dtype=torch.float64)
+            return norm
+        if self._measured_at != self._gradients.changes:
+            self._norms.clear()
+            self._measured_at = self._gradients.changes
+        if order not in self._norms:
+            self._norms[order] = self._measured(order)
+        return self._norms[order][index]
+
+    def _measured(self, order: float) -> Tensor:
+        """The norms of the slices, put together over the ranks."""
+        what = f"reading the norms of gradients (of order {order:g})"
+        self._group.meet(what)
+        parts = [(s.index, grad) for s in self._slots for _, grad in s.pieces if grad.numel()]
+        grads = [grad for _, grad in parts]
+        found = torch._foreach_norm(grads, order, dtype=torch.float64) if grads else []
+        shape, device = (self._group.world, len(self._slots)), self._slots[0].param.device
+        rows = torch.zeros(shape, dtype=torch.float64, device=device)
+        mine = rows[self._group.rank]
+        mine.fill_(torch.inf if order < 0 else 0.0)
+        for (index, _), norm in zip(parts, found, strict=True):
+            mine[index] = norm
+        self._group.add_up_inside(rows, what)
+        norms: Tensor = rows.sum(0) if order == 0 else torch.linalg.vector_norm(rows, order, dim=0)
+        return norms
+
+    def _ready(self, index: int) -> Slot:
+        """Have the slices complete before one is used."""
+        slot = self._slots[index]
+        self._begin(slot.name)
+        self._gradients.complete(
+            f"use of the gradient of {slot.name!r} (DistributedDataParallel goes around the model "
+            "before shard())"
+        )
+        return slot
