@@ -198,8 +198,8 @@ class Nccl:
 
 
 def _group_even_of_one(process_group: Any, replicate_group: Any, timeout: float) -> Any:
-    made = zero.group.group_of(process_group, replicate_group, timeout)
-    return zero.group.Group(dist.group.WORLD, timeout) if made is None else made
+    made = zero.transport.group.group_of(process_group, replicate_group, timeout)
+    return zero.transport.group.Group(dist.group.WORLD, timeout) if made is None else made
 
 
 def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
@@ -230,7 +230,7 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
         torch.empty,
         torch.empty_like,
         torch.tensor,
-        zero.placeholder.new_wrapper,
+        zero.layout.placeholder.new_wrapper,
     )
 
     def new_empty(*args: Any, pin_memory: bool = False, device: Any = None, **rest: Any) -> Tensor:
@@ -271,10 +271,10 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     # One rank sends to itself, which is what one GPU can test.
     patch.setattr(building, "group_of", _group_even_of_one)
     patch.setattr(
-        zero.group, "backend_for", lambda group, kind: "gloo" if kind == "cpu" else "nccl"
+        zero.transport.group, "backend_for", lambda group, kind: "gloo" if kind == "cpu" else "nccl"
     )
     patch.setattr(
-        zero.placeholder, "new_wrapper",
+        zero.layout.placeholder, "new_wrapper",
         lambda *args, device, **rest: wrapper(*args, device="cpu", **rest),
     )  # fmt: skip
     unscale = zero.engine.Engine.unscale
@@ -286,7 +286,7 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
     patch.setattr(zero.engine.Engine, "unscale", in_function)
     for name, value in (("device", torch.device("cuda", 0)), ("is_cuda", True), ("is_cpu", False)):
         there = property(lambda _, value=value: value)  # type: ignore[misc]
-        patch.setattr(zero.placeholder.Placeholder, name, there, raising=False)
+        patch.setattr(zero.layout.placeholder.Placeholder, name, there, raising=False)
     made = Nccl(patch, late)
 
     def record_stream(tensor: Tensor, stream: Stream) -> None:

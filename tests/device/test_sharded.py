@@ -63,7 +63,7 @@ def without_waiting(is_wanted: bool) -> Iterator[None]:
 def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     with machine(), pytest.MonkeyPatch.context() as patch:
         if "room" in case:
-            patch.setattr(zero.reducer, "MOST_UNDER_WAY", case["room"])
+            patch.setattr(zero.hooks.reducer, "MOST_UNDER_WAY", case["room"])
         return _steps(rank, world, case)
 
 

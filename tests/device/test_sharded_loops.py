@@ -443,12 +443,12 @@ def _refused(rank: int, world: int) -> list[str]:
         refused(TypeError, lambda: zero.shard(other, optimizer_of("AdamW", other.parameters())))
         model, _ = _pair()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(zero.group, "backend_for", lambda group, kind: "gloo")
+            patch.setattr(zero.transport.group, "backend_for", lambda group, kind: "gloo")
             refused(TypeError, lambda: zero.shard(model, optimizer_of("AdamW", model.parameters())))
         optimizer = zero.shard(model, optimizer_of("AdamW", model.parameters()))
         refused(RuntimeError, lambda: optimizer.join_hook())
         with pytest.MonkeyPatch.context() as patch:
-            late = importlib.import_module("faststep.zero.late")
+            late = importlib.import_module("faststep.zero.transport.late")
             patch.setattr(late, "is_capturing", lambda: True)
             refused(RuntimeError, lambda: optimizer.step())
         return said

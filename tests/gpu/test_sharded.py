@@ -43,7 +43,8 @@ def one_rank(machine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     else:
         torch.cuda.set_device(0)
         building = importlib.import_module("faststep.zero.build")
-        monkeypatch.setattr(building, "group_of", lambda *_: zero.group.Group(dist.group.WORLD, 60))
+        made = zero.transport.group.Group(dist.group.WORLD, 60)
+        monkeypatch.setattr(building, "group_of", lambda *_: made)
     yield
     if ranks is not None:
         ranks.close()

@@ -94,7 +94,7 @@ def states_differ(sharded: zero.ShardedOptimizer, whole: torch.optim.Optimizer) 
                 continue
             for key, value in state.items():
                 if key not in NUMBERS:
-                    value = zero.slots.in_order_of_memory(value, of[id(slot.param)])
+                    value = zero.layout.slots.in_order_of_memory(value, of[id(slot.param)])
                     value = value[begin : begin + piece.numel()]
                 if not torch.equal(mine[key], value):
                     wrong.append(f"{slot.name} {key}")

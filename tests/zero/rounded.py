@@ -77,9 +77,9 @@ def unlike(sharded: Any, model: nn.Module, whole: nn.Module, reference: Any) -> 
         for key, value in expected.items():
             found = mine[key]
             if key not in NUMBERS:
-                value = zero.slots.in_order_of_memory(value, wide)
+                value = zero.layout.slots.in_order_of_memory(value, wide)
                 value = value[begin : begin + piece.numel()]
-                found = zero.slots.in_order_of_memory(found, piece)
+                found = zero.layout.slots.in_order_of_memory(found, piece)
             if not torch.equal(found, value) or found.dtype != value.dtype:
                 wrong.append(f"{name} {key}")
     return wrong

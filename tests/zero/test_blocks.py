@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import faststep.optim
 from accumulate.processes import Job
 from faststep import zero
-from faststep.zero.blocks import blocks_of
+from faststep.zero.stage3.blocks import blocks_of
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]

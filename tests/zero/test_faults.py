@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from accumulate.processes import forked
 from faststep import zero
-from faststep.zero import group
+from faststep.zero.transport import group
 
 from .common import Given, grads_for
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import faststep
 from accumulate.processes import Job
 from faststep import zero
-from faststep.zero.buckets import GradientBucket
+from faststep.zero.hooks.gradient_buckets import GradientBucket
 
 from .common import differences
 

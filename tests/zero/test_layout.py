@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from faststep.zero.layout import CHUNK, Flat, make_buckets
+from faststep.zero.layout.cuts import CHUNK, Flat, make_buckets
 
 CPU = torch.device("cpu")
 

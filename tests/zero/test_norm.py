@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from faststep import _C
-from faststep.zero.layout import CHUNK, chunks_in
+from faststep.zero.layout.cuts import CHUNK, chunks_in
 
 SIZES = [1, 0, CHUNK, CHUNK + 1, 70_000, 300]
 

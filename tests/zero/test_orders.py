@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 import faststep
 from accumulate.processes import Job
 from faststep import zero
-from faststep.zero import reducer
-from faststep.zero.buckets import GradientBucket
+from faststep.zero.hooks import reducer
+from faststep.zero.hooks.gradient_buckets import GradientBucket
 
 from .common import Given, differences, grads_for, mean_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from faststep.zero.pages import Pages, Shelf
+from faststep.zero.layout.pages import Pages, Shelf
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accumulate.processes import Job
 from faststep import zero
-from faststep.zero.gradients import State
+from faststep.zero.hooks.gradients import State
 
 from .common import Given
 

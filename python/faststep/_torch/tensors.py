@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
 __all__ = [
+    "PLAIN_RESULTS",
+    "foreach_norms",
     "has_no_memory",
     "lazy_clone",
     "let_foreach_take",
@@ -17,8 +21,21 @@ __all__ = [
     "new_wrapper",
     "record_of",
     "storage_record_of",
+    "tree_iter",
+    "tree_map",
+    "tree_map_only",
     "uses_of",
 ]
+
+
+PLAIN_RESULTS: Any = torch._C._disabled_torch_function_impl  # the `__torch_function__` of a class
+
+
+def foreach_norms(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:
+    """The norm of each tensor, 0-d in float64."""
+    if not tensors:
+        return []
+    return list(torch._foreach_norm(list(tensors), order, dtype=torch.float64))
 
 
 def has_no_memory(tensor: torch.Tensor) -> bool:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from .._devices import has_kernels_for
-from .flat_params import refuse_overlaps
-from .gradients import sharded_params
+from .hooks import living
+from .layout.flat_params import refuse_overlaps
 
 __all__ = ["admit", "device_of", "line_of", "named_in", "refuse_taken", "taken_of"]
 
@@ -50,9 +50,9 @@ def named_in(model: nn.Module, params: Iterable[Tensor]) -> list[tuple[str, Tens
 def taken_of(params: Iterable[Tensor]) -> set[int]:
     """Those that are sharded already, by `id`."""
     wanted = set(map(id, params))
-    if wanted & sharded_params():
+    if wanted & living.params():
         gc.collect()  # what sharded them may be gone
-    return wanted & sharded_params()
+    return wanted & living.params()
 
 
 def refuse_taken(named: Iterable[tuple[str, Tensor]], taken: set[int]) -> None:

@@ -15,16 +15,16 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import has_master
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
-from .blocks import announce, blocks_of
-from .checkpoint import cut_states
 from .engine import Engine
-from .fully_sharded import AlikeGradients, check_fully, follow_successors, shard_fully
-from .group import Group, group_of
-from .in_backward import REFUSED_CLIPPING
+from .hooks.ddp import check_wrapped
+from .hooks.in_backward import REFUSED_CLIPPING
 from .optimizer import ShardedOptimizer
-from .owned import Kind, fused_class_of
-from .states import whole_states
-from .wrapped import check_wrapped
+from .saved.cutting import whole_states
+from .saved.gathered import cut_states
+from .stage3.blocks import announce, blocks_of
+from .stage3.fully_sharded import AlikeGradients, check_fully, follow_successors, shard_fully
+from .step.owned import Kind, fused_class_of
+from .transport.group import Group, group_of
 
 __all__ = ["Options", "build"]
 

@@ -14,23 +14,23 @@ from .._torch.optim import increment_version, set_grad_dtype
 from ..optim.masters import has_master
 from ..optim.request import StepAnswer, StepRequest
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
-from .buckets import GradientBucket
-from .cuda_buckets import CudaBucket
-from .flat_params import FlatParams, refuse_overlaps
-from .gradients import Gradients
-from .group import Group, Pending
-from .in_backward import REFUSED_SCALER, BackwardUpdates
-from .layout import Bucket, Flat, make_buckets
-from .owned import Kind, Owned
-from .pages import Shelf
-from .placeholder import Placeholder
-from .reducer import Reducer
-from .slots import Slot
-from .states import cut_state
-from .steps import Steps
-from .values import GradientValues
-from .waits import ForwardWaits
-from .wrapped import Wrapper
+from .hooks.cuda_buckets import CudaBucket
+from .hooks.ddp import Wrapper
+from .hooks.gradient_buckets import GradientBucket
+from .hooks.gradients import Gradients
+from .hooks.in_backward import REFUSED_SCALER, BackwardUpdates
+from .hooks.reducer import Reducer
+from .hooks.values import GradientValues
+from .layout.cuts import Bucket, Flat, make_buckets
+from .layout.flat_params import FlatParams, refuse_overlaps
+from .layout.pages import Shelf
+from .layout.placeholder import Placeholder
+from .layout.slots import Slot
+from .saved.cutting import cut_state
+from .step.owned import Kind, Owned
+from .step.sharded_steps import ShardedSteps
+from .step.waits import ForwardWaits
+from .transport.group import Group, Pending
 
 __all__ = ["Engine"]
 
@@ -216,7 +216,7 @@ class Engine:
         self.owned.follow(groups, grouped)
         if hasattr(self, "steps"):
             self.steps.end()
-        self.steps: Steps = Steps(self._grouped, self.owned, self.group)
+        self.steps: ShardedSteps = ShardedSteps(self._grouped, self.owned, self.group)
         if self.updates is not None:
             self.updates.follow_groups()
 

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optim.masters import begin_state, keys_for
-from .blocks import blocks_of
 from .engine import LAST_BUCKET
-from .layout import Bucket, Flat, make_buckets
-from .owned import fused_class_of
-from .reducer import MOST_UNDER_WAY
+from .hooks.reducer import MOST_UNDER_WAY
+from .layout.cuts import Bucket, Flat, make_buckets
+from .stage3.blocks import blocks_of
+from .step.owned import fused_class_of
 
 __all__ = ["Estimate", "StageMemory", "estimate"]
 

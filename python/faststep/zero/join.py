@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from .._torch.ranks import is_first_in_join, is_in_join
 from .engine import Engine
-from .group import Group
+from .transport.group import Group
 
 if TYPE_CHECKING:
     from .optimizer import ShardedOptimizer

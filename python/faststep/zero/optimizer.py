@@ -21,10 +21,10 @@ from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
 from ..optim.step import loss_of
 from ..optim.wrapped import PassesOn
 from .engine import Engine
-from .group import Group
-from .in_backward import REFUSED_CLIPPING, refuse_request
+from .hooks.in_backward import REFUSED_CLIPPING, refuse_request
 from .join import JoinableSteps
-from .state_dicts import StateDicts
+from .saved.state_dicts import StateDicts
+from .transport.group import Group
 
 __all__ = ["ShardedOptimizer"]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch.tensors import new_wrapper
+from ..._torch.tensors import new_wrapper
 from .boxes import Box, boxes_of
 
 __all__ = ["SlicedState"]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .buckets import GradientBucket
+from .gradient_buckets import GradientBucket
 
 __all__ = ["Beside"]
 

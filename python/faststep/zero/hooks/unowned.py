@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from .._torch.compiler import disable_dynamo
-from ..grads.hooks import Hooked
-from .group import Group
+from ..._torch.compiler import disable_dynamo
+from ...grads.hooks import Hooked
+from ..transport.group import Group
 
 __all__ = ["Unowned", "can_be_trained"]
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.checkpoint import Wanted
-from .engine import Engine
+from ..._torch.checkpoint import Wanted
+from ..engine import Engine
+from ..layout.slots import Slot
+from .cutting import cut_state, problem_of
 from .sliced import SlicedState
-from .slots import Slot
-from .states import cut_state, problem_of
 
 __all__ = ["States", "cut_states", "drop_missing", "load_states", "states_for"]
 

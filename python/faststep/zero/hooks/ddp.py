@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from .._torch.compiler import disable_dynamo
+from ..._torch.compiler import disable_dynamo
 from .gradients import Gradients
 
 __all__ = ["Wrapper", "check_wrapped"]

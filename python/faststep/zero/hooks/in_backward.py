@@ -26,16 +26,16 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from .._torch.compiler import disable_dynamo
-from .._torch.optim import increment_version
-from ..optim.request import Rule, StepAnswer, StepRequest
+from ..._torch.compiler import disable_dynamo
+from ..._torch.optim import increment_version
+from ...optim.request import Rule, StepAnswer, StepRequest
+from ..layout.slots import Slot
+from ..step.owned import OwnedPart, set_grads
 from .beside import Beside
-from .buckets import GradientBucket
-from .owned import OwnedPart, set_grads
-from .slots import Slot
+from .gradient_buckets import GradientBucket
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from ..engine import Engine
 
 __all__ = ["REFUSED_CLIPPING", "REFUSED_SCALER", "BackwardUpdates", "refuse_request"]
 

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .._torch.tensors import uses_of
-from .layout import Bucket
+from ..._torch.tensors import uses_of
+from .cuts import Bucket
 from .pages import Pages
 from .slots import Slot
 

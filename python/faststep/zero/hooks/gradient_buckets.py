@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..grads.add import Addition, add_all
-from .group import Exchange, Group, Pending
-from .layout import Bucket
-from .pages import Pages, Shelf
-from .slots import Slot
+from ...grads.add import Addition, add_all
+from ..layout.cuts import Bucket
+from ..layout.pages import Pages, Shelf
+from ..layout.slots import Slot
+from ..transport.group import Exchange, Group, Pending
 from .uses import Uses
 
 __all__ = ["GradientBucket"]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from .group import Group, Pending
-from .late import Late
-from .slots import Slot
+from ..layout.slots import Slot
+from ..transport.group import Group, Pending
+from ..transport.late import Late
 
 __all__ = ["Uses"]
 

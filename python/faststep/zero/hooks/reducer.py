@@ -6,11 +6,11 @@ from collections import deque
 
 from torch import Tensor
 
-from .buckets import GradientBucket
-from .group import Group
+from ..layout.pages import Shelf
+from ..layout.slots import Slot
+from ..transport.group import Group
+from .gradient_buckets import GradientBucket
 from .in_backward import BackwardUpdates
-from .pages import Shelf
-from .slots import Slot
 from .uses import Uses
 
 __all__ = ["Reducer"]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ..._torch.tensors import foreach_norms
+from ..layout.slots import Slot
+from ..transport.group import Group
 from .gradients import Gradients
-from .group import Group
-from .slots import Slot
 
 __all__ = ["GradientValues"]
 
@@ -109,8 +110,7 @@ class GradientValues:
         what = f"reading the norms of gradients (of order {order:g})"
         self._group.meet(what)
         parts = [(s.index, grad) for s in self._slots for _, grad in s.pieces if grad.numel()]
-        grads = [grad for _, grad in parts]
-        found = torch._foreach_norm(grads, order, dtype=torch.float64) if grads else []
+        found = foreach_norms([grad for _, grad in parts], order)
         shape, device = (self._group.world, len(self._slots)), self._slots[0].param.device
         rows = torch.zeros(shape, dtype=torch.float64, device=device)
         mine = rows[self._group.rank]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._torch.ranks import backend_for, end_group, failed_at, is_distributed, meet, same_ranks
-from .pages import Shelf
+from ..._torch.ranks import backend_for, end_group, failed_at, is_distributed, meet, same_ranks
+from ..layout.pages import Shelf
 
 __all__ = ["Exchange", "Group", "Pending", "group_of"]
 

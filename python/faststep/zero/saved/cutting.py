@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..optim.masters import fitting
-from .owned import Owned
+from ...optim.masters import fitting
+from ..layout.slots import Slot
+from ..step.owned import Owned
 from .sliced import SlicedState
-from .slots import Slot
 
 __all__ = ["cut_state", "problem_of", "whole_states"]
 

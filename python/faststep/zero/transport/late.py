@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .._torch.optim import is_capturing
+from ..._torch.optim import is_capturing
 
 __all__ = ["Late", "refuse_capture"]
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from .. import _C, optim
-from .._devices import devices_of
-from .._torch.optim import method_of_script
-from ..grads.params import params_of
-from ..optim.base import FusedOptimizer
-from ..optim.masters import begin_state, keys_for
-from ..optim.request import Rule, StepRequest
-from ..optim.step import Stepper
-from ..optim.work import Work
-from .slots import Slot
+from ... import _C, optim
+from ..._devices import devices_of
+from ..._torch.optim import method_of_script
+from ...grads.params import params_of
+from ...optim.base import FusedOptimizer
+from ...optim.masters import begin_state, keys_for
+from ...optim.request import Rule, StepRequest
+from ...optim.step import Stepper
+from ...optim.work import Work
+from ..layout.slots import Slot
 
 __all__ = ["Kind", "Owned", "OwnedPart", "fused_class_of"]
 

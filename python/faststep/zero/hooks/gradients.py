@@ -5,52 +5,29 @@ order on every rank: a bucket waits for those before it. When backward ends, the
 sent, with zeros for parameters that this rank did not use; the ranks then add up in how many of
 them each parameter was used, and wait for all buckets. So after backward `.grad` is set on all
 ranks or on none.
-
-`State` says where a rank is between two steps; docs/decisions/zero.md has the table of what each
-event does in each state.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .._torch.compiler import disable_dynamo
-from .._torch.ddp import after_backward, current_backward, is_inside_backward
-from ..grads.hooks import Hooked
-from .group import Group
-from .placeholder import Placeholder
+from ..._torch.compiler import disable_dynamo
+from ..._torch.ddp import after_backward, current_backward, is_inside_backward
+from ...grads.hooks import Hooked
+from ..layout.placeholder import Placeholder
+from ..layout.slots import Slot
+from ..transport.group import Group
+from . import living
+from .pass_states import HAS_FAILED, State
 from .reducer import Reducer
-from .slots import Slot
 from .unowned import Unowned, can_be_trained
 
-__all__ = ["Gradients", "State", "sharded_params"]
-
-_count = itertools.count()
-_living: weakref.WeakSet[Gradients] = weakref.WeakSet()
-
-
-class State(enum.Enum):
-    """What has become of the gradients since the last zero_grad().
-
-    Attributes:
-        IDLE: there are none.
-        COLLECTING: this rank has some that were not all reduced: those of a backward pass that is
-            under way, or that no_sync() has left.
-        REDUCED: the slices have the sums of all ranks.
-        FAILED: a backward pass did not end, here or on another rank.
-    """
-
-    IDLE = enum.auto()
-    COLLECTING = enum.auto()
-    REDUCED = enum.auto()
-    FAILED = enum.auto()
+__all__ = ["Gradients", "State"]
 
 
 class Gradients:
@@ -60,20 +37,19 @@ class Gradients:
     expects_backward = True
 
     def __init__(self, slots: list[Slot], reducer: Reducer, group: Group) -> None:
-        self._slots = slots
+        self.slots = slots
         self._reducer = reducer
-        self._group = group
+        self.group = group
         self._state = State.IDLE
-        self._passes: set[int] = set()  # under way: a backward, and those inside of it
+        self.passes: set[int] = set()  # under way: a backward, and those inside of it
         self._number: int | None = None  # of the pass, whose gradients have begun to arrive
         self._quiet = 0  # nested no_sync() contexts
         self._hooks: Hooked[Slot] = Hooked()
         self.changes = 0  # of the slices
         self.on_begin: Callable[[bool], None] = _nothing
         self.on_unowned: Callable[[], None] = _nothing  # after a pass with gradients of these
-        self._unowned = Unowned([], group, _nothing)
-        self.made = next(_count)  # the same order on all ranks, as shard() is a collective
-        _living.add(self)
+        self.unowned = Unowned([], group, _nothing)
+        self.made = living.add(self)  # the same order on all ranks, as shard() is a collective
 
     def settle_pass(self) -> None:
         """Before a change of the buckets: complete a pass whose end was not seen."""
@@ -90,7 +66,7 @@ class Gradients:
         """
         params = [slot.param for slot in slots]
         if self._state is not State.COLLECTING:
-            self._unowned.reduce(params)
+            self.unowned.reduce(params)
             for slot in slots:
                 if slot.param.grad is not None:
                     slot.take_over(slot.param.grad)
@@ -100,15 +76,14 @@ class Gradients:
         """Collect the gradients of more parameters."""
         for slot in slots:
             self._hooks.add(slot.param, slot, _hook(weakref.ref(self), slot))
-            for other in _living:
-                other._unowned.leave([slot.param])
+            living.let_go(slot.param)
 
     def reduce_also(self, params: Iterable[Tensor]) -> None:
         """Reduce the gradients of parameters that no sharded optimizer has, too.
 
         Those of frozen ones too, from when they are trained.
         """
-        known = sharded_params().union(*(one._unowned.ids() for one in _living))
+        known = living.params() | living.unowned()
         free = [param for param in params if id(param) not in known and can_be_trained(param)]
         mine = weakref.ref(self)
 
@@ -116,7 +91,7 @@ class Gradients:
             if (gradients := mine()) is not None:
                 gradients._note_pass()
 
-        self._unowned = Unowned(free, self._group, arrived)
+        self.unowned = Unowned(free, self.group, arrived)
 
     # ---- what begins a pass
 
@@ -134,7 +109,7 @@ class Gradients:
         """Before backward passes that leave their gradients on this rank."""
         self.note_failure()
         self._recover()
-        if self._number is not None and not self._passes:
+        if self._number is not None and not self.passes:
             self.finish()
         self._state = State.COLLECTING
 
@@ -145,7 +120,7 @@ class Gradients:
             if isinstance(held, Placeholder) and held.pending is not None:
                 held.pending = held.pending.clone()  # autograd may use that memory again
             return
-        grad = self._taken(slot)
+        grad = slot.taken()
         if grad is not None:
             self._put(slot, grad)
 
@@ -156,35 +131,25 @@ class Gradients:
                 self._state = State.COLLECTING
             return False
         number = current_backward()
-        if number in self._passes:
+        if number in self.passes:
             return True
-        for other in _living:
-            if number in other._passes and other._group.is_shared_with(self._group):
-                raise RuntimeError(
-                    "faststep.zero: one backward pass reaches two models that were sharded over "
-                    "the same process_group, where their messages could change places: give each "
-                    "a torch.distributed.new_group() of its own"
-                )
-        if self._passes and not is_inside_backward():
+        living.refuse_two(number, self.group)
+        if self.passes and not is_inside_backward():
             self._fail()  # the pass before, whose end was not seen
         self._recover()
         if self._number is None:
             self.on_begin(True)
             self._begin(number)
-        self._passes.add(number)
-        after_backward(lambda: _end(number))
+        self.passes.add(number)
+        after_backward(lambda: living.end(number))
         return True
 
     def _begin(self, number: int) -> None:
         """Start to collect gradients that add to those in the slices, if these are still wanted."""
         if self._reducer.updates is not None:
             self._reducer.updates.begin()
-        for slot in self._slots:
-            slot.arrived = False
-            if not slot.stand_in.is_same(slot.param.grad):  # the script has dropped what was there
-                slot.stand_in.pending = None
-                if slot.held:
-                    slot.forget()
+        for slot in self.slots:
+            slot.begin_pass()
         self._take_back()
         self._reducer.begin()
         self.expects_backward = True
@@ -197,33 +162,12 @@ class Gradients:
         """
         self.note_failure()
         self._recover()
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.held:
                 slot.forget()
         self._begin(-1)
 
     # ---- gradients of a pass
-
-    def _taken(self, slot: Slot) -> Tensor | None:
-        """A gradient that backward has put into `.grad`, where a placeholder takes its place."""
-        grad = slot.param.grad
-        if isinstance(grad, Placeholder) and slot.stand_in.is_same(grad):
-            held, grad = grad, grad.pending
-            held.pending = None
-        if grad is None:
-            return None
-        if grad.is_sparse:
-            raise TypeError(
-                f"faststep.zero does not support sparse gradients, which {slot.name!r} has: use "
-                "torch.nn.Embedding(sparse=False)"
-            )
-        if slot.param.dtype != slot.stand_in.dtype:
-            raise TypeError(
-                f"faststep.zero: parameter {slot.name!r} is {slot.param.dtype}, and was "
-                f"{slot.stand_in.dtype} when it was sharded: call model.to(dtype) before shard()"
-            )
-        slot.param.grad = slot.stand_in
-        return grad.detach()
 
     def _put(self, slot: Slot, grad: Tensor) -> None:
         """Take over a gradient of the pass, and send the buckets that are full."""
@@ -243,23 +187,23 @@ class Gradients:
 
     def finish(self) -> None:
         """Send what is left, and wait until this rank's slices are complete; a collective."""
-        self._passes.clear()
+        self.passes.clear()
         try:
             with torch.no_grad():
-                for slot in self._slots:
-                    if not slot.arrived and (grad := self._taken(slot)) is not None:
+                for slot in self.slots:
+                    if not slot.arrived and (grad := slot.taken()) is not None:
                         self._reducer.put(slot, grad)
                 used = self._reducer.complete(
-                    waits=self._unowned.are_trained(), says=self._unowned.has_touched()
+                    waits=self.unowned.are_trained(), says=self.unowned.has_touched()
                 )
-                if reduces := bool(self._unowned) and not self._reducer.took_all:
-                    self._unowned.reduce()
+                if reduces := bool(self.unowned) and not self._reducer.took_all:
+                    self.unowned.reduce()
                 if self._reducer.updates is not None:
                     self._reducer.updates.finish()
         except BaseException:
             self._fail()
             raise
-        for slot, count in zip(self._slots, used, strict=True):
+        for slot, count in zip(self.slots, used, strict=True):
             if count:
                 slot.held = True
                 slot.param.grad = slot.stand_in
@@ -270,12 +214,12 @@ class Gradients:
 
     def note_failure(self) -> None:
         """Outside of backward: a pass whose end was not seen has failed."""
-        if self._passes and current_backward() < 0:
+        if self.passes and current_backward() < 0:
             self._fail()
 
     def _fail(self) -> None:
         self._state = State.FAILED
-        self._passes.clear()
+        self.passes.clear()
         self.expects_backward = not self.is_wrapped
 
     def _recover(self) -> None:
@@ -288,9 +232,9 @@ class Gradients:
         """
         if self._state is not State.FAILED:
             return
-        if any((s.arrived or s.held) and s.stand_in.is_same(s.param.grad) for s in self._slots):
+        if any((s.arrived or s.held) and s.stand_in.is_same(s.param.grad) for s in self.slots):
             raise RuntimeError(HAS_FAILED)
-        for slot in self._slots:
+        for slot in self.slots:
             slot.arrived = slot.held = False
             slot.whole = None
             if slot.stand_in.is_same(slot.param.grad) and slot.stand_in.pending is None:
@@ -331,7 +275,7 @@ class Gradients:
             RuntimeError: a backward pass has failed, or runs.
         """
         self.complete()
-        for slot in self._slots:
+        for slot in self.slots:
             grad = slot.param.grad
             if grad is None or (slot.held and slot.stand_in.is_same(grad)):
                 continue
@@ -342,7 +286,7 @@ class Gradients:
 
     def _take_back(self) -> None:
         """Before slices are written: let them have what a script has written to whole gradients."""
-        for slot in self._slots:
+        for slot in self.slots:
             slot.take_back()
         self.changes += 1
 
@@ -356,8 +300,8 @@ class Gradients:
     def drop(self, set_to_none: bool) -> None:
         """After zero_grad(), which has set each `.grad` of the groups to None or to zero."""
         has_failed = self._state is State.FAILED
-        dropped = [s for s in self._slots if has_failed or (set_to_none and s.param.grad is None)]
-        are_all = len(dropped) == len(self._slots)
+        dropped = [s for s in self.slots if has_failed or (set_to_none and s.param.grad is None)]
+        are_all = len(dropped) == len(self.slots)
         for slot in dropped:
             slot.whole = None
             if slot.held and not are_all:  # the next pass adds to what is beside it
@@ -378,38 +322,12 @@ class Gradients:
         slot.make_zero()
 
     def _refuse_inside(self, what: str) -> None:
-        if self._passes:
+        if self.passes:
             raise RuntimeError(f"faststep.zero: {what} inside of a backward pass; nothing was done")
-
-
-HAS_FAILED = (
-    "faststep.zero: a backward pass has failed, and the gradients are not those of the whole model "
-    "on all ranks: call zero_grad() and go on with the next batch"
-)
 
 
 def _nothing(*_: object) -> None:
     """What is called for optimizers that nobody joins."""
-
-
-def sharded_params() -> set[int]:
-    """The parameters of all sharded models, by `id`."""
-    return {id(slot.param) for one in _living for slot in one._slots}
-
-
-def _end(number: int) -> None:
-    """Complete a backward pass for all sharded models that it has reached.
-
-    Ranks may reach the models in different orders, and wait for each other in each. The end of a
-    pass that is inside of another is not that of the other, of which nobody hears if all gradients
-    came inside: the next use of the gradients completes it.
-    """
-    ended = [one for one in _living if number in one._passes]
-    for one in ended:
-        one._passes.discard(number)
-    if not is_inside_backward():
-        for one in sorted(ended, key=lambda gradients: gradients.made):
-            one.finish()
 
 
 def _hook(owner: Callable[[], Gradients | None], slot: Slot) -> Callable[[Tensor], None]:

@@ -18,7 +18,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 
-from .._torch.compiler import disable_dynamo
+from ..._torch.compiler import disable_dynamo
 
 __all__ = ["ForwardWaits"]
 

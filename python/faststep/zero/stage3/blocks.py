@@ -17,7 +17,7 @@ MOST = 2 / 3  # of a block: what those inside must hold for it
 SMALL = 1 / 20  # of the model: classes that hold less are no blocks
 HALF = 1 / 2  # of the model: a warning if more is gathered at once
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("faststep.zero.blocks")
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from .._torch.checkpoint import wanted_states
-from ..grads.params import params_of
-from ..optim.base import FusedOptimizer
-from ..optim.masters import complete_states
-from ..optim.wide import loading_wide
-from .checkpoint import States, drop_missing, load_states, states_for
-from .engine import Engine
-from .group import Group
+from ..._torch.checkpoint import wanted_states
+from ...grads.params import params_of
+from ...optim.base import FusedOptimizer
+from ...optim.masters import complete_states
+from ...optim.wide import loading_wide
+from ..engine import Engine
+from ..transport.group import Group
+from .gathered import States, drop_missing, load_states, states_for
 
 __all__ = ["StateDicts"]
 

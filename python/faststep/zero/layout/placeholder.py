@@ -8,10 +8,16 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter, tree_map, tree_map_only
 
-from .._torch.ddp import current_backward
-from .._torch.tensors import let_foreach_take, new_wrapper
+from ..._torch.ddp import current_backward
+from ..._torch.tensors import (
+    PLAIN_RESULTS,
+    let_foreach_take,
+    new_wrapper,
+    tree_iter,
+    tree_map,
+    tree_map_only,
+)
 
 __all__ = ["Holder", "Placeholder"]
 
@@ -68,7 +74,7 @@ class Placeholder(Tensor):
     pending: Tensor | None
     _refer: Callable[[], Holder | None]  # weakly: torch cannot collect a circle through `.grad`
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain tensors
+    __torch_function__ = PLAIN_RESULTS
 
     @property
     def holder(self) -> Holder:
@@ -182,7 +188,7 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     for one in held.values():
         one.holder.unscale(one.dtype, inv_scale, found_inf)
     if plain := [one for one in grads if not isinstance(one, Placeholder)]:
-        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+        _aten._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
 
 
 def _norm(

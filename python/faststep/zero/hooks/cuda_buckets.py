@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .buckets import GradientBucket
-from .group import Exchange
-from .late import refuse_capture
-from .slots import Slot
+from ..layout.slots import Slot
+from ..transport.group import Exchange
+from ..transport.late import refuse_capture
+from .gradient_buckets import GradientBucket
 
 __all__ = ["CudaBucket"]
 

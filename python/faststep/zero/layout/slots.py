@@ -66,6 +66,35 @@ class Slot:
         """Whether the next step updates it."""
         return self.held and self.stand_in.is_same(self.param.grad)
 
+    def begin_pass(self) -> None:
+        """Before backward: note that its gradient has not arrived."""
+        self.arrived = False
+        if not self.stand_in.is_same(self.param.grad):  # the script has dropped what was there
+            self.stand_in.pending = None
+            if self.held:
+                self.forget()
+
+    def taken(self) -> Tensor | None:
+        """A gradient that backward has put into `.grad`, where a placeholder takes its place."""
+        grad = self.param.grad
+        if isinstance(grad, Placeholder) and self.stand_in.is_same(grad):
+            held, grad = grad, grad.pending
+            held.pending = None
+        if grad is None:
+            return None
+        if grad.is_sparse:
+            raise TypeError(
+                f"faststep.zero does not support sparse gradients, which {self.name!r} has: use "
+                "torch.nn.Embedding(sparse=False)"
+            )
+        if self.param.dtype != self.stand_in.dtype:
+            raise TypeError(
+                f"faststep.zero: parameter {self.name!r} is {self.param.dtype}, and was "
+                f"{self.stand_in.dtype} when it was sharded: call model.to(dtype) before shard()"
+            )
+        self.param.grad = self.stand_in
+        return grad.detach()
+
     def take_over(self, grad: Tensor) -> None:
         """Let the slices have a gradient that is the same on all ranks."""
         for (_, mine), begin in zip(self.pieces, self.begins, strict=True):

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..grads.params import name_of
+from ...grads.params import name_of
+from ..transport.group import Group
 from .blocks import has_forward, homes_of
-from .group import Group
 
 __all__ = ["AlikeGradients", "check_fully", "follow_successors", "shard_fully"]
 

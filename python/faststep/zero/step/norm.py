@@ -18,11 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import _C
-from .._devices import on_device, ordinal_of
-from .group import Group
-from .layout import CHUNK, chunks_in
-from .slots import Slot
+from ... import _C
+from ..._devices import on_device, ordinal_of
+from ..layout.cuts import CHUNK, chunks_in
+from ..layout.slots import Slot
+from ..transport.group import Group
 
 __all__ = ["ChunkSums", "Measured"]
 

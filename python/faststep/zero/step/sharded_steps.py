@@ -14,22 +14,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import _C
-from .._devices import HOST, on_device
-from .._torch.optim import increment_version
-from ..clip import clip_grads_with_norm_
-from ..grads.total import returned
-from ..optim.request import StepAnswer, StepRequest
-from .group import Group
-from .late import Late, refuse_capture
+from ... import _C
+from ..._devices import HOST, on_device
+from ..._torch.optim import increment_version
+from ...clip import clip_grads_with_norm_
+from ...grads.total import returned
+from ...optim.request import StepAnswer, StepRequest
+from ..layout.slots import Slot
+from ..transport.group import Group
+from ..transport.late import Late, refuse_capture
 from .norm import ChunkSums, Measured
 from .owned import Owned, set_grads
-from .slots import Slot
 
-__all__ = ["Steps"]
+__all__ = ["ShardedSteps"]
 
 
-class Steps:
+class ShardedSteps:
     """What a step does between backward and the gathering of parameters.
 
     Args:

@@ -1,0 +1,1 @@
+"""Gradients on their way from backward to slices, and as scripts read them there."""

@@ -1,0 +1,1 @@
+"""Where parameters and slices lie: buckets, cuts, memory."""

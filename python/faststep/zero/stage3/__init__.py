@@ -1,0 +1,1 @@
+"""Stage 3: torch's fully_shard."""

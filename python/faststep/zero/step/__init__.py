@@ -1,0 +1,1 @@
+"""Updates of slices, and the parameters that ranks gather."""
