@@ -131,7 +131,6 @@ WRITES: dict[str, Callable[[Params], object]] = {
     "centered": _each(lambda grad, _: grad.sub_(grad.mean(dim=0, keepdim=True)) is grad),
     "out=": _each(lambda grad, param: torch.mul(param, 2.0, out=grad) is grad),
     "another optimizer": lambda ps: torch.optim.SGD(ps, 0.1).step(),
-    "another, fused": lambda ps: torch.optim.AdamW(ps, 0.1, fused=True).step(),
     "zero_": _each(lambda grad, _: grad.zero_() is grad),
     "norms between": lambda ps: [
         (p.grad.norm(), p.grad.mul_(2) is p.grad, p.grad.norm()) for p in ps  # type: ignore[union-attr]
