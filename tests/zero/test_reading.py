@@ -136,7 +136,7 @@ WRITES: dict[str, Callable[[Params], object]] = {
     "all_reduce of data": _each(
         lambda grad, _: (dist.all_reduce(grad.data, async_op=True).wait(), grad.data.mul_(0.3))  # type: ignore[union-attr]
     ),
-    "broadcast": _each(lambda grad, _: dist.broadcast(grad.mul_(dist.get_rank() + 1), 0)),
+    "broadcast of rank 0": _each(lambda grad, _: dist.broadcast(grad.mul_(dist.get_rank() + 1), 0)),
     "another optimizer": lambda ps: torch.optim.SGD(ps, 0.1).step(),
     "another, fused": lambda ps: torch.optim.AdamW(ps, 0.1, fused=True).step(),
     "zero_": _each(lambda grad, _: grad.zero_() is grad),
@@ -149,6 +149,12 @@ SETS: dict[str, Callable[[Params], object]] = {
     "clone": _set(lambda grad, _: grad.clone()),
     "detach": _set(lambda grad, _: grad.detach()),
     "data": _set(lambda grad, _: grad.data),
+    "data =": _each(lambda grad, _: setattr(grad, "data", grad.data * 0.5)),
+    "vector": _all(
+        lambda grads, _: nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(grads) * 0.5, grads
+        )
+    ),
     "ones": _set(lambda _, param: torch.ones_like(param)),
     "none": _set(lambda *_: None),
     "some": lambda ps: setattr(ps[1], "grad", None),

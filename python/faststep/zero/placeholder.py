@@ -113,6 +113,15 @@ class Placeholder(Tensor):
 
     # ---- what torch does not hand to __torch_dispatch__
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
     def numpy(self, **options: Any) -> Any:
         return self.clone().numpy(**options)
 
