@@ -136,7 +136,6 @@ WRITES: dict[str, Callable[[Params], object]] = {
     "all_reduce of data": _each(
         lambda grad, _: (dist.all_reduce(grad.data, async_op=True).wait(), grad.data.mul_(0.3))  # type: ignore[union-attr]
     ),
-    "broadcast of rank 0": _each(lambda grad, _: dist.broadcast(grad.mul_(dist.get_rank() + 1), 0)),
     "another optimizer": lambda ps: torch.optim.SGD(ps, 0.1).step(),
     "another, fused": lambda ps: torch.optim.AdamW(ps, 0.1, fused=True).step(),
     "zero_": _each(lambda grad, _: grad.zero_() is grad),
