@@ -47,6 +47,9 @@ def _whole_states(rank: int, world: int, name: str) -> list[str]:
     both_step(sharded, model, plain, whole, 1)
     expected = get_optimizer_state_dict(whole, plain)
     plain.load_state_dict(plain.state_dict())  # torch casts the numbers of bf16 parameters
+    sharded.consolidate_state_dict(to=1)
+    if bool(sharded.state_dict()["state"]) != (rank == 1):
+        wrong.append("what was gathered is on another rank")
     for first_only in (False, True):
         options = StateDictOptions(full_state_dict=True, cpu_offload=first_only)
         found = get_optimizer_state_dict(model, sharded, options=options)

@@ -85,6 +85,10 @@ def _refused(rank: int, world: int) -> dict[str, str]:
     model = _model()
     optimizer = zero.shard(model, faststep.optim.SGD(model.parameters(), lr=0.1))
     with contextlib.suppress(ZeroDivisionError), Join([optimizer]):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        said["bare step"] = _error(optimizer.step)
+        optimizer.zero_grad()
         _loss(model, rank, 0).backward()
         said["clip"] = _error(lambda: optimizer.clip_grad_norm_(1.0))
         scaler = torch.amp.GradScaler("cpu")
@@ -119,6 +123,7 @@ def test_what_join_does_not_take(ranks: Ranks) -> None:
     for rank, said in enumerate(ranks("refused in join")):
         for name in ("clip", "scaler", "unscale"):
             assert "clip with max_grad_norm=" in said[name], said[name]
+        assert "a step without a backward pass inside of" in said["bare step"]
         assert "only one backward pass per step" in said["second"]
         assert "Join([model, optimizer])" in said["order"]
         assert "fully_shard communicates in forward" in said["stage 3"]

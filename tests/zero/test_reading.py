@@ -130,6 +130,12 @@ WRITES: dict[str, Callable[[Params], object]] = {
     "normal_": _each(lambda grad, _: grad.normal_() is grad),
     "centered": _each(lambda grad, _: grad.sub_(grad.mean(dim=0, keepdim=True)) is grad),
     "out=": _each(lambda grad, param: torch.mul(param, 2.0, out=grad) is grad),
+    "all_reduce": _each(
+        lambda grad, _: (dist.all_reduce(grad), grad.div_(dist.get_world_size()) is grad)[1]
+    ),
+    "all_reduce of data": _each(
+        lambda grad, _: (dist.all_reduce(grad.data, async_op=True).wait(), grad.data.mul_(0.3))  # type: ignore[union-attr]
+    ),
     "another optimizer": lambda ps: torch.optim.SGD(ps, 0.1).step(),
     "zero_": _each(lambda grad, _: grad.zero_() is grad),
     "norms between": lambda ps: [
@@ -141,6 +147,12 @@ SETS: dict[str, Callable[[Params], object]] = {
     "clone": _set(lambda grad, _: grad.clone()),
     "detach": _set(lambda grad, _: grad.detach()),
     "data": _set(lambda grad, _: grad.data),
+    "data =": _each(lambda grad, _: setattr(grad, "data", grad.data * 0.5)),
+    "vector": _all(
+        lambda grads, _: nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(grads) * 0.5, grads
+        )
+    ),
     "ones": _set(lambda _, param: torch.ones_like(param)),
     "none": _set(lambda *_: None),
     "some": lambda ps: setattr(ps[1], "grad", None),
@@ -216,6 +228,7 @@ def _beside_ddp(rank: int, world: int, kind: str, options: dict[str, Any]) -> li
 CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
     "stage 1": (2, {"stage": 1}),
     "stage 2, three ranks": (3, {"stage": 2, "bucket_mb": 0.01}),
+    "ranks without slices": (4, {"stage": 1}),
     "wrapped": (2, {"stage": 2, "wrapped": True}),
     "fp32 slices": (2, {"dtype": torch.bfloat16, "master_weights": True}),
 }
@@ -223,6 +236,7 @@ CHOICES: dict[str, tuple[int, dict[str, Any]]] = {
 
 CASES = [
     *((choice, kind) for choice in ("stage 1", "stage 2, three ranks") for kind in KINDS),
+    *(("ranks without slices", kind) for kind in ("clip", "read")),
     *(("wrapped", kind) for kind in ("clip", "set")),
     *(("fp32 slices", kind) for kind in ("clip", "write")),
 ]

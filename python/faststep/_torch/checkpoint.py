@@ -10,13 +10,13 @@ __all__ = ["Wanted", "wanted_states"]
 Wanted = Literal["slices", "whole", "whole everywhere"]
 
 
-def wanted_states() -> Wanted:
+def wanted_states() -> Wanted | None:
     """What the caller of the function that calls this needs of states that are spread over ranks.
 
     torch.distributed.checkpoint saves and loads each rank's own part, with the states that
     `state_dict()` of the optimizer gives it. With StateDictOptions(full_state_dict=True) it wants
-    all of them, on rank 0 if they go to the CPU, else on every rank. Other callers want all on
-    rank 0. torch passes no argument that says so, so the stack does.
+    all of them, on rank 0 if they go to the CPU, else on every rank. None for other callers.
+    torch passes no argument that says so, so the stack does.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -27,4 +27,4 @@ def wanted_states() -> Wanted:
                 return "slices"
             return "whole" if getattr(info, "cpu_offload", False) else "whole everywhere"
         frame = frame.f_back  # type: ignore[assignment]
-    return "whole"
+    return None

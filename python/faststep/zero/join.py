@@ -137,6 +137,11 @@ class JoinableSteps(Joinable):
                 "faststep.zero: give torch.distributed.algorithms.Join the DistributedDataParallel "
                 "model before the optimizer: Join([model, optimizer])"
             )
+        if not is_backward and engine and not engine.gradients.is_collecting:
+            raise RuntimeError(
+                "faststep.zero: a step without a backward pass inside of "
+                "torch.distributed.algorithms.Join, where ranks without data take part in both"
+            )
         self._is_noted = True
         Join.notify_join_context(self)
 

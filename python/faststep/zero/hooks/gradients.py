@@ -51,6 +51,11 @@ class Gradients:
         self.unowned = Unowned([], group, _nothing)
         self.made = living.add(self)  # the same order on all ranks, as shard() is a collective
 
+    @property
+    def is_collecting(self) -> bool:
+        """Whether gradients have still to be reduced."""
+        return self._state is State.COLLECTING
+
     def settle_pass(self) -> None:
         """Before a change of the buckets: complete a pass whose end was not seen."""
         self.note_failure()

@@ -119,6 +119,15 @@ class Placeholder(Tensor):
 
     # ---- what torch does not hand to __torch_dispatch__
 
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
     def numpy(self, **options: Any) -> Any:
         return self.clone().numpy(**options)
 
@@ -269,14 +278,15 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator with whole gradients in the place of ours."""
     schema = func._schema
-    name = schema.name.partition("::")[2]
+    library, _, name = schema.name.partition("::")
+    hides_writes = library == "c10d"  # torch.distributed, whose schemas do not say what is written
     # Shape and dtype are all that these ask for.
     get = _empty if name.endswith("_like") or name.startswith("new_") else _whole
     found = {one: get(one) for one in tree_iter((args, kwargs)) if isinstance(one, Placeholder)}
     result = func(*_replaced(args, found), **_replaced(kwargs, found))
     for place, argument in enumerate(schema.arguments):
-        if argument.alias_info is None:  # neither changed nor a part of the result
-            continue
+        if argument.alias_info is None and not hides_writes:
+            continue  # neither changed nor a part of the result
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         for one in tree_iter(value):
             if isinstance(one, Placeholder):

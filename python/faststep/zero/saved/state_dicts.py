@@ -43,9 +43,9 @@ class StateDicts(Optimizer):
             complete_states(self._owned)
             return super().state_dict()
         wanted, whole = wanted_states(), self._consolidated
-        if whole is None or wanted == "slices":
+        if whole is None or wanted is not None:
             self._prepare_states()
-            whole = states_for(self._engine, wanted)
+            whole = states_for(self._engine, wanted or "whole")
         mine = self.state
         self.state = defaultdict(dict, {p: whole[p] for p in params_of(self) if p in whole})
         try:
