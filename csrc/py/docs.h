@@ -154,6 +154,10 @@
             "Return a tensor like this one over the same memory. The memory is not freed while " \
             "that tensor lives.")
 #define FST_DOC_HOLDS FST_DOC("holds($module, /)", "The number of tensors' memories that are held.")
+#define FST_DOC_HYPER                                                                            \
+    FST_DOC("hyper($module, group, places, /)",                                                  \
+            "The numbers at places in a parameter group, as floats. A place is a key, or a key " \
+            "and an index.")
 #define FST_DOC_IS_BUILT_IN             \
     FST_DOC(                            \
         "is_built_in($module, obj, /)", \

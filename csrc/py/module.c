@@ -37,6 +37,7 @@ static PyMethodDef methods[] = {
     {"has_kernels", fst_py_has_kernels, METH_NOARGS, FST_DOC_HAS_KERNELS},
     {"hold", fst_py_hold, METH_VARARGS, FST_DOC_HOLD},
     {"holds", fst_py_holds, METH_NOARGS, FST_DOC_HOLDS},
+    {"hyper", (PyCFunction)(void (*)(void))fst_py_hyper, METH_FASTCALL, FST_DOC_HYPER},
     {"is_built_in", fst_py_is_built_in, METH_O, FST_DOC_IS_BUILT_IN},
     {"is_recorded", fst_py_is_recorded, METH_NOARGS, FST_DOC_IS_RECORDED},
     {"keep_freed_memory", fst_py_keep_freed_memory, METH_NOARGS, FST_DOC_KEEP_FREED_MEMORY},

@@ -105,6 +105,9 @@ PyObject *fst_py_device_unscale(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clip(PyObject *module, PyObject *args);
 PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 
+/* The hyper-parameters of a group (groups.c). */
+PyObject *fst_py_hyper(PyObject *module, PyObject *const *args, Py_ssize_t given);
+
 /* A step of Adafactor (factored_call.c). */
 PyObject *fst_py_factored_step(PyObject *module, PyObject *args);
 

@@ -4,7 +4,8 @@
  *
  * p -= lr / bc1 * m / (sqrt(v) / sqrt(bc2) + eps) is computed with one square root and one
  * division: step_size = lr * sqrt(bc2) / bc1, and eps * sqrt(bc2) takes the place of eps. */
-#define FST_ADAM_HYPER(X) X(lr) X(beta1) X(beta2) X(eps) X(weight_decay) X(decoupled)
+#define FST_ADAM_HYPER(X) \
+    X(lr) X(betas[0]) X(betas[1]) X(eps) X(weight_decay) X(decoupled_weight_decay)
 
 typedef struct {
     REAL beta1, one_minus_beta1;

@@ -1,6 +1,6 @@
 /* Adamax (Kingma & Ba 2015, arXiv:1412.6980): Adam with the infinity norm in place of the second
  * moment. As in torch, eps is added to |g| and not to the denominator. */
-#define FST_ADAMAX_HYPER(X) X(lr) X(beta1) X(beta2) X(eps) X(weight_decay)
+#define FST_ADAMAX_HYPER(X) X(lr) X(betas[0]) X(betas[1]) X(eps) X(weight_decay)
 
 typedef struct {
     REAL beta1, one_minus_beta1, beta2;

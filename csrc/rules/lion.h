@@ -1,5 +1,5 @@
 /* Lion (Chen et al. 2023, arXiv:2302.06675): the sign of an interpolated momentum. */
-#define FST_LION_HYPER(X) X(lr) X(beta1) X(beta2) X(weight_decay)
+#define FST_LION_HYPER(X) X(lr) X(betas[0]) X(betas[1]) X(weight_decay)
 
 typedef struct {
     REAL beta1, one_minus_beta1;

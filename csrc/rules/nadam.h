@@ -2,7 +2,7 @@
  * step. The product of all mu so far is a number of each tensor. Weight decay is L2 or decoupled.
  * As in adam.h, sqrt(bc2) has moved from the denominator into the step sizes and into eps. */
 #define FST_NADAM_HYPER(X) \
-    X(lr) X(beta1) X(beta2) X(eps) X(weight_decay) X(decoupled) X(momentum_decay)
+    X(lr) X(betas[0]) X(betas[1]) X(eps) X(weight_decay) X(decoupled_weight_decay) X(momentum_decay)
 
 typedef struct {
     REAL one_minus_beta1, one_minus_beta2;

@@ -1,6 +1,7 @@
 /* RAdam (Liu et al. 2020, arXiv:1908.03265): the second moment counts once its estimate has a
  * finite variance, times a factor for that variance. Weight decay is L2 or decoupled. */
-#define FST_RADAM_HYPER(X) X(lr) X(beta1) X(beta2) X(eps) X(weight_decay) X(decoupled)
+#define FST_RADAM_HYPER(X) \
+    X(lr) X(betas[0]) X(betas[1]) X(eps) X(weight_decay) X(decoupled_weight_decay)
 
 typedef struct {
     REAL beta1, one_minus_beta1;

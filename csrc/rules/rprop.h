@@ -1,7 +1,7 @@
 /* Rprop (Riedmiller & Braun 1993) as in torch: where the gradient's sign has turned, the step size
  * shrinks and this gradient counts as 0. The learning rate is the first step size, which the state
  * begins with. */
-#define FST_RPROP_HYPER(X) X(lr) X(eta_minus) X(eta_plus) X(smallest) X(largest)
+#define FST_RPROP_HYPER(X) X(lr) X(etas[0]) X(etas[1]) X(step_sizes[0]) X(step_sizes[1])
 
 typedef struct {
     REAL minus, plus;

@@ -266,6 +266,14 @@ def hold(tensor: Tensor, storage_record: int, /) -> Tensor:
 def holds() -> int:
     """The number of tensors' memories that are held."""
 
+def hyper(
+    group: Mapping[str, Any], places: tuple[str | tuple[str, int], ...], /
+) -> tuple[float, ...]:
+    """`group[place]`, or `group[key][index]` where a place is (key, index), as floats.
+
+    ValueError where `group[key]` has not two entries.
+    """
+
 def is_built_in(obj: object, /) -> bool:
     """Whether there is nothing but str, bytes, numbers and None in lists, tuples and dicts.
 

@@ -22,16 +22,23 @@ static void table_names_every_rule(void)
                                         "nadam",
                                         "asgd"};
     static const unsigned states[] = {2, 3, 0, 1, 1, 1, 1, 2, 2, 3, 2, 2, 2, 2, 2, 1};
-    static const char *const adam[] = {"lr", "beta1", "beta2", "eps", "weight_decay", "decoupled"};
+    static const char *const adam[] = {"lr",  "betas[0]",     "betas[1]",
+                                       "eps", "weight_decay", "decoupled_weight_decay"};
     static const char *const sgd[] = {"lr", "momentum", "dampening", "weight_decay", "nesterov"};
-    static const char *const lion[] = {"lr", "beta1", "beta2", "weight_decay"};
+    static const char *const lion[] = {"lr", "betas[0]", "betas[1]", "weight_decay"};
     static const char *const adagrad[] = {"lr", "lr_decay", "weight_decay", "eps"};
     static const char *const rmsprop[] = {"lr", "alpha", "eps", "weight_decay", "momentum"};
-    static const char *const adamax[] = {"lr", "beta1", "beta2", "eps", "weight_decay"};
+    static const char *const adamax[] = {"lr", "betas[0]", "betas[1]", "eps", "weight_decay"};
     static const char *const adadelta[] = {"lr", "rho", "eps", "weight_decay"};
-    static const char *const rprop[] = {"lr", "eta_minus", "eta_plus", "smallest", "largest"};
-    static const char *const nadam[] = {"lr",           "beta1",     "beta2",         "eps",
-                                        "weight_decay", "decoupled", "momentum_decay"};
+    static const char *const rprop[] = {"lr", "etas[0]", "etas[1]", "step_sizes[0]",
+                                        "step_sizes[1]"};
+    static const char *const nadam[] = {"lr",
+                                        "betas[0]",
+                                        "betas[1]",
+                                        "eps",
+                                        "weight_decay",
+                                        "decoupled_weight_decay",
+                                        "momentum_decay"};
     static const char *const asgd[] = {"lr", "lambd", "alpha", "t0", "weight_decay"};
     static const char *const *const hyper[] = {adam,    adam,    sgd,     sgd,     lion,   adagrad,
                                                rmsprop, rmsprop, rmsprop, rmsprop, adamax, adadelta,

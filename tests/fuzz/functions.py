@@ -375,6 +375,13 @@ def of_settings(name: str, *good: Any) -> Target:
     return target
 
 
+def hyper(world: World) -> None:
+    pair = world.rng.choice(((0.9, 0.99), [0.9, torch.tensor(0.99)], (0.9,), None))
+    places = ("eps", ("betas", 0), ("betas", 1))
+    args, _ = maybe_bad(world, (world.contain({"eps": 1e-8, "betas": pair}), places))
+    world.call("hyper", _C.hyper, args)
+
+
 def retain_memory(world: World) -> None:
     limit = world.rng.choice((-1, 0, 1 << 20, 2**63 - 1, 2**63, 1.5, None, "1"))
     group = world.rng.choice((None, "/sys/fs/cgroup", "/nowhere", "a" * 600, "\0", b"/", 5))
@@ -419,6 +426,7 @@ FUNCTIONS: dict[str, Target] = {
     "has_kernels": no_arguments("has_kernels"),
     "hold": hold,
     "holds": no_arguments("holds"),
+    "hyper": hyper,
     "is_recorded": no_arguments("is_recorded"),
     "keep_freed_memory": no_arguments("keep_freed_memory"),
     "measure": measure,

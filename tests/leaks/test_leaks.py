@@ -426,6 +426,18 @@ def records() -> Iterator[Case]:
     yield failing(_C.use_records, 1), []
 
 
+def hyper() -> Iterator[Case]:
+    group = {"eps": 0.25, "betas": [0.5, torch.tensor(0.75)], "odd": (1, 2, 3)}
+    places = ("eps", ("betas", 0), ("betas", 1))
+
+    def run() -> None:
+        assert _C.hyper(group, places) == (0.25, 0.5, 0.75)
+
+    yield run, [group, places]
+    for bad in (("none",), ("betas",), (("betas",),), (("eps", 0),), (("odd", 0),), ("eps",) * 99):
+        yield failing(_C.hyper, group, bad), [group, bad]
+
+
 def hold() -> Iterator[Case]:
     """By several, with and without a move of the memory; and what has none."""
     assert faststep._torch.held._places_if_known()
@@ -723,6 +735,7 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "has_kernels": lambda: iter([(_C.has_kernels, [])]),
     "hold": hold,
     "holds": lambda: iter([(_C.holds, [])]),
+    "hyper": hyper,
     "is_built_in": is_built_in,
     "is_recorded": lambda: iter([(_C.is_recorded, [])]),
     "keep_freed_memory": lambda: iter([(_C.keep_freed_memory, [])]),

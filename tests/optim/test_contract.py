@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -180,6 +181,43 @@ def test_signature_extends_torchs(declaration: Declaration) -> None:
     assert set(ours) == set(torchs)
     for name, parameter in torchs.items():
         assert (ours[name].kind, ours[name].default) == (parameter.kind, parameter.default), name
+
+
+@pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
+def test_help_explains_every_argument(declaration: Declaration) -> None:
+    text = inspect.getdoc(declaration.ours) or ""
+    _, *arguments = inspect.signature(declaration.ours).parameters.values()
+    for argument in arguments:
+        entry = re.search(rf"^    {argument.name} \(.*(\n {{8}}.*)*", text, re.MULTILINE)
+        assert entry, argument.name
+        assert " ".join(entry[0].split()).endswith(f" Default: {argument.default!r}.")
+
+
+@pytest.mark.parametrize("declaration", TORCHS + OTHERS, ids=lambda d: d.name)
+def test_missing_arguments_are_torchs_error(declaration: Declaration) -> None:
+    ours, torchs = outcome(lambda: declaration.ours()), outcome(lambda: declaration.torchs())
+    assert ours == torchs
+    assert ours[0] is TypeError
+
+
+def test_a_pair_of_three() -> None:
+    """torch's error is that of Python for too many values."""
+    params = tensors()
+    optimizer = faststep.optim.AdamW(params, betas=(0.9, 0.99, 0.999))
+    set_gradients(params, 0)
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(ValueError, match="'betas' of a parameter group has 3 values, not 2"):
+        optimizer.step()
+    assert all(map(torch.equal, params, before))
+
+
+def test_hyper_parameters_that_require_a_gradient_are_read_without_a_warning() -> None:
+    params = tensors()
+    beta = torch.tensor(0.9, requires_grad=True)
+    set_gradients(params, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        faststep.optim.AdamW(params, betas=(beta, beta)).step()
 
 
 @pytest.mark.parametrize("declaration", TORCHS + OTHERS, ids=lambda d: d.name)

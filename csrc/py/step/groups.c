@@ -1,6 +1,60 @@
 /* Parses the parameter groups of a step. */
 #include "py/step/step_plan.h"
 
+/* group[place], or group[key][index] where the place is (key, index); a new reference. */
+static PyObject *value_at(PyObject *group, PyObject *place)
+{
+    if (!PyTuple_Check(place))
+        return PyObject_GetItem(group, place);
+    PyObject *key = PyTuple_GetItem(place, 0), *index = PyTuple_GetItem(place, 1);
+    PyObject *pair = key && index ? PyObject_GetItem(group, key) : NULL, *value = NULL;
+    const Py_ssize_t size = pair ? PyObject_Size(pair) : -1;
+    if (size == 2)
+        value = PyObject_GetItem(pair, index);
+    else if (size >= 0)
+        PyErr_Format(PyExc_ValueError, "%R of a parameter group has %zd values, not 2", key, size);
+    Py_XDECREF(pair);
+    return value;
+}
+
+static int parse_hyper(PyObject *group, PyObject *place, double *hyper)
+{
+    PyObject *value = value_at(group, place);
+    if (value && !PyFloat_Check(value) && !PyLong_Check(value) &&
+        PyObject_HasAttrString(value, "item")) { /* torch warns of float() with requires_grad */
+        PyObject *tensor = value;
+        value = PyObject_CallMethod(tensor, "item", NULL);
+        Py_DECREF(tensor);
+    }
+    *hyper = value ? PyFloat_AsDouble(value) : -1.0;
+    Py_XDECREF(value);
+    return *hyper == -1.0 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* hyper(group, places) gives the numbers at these places in a group, as floats. */
+PyObject *fst_py_hyper(PyObject *module, PyObject *const *args, Py_ssize_t given)
+{
+    double hyper[FST_MAX_HYPER];
+    (void)module;
+    if (given != 2 || !PyTuple_Check(args[1])) {
+        PyErr_SetString(PyExc_TypeError, "expected a group, and a tuple of places");
+        return NULL;
+    }
+    const Py_ssize_t count = PyTuple_Size(args[1]);
+    if (count > FST_MAX_HYPER)
+        return PyErr_Format(PyExc_ValueError, "more than %d hyper-parameters", FST_MAX_HYPER);
+    for (Py_ssize_t i = 0; i < count; i++)
+        if (parse_hyper(args[0], PyTuple_GetItem(args[1], i), &hyper[i]))
+            return NULL;
+    PyObject *numbers = PyTuple_New(count);
+    for (Py_ssize_t i = 0; numbers && i < count; i++) {
+        PyObject *number = PyFloat_FromDouble(hyper[i]);
+        if (!number || PyTuple_SetItem(numbers, i, number))
+            Py_CLEAR(numbers);
+    }
+    return numbers;
+}
+
 /* Reads (rule, state keys, has a step counter, hyper-parameters, maximize, {device: lr} or None,
  * has masters). */
 static int parse_group(PyObject *spec, fst_group *group)

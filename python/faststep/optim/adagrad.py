@@ -2,85 +2,39 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
-from .base import Rule
+from .arguments import Arguments, composed
 from .counted import CountedOptimizer
-from .masters import begin_state, has_master, with_master
+from .masters import begin_state, has_master
+from .request import formula
 
 __all__ = ["Adagrad"]
 
 
+@composed
 class Adagrad(CountedOptimizer, torch.optim.Adagrad):
     """:class:`torch.optim.Adagrad` (Duchi, Hazan & Singer 2011) with a step that is one C call.
 
-    Same arguments, defaults, `param_groups`, `state` and errors. `foreach` changes nothing, and
-    `fused=True` only that torch.amp.GradScaler leaves unscaling to the step, as in torch.
-    Parameters: CPU or CUDA tensors in float32, float64, bfloat16 or float16.
-
     Args:
-        params (iterable): as for torch.
-        lr (float or Tensor): learning rate. Default: 1e-2.
-        lr_decay (float): the learning rate is divided by 1 + (step - 1) * lr_decay. Default: 0.
-        weight_decay (float): L2 penalty. Default: 0.
-        initial_accumulator_value (float): what the sum of squares begins with. Default: 0.
-        eps (float): added to the denominator. Default: 1e-10.
-        maximize, foreach, differentiable, fused: as for torch.
-        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
-            step. Default: None.
-        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
-            Default: False.
-        master_weights (bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16
-            parameters. True is "fp32". Default: False.
+        lr_decay (float): the learning rate is divided by 1 + (step - 1) * lr_decay.
+        initial_accumulator_value (float): what the sum of squares begins with.
     """
 
-    def __init__(
-        self,
-        params: ParamsT,
-        lr: float | Tensor = 1e-2,
-        lr_decay: float = 0,
-        weight_decay: float = 0,
-        initial_accumulator_value: float = 0,
-        eps: float = 1e-10,
-        foreach: bool | None = None,
-        *,
-        maximize: bool = False,
-        differentiable: bool = False,
-        fused: bool | None = None,
-        max_grad_norm: float | None = None,
-        keep_grads: bool = False,
-        master_weights: bool | Literal["fp32"] = False,
-    ) -> None:
-        self._set_options(max_grad_norm, keep_grads, master_weights)
-        super().__init__(
-            params,
-            lr,
-            lr_decay,
-            weight_decay,
-            initial_accumulator_value,
-            eps,
-            foreach,
-            maximize=maximize,
-            differentiable=differentiable,
-            fused=fused,
-        )
+    _formula = formula("adagrad", "step", "sum")
+
+    def __init__(self, params: ParamsT, *args: Any, **options: Unpack[Arguments]) -> None:
+        super().__init__(params, *args, **options)
         if self._keeps_masters:  # torch has made the states, in the parameters' types
             for group in self.param_groups:
                 for param in filter(has_master, group["params"]):
                     del self.state[param]
-                    begin_state(self, group, with_master(self._rule_of(group)), param)
-
-    def _keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("step", "sum")
-
-    def _rule_of(self, group: dict[str, Any]) -> Rule:
-        return self._counted_rule(
-            "adagrad", group, group["lr_decay"], group["weight_decay"], group["eps"]
-        )
+                    begin_state(self, group, self._rule_of(group), param)
 
     def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
         new = super()._new_tensor(group, param, key)

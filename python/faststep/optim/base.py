@@ -25,13 +25,13 @@ from .checks import check_limit, refuse_group_options, refuse_part
 from .clipping import ClippedOptimizer
 from .hooked import HookedOptimizer
 from .masters import complete_states, refuse_masters, with_master
-from .request import Rule, ScalerRequest, StepAnswer, StepRequest, request_of
+from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
 from .wide import loading_wide
 from .work import Work
 from .zeros import Zeros
 
-__all__ = ["FusedOptimizer", "Rule", "number"]
+__all__ = ["FusedOptimizer", "number"]
 
 
 def number(value: float | Tensor) -> float:
@@ -52,7 +52,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     Where torch has the class, this one stands before torch's in the bases. A step is one C call. It
     is two calls if it clips or checks on several devices, and one more if states were missing.
 
-    A class has `_rule_of` and, if its rule has states, `_new_state`.
+    A class has `_formula` or, if a group's options change it, `_formula_of`.
 
     torch's class makes the whole step, at its speed, if a gradient is sparse, a parameter complex
     or a group `differentiable`, and raises its errors. Clipping and unscaling stay part of it.
@@ -68,7 +68,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
             parameter the step begins with it. Default: False; True is "fp32".
     """
 
-    _number_of: ClassVar[dict[str, int]] = {name: row[0] for name, row in _C.rules().items()}
+    _formula: ClassVar[Formula]
 
     # Names of 0-d states beside `step`, and whether torch keeps both on the parameter's device.
     _numbers: ClassVar[tuple[str, ...]] = ()
@@ -104,13 +104,26 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _step_supports_amp_scaling(self, value: bool) -> None:
         self._is_asked_to_unscale = bool(value)
 
+    def _formula_of(self, group: dict[str, Any]) -> Formula:
+        return self._formula
+
     def _rule_of(self, group: dict[str, Any]) -> Rule:
         """The rule and its numbers for this step of a group."""
-        raise NotImplementedError
+        number, places, keys, has_step = self._formula_of(group)
+        lr_on_device = None
+        if type(group["lr"]) is not float:
+            lr, lr_on_device = self._lr_of(group["lr"])
+            group = {**group, "lr": lr}
+        maximize, has_master = bool(group["maximize"]), self._keeps_masters
+        keys = with_master(keys) if has_master else keys
+        hyper = _C.hyper(group, places)
+        return Rule(number, keys, has_step, hyper, maximize, lr_on_device, has_master)
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
-        """Create the missing entries of `self.state[param]`."""
-        raise NotImplementedError
+        """Create the missing entries of `self.state[param]`: of zeros, in the parameter's shape."""
+        state = self.state[param]
+        for key in self._formula_of(group).state_keys:
+            state[key] = self._zeros.like(param)
 
     def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None:
         """Raise for a state that has begun and lacks a part, as torch's loop does."""
@@ -149,11 +162,8 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         """Whether a rank had a gradient at the last step that measured DTensors."""
         return self._stepper is not None and self._stepper.ranks_have_grads()
 
-    def _lr_of(self, group: dict[str, Any]) -> tuple[float, dict[int, Tensor] | None]:
+    def _lr_of(self, lr: float | Tensor) -> tuple[float, dict[int, Tensor] | None]:
         """The learning rate, as a number or as a tensor that each device reads for itself."""
-        lr = group["lr"]
-        if type(lr) is float:
-            return lr, None
         if isinstance(lr, Tensor) and lr.is_cuda:
             devices = self._devices
             if devices and HOST not in devices:
@@ -313,7 +323,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     def _checked_rule_of(self, group: dict[str, Any]) -> Rule:
         if group.get("differentiable") or group.get("capturable"):
             leave_to_torch(group, self._devices)
-        return with_master(self._rule_of(group)) if self._keeps_masters else self._rule_of(group)
+        return self._rule_of(group)
 
     def _explained(self, group: int, index: int, role: str, kind: str, detail: str) -> Exception:
         """The error for a tensor that cannot be used."""

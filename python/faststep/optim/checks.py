@@ -12,6 +12,7 @@ from .._torch.ranks import instances_of, is_distributed
 from ..grads.params import place_of
 
 __all__ = [
+    "OPTIONS",
     "check_limit",
     "has_grads",
     "refuse_group_options",
@@ -20,7 +21,8 @@ __all__ = [
     "refuse_unchecked",
 ]
 
-_OF_ALL_GROUPS = ("max_grad_norm", "keep_grads", "master_weights")
+# Of the optimizers beside torch's arguments, for all groups together.
+OPTIONS = ("max_grad_norm", "keep_grads", "master_weights")
 
 _CLIP_BEFORE = (
     "as the norm of a part would be wrong, call faststep.clip_grad_norm_(model.parameters(), "
@@ -56,7 +58,7 @@ def refuse_group_options(group: dict[str, Any]) -> None:
     A script may mean a note of its own. ZeroRedundancyOptimizer and others that make an optimizer
     of some of the parameters on each rank put the options that they were given there.
     """
-    for name in _OF_ALL_GROUPS:
+    for name in OPTIONS:
         value = group.get(name)
         if value is not None and value is not False:
             raise ValueError(

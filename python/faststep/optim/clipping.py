@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Literal
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack  # torch depends on it
 
-from .checks import check_limit
+from .checks import OPTIONS, check_limit
 from .masters import keeps_masters
 from .wrapped import PassesOn
+
+if TYPE_CHECKING:
+    from .arguments import Arguments
 
 __all__ = ["ClippedOptimizer"]
 
@@ -22,21 +29,26 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
     _skipped: bool | Tensor = False
     _keeps_masters: bool = False  # of bf16 and fp16 parameters: see masters.py
 
-    @property
-    def _devices(self) -> tuple[int, ...]:
-        """Of the parameters, as the C side calls them; empty before the first step."""
-        raise NotImplementedError
+    def __init__(self, params: ParamsT, *args: Any, **arguments: Unpack[Arguments]) -> None:
+        torchs: dict[str, Any] = {**arguments}
+        self._set_options(**{name: torchs.pop(name) for name in OPTIONS if name in torchs})
+        super().__init__(params, *args, **torchs)
 
     def _set_options(
         self,
-        max_grad_norm: float | None,
-        keep_grads: bool,
-        master_weights: object,
+        max_grad_norm: float | None = None,
+        keep_grads: bool = False,
+        master_weights: bool | Literal["fp32"] = False,
     ) -> None:
         check_limit("max_grad_norm", max_grad_norm)
         self._max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self._keep_grads = bool(keep_grads)
         self._keeps_masters = keeps_masters(master_weights)
+
+    @property
+    def _devices(self) -> tuple[int, ...]:
+        """Of the parameters, as the C side calls them; empty before the first step."""
+        raise NotImplementedError
 
     @property
     def max_grad_norm(self) -> float | None:

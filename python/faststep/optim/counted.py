@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._torch.optim import is_capturing, step_dtype
-from .base import FusedOptimizer, Rule, number
+from .base import FusedOptimizer, number
 
 __all__ = ["CountedOptimizer"]
 
@@ -16,14 +16,9 @@ __all__ = ["CountedOptimizer"]
 class CountedOptimizer(FusedOptimizer):
     """Base of the optimizers whose state begins with `step`.
 
-    A class has `_keys_of` and `_rule_of`, which calls `_counted_rule`. States begin as zeros unless
-    it has `_new_tensor` too. `_numbers` names 0-d states beside `step`, which follow it, and which
-    begin as `_first_number` says.
+    States begin as zeros unless a class has `_new_tensor`. `_numbers` names 0-d states beside
+    `step`, which follow it, and which begin as `_first_number` says.
     """
-
-    def _keys_of(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the states, `step` first, in torch's order."""
-        raise NotImplementedError
 
     def _new_tensor(self, group: dict[str, Any], param: Tensor, key: str) -> Tensor:
         """A new state of the parameter's shape."""
@@ -32,13 +27,6 @@ class CountedOptimizer(FusedOptimizer):
     def _first_number(self, group: dict[str, Any], key: str) -> float:
         """What a 0-d state begins with."""
         raise NotImplementedError
-
-    def _counted_rule(self, name: str, group: dict[str, Any], *hyper: float) -> Rule:
-        """The rule of that name, with the hyper-parameters that follow the learning rate."""
-        lr, lr_on_device = self._lr_of(group)
-        maximize = bool(group["maximize"])
-        rule = self._number_of[name]
-        return Rule(rule, self._keys_of(group), True, (lr, *hyper), maximize, lr_on_device)
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
         state = self.state[param]
@@ -57,7 +45,7 @@ class CountedOptimizer(FusedOptimizer):
         for key in self._numbers:
             made[key] = self._zeros.scalar(step_dtype(fused), device)
             made[key].fill_(self._first_number(group, key))
-        for key in self._keys_of(group)[len(made) :]:
+        for key in self._formula_of(group).state_keys[len(made) :]:
             made[key] = self._new_tensor(group, param, key)
         state.update(made)  # all or none, should memory run out
 

@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .base import FusedOptimizer, Rule, number
+from .arguments import composed
+from .base import FusedOptimizer, number
+from .request import formula
 
 __all__ = ["Lion"]
 
 
+@composed
 class Lion(FusedOptimizer):
     """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675).
 
     ``p = p * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * g)``, then
     ``m = beta2 * m + (1 - beta2) * g``. Parameters: dense CPU or CUDA tensors in float32, float64,
-    bfloat16 or float16. State: `exp_avg`, of the parameter's shape, dtype and layout.
+    bfloat16 or float16. State: `exp_avg`, of the parameter's shape, dtype and layout. ValueError
+    for a hyper-parameter out of range.
 
     Args:
-        params (iterable): as for the optimizers of torch.
-        lr (float or Tensor): learning rate, 3 to 10 times smaller than AdamW's. Default: 1e-4.
+        lr (float or Tensor): learning rate, 3 to 10 times smaller than AdamW's.
         betas (tuple of two floats): weights of the momentum in the update and in its own decay.
-            Default: (0.9, 0.99).
-        weight_decay (float): decoupled. Default: 0.
-        maximize (bool): maximize instead of minimize. Default: False.
-        max_grad_norm (float, optional): clip all gradients by their global 2-norm inside the
-            step. Default: None.
-        keep_grads (bool): with `max_grad_norm`, write unscaled and clipped gradients back.
-            Default: False.
-        master_weights (bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16
-            parameters. True is "fp32". Default: False.
-
-    Raises:
-        ValueError: for a hyper-parameter out of range.
+        weight_decay (float): decoupled.
     """
 
-    _keys = ("exp_avg",)
+    _formula = formula("lion", "exp_avg")
 
     def __init__(
         self,
@@ -61,24 +53,14 @@ class Lion(FusedOptimizer):
                 raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
         if not weight_decay >= 0.0:
             raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-        self._set_options(max_grad_norm, keep_grads, master_weights)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults)
-
-    def _rule_of(self, group: dict[str, Any]) -> Rule:
-        beta1, beta2 = group["betas"]
-        lr, lr_on_device = self._lr_of(group)
-        return Rule(
-            self._number_of["lion"],
-            self._keys,
-            False,
-            (lr, number(beta1), number(beta2), group["weight_decay"]),
-            bool(group["maximize"]),
-            lr_on_device,
+        super().__init__(
+            params,
+            defaults,
+            max_grad_norm=max_grad_norm,
+            keep_grads=keep_grads,
+            master_weights=master_weights,
         )
-
-    def _new_state(self, group: dict[str, Any], param: Tensor) -> None:
-        self.state[param]["exp_avg"] = self._zeros.like(param)
 
     def _update_by_torch(self) -> None:
         """torch has no Lion: the formula, operator by operator."""

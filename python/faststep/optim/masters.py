@@ -56,14 +56,9 @@ def has_master(param: Tensor) -> bool:
 
 
 @functools.cache
-def _with_master(keys: tuple[str, ...]) -> tuple[str, ...]:
+def with_master(keys: tuple[str, ...]) -> tuple[str, ...]:
     """The same tuple each time, by which C recognizes a step."""
     return (*keys, MASTER)
-
-
-def with_master(rule: Rule) -> Rule:
-    """The rule with masters."""
-    return rule._replace(state_keys=_with_master(rule.state_keys), has_master=True)
 
 
 def own_keys(rule: Rule) -> tuple[str, ...]:

@@ -7,9 +7,20 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from .. import _C
 from .checks import refuse_unchecked
 
-__all__ = ["Rule", "ScalerRequest", "StepAnswer", "StepRequest", "request_of"]
+__all__ = [
+    "Formula",
+    "Rule",
+    "ScalerRequest",
+    "StepAnswer",
+    "StepRequest",
+    "formula",
+    "request_of",
+]
+
+_RULES = _C.rules()
 
 
 class ScalerRequest(NamedTuple):
@@ -91,3 +102,20 @@ class Rule(NamedTuple):
     maximize: bool
     lr: dict[int, Tensor] | None = None  # per CUDA device: read there instead of from `hyper`
     has_master: bool = False  # `state_keys` end with that of the masters; see masters.py
+
+
+class Formula(NamedTuple):
+    """A rule of csrc/rules/rules.def, and what it needs of a group and of a parameter's state."""
+
+    number: int
+    places: tuple[str | tuple[str, int], ...]  # of the hyper-parameters in a group, lr first
+    state_keys: tuple[str, ...]  # as in Rule
+    has_step: bool
+
+
+def formula(rule: str, *state_keys: str) -> Formula:
+    """The rule of that name, with states of these names in its order, after "step" if it counts."""
+    number, _, hyper = _RULES[rule]
+    parts = (name.partition("[") for name in hyper)
+    places = tuple((key, int(index[:-1])) if index else key for key, _, index in parts)
+    return Formula(number, places, state_keys, "step" in state_keys)

@@ -19,9 +19,9 @@ from ..grads.buckets import Reduced, reducing_model
 from ..grads.hooks import Hooked
 from ..grads.owners import refuse_clipping, refuse_shared, releasing
 from ..grads.params import name_of, params_of
-from ..optim.base import FusedOptimizer, Rule
+from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for, own_keys
-from ..optim.request import StepRequest
+from ..optim.request import Rule, StepRequest
 from ..optim.step import Stepper
 from ..optim.work import Work
 from .before_step import refuse_code_before_step
