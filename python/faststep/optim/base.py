@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
@@ -167,7 +166,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if isinstance(lr, Tensor) and lr.is_cuda:
             devices = self._devices
             if devices and HOST not in devices:
-                return math.nan, {device: on_device(lr, device) for device in devices}
+                return 0.0, {device: on_device(lr, device) for device in devices}  # 0.0: not read
         return number(lr), None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
