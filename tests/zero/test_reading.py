@@ -180,7 +180,7 @@ def _agree(one: Any, other: Any, rtol: float) -> bool:
         )
     if isinstance(one, (float, Tensor)) and isinstance(other, (float, Tensor)):
         one, other = torch.as_tensor(one), torch.as_tensor(other)
-        return one.dtype == other.dtype and torch.allclose(one, other, rtol, rtol / 100)
+        return one.dtype == other.dtype and torch.allclose(one, other, rtol, rtol / 10)
     return bool(one == other)
 
 

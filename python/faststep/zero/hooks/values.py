@@ -63,7 +63,7 @@ class GradientValues:
             update(slot.whole, lambda other: other)
             return
         for (_, grad), begin in zip(slot.pieces, slot.begins, strict=True):
-            update(grad, functools.partial(slot.cut, begin=begin, count=grad.numel()))
+            update(grad, functools.partial(_part_of, slot, grad, begin))
         self._gradients.changes += 1
 
     def whole(self, index: int) -> Tensor:
@@ -130,3 +130,9 @@ class GradientValues:
             "before shard())"
         )
         return slot
+
+
+def _part_of(slot: Slot, grad: Tensor, begin: int, other: Tensor) -> Tensor:
+    """What lies beside a slice in another tensor, in fp32 where the slice has that for bf16."""
+    part = slot.cut(other, begin, grad.numel())
+    return part.to(grad.dtype) if part.dtype == slot.stand_in.dtype else part
