@@ -45,5 +45,5 @@ nitpick_ignore_regex = [
     ("py:.*", r"faststep\.data\.(arrays\.converted\.Converted|loader\._T_co)"),
     ("py:.*", r"typing_extensions\.Unpack"),
     ("py:.*", r"faststep\.data\.(types\.TorchOptions|transforms\.geometry\.Geometry)"),
-    ("py:.*", r"faststep\.zero\.(engine\.Engine|group\.Group)"),
+    ("py:.*", r"faststep\.zero\.(engine\.Engine|transport\.group\.Group)"),
 ]
