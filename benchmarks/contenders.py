@@ -23,6 +23,7 @@ __all__ = [
     "Contender",
     "Round",
     "UnavailableError",
+    "chain_of",
     "contenders_of",
     "fused_chain",
     "swapped_chain",
@@ -65,45 +66,49 @@ def _rival(module: str, distribution: str) -> Any:
         raise UnavailableError(f"import failed: {error}") from error
 
 
-def _make_scale(scaler: torch.amp.GradScaler, parameters: Sequence[Parameter]) -> None:
-    scaler.scale(torch.zeros((), device=parameters[0].device))
+def _scaler(kind: Callable[..., Any], parameters: Sequence[Parameter]) -> Any:
+    """A GradScaler that has made its scale."""
+    device = parameters[0].device
+    scaler = kind(device.type, init_scale=INIT_SCALE)
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
+
+
+def chain_of(
+    optimizer: torch.optim.Optimizer,
+    kind: Callable[..., Any],
+    clip: Callable[..., object],
+    parameters: Sequence[Parameter],
+) -> Round:
+    """unscale_, clip, step and update, with a GradScaler of this class."""
+    scaler = _scaler(kind, parameters)
+
+    def chain() -> None:
+        scaler.unscale_(optimizer)
+        clip(parameters, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return chain
 
 
 def torch_chain(parameters: Sequence[Parameter], **options: Any) -> Round:
     """torch's unscale_, clip_grad_norm_, step and update, with options for its AdamW."""
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, **options)
-    scaler = torch.amp.GradScaler(parameters[0].device.type, init_scale=INIT_SCALE)
-    _make_scale(scaler, parameters)
-
-    def chain() -> None:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return chain
+    clip = torch.nn.utils.clip_grad_norm_
+    return chain_of(optimizer, torch.amp.GradScaler, clip, parameters)
 
 
 def swapped_chain(parameters: Sequence[Parameter]) -> Round:
     """The same calls with faststep's functions and classes."""
     optimizer = faststep.optim.AdamW(parameters, lr=1e-4)
-    scaler = faststep.amp.GradScaler(parameters[0].device.type, init_scale=INIT_SCALE)
-    _make_scale(scaler, parameters)
-
-    def chain() -> None:
-        scaler.unscale_(optimizer)
-        faststep.clip_grad_norm_(parameters, MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return chain
+    return chain_of(optimizer, faststep.amp.GradScaler, faststep.clip_grad_norm_, parameters)
 
 
 def fused_chain(parameters: Sequence[Parameter]) -> Round:
     """faststep's shorter chain, in which the step unscales and clips."""
     optimizer = faststep.optim.AdamW(parameters, lr=1e-4)
-    scaler = faststep.amp.GradScaler(parameters[0].device.type, init_scale=INIT_SCALE)
-    _make_scale(scaler, parameters)
+    scaler = _scaler(faststep.amp.GradScaler, parameters)
 
     def chain() -> None:
         scaler.step(optimizer, max_norm=MAX_NORM)

@@ -15,6 +15,7 @@ from contenders import (
     SWAPPED,
     Contender,
     Round,
+    chain_of,
     fused_chain,
     swapped_chain,
     torch_chain,
@@ -54,17 +55,9 @@ def _compiled(parameters: Sequence[Parameter], family: str) -> Round:
             step()
 
         return clipped
-    scaler = torch.amp.GradScaler(parameters[0].device.type, init_scale=INIT_SCALE)
-    scaler.scale(torch.zeros((), device=parameters[0].device))
     optimizer.step = step  # type: ignore[method-assign]
-
-    def chain() -> None:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(parameters, MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return chain
+    clip = torch.nn.utils.clip_grad_norm_
+    return chain_of(optimizer, torch.amp.GradScaler, clip, parameters)
 
 
 def _apex_style(parameters: Sequence[Parameter], family: str) -> Round:
