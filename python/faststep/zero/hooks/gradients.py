@@ -77,11 +77,11 @@ class Gradients:
                     slot.take_over(slot.param.grad)
         self.hook(slots)
 
-    def hook(self, slots: Iterable[Slot]) -> None:
+    def hook(self, slots: Sequence[Slot]) -> None:
         """Collect the gradients of more parameters."""
         for slot in slots:
             self._hooks.add(slot.param, slot, _hook(weakref.ref(self), slot))
-            living.let_go(slot.param)
+        living.let_go([slot.param for slot in slots])
 
     def reduce_also(self, params: Iterable[Tensor]) -> None:
         """Reduce the gradients of parameters that no sharded optimizer has, too.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -54,10 +55,10 @@ def unowned() -> set[int]:
     return set().union(*(one.unowned.ids() for one in _living))
 
 
-def let_go(param: Tensor) -> None:
-    """Let a sharded optimizer have a parameter."""
+def let_go(params: Sequence[Tensor]) -> None:
+    """Let a sharded optimizer have parameters."""
     for one in _living:
-        one.unowned.leave([param])
+        one.unowned.leave(params)
 
 
 def refuse_two(number: int, group: Group) -> None:

@@ -163,7 +163,7 @@ class Owned:
         self._parts.append(OwnedPart(self.optimizer, params))
         return self._parts[-1]
 
-    def step(self, request: StepRequest, norm: Tensor | None) -> None:
+    def step(self, request: StepRequest) -> None:
         """Update the pieces that have a gradient.
 
         Raises:
@@ -176,9 +176,7 @@ class Owned:
         self.take_options()
         params = [group["params"] for group in optimizer.param_groups]
         try:
-            self._stepper.step(
-                Work(optimizer, params, optimizer._rules), request._replace(norm=norm)
-            )
+            self._stepper.step(Work(optimizer, params, optimizer._rules), request)
         except _C.TensorError as error:
             raise optimizer._explained(*error.args) from None
 

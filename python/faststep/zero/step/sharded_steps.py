@@ -69,7 +69,7 @@ class ShardedSteps:
         set_grads(self._slots, present)
         scale = None if scale is None else on_device(scale, self._here)
         self._owned.step(
-            request._replace(grad_scale=scale, found_inf=flag, looks_for_inf=False), norm
+            request._replace(grad_scale=scale, found_inf=flag, looks_for_inf=False, norm=norm)
         )
         if self._on_host:
             return StepAnswer(False, None if norm is None else norm.item()), True
