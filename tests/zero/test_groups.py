@@ -4,7 +4,6 @@ unfreezes: by torch's optimizer inside DistributedDataParallel, and sharded."""
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -312,21 +311,10 @@ def _refused(rank: int, world: int) -> dict[str, Any]:
     model(torch.ones(2, 40)).sum().backward()
     optimizer.param_groups[0]["params"].pop()
     said["in between"] = _error(optimizer.step)
-    model = nn.Linear(60, 60)
-    for _ in range(149):
-        model.register_parameter(f"p{_}", nn.Parameter(torch.zeros(2)))
-    optimizer = zero.shard(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    engine: Any = optimizer._engine
-    times = []
-    for _ in range(50):
-        begin = time.perf_counter()
-        engine.follow_groups()
-        times.append(time.perf_counter() - begin)
-    said["us"] = sorted(times)[len(times) // 2] * 1e6
     return said
 
 
-def test_what_is_refused_and_what_comparing_takes(ranks: Ranks) -> None:
+def test_what_is_refused(ranks: Ranks) -> None:
     for said in ranks("groups: refused"):
         assert said["twice"] == said["twice by torch"]
         assert "not in the model" in said["not in the model"]
@@ -334,7 +322,6 @@ def test_what_is_refused_and_what_comparing_takes(ranks: Ranks) -> None:
         for name in ("differ", "unfrozen on one"):
             assert "new parameters: the ranks differ" in said[name], said[name]
         assert "changed between backward and optimizer.step()" in said["in between"]
-        assert said["us"] < 20
 
 
 ZERO_JOBS = [
