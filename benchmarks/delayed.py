@@ -29,9 +29,9 @@ WARM = 2  # steps before those that are measured
 class Waited(NamedTuple):
     """What rank 0 found, in seconds per step."""
 
-    in_forward: float  # gather="forward": for parameters
+    in_forward: float  # for parameters
     gathering: float  # the all-gathers alone
-    after_backward: float  # update="backward": from the last gradient to the end of the step
+    exposed: float  # for parameters, and from the last gradient to the end of the step
     everything: float  # reductions and all-gathers alone
 
 
@@ -137,8 +137,7 @@ def _alone(engine: Any, steps: int) -> tuple[float, float]:
             bucket.send()
             bucket.receive()
             middle = time.perf_counter()
-            engine.start_gather(number)
-            engine.wait([number])
+            bucket.gather(engine._params[number].flat, number).wait()
             gathering += time.perf_counter() - middle
             reducing += middle - start
     return gathering / steps, reducing / steps
@@ -149,16 +148,13 @@ def measure(steps: int) -> Waited:
     plant_delay()
     model, optimizer = _sharded(gather="forward")
     engine = optimizer._engine
-    engine.wait = engine.waits._wait = _Clock(engine.wait)
-    in_forward = _train(model, optimizer, steps, [engine.wait])
-    del model, optimizer, engine
-    model, optimizer = _sharded(update="backward")
-    engine = optimizer._engine
+    engine.waits._wait = waits = _Clock(engine.wait)
+    in_forward = _train(model, optimizer, steps, [waits])
     engine.gradients.finish = _Clock(engine.gradients.finish)
     engine.step = _Clock(engine.step)
-    left = _train(model, optimizer, steps, [engine.gradients.finish, engine.step])
+    exposed = _train(model, optimizer, steps, [waits, engine.gradients.finish, engine.step])
     gathering, reducing = _alone(engine, steps)
-    return Waited(in_forward, gathering, left, gathering + reducing)
+    return Waited(in_forward, gathering, exposed, gathering + reducing)
 
 
 if __name__ == "__main__":

@@ -91,9 +91,9 @@ def test_a_slow_network(ring: Ring) -> None:
             20.0,
         ),
         (
-            'of all communication, that is left after backward with update="backward"',
-            found.after_backward / found.everything,
-            10.0,
+            'of all communication, that a step waits for with gather="forward"',
+            found.exposed / found.everything,
+            20.0,
         ),
     ):
         ring.figures.append(

@@ -85,7 +85,7 @@ def _steps(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     sharded = zero.shard(
         model, optimizer_of(name, half[0]), stage=case["stage"], bucket_mb=case["mb"],
         max_grad_norm=None if by_hand else clip,
-        update=case.get("update", "step"), gather=case.get("gather", "step"),
+        gather=case.get("gather", "step"),
         **_groups(rank, world, nodes),
     )  # fmt: skip
     if case.get("lr"):
@@ -125,7 +125,6 @@ def _steps(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
 
 
 BASE = {"optimizer": "AdamW", "stage": 2, "mb": 0.1}
-IN_BACKWARD = {**BASE, "update": "backward"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{
         f"AdamW on {world}, {mb} MiB": (world, {**BASE, "mb": mb})
@@ -145,14 +144,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "2 nodes": (4, {**BASE, "clip": 1.0, "nodes": 2, "unused": True}),
     "learning rate on the device": (2, {**BASE, "clip": 1.0, "lr": True}),
     "in forward": (2, {**BASE, "clip": 1.0, "gather": "forward"}),
-    "in backward": (2, IN_BACKWARD),
-    "in backward, learning rate on the device": (2, {**IN_BACKWARD, "lr": True}),
+    "in forward, stage 1": (3, {**BASE, "gather": "forward", "stage": 1, "dtypes": LOW}),
     "little room": (2, {**BASE, "mb": KB, "room": 50_000}),
-    "in backward, little room": (2, {**IN_BACKWARD, "mb": KB, "room": 50_000}),
-    "in backward, unused": (3, {**IN_BACKWARD, "mb": KB, "unused": True}),
-    "in backward, stage 1": (3, {**IN_BACKWARD, "stage": 1, "dtypes": LOW, "groups": True}),
-    "in backward and forward": (2, {**IN_BACKWARD, "gather": "forward"}),
-    "in backward, 2 nodes": (4, {**IN_BACKWARD, "nodes": 2, "mb": KB}),
 }
 CUDA_JOBS = [Job(f"cuda: {name}", world, _run, (case,)) for name, (world, case) in CASES.items()]
 Ranks = Callable[[str], list[Any]]

@@ -136,15 +136,16 @@ def _accumulated(rank: int, world: int, stage: int, how: str) -> dict[str, Any]:
         return {"wrong": wrong, "sent": sent, "bytes": laid_out}
 
 
-def _exchanged(rank: int, world: int, update: Any) -> list[str]:
+def _exchanged(rank: int, world: int) -> list[str]:
     """All parameters, and then one of them, change places with another model's."""
     with machine():
         (model, whole), (other, other_whole) = _pair(), _pair()
         with torch.no_grad():
             for param in (*other.parameters(), *other_whole.parameters()):
                 param.mul_(-2.0)
-        options: Any = {"update": update, "bucket_mb": 0.1}
-        optimizer = zero.shard(model, faststep.optim.AdamW(model.parameters(), lr=0.01), **options)
+        optimizer = zero.shard(
+            model, faststep.optim.AdamW(model.parameters(), lr=0.01), bucket_mb=0.1
+        )
         reference = faststep.optim.AdamW(whole.parameters(), lr=0.01)
         wrong = []
         for step in range(5):
@@ -164,9 +165,8 @@ def _exchanged(rank: int, world: int, update: Any) -> list[str]:
         return wrong + states_differ(optimizer, reference)
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-def test_exchanged_parameters(update: str, cuda_ranks: Ranks) -> None:
-    assert cuda_ranks(f"cuda exchanged in {update}") == [[], []]
+def test_exchanged_parameters(cuda_ranks: Ranks) -> None:
+    assert cuda_ranks("cuda exchanged") == [[], []]
 
 
 def _sums(micro: list[Any], how: str, world: int) -> list[list[Tensor]]:
@@ -286,11 +286,11 @@ class Forked(nn.Module):
         return sum((self.parts[n](data).square().sum() for n in order), start=torch.zeros(()))
 
 
-def _orders(rank: int, world: int, update: Any) -> list[str]:
+def _orders(rank: int, world: int) -> list[str]:
     with machine():
         model, whole = on_device(Forked()), Forked()
         optimizer = zero.shard(
-            model, faststep.optim.SGD(model.parameters(), lr=0.001), bucket_mb=0.001, update=update
+            model, faststep.optim.SGD(model.parameters(), lr=0.001), bucket_mb=0.001
         )
         reference = faststep.optim.SGD(whole.parameters(), lr=0.001)
         wrong: list[str] = []
@@ -315,19 +315,18 @@ def _seeded(*seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(hash(seed) % 2**31)
 
 
-@pytest.mark.parametrize("update", ["step", "backward"])
-def test_other_orders_of_hooks_on_each_rank(update: str, cuda_ranks: Ranks) -> None:
-    assert cuda_ranks(f"cuda orders: {update}") == [[]] * 3
+def test_other_orders_of_hooks_on_each_rank(cuda_ranks: Ranks) -> None:
+    assert cuda_ranks("cuda orders") == [[]] * 3
 
 
-def _wrapped(rank: int, world: int, stage: Any, update: Any) -> list[Any]:
+def _wrapped(rank: int, world: int, stage: Any) -> list[Any]:
     """A model inside DistributedDataParallel; the optimizer takes over through its hook."""
     with machine() as ranks:
         model, whole = _pair()
         wrapper = DistributedDataParallel(model)
         optimizer = zero.shard(
             wrapper, faststep.optim.AdamW(wrapper.parameters(), lr=0.01), stage=stage,
-            bucket_mb=0.1, update=update, max_grad_norm=1.0 if update == "step" else None,
+            bucket_mb=0.1, max_grad_norm=1.0,
         )  # fmt: skip
         reference = faststep.optim.AdamW(
             whole.parameters(), lr=0.01, max_grad_norm=optimizer.max_grad_norm
@@ -349,12 +348,9 @@ def _wrapped(rank: int, world: int, stage: Any, update: Any) -> list[Any]:
         return wrong + states_differ(optimizer, reference)
 
 
-WRAPPED = [(1, "step"), (2, "step"), (2, "backward")]
-
-
-@pytest.mark.parametrize("case", WRAPPED)
-def test_inside_ddp(case: tuple[int, str], cuda_ranks: Ranks) -> None:
-    assert cuda_ranks(f"cuda wrapped: {case}") == [[]] * 2
+@pytest.mark.parametrize("stage", [1, 2])
+def test_inside_ddp(stage: int, cuda_ranks: Ranks) -> None:
+    assert cuda_ranks(f"cuda wrapped: {stage}") == [[]] * 2
 
 
 def _masters(rank: int, world: int) -> list[str]:
@@ -469,10 +465,7 @@ def test_what_is_refused(cuda_ranks: Ranks) -> None:
 
 
 CUDA_JOBS = [
-    *(
-        Job(f"cuda exchanged in {update}", 2, _exchanged, (update,))
-        for update in ("step", "backward")
-    ),
+    Job("cuda exchanged", 2, _exchanged),
     *(
         Job(f"cuda scaled: {name}", 2, _scaled, (name.startswith("ours"), name.partition(", ")[2]))
         for name in SCALED
@@ -483,8 +476,8 @@ CUDA_JOBS = [
         for name in ("AdamW", "momentum", "torch AdamW")
     ),
     Job("cuda differing", 2, _differing),
-    *(Job(f"cuda orders: {update}", 3, _orders, (update,)) for update in ("step", "backward")),
-    *(Job(f"cuda wrapped: {case}", 2, _wrapped, case) for case in WRAPPED),
+    Job("cuda orders", 3, _orders),
+    *(Job(f"cuda wrapped: {stage}", 2, _wrapped, (stage,)) for stage in (1, 2)),
     Job("cuda masters", 2, _masters),
     Job("cuda checkpointed", 2, _checkpointed),
     Job("cuda refused", 2, _refused),

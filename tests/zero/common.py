@@ -87,17 +87,15 @@ def states_differ(sharded: zero.ShardedOptimizer, whole: torch.optim.Optimizer) 
     wrong = []
     for slot in engine.slots:
         state = whole.state.get(of[id(slot.param)], {})
-        for (piece, _), begin in zip(slot.pieces, slot.begins, strict=True):
-            mine = sharded.state.get(piece, {})
-            if mine.keys() != state.keys():
-                wrong.append(f"{slot.name} has {list(mine)}, not {list(state)}")
-                continue
-            for key, value in state.items():
-                if key not in NUMBERS:
-                    value = zero.layout.slots.in_order_of_memory(value, of[id(slot.param)])
-                    value = value[begin : begin + piece.numel()]
-                if not torch.equal(mine[key], value):
-                    wrong.append(f"{slot.name} {key}")
+        if slot.part is None:
+            continue
+        mine = sharded.state.get(slot.part.values, {})
+        if mine.keys() != state.keys():
+            wrong.append(f"{slot.name} has {list(mine)}, not {list(state)}")
+            continue
+        for key, value in state.items():
+            if not torch.equal(mine[key], value if key in NUMBERS else slot.cut(value)):
+                wrong.append(f"{slot.name} {key}")
     return wrong
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from faststep import zero
 from faststep.optim.masters import MASTER
 
 from .common import NUMBERS, SHAPES, Given, mean_of
@@ -61,9 +60,9 @@ def unlike(sharded: Any, model: nn.Module, whole: nn.Module, reference: Any) -> 
         pieces = [(f"p{n}", p, p, 0) for n, p in enumerate(model.parameters())]
     else:
         pieces = [
-            (slot.name, slot.param, piece, begin)
+            (slot.name, slot.param, slot.part.values, slot.part.begin)
             for slot in sharded._engine.slots
-            for (piece, _), begin in zip(slot.pieces, slot.begins, strict=True)
+            if slot.part is not None
         ]
     for name, param, piece, begin in pieces:
         wide = of[id(param)]
@@ -77,9 +76,13 @@ def unlike(sharded: Any, model: nn.Module, whole: nn.Module, reference: Any) -> 
         for key, value in expected.items():
             found = mine[key]
             if key not in NUMBERS:
-                value = zero.layout.slots.in_order_of_memory(value, wide)
-                value = value[begin : begin + piece.numel()]
-                found = zero.layout.slots.in_order_of_memory(found, piece)
+                value = _flat(value, wide)[begin : begin + piece.numel()]
+                found = _flat(found, piece)
             if not torch.equal(found, value) or found.dtype != value.dtype:
                 wrong.append(f"{name} {key}")
     return wrong
+
+
+def _flat(value: Tensor, like: Tensor) -> Tensor:
+    """Elements in the order of another tensor's memory."""
+    return torch.empty_like(like, dtype=value.dtype).copy_(value).as_strided((value.numel(),), (1,))

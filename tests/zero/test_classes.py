@@ -88,17 +88,17 @@ def _beside_ddp(rank: int, world: int, name: str) -> dict[str, Any]:
     for step in range(2, 5):
         _step(ddp, reference, rank, step, clips=False)
     said = {}
-    for stage, update in ((1, "step"), (2, "step"), (2, "backward"), (3, "step")):
+    for stage in (1, 2, 3):
         for module in (torch.optim, faststep.optim):
             mine = copy.deepcopy(begun)
             made = getattr(module, kind)(
                 _groups(mine) if kind != "Rprop" else mine.parameters(), **options
             )
             made.load_state_dict(copy.deepcopy(before))
-            sharded = zero.shard(mine, made, stage=stage, update=update, bucket_mb=1e-3)  # type: ignore[arg-type]
+            sharded = zero.shard(mine, made, stage=stage, bucket_mb=1e-3)  # type: ignore[arg-type]
             for step in range(2, 5):
                 _step(mine, sharded, rank, step, clips=False)
-            where = f"{module.__name__}, stage {stage}, {update}"
+            where = f"{module.__name__}, stage {stage}"
             pairs = zip(mine.parameters(), model.parameters(), strict=True)
             said[where] = max(float((_whole(a) - b).detach().abs().max()) for a, b in pairs)
             if stage == 3:
@@ -119,7 +119,7 @@ def _beside_ddp(rank: int, world: int, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_of_ddp_goes_on_sharded(name: str, ranks: Ranks) -> None:
     for said in ranks(f"beside DDP: {name}"):
-        assert len(said) == 8
+        assert len(said) == 6
         assert max(said.values()) < 1e-5, said
 
 

@@ -108,10 +108,10 @@ def _without_gathering(rank: int, world: int) -> dict[str, Any]:
     states = get_optimizer_state_dict(model, sharded)["state"]
     live = {t.untyped_storage().data_ptr() for s in sharded.state.values() for t in s.values()}
     shards = [
-        item
+        entries[key].part[1]
         for entries in states.values()
         for key in ("exp_avg", "exp_avg_sq")
-        for _, item in entries[key].parts
+        if entries[key].part is not None
     ]
     save(model, sharded, path / "kept")
     written = sum(file.stat().st_size for file in (path / "kept").glob(f"__{rank}_*"))
@@ -141,9 +141,8 @@ def _fresh(rank: int, world: int) -> dict[str, Any]:
     states = get_optimizer_state_dict(model, sharded)
     said["steps"] = {float(entries["step"]) for entries in states["state"].values()}
     said["zeros"] = all(
-        not part.any()
+        entries["exp_avg"].part is None or not entries["exp_avg"].part[1].any()
         for entries in states["state"].values()
-        for _, part in entries["exp_avg"].parts
     )
     said["untouched"] = differences(before, model.parameters())
     said["grads"] = sum(p.grad is not None for p in model.parameters())

@@ -73,7 +73,6 @@ CASES: dict[str, tuple[int, bool, dict[str, Any]]] = {
     **{f"stage {s} on {n}": (n, False, {"stage": s}) for s in (1, 2, 3) for n in (2, 4)},
     "one": (1, False, {"stage": 2}),
     "small buckets": (2, False, {"stage": 2, "bucket_mb": 4}),
-    "in backward": (2, False, {"stage": 1, "update": "backward"}),
     "masters": (2, True, {"stage": 2, "master_weights": True}),
 }
 
@@ -173,7 +172,6 @@ def test_small_models(model: nn.Module) -> None:
         ({"ranks": 2, "bucket_mb": 0}, "must be positive"),
         ({"ranks": 2, "stage": 4}, "stage must be one of .1, 2, 3. .* not 4"),
         ({"ranks": 2, "stage": 3, "master_weights": True}, "stage must be one of .1, 2. .* not 3"),
-        ({"ranks": 2, "update": "never"}, "update must be"),
     ],
 )
 def test_arguments_out_of_range(options: dict[str, Any], problem: str) -> None:

@@ -73,7 +73,7 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
     sharded = zero.shard(
         model, optimizer_of(name, half[0]), stage=case["stage"], bucket_mb=case["mb"],
         max_grad_norm=clip if case.get("how", "step") == "step" else None,
-        update=case.get("update", "step"), gather=case.get("gather", "step"),
+        gather=case.get("gather", "step"),
         **_groups(rank, world, nodes),
     )  # fmt: skip
     wrong: list[str] = []
@@ -113,7 +113,6 @@ def _run(rank: int, world: int, case: dict[str, Any]) -> dict[str, Any]:
 
 
 BASE = {"optimizer": "AdamW", "stage": 2, "mb": 0.1, "clip": 1.0}
-IN_BACKWARD = {**BASE, "clip": None, "update": "backward"}
 CASES: dict[str, tuple[int, dict[str, Any]]] = {
     **{
         f"AdamW on {world}, {mb} MiB": (world, {**BASE, "mb": mb})
@@ -126,7 +125,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     },
     **{f"torch {name} on 2": (2, {**BASE, "optimizer": f"torch {name}"}) for name in OTHERS},
     **{
-        f"{name} in backward": (3, {**IN_BACKWARD, "optimizer": name, "mb": KB, "dtypes": LOW})
+        f"{name}, several dtypes": (3, {**BASE, "optimizer": name, "mb": KB, "dtypes": LOW})
         for name in OTHERS
     },
     "stage 1": (2, {**BASE, "stage": 1}),
@@ -138,16 +137,14 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "without clipping": (2, {**BASE, "clip": None, "unused": True}),
     "groups": (3, {**BASE, "groups": True, "unused": True}),
     "clipped by hand": (2, {**BASE, "how": "by hand", "unused": True}),
-    **{
-        f"in backward on {world}, {mb} MiB": (world, {**IN_BACKWARD, "mb": mb, "unused": world > 2})
-        for world, mb in ((1, 0.1), (2, KB), (2, 0.1), (3, KB), (3, math.inf))
-    },
-    "in backward, several dtypes": (3, {**IN_BACKWARD, "dtypes": LOW, "mb": KB, "groups": True}),
-    "in backward, stage 1": (2, {**IN_BACKWARD, "stage": 1, "unused": True}),
-    "in backward and forward": (2, {**IN_BACKWARD, "gather": "forward", "optimizer": "momentum"}),
+    "in forward": (2, {**BASE, "gather": "forward", "optimizer": "momentum", "mb": KB}),
+    "in forward, several dtypes": (
+        3,
+        {**BASE, "gather": "forward", "dtypes": LOW, "groups": True, "unused": True},
+    ),
     "2 nodes": (4, {**BASE, "nodes": 2, "unused": True}),
     "2 nodes, several dtypes": (4, {**BASE, "nodes": 2, "dtypes": LOW, "stage": 1}),
-    "2 nodes, in backward": (4, {**IN_BACKWARD, "nodes": 2, "mb": KB, "unused": True}),
+    "2 nodes, in forward": (4, {**BASE, "gather": "forward", "nodes": 2, "mb": KB}),
     "2 nodes, by hand": (4, {**BASE, "nodes": 2, "how": "by hand", "optimizer": "momentum"}),
     "clipped by hand on 3": (3, {**BASE, "how": "by hand", "dtypes": LOW}),
 }

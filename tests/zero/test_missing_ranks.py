@@ -24,7 +24,6 @@ CASES: dict[str, dict[str, Any]] = {
     "stage 1": {"stage": 1},
     "stage 2": {},
     "forward": {"gather": "forward"},
-    "backward": {"update": "backward"},
     "wrapped": {"wrapped": True},
 }
 

@@ -254,6 +254,11 @@ def _stage_three(rank: int, world: int) -> dict[str, Any]:
         for param in layer.parameters():
             param.grad = torch.ones_like(param)
     said["alike"] = _error(optimizer.step)
+    (first,) = optimizer.param_groups
+    if rank == 0:
+        more = {**first, "params": [first["params"].pop()]}
+        optimizer.param_groups = [first, more]
+    said["groups"] = _error(optimizer.step)
     empty = nn.ParameterList([nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0))])
     given = torch.optim.SGD(empty.parameters(), lr=0.1)
     said["empty"] = _error(lambda: zero.shard(empty, given, stage=3, blocks=[]))
@@ -266,6 +271,7 @@ def test_gradients_of_different_parameters_at_stage_three(ranks: Ranks) -> None:
         assert "'0.weight' with a gradient" in said["differ"]
         assert "'0.weight' without a gradient" in said["differ"]
         assert "nothing was updated" in said["differ"]
+        assert "rank 0 has '1.bias' with a gradient, in group 1; rank 1 has " in said["groups"]
         assert said["same"]
         assert said["alike"] == "no error"
         assert "parameter '1' has no elements" in said["empty"]

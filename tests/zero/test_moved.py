@@ -120,9 +120,8 @@ HOWS: dict[str, dict[str, Any]] = {
     "stage 2": {"bucket_mb": 100.0, "max_grad_norm": 1.0},
     "bf16": {"master_weights": True, "bucket_mb": 0.02},
     "in DDP": {"bucket_mb": 0.02},
-    "in backward": {"update": "backward", "bucket_mb": 0.02},
     "in forward": {"gather": "forward", "bucket_mb": 0.1},
-    "in both": {"update": "backward", "gather": "forward", "master_weights": True},
+    "in forward, bf16": {"gather": "forward", "master_weights": True},
 }
 
 

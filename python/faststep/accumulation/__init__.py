@@ -138,11 +138,6 @@ def _check_sharded(
             "accumulate() with dtype= of a sharded optimizer needs shard(master_weights=True), at "
             "stages 1 and 2: else the ranks add up in the dtype of the parameters"
         )
-    if normalize != "sum" and any(o.updates_in_backward for o in optimizers if is_sharded(o)):
-        raise TypeError(
-            'accumulate() of an optimizer with update="backward" cannot divide the sum, which '
-            'backward uses at once: pass normalize="sum", and divide the losses'
-        )
 
 
 def _check_unowned(optimizers: Sequence[Optimizer]) -> None:

@@ -21,10 +21,6 @@ class Sharded(Protocol):
         """Backward passes inside send nothing."""
 
     @property
-    def updates_in_backward(self) -> bool:
-        """Whether backward updates the parameters, so that nothing can divide gradients later."""
-
-    @property
     def sums_in_fp32(self) -> bool:
         """Whether the ranks' gradients of low-precision parameters are added up in fp32."""
 

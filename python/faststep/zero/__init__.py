@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from .._torch.compiler import uncompiled
 from ..optim.checks import check_limit
 from ..optim.masters import keeps_masters
-from .build import Options, build
+from .build import build
+from .engine import Options
 from .estimate import Estimate, StageMemory, estimate
 from .optimizer import ShardedOptimizer
 
@@ -27,7 +28,6 @@ def shard(
     replicate_group: Any = None,
     bucket_mb: float = 25,
     gather: Literal["step", "forward"] = "step",
-    update: Literal["step", "backward"] = "step",
     master_weights: bool | Literal["fp32"] | None = None,
     max_grad_norm: float | None = None,
     blocks: Sequence[nn.Module] | None = None,
@@ -70,10 +70,6 @@ def shard(
             does whoever reads them through the module. Those kept elsewhere are read after
             `wait()`; see docs/sharding.md; stages 1 and 2. Default:
             "step".
-        update: "step" updates the parameters in `step`. "backward" updates and gathers each bucket
-            as soon as its gradients are reduced, while backward goes on, and `step` only ends the
-            step. Clipping and GradScalers, which need all gradients first, raise an error; stages 1
-            and 2. Default: "step".
         master_weights: keep fp32 masters, and fp32 states, of the bf16 and fp16 parameters that a
             rank owns. The step updates the masters, and parameters are these, rounded to the
             nearest. Parameters of other dtypes have none. `state_dict()` has the masters as
@@ -111,8 +107,6 @@ def shard(
         raise ValueError(f"stage must be 1, 2 or 3, not {stage!r}")
     if stage == 3 and gather != "step":
         raise ValueError('gather="forward" is for stages 1 and 2: fully_shard gathers by itself')
-    if stage == 3 and update != "step":
-        raise ValueError('update="backward" is for stages 1 and 2')
     if stage == 3 and replicate_group is not None:
         raise ValueError(
             "replicate_group is for stages 1 and 2: for stage 3 call fully_shard with a mesh of "
@@ -126,8 +120,6 @@ def shard(
         raise ValueError(f"bucket_mb must be positive, not {bucket_mb}")
     if gather not in ("step", "forward"):
         raise ValueError(f'gather must be "step" or "forward", not {gather!r}')
-    if update not in ("step", "backward"):
-        raise ValueError(f'update must be "step" or "backward", not {update!r}')
     if not timeout > 0:
         raise ValueError(f"timeout must be positive, not {timeout}")
     check_limit("max_grad_norm", max_grad_norm)
@@ -138,7 +130,5 @@ def shard(
     if isinstance(optimizer, ShardedOptimizer):
         raise TypeError("shard(): this optimizer is sharded already")
     model = uncompiled(model)
-    asked = Options(
-        stage, bucket_mb * 2**20, max_grad_norm, update, gather, keeps_masters(master_weights)
-    )
+    asked = Options(stage, bucket_mb * 2**20, max_grad_norm, gather, keeps_masters(master_weights))
     return build(model, optimizer, asked, process_group, replicate_group, blocks, timeout)

@@ -1,21 +1,64 @@
-"""Which parameters can be sharded, and how ranks describe them to each other."""
+"""Which optimizers and parameters can be sharded, and how ranks describe them to each other."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from .. import optim
 from .._devices import has_kernels_for
+from .._torch.optim import method_of_script
+from ..optim.base import FusedOptimizer
 from .hooks import living
 from .layout.flat_params import refuse_overlaps
+from .step.slice_optimizer import Kind
 
-__all__ = ["admit", "device_of", "line_of", "named_in", "refuse_taken", "taken_of"]
+__all__ = [
+    *("admit", "device_of", "fused_class_of", "line_of", "named_in", "refuse_taken", "taken_of"),
+]
 
+_OURS = [kind for name in optim.__all__ if issubclass(kind := getattr(optim, name), FusedOptimizer)]
+_FUSED: dict[type[Any], Any] = {
+    **{getattr(torch.optim, kind.__name__, kind): kind for kind in _OURS},
+    **dict(zip(_OURS, _OURS, strict=True)),
+}
 _PLAIN: tuple[type[Tensor], ...] = (Tensor, nn.Parameter)
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+def fused_class_of(optimizer: Optimizer) -> Kind:
+    """The class whose step makes the same update, with the optimizer's defaults.
+
+    Raises:
+        TypeError: there is none, or a script's code is part of the update.
+    """
+    kind = vars(type(optimizer)).get("_made_from") or type(optimizer)
+    base = next((one for one in kind.__mro__ if one in _FUSED), None)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if base is None:
+        *known, last = (one.__name__ for one in _OURS)
+        raise TypeError(
+            f"shard() takes {', '.join(known)} or {last} of torch.optim or faststep.optim, not a "
+            f"{name}: what another class does in its step may need whole tensors"
+        )
+    if method := method_of_script(optimizer, base):
+        raise TypeError(
+            f"shard(): {name} has a {method} of its own, which would not be called: every rank "
+            f"makes the update of {base.__name__} on flat parts of the parameters. Pass an "
+            f"optimizer of the class {base.__name__} itself"
+        )
+
+    def made(groups: list[dict[str, Any]]) -> FusedOptimizer:
+        fused: FusedOptimizer = _FUSED[base](groups)
+        fused.defaults = optimizer.defaults  # Adagrad begins a state by them
+        return fused
+
+    return made
 
 
 def line_of(name: str, param: Tensor, place: str, taken: set[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,37 +14,26 @@ from torch.optim import Optimizer
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import has_master
-from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
-from .engine import Engine
+from .admitted import (
+    admit,
+    device_of,
+    fused_class_of,
+    line_of,
+    named_in,
+    refuse_taken,
+    taken_of,
+)
+from .engine import Engine, Options
 from .hooks.ddp import check_wrapped
-from .hooks.in_backward import REFUSED_CLIPPING
 from .optimizer import ShardedOptimizer
 from .saved.cutting import whole_states
 from .saved.gathered import cut_states
 from .stage3.blocks import announce, blocks_of
 from .stage3.fully_sharded import AlikeGradients, check_fully, follow_successors, shard_fully
-from .step.owned import Kind, fused_class_of
+from .step.slice_optimizer import Kind
 from .transport.group import Group, group_of
 
-__all__ = ["Options", "build"]
-
-
-class Options(NamedTuple):
-    """What `shard` was asked for, the same on all ranks."""
-
-    stage: int
-    bucket_bytes: float
-    max_grad_norm: float | None
-    update: str
-    gather: str
-    master_weights: bool
-
-    def __str__(self) -> str:
-        return (
-            f"stage {self.stage}, bucket_mb {self.bucket_bytes / 2**20}, max_grad_norm "
-            f"{self.max_grad_norm}, update {self.update!r}, gather {self.gather!r}, "
-            f"master_weights {self.master_weights}"
-        )
+__all__ = ["build"]
 
 
 def build(
@@ -60,8 +49,8 @@ def build(
     kind = fused_class_of(optimizer)
     if asked.max_grad_norm is None:
         asked = asked._replace(max_grad_norm=getattr(optimizer, "_max_grad_norm", None))
-    _refuse_options(optimizer, asked)
-    stage, max_grad_norm, in_backward = asked.stage, asked.max_grad_norm, asked.update == "backward"
+    _refuse_options(optimizer)
+    stage, max_grad_norm = asked.stage, asked.max_grad_norm
     wrapper = model if isinstance(model, DistributedDataParallel) else None
     if stage == 3 and wrapper is not None:
         raise TypeError(
@@ -77,22 +66,20 @@ def build(
     group = group_of(process_group, replicate_group, timeout)
     if group is None:
         fused = _fused(kind, optimizer, asked.master_weights)
-        return ShardedOptimizer(optimizer, fused, None, max_grad_norm, None, in_backward)
+        return ShardedOptimizer(optimizer, fused, None, max_grad_norm)
     wrapped = "" if wrapper is None else ", inside DistributedDataParallel"
     _check_alike(group, model, optimizer, str(asked) + wrapped)
-    names = {id(param): name for name, param in model.named_parameters()}
     if stage == 3:
         fused = _fused(kind, optimizer, asked.master_weights)
-        return _fully(model, optimizer, fused, max_grad_norm, group, blocks, names)
+        return _fully(model, optimizer, fused, max_grad_norm, group, blocks)
     admit(named, ())
     device = device_of(named or list(model.named_parameters()))
     group.use_device(device)
     if wrapper is not None:
         check_wrapped(wrapper)
     engine = Engine(
-        kind, optimizer.param_groups, model, named, group.alone(), device, stage,
-        asked.bucket_bytes, wrapper, in_backward, asked.gather == "forward", asked.master_weights,
-    )  # fmt: skip
+        kind, optimizer.param_groups, model, named, group.alone(), device, asked, wrapper
+    )
     engine.gradients.reduce_also(model.parameters())
     if asked.gather == "forward":
         engine.wait_in_forward(model)
@@ -100,8 +87,7 @@ def build(
     engine.share([p.detach() for p in (*model.parameters(), *model.buffers()) if id(p) not in own])
     cut_states(engine, _begun_states(optimizer, asked.master_weights))
     optimizer.state.clear()
-    owned = engine.owned.optimizer
-    return ShardedOptimizer(optimizer, owned, engine, max_grad_norm, group, in_backward)
+    return ShardedOptimizer(optimizer, engine.slices.fused, engine, max_grad_norm, group)
 
 
 def _fully(
@@ -111,15 +97,15 @@ def _fully(
     max_grad_norm: float | None,
     group: Group,
     blocks: Sequence[nn.Module] | None,
-    names: dict[int, str],
 ) -> ShardedOptimizer:
     """Stage 3."""
     is_default = blocks is None
     blocks = blocks_of(model) if blocks is None else blocks
     check_fully(model, optimizer, blocks)
     sharded = announce(model, blocks, is_default and not group.rank)
-    alike = AlikeGradients(group, fused, [names[id(param)] for param in params_of(fused)])
     shard_fully(model, fused, group, blocks)
+    names = {id(param): name for name, param in model.named_parameters()}
+    alike = AlikeGradients(group, fused, names)
     optimizer.state.clear()
     made = ShardedOptimizer(optimizer, fused, None, max_grad_norm, group, before_step=alike.check)
     made.blocks = sharded
@@ -134,10 +120,8 @@ def _check_alike(group: Group, model: nn.Module, optimizer: Optimizer, asked: st
     refuse_taken(model.named_parameters(), taken)
 
 
-def _refuse_options(optimizer: Optimizer, asked: Options) -> None:
+def _refuse_options(optimizer: Optimizer) -> None:
     """Raise for options of the optimizer that the sharded step does not have."""
-    if asked.update == "backward" and asked.max_grad_norm is not None:
-        raise ValueError(REFUSED_CLIPPING)
     if getattr(optimizer, "_keep_grads", False):
         raise TypeError("shard() does not support an optimizer with keep_grads=")
     if any(group.get("differentiable") for group in optimizer.param_groups):

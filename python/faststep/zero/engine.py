@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,23 +18,37 @@ from .hooks.cuda_buckets import CudaBucket
 from .hooks.ddp import Wrapper
 from .hooks.gradient_buckets import GradientBucket
 from .hooks.gradients import Gradients
-from .hooks.in_backward import REFUSED_SCALER, BackwardUpdates
 from .hooks.reducer import Reducer
 from .hooks.values import GradientValues
 from .layout.cuts import Bucket, Flat, make_buckets
 from .layout.flat_params import FlatParams, refuse_overlaps
 from .layout.pages import Shelf
 from .layout.placeholder import Placeholder
-from .layout.slots import Slot
+from .layout.slots import Part, Slot
 from .saved.cutting import cut_state
-from .step.owned import Kind, Owned
-from .step.sharded_steps import ShardedSteps
+from .step.slice_optimizer import Kind, SliceOptimizer
 from .step.waits import ForwardWaits
 from .transport.group import Group, Pending
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Options"]
 
-LAST_BUCKET = 2**20  # bytes
+LAST_BUCKET = 2**20  # bytes; with gather="forward", which needs it first
+
+
+class Options(NamedTuple):
+    """What `shard` was asked for, the same on all ranks."""
+
+    stage: int
+    bucket_bytes: float
+    max_grad_norm: float | None
+    gather: str
+    master_weights: bool
+
+    def __str__(self) -> str:
+        return (
+            f"stage {self.stage}, bucket_mb {self.bucket_bytes / 2**20}, max_grad_norm "
+            f"{self.max_grad_norm}, gather {self.gather!r}, master_weights {self.master_weights}"
+        )
 
 
 class Engine:
@@ -47,12 +61,8 @@ class Engine:
         named: the parameters to shard, in the order in which backward is expected to reach them.
         group: the ranks, two or more.
         device: where all parameters are.
-        stage: 1 keeps the memory of whole gradients between steps, 2 does not.
-        bucket_bytes: the size from which a bucket is complete.
+        asked: what `shard` was asked for.
         wrapper: the DistributedDataParallel around the model, if there is one.
-        updates_in_backward: update each bucket when its gradients are reduced.
-        gathers_in_forward: forward waits for parameters one by one.
-        keeps_masters: low-precision parameters have fp32 masters.
     """
 
     def __init__(
@@ -63,22 +73,15 @@ class Engine:
         named: Sequence[tuple[str, Tensor]],
         group: Group,
         device: torch.device,
-        stage: int,
-        bucket_bytes: float,
+        asked: Options,
         wrapper: DistributedDataParallel | None = None,
-        updates_in_backward: bool = False,
-        gathers_in_forward: bool = False,
-        keeps_masters: bool = False,
     ) -> None:
         self.group = group
         self.script_groups: Callable[[], list[dict[str, Any]]] = lambda: groups
         self._model = weakref.ref(model)
         self._device = device
         self._kind = CudaBucket if device.type == "cuda" else GradientBucket
-        self._stage = stage
-        self._bucket_bytes = bucket_bytes
-        self._last_bytes = LAST_BUCKET if updates_in_backward or gathers_in_forward else None
-        self._updates_in_backward = updates_in_backward
+        self._asked = asked
         self._shelf = Shelf(0)
         self.slots: list[Slot] = []
         self.buckets: list[GradientBucket] = []
@@ -87,19 +90,21 @@ class Engine:
         self.waits: ForwardWaits | None = None  # with gather="forward"
         self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
-        self.owned = Owned(kind, keeps_masters)
+        self.slices = SliceOptimizer(kind, group, asked.master_weights)
         self._reducer = Reducer(self.slots, self.buckets, group, self._shelf)
         self.gradients = Gradients(self.slots, self._reducer, group)
-        mine = weakref.WeakMethod(self._begin_use)
-        self.values = GradientValues(self.slots, self.gradients, group, lambda name: mine()(name))  # type: ignore[misc]
+        mine: Any = weakref.ref(self)
+        self.values = GradientValues(
+            self.slots,
+            self.gradients,
+            group,
+            lambda: mine().before_exchange("the use of a gradient"),
+            lambda *args: mine()._unscale(*args),
+        )
         self.wrapper = None if wrapper is None else Wrapper.of(wrapper, self.gradients)
         self.gradients.hook(self._add_buckets(named))
-        self.updates = BackwardUpdates(self, device) if updates_in_backward else None
-        self._reducer.updates = self.updates
         self._regroup(groups, _ids_of(groups))
-        if not updates_in_backward:  # else the step does that
-            follow = weakref.WeakMethod(self.follow_groups)
-            self.gradients.on_unowned = lambda: follow()()  # type: ignore[misc]
+        self.gradients.on_unowned = lambda: mine().follow_groups()
 
     # ---- buckets
 
@@ -109,26 +114,26 @@ class Engine:
             Flat(param.numel(), param.dtype, param.device, name.rpartition(".")[0] or None)
             for name, param in named
         ]
-        layouts = make_buckets(flats, self.group.world, self._bucket_bytes, self._last_bytes)
+        last_bytes = LAST_BUCKET if self._asked.gather == "forward" else None
+        layouts = make_buckets(flats, self.group.world, self._asked.bucket_bytes, last_bytes)
         self._shelf.grow(_block_for(layouts, self.group))
-        first, keeps_masters = len(self.slots), self.owned.optimizer._keeps_masters
+        first = len(self.slots)
         for layout in layouts:
             members = []
             for place, (param, *_) in enumerate(layout.places):
                 name, tensor = named[param]
                 slot = Slot(len(self.slots), name, tensor, len(self.buckets), place)
-                slot.stand_in = Placeholder(tensor, self, slot.index)
+                slot.stand_in = Placeholder(tensor, self.values, slot.index)
                 members.append(slot)
                 self.slots.append(slot)
-            is_wide = keeps_masters and has_master(members[0].param)
+            is_wide = self._asked.master_weights and has_master(members[0].param)
             bucket = self._kind(
                 layout,
                 members,
                 self.group,
                 self._shelf,
-                self._stage == 1,
+                self._asked.stage == 1,
                 torch.float32 if is_wide else layout.dtype,
-                self._updates_in_backward,
             )
             self.buckets.append(bucket)
             self._params.append(FlatParams(layout, members))
@@ -143,10 +148,9 @@ class Engine:
         for param, begin, count, at in bucket.layout.pieces_of(self.group.rank):
             slot = by_place[param]
             grad = bucket.values[at - start : at - start + count]
-            piece = params.piece(at, count)
-            set_grad_dtype(piece, None)  # that of the slice
-            slot.pieces.append((piece, grad))
-            slot.begins.append(begin)
+            values = params.piece(at, count)
+            set_grad_dtype(values, None)  # that of the slice
+            slot.part = Part(values, grad, begin)
 
     def follow_groups(self) -> None:
         """Take up what the script has done to its groups, and parameters that are trained by now.
@@ -159,14 +163,12 @@ class Engine:
         """
         groups = self.script_groups()
         ids = _ids_of(groups)
-        self.owned.groups = groups
+        self.slices.groups = groups
         if ids == self._ids:
             without = [param for param in self._without if param.grad is not None]
             if not without:
                 return
         else:
-            if self.updates is not None:
-                self.updates.refuse_regrouping()
             known = {id(slot.param) for slot in self.slots}
             params = {id(param): param for group in groups for param in group["params"]}
             without = [param for key, param in params.items() if key not in known]
@@ -200,7 +202,7 @@ class Engine:
         self.group.broadcast([params.flat for params in self._params[first:]])
         for slot in slots:
             state = self.frozen_states.pop(slot.param, {})
-            self.owned.optimizer.state.update(cut_state(self.owned, slot, state))
+            self.slices.fused.state.update(cut_state(self.slices.fused, slot, state))
         self.gradients.take_in(slots)
         if self.waits is not None and model is not None:
             self.waits.remove()
@@ -212,31 +214,17 @@ class Engine:
         grouped = [[of[id(p)] for p in group["params"] if id(p) in of] for group in groups]
         self._ids = ids
         self._without = [p for group in groups for p in group["params"] if id(p) not in of]
-        self._grouped = [slot for members in grouped for slot in members]
-        self.owned.follow(groups, grouped)
-        if hasattr(self, "steps"):
-            self.steps.end()
-        self.steps: ShardedSteps = ShardedSteps(self._grouped, self.owned, self.group)
-        if self.updates is not None:
-            self.updates.follow_groups()
+        self.slices.follow(groups, grouped)
 
     def share(self, others: Sequence[Tensor]) -> None:
         """Give all ranks the parameters of rank 0, and these tensors; a collective."""
         self.group.broadcast([*(params.flat for params in self._params), *others])
 
-    def _begin_use(self, name: str) -> None:
-        """Before the gradient of a parameter is read or changed by itself."""
-        if self.updates is not None:
-            self.updates.refuse_change(name)
-        self.before_exchange("the use of a gradient")
-
-    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
+    def _unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
-        if self.updates is not None:
-            raise RuntimeError(REFUSED_SCALER)
         self.before_exchange("torch's GradScaler")
         self._settle()
-        self.steps.unscale(dtype, inv_scale, found_inf)
+        self.slices.unscale(dtype, inv_scale, found_inf)
 
     # ---- steps
 
@@ -247,14 +235,12 @@ class Engine:
 
     def step(self, request: StepRequest) -> StepAnswer:
         """Update this rank's slices and gather all parameters; a collective."""
-        if self.updates is not None:
-            return self.updates.end_step(request)
         self.wait(None)
         if self.waits is not None:
             self.waits.learn()
         self._settle()
         self.follow_moves()
-        answer, updated = self.steps.update(request)
+        answer, updated = self.slices.step(request)
         if updated:
             self._gather()
         return answer
@@ -266,16 +252,13 @@ class Engine:
         """
         for number in reversed(range(len(self.buckets))):
             if any(slot.held for slot in self.buckets[number].slots):
-                self.start_gather(number)
+                bucket, flat = self.buckets[number], self._params[number].flat
+                self._under_way[number] = bucket.gather(flat, number)
+                if self.waits is not None:
+                    self.waits.cover(number)
         if self.waits is None:
             self.wait(None)
-        increment_version([slot.param for slot in self._grouped if slot.held])
-
-    def start_gather(self, number: int) -> None:
-        """Send this rank's slice of a bucket of parameters, and let those of the others come in."""
-        self._under_way[number] = self.buckets[number].gather(self._params[number].flat, number)
-        if self.waits is not None:
-            self.waits.cover(number)
+        increment_version([slot.param for slot in self.slices.slots if slot.held])
 
     def wait(self, buckets: Iterable[int] | None) -> None:
         """Return when these buckets of parameters are there; all of them for None."""
@@ -313,7 +296,7 @@ class Engine:
         """Scale all gradients so that their common norm is at most `max_norm`; a collective."""
         self.before_exchange("clip_grad_norm_")
         self._settle()
-        return self.steps.clip(max_norm, error_if_nonfinite)
+        return self.slices.clip(max_norm, error_if_nonfinite)
 
 
 def _ids_of(groups: Iterable[dict[str, Any]]) -> list[list[int]]:

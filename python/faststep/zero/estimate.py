@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..optim.masters import begin_state, keys_for
-from .engine import LAST_BUCKET
+from .admitted import fused_class_of
 from .hooks.reducer import MOST_UNDER_WAY
 from .layout.cuts import Bucket, Flat, make_buckets
 from .stage3.blocks import blocks_of
-from .step.owned import fused_class_of
 
 __all__ = ["Estimate", "StageMemory", "estimate"]
 
@@ -83,7 +82,6 @@ def estimate(
     stage: Literal[1, 2, 3] | None = None,
     bucket_mb: float = 25,
     master_weights: bool = False,
-    update: Literal["step", "backward"] = "step",
 ) -> Estimate:
     """Count the bytes that a rank will hold after :func:`shard`, without sharding the model.
 
@@ -103,23 +101,20 @@ def estimate(
             `functools.partial(torch.optim.SGD, momentum=0.9)`.
         ranks: how many share the model. 1 counts an ordinary optimizer.
         stage: default: None, all that the other arguments are for.
-        bucket_mb, master_weights, update: as for :func:`shard`.
+        bucket_mb, master_weights: as for :func:`shard`.
 
     Raises:
         TypeError: an optimizer that `shard` does not take.
         ValueError: an argument out of range.
     """
-    possible = (1, 2) if master_weights or update != "step" else (1, 2, 3)
+    possible = (1, 2) if master_weights else (1, 2, 3)
     if ranks < 1 or not bucket_mb > 0:
         raise ValueError(f"ranks ({ranks}) and bucket_mb ({bucket_mb}) must be positive")
-    if update not in ("step", "backward"):
-        raise ValueError(f'update must be "step" or "backward", not {update!r}')
     if stage is not None and stage not in possible:
         raise ValueError(f"stage must be one of {possible} with these arguments, not {stage!r}")
     params = list(model.parameters())
     trained = [param for param in params if param.requires_grad]
     states = {p.dtype: _states_of(optimizer_class, p, master_weights) for p in trained}
-    last_bytes = LAST_BUCKET if update == "backward" else None
     found = {}
     for one in possible if stage is None else (stage,):
         if ranks == 1:
@@ -129,7 +124,7 @@ def estimate(
         elif one == 3:
             found[one] = _fully_sharded(params, blocks_of(model), ranks, states)
         else:
-            how = (ranks, bucket_mb * 2**20, last_bytes, one == 1, states, master_weights)
+            how = (ranks, bucket_mb * 2**20, one == 1, states, master_weights)
             found[one] = _sharded(model, *how)
     buffers = sum(buffer.nbytes for buffer in model.buffers())
     return Estimate(
@@ -159,7 +154,6 @@ def _sharded(
     model: nn.Module,
     ranks: int,
     bucket_bytes: float,
-    last_bytes: float | None,
     keeps_buffers: bool,
     states: Mapping[torch.dtype, _States],
     keeps_masters: bool,
@@ -171,7 +165,7 @@ def _sharded(
         if param.requires_grad
     ]
     on_cuda = bool(flats) and flats[0].device.type == "cuda"
-    buckets = make_buckets(flats, ranks, bucket_bytes, last_bytes)
+    buckets = make_buckets(flats, ranks, bucket_bytes)
     frozen = sum(param.nbytes for param in model.parameters() if not param.requires_grad)
     kept = max(
         sum(states[b.dtype].of(piece.size) for b in buckets for piece in b.pieces_of(rank))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,16 +14,17 @@ from .._torch.ranks import is_first_in_join, is_in_join
 from .engine import Engine
 from .transport.group import Group
 
-if TYPE_CHECKING:
-    from .optimizer import ShardedOptimizer
-
 __all__ = ["JoinableSteps"]
 
 
 class _Shadow(JoinHook):
-    """What a rank does in the place of each step of the others when it has no more data."""
+    """What a rank does in the place of each step of the others when it has no more data.
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
+    Args:
+        optimizer: a ShardedOptimizer.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
@@ -61,8 +62,8 @@ class JoinableSteps(Joinable):
                 "Join does not support shard(stage=3): fully_shard communicates in forward"
             )
         engine = self._engine
-        if engine is not None and (engine.updates is not None or engine.group.replicas is not None):
-            raise RuntimeError('Join does not support update="backward" or replicate_group=')
+        if engine is not None and engine.group.replicas is not None:
+            raise RuntimeError("Join does not support replicate_group=")
         if engine is not None and engine.group.device.type == "cuda":
             raise RuntimeError("Join does not support shard() of parameters on a CUDA device")
         return _Shadow(optimizer)

@@ -21,7 +21,6 @@ from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
 from ..optim.step import loss_of
 from ..optim.wrapped import PassesOn
 from .engine import Engine
-from .hooks.in_backward import REFUSED_CLIPPING, refuse_request
 from .join import JoinableSteps
 from .saved.state_dicts import StateDicts
 from .transport.group import Group
@@ -65,12 +64,10 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
         engine: Engine | None,
         max_grad_norm: float | None,
         group: Group | None = None,
-        updates_in_backward: bool = False,
         before_step: Callable[[], None] | None = None,
     ) -> None:
         self._engine = engine
         self._group = group
-        self._updates_in_backward = updates_in_backward
         self._before_step = before_step
         JoinableSteps.__init__(self)
         if engine is not None:
@@ -102,8 +99,6 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
     @max_grad_norm.setter
     def max_grad_norm(self, limit: float | None) -> None:
         check_limit("max_grad_norm", limit)
-        if self._updates_in_backward and limit is not None:
-            raise ValueError(REFUSED_CLIPPING)
         self._max_grad_norm = None if limit is None else float(limit)
 
     @property
@@ -146,8 +141,6 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
         if self._before_step is not None:
             self._before_step()
         if self._engine is None:
-            if self._updates_in_backward:
-                refuse_request(self._request())
             self._step_alone()
             return
         with torch.no_grad():
@@ -211,8 +204,6 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
             RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
         """
         check_limit("max_norm", max_norm)
-        if self._updates_in_backward:
-            raise RuntimeError(REFUSED_CLIPPING)
         division.divide(self)
         if self._engine is None or float(norm_type) != 2.0:
             return clip_grad_norm_(params_of(self), max_norm, norm_type, error_if_nonfinite)
@@ -251,11 +242,6 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
         """
         if self._engine is not None:
             self._engine.gradients.settle()
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether backward updates the parameters, so that nothing can divide gradients later."""
-        return self._updates_in_backward
 
     @property
     def sums_in_fp32(self) -> bool:

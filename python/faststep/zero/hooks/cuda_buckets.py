@@ -27,7 +27,6 @@ class CudaBucket(GradientBucket):
         """Start a backward pass."""
         refuse_capture()
         self._streams: list[torch.cuda.Stream] = []  # that gradients have come from
-        self._is_lent = False
         super().begin()
 
     def put(self, slot: Slot, grad: Tensor, *, again: bool = False) -> None:
@@ -56,28 +55,18 @@ class CudaBucket(GradientBucket):
         """False: ranks receive at the same places of their programs, whatever has arrived."""
         return False
 
-    def send(self, has_failed: bool = False) -> None:
+    def send(self) -> None:
         """Reduce it over the ranks, behind whatever stream a gradient came from."""
         here = torch.cuda.current_stream()
         for stream in self._streams:
             if stream != here:
                 here.wait_stream(stream)
         self._streams = []
-        super().send(has_failed)
+        super().send()
 
     def add(self) -> None:
         """Let the current stream wait for the sums, and send them to replicas."""
-        if not self._is_lent:  # the memory goes back to the streams that it was taken for
-            for tensor in self._in_use():
+        if self._way is not None and self._sent is not None:
+            for tensor in (self._sent, *self._way.parts):  # whose memory goes back to its stream
                 tensor.record_stream(torch.cuda.current_stream())
         super().add()
-
-    def lend(self) -> list[Tensor]:
-        """Before another stream receives it: what must be held until this one waits for that."""
-        self._is_lent = True
-        return self._in_use()
-
-    def _in_use(self) -> list[Tensor]:
-        if self._way is None or self._sent is None:
-            return []
-        return [self._sent, *self._way.parts]

@@ -10,7 +10,6 @@ from ..layout.cuts import Bucket
 from ..layout.pages import Pages, Shelf
 from ..layout.slots import Slot
 from ..transport.group import Exchange, Group, Pending
-from .uses import Uses
 
 __all__ = ["GradientBucket"]
 
@@ -26,7 +25,6 @@ class GradientBucket:
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1). The slice
             is a part of it.
         sums: the dtype of the slice. What ranks send has that of the parameters.
-        counts_uses: learn with each reduction in how many ranks each parameter was used.
     """
 
     shares_slice = True  # whether the slice may be a part of the buffer
@@ -39,7 +37,6 @@ class GradientBucket:
         shelf: Shelf,
         keeps_buffer: bool,
         sums: torch.dtype,
-        counts_uses: bool,
     ) -> None:
         self.layout = layout
         self.slots = slots
@@ -48,8 +45,6 @@ class GradientBucket:
         self._group = group
         self._shelf = shelf
         self._keeps_buffer = keeps_buffer
-        self._counts_uses = counts_uses
-        self.uses: Uses | None = None  # of the last reduction
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
         self._way: Exchange | None = None  # from `send` to `add`
@@ -113,12 +108,8 @@ class GradientBucket:
         """Memory for whole gradients, of which all but gaps is written before it is sent."""
         return Pages(self.layout.size, self.layout.dtype, self.layout.device).tensor
 
-    def send(self, has_failed: bool = False) -> None:
-        """Send every rank its slice; gradients that have not arrived are zero.
-
-        Args:
-            has_failed: tell the ranks that the pass has failed here.
-        """
+    def send(self) -> None:
+        """Send every rank its slice; gradients that have not arrived are zero."""
         for slot in self.slots:
             if not slot.arrived:
                 self._view_of(slot).zero_()
@@ -129,9 +120,6 @@ class GradientBucket:
             self._way = self._exchange(self._sent, what)
         if not self._keeps_buffer:
             self._buffer, self._views = None, []
-        if self._counts_uses:
-            what = self._what("counting the uses of")
-            self.uses = Uses(self.slots, self._group, what, has_failed)
 
     def _exchange(self, sent: Tensor, what: str) -> Exchange:
         """Send the ranks their slices, and let this rank's come in."""
@@ -139,24 +127,17 @@ class GradientBucket:
 
     def is_there(self) -> bool:
         """Whether `receive` would not wait; begins what follows on what has arrived."""
-        if self._way is not None and not _are_done([self.uses, self._way.pending]):
+        if self._way is not None and not self._way.pending.is_done():
             return False
-        if self._group.replicas is None:
-            return True
-        self.add()
-        return _are_done([self.uses, self._replicating])
-
-    def lend(self) -> list[Tensor]:
-        """Before another stream receives it, on a CUDA device: what must be held until then."""
-        return []
+        if self._group.replicas is not None:
+            self.add()
+        return self._replicating is None or self._replicating.is_done()
 
     def add(self) -> None:
         """Add what the ranks have sent, in the order of the ranks, and send it to replicas."""
         if self._way is None:
             return
         way, self._way, self._sent = self._way, None, None
-        if self.uses is not None:
-            self.uses.replicate()
         way.pending.wait()
         replicas = self._group.replicas
         if self.values.numel():
@@ -195,17 +176,11 @@ class GradientBucket:
     def receive(self) -> None:
         """Wait until the slice has the gradients of all ranks."""
         self.add()
-        for pending in (self.uses, self._replicating):
-            if pending is not None:
-                pending.wait()
+        if self._replicating is not None:
+            self._replicating.wait()
         if self._sums is not None:
             self.values.add_(self._sums)
         self._replicating = self._sums = None
-
-    def used(self) -> list[int]:
-        """In how many ranks each parameter was used, once it was received."""
-        assert self.uses is not None
-        return self.uses.counts()
 
     def gather(self, flat: Tensor, tag: int) -> Pending:
         """Send this rank's slice of the parameters to the others, and receive theirs."""
@@ -214,7 +189,3 @@ class GradientBucket:
     def _what(self, doing: str) -> str:
         first, last = self.slots[0].name, self.slots[-1].name
         return f"{doing} the parameters from {first!r} to {last!r}"
-
-
-def _are_done(waits: list[Pending | Uses | None]) -> bool:
-    return all(pending is None or pending.is_done() for pending in waits)

@@ -151,8 +151,6 @@ class Gradients:
 
     def _begin(self, number: int) -> None:
         """Start to collect gradients that add to those in the slices, if these are still wanted."""
-        if self._reducer.updates is not None:
-            self._reducer.updates.begin()
         for slot in self.slots:
             slot.begin_pass()
         self._take_back()
@@ -203,8 +201,6 @@ class Gradients:
                 )
                 if reduces := bool(self.unowned) and not self._reducer.took_all:
                     self.unowned.reduce()
-                if self._reducer.updates is not None:
-                    self._reducer.updates.finish()
         except BaseException:
             self._fail()
             raise
@@ -233,7 +229,7 @@ class Gradients:
         A collective if other ranks may wait for this one, which lets them know that it has failed.
 
         Raises:
-            RuntimeError: gradients were not dropped, or parameters were updated by some.
+            RuntimeError: gradients were not dropped.
         """
         if self._state is not State.FAILED:
             return
@@ -247,8 +243,6 @@ class Gradients:
         with torch.no_grad():
             if self._number is not None:
                 self._reducer.complete(has_failed=True)
-            if self._reducer.updates is not None:
-                self._reducer.updates.abandon()
             self._reducer.drop()
         self._state, self._number = State.IDLE, None
 
@@ -284,8 +278,6 @@ class Gradients:
             grad = slot.param.grad
             if grad is None or (slot.held and slot.stand_in.is_same(grad)):
                 continue
-            if self._reducer.updates is not None:
-                self._reducer.updates.refuse_change(slot.name)
             slot.take_over(grad.clone() if isinstance(grad, Placeholder) else grad)
         self._take_back()
 

@@ -10,7 +10,6 @@ from ..layout.pages import Shelf
 from ..layout.slots import Slot
 from ..transport.group import Group
 from .gradient_buckets import GradientBucket
-from .in_backward import BackwardUpdates
 from .uses import Uses
 
 __all__ = ["Reducer"]
@@ -28,8 +27,6 @@ class Reducer:
         shelf: memory of what arrives.
     """
 
-    updates: BackwardUpdates | None = None  # with update="backward"
-
     def __init__(
         self, slots: list[Slot], buckets: list[GradientBucket], group: Group, shelf: Shelf
     ) -> None:
@@ -39,7 +36,6 @@ class Reducer:
         self._shelf = shelf
         self.took_all = True  # gradients of the pass, on all ranks
         self._next = 0  # what is sent next: a bucket, the counts after the last, or nothing
-        self._has_failed = False  # the pass, on this rank
         self._under_way: deque[GradientBucket] = deque()
         self._counted: Uses | None = None  # the last counts of a pass
 
@@ -49,7 +45,7 @@ class Reducer:
             self._counted.refuse_late()
         for bucket in self._buckets:
             bucket.begin()
-        self._next, self._has_failed = 0, False
+        self._next = 0
 
     def has_sent(self, slot: Slot) -> bool:
         """Whether the gradient of a parameter is on its way."""
@@ -82,13 +78,12 @@ class Reducer:
         Raises:
             RuntimeError: the pass has failed on another rank.
         """
-        self._has_failed, self.took_all = has_failed, False
+        self.took_all = False
         while self._next < len(self._buckets):
             self._send_next()
         counting = None
-        if self.updates is None and self._next == len(self._buckets):
-            what = "counting the parameters that were used"
-            counting = Uses(self._slots, self._group, what, has_failed, waits, says)
+        if self._next == len(self._buckets):
+            counting = Uses(self._slots, self._group, has_failed, waits, says)
             self._next += 1
         if self._group.replicas is not None:
             for bucket in self._under_way:
@@ -96,9 +91,6 @@ class Reducer:
         while self._under_way:
             self._receive_next()
         self._shelf.clear()
-        if self.updates is not None:
-            self._counted = self._buckets[-1].uses if self._buckets else None
-            return [count for bucket in self._buckets for count in bucket.used()]
         if counting is None:  # all of it was done before, and another rank had failed
             return [0] * len(self._slots)
         # After the buckets, whose errors name parameters, and which some ranks have sent to
@@ -119,24 +111,13 @@ class Reducer:
     def _send_next(self) -> None:
         """Send a bucket; with zeros where its gradients have not arrived."""
         bucket = self._buckets[self._next]
-        beside = None if self.updates is None else self.updates.beside
-        if beside is not None:
-            beside.make_room(MOST_UNDER_WAY - bucket.nbytes)
         # Backward would otherwise run ahead of a slow network, with all gradients in memory.
-        while self._under_way and self._bytes_under_way() + bucket.nbytes > MOST_UNDER_WAY:
+        room = MOST_UNDER_WAY - bucket.nbytes
+        while self._under_way and sum(one.nbytes for one in self._under_way) > room:
             self._receive_next()
-        bucket.send(self._has_failed)
+        bucket.send()
         self._next += 1
         self._under_way.append(bucket)
-        if beside is not None:
-            with beside.receiving(bucket):
-                self._receive_next()
 
     def _receive_next(self) -> None:
-        bucket = self._under_way.popleft()
-        bucket.receive()
-        if self.updates is not None:
-            self.updates.received(bucket, is_wanted=not self._has_failed)
-
-    def _bytes_under_way(self) -> int:
-        return sum(bucket.nbytes for bucket in self._under_way)
+        self._under_way.popleft().receive()

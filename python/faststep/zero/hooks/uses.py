@@ -12,6 +12,8 @@ from ..transport.late import Late
 
 __all__ = ["Uses"]
 
+_WHAT = "counting the parameters that were used"
+
 
 class Uses:
     """A count per slot, on its way from the ranks; beginning it is a collective.
@@ -22,7 +24,6 @@ class Uses:
     Args:
         slots: the parameters, in one order on all ranks.
         group: the ranks.
-        what: names the collective in errors.
         has_failed: whether the pass has failed on this rank.
         waits: whether this rank must know at once, on a CUDA device too.
         says: whether this rank has gradients of parameters without a slot.
@@ -32,19 +33,17 @@ class Uses:
         self,
         slots: Sequence[Slot],
         group: Group,
-        what: str,
         has_failed: bool = False,
         waits: bool = False,
         says: bool = False,
     ) -> None:
         self._group = group
-        self._what = what
         self._mine = [slot.arrived for slot in slots]
         on_host = group.device.type == "cpu"
         self._waits = on_host or waits or has_failed or not all(self._mine)
         self._flags = self._new_flags(has_failed + 2 * says)
         self._late: Late | None = None  # counts that this rank has not waited for
-        self._pending: Pending | None = group.start_adding(self._flags, what)
+        self._pending: Pending | None = group.start_adding(self._flags, _WHAT)
 
     def _new_flags(self, word: int) -> torch.Tensor:
         """Which parameters this rank used, and a word of each rank."""
@@ -57,15 +56,11 @@ class Uses:
         flags[:count] = 1
         return flags
 
-    def is_done(self) -> bool:
-        """Whether `wait` would not wait."""
-        return self._pending is None or self._pending.is_done()
-
     def replicate(self) -> None:
         """Wait for the counts of this group, and let those of its replicas be added."""
         self.wait()
         if self._group.replicas is not None:
-            what = f"{self._what}, over the replicas"
+            what = f"{_WHAT}, over the replicas"
             self._pending = self._group.replicas.start_adding(self._flags, what)
 
     def wait(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -23,7 +22,8 @@ class GradientValues:
         slots: all parameters, by their number.
         gradients: those of these parameters.
         group: the ranks that share the slices.
-        begin: called with the name of a parameter before its gradient is read or changed.
+        begin: called before a gradient is read or changed.
+        unscale: see `unscale`.
     """
 
     def __init__(
@@ -31,12 +31,14 @@ class GradientValues:
         slots: Sequence[Slot],
         gradients: Gradients,
         group: Group,
-        begin: Callable[[str], None],
+        begin: Callable[[], None],
+        unscale: Callable[[torch.dtype, Tensor, Tensor], None],
     ) -> None:
         self._slots = slots
         self._gradients = gradients
         self._group = group
         self._begin = begin
+        self._unscale = unscale
         self._norms: dict[float, Tensor] = {}  # by order
         self._measured_at = -1  # how often gradients had changed then
 
@@ -62,8 +64,8 @@ class GradientValues:
         if slot.whole is not None:
             update(slot.whole, lambda other: other)
             return
-        for (_, grad), begin in zip(slot.pieces, slot.begins, strict=True):
-            update(grad, functools.partial(_part_of, slot, grad, begin))
+        if slot.part is not None:
+            update(slot.part.grad, lambda other: _part_of(slot, other))
         self._gradients.changes += 1
 
     def whole(self, index: int) -> Tensor:
@@ -78,8 +80,8 @@ class GradientValues:
         what = f"reading the gradient of {slot.name!r}"
         self._group.meet(what)
         flat = torch.zeros(slot.shape.numel(), dtype=slot.stand_in.dtype, device=slot.param.device)
-        for (_, grad), begin in zip(slot.pieces, slot.begins, strict=True):
-            flat[begin : begin + grad.numel()] = grad
+        if (part := slot.part) is not None:
+            flat[part.begin : part.begin + part.grad.numel()] = part.grad
         if flat.numel():  # zeros of other ranks change no bit
             self._group.add_up_inside(flat.view(torch.uint8), what)
         return flat.as_strided(slot.shape, slot.strides)
@@ -105,11 +107,15 @@ class GradientValues:
             self._norms[order] = self._measured(order)
         return self._norms[order][index]
 
+    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
+        """Multiply all gradients of a dtype, and look for infinities on all ranks; a collective."""
+        self._unscale(dtype, inv_scale, found_inf)
+
     def _measured(self, order: float) -> Tensor:
         """The norms of the slices, put together over the ranks."""
         what = f"reading the norms of gradients (of order {order:g})"
         self._group.meet(what)
-        parts = [(s.index, grad) for s in self._slots for _, grad in s.pieces if grad.numel()]
+        parts = [(s.index, s.part.grad) for s in self._slots if s.part and s.part.grad.numel()]
         found = foreach_norms([grad for _, grad in parts], order)
         shape, device = (self._group.world, len(self._slots)), self._slots[0].param.device
         rows = torch.zeros(shape, dtype=torch.float64, device=device)
@@ -124,7 +130,7 @@ class GradientValues:
     def _ready(self, index: int) -> Slot:
         """Have the slices complete before one is used."""
         slot = self._slots[index]
-        self._begin(slot.name)
+        self._begin()
         self._gradients.complete(
             f"use of the gradient of {slot.name!r} (DistributedDataParallel goes around the model "
             "before shard())"
@@ -132,7 +138,8 @@ class GradientValues:
         return slot
 
 
-def _part_of(slot: Slot, grad: Tensor, begin: int, other: Tensor) -> Tensor:
+def _part_of(slot: Slot, other: Tensor) -> Tensor:
     """What lies beside a slice in another tensor, in fp32 where the slice has that for bf16."""
-    part = slot.cut(other, begin, grad.numel())
-    return part.to(grad.dtype) if part.dtype == slot.stand_in.dtype else part
+    assert slot.part is not None
+    part = slot.cut(other)
+    return part.to(slot.part.grad.dtype) if part.dtype == slot.stand_in.dtype else part

@@ -19,7 +19,7 @@ from ..._torch.tensors import (
     tree_map_only,
 )
 
-__all__ = ["Holder", "Placeholder"]
+__all__ = ["Placeholder"]
 
 _aten = torch.ops.aten
 _REFUSED = object()
@@ -48,12 +48,6 @@ class Values(Protocol):
     def norm(self, index: int, order: float) -> Tensor:
         """The norm of the gradient of a parameter; a collective."""
 
-
-class Holder(Protocol):
-    """The object that has the slices."""
-
-    values: Values
-
     def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
         """Multiply all gradients of a dtype, and look for infinities on all ranks."""
 
@@ -72,29 +66,29 @@ class Placeholder(Tensor):
 
     number: int
     pending: Tensor | None
-    _refer: Callable[[], Holder | None]  # weakly: torch cannot collect a circle through `.grad`
+    _refer: Callable[[], Values | None]  # weakly: torch cannot collect a circle through `.grad`
 
     __torch_function__ = PLAIN_RESULTS
 
     @property
-    def holder(self) -> Holder:
-        """Who has the slices."""
-        holder = self._refer()
-        if holder is None:
+    def gradients(self) -> Values:
+        """The gradients of all parameters."""
+        values = self._refer()
+        if values is None:
             raise RuntimeError(
                 "faststep.zero: the optimizer that had this gradient is gone; set .grad to None"
             )
-        return holder
+        return values
 
     @staticmethod
-    def __new__(cls, param: Tensor, holder: Holder | None, index: int) -> Placeholder:
+    def __new__(cls, param: Tensor, values: Values | None, index: int) -> Placeholder:
         """Of the parameter with this number; of nobody if the optimizer is gone."""
         made = new_wrapper(
             cls, param.size(), device=str(param.device), dtype=param.dtype, strides=param.stride()
         )
         assert isinstance(made, Placeholder)
         made.pending = None
-        made._refer = weakref.ref(holder) if holder is not None else lambda: None
+        made._refer = weakref.ref(values) if values is not None else lambda: None
         made.number = index
         return made
 
@@ -108,10 +102,10 @@ class Placeholder(Tensor):
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        holder = self._refer()
-        if holder is None:
+        values = self._refer()
+        if values is None:
             return "Placeholder(gradient of faststep.zero, whose optimizer is gone)"
-        name = holder.values.name_of(self.number)
+        name = values.name_of(self.number)
         return (
             f"Placeholder(gradient of {name!r}, which faststep.zero has spread over the ranks; "
             "clone() on all ranks gathers it)"
@@ -182,7 +176,7 @@ def _zero(held: Tensor) -> object:
     if not isinstance(held, Placeholder):
         return _REFUSED
     held.pending = None
-    held.holder.values.make_zero(held.number)
+    held.gradients.make_zero(held.number)
     return held
 
 
@@ -193,9 +187,9 @@ def _zero_all(held: list[Tensor]) -> None:
 
 
 def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    held = {id(one.holder): one for one in grads if isinstance(one, Placeholder)}
+    held = {id(one.gradients): one for one in grads if isinstance(one, Placeholder)}
     for one in held.values():
-        one.holder.unscale(one.dtype, inv_scale, found_inf)
+        one.gradients.unscale(one.dtype, inv_scale, found_inf)
     if plain := [one for one in grads if not isinstance(one, Placeholder)]:
         _aten._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
 
@@ -212,7 +206,7 @@ def _norm(
     dims = range(held.dim()) if dim is None else [one % max(1, held.dim()) for one in dim]
     if not isinstance(held, Placeholder) or keepdim or sorted(dims) != list(range(held.dim())):
         return _REFUSED
-    norm = held.holder.values.norm(held.number, float(order))
+    norm = held.gradients.norm(held.number, float(order))
     return norm.to(held.dtype if dtype is None else dtype)
 
 
@@ -267,7 +261,7 @@ def _change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             func([part] if is_foreach else part, *others, **rest)
 
         if isinstance(grad, Placeholder):
-            grad.holder.values.change(grad.number, update)
+            grad.gradients.change(grad.number, update)
         else:
             update(grad, lambda other: other)
 
@@ -290,7 +284,7 @@ def _on_wholes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = args[place] if place < len(args) else kwargs.get(argument.name)
         for one in tree_iter(value):
             if isinstance(one, Placeholder):
-                one.holder.values.keep(one.number, found[one])
+                one.gradients.keep(one.number, found[one])
     return _replaced(result, {whole: one for one, whole in found.items()})
 
 
@@ -301,7 +295,7 @@ def _replaced(values: Any, by: dict[Any, Tensor]) -> Any:
 
 def _whole(value: Any) -> Any:
     """The whole gradient of one of ours; anything else as it is."""
-    return value.holder.values.whole(value.number) if isinstance(value, Placeholder) else value
+    return value.gradients.whole(value.number) if isinstance(value, Placeholder) else value
 
 
 def _empty(like: Placeholder) -> Tensor:

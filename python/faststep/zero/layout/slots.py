@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .placeholder import Placeholder
 
-__all__ = ["Slot", "in_order_of_memory"]
+__all__ = ["Part", "Slot"]
+
+
+class Part(NamedTuple):
+    """What this rank owns of a parameter."""
+
+    values: Tensor  # flat; a part of the bucket
+    grad: Tensor  # their gradient, a part of the slice
+    begin: int  # in elements of the parameter
 
 
 class Slot:
@@ -22,29 +32,11 @@ class Slot:
         shape: of the parameter, and of its gradient in the bucket.
         strides: the same. The script may give the parameter others; a step puts them back.
         stand_in: what stands in its `.grad` while the slices hold its gradient.
-        pieces: what this rank owns of it: flat tensors, and their gradients in the slice.
-        begins: of each piece, in elements of the parameter.
+        part: what this rank owns of it, if anything.
         arrived: in this backward pass, on this rank.
         held: the slices hold a gradient that some rank has given since the last zero_grad().
         whole: the gradient in the place of the slices, after a script has taken a view of it.
     """
-
-    __slots__ = (
-        *(
-            "arrived",
-            "begins",
-            "bucket",
-            "held",
-            "index",
-            "name",
-            "param",
-            "pieces",
-            "place",
-            "shape",
-            "strides",
-        ),
-        *("stand_in", "whole"),
-    )
 
     def __init__(self, index: int, name: str, param: Tensor, bucket: int, place: int) -> None:
         self.index = index
@@ -55,8 +47,7 @@ class Slot:
         self.shape = param.size()
         self.strides = param.stride()
         self.stand_in: Placeholder
-        self.pieces: list[tuple[Tensor, Tensor]] = []
-        self.begins: list[int] = []
+        self.part: Part | None = None
         self.arrived = False
         self.held = False
         self.whole: Tensor | None = None
@@ -97,26 +88,30 @@ class Slot:
 
     def take_over(self, grad: Tensor) -> None:
         """Let the slices have a gradient that is the same on all ranks."""
-        for (_, mine), begin in zip(self.pieces, self.begins, strict=True):
-            mine.copy_(self.cut(grad, begin, mine.numel()))
+        if self.part is not None:
+            self.part.grad.copy_(self.cut(grad))
         self.whole = None
         self.held, self.param.grad = True, self.stand_in
 
     def take_back(self) -> None:
         """Let the slices have what was written to the whole gradient."""
-        if self.whole is None:
-            return
-        for (_, mine), begin in zip(self.pieces, self.begins, strict=True):
-            now = self.cut(self.whole, begin, mine.numel())
+        if self.whole is not None and self.part is not None:
+            mine, now = self.part.grad, self.cut(self.whole)
             mine.copy_(torch.where(now == mine.to(now.dtype), mine, now))  # fp32 ones may have more
         self.whole = None
 
-    def cut(self, other: Tensor, begin: int, count: int) -> Tensor:
-        """Some elements of a tensor that broadcasts to the parameter, in the order of memory."""
+    def cut(self, other: Tensor) -> Tensor:
+        """This rank's part of a tensor that broadcasts to the parameter, in the order of memory."""
         if not other.dim() and self.shape:  # a number for all elements
             return other
-        like = torch.empty_strided(self.shape, self.strides, device="meta")
-        return in_order_of_memory(other.expand(self.shape), like)[begin : begin + count]
+        assert self.part is not None
+        whole = other.expand(self.shape)
+        if whole.stride() != self.strides:
+            whole = torch.empty_strided(
+                self.shape, self.strides, dtype=other.dtype, device=other.device
+            ).copy_(whole)
+        flat = whole.as_strided((whole.numel(),), (1,))
+        return flat[self.part.begin :][: self.part.grad.numel()]
 
     def forget(self) -> None:
         """Drop its gradient, on this rank."""
@@ -126,14 +121,5 @@ class Slot:
     def make_zero(self) -> None:
         """Set its gradient to zero, on this rank."""
         self.whole = None
-        for _, grad in self.pieces:
-            grad.zero_()
-
-
-def in_order_of_memory(value: Tensor, param: Tensor) -> Tensor:
-    """The elements of a tensor of the parameter's shape, in the order of the parameter's memory."""
-    if value.stride() == param.stride():
-        return value.as_strided((value.numel(),), (1,))
-    dense = torch.empty_like(param, dtype=value.dtype, device=value.device)
-    dense.copy_(value)
-    return dense.as_strided((dense.numel(),), (1,))
+        if self.part is not None:
+            self.part.grad.zero_()

@@ -1,4 +1,4 @@
-"""States of whole parameters and of the pieces that a rank owns."""
+"""States of whole parameters, and of the parts that a rank owns."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ...optim.base import FusedOptimizer
 from ...optim.masters import fitting
 from ..layout.slots import Slot
-from ..step.owned import Owned
 from .sliced import SlicedState
 
 __all__ = ["cut_state", "problem_of", "whole_states"]
@@ -36,8 +36,8 @@ def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
                 f"{tuple(slot.param.shape)}"
             )
         if isinstance(value, SlicedState):
-            wanted = [(b, p.numel()) for b, (p, _) in zip(slot.begins, slot.pieces, strict=True)]
-            found = [(begin, values.numel()) for begin, values in value.parts]
+            wanted = slot.part and (slot.part.begin, slot.part.values.numel())
+            found = value.part and (value.part[0], value.part[1].numel())
             if wanted != found or value.stride() != slot.strides:
                 return (
                     f"{key!r} of {slot.name!r} was cut for other slices; load it by "
@@ -47,27 +47,21 @@ def problem_of(slot: Slot, state: Mapping[str, Any]) -> str:
     return ""
 
 
-def cut_state(owned: Owned, slot: Slot, state: Mapping[str, Any]) -> dict[Tensor, dict[str, Any]]:
-    """This rank's part of the state of a whole parameter, by pieces."""
-    numbers = ("step", *owned.optimizer._numbers)
-    whole = fitting(state, slot.param, owned.optimizer._keeps_masters)
-    if not whole:
+def cut_state(
+    fused: FusedOptimizer, slot: Slot, state: Mapping[str, Any]
+) -> dict[Tensor, dict[str, Any]]:
+    """This rank's part of the state of a whole parameter, by its part of the parameter."""
+    whole = fitting(state, slot.param, fused._keeps_masters)
+    if not whole or slot.part is None:
         return {}
-    return {
-        piece: {
-            key: value.parts[number][1]
-            if isinstance(value, SlicedState)
-            else _part(value, slot, begin, piece.numel(), key in numbers)
-            for key, value in whole.items()
-        }
-        for number, ((piece, _), begin) in enumerate(zip(slot.pieces, slot.begins, strict=True))
-    }
+    numbers = ("step", *fused._numbers)
+    return {slot.part.values: {k: _part_of(v, slot, k in numbers) for k, v in whole.items()}}
 
 
-def _part(value: Any, slot: Slot, begin: int, count: int, is_number: bool) -> Any:
-    """A piece of a state that has the parameter's shape, a copy of another one."""
+def _part_of(value: Any, slot: Slot, is_number: bool) -> Any:
+    """A part of a state that has the parameter's shape, a copy of another one."""
+    if isinstance(value, SlicedState):
+        return value.part and value.part[1]
     if not isinstance(value, Tensor):
         return value
-    if is_number or value.shape != slot.shape:
-        return value.clone()
-    return slot.cut(value, begin, count).clone()
+    return (value if is_number or value.shape != slot.shape else slot.cut(value)).clone()

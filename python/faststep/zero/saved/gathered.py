@@ -1,37 +1,25 @@
-"""States of whole parameters: gathered on rank 0, a bucket at a time, or each rank's own part."""
+"""States of whole parameters: gathered on rank 0, one after another, or each rank's own part."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..._torch.checkpoint import Wanted
 from ..engine import Engine
+from ..layout.cuts import Bucket
 from ..layout.slots import Slot
+from ..transport.group import Pending
 from .cutting import cut_state, problem_of
 from .sliced import SlicedState
 
 __all__ = ["States", "cut_states", "drop_missing", "load_states", "states_for"]
 
 States = defaultdict[Tensor, dict[str, Any]]
-
-
-class _Told(NamedTuple):
-    """What a rank says of the state of one of its pieces."""
-
-    slot: int
-    begin: int
-    size: int
-    entries: dict[str, Any]  # the dtype of those with an element per element of the piece
-
-    @property
-    def parts(self) -> list[tuple[str, torch.dtype]]:
-        """The entries that have an element per element of the piece."""
-        return [(key, it) for key, it in self.entries.items() if isinstance(it, torch.dtype)]
 
 
 def states_for(engine: Engine, wanted: Wanted) -> States:
@@ -43,10 +31,7 @@ def states_for(engine: Engine, wanted: Wanted) -> States:
     engine.group.meet("state_dict()" if wanted == "whole" else f"state_dict() ({wanted})")
     if wanted == "slices":
         return _sliced_states(engine)
-    whole = _gather_states(engine)
-    if wanted == "whole everywhere":
-        _spread(engine, whole)
-    return whole
+    return _whole_states(engine, everywhere=wanted == "whole everywhere")
 
 
 def _sliced_states(engine: Engine) -> States:
@@ -54,30 +39,23 @@ def _sliced_states(engine: Engine) -> States:
 
     Before the first step these are new states, to be loaded into.
     """
-    states: Mapping[Tensor, dict[str, Any]] = engine.owned.optimizer.state
+    states: Mapping[Tensor, dict[str, Any]] = engine.slices.fused.state
     entries_of = _entries_on_all(engine, states)
     if not entries_of:
-        states = engine.owned.new_states()
+        states = engine.slices.new_states()
         entries_of = _entries_on_all(engine, states)
     made: States = defaultdict(dict)
     for slot in engine.slots:
         if not (entries := entries_of.get(slot.index)):
-            if not engine.owned.has_states(slot):
+            if not engine.slices.has_states(slot):
                 made[slot.param] = {}  # as in torch, where such a class has empty states
             continue
-        own = [
-            (begin, states[piece])
-            for (piece, _), begin in zip(slot.pieces, slot.begins, strict=True)
-        ]
+        part, own = slot.part, {} if slot.part is None else states[slot.part.values]
         for key, it in entries.items():
-            made[slot.param][key] = (
-                SlicedState(
-                    slot.name, slot.shape, slot.strides, it,
-                    [(begin, state[key].detach().view(-1)) for begin, state in own],
-                )
-                if isinstance(it, torch.dtype)
-                else own[0][1][key] if own else it
-            )  # fmt: skip
+            if isinstance(it, torch.dtype):
+                mine = None if part is None else (part.begin, own[key].detach().view(-1))
+                it = SlicedState(slot.name, slot.shape, slot.strides, it, mine)
+            made[slot.param][key] = it if isinstance(it, SlicedState) else own.get(key, it)
     made.update(engine.frozen_states)
     return made
 
@@ -85,8 +63,15 @@ def _sliced_states(engine: Engine) -> States:
 def _entries_on_all(
     engine: Engine, states: Mapping[Tensor, dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """What the states of each parameter are made of, by the number of its slot."""
-    mine = {one.slot: one.entries for slot in engine.slots for one in _told(states, slot)}
+    """What the states of each parameter are made of, by the number of its slot.
+
+    Tensors with an element per element of the parameter are their dtype.
+    """
+    mine = {
+        slot.index: {key: _described(value) for key, value in state.items()}
+        for slot in engine.slots
+        if slot.part is not None and (state := states.get(slot.part.values))
+    }
     found: dict[int, dict[str, Any]] = {}
     for theirs in engine.group.share(mine):
         for index, entries in theirs.items():
@@ -94,27 +79,77 @@ def _entries_on_all(
     return found
 
 
-def _spread(engine: Engine, whole: States) -> None:
-    """Give all ranks the whole states that rank 0 has."""
-    described = {
-        slot.index: _entries(whole[slot.param]) for slot in engine.slots if slot.param in whole
-    }
-    for index, entries in engine.group.share(described)[0].items():
-        slot = engine.slots[index]
-        state = whole[slot.param]
-        for key, it in entries.items():
-            if not isinstance(it, torch.dtype):
-                state.setdefault(key, it)
-                continue
-            if key not in state:
-                state[key] = _empty(slot, it)
-            engine.group.broadcast([state[key]])
-    whole.update(engine.frozen_states)
+def _described(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return value.dtype if value.dim() else value.cpu()  # one on a device would come to it there
 
 
-def _empty(slot: Slot, dtype: torch.dtype) -> Tensor:
-    """A state of a whole parameter, with any values."""
-    return torch.empty_strided(slot.shape, slot.strides, dtype=dtype, device="cpu")
+def _on_host(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _whole_states(engine: Engine, everywhere: bool) -> States:
+    """The states of whole parameters on rank 0, none on the others, or all `everywhere`.
+
+    With replicas it is rank 0 of the first one. Whoever gets them needs room for all of them, and
+    rank 0 for a part of one.
+    """
+    whole: States = defaultdict(dict)
+    group = engine.group
+    if group.replicas is not None and group.replicas.rank and not everywhere:
+        return whole  # the first replica has them too
+    entries_of = _entries_on_all(engine, engine.slices.fused.state)
+    for bucket in engine.buckets:
+        found: dict[Tensor, dict[str, Any]] = {}
+        gathered: list[Tensor] = []
+        pending: list[Pending] = []
+        ranges = _ranges(bucket.layout, group.world)
+        for slot, place in zip(bucket.slots, bucket.layout.places, strict=True):
+            for key, it in entries_of.get(slot.index, {}).items():
+                value: Any = it.clone() if isinstance(it, Tensor) else it
+                if isinstance(it, torch.dtype):
+                    value = torch.empty_strided(
+                        slot.shape, slot.strides, dtype=it, device=group.device
+                    )
+                    gathered.append(value)
+                    pending += _gather(engine, slot, key, value, ranges[place.param])
+                found.setdefault(slot.param, {})[key] = value
+        for one in pending:
+            one.wait()
+        if everywhere:
+            group.broadcast(gathered)
+        if everywhere or not group.rank:
+            whole.update({p: {k: _on_host(v) for k, v in of.items()} for p, of in found.items()})
+    if everywhere or not group.rank:
+        whole.update(engine.frozen_states)
+    return whole
+
+
+def _ranges(layout: Bucket, world: int) -> dict[int, list[tuple[int, int, int]]]:
+    """Of each parameter: who owns which elements, as (rank, begin, size)."""
+    found: dict[int, list[tuple[int, int, int]]] = defaultdict(list)
+    for rank in range(world):
+        for param, begin, size, _ in layout.pieces_of(rank):
+            found[param].append((rank, begin, size))
+    return found
+
+
+def _gather(
+    engine: Engine, slot: Slot, key: str, whole: Tensor, ranges: list[tuple[int, int, int]]
+) -> Iterator[Pending]:
+    """Let rank 0 put a state together from what the ranks own of it."""
+    group, part = engine.group, slot.part
+    flat = whole.as_strided((whole.numel(),), (1,))
+    for rank, begin, size in ranges:
+        if part is not None and rank == group.rank:
+            mine = engine.slices.fused.state[part.values][key].detach().reshape(-1)
+            if rank:
+                yield group.send(mine)
+            else:
+                flat[begin : begin + size] = mine
+        elif not group.rank:
+            yield group.receive(flat[begin : begin + size], rank)
 
 
 def drop_missing(states: dict[Tensor, dict[str, Any]]) -> None:
@@ -122,105 +157,6 @@ def drop_missing(states: dict[Tensor, dict[str, Any]]) -> None:
     for state in states.values():
         for key in [key for key, value in state.items() if isinstance(value, dict) and not value]:
             del state[key]
-
-
-def _gather_states(engine: Engine) -> States:
-    """The states of whole parameters on rank 0, none on the others; a collective.
-
-    With replicas it is rank 0 of the first one. Rank 0 needs room for all of them, and for one
-    rank's part of one bucket.
-    """
-    whole: States = defaultdict(dict)
-    replicas = engine.group.replicas
-    if replicas is not None and replicas.rank:
-        return whole  # the first replica has them too
-    states = engine.owned.optimizer.state
-    for bucket in engine.buckets:
-        told = [_told(states, slot) for slot in bucket.slots]
-        mine = [one for some in told for one in some]
-        everyone = engine.group.collect(mine)
-        if everyone is None:
-            for values in _packed(engine, mine).values():
-                engine.group.send(values)
-            continue
-        for rank, theirs in enumerate(everyone):
-            packed = _packed(engine, theirs) if rank == 0 else _received(engine, rank, theirs)
-            _unpack(engine, theirs, packed, whole)
-    if engine.group.rank == 0:
-        whole.update(engine.frozen_states)
-    return whole
-
-
-def _told(states: Mapping[Tensor, dict[str, Any]], slot: Slot) -> list[_Told]:
-    told = []
-    for (piece, _), begin in zip(slot.pieces, slot.begins, strict=True):
-        if state := states.get(piece):
-            told.append(_Told(slot.index, begin, piece.numel(), _entries(state)))
-    return told
-
-
-def _entries(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state with dtypes in the place of tensors."""
-    return {
-        key: value.dtype if isinstance(value, Tensor) and value.dim() else _on_host(value)
-        for key, value in state.items()
-    }
-
-
-def _on_host(value: Any) -> Any:
-    """What another process may get: a tensor on a device would come to the same one there."""
-    return value.cpu() if isinstance(value, Tensor) and value.is_cuda else value
-
-
-def _packed(engine: Engine, told: list[_Told]) -> dict[torch.dtype, Tensor]:
-    """This rank's states of a bucket, one after another, by dtype."""
-    rows: dict[torch.dtype, list[Tensor]] = {}
-    for one in told:
-        slot = engine.slots[one.slot]
-        piece = slot.pieces[slot.begins.index(one.begin)][0]
-        state = engine.owned.optimizer.state[piece]
-        for key, dtype in one.parts:
-            rows.setdefault(dtype, []).append(state[key].detach().reshape(-1))
-    return {dtype: torch.cat(some) for dtype, some in _sorted(rows)}
-
-
-def _sorted(rows: dict[torch.dtype, Any]) -> list[tuple[torch.dtype, Any]]:
-    return sorted(((d, some) for d, some in rows.items()), key=lambda pair: str(pair[0]))
-
-
-def _received(engine: Engine, rank: int, told: list[_Told]) -> dict[torch.dtype, Tensor]:
-    """What another rank has packed."""
-    sizes: dict[torch.dtype, int] = {}
-    for one in told:
-        for _, dtype in one.parts:
-            sizes[dtype] = sizes.get(dtype, 0) + one.size
-    received = {}
-    for dtype, size in _sorted(sizes):
-        received[dtype] = torch.empty(size, dtype=dtype, device=engine.group.device)
-        engine.group.receive(received[dtype], rank)
-    return received
-
-
-def _unpack(
-    engine: Engine,
-    told: list[_Told],
-    packed: dict[torch.dtype, Tensor],
-    whole: States,
-) -> None:
-    """Copy a rank's parts to where they belong in the states of whole parameters."""
-    at = dict.fromkeys(packed, 0)
-    for one in told:
-        slot = engine.slots[one.slot]
-        state = whole[slot.param]
-        for key, it in one.entries.items():
-            if not isinstance(it, torch.dtype):
-                state.setdefault(key, it.clone() if isinstance(it, Tensor) else it)
-                continue
-            if key not in state:
-                state[key] = _empty(slot, it)
-            flat = state[key].as_strided((state[key].numel(),), (1,))
-            flat[one.begin : one.begin + one.size] = packed[it][at[it] : at[it] + one.size]
-            at[it] += one.size
 
 
 def load_states(engine: Engine, states: dict[Tensor, dict[str, Any]]) -> None:
@@ -244,12 +180,12 @@ def cut_states(engine: Engine, states: Mapping[Tensor, dict[str, Any]]) -> None:
     """Give this rank's optimizer its part of the states of whole parameters."""
     cut: dict[Tensor, dict[str, Any]] = {}
     for slot in engine.slots:
-        cut.update(cut_state(engine.owned, slot, states.get(slot.param, {})))
-    mine = engine.owned.optimizer.state
+        cut.update(cut_state(engine.slices.fused, slot, states.get(slot.param, {})))
+    mine = engine.slices.fused.state
     mine.clear()
     mine.update(cut)
     sharded = {id(slot.param) for slot in engine.slots}
     engine.frozen_states = {
         param: state for param, state in states.items() if id(param) not in sharded
     }
-    engine.owned.forget()
+    engine.slices.forget()

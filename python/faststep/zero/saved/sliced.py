@@ -24,11 +24,12 @@ class SlicedState(Tensor):
 
     Attributes:
         param_name: the name of the parameter.
-        parts: ranges of the parameter's memory: where they begin, and their elements.
+        part: where this rank's range of the parameter's memory begins, and its elements; None for
+            no range.
     """
 
     param_name: str
-    parts: list[tuple[int, Tensor]]
+    part: tuple[int, Tensor] | None
 
     @staticmethod
     def __new__(
@@ -37,20 +38,20 @@ class SlicedState(Tensor):
         size: Sequence[int],
         strides: Sequence[int],
         dtype: torch.dtype,
-        parts: Sequence[tuple[int, Tensor]],
+        part: tuple[int, Tensor] | None,
     ) -> SlicedState:
         """Of a parameter with this size and these strides."""
         made = new_wrapper(cls, torch.Size(size), device="cpu", dtype=dtype, strides=tuple(strides))
         assert isinstance(made, SlicedState)
         made.param_name = name
-        made.parts = list(parts)
+        made.part = part
         return made
 
     def __init__(self, *_: object) -> None:
         super().__init__()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        own = sum(values.numel() for _, values in self.parts)
+        own = 0 if self.part is None else self.part[1].numel()
         return (
             f"SlicedState(of {self.param_name!r}, size={tuple(self.size())}, dtype={self.dtype}, "
             f"{own} elements on this rank)"
@@ -58,7 +59,7 @@ class SlicedState(Tensor):
 
     def __reduce_ex__(self, _: Any) -> Any:
         size, strides = tuple(self.size()), self.stride()
-        return SlicedState, (self.param_name, size, strides, self.dtype, self.parts)
+        return SlicedState, (self.param_name, size, strides, self.dtype, self.part)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -83,18 +84,20 @@ class SlicedState(Tensor):
     def _changed(
         self, change: Callable[[Tensor, dict[str, Any]], Tensor], options: dict[str, Any]
     ) -> SlicedState:
-        """The same with other parts."""
-        parts = [(begin, change(values, options)) for begin, values in self.parts]
+        """The same with another part."""
+        part = None if self.part is None else (self.part[0], change(self.part[1], options))
         dtype = options.get("dtype") or self.dtype
-        return SlicedState(self.param_name, self.size(), self.stride(), dtype, parts)
+        return SlicedState(self.param_name, self.size(), self.stride(), dtype, part)
 
     # ---- what torch.distributed.checkpoint asks, by the names of its protocol
 
     def _boxes(self) -> Iterator[tuple[Box, Tensor]]:
-        for begin, values in self.parts:
-            for box in boxes_of(begin, values.numel(), self.size(), self.stride()):
-                start = values.storage_offset() + box.at
-                yield box, values.as_strided(box.sizes, self.stride(), start)
+        if self.part is None:
+            return
+        begin, values = self.part
+        for box in boxes_of(begin, values.numel(), self.size(), self.stride()):
+            start = values.storage_offset() + box.at
+            yield box, values.as_strided(box.sizes, self.stride(), start)
 
     def __create_chunk_list__(self) -> list[Any]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata

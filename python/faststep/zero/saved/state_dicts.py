@@ -85,7 +85,7 @@ class StateDicts(Optimizer):
         """Before states are read: have them, and the parameters, complete."""
         assert self._engine is not None
         self._engine.follow_groups()
-        self._engine.owned.take_options()
+        self._engine.slices.take_options()
         complete_states(self._owned)
         self._engine.wait(None)
         self._engine.follow_moves()

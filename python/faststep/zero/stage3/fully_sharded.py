@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -139,20 +139,21 @@ class AlikeGradients:
     Args:
         group: the ranks.
         optimizer: whose parameters are looked at.
-        names: of its parameters.
+        names: of parameters, by `id`.
     """
 
-    def __init__(self, group: Group, optimizer: Optimizer, names: Sequence[str]) -> None:
+    def __init__(self, group: Group, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self._group = group
-        self._groups = optimizer.param_groups
+        self._optimizer = optimizer
         self._names = names
 
     def check(self) -> None:
         """Raise RuntimeError on every rank if they differ; a collective."""
-        params = [param for group in self._groups for param in group["params"]]
         lines = [
-            f"{name!r} with{'out' if param.grad is None else ''} a gradient"
-            for name, param in zip(self._names, params, strict=False)
+            f"{self._names.get(id(param))!r} with{'out' if param.grad is None else ''} a gradient, "
+            f"in group {number}"
+            for number, group in enumerate(self._optimizer.param_groups)
+            for param in group["params"]
         ]
         caller = (
             "faststep.zero: nothing was updated, as fully_shard adds up gradients wrongly where "

@@ -58,13 +58,9 @@ class ChunkSums:
         for slot in slots:
             chunks = range(first, first + chunks_in(slot.param.numel()))
             self._all.append(chunks)
-            self._own.append(
-                [
-                    chunk
-                    for begin, (piece, _) in zip(slot.begins, slot.pieces, strict=True)
-                    for chunk in chunks[begin // CHUNK :][: chunks_in(piece.numel())]
-                ]
-            )
+            part = slot.part
+            own = chunks[part.begin // CHUNK :][: chunks_in(part.grad.numel())] if part else ()
+            self._own.append(own)
             first = chunks.stop
         self._total = first
         self._places: dict[tuple[bool, ...], _Places] = {}
@@ -77,7 +73,7 @@ class ChunkSums:
             grad_scale: gradients are divided by it; 0-d.
         """
         places, device = self._places_of(tuple(present)), self._group.device
-        grads = [grad for slot in compress(self._slots, present) for _, grad in slot.pieces]
+        grads = [slot.part.grad for slot in compress(self._slots, present) if slot.part]
         # Each chunk is measured by one rank, so adding up changes no sum.
         everything = torch.zeros(self._total + 3, dtype=torch.float64, device=device)
         sums, said = everything[: self._total], everything[self._total :]

@@ -270,22 +270,15 @@ class Group:
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.copy_(values)
 
-    def send(self, values: Tensor) -> None:
+    def send(self, values: Tensor) -> Pending:
         """Send rank 0 a tensor."""
-        with self.saying("gathering states"):
-            dist.send(values, self._global(0), group=self._group)
+        work = dist.isend(values, self._global(0), self._group)
+        return Pending(self, "gathering states", [work], [values])
 
-    def receive(self, values: Tensor, rank: int) -> None:
+    def receive(self, values: Tensor, rank: int) -> Pending:
         """Receive what a rank sends."""
-        with self.saying(f"gathering the states of rank {rank}"):
-            dist.recv(values, self._global(rank), group=self._group)
-
-    def collect(self, value: object) -> list[Any] | None:
-        """The objects of all ranks on rank 0, None on the others."""
-        found = [None] * self.world if self.rank == 0 else None
-        with self.saying("gathering states"):
-            dist.gather_object(value, found, dst=self._global(0), group=self._group)
-        return found
+        work = dist.irecv(values, self._global(rank), self._group)
+        return Pending(self, f"gathering the states of rank {rank}", [work], [values])
 
     def share(self, value: object) -> list[Any]:
         """The objects of all ranks, by rank."""

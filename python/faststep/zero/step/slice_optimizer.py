@@ -1,0 +1,262 @@
+"""The optimizer of one rank: a fused step over its slices, as all ranks agree.
+
+What the ranks agree on lies in tensors beside the slices. In CPU memory the host looks at them
+before anything is written. On a CUDA device it waits for nothing: an overflow is skipped there, and
+what is wrong is raised by the next step.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from itertools import chain, compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ... import _C
+from ..._devices import HOST, devices_of, on_device
+from ..._torch.optim import increment_version
+from ...clip import clip_grads_with_norm_
+from ...grads.params import params_of
+from ...grads.total import returned
+from ...optim.base import FusedOptimizer
+from ...optim.masters import begin_state, keys_for
+from ...optim.request import Rule, StepAnswer, StepRequest
+from ...optim.step import Stepper
+from ...optim.work import Work
+from ..layout.slots import Part, Slot
+from ..transport.group import Group
+from ..transport.late import Late, refuse_capture
+from .norm import ChunkSums, Measured
+
+__all__ = ["Kind", "SliceOptimizer"]
+
+Kind = Callable[[list[dict[str, Any]]], FusedOptimizer]
+
+
+class SliceStates(defaultdict[Tensor, dict[str, Any]]):
+    """The states of this rank's parts of parameters.
+
+    torch.distributed.checkpoint asks two things of an optimizer's states. It makes a step with
+    gradients of zero if there are none; a sharded optimizer gives it new states without one, so
+    there always are some. And it asks which states a parameter has.
+    """
+
+    def __init__(self, keys_of: Callable[[Tensor], tuple[str, ...] | None]) -> None:
+        super().__init__(dict)
+        self._keys_of = weakref.WeakMethod(keys_of)  # its owner has these states
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __missing__(self, key: Tensor) -> dict[str, Any]:
+        keys_of = self._keys_of()
+        keys = None if keys_of is None else keys_of(key)
+        return super().__missing__(key) if keys is None else dict.fromkeys(keys)
+
+
+class SliceOptimizer:
+    """Steps what this rank owns, with the options of the script's parameter groups.
+
+    Args:
+        kind: the optimizer's class.
+        group: the ranks.
+        keeps_masters: low-precision parameters have fp32 masters.
+
+    Attributes:
+        fused: the optimizer that has the states.
+        slots: all parameters that are stepped, in the order of the groups.
+    """
+
+    def __init__(self, kind: Kind, group: Group, keeps_masters: bool) -> None:
+        self.fused = kind([{"params": []}])
+        self.fused._keeps_masters = keeps_masters
+        self.fused.state = SliceStates(self._keys_of)
+        self._stepper = self.fused._stepper = Stepper()
+        self._group = group
+        self._on_host = group.device.type == "cpu"
+        self._here = HOST if self._on_host else group.device.index
+        self._differ: Late | None = None  # whether ranks did in the step before
+        self.follow([], [])
+
+    def follow(self, groups: list[dict[str, Any]], grouped: list[list[Slot]]) -> None:
+        """Let the script's groups have other parameters: these of each are sharded."""
+        self.end()
+        self.groups = groups
+        self.slots = list(chain.from_iterable(grouped))
+        self._sums = ChunkSums(self.slots, self._group)
+        self._names = [[slot.name for slot, _ in _owned(members)] for members in grouped]
+        self.fused.param_groups = [
+            {**_options(group), "params": [part.values for _, part in _owned(members)]}
+            for group, members in zip(groups, grouped, strict=True)
+        ]
+        self._group_of = {
+            id(slot.param): number for number, members in enumerate(grouped) for slot in members
+        }
+        self._stepper.devices = devices_of(params_of(self.fused))
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of states that were replaced."""
+        self._stepper.forget()
+
+    def take_options(self) -> list[Rule]:
+        """The rules of all groups, by what the script's groups say now."""
+        fused = self.fused
+        for group, script, names in zip(fused.param_groups, self.groups, self._names, strict=True):
+            group.update(_options(script))
+            group["param_names"] = names
+        return fused._rules()
+
+    # ---- states
+
+    def _keys_of(self, param: Tensor) -> tuple[str, ...] | None:
+        """The names of the states of a parameter that is sharded; None for another tensor."""
+        number = self._group_of.get(id(param))
+        return None if number is None else keys_for(self.take_options()[number], param)
+
+    def has_states(self, slot: Slot) -> bool:
+        """Whether the class keeps states of a parameter."""
+        return bool(self._keys_of(slot.param))
+
+    def new_states(self) -> dict[Tensor, dict[str, Any]]:
+        """The states that the parts have before their first step, which get none by this."""
+        rules, fused = self.take_options(), self.fused
+        kept, fused.state = fused.state, defaultdict(dict)
+        try:
+            for group, rule in zip(fused.param_groups, rules, strict=True):
+                for values in group["params"]:
+                    if keys_for(rule, values):
+                        begin_state(fused, group, rule, values)
+            return dict(fused.state)
+        finally:
+            fused.state = kept
+
+    # ---- steps
+
+    def step(self, request: StepRequest) -> tuple[StepAnswer, bool]:
+        """Update this rank's slices; returns whether they may have changed too. A collective.
+
+        Raises:
+            TypeError, RuntimeError, KeyError: a tensor or an option cannot be used; nothing was
+                updated on this rank.
+        """
+        if not self._on_host:
+            refuse_capture()
+        self.end()
+        found, scale, norm = request.found_inf, request.grad_scale, None
+        flag = None if found is None else on_device(found, self._here)
+        if not request.looks_for_inf and self._is_seen(flag):
+            return StepAnswer(True, None), False
+        present = self._present()
+        if request.measures:
+            norm, found_inf, differ = self._measure(present, scale)
+            if request.looks_for_inf:
+                flag = found_inf
+                if found is not None:
+                    found.copy_(flag, non_blocking=True)
+            if self._is_seen(flag):
+                return StepAnswer(True, norm.item()), False
+            flag = differ if flag is None else torch.maximum(flag.float(), differ)
+        self._set_grads(self.slots, present)
+        scale = None if scale is None else on_device(scale, self._here)
+        self._update(
+            request._replace(grad_scale=scale, found_inf=flag, looks_for_inf=False, norm=norm)
+        )
+        if self._on_host:
+            return StepAnswer(False, None if norm is None else norm.item()), True
+        return StepAnswer(False if flag is None else flag, norm), True
+
+    def _update(self, request: StepRequest) -> None:
+        fused = self.fused
+        self.take_options()
+        params = [group["params"] for group in fused.param_groups]
+        if not any(params):
+            return
+        try:
+            self._stepper.step(Work(fused, params, fused._rules), request)
+        except _C.TensorError as error:
+            raise fused._explained(*error.args) from None
+
+    def clip(self, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+        """Clip by the common norm, and return it. A collective."""
+        self.end()
+        present = self._present()
+        norm = self._measure(present, None).norm
+        dtypes = [slot.param.dtype for slot in compress(self.slots, present)]
+        dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.float32
+        if error_if_nonfinite:  # before anything is written; waits for a device
+            returned(norm, dtype, 2.0, True)
+        clip_grads_with_norm_(self._set_grads(self.slots, present), max_norm, norm)
+        return returned(norm, dtype, 2.0, False)
+
+    def unscale(self, dtype: torch.dtype, inv_scale: Tensor, found_inf: Tensor) -> None:
+        """Multiply the gradients of a dtype, and look for infinities on all ranks; a collective."""
+        alike = [slot for slot in self.slots if slot.param.dtype == dtype and slot.is_present]
+        grads = [part.grad for _, part in _owned(alike)]
+        flag = torch.zeros((), dtype=torch.float32, device=self._group.device)
+        if self._on_host:
+            parts = self._set_grads(alike, [True] * len(alike))
+            _, overflow, grads = _C.unscale_grads(parts, inv_scale.item(), True)
+            flag.fill_(overflow)
+        elif grads:
+            _C.device_unscale(grads, on_device(inv_scale, self._here), flag, True)
+        increment_version(grads)
+        self._group.add_up(flag, "agreeing on an overflow")
+        flag = (flag != 0.0).to(found_inf.dtype)
+        found_inf.copy_(torch.maximum(found_inf, flag.to(found_inf.device)), non_blocking=True)
+
+    def end(self) -> None:
+        """Raise on all ranks if they differed in the step before, which a CUDA device has done."""
+        noted, self._differ = self._differ, None
+        if noted is not None:  # of a step whose successor's backward is queued already
+            _refuse(noted.read())
+
+    def _present(self) -> list[bool]:
+        return [slot.is_present for slot in self.slots]
+
+    def _set_grads(self, slots: Iterable[Slot], present: Iterable[bool]) -> list[Tensor]:
+        """Let C see the gradients of these parameters only; returns this rank's parts of all."""
+        parts = []
+        for slot, is_present in zip(slots, present, strict=True):
+            if slot.part is not None:
+                slot.part.values.grad = slot.part.grad if is_present else None
+                parts.append(slot.part.values)
+        return parts
+
+    def _is_seen(self, flag: Tensor | None) -> bool:
+        """Whether the host knows of an overflow before the step."""
+        return self._on_host and flag is not None and bool(flag)
+
+    def _measure(self, present: list[bool], scale: Tensor | None) -> Measured:
+        """The norm, with an error if the ranks differ in their gradients; the next step's error on
+        a CUDA device.
+        """
+        measured = self._sums.measure(present, scale)
+        if self._on_host:
+            _refuse(measured.differ)
+        else:
+            self._differ = Late(measured.differ)
+        return measured
+
+
+def _refuse(differ: Tensor) -> None:
+    if differ.item():
+        raise RuntimeError(
+            "faststep.zero: the ranks had gradients of different parameters when they measured "
+            "the norm: some have set a .grad to None by themselves. That step was skipped on "
+            "all ranks; set .grad to None on all of them or on none"
+        )
+
+
+def _owned(slots: Iterable[Slot]) -> list[tuple[Slot, Part]]:
+    """Those of which this rank has a part."""
+    return [(slot, slot.part) for slot in slots if slot.part is not None]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}
