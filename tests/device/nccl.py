@@ -72,8 +72,8 @@ class Nccl:
         self._streams: dict[Any, Stream] = {}
         self._staged: list[int] = []
         self._host = {name: getattr(dist, name) for name in
-                      ("all_reduce", "all_gather", "broadcast", "send", "recv")}  # fmt: skip
-        for name in ("all_reduce", "broadcast", "send", "recv"):
+                      ("all_reduce", "all_gather", "broadcast", "isend", "irecv")}  # fmt: skip
+        for name in ("all_reduce", "broadcast", "isend", "irecv"):
             patch.setattr(dist, name, self._either(name))
         patch.setattr(dist, "reduce_scatter_tensor", self.reduce_scatter)
         patch.setattr(dist, "all_gather_into_tensor", self.gather)
@@ -179,14 +179,14 @@ class Nccl:
         self._host["broadcast"](values, src, group=group)
         return self._finish(group, tensor, values, [], async_op)
 
-    def send(self, tensor: Tensor, dst: int, group: Any = None) -> None:
+    def isend(self, tensor: Tensor, dst: int, group: Any = None) -> Any:
         self.late.current.synchronize()
-        self._host["send"](fake.plain(tensor).contiguous(), dst, group=group)
+        return self._host["isend"](fake.plain(tensor).contiguous(), dst, group)
 
-    def recv(self, tensor: Tensor, src: int, group: Any = None) -> None:
+    def irecv(self, tensor: Tensor, src: int, group: Any = None) -> Any:
         values = torch.empty_like(fake.plain(tensor))
-        self._host["recv"](values, src, group=group)
-        self._finish(group, tensor, values, [], False)
+        self._host["irecv"](values, src, group).wait()
+        return self._finish(group, tensor, values, [], True)
 
     def close(self) -> None:
         assert not self.errors, self.errors[0]
@@ -277,13 +277,13 @@ def start(patch: pytest.MonkeyPatch, machine: fake.Machine) -> Nccl:
         zero.layout.placeholder, "new_wrapper",
         lambda *args, device, **rest: wrapper(*args, device="cpu", **rest),
     )  # fmt: skip
-    unscale = zero.engine.Engine.unscale
+    unscale = zero.engine.Engine._unscale
 
     def in_function(*args: Any) -> None:
         with torch._C._EnableTorchFunction():  # a placeholder's dispatch has turned it off
             unscale(*args)
 
-    patch.setattr(zero.engine.Engine, "unscale", in_function)
+    patch.setattr(zero.engine.Engine, "_unscale", in_function)
     for name, value in (("device", torch.device("cuda", 0)), ("is_cuda", True), ("is_cpu", False)):
         there = property(lambda _, value=value: value)  # type: ignore[misc]
         patch.setattr(zero.layout.placeholder.Placeholder, name, there, raising=False)

@@ -109,11 +109,10 @@ def _whole_states(engine: Engine, everywhere: bool) -> States:
             for key, it in entries_of.get(slot.index, {}).items():
                 value: Any = it.clone() if isinstance(it, Tensor) else it
                 if isinstance(it, torch.dtype):
-                    value = torch.empty_strided(
-                        slot.shape, slot.strides, dtype=it, device=group.device
-                    )
-                    gathered.append(value)
-                    pending += _gather(engine, slot, key, value, ranges[place.param])
+                    flat = torch.empty(place.size, dtype=it, device=group.device)
+                    pending += _gather(engine, slot, key, flat, ranges[place.param])
+                    gathered.append(flat)
+                    value = flat.as_strided(slot.shape, slot.strides)
                 found.setdefault(slot.param, {})[key] = value
         for one in pending:
             one.wait()
@@ -136,11 +135,10 @@ def _ranges(layout: Bucket, world: int) -> dict[int, list[tuple[int, int, int]]]
 
 
 def _gather(
-    engine: Engine, slot: Slot, key: str, whole: Tensor, ranges: list[tuple[int, int, int]]
+    engine: Engine, slot: Slot, key: str, flat: Tensor, ranges: list[tuple[int, int, int]]
 ) -> Iterator[Pending]:
     """Let rank 0 put a state together from what the ranks own of it."""
     group, part = engine.group, slot.part
-    flat = whole.as_strided((whole.numel(),), (1,))
     for rank, begin, size in ranges:
         if part is not None and rank == group.rank:
             mine = engine.slices.fused.state[part.values][key].detach().reshape(-1)
