@@ -8,7 +8,7 @@
  * sums and products alone, so that this is NaN then.
  *
  * Loops that know their types also have FST_DESCEND, which most rules end with. It does not look at
- * its operands. Its result is NaN, or below FST_LARGE, or has the bits: a quotient that is too
+ * its operands. Its result is NaN, or below FST_QUICK_MIN, or has the bits: a quotient that is too
  * small to be exact is also too small to change a parameter that is not. */
 #ifndef FST_CUDA_QUICK_MATH_H
 #define FST_CUDA_QUICK_MATH_H
@@ -16,7 +16,7 @@
 #include "rules/rules.h"
 #include "words.h"
 
-#define FST_LARGE 0x1p-32f /* a parameter below this is an exception */
+#define FST_QUICK_MIN 0x1p-32f /* a parameter below this is an exception */
 
 FST_FN float fst_refined_root(float x, float inverse)
 {
@@ -95,12 +95,12 @@ FST_DEVICE float fst_quick_divide(float x, float y)
     return fst_quotient_from(x, y, fst_inverse(y));
 }
 
-/* p - size * x / (sqrt(v) + eps), exactly, if that is NaN, at least FST_LARGE, or 0 with x = 0.
+/* p - size * x / (sqrt(v) + eps), exactly, if that is NaN, at least FST_QUICK_MIN, or 0 with x = 0.
  *
  * The root is that of v * 2^48, where its residual is exact for every v; and 2^-126 more, which
  * only changes 0. That root of 2^-63, times 2^-24, is lost beside eps. The quotient q has its bits
  * unless |x| or |q| is below 2^-100. Then |size * q| is at most 2^-60, whatever its last bits are,
- * and so less than a quarter of the last place of FST_LARGE. */
+ * and so less than a quarter of the last place of FST_QUICK_MIN. */
 FST_DEVICE float fst_quick_descent(float p, float size, float x, float v, float eps)
 {
     const float least_eps = fmaf(fabsf(size), 0x1p-40f, 0x1p-60f);
@@ -111,12 +111,12 @@ FST_DEVICE float fst_quick_descent(float p, float size, float x, float v, float 
     return p - size * fst_refined_quotient(x, y, fst_inverse(y));
 }
 
-/* Whether all of a thread's parameters are at least FST_LARGE, and `large` is set. */
+/* Whether all of a thread's parameters are at least FST_QUICK_MIN, and `large` is set. */
 FST_DEVICE int fst_all_large(const float *p, int large)
 {
     FST_UNROLL
     for (unsigned q = 0; q < 8; q++)
-        large &= fabsf(p[q]) >= FST_LARGE;
+        large &= fabsf(p[q]) >= FST_QUICK_MIN;
     return large;
 }
 
@@ -128,7 +128,7 @@ FST_DEVICE int fst_others_zero(const float *p, const float *g, const float *mome
     FST_UNROLL
     for (unsigned q = 0; q < 8; q++)
         zero &=
-            (fabsf(p[q]) >= FST_LARGE) | ((p[q] == 0.0f) & (g[q] == 0.0f) & (moment[q] == 0.0f));
+            (fabsf(p[q]) >= FST_QUICK_MIN) | ((p[q] == 0.0f) & (g[q] == 0.0f) & (moment[q] == 0.0f));
     return zero;
 }
 

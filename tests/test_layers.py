@@ -443,7 +443,7 @@ def test_a_wrong_include_between_rooms_is_caught(tmp_path: Path, place: str, hea
         "module.h": '#include "py/torch/tensor.h"',
         "step/plan.h": '#include "py/module.h"\n#include "core/plan.h"',
         "grads/lists.h": '#include "py/torch/tensor.h"',
-        "load/crew.c": '#include "py/module.h" /* not "py/grads/lists.h" */',
+        "load/batcher.c": '#include "py/module.h" /* not "py/grads/lists.h" */',
         "module.c": '#include "py/module.h"\n#include "py/grads/lists.h"',
     }
     for name, code in right.items():

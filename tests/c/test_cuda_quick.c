@@ -104,7 +104,7 @@ static float exact_descent(float p, float size, float x, float v, float eps)
 
 static int is_sure(float p, float x)
 {
-    return fabsf(p) >= FST_LARGE || (p == 0.0f && x == 0.0f);
+    return fabsf(p) >= FST_QUICK_MIN || (p == 0.0f && x == 0.0f);
 }
 
 static float any_eps(void)
@@ -129,7 +129,7 @@ static void descents(void)
         const float x = i % 2 ? near(random_below(2) ? 0x1p-100f : 1.0f) : any_float();
         const float v = i % 3 ? x * x : any_float();
         const float step = size * (x / (sqrtf(v) + eps));
-        const float p = random_below(4) ? near(i % 5 ? step : FST_LARGE) : any_float();
+        const float p = random_below(4) ? near(i % 5 ? step : FST_QUICK_MIN) : any_float();
         const float got = fst_quick_descent(p, size, x, v, eps);
         sure += is_sure(got, x);
         wrong += is_sure(got, x) && !same(got, exact_descent(p, size, x, v, eps));
@@ -151,7 +151,7 @@ static void hidden_descents(void)
             const int small = root - 101 - (int)random_below(49);
             const float x = (float)ldexp(1.0 + 0.5 * (1.0 + random_unit()), small);
             const float v = root ? (float)ldexp(1.0, 2 * root) : 0.0f;
-            const float p = FST_LARGE + (float)random_below(4) * 0x1p-55f;
+            const float p = FST_QUICK_MIN + (float)random_below(4) * 0x1p-55f;
             const float got = fst_quick_descent(k % 8 < 4 ? p : -p, size, x, v, eps);
             wrong += !same(fabsf(got), p);
         }
@@ -182,7 +182,7 @@ static void ordinary_descents(void)
 static void exceptions(void)
 {
     for (unsigned q = 0; q < 8; q++) {
-        float p[8] = {1.0f, -1.0f, FST_LARGE, -FST_LARGE, INFINITY, 1e-9f, 2.0f, 3.0f};
+        float p[8] = {1.0f, -1.0f, FST_QUICK_MIN, -FST_QUICK_MIN, INFINITY, 1e-9f, 2.0f, 3.0f};
         float g[8] = {0.0f}, moment[8] = {0.0f};
         CHECK(fst_all_large(p, 1) && !fst_all_large(p, 0) && fst_others_zero(p, g, moment));
         p[q] = -0.0f;

@@ -2,44 +2,44 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "crew_batches.h"
+#include "batcher_batches.h"
 
-/* A child has none of the threads; it makes a crew of its own. */
+/* A child has none of the threads; it makes a batcher of its own. */
 static void a_forked_child_is_told(void)
 {
     static request r;
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
-    fst_crew *crew = fst_crew_new(&table, pool, 2, 1, &status);
+    fst_batcher *batcher = fst_batcher_new(&table, pool, 2, 1, &status);
     uint64_t number;
     int done, outcome = 0;
     fst_slot *slots[FIELDS];
     fill_request(&r, 1500);
-    CHECK_INT(fst_crew_add(crew, r.indices, r.count, NULL, &number, &status), FST_OK);
+    CHECK_INT(fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status), FST_OK);
     const pid_t child = fork();
     if (child == 0) {
         int right =
-            fst_crew_add(crew, r.indices, r.count, NULL, &number, &status) == FST_UNSUPPORTED &&
-            fst_crew_wait(crew, 1, &done, &status) == FST_UNSUPPORTED &&
+            fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status) == FST_UNSUPPORTED &&
+            fst_batcher_wait(batcher, 1, &done, &status) == FST_UNSUPPORTED &&
             strstr(status.message, "forked");
-        fst_crew_free(crew);
+        fst_batcher_free(batcher);
         status.code = FST_OK;
-        crew = fst_crew_new(&table, pool, 2, 0, &status);
-        right = right && !fst_crew_add(crew, r.indices, 3, NULL, &number, &status) &&
-                !fst_crew_wait(crew, 1000, &done, &status) && done;
-        r.count = fst_crew_take(crew, slots);
+        batcher = fst_batcher_new(&table, pool, 2, 0, &status);
+        right = right && !fst_batcher_add(batcher, r.indices, 3, NULL, &number, &status) &&
+                !fst_batcher_wait(batcher, 1000, &done, &status) && done;
+        r.count = fst_batcher_take(batcher, slots);
         right = right && is_right(&r, slots);
         give_back(slots);
-        fst_crew_free(crew);
+        fst_batcher_free(batcher);
         _exit(right ? 0 : 1);
     }
     CHECK(child > 0 && waitpid(child, &outcome, 0) == child);
     CHECK_INT(outcome, 0);
-    wait_for(crew);
-    CHECK_INT((int64_t)fst_crew_take(crew, slots), (int64_t)r.count);
+    wait_for(batcher);
+    CHECK_INT((int64_t)fst_batcher_take(batcher, slots), (int64_t)r.count);
     CHECK(is_right(&r, slots));
     give_back(slots);
-    fst_crew_free(crew);
+    fst_batcher_free(batcher);
     fst_slots_close(pool);
 }
 

@@ -3,7 +3,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-#include "crew_batches.h"
+#include "batcher_batches.h"
 
 MALLOC_MAY_FAIL
 
@@ -47,7 +47,7 @@ static void batches_come_in_order(unsigned threads, int may_wait, size_t limit)
     static request requests[BATCHES];
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
-    fst_crew *crew = fst_crew_new(&table, pool, threads, may_wait, &status);
+    fst_batcher *batcher = fst_batcher_new(&table, pool, threads, may_wait, &status);
     keeper k = {.lock = PTHREAD_MUTEX_INITIALIZER};
     pthread_t other;
     uint64_t number;
@@ -58,24 +58,24 @@ static void batches_come_in_order(unsigned threads, int may_wait, size_t limit)
         if (i < BATCHES) {
             fill_request(&requests[i], limit);
             CHECK_INT(
-                fst_crew_add(crew, requests[i].indices, requests[i].count, NULL, &number, &status),
+                fst_batcher_add(batcher, requests[i].indices, requests[i].count, NULL, &number, &status),
                 FST_OK);
             CHECK_INT((int64_t)number, (int64_t)i + 1);
-            CHECK_INT((int64_t)fst_crew_oldest(crew), (int64_t)(i < AHEAD ? 1 : i - AHEAD + 1));
+            CHECK_INT((int64_t)fst_batcher_oldest(batcher), (int64_t)(i < AHEAD ? 1 : i - AHEAD + 1));
         }
         if (i < AHEAD)
             continue;
         fst_slot *slots[FIELDS];
-        wait_for(crew);
-        CHECK_INT((int64_t)fst_crew_take(crew, slots), (int64_t)requests[i - AHEAD].count);
+        wait_for(batcher);
+        CHECK_INT((int64_t)fst_batcher_take(batcher, slots), (int64_t)requests[i - AHEAD].count);
         wrong += !is_right(&requests[i - AHEAD], slots);
         memset(slots[0]->data, 0xAB, slots[0]->capacity); /* a user may change a batch */
         if (!keep(&k, slots))
             give_back(slots);
     }
     CHECK_INT(wrong, 0);
-    CHECK_INT((int64_t)fst_crew_queued(crew), 0);
-    fst_crew_free(crew);
+    CHECK_INT((int64_t)fst_batcher_queued(batcher), 0);
+    fst_batcher_free(batcher);
     fst_slots_close(pool); /* before the other thread has given back what it has */
     pthread_mutex_lock(&k.lock);
     k.ending = 1;
@@ -83,26 +83,26 @@ static void batches_come_in_order(unsigned threads, int may_wait, size_t limit)
     CHECK_INT(pthread_join(other, NULL), 0);
 }
 
-static void the_crew_ends_with_work_left(unsigned threads)
+static void the_batcher_ends_with_work_left(unsigned threads)
 {
     static request r;
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
     for (size_t taken = 0; taken < 4; taken++) {
-        fst_crew *crew = fst_crew_new(&table, pool, threads, 1, &status);
+        fst_batcher *batcher = fst_batcher_new(&table, pool, threads, 1, &status);
         uint64_t number;
         for (size_t i = 0; i < 6; i++) {
             fill_request(&r, 1500);
-            CHECK_INT(fst_crew_add(crew, r.indices, r.count, NULL, &number, &status), FST_OK);
+            CHECK_INT(fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status), FST_OK);
         }
         for (size_t i = 0; i < taken; i++) {
             fst_slot *slots[FIELDS];
-            wait_for(crew);
-            fst_crew_take(crew, slots);
+            wait_for(batcher);
+            fst_batcher_take(batcher, slots);
             give_back(slots);
         }
-        CHECK_INT((int64_t)fst_crew_queued(crew), (int64_t)(6 - taken));
-        fst_crew_free(crew);
+        CHECK_INT((int64_t)fst_batcher_queued(batcher), (int64_t)(6 - taken));
+        fst_batcher_free(batcher);
         CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
     }
     fst_slots_close(pool);
@@ -116,20 +116,20 @@ static void batches_go_where_the_caller_says(unsigned threads)
     static request requests[MIXED];
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
-    fst_crew *crew = fst_crew_new(&table, pool, threads, 1, &status);
+    fst_batcher *batcher = fst_batcher_new(&table, pool, threads, 1, &status);
     uint64_t number;
     for (size_t i = 0; i < MIXED; i++) {
         char *outputs[FIELDS] = {(char *)own[i], (char *)own_labels[i]};
         fill_request(&requests[i], MOST);
-        CHECK_INT(fst_crew_add(crew, requests[i].indices, requests[i].count, i % 3 ? outputs : NULL,
+        CHECK_INT(fst_batcher_add(batcher, requests[i].indices, requests[i].count, i % 3 ? outputs : NULL,
                                &number, &status),
                   FST_OK);
     }
     for (size_t i = 0; i < MIXED; i++) {
         fst_slot *slots[FIELDS], mine[FIELDS] = {{.data = own[i]}, {.data = own_labels[i]}};
         fst_slot *const places[FIELDS] = {&mine[0], &mine[1]};
-        wait_for(crew);
-        CHECK_INT((int64_t)fst_crew_take(crew, slots), (int64_t)requests[i].count);
+        wait_for(batcher);
+        CHECK_INT((int64_t)fst_batcher_take(batcher, slots), (int64_t)requests[i].count);
         CHECK(i % 3 ? !slots[0] && !slots[1] : slots[0] && slots[1]);
         CHECK(is_right(&requests[i], i % 3 ? places : slots));
         if (slots[0])
@@ -137,7 +137,7 @@ static void batches_go_where_the_caller_says(unsigned threads)
     }
     const size_t made = fst_slots_counted(pool).made;
     CHECK(made >= FIELDS && made <= 2 * FIELDS);
-    fst_crew_free(crew);
+    fst_batcher_free(batcher);
     fst_slots_close(pool);
 }
 
@@ -148,22 +148,22 @@ static void memory_is_found_late(void)
     static request r;
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
-    fst_crew *crew = fst_crew_new(&table, pool, 0, 0, &status);
+    fst_batcher *batcher = fst_batcher_new(&table, pool, 0, 0, &status);
     fst_slot *slots[FIELDS];
     uint64_t number;
     fst_slots_keep(pool, 8 * FIELDS);
     for (r.count = 0; r.count < 1000; r.count++)
         r.indices[r.count] = (int64_t)r.count;
     for (int i = 0; i < 8; i++)
-        CHECK_INT(fst_crew_add(crew, r.indices, r.count, NULL, &number, &status), FST_OK);
+        CHECK_INT(fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status), FST_OK);
     CHECK_INT((int64_t)fst_slots_counted(pool).made, 0);
     for (int i = 0; i < 8; i++) {
-        wait_for(crew);
-        fst_crew_take(crew, slots);
+        wait_for(batcher);
+        fst_batcher_take(batcher, slots);
         give_back(slots);
     }
     CHECK_INT((int64_t)fst_slots_counted(pool).made, FIELDS);
-    fst_crew_free(crew);
+    fst_batcher_free(batcher);
     fst_slots_close(pool);
 }
 
@@ -177,22 +177,22 @@ static void no_memory_is_told_to_the_one_who_waits(unsigned threads)
     const fst_table huge = {&field, 1, &one, 1};
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
-    fst_crew *crew = fst_crew_new(&huge, pool, threads, 0, &status);
+    fst_batcher *batcher = fst_batcher_new(&huge, pool, threads, 0, &status);
     fst_slot *slot;
     uint64_t number;
     int done;
-    CHECK_INT(fst_crew_add(crew, &zero, 1, NULL, &number, &status), FST_OK);
-    wait_for(crew);
-    CHECK_INT((int64_t)fst_crew_take(crew, &slot), 1);
+    CHECK_INT(fst_batcher_add(batcher, &zero, 1, NULL, &number, &status), FST_OK);
+    wait_for(batcher);
+    CHECK_INT((int64_t)fst_batcher_take(batcher, &slot), 1);
     fst_slot_give_back(slot);
     field.items = (size_t)1 << 60;
-    CHECK_INT(fst_crew_add(crew, &zero, 1, NULL, &number, &status), FST_OK);
+    CHECK_INT(fst_batcher_add(batcher, &zero, 1, NULL, &number, &status), FST_OK);
     for (int again = 0; again < 2; again++) {
-        CHECK_INT(fst_crew_wait(crew, 1000, &done, &status), FST_NO_MEMORY);
+        CHECK_INT(fst_batcher_wait(batcher, 1000, &done, &status), FST_NO_MEMORY);
         CHECK(!done);
         status.code = FST_OK;
     }
-    fst_crew_free(crew);
+    fst_batcher_free(batcher);
     CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
     fst_slots_close(pool);
 }
@@ -213,20 +213,20 @@ static void slow_rows_are_filled_ahead(int may_wait)
     const fst_table files = {&tokens, 1, &node, 1};
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
-    fst_crew *crew = fst_crew_new(&files, pool, 2, may_wait, &status);
+    fst_batcher *batcher = fst_batcher_new(&files, pool, 2, may_wait, &status);
     fst_table_use(&slow);
     for (int i = 0; i < 3; i++) {
         uint64_t number;
         fst_slot *slot;
-        CHECK_INT(fst_crew_add(crew, indices, 2, NULL, &number, &status), FST_OK);
+        CHECK_INT(fst_batcher_add(batcher, indices, 2, NULL, &number, &status), FST_OK);
         for (int tries = 0; may_wait && i > 0 && !fst_slots_counted(pool).held && tries < 10000;)
             tries += !usleep(1000);
         CHECK_INT((int64_t)fst_slots_counted(pool).held, may_wait && i > 0);
-        wait_for(crew);
-        CHECK_INT((int64_t)fst_crew_take(crew, &slot), 2);
+        wait_for(batcher);
+        CHECK_INT((int64_t)fst_batcher_take(batcher, &slot), 2);
         fst_slot_give_back(slot);
     }
-    fst_crew_free(crew);
+    fst_batcher_free(batcher);
     fst_slots_close(pool);
 }
 
@@ -235,17 +235,17 @@ static void wrong_calls_are_refused(void)
     static const int64_t wrong[] = {1, ROWS};
     fst_status status = {0};
     fst_slots *pool = fst_slots_new(&status);
-    fst_crew *crew = fst_crew_new(&table, pool, 2, 0, &status);
+    fst_batcher *batcher = fst_batcher_new(&table, pool, 2, 0, &status);
     uint64_t number = 1;
     int done;
-    CHECK_INT(fst_crew_add(crew, wrong, 2, NULL, &number, &status), FST_OK);
+    CHECK_INT(fst_batcher_add(batcher, wrong, 2, NULL, &number, &status), FST_OK);
     CHECK_INT((int64_t)number, 0);
-    CHECK_INT(fst_crew_add(crew, wrong, 0, NULL, &number, &status), FST_OK);
+    CHECK_INT(fst_batcher_add(batcher, wrong, 0, NULL, &number, &status), FST_OK);
     CHECK_INT((int64_t)number, 0);
-    CHECK_INT((int64_t)fst_crew_queued(crew), 0);
+    CHECK_INT((int64_t)fst_batcher_queued(batcher), 0);
     CHECK_INT((int64_t)fst_slots_counted(pool).held, 0);
-    CHECK_INT(fst_crew_wait(crew, 0, &done, &status), FST_BAD_VALUE);
-    fst_crew_free(crew);
+    CHECK_INT(fst_batcher_wait(batcher, 0, &done, &status), FST_BAD_VALUE);
+    fst_batcher_free(batcher);
     fst_slots_close(pool);
 }
 
@@ -257,8 +257,8 @@ int main(void)
             batches_come_in_order(threads, may_wait, 20);
             batches_come_in_order(threads, may_wait, 1500);
         }
-    the_crew_ends_with_work_left(0);
-    the_crew_ends_with_work_left(3);
+    the_batcher_ends_with_work_left(0);
+    the_batcher_ends_with_work_left(3);
     batches_go_where_the_caller_says(0);
     batches_go_where_the_caller_says(3);
     memory_is_found_late();

@@ -17,7 +17,7 @@ import torch
 
 from faststep import _C
 from faststep.cli import demo, main, plots
-from faststep.cli.console import Progress, table
+from faststep.cli.console import ProgressBar, table
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -153,7 +153,7 @@ def test_table_aligns_and_writes_markdown() -> None:
 
 def test_progress_writes_a_line_per_tenth_into_a_file() -> None:
     stream = io.StringIO()
-    progress = Progress(40, stream)
+    progress = ProgressBar(40, stream)
     for done in range(1, 41):
         progress.show(done, "note")
     progress.close()

@@ -16,7 +16,7 @@ from faststep import _C
 from faststep.data import DataLoader
 from faststep.data.formats import ImageFolder, jpeg
 from faststep.data.formats.jpeg import jpeg_decoder, scaled
-from faststep.data.workers import parcel
+from faststep.data.workers import packed_batch
 
 Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("simplejpeg")
@@ -119,7 +119,7 @@ def leaves_at_once(self: Any) -> None:
 
 
 def test_a_worker_copies_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parcel._Contents, "replace_kept", leaves_at_once)
+    monkeypatch.setattr(packed_batch._Contents, "replace_kept", leaves_at_once)
     for memory_format in (torch.channels_last, torch.contiguous_format):
         dataset = ImageFolder(folder, memory_format=memory_format)
         loader = DataLoader(Subset(dataset, range(COUNT)), 4, num_workers=1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from faststep import _C
 from faststep.data import transforms as T  # noqa: N812
 from faststep.data.deliver import page_locked as locked_memory
-from faststep.data.deliver.lending import Lender
+from faststep.data.deliver.batch_buffers import BatchBuffers
 from faststep.data.deliver.page_locked import page_locked
 
 
@@ -35,17 +35,17 @@ def test_a_page_locked_block_stands_for_plain_tensors_only(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_lent_rows_that_were_changed_lazily_are_stacked(dtype: torch.dtype) -> None:
-    lender = Lender(lambda size: torch.empty(size, dtype=torch.uint8))
+    buffers = BatchBuffers(lambda size: torch.empty(size, dtype=torch.uint8))
     for change in (None, torch._neg_view, torch.Tensor.conj):
-        batch = lender.lend((3, 4), None, dtype)
+        batch = buffers.lend((3, 4), None, dtype)
         assert batch is not None
         rows = list(batch.copy_(torch.randn(3, 4, dtype=dtype)))
         if change is not None:
             rows[1] = change(rows[1])
         plain = rows[1].is_conj() is rows[1].is_neg() is False
         expected = torch.stack(rows)
-        assert (lender.whole(rows) is batch) is plain
-        assert torch.equal(lender.stack(rows), expected)
+        assert (buffers.whole(rows) is batch) is plain
+        assert torch.equal(buffers.stack(rows), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])

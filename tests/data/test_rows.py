@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from faststep.data import DataLoader
-from faststep.data.workers import parcel
+from faststep.data.workers import packed_batch
 from faststep.data.workers.arena import Arena
 from faststep.data.workers.packer import Packer
 
@@ -48,7 +48,7 @@ class Lazy:
 
 
 def fetched(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
-    """The batch, as it comes out of its parcel, and how many large tensors were stacked late."""
+    """The batch, unpacked, and how many large tensors were stacked late."""
     arena = Arena()
     memory, arena.memory = arena.memory, Counting(arena.memory)  # type: ignore[assignment]
     late = []
@@ -63,7 +63,7 @@ def fetched(make: Make, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int]:
         batch = Packer(default_collate, arena).fetch(Lazy(make), list(range(COUNT)))
     assert arena.memory.copies == 0  # type: ignore[attr-defined]
     arena.memory = memory
-    return parcel._unpack(*batch._parts), len(late)
+    return packed_batch._unpack(*batch._parts), len(late)
 
 
 def fresh(index: int) -> torch.Tensor:
@@ -194,9 +194,9 @@ def test_all_else_is_as_it_was(kind: str) -> None:
     arena = Arena()
     batch = Packer(default_collate, arena).fetch([make(i) for i in range(COUNT)], [0, 2, 1])
     want = default_collate([make(i) for i in (0, 2, 1)])
-    assert plain(parcel._unpack(*batch._parts)) == plain(want)
+    assert plain(packed_batch._unpack(*batch._parts)) == plain(want)
     batch = Packer(default_collate, arena).fetch(Lazy(make), [0, 2, 1])
-    got = parcel._unpack(*batch._parts)
+    got = packed_batch._unpack(*batch._parts)
     assert type(got) is type(want)
     assert plain(got) == plain(want)
 
@@ -215,7 +215,7 @@ def test_errors_are_torchs_and_leave_no_block(make: Make) -> None:
     outcomes = []
     for fetch in (
         lambda: default_collate([make(i) for i in range(COUNT)]),
-        lambda: parcel._unpack(
+        lambda: packed_batch._unpack(
             *Packer(default_collate, arena).fetch(Lazy(make), list(range(COUNT)))._parts
         ),
     ):

@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from faststep import _C
 from faststep.data import DataLoader
-from faststep.data.workers import packer, parcel
+from faststep.data.workers import packed_batch, packer
 
 from .test_interrupts import child, within_a_second
 from .test_workers import Custom, Wide, arena_of, counts
@@ -318,11 +318,11 @@ def test_no_block_is_lost_where_memory_runs_out_for_a_copy(kept: list[int], copi
     contents = [{"stacked": batch, "other": torch.ones(50)}]
     del batch
     if copies > len(kept):
-        parcel.pack(1, Full(memory, copies), contents, stack.blocks)  # type: ignore[arg-type]
+        packed_batch.pack(1, Full(memory, copies), contents, stack.blocks)  # type: ignore[arg-type]
         assert memory.counts()["taken"] == 5 + len(kept)
         return
     with pytest.raises(MemoryError, match="a batch"):
-        parcel.pack(1, Full(memory, copies), contents, stack.blocks)  # type: ignore[arg-type]
+        packed_batch.pack(1, Full(memory, copies), contents, stack.blocks)  # type: ignore[arg-type]
     assert memory.counts()["taken"] == len(kept)
     assert [tensor[0, 0].item() for tensor in held] == kept
     del held

@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
 
-from faststep._torch.loader import dataset_of_worker, new_worker_info, set_worker_dataset
+from faststep._torch.data_loader import dataset_of_worker, new_worker_info, set_worker_dataset
 from faststep.data import DataLoader
 from faststep.data.workers import threads
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from faststep.run import threads
+from faststep.run import cores
 
 
 @pytest.fixture
@@ -28,16 +28,16 @@ def grouped(root: Path, membership: str, files: dict[str, str]) -> int:
         path = root / "fs" / "cgroup" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    return threads.cores(root, root)
+    return cores.cores(root, root)
 
 
 def test_cores_are_physical_and_those_of_the_affinity(
     machine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert threads.cores(machine / "nothing", machine) == 4
+    assert cores.cores(machine / "nothing", machine) == 4
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {0, 1, 4})
-    assert threads.cores(machine / "nothing", machine) == 2
-    assert threads.cores(machine / "nothing", machine / "nothing") == 3
+    assert cores.cores(machine / "nothing", machine) == 2
+    assert cores.cores(machine / "nothing", machine / "nothing") == 3
 
 
 @pytest.mark.parametrize(
@@ -80,15 +80,15 @@ def test_control_groups_limit_them(
 def test_a_variable_of_the_user_holds_and_ranks_share(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], by_torchrun: bool, expected: int
 ) -> None:
-    for name in (*threads.VARIABLES, "LOCAL_WORLD_SIZE"):
+    for name in (*cores.VARIABLES, "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     now = [7]
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: now.__setitem__(0, count))
-    monkeypatch.setattr(threads, "cores", lambda process, system: 4)
-    monkeypatch.setattr(threads, "_is_torchruns", lambda: by_torchrun)
-    said = threads.fit_threads()
+    monkeypatch.setattr(cores, "cores", lambda process, system: 4)
+    monkeypatch.setattr(cores, "_is_torchruns", lambda: by_torchrun)
+    said = cores.fit_threads()
     assert now == [expected]
     assert said.startswith(f"{expected} thread" + "s" * (expected > 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from faststep.zero.layout.pages import Pages, Shelf
+from faststep.zero.layout.pages import BufferPool, Pages
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -57,7 +57,7 @@ def test_forgotten_values_take_no_memory() -> None:
 
 
 def test_a_shelf_gives_out_a_block_again() -> None:
-    shelf = Shelf(4 * MIB)
+    shelf = BufferPool(4 * MIB)
     first, second = shelf.take(CPU), shelf.take(CPU)
     assert first.data_ptr() != second.data_ptr()
     assert (first.dtype, first.numel()) == (torch.uint8, 4 * MIB)
@@ -70,7 +70,7 @@ def test_a_shelf_gives_out_a_block_again() -> None:
 
 
 def test_a_cleared_shelf_takes_no_memory() -> None:
-    shelf = Shelf(128 * MIB)
+    shelf = BufferPool(128 * MIB)
     shelf.give_back(shelf.take(CPU).fill_(1))
     full = resident()
     shelf.clear()

@@ -32,22 +32,22 @@ static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywor
         Py_DECREF(self);
         return NULL;
     }
-    self->crew = fst_crew_new(&self->table, self->slots->pool, threads, may_wait, &status);
-    if (!self->crew) {
+    self->batcher = fst_batcher_new(&self->table, self->slots->pool, threads, may_wait, &status);
+    if (!self->batcher) {
         Py_DECREF(self);
         return fst_raise(&status);
     }
     return (PyObject *)self;
 }
 
-static void end_crew(fst_gather_object *self)
+static void end_batcher(fst_gather_object *self)
 {
-    fst_crew *crew = self->crew;
-    self->crew = NULL;
-    if (!crew)
+    fst_batcher *batcher = self->batcher;
+    self->batcher = NULL;
+    if (!batcher)
         return;
     Py_BEGIN_ALLOW_THREADS
-    fst_crew_free(crew);
+    fst_batcher_free(batcher);
     Py_END_ALLOW_THREADS
 }
 
@@ -55,7 +55,7 @@ static void gather_dealloc(PyObject *object)
 {
     PyTypeObject *type = Py_TYPE(object);
     fst_gather_object *self = (fst_gather_object *)object;
-    end_crew(self); /* ends the threads before the memory that they write to */
+    end_batcher(self); /* ends the threads before the memory that they write to */
     fst_gather_forget(self);
     Py_XDECREF(self->outputs);
     Py_XDECREF(self->slots);
@@ -66,10 +66,10 @@ static void gather_dealloc(PyObject *object)
 
 static int is_usable(const fst_gather_object *self)
 {
-    if (self->crew && !self->busy)
+    if (self->batcher && !self->busy)
         return 1;
     PyErr_SetString(PyExc_RuntimeError,
-                    self->crew ? "another thread is in this Gather" : "this Gather is closed");
+                    self->batcher ? "another thread is in this Gather" : "this Gather is closed");
     return 0;
 }
 
@@ -93,7 +93,7 @@ static PyObject *add(fst_gather_object *self, const int64_t *indices, Py_ssize_t
     }
     int failed = PyList_Append(self->outputs, outputs); /* kept before a thread writes there */
     if (!failed) {
-        fst_crew_add(self->crew, indices, (size_t)count, addresses, &number, &status);
+        fst_batcher_add(self->batcher, indices, (size_t)count, addresses, &number, &status);
         if (!number)
             failed = PyList_SetSlice(self->outputs, queued, queued + 1, NULL);
     }
@@ -165,7 +165,7 @@ static PyObject *tensors_of(fst_gather_object *self)
         PyMem_Free(slots);
         return slots ? NULL : PyErr_NoMemory();
     }
-    const size_t rows = fst_crew_take(self->crew, slots);
+    const size_t rows = fst_batcher_take(self->batcher, slots);
     for (size_t f = 0; in_slots && f < fields; f++) {
         if (!list) { /* an earlier field failed */
             fst_slot_give_back(slots[f]);
@@ -186,7 +186,7 @@ static int await_oldest(fst_gather_object *self)
     int done = 0;
     while (!done) {
         Py_BEGIN_ALLOW_THREADS
-        fst_crew_wait(self->crew, PATIENCE, &done, &status);
+        fst_batcher_wait(self->batcher, PATIENCE, &done, &status);
         Py_END_ALLOW_THREADS
         if (status.code)
             fst_raise(&status);
@@ -200,7 +200,7 @@ static int await_oldest(fst_gather_object *self)
 static PyObject *take(fst_gather_object *self, uint64_t number)
 {
     uint64_t oldest = 0;
-    while ((oldest = fst_crew_oldest(self->crew)) && oldest <= number) {
+    while ((oldest = fst_batcher_oldest(self->batcher)) && oldest <= number) {
         PyObject *list = await_oldest(self) ? NULL : tensors_of(self);
         if (!list || oldest == number)
             return list;
@@ -227,7 +227,7 @@ static PyObject *gather_queued(PyObject *object, PyObject *unused)
 {
     const fst_gather_object *self = (fst_gather_object *)object;
     (void)unused;
-    return PyLong_FromSize_t(self->crew ? fst_crew_queued(self->crew) : 0);
+    return PyLong_FromSize_t(self->batcher ? fst_batcher_queued(self->batcher) : 0);
 }
 
 static PyObject *gather_close(PyObject *object, PyObject *unused)
@@ -238,7 +238,7 @@ static PyObject *gather_close(PyObject *object, PyObject *unused)
         PyErr_SetString(PyExc_RuntimeError, "another thread is in this Gather");
         return NULL;
     }
-    end_crew(self);
+    end_batcher(self);
     if (PyList_SetSlice(self->outputs, 0, PyList_Size(self->outputs), NULL))
         return NULL;
     return Py_NewRef(Py_None);

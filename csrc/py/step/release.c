@@ -27,7 +27,7 @@ typedef struct {
 } release_hook;
 
 /* What the gradients are divided by to be clipped by the norm of the step before;
- * release/clipping.py computes the same. */
+ * release/clip_modes.py computes the same. */
 static double lagged_divisor(double max_norm, double last_norm)
 {
     const double coefficient = max_norm / (last_norm + 1e-6);

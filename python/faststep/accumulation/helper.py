@@ -22,7 +22,7 @@ from ..grads.params import params_of
 from ..grads.total import promoted, returned
 from . import saved
 from .installed import Installed
-from .ranks import Ranks
+from .reduction import Ranks
 from .window import Window
 
 __all__ = ["Accumulation"]

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeGuard
 import torch
 from torch.optim import Optimizer
 
-from .ranks import Ranks
+from .reduction import Ranks
 
 __all__ = ["ReducingRanks", "Sharded", "ShardedRanks", "is_sharded"]
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from .._torch.compiler import disable_dynamo
 from .._torch.optim import get_grad_dtype, set_grad_dtype
 from ..grads.add import Addition, add_all, add_to
+from ..grads.dtensors import align_all
 from ..grads.hooks import Hooked
-from ..grads.shards import align_all
 
 __all__ = ["LOW_PRECISION", "Sums"]
 

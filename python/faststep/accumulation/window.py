@@ -18,7 +18,7 @@ from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
 from .fsdp_ranks import FullyShardedRanks
 from .marks import Mark, mark_of
-from .ranks import Ranks
+from .reduction import Ranks
 from .sharded import ReducingRanks, ShardedRanks, is_sharded
 from .steps import StepHooks, Steps
 from .sums import LOW_PRECISION, Sums

@@ -17,9 +17,9 @@ from .._torch.modes import is_watched
 from .._torch.optim import dtypes_of, increment_version, replaces_unscaling
 from ..grads import divide as division
 from ..grads.agreement import over_ranks
+from ..grads.dtensors import LayoutError, align_all
 from ..grads.params import params_of
 from ..grads.regions import regions_of
-from ..grads.shards import LayoutError, align_all
 
 __all__ = ["UnscalingScaler"]
 

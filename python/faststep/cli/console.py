@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
-__all__ = ["CommandError", "Progress", "table", "times"]
+__all__ = ["CommandError", "ProgressBar", "table", "times"]
 
 
 class CommandError(Exception):
@@ -50,7 +50,7 @@ def times(ratio: float) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
-class Progress:
+class ProgressBar:
     """A progress bar on a terminal; elsewhere a line per tenth of the steps.
 
     Args:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .console import CommandError, Progress
+from .console import CommandError, ProgressBar
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -242,7 +242,7 @@ def _write(source: Path, out: Path, weights: dict[str, Weight]) -> None:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     beside = out.with_name(f"{out.name}.{os.getpid()}.tmp")
-    bar = Progress(len(order))
+    bar = ProgressBar(len(order))
     try:
         with open(beside, "wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from .console import CommandError, Progress
+from .console import CommandError, ProgressBar
 
 __all__ = ["HELP", "add_arguments", "run"]
 
@@ -46,13 +46,13 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.image_size is not None and arguments.image_size < 1:
         raise CommandError(f"--image-size {arguments.image_size} must be at least 1")
     options = {"columns": arguments.columns.split(",")} if arguments.columns else {}
-    bar: Progress | None = None
+    bar: ProgressBar | None = None
     shown = 0.0
 
     def report(done: int, total: int | None) -> None:
         nonlocal bar, shown
         now = time.monotonic()
-        bar = bar or Progress(total or 1)
+        bar = bar or ProgressBar(total or 1)
         if done != total and now - shown < BETWEEN:
             return
         if total is None:

@@ -18,7 +18,7 @@ import torch
 
 from . import plots
 from .busy import Watch, busy_note
-from .console import CommandError, Progress, table, times
+from .console import CommandError, ProgressBar, table, times
 from .scripts.meter import PHASES
 
 __all__ = ["HELP", "add_arguments", "run"]
@@ -139,7 +139,7 @@ def train(arguments: argparse.Namespace) -> Results:
         for module in TRAININGS[name].needs:
             if importlib.util.find_spec(module) is None:
                 raise CommandError(f'{name} needs {module}: pip install "faststep[demo]"')
-    progress = Progress(len(arguments.only) * len(COMMANDS))
+    progress = ProgressBar(len(arguments.only) * len(COMMANDS))
     found: Results = {}
     done = 0
     with tempfile.TemporaryDirectory(prefix="faststep-demo-") as files:

@@ -10,7 +10,7 @@ from torch.utils.data import Dataset, IterableDataset, IterDataPipe
 from typing_extensions import Unpack  # torch depends on it
 
 from .. import _C
-from .._torch.loader import BaseDataLoaderIter, collates_as_default
+from .._torch.data_loader import BaseDataLoaderIter, collates_as_default
 from .arrays.array_iterator import ArrayIterator
 from .arrays.columns import NotArrays
 from .arrays.gather_plan import Plan
@@ -24,7 +24,7 @@ from .plain import MultiIterator, SingleIterator
 from .resume import states
 from .resume.loader_stand_in import keeps_seed
 from .resume.progress import EpochIterator
-from .stats import Meter, Metered
+from .stats import Metered, StageTimes
 from .transforms import Compose
 from .types import State, TorchOptions, Transform
 from .workers.route import Workers, is_of_parent
@@ -162,7 +162,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
             return iterator
         layer: Any = iterator
         own.progress, own.stranger = layer.progress, None  # of this epoch
-        own.meter = Meter(iterator)
+        own.meter = StageTimes(iterator)
         while hasattr(layer, "meter"):
             layer.meter = own.meter
             layer = getattr(layer, "_batches", None)

@@ -10,7 +10,7 @@ import torch
 
 from .. import _C
 from .resume.progress import Progress
-from .stats import Meter
+from .stats import StageTimes
 from .types import State, Transform
 from .workers.route import Workers
 
@@ -56,7 +56,7 @@ class Extras:
     epoch: int = 0
     progress: Progress | None = None
     stranger: str | None = None
-    meter: Meter | None = None
+    meter: StageTimes | None = None
     left_out: State | None = None
     resume: State | None = None
 

@@ -11,12 +11,12 @@ from typing import Any
 from torch.utils.data import IterDataPipe
 
 from .. import _C
-from .._torch.loader import (
+from .._torch.data_loader import (
     ExceptionWrapper,
     MultiProcessingDataLoaderIter,
     SingleProcessDataLoaderIter,
 )
-from .deliver.lending import LendingIterator, lending_collate
+from .deliver.batch_buffers import BufferIterator, buffering_collate
 from .order.asked import AskedOrder
 from .order.indices import Indices
 from .order.of_sampler import epoch_of
@@ -86,7 +86,7 @@ class Placed(Metered):
         self._num_yielded = progress.count
 
 
-class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
+class SingleIterator(BufferIterator, Placed, SingleProcessDataLoaderIter):
     """torch's iterator without workers; datasets that make whole batches get memory for them.
 
     Args:
@@ -95,7 +95,7 @@ class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
     """
 
     def __init__(self, loader: Loader, state: State | None = None) -> None:
-        self._lending = lending_collate(loader)
+        self._lending = buffering_collate(loader)
         stand_in = LoaderStandIn(loader, state)
         stand_in.load_into_dataset()
         super().__init__(stand_in)
@@ -116,7 +116,7 @@ class SingleIterator(LendingIterator, Placed, SingleProcessDataLoaderIter):
         try:
             if self._lending is None:
                 return super()._next_data()
-            with self._lending.lender.lending():
+            with self._lending.buffers.lending():
                 return super()._next_data()
         except StopIteration:
             progress.finished = True

@@ -13,14 +13,14 @@ import torch
 
 from .._torch.tensors import nbytes_of
 
-__all__ = ["Layer", "Meter", "Metered"]
+__all__ = ["BatchStage", "Metered", "StageTimes"]
 
 KEPT = 4096  # the newest waits, for percentiles
 MOST_OBJECTS = 64  # in the containers of a batch whose bytes are counted
 ALL_OF, ONE_IN = 8, 64  # the first batches, and one in so many later ones, are looked at
 
 
-class Meter:
+class StageTimes:
     """The waits of one epoch.
 
     Args:
@@ -139,7 +139,7 @@ class Metered:
     """A base class of iterators that are measured; it comes before one of torch's."""
 
     stage = "load"
-    meter: Meter | None = None
+    meter: StageTimes | None = None
 
     def __next__(self) -> object:
         if self.meter is None:
@@ -157,7 +157,7 @@ class Metered:
         return super().__next__()  # type: ignore[misc]
 
 
-class Layer(Metered):
+class BatchStage(Metered):
     """An iterator over another one's batches."""
 
     _batches: Sized

@@ -17,8 +17,8 @@ from .._devices import has_kernels_for
 from .._torch.dtensor import full_tensor, is_dtensor, part_of, replicated
 from .._torch.optim import increment_version
 from .agreement import Agreed, over_ranks
+from .dtensors import LayoutError, align_all, summed
 from .regions import Region, regions_of
-from .shards import LayoutError, align_all, summed
 from .total import promoted, returned
 
 __all__ = ["clamp_shards", "clip_shards", "norm_of_shards", "scale_shards"]

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._torch.dtensor import is_dtensor, spec_of
 from .._torch.fsdp import group_of_shard, is_fsdp_shard
 from .._torch.ranks import world_size
-from .shards import LayoutError
+from .dtensors import LayoutError
 
 __all__ = ["Region", "groups_of", "regions_of"]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Group", "group_of"]
+__all__ = ["ControlGroup", "group_of"]
 
 _LIMITS = {1: "memory.limit_in_bytes", 2: "memory.max"}
 _NO_LIMIT = 2**60  # version 1 says so with a number near 2**63
 
 
-class Group(NamedTuple):
+class ControlGroup(NamedTuple):
     """A folder with the files of a memory controller."""
 
     folder: Path
@@ -43,7 +43,7 @@ def _memberships(process: Path) -> list[tuple[int, str]]:
     return found
 
 
-def group_of(process: Path, mount: Path) -> Group | None:
+def group_of(process: Path, mount: Path) -> ControlGroup | None:
     """The group with the lowest limit among those of a process and all above them.
 
     Args:
@@ -60,5 +60,5 @@ def group_of(process: Path, mount: Path) -> Group | None:
                 break
             limit = _limit_of(place, version)
             if limit is not None:
-                found.append(Group(place, version, limit))
+                found.append(ControlGroup(place, version, limit))
     return min(found, key=lambda group: group.limit, default=None)

@@ -15,8 +15,8 @@ from .. import _C
 from .._devices import Scalars, agree, new_scalar, on_device
 from .._torch.dtensor import specs_of
 from ..grads.agreement import Agreed, over_ranks
+from ..grads.dtensors import LayoutError
 from ..grads.regions import Region, groups_of, regions_of
-from ..grads.shards import LayoutError
 from .request import Rule
 from .work import DevicesChangedError, Work
 

@@ -18,7 +18,7 @@ from .. import _C
 from .._devices import Scalars
 from .._torch.dtensor import any_dtensor
 from .._torch.optim import is_capturing
-from ..grads.shards import LayoutError, align, align_states, wait_for
+from ..grads.dtensors import LayoutError, align, align_states, wait_for
 from .masters import MASTER, begin_state, keys_for, own_keys
 from .request import Rule, StepRequest
 

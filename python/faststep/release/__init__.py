@@ -14,7 +14,7 @@ from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.wrapped import unwrapped
 from .before_step import refuse_code_before_step
-from .clipping import Clip, check_clipping
+from .clip_modes import Clip, check_clipping
 from .updates import Release
 
 __all__ = ["Release", "release_gradients"]

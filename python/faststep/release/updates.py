@@ -25,7 +25,7 @@ from ..optim.request import Rule, StepRequest
 from ..optim.step import Stepper
 from ..optim.work import Work
 from .before_step import refuse_code_before_step
-from .clipping import Clip, Clipping, check_clipping
+from .clip_modes import Clip, Clipping, check_clipping
 from .tied import give_rows, tied_embeddings
 
 __all__ = ["Release"]

@@ -9,12 +9,12 @@ import warnings
 from collections.abc import Sequence
 
 from .. import memory
-from .meter import Meter
+from .cores import fit_threads
 from .program import Program
 from .report import Report
 from .spawned import swap_in_spawned
 from .swaps import Swaps
-from .threads import fit_threads
+from .timing import CallTimes
 
 __all__ = ["PARTS", "start", "swap_silently"]
 
@@ -31,7 +31,7 @@ def start(program: Program, parts: Sequence[str] = PARTS, verbose: bool = False)
         parts: what of `PARTS` is used.
         verbose: say at the end which objects stayed torch's, and why.
     """
-    meter = Meter()
+    meter = CallTimes()
     swaps = Swaps(meter)
     done = _swap(swaps, parts)
     if os.environ.get("RANK", "0") == "0":
@@ -45,7 +45,7 @@ def start(program: Program, parts: Sequence[str] = PARTS, verbose: bool = False)
 
 def swap_silently(parts: Sequence[str]) -> None:
     """Swap the parts in a process that a program under `run` has spawned."""
-    _swap(Swaps(Meter()), parts)
+    _swap(Swaps(CallTimes()), parts)
 
 
 def _swap(swaps: Swaps, parts: Sequence[str]) -> list[str]:

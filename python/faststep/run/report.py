@@ -6,8 +6,8 @@ import contextlib
 import os
 import sys
 
-from .meter import Meter, Moment
 from .swaps import Swaps
+from .timing import CallTimes, Moment
 
 __all__ = ["Report"]
 
@@ -15,7 +15,7 @@ __all__ = ["Report"]
 class Report:
     """Prints for the process that made it."""
 
-    def __init__(self, meter: Meter, swaps: Swaps, verbose: bool) -> None:
+    def __init__(self, meter: CallTimes, swaps: Swaps, verbose: bool) -> None:
         self._meter = meter
         self._swaps = swaps
         self._verbose = verbose

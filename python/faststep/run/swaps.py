@@ -23,8 +23,8 @@ from .. import amp, clip, data, optim
 from ..data.stats import Metered
 from ..optim.base import FusedOptimizer
 from ..optim.hooked import HookedOptimizer
-from .meter import Meter
 from .optimizers import CLASSES
+from .timing import CallTimes
 
 __all__ = ["CudaGradScaler", "HostGradScaler", "Swaps"]
 
@@ -54,7 +54,7 @@ class Swaps:
         spawned: how many processes were started anew, not forked, and swapped too.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: CallTimes) -> None:
         self.done: list[str] = []
         self.made: Counter[str] = Counter()
         self.left: Counter[tuple[str, str]] = Counter()

@@ -24,7 +24,7 @@ from .admitted import (
     taken_of,
 )
 from .engine import Engine, Options
-from .hooks.ddp import check_wrapped
+from .hooks.wrapper import check_wrapped
 from .optimizer import ShardedOptimizer
 from .saved.cutting import whole_states
 from .saved.gathered import cut_states

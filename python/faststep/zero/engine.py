@@ -15,14 +15,14 @@ from ..optim.masters import has_master
 from ..optim.request import StepAnswer, StepRequest
 from .admitted import admit, device_of, line_of, named_in, refuse_taken, taken_of
 from .hooks.cuda_buckets import CudaBucket
-from .hooks.ddp import Wrapper
 from .hooks.gradient_buckets import GradientBucket
 from .hooks.gradients import Gradients
 from .hooks.reducer import Reducer
 from .hooks.values import GradientValues
+from .hooks.wrapper import Wrapper
 from .layout.cuts import Bucket, Flat, make_buckets
 from .layout.flat_params import FlatParams, refuse_overlaps
-from .layout.pages import Shelf
+from .layout.pages import BufferPool
 from .layout.placeholder import Placeholder
 from .layout.slots import Part, Slot
 from .saved.cutting import cut_state
@@ -82,7 +82,7 @@ class Engine:
         self._device = device
         self._kind = CudaBucket if device.type == "cuda" else GradientBucket
         self._asked = asked
-        self._shelf = Shelf(0)
+        self._pool = BufferPool(0)
         self.slots: list[Slot] = []
         self.buckets: list[GradientBucket] = []
         self._params: list[FlatParams] = []  # per bucket
@@ -91,7 +91,7 @@ class Engine:
         self.before_exchange: Callable[[str], None] = lambda what: None  # beside backward and step
         self.frozen_states: dict[Tensor, dict[str, Any]] = {}  # of parameters without a slot
         self.slices = SliceOptimizer(kind, group, asked.master_weights)
-        self._reducer = Reducer(self.slots, self.buckets, group, self._shelf)
+        self._reducer = Reducer(self.slots, self.buckets, group, self._pool)
         self.gradients = Gradients(self.slots, self._reducer, group)
         mine: Any = weakref.ref(self)
         self.values = GradientValues(
@@ -116,7 +116,7 @@ class Engine:
         ]
         last_bytes = LAST_BUCKET if self._asked.gather == "forward" else None
         layouts = make_buckets(flats, self.group.world, self._asked.bucket_bytes, last_bytes)
-        self._shelf.grow(_block_for(layouts, self.group))
+        self._pool.grow(_block_for(layouts, self.group))
         first = len(self.slots)
         for layout in layouts:
             members = []
@@ -131,7 +131,7 @@ class Engine:
                 layout,
                 members,
                 self.group,
-                self._shelf,
+                self._pool,
                 self._asked.stage == 1,
                 torch.float32 if is_wide else layout.dtype,
             )

@@ -50,7 +50,7 @@ class Images(Dataset):
         return (pixels.float() / 255 - self.mean) / self.std, int(path.parent.name == "b")
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     def __init__(self, before, after, stride):
         super().__init__()
         self.path = nn.Sequential(
@@ -75,7 +75,10 @@ def resnet18():
     layers.append(nn.MaxPool2d(3, 2, 1))
     before = WIDTH
     for after in (WIDTH, 2 * WIDTH, 4 * WIDTH, 8 * WIDTH):
-        layers += [Block(before, after, 1 if after == before else 2), Block(after, after, 1)]
+        layers += [
+            ResidualBlock(before, after, 1 if after == before else 2),
+            ResidualBlock(after, after, 1),
+        ]
         before = after
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(before, 2))
 

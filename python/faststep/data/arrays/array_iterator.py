@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import _C
-from ..._torch.loader import BaseDataLoaderIter, dataset_fetcher, pin_memory
+from ..._torch.data_loader import BaseDataLoaderIter, dataset_fetcher, pin_memory
 from ..at_exit import close_at_exit
-from ..order.base import Order
 from ..order.of_sampler import order_of
+from ..order.orders import Order
 from ..resume.loader_stand_in import LoaderStandIn, asked_ahead
 from ..resume.progress import Progress
 from ..stats import Metered

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..order.base import Order, Run
+from ..order.orders import Order, Run
 
 __all__ = ["NO_RUN", "RunOfBatches", "is_submittable", "run_of_batches"]
 

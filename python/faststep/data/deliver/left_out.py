@@ -7,7 +7,7 @@ from typing import Any
 
 from ..resume.progress import EpochIterator
 from ..resume.skipping import BatchWithSkipped
-from ..stats import Layer
+from ..stats import BatchStage
 from ..types import Loader, State
 
 __all__ = ["LeavingOut"]
@@ -15,7 +15,7 @@ __all__ = ["LeavingOut"]
 NAMED = 100  # samples that stats() names
 
 
-class LeavingOut(Layer):
+class LeavingOut(BatchStage):
     """Delivers what is left of another iterator's batches, and warns of an epoch's first sample.
 
     Args:

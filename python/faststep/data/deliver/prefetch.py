@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from typing import NamedTuple
 
-from ..resume.progress import EpochIterator, Mark, Progress
-from ..stats import Layer
+from ..resume.progress import EpochIterator, Position, Progress
+from ..stats import BatchStage
 from ..types import Loader
 from .copies import Copier, Copy
 
@@ -20,10 +20,10 @@ class _Ahead(NamedTuple):
 
     copy: Copy | None
     error: Exception | None  # what stands in its place
-    mark: Mark  # the place after it
+    mark: Position  # the place after it
 
 
-class DeviceIterator(Layer):
+class DeviceIterator(BatchStage):
     """Delivers another iterator's batches, on a device.
 
     Errors come where they would without it; the other iterator is asked no further until then.

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from ..._torch.loader import pin_memory
+from ..._torch.data_loader import pin_memory
 from ..resume.progress import EpochIterator, Progress
-from ..stats import Layer
+from ..stats import BatchStage
 from ..transforms import Compose
 from ..types import CountsEpochs, Loader, Transform
 
@@ -30,7 +30,7 @@ def seed_of(base_seed: int, epoch: int, number: int) -> int:
     return state
 
 
-class Transformed(Layer):
+class Transformed(BatchStage):
     """Delivers another iterator's batches, transformed in the thread that asks for them.
 
     The random numbers of a Compose depend on the epoch's base seed, which torch draws at its start,

@@ -2,7 +2,7 @@
 
 from .arrow import ArrowDataset
 from .common import FormatError
-from .convert import convert
+from .conversion import convert
 from .detect import open
 from .hdf5 import HDF5Dataset
 from .images import ImageFolder, decode_image

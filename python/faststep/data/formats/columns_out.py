@@ -17,7 +17,7 @@ HEADER = 256  # bytes before the items; the shape that goes there is known at th
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Rows(NamedTuple):
+class StoredValue(NamedTuple):
     """A value as it is stored.
 
     Args:
@@ -52,7 +52,7 @@ class FieldWriter:
         self._folder, self._stem = folder, stem
         self._file = open(os.path.join(folder, f"{stem}.npy"), "wb")  # noqa: SIM115
         self._file.write(bytes(HEADER))
-        self._first: Rows | None = None
+        self._first: StoredValue | None = None
         self._ends: array[int] | None = None  # of all values, where they differ in length
         self._count = 0  # values
         self._rows = 0
@@ -75,16 +75,16 @@ class FieldWriter:
         if isinstance(values, torch.Tensor):
             stored = as_rows(values, self.name, "")
         else:
-            stored = Rows("array", values)
+            stored = StoredValue("array", values)
         items = stored.items
         if self._first is None:
             kind = "number" if items.ndim == 1 else "array"
             first = items[:1] if items.ndim == 1 else items[0]
-            self._begin(Rows(kind, first, stored.dtype))
+            self._begin(StoredValue(kind, first, stored.dtype))
         self._note(1 if items.ndim == 1 else items.shape[1], len(items))
         self._write(items)
 
-    def _begin(self, rows: Rows) -> None:
+    def _begin(self, rows: StoredValue) -> None:
         self._first = rows
         if rows.kind in ("text", "bytes"):
             self._ends = array("q")
@@ -139,20 +139,20 @@ class FieldWriter:
         self._file.close()
 
 
-def _text(rows: Rows) -> str:
+def _text(rows: StoredValue) -> str:
     kind, dtype, inner = rows.form
     shape = ", ".join(map(str, ("*", *inner)))
     return kind if kind in ("text", "bytes") else f"{dtype} of the shape ({shape})"
 
 
-def as_rows(value: object, name: str, record: str) -> Rows:
+def as_rows(value: object, name: str, record: str) -> StoredValue:
     """A value as it is stored."""
     import numpy
 
     if isinstance(value, str):
-        return Rows("text", numpy.frombuffer(value.encode("utf-8"), numpy.uint8))
+        return StoredValue("text", numpy.frombuffer(value.encode("utf-8"), numpy.uint8))
     if isinstance(value, (bytes, bytearray)):
-        return Rows("bytes", numpy.frombuffer(value, numpy.uint8))
+        return StoredValue("bytes", numpy.frombuffer(value, numpy.uint8))
     dtype = None
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
@@ -176,7 +176,9 @@ def as_rows(value: object, name: str, record: str) -> Rows:
         raise FormatError(
             f"{record}: {name} has the type {items.dtype}, which torch does not have"
         ) from None
-    return Rows("array" if items.ndim else "number", items if items.ndim else items[None], dtype)
+    return StoredValue(
+        "array" if items.ndim else "number", items if items.ndim else items[None], dtype
+    )
 
 
 def _header(descr: str, shape: tuple[int, ...]) -> bytes:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 
-from ..deliver.lending import LentRows, Samples, copy_image, new_rows
+from ..deliver.batch_buffers import BufferRows, Samples, copy_image, new_rows
 from ..types import Transform
 from .common import PathLike, library, naming, open_regular, position, walked
 from .jpeg import decoder_name, jpeg_decoder, scaled
@@ -258,7 +258,7 @@ class ImageFolder(Dataset[Any]):
         rows = new_rows(len(indices), self.channels_last)
         return Samples(self._sample(index, rows, i) for i, index in enumerate(indices))
 
-    def _sample(self, index: int, rows: LentRows | None, place: int) -> tuple[object, object]:
+    def _sample(self, index: int, rows: BufferRows | None, place: int) -> tuple[object, object]:
         path, target = self.samples[position(index, len(self.samples), self.root)]
         with open_regular(path) as file:
             data = file.read()
@@ -270,7 +270,7 @@ class ImageFolder(Dataset[Any]):
             image = rows.put(place, image)
         return image, target if self.target_transform is None else self.target_transform(target)
 
-    def _read(self, data: bytes, rows: LentRows | None, place: int) -> Any:
+    def _read(self, data: bytes, rows: BufferRows | None, place: int) -> Any:
         """The image as the transform gets it; without one it may be in any order of memory."""
 
         def room(height: int, width: int) -> torch.Tensor | None:

@@ -12,12 +12,12 @@ import tempfile
 from .common import FormatError
 from .manifest import MANIFEST, files_of
 
-__all__ = ["Place"]
+__all__ = ["Destination"]
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # Linux's
 
 
-class Place:
+class Destination:
     """The directory that a result is for, and the hidden one beside it where it is written.
 
     Args:

@@ -37,7 +37,7 @@ def begins_a_record(head: bytes) -> bool:
     return masked == int.from_bytes(head[8:12], "little")
 
 
-class _File:
+class _RecordFile:
     """A mapped file."""
 
     def __init__(self, path: str) -> None:
@@ -91,7 +91,7 @@ class TFRecordDataset(Dataset[Any]):
         self.ends = torch.tensor([len(p) // 2 for p in self.places]).cumsum(0)
 
     def _map(self) -> None:
-        self._files = [_File(path) for path in self.paths]
+        self._files = [_RecordFile(path) for path in self.paths]
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -119,7 +119,7 @@ class TFRecordDataset(Dataset[Any]):
         self._map()
 
 
-def _index(file: _File) -> torch.Tensor:
+def _index(file: _RecordFile) -> torch.Tensor:
     """Start and length of each record's data."""
     parts, at, number = [torch.empty(0, dtype=torch.int64)], 0, 0
     while at < file.size:
@@ -152,7 +152,7 @@ class TFRecordStream(ShardedStream):
         self.parse = parse
 
     def samples(self, path: str, first: int = 0) -> Iterator[Any]:
-        file, at, number = _File(path), 0, 0
+        file, at, number = _RecordFile(path), 0, 0
         place = torch.empty(2, dtype=torch.int64)
         while at < file.size:
             _, at = file.scan(at, number, number >= first, place)

@@ -31,7 +31,7 @@ def is_zip(head: bytes, size: int) -> bool:
     return head.startswith((b"PK\3\4", b"PK\5\6")) and not name.endswith(b"/data.pkl")
 
 
-class _File(NamedTuple):
+class _Member(NamedTuple):
     """A file of an archive."""
 
     header: int  # byte where it begins
@@ -74,7 +74,7 @@ class ZipDataset(WithFields, RangeDataset):
         self._set_fields(decoders, columns, transform)
         numbers: dict[str, int] = {}
         keys: list[bytes] = []
-        files: list[_File] = []
+        files: list[_Member] = []
         counts: list[int] = []
         for path in self.paths:
             samples = _samples(path, numbers)
@@ -84,7 +84,7 @@ class ZipDataset(WithFields, RangeDataset):
             self._ends.append(len(keys))
         self._names = [*numbers]
         # in few blocks: workers would copy the pages of a million objects as they count references
-        self._files = torch.tensor(files, dtype=torch.int64).reshape(-1, len(_File._fields))
+        self._files = torch.tensor(files, dtype=torch.int64).reshape(-1, len(_Member._fields))
         self._files_end = torch.tensor([0, *accumulate(counts)], dtype=torch.int64)
         self._keys = b"".join(keys)
         self._keys_end = torch.tensor([0, *accumulate(map(len, keys))], dtype=torch.int64)
@@ -98,7 +98,7 @@ class ZipDataset(WithFields, RangeDataset):
         key = self._keys[start:end].decode("utf-8", "surrogateescape")
         name = f"{self.paths[number]}: sample {record} ({key!r})"
         first, last = self._files_end[place : place + 2].tolist()
-        files = [_File(*row) for row in self._files[first:last].tolist()]
+        files = [_Member(*row) for row in self._files[first:last].tolist()]
         there = {self._names[file.field]: file for file in files}
         sample: dict[str, object] = {}
         for field in self._chosen(["__key__", *there], name):
@@ -110,7 +110,7 @@ class ZipDataset(WithFields, RangeDataset):
                 sample[field] = self._decoded(data, field, name)
         return sample
 
-    def _content(self, number: int, file: _File) -> bytes:
+    def _content(self, number: int, file: _Member) -> bytes:
         mark, name, extra = LOCAL.unpack(self._bytes(number, file.header, LOCAL.size))
         if mark != b"PK\3\4":
             raise ValueError(f"no file begins at byte {file.header}")
@@ -122,9 +122,9 @@ class ZipDataset(WithFields, RangeDataset):
         return data
 
 
-def _samples(path: str, numbers: dict[str, int]) -> dict[str, list[_File]]:
+def _samples(path: str, numbers: dict[str, int]) -> dict[str, list[_Member]]:
     """The files of each sample of an archive, by its key; names of fields get numbers."""
-    samples: dict[str, list[_File]] = {}
+    samples: dict[str, list[_Member]] = {}
     bad = zipfile.BadZipFile, NotImplementedError, struct.error, UnicodeError
     with open_regular(path) as raw, naming(path, *bad), zipfile.ZipFile(raw) as archive:
         length = os.fstat(raw.fileno()).st_size
@@ -150,7 +150,7 @@ def _samples(path: str, numbers: dict[str, int]) -> dict[str, list[_File]]:
             if field == "__key__" or any(file.field == number for file in files):
                 raise FormatError(f"{path}: sample {key!r} has the field {field!r} twice")
             sizes = info.header_offset, info.compress_size, info.file_size
-            files.append(_File(*sizes, info.CRC, info.compress_type, number))
+            files.append(_Member(*sizes, info.CRC, info.compress_type, number))
     if not samples:
         raise FormatError(f"{path}: no file with a name and a suffix is in it")
     return samples

@@ -10,9 +10,9 @@ from typing import Any
 from torch.utils.data import BatchSampler
 
 from ..types import State
-from .base import other_epoch
 from .draws import generator_of, noting, repeating
 from .of_sampler import epoch_of, parts_of
+from .orders import other_epoch
 from .stateful import Pace, begin, is_stateful, items_of, opened, snapshot, states_of
 
 __all__ = ["AskedOrder", "asked_by", "length_of", "state_between_epochs"]

@@ -10,8 +10,8 @@ from torch.utils.data import BatchSampler
 
 from ..types import State
 from .asked import AskedOrder
-from .base import Order
 from .of_sampler import order_of
+from .orders import Order
 
 __all__ = ["Indices", "batches_of"]
 

@@ -23,9 +23,9 @@ from torch.utils.data import (
 from torch.utils.data.distributed import DistributedSampler
 
 from ..types import State
-from .base import Order, Run, SequentialOrder
 from .draws import generator_of
 from .keyed import KeyedSampler
+from .orders import Order, Run, SequentialOrder
 from .random_order import RandomOrder, between_epochs, not_drawn
 from .ranked import DistributedOrder, KeyedOrder
 

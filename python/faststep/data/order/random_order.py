@@ -7,8 +7,8 @@ from collections import deque
 import torch
 
 from ..types import State
-from .base import Order, Run
 from .draws import generator_of
+from .orders import Order, Run
 
 __all__ = ["RandomOrder", "between_epochs", "not_drawn"]
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from ..types import State
-from .base import ListOrder, Run, SequentialOrder, other_epoch
 from .keyed import KeyedSampler
+from .orders import ListOrder, Run, SequentialOrder, other_epoch
 
 __all__ = ["DistributedOrder", "KeyedOrder"]
 

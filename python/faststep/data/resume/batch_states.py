@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 
-from ..._torch.loader import pin_memory, set_worker_dataset
+from ..._torch.data_loader import pin_memory, set_worker_dataset
 from ..order.stateful import is_stateful, load_map, snapshot, states_of
 from ..types import CollateFn, State, WorkerInitFn
 from .stream import Source, dataset_of

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from ..order.base import other_epoch
 from ..order.indices import Indices
 from ..order.of_sampler import epoch_of
+from ..order.orders import other_epoch
 from ..order.stateful import is_stateful, load_map
 from ..types import CollateFn, Loader, State
 from .batch_states import CollateWithStates, InitWorker

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from ..order.stateful import opened
 from ..types import Loader, State
 
-__all__ = ["EpochIterator", "Mark", "Progress", "Worker", "worker_of"]
+__all__ = ["EpochIterator", "Position", "Progress", "Worker", "worker_of"]
 
 
 class Worker(NamedTuple):
@@ -66,7 +66,7 @@ class EpochIterator(Protocol):
     def _reset(self, loader: Loader, first_iter: bool = False) -> None: ...
 
 
-class Mark(NamedTuple):
+class Position(NamedTuple):
     """A position in an epoch."""
 
     delivered: int
@@ -105,12 +105,12 @@ class Progress:
         """All batches delivered in the epoch."""
         return self.before + self.delivered + len(self.beyond)
 
-    def mark(self, paced: bool = True) -> Mark:
+    def mark(self, paced: bool = True) -> Position:
         """The position. If `paced`, states may be older, and the samples since are counted."""
         workers = self.workers
         if self.ask is not None:
             workers = [self.ask(self.delivered, paced)]
-        return Mark(
+        return Position(
             self.delivered,
             self.beyond,
             None if workers is None else tuple(workers),
@@ -125,7 +125,7 @@ class Progress:
         twin.go_to(self.mark())
         return twin
 
-    def go_to(self, mark: Mark) -> None:
+    def go_to(self, mark: Position) -> None:
         """Sets the position."""
         self.delivered, self.beyond, workers, self.last_worker = mark
         self.workers = None if workers is None else list(workers)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from ..._torch.loader import pin_memory
+from ..._torch.data_loader import pin_memory
 from ..types import CollateFn
 
 __all__ = ["BatchWithSkipped", "SkippingCollate", "SkippingDataset", "skipping"]

@@ -7,9 +7,9 @@ from typing import Any
 from torch.utils.data import BatchSampler, IterDataPipe
 
 from ..order.asked import asked_by, length_of, state_between_epochs
-from ..order.base import Order
 from ..order.indices import batches_of
 from ..order.of_sampler import epoch_of, order_of, restore
+from ..order.orders import Order
 from ..order.stateful import is_stateful, snapshot, states_of
 from ..types import Loader, State
 from .loader_stand_in import is_stream

@@ -14,7 +14,7 @@ from ..._torch.optim import is_capturing
 from ..arrays.image_rows import ImageRows
 from ..arrays.structure import Structure
 from ..types import State
-from .framing import Framing, Place
+from .framing import Framing, Offset
 from .geometry import Geometry
 from .mixing import Labels, Mix
 from .pixels import Normalize, ToFloat
@@ -228,11 +228,11 @@ class Compose:
 
 def _samples(framing: Framing, mix: Mix, count: int, rows: Tensor | None) -> Tensor:
     """A row for each sample, as csrc/base/image_sample.h has it."""
-    flip: Place = 0 if framing.flip is None else framing.flip
-    partner: Place = 0 if not mix.mixes else torch.arange(count, device="cpu").roll(1)
+    flip: Offset = 0 if framing.flip is None else framing.flip
+    partner: Offset = 0 if not mix.mixes else torch.arange(count, device="cpu").roll(1)
     weights = struct.unpack("=ii", struct.pack("=ff", mix.own, mix.other))
-    source: Place = torch.arange(count, device="cpu") if rows is None else rows
-    words: list[Place] = [*framing.window, *framing.grid, *framing.first, flip, partner, source]
+    source: Offset = torch.arange(count, device="cpu") if rows is None else rows
+    words: list[Offset] = [*framing.window, *framing.grid, *framing.first, flip, partner, source]
     words += [*weights, *mix.box]
     same = torch.tensor([0 if isinstance(w, Tensor) else w for w in words], device="cpu")
     table = same.to(torch.int32)[:, None].repeat(1, count)

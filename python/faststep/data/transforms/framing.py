@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["Framing", "Place"]
+__all__ = ["Framing", "Offset"]
 
-Place = int | Tensor  # the same for all samples, or (N,) int64
+Offset = int | Tensor  # the same for all samples, or (N,) int64
 
 
 class Framing:
@@ -22,9 +22,9 @@ class Framing:
     """
 
     def __init__(self, height: int, width: int) -> None:
-        self.size: tuple[Place, Place] = (height, width)
-        self.window: tuple[Place, Place, Place, Place] = (0, 0, height, width)  # top, left, ...
-        self.first: tuple[Place, Place] = (0, 0)  # row and column of the grid that come first
+        self.size: tuple[Offset, Offset] = (height, width)
+        self.window: tuple[Offset, Offset, Offset, Offset] = (0, 0, height, width)  # top, left, ...
+        self.first: tuple[Offset, Offset] = (0, 0)  # row and column of the grid that come first
         self.flip: Tensor | None = None  # (N,) bool: after all of this
         self.antialias = False  # where it is resized
         self._grid: tuple[int, int] | None = None  # None: as large as the window
@@ -39,11 +39,11 @@ class Framing:
         return height, width
 
     @property
-    def grid(self) -> tuple[Place, Place]:
+    def grid(self) -> tuple[Offset, Offset]:
         """What the window is resized to."""
         return self._grid or self.window[2:]
 
-    def crop(self, top: Place, left: Place, height: Place, width: Place, pads: bool) -> None:
+    def crop(self, top: Offset, left: Offset, height: Offset, width: Offset, pads: bool) -> None:
         """Show a part; where it reaches outside, and only if `pads`, pixels are 0.
 
         Raises:
@@ -93,7 +93,7 @@ class Framing:
         self.flip = which if self.flip is None else self.flip ^ which
 
 
-def _at_least(place: Place, low: Place) -> Place:
+def _at_least(place: Offset, low: Offset) -> Offset:
     if isinstance(place, Tensor):
         return place.clamp(min=low)
     return low.clamp(min=place) if isinstance(low, Tensor) else max(place, low)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .framing import Framing, Place
+from .framing import Framing, Offset
 
 __all__ = [
     "CenterCrop",
@@ -36,7 +36,7 @@ def _interval(name: str, values: tuple[float, float]) -> None:
         raise ValueError(f"{name} must be two numbers, 0 < low <= high, not {values!r}")
 
 
-def _up_to(u: Tensor, most: Place) -> Tensor:
+def _up_to(u: Tensor, most: Offset) -> Tensor:
     """A whole number from 0 to `most`, each as likely, from one in [0, 1)."""
     return (u * (most + 1)).long()
 

@@ -25,7 +25,7 @@ _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
 
 
 class Arena:
-    """A _C.Arena with a key, by which parcels find it, and counts of what came through it.
+    """A _C.Arena with a key, by which packed batches find it, and counts of what came through it.
 
     Raises:
         MemoryError: there is no shared memory.

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 
 from ... import _C
-from ..._torch.loader import (
+from ..._torch.data_loader import (
     collate_tensors,
     collated_stacking_by,
     collates_as_default,
     let_errors_travel,
     let_fetch,
 )
-from ..deliver.lending import Lender, Samples
+from ..deliver.batch_buffers import BatchBuffers, Samples
 from ..deliver.plain_tensors import tensor_over, why_not_plain
 from ..types import CollateFn, WorkerInitFn
 from .arena import Arena
-from .parcel import pack
+from .packed_batch import pack
 from .rows import CONTAINERS, Rows
 
 __all__ = ["Packer", "Start"]
@@ -44,7 +44,7 @@ class Start:
 
 
 class Packer:
-    """Collates as `collate_fn` does, and returns the batch as a parcel for the main process.
+    """Collates as `collate_fn` does, and returns the batch as a packed batch for the main process.
 
     A batch that has nothing but numbers and texts stays as it is.
 
@@ -58,12 +58,12 @@ class Packer:
         self._collate_fn = collate_fn
         self._arena = arena
         self._lent: dict[int, int] = {}  # blocks for the batch that is made, by address
-        self._lender = Lender(self._lend)
+        self._buffers = BatchBuffers(self._lend)
 
     def begin(self) -> None:
         """Makes this process a worker."""
         if collates_as_default(self._collate_fn, ()):
-            self._lender.begin()
+            self._buffers.begin()
 
     def _lend(self, size: int) -> torch.Tensor:
         block, memory = self._arena.memory.take(size)
@@ -71,22 +71,22 @@ class Packer:
         return memory
 
     def __call__(self, samples: object) -> object:
-        stack = _Stack(self._arena.memory, self._lender)
+        stack = _Stack(self._arena.memory, self._buffers)
         batch = self._collated(stack, samples)
-        self._lender.forget()
+        self._buffers.forget()
         stack.blocks.update(self._lent)
         self._lent = {}
         return self._parcel(stack, batch, [samples] if isinstance(samples, Samples) else [])
 
     def fetch(self, dataset: object, indices: object) -> object:
-        """The parcel of the samples of a map-style dataset; see `let_fetch` in _torch/loader.py."""
+        """The packed batch of the samples of a map-style dataset; see `let_fetch`."""
         if (
             type(indices) is not list
             or getattr(dataset, "__getitems__", None)
             or not collates_as_default(self._collate_fn, CONTAINERS)
         ):
             return NotImplemented
-        stack = _Stack(self._arena.memory, self._lender)
+        stack = _Stack(self._arena.memory, self._buffers)
         samples = Rows(stack.begin, len(indices)).fetch(dataset, indices)
         batch = self._collated(stack, samples)
         del samples  # while there are rows of it a block cannot be sent
@@ -104,9 +104,9 @@ class Packer:
 class _Stack:
     """torch's function for a list of tensors, with the result in a block."""
 
-    def __init__(self, memory: _C.Arena, lender: Lender | None = None) -> None:
+    def __init__(self, memory: _C.Arena, buffers: BatchBuffers | None = None) -> None:
         self._memory = memory
-        self._lender = lender
+        self._buffers = buffers
         self._begun: dict[int, tuple[int, torch.Tensor, list[torch.Tensor]]] = {}  # by first row
         self.blocks: dict[int, int] = {}  # by address
 
@@ -123,7 +123,7 @@ class _Stack:
         """A block, and a tensor over it that holds so many others."""
         try:
             block, memory = self._memory.take(count * like.nbytes)
-        except MemoryError:  # the parcel says so
+        except MemoryError:  # the packed batch says so
             return None
         return block, tensor_over(memory, like.dtype, 0, (count, *like.shape))
 
@@ -131,7 +131,7 @@ class _Stack:
         first = batch[0]
         if why_not_plain(first) is not None or set(map(type, batch)) != {torch.Tensor}:
             return collate_tensors(batch)
-        whole = None if self._lender is None else self._lender.whole(batch)
+        whole = None if self._buffers is None else self._buffers.whole(batch)
         if whole is not None:
             return whole
         block, out, rows = self._begun.pop(id(first), (0, None, []))

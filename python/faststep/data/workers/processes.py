@@ -6,7 +6,7 @@ import os
 import traceback
 from typing import Any
 
-from ..._torch.loader import MultiProcessingDataLoaderIter
+from ..._torch.data_loader import MultiProcessingDataLoaderIter
 from ..deliver.copies import copier_of
 from ..plain import PlacedWorkers
 from ..resume.loader_stand_in import LoaderStandIn

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ..stats import Layer
+from ..stats import BatchStage
 from ..types import Loader, State
 from .arena import ArenaPool
 from .processes import ProcessIterator
@@ -17,7 +17,7 @@ __all__ = ["Workers", "is_of_parent"]
 def is_of_parent(iterator: Any) -> bool:
     """Whether the workers of an iterator stayed with the process that was forked."""
     batches = iterator
-    while isinstance(batches, Layer):
+    while isinstance(batches, BatchStage):
         batches = batches._batches
     ours = isinstance(batches, (ProcessIterator, ThreadIterator))
     return ours and batches._process != os.getpid()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from ..._torch.loader import (
+from ..._torch.data_loader import (
     ExceptionWrapper,
     IterableEnded,
     MultiProcessingDataLoaderIter,
@@ -26,12 +26,12 @@ from ..._torch.loader import (
     worker_info_of_thread,
 )
 from ..at_exit import close_at_exit
-from ..deliver.lending import (
-    Lender,
-    LendingCollate,
-    LendingIterator,
-    lending_by,
-    lending_collate,
+from ..deliver.batch_buffers import (
+    BatchBuffers,
+    BufferCollate,
+    BufferIterator,
+    buffering_by,
+    buffering_collate,
 )
 from ..plain import PlacedWorkers
 from ..resume.batch_states import AddStates
@@ -43,7 +43,7 @@ from ..types import CollateFn, Fetcher, Loader, State
 __all__ = ["ThreadIterator"]
 
 
-class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIter):
+class ThreadIterator(BufferIterator, PlacedWorkers, MultiProcessingDataLoaderIter):
     """torch's iterator with threads for workers. Order, draws, errors and time-outs are torch's.
 
     The threads share the dataset; an iterable one is copied (`copy.copy`) for each of them. Nothing
@@ -58,7 +58,7 @@ class ThreadIterator(LendingIterator, PlacedWorkers, MultiProcessingDataLoaderIt
 
     def __init__(self, loader: Loader, state: State | None = None) -> None:
         self._process = os.getpid()
-        self._lending = lending_collate(loader)
+        self._lending = buffering_collate(loader)
         threads = torch.get_num_threads()
         try:
             super().__init__(LoaderStandIn(loader, state, context=_Context))
@@ -161,10 +161,10 @@ class _Loop:
         self._collate_fn = arguments["collate_fn"]
         own = self._collate_fn
         own = own.collate_fn if isinstance(own, SkippingCollate) else own
-        self._lender: Lender | None = None
-        if isinstance(self._collate_fn, LendingCollate):
+        self._buffers: BatchBuffers | None = None
+        if isinstance(self._collate_fn, BufferCollate):
             mine = self._collate_fn.for_thread()
-            self._lender, self._collate_fn = mine.lender, _hiding_the_worker(mine)
+            self._buffers, self._collate_fn = mine.buffers, _hiding_the_worker(mine)
         elif collates_as_default(own, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
         self._states: AddStates | None = None
@@ -219,7 +219,7 @@ class _Loop:
         if self._failure is not None:
             return self._failure
         try:
-            with lending_by(self._lender):
+            with buffering_by(self._buffers):
                 batch = self._fetcher.fetch(indices)
             return batch if self._states is None else self._states.with_states(batch)
         except BaseException as error:  # as above

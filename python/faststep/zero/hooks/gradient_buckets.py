@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ...grads.add import Addition, add_all
 from ..layout.cuts import Bucket
-from ..layout.pages import Pages, Shelf
+from ..layout.pages import BufferPool, Pages
 from ..layout.slots import Slot
 from ..transport.group import Exchange, Group, Pending
 
@@ -21,7 +21,7 @@ class GradientBucket:
         layout: where they lie.
         slots: its parameters, in the layout's order.
         group: the ranks.
-        shelf: memory of what arrives, that all buckets share.
+        pool: memory of what arrives, that all buckets share.
         keeps_buffer: keep the memory of whole gradients for the next backward (stage 1). The slice
             is a part of it.
         sums: the dtype of the slice. What ranks send has that of the parameters.
@@ -34,7 +34,7 @@ class GradientBucket:
         layout: Bucket,
         slots: list[Slot],
         group: Group,
-        shelf: Shelf,
+        pool: BufferPool,
         keeps_buffer: bool,
         sums: torch.dtype,
     ) -> None:
@@ -43,7 +43,7 @@ class GradientBucket:
         self.nbytes = layout.size * layout.dtype.itemsize
         self.missing = 0  # gradients, until the bucket can be sent
         self._group = group
-        self._shelf = shelf
+        self._pool = pool
         self._keeps_buffer = keeps_buffer
         self._buffer: Tensor | None = None
         self._views: list[Tensor] = []
@@ -123,7 +123,7 @@ class GradientBucket:
 
     def _exchange(self, sent: Tensor, what: str) -> Exchange:
         """Send the ranks their slices, and let this rank's come in."""
-        return self._group.exchange(sent, self._shelf, what)
+        return self._group.exchange(sent, self._pool, what)
 
     def is_there(self) -> bool:
         """Whether `receive` would not wait; begins what follows on what has arrived."""
@@ -146,7 +146,7 @@ class GradientBucket:
                 what = self._what("reducing over the replicas")
                 self._replicating = replicas.start_adding(sums, what)
         if way.block is not None:
-            self._shelf.give_back(way.block)
+            self._pool.give_back(way.block)
 
     def _folded(self, parts: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Add the ranks' parts of the slice, two at a time.

@@ -6,11 +6,11 @@ from collections import deque
 
 from torch import Tensor
 
-from ..layout.pages import Shelf
+from ..layout.pages import BufferPool
 from ..layout.slots import Slot
 from ..transport.group import Group
 from .gradient_buckets import GradientBucket
-from .uses import Uses
+from .use_counts import UseCounts
 
 __all__ = ["Reducer"]
 
@@ -24,20 +24,20 @@ class Reducer:
         slots: all parameters, in one order on all ranks.
         buckets: where their gradients go, in the order in which they are sent.
         group: the ranks.
-        shelf: memory of what arrives.
+        pool: memory of what arrives.
     """
 
     def __init__(
-        self, slots: list[Slot], buckets: list[GradientBucket], group: Group, shelf: Shelf
+        self, slots: list[Slot], buckets: list[GradientBucket], group: Group, pool: BufferPool
     ) -> None:
         self._slots = slots
         self._buckets = buckets
         self._group = group
-        self._shelf = shelf
+        self._pool = pool
         self.took_all = True  # gradients of the pass, on all ranks
         self._next = 0  # what is sent next: a bucket, the counts after the last, or nothing
         self._under_way: deque[GradientBucket] = deque()
-        self._counted: Uses | None = None  # the last counts of a pass
+        self._counted: UseCounts | None = None  # the last counts of a pass
 
     def begin(self) -> None:
         """Start a pass."""
@@ -83,14 +83,14 @@ class Reducer:
             self._send_next()
         counting = None
         if self._next == len(self._buckets):
-            counting = Uses(self._slots, self._group, has_failed, waits, says)
+            counting = UseCounts(self._slots, self._group, has_failed, waits, says)
             self._next += 1
         if self._group.replicas is not None:
             for bucket in self._under_way:
                 bucket.add()
         while self._under_way:
             self._receive_next()
-        self._shelf.clear()
+        self._pool.clear()
         if counting is None:  # all of it was done before, and another rank had failed
             return [0] * len(self._slots)
         # After the buckets, whose errors name parameters, and which some ranks have sent to

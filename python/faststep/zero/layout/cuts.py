@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["CHUNK", "Bucket", "Flat", "Piece", "Place", "chunks_in", "make_buckets"]
+__all__ = ["CHUNK", "Bucket", "Flat", "Piece", "Span", "chunks_in", "make_buckets"]
 
 CHUNK = 16384  # elements; FST_CHUNK in csrc/base/work.h
 TOGETHER = 4  # parameters of a module: weights and biases
@@ -29,7 +29,7 @@ class Flat(NamedTuple):
     owner: str | None = None  # the module that has it
 
 
-class Place(NamedTuple):
+class Span(NamedTuple):
     """Where a parameter lies in its bucket, in elements."""
 
     param: int
@@ -51,7 +51,7 @@ class Bucket(NamedTuple):
 
     dtype: torch.dtype
     device: torch.device
-    places: tuple[Place, ...]
+    places: tuple[Span, ...]
     size: int  # elements, with the gaps
     part: int  # elements of a slice
 
@@ -153,7 +153,7 @@ def _placed(params: Sequence[Flat], members: list[int], world: int) -> Bucket:
             part = min(at for at in (_rounded_up(part + 1, CHUNK), largest) if at > part)
         else:
             break
-    places = tuple(Place(*place) for place in zip(members, begins, sizes, strict=True))
+    places = tuple(Span(*place) for place in zip(members, begins, sizes, strict=True))
     return Bucket(dtype, device, places, part * world, part)
 
 

@@ -11,7 +11,7 @@ import sys
 import torch
 from torch import Tensor
 
-__all__ = ["Pages", "Shelf"]
+__all__ = ["BufferPool", "Pages"]
 
 _LEAST = 2**20  # bytes; the C library has smaller blocks at hand
 
@@ -42,7 +42,7 @@ class Pages:
             self._map.madvise(mmap.MADV_DONTNEED)
 
 
-class Shelf:
+class BufferPool:
     """Blocks of memory for messages, each used again by those that follow.
 
     Args:

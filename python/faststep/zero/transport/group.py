@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._torch.ranks import backend_for, end_group, failed_at, is_distributed, meet, same_ranks
-from ..layout.pages import Shelf
+from ..layout.pages import BufferPool
 
 __all__ = ["Exchange", "Group", "Pending", "group_of"]
 
@@ -51,7 +51,7 @@ class Exchange(NamedTuple):
     """What the ranks have of this rank's slice, on its way: to be read when it was waited for."""
 
     parts: list[Tensor]  # by rank; the own one may lie in what was sent
-    block: Tensor | None  # of the shelf, where those of the others arrive
+    block: Tensor | None  # of the pool, where those of the others arrive
     pending: Pending
 
 
@@ -167,14 +167,14 @@ class Group:
     def _global(self, rank: int) -> int:
         return int(dist.get_global_rank(self._group, rank))
 
-    def exchange(self, sent: Tensor, shelf: Shelf, what: str) -> Exchange:
+    def exchange(self, sent: Tensor, pool: BufferPool, what: str) -> Exchange:
         """Send each rank its slice of a flat tensor, and receive what all have of the own one."""
         size = sent.numel() // self.world
         counts, others = [size] * self.world, sent
         if self.leaves_out_own:  # what is left lies in one piece
             counts[self.rank] = 0
             others = sent[size:] if self.rank == 0 else sent[:size]
-        block = shelf.take(sent.device)
+        block = pool.take(sent.device)
         received = block.view(sent.dtype)[: sum(counts)]
         parts = list(torch.split(received, counts))
         if self.leaves_out_own:

@@ -1,5 +1,5 @@
 #define _GNU_SOURCE /* pthread_setname_np */
-#include "io/crew.h"
+#include "io/batcher.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -27,7 +27,7 @@ typedef struct batch {
     fst_slot *slots[]; /* one per field */
 } batch;
 
-struct fst_crew {
+struct fst_batcher {
     const fst_table *table;
     fst_slots *pool;
     unsigned forks;
@@ -51,30 +51,30 @@ static fst_code wrong_process(fst_status *status)
                     "the threads of this iterator stayed in the process that was forked");
 }
 
-static void init_conditions(fst_crew *crew)
+static void init_conditions(fst_batcher *batcher)
 {
     pthread_condattr_t clock;
     pthread_condattr_init(&clock);
     pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
-    pthread_mutex_init(&crew->lock, NULL);
-    pthread_cond_init(&crew->work, NULL);
-    pthread_cond_init(&crew->finished, &clock);
+    pthread_mutex_init(&batcher->lock, NULL);
+    pthread_cond_init(&batcher->work, NULL);
+    pthread_cond_init(&batcher->finished, &clock);
     pthread_condattr_destroy(&clock);
 }
 
-fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads, int may_wait,
+fst_batcher *fst_batcher_new(const fst_table *table, fst_slots *pool, unsigned threads, int may_wait,
                        fst_status *status)
 {
-    fst_crew *crew = calloc(1, sizeof *crew);
+    fst_batcher *batcher = calloc(1, sizeof *batcher);
     pthread_t *handles = calloc(threads ? threads : 1, sizeof *handles);
-    if (!crew || !handles) {
-        free(crew);
+    if (!batcher || !handles) {
+        free(batcher);
         free(handles);
         fst_fail(status, FST_NO_MEMORY, "no memory for %u threads", threads);
         return NULL;
     }
     const size_t row_bytes = fst_table_row_bytes(table);
-    *crew = (fst_crew){.table = table,
+    *batcher = (fst_batcher){.table = table,
                        .pool = pool,
                        .forks = fst_forks(),
                        .may_wait = may_wait,
@@ -82,8 +82,8 @@ fst_crew *fst_crew_new(const fst_table *table, fst_slots *pool, unsigned threads
                        .row_bytes = row_bytes,
                        .wanted = threads,
                        .threads = handles};
-    init_conditions(crew);
-    return crew;
+    init_conditions(batcher);
+    return batcher;
 }
 
 static batch *for_threads(batch *b)
@@ -105,12 +105,12 @@ static void give_slots_back(const fst_table *table, batch *b)
 /* Finds memory for a batch when its first rows are copied, with the lock held. A consumer who
  * waits then gets the slots of the last two or three batches again, not one more for each batch
  * queued. */
-static fst_code place(const fst_crew *crew, batch *b, fst_status *status)
+static fst_code place(const fst_batcher *batcher, batch *b, fst_status *status)
 {
-    for (size_t f = 0; f < crew->table->field_count; f++) {
-        const size_t row = fst_field_row_bytes(&crew->table->fields[f]);
-        if (!(b->slots[f] = fst_slots_take(crew->pool, b->rows * row, status))) {
-            give_slots_back(crew->table, b);
+    for (size_t f = 0; f < batcher->table->field_count; f++) {
+        const size_t row = fst_field_row_bytes(&batcher->table->fields[f]);
+        if (!(b->slots[f] = fst_slots_take(batcher->pool, b->rows * row, status))) {
+            give_slots_back(batcher->table, b);
             return status->code;
         }
         b->outputs[f] = b->slots[f]->data;
@@ -120,66 +120,66 @@ static fst_code place(const fst_crew *crew, batch *b, fst_status *status)
 }
 
 /* Fills the next piece of a batch. Releases the lock meanwhile. */
-static void fill_piece(fst_crew *crew, batch *b)
+static void fill_piece(fst_batcher *batcher, batch *b)
 {
     const size_t begin = b->taken, left = b->rows - begin;
-    const size_t end = begin + (left < crew->piece ? left : crew->piece);
+    const size_t end = begin + (left < batcher->piece ? left : batcher->piece);
     b->taken = end;
-    if (end == b->rows && crew->open == b)
-        crew->open = for_threads(b->next);
-    pthread_mutex_unlock(&crew->lock);
-    const int64_t start = crew->may_wait ? fst_now_ns() : 0;
-    fst_table_copy(crew->table, b->places, begin, end, b->outputs,
-                   b->rows * crew->row_bytes >= FST_STREAM_BYTES);
-    const int64_t spent = crew->may_wait ? fst_now_ns() - start : 0;
-    pthread_mutex_lock(&crew->lock);
-    if (spent > SLOW_NS + (int64_t)((end - begin) * crew->row_bytes))
-        crew->slow = SLOW_BATCHES;
+    if (end == b->rows && batcher->open == b)
+        batcher->open = for_threads(b->next);
+    pthread_mutex_unlock(&batcher->lock);
+    const int64_t start = batcher->may_wait ? fst_now_ns() : 0;
+    fst_table_copy(batcher->table, b->places, begin, end, b->outputs,
+                   b->rows * batcher->row_bytes >= FST_STREAM_BYTES);
+    const int64_t spent = batcher->may_wait ? fst_now_ns() - start : 0;
+    pthread_mutex_lock(&batcher->lock);
+    if (spent > SLOW_NS + (int64_t)((end - begin) * batcher->row_bytes))
+        batcher->slow = SLOW_BATCHES;
     b->done += end - begin;
     if (b->done == b->rows)
-        pthread_cond_broadcast(&crew->finished);
+        pthread_cond_broadcast(&batcher->finished);
 }
 
 /* Fills a piece of the oldest batch for the threads. Without memory the batch is left to the
  * consumer, who reports it. */
-static void help(fst_crew *crew)
+static void help(fst_batcher *batcher)
 {
-    batch *b = crew->open;
+    batch *b = batcher->open;
     fst_status status = {0};
-    b->left = !b->placed && place(crew, b, &status);
+    b->left = !b->placed && place(batcher, b, &status);
     if (b->left)
-        crew->open = for_threads(b);
+        batcher->open = for_threads(b);
     else
-        fill_piece(crew, b);
+        fill_piece(batcher, b);
 }
 
 static void *work(void *argument)
 {
-    fst_crew *crew = argument;
-    pthread_mutex_lock(&crew->lock);
-    while (!crew->closing)
-        if (crew->open)
-            help(crew);
+    fst_batcher *batcher = argument;
+    pthread_mutex_lock(&batcher->lock);
+    while (!batcher->closing)
+        if (batcher->open)
+            help(batcher);
         else
-            pthread_cond_wait(&crew->work, &crew->lock);
-    pthread_mutex_unlock(&crew->lock);
+            pthread_cond_wait(&batcher->work, &batcher->lock);
+    pthread_mutex_unlock(&batcher->lock);
     return NULL;
 }
 
 /* Starts the threads. One that cannot be created is no error: the consumer works too. */
-static void start_threads(fst_crew *crew)
+static void start_threads(fst_batcher *batcher)
 {
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    while (crew->started < crew->wanted &&
-           !pthread_create(&crew->threads[crew->started], NULL, work, crew)) {
+    while (batcher->started < batcher->wanted &&
+           !pthread_create(&batcher->threads[batcher->started], NULL, work, batcher)) {
 #ifdef __linux__
-        pthread_setname_np(crew->threads[crew->started], "faststep-data");
+        pthread_setname_np(batcher->threads[batcher->started], "faststep-data");
 #endif
-        crew->started++;
+        batcher->started++;
     }
-    crew->wanted = crew->started;
+    batcher->wanted = batcher->started;
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
@@ -192,9 +192,9 @@ static void free_batch(const fst_table *table, batch *b)
 }
 
 /* Allocates a batch with room for the places of its samples. */
-static batch *new_batch(const fst_crew *crew, size_t rows, fst_status *status)
+static batch *new_batch(const fst_batcher *batcher, size_t rows, fst_status *status)
 {
-    const fst_table *table = crew->table;
+    const fst_table *table = batcher->table;
     batch *b = calloc(1, sizeof *b + table->field_count * sizeof b->slots[0]);
     if (!b || !(b->places = malloc((rows + 1) * sizeof *b->places)) ||
         !(b->outputs = malloc((table->field_count + 1) * sizeof *b->outputs))) {
@@ -208,129 +208,129 @@ static batch *new_batch(const fst_crew *crew, size_t rows, fst_status *status)
 }
 
 /* Whether the threads fill a batch ahead. Otherwise it is filled when it is waited for. */
-static int is_for_threads(fst_crew *crew, size_t rows)
+static int is_for_threads(fst_batcher *batcher, size_t rows)
 {
-    if (rows * crew->row_bytes >= WAKE_BYTES)
+    if (rows * batcher->row_bytes >= WAKE_BYTES)
         return 1;
-    if (!crew->may_wait)
+    if (!batcher->may_wait)
         return 0;
-    pthread_mutex_lock(&crew->lock);
-    const int slow = crew->slow > 0;
-    crew->slow -= (unsigned)slow;
-    pthread_mutex_unlock(&crew->lock);
+    pthread_mutex_lock(&batcher->lock);
+    const int slow = batcher->slow > 0;
+    batcher->slow -= (unsigned)slow;
+    pthread_mutex_unlock(&batcher->lock);
     return slow;
 }
 
-static void enqueue(fst_crew *crew, batch *b, int wake)
+static void enqueue(fst_batcher *batcher, batch *b, int wake)
 {
-    if (wake && crew->started < crew->wanted)
-        start_threads(crew);
-    pthread_mutex_lock(&crew->lock);
-    *(crew->newest ? &crew->newest->next : &crew->oldest) = b;
-    crew->newest = b;
-    if (!crew->open)
-        crew->open = for_threads(b);
-    crew->queued++;
+    if (wake && batcher->started < batcher->wanted)
+        start_threads(batcher);
+    pthread_mutex_lock(&batcher->lock);
+    *(batcher->newest ? &batcher->newest->next : &batcher->oldest) = b;
+    batcher->newest = b;
+    if (!batcher->open)
+        batcher->open = for_threads(b);
+    batcher->queued++;
     if (wake)
-        pthread_cond_broadcast(&crew->work);
-    pthread_mutex_unlock(&crew->lock);
+        pthread_cond_broadcast(&batcher->work);
+    pthread_mutex_unlock(&batcher->lock);
 }
 
-fst_code fst_crew_add(fst_crew *crew, const int64_t *indices, size_t count, char *const *outputs,
+fst_code fst_batcher_add(fst_batcher *batcher, const int64_t *indices, size_t count, char *const *outputs,
                       uint64_t *number, fst_status *status)
 {
     int known = count > 0;
     *number = 0;
-    if (crew->forks != fst_forks())
+    if (batcher->forks != fst_forks())
         return wrong_process(status);
-    batch *b = known ? new_batch(crew, count, status) : NULL;
+    batch *b = known ? new_batch(batcher, count, status) : NULL;
     if (!b)
         return status->code;
     for (size_t i = 0; known && i < count; i++)
-        known = !fst_table_find(crew->table, indices[i], &b->places[i]);
-    const int wake = known && is_for_threads(crew, count);
+        known = !fst_table_find(batcher->table, indices[i], &b->places[i]);
+    const int wake = known && is_for_threads(batcher, count);
     if (!known) {
-        free_batch(crew->table, b);
+        free_batch(batcher->table, b);
         return status->code;
     }
     b->left = !wake;
-    for (size_t f = 0; outputs && f < crew->table->field_count; f++)
+    for (size_t f = 0; outputs && f < batcher->table->field_count; f++)
         b->outputs[f] = outputs[f];
     b->placed = outputs != NULL;
-    *number = b->number = ++crew->added;
-    enqueue(crew, b, wake);
+    *number = b->number = ++batcher->added;
+    enqueue(batcher, b, wake);
     return FST_OK;
 }
 
-fst_code fst_crew_wait(fst_crew *crew, int milliseconds, int *done, fst_status *status)
+fst_code fst_batcher_wait(fst_batcher *batcher, int milliseconds, int *done, fst_status *status)
 {
     *done = 0;
-    if (crew->forks != fst_forks())
+    if (batcher->forks != fst_forks())
         return wrong_process(status);
     const struct timespec deadline = fst_time_after(milliseconds);
-    batch *b = crew->oldest; /* as fst_crew_queued */
+    batch *b = batcher->oldest; /* as fst_batcher_queued */
     if (!b)
         return fst_fail(status, FST_BAD_VALUE, "no batch was asked for");
-    pthread_mutex_lock(&crew->lock);
-    while (b->done < b->rows && (b->placed || !place(crew, b, status))) {
+    pthread_mutex_lock(&batcher->lock);
+    while (b->done < b->rows && (b->placed || !place(batcher, b, status))) {
         if (b->taken < b->rows)
-            fill_piece(crew, b);
+            fill_piece(batcher, b);
         else
-            pthread_cond_timedwait(&crew->finished, &crew->lock, &deadline);
+            pthread_cond_timedwait(&batcher->finished, &batcher->lock, &deadline);
         if (fst_time_is_past(&deadline))
             break;
     }
     *done = b->done == b->rows;
-    pthread_mutex_unlock(&crew->lock);
+    pthread_mutex_unlock(&batcher->lock);
     return status->code;
 }
 
-size_t fst_crew_take(fst_crew *crew, fst_slot **slots)
+size_t fst_batcher_take(fst_batcher *batcher, fst_slot **slots)
 {
-    pthread_mutex_lock(&crew->lock);
-    batch *b = crew->oldest;
-    crew->oldest = b->next;
-    if (!crew->oldest)
-        crew->newest = NULL;
-    crew->queued--;
-    pthread_mutex_unlock(&crew->lock);
+    pthread_mutex_lock(&batcher->lock);
+    batch *b = batcher->oldest;
+    batcher->oldest = b->next;
+    if (!batcher->oldest)
+        batcher->newest = NULL;
+    batcher->queued--;
+    pthread_mutex_unlock(&batcher->lock);
     const size_t rows = b->rows;
-    for (size_t f = 0; f < crew->table->field_count; f++) {
+    for (size_t f = 0; f < batcher->table->field_count; f++) {
         slots[f] = b->slots[f];
         b->slots[f] = NULL;
     }
-    free_batch(crew->table, b);
+    free_batch(batcher->table, b);
     return rows;
 }
 
-uint64_t fst_crew_oldest(const fst_crew *crew)
+uint64_t fst_batcher_oldest(const fst_batcher *batcher)
 {
-    return crew->oldest ? crew->oldest->number : 0; /* as fst_crew_queued */
+    return batcher->oldest ? batcher->oldest->number : 0; /* as fst_batcher_queued */
 }
 
-size_t fst_crew_queued(const fst_crew *crew)
+size_t fst_batcher_queued(const fst_batcher *batcher)
 {
-    return crew->queued; /* only the caller of these functions changes it */
+    return batcher->queued; /* only the caller of these functions changes it */
 }
 
-void fst_crew_free(fst_crew *crew)
+void fst_batcher_free(fst_batcher *batcher)
 {
-    if (crew->forks != fst_forks())
+    if (batcher->forks != fst_forks())
         return; /* a thread that does not exist here may hold the lock */
-    pthread_mutex_lock(&crew->lock);
-    crew->closing = 1;
-    pthread_cond_broadcast(&crew->work);
-    pthread_mutex_unlock(&crew->lock);
-    for (unsigned i = 0; i < crew->started; i++)
-        pthread_join(crew->threads[i], NULL);
-    for (batch *b = crew->oldest; b;) {
+    pthread_mutex_lock(&batcher->lock);
+    batcher->closing = 1;
+    pthread_cond_broadcast(&batcher->work);
+    pthread_mutex_unlock(&batcher->lock);
+    for (unsigned i = 0; i < batcher->started; i++)
+        pthread_join(batcher->threads[i], NULL);
+    for (batch *b = batcher->oldest; b;) {
         batch *next = b->next;
-        free_batch(crew->table, b);
+        free_batch(batcher->table, b);
         b = next;
     }
-    pthread_cond_destroy(&crew->work);
-    pthread_cond_destroy(&crew->finished);
-    pthread_mutex_destroy(&crew->lock);
-    free(crew->threads);
-    free(crew);
+    pthread_cond_destroy(&batcher->work);
+    pthread_cond_destroy(&batcher->finished);
+    pthread_mutex_destroy(&batcher->lock);
+    free(batcher->threads);
+    free(batcher);
 }

@@ -1,9 +1,9 @@
-/* crew_batches.h - a table of two fields, and batches of its rows. */
-#ifndef FST_TEST_CREW_BATCHES_H
-#define FST_TEST_CREW_BATCHES_H
+/* batcher_batches.h - a table of two fields, and batches of its rows. */
+#ifndef FST_TEST_BATCHER_BATCHES_H
+#define FST_TEST_BATCHER_BATCHES_H
 
 #include "common.h"
-#include "io/crew.h"
+#include "io/batcher.h"
 
 enum { ROWS = 4000, WIDTH = 300, FIELDS = 2 };
 
@@ -52,12 +52,12 @@ static inline void give_back(fst_slot *const *slots)
         fst_slot_give_back(slots[f]);
 }
 
-static inline void wait_for(fst_crew *crew)
+static inline void wait_for(fst_batcher *batcher)
 {
     fst_status status = {0};
     int done = 0;
     while (!done)
-        CHECK_INT(fst_crew_wait(crew, 1, &done, &status), FST_OK);
+        CHECK_INT(fst_batcher_wait(batcher, 1, &done, &status), FST_OK);
 }
 
 #endif

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["Meter", "Moment"]
+__all__ = ["CallTimes", "Moment"]
 
 ALONE = 3  # objects of a class that have a row each
 
@@ -35,7 +35,7 @@ class Look(NamedTuple):
     steps: int
 
 
-class Meter:
+class CallTimes:
     """Counts calls, and the seconds in each kind of call without those in calls that it makes.
 
     Only the thread that made the meter is measured: another one's calls run beside it.

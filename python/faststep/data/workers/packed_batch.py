@@ -18,13 +18,13 @@ from ..deliver.plain_tensors import tensor_over, why_not_plain
 from ..types import Array
 from .arena import arena_of
 
-__all__ = ["Parcel", "pack"]
+__all__ = ["PackedBatch", "pack"]
 
 SMALL = 1 << 14  # bytes of an array that is part of the pickle
 WASTE = 2  # a storage is sent whole if that is at most so many times what a tensor shows of it
 
 
-class Parcel:
+class PackedBatch:
     """A batch on its way from a worker. Unpickled in the main process it is the batch.
 
     Args:
@@ -203,8 +203,8 @@ def pack(
     batch: list[object],
     stacked: dict[int, int],
     leaving: Sequence[list[object]] = (),
-) -> Parcel:
-    """The parcel of a batch, in a worker.
+) -> PackedBatch:
+    """The packed batch of a batch, in a worker.
 
     Args:
         batch: a list with the batch, which is emptied: a block that was stacked leaves as it is
@@ -227,4 +227,4 @@ def pack(
     for tensors in (batch, *leaving):
         tensors.clear()
     contents.replace_kept()
-    return Parcel(key, file.getvalue(), contents.blocks, dict(contents.otherwise))
+    return PackedBatch(key, file.getvalue(), contents.blocks, dict(contents.otherwise))

@@ -10,12 +10,12 @@ from ..layout.slots import Slot
 from ..transport.group import Group, Pending
 from ..transport.late import Late
 
-__all__ = ["Uses"]
+__all__ = ["UseCounts"]
 
 _WHAT = "counting the parameters that were used"
 
 
-class Uses:
+class UseCounts:
     """A count per slot, on its way from the ranks; beginning it is a collective.
 
     On a CUDA device only a rank that left a parameter out waits for the counts. Others hear that a

@@ -21,7 +21,7 @@ from .detect import open as open_any
 from .images import resized
 from .manifest import structure_to_json, write_manifest
 from .mapped import MappedArrays
-from .results import Place
+from .results import Destination
 
 __all__ = ["convert"]
 
@@ -67,7 +67,7 @@ def convert(
             one with a damaged manifest.
         FormatError: the source is damaged, empty, or a field cannot be written; names the record.
     """
-    place = Place(os.fspath(destination), force)
+    place = Destination(os.fspath(destination), force)
     if isinstance(source, (str, os.PathLike)):
         name = os.fspath(source)
         dataset = _open_source(name, options)
@@ -92,7 +92,7 @@ def _open_source(path: str, options: dict[str, object]) -> Dataset[object]:
 
 
 def _write(
-    dataset: Dataset[object], name: str, place: Place, image_size: int | None, report: Report
+    dataset: Dataset[object], name: str, place: Destination, image_size: int | None, report: Report
 ) -> int:
     writers = _Writers(place)
     try:
@@ -116,7 +116,7 @@ def _write(
 class _Writers(list[FieldWriter]):
     """A writer for each field, once the first sample is known."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Destination) -> None:
         super().__init__()
         self._place = place
 

@@ -15,31 +15,31 @@ from typing import Any
 import torch
 
 from ... import _C
-from ..._torch.loader import collate_stacking_by, collate_tensors, collates_as_default
+from ..._torch.data_loader import collate_stacking_by, collate_tensors, collates_as_default
 from ..resume.loader_stand_in import asked_ahead
 from ..types import CollateFn, Loader
 from .plain_tensors import tensor_over, why_not_plain
 
 __all__ = [
-    "Lender",
-    "LendingCollate",
-    "LendingIterator",
-    "LentRows",
+    "BatchBuffers",
+    "BufferCollate",
+    "BufferIterator",
+    "BufferRows",
     "Samples",
+    "buffering_by",
+    "buffering_collate",
     "copy_image",
-    "lending_by",
-    "lending_collate",
     "new_rows",
 ]
 
-_here = threading.local()  # .lender: of the loader that this thread fetches for
+_here = threading.local()  # .buffers: of the loader that this thread fetches for
 
 
 class Samples(list[Any]):
     """Samples that are rows of one batch. A worker empties the list when the batch has left."""
 
 
-class Lender:
+class BatchBuffers:
     """Lends memory for batches to the datasets that a loader asks.
 
     Args:
@@ -52,7 +52,7 @@ class Lender:
 
     def begin(self) -> None:
         """Lends to the datasets that this thread reads from, from this call on."""
-        _here.lender = self
+        _here.buffers = self
 
     def forget(self) -> None:
         """Forgets what was lent and did not come back as a batch: its borrower keeps it."""
@@ -61,12 +61,12 @@ class Lender:
     @contextlib.contextmanager
     def lending(self) -> Iterator[None]:
         """Lends, within the context, to the datasets that this thread reads from."""
-        before = getattr(_here, "lender", None)
+        before = getattr(_here, "buffers", None)
         self.begin()
         try:
             yield
         finally:
-            _here.lender = before
+            _here.buffers = before
             self.forget()
 
     def lend(
@@ -109,17 +109,17 @@ class Lender:
         return collate_tensors(rows) if whole is None else whole
 
 
-class LentRows:
+class BufferRows:
     """The rows of one batch while they are made. The first decides on their form.
 
     Args:
-        lender: whose memory it is.
+        buffers: whose memory it is.
         count: of rows.
         channels_last: rows of three dimensions lie in memory as (height, width, channels).
     """
 
-    def __init__(self, lender: Lender, count: int, channels_last: bool) -> None:
-        self._lender = lender
+    def __init__(self, buffers: BatchBuffers, count: int, channels_last: bool) -> None:
+        self._buffers = buffers
         self._count = count
         self._channels_last = channels_last
         self._batch: torch.Tensor | None = None
@@ -130,7 +130,7 @@ class LentRows:
         form = tuple(shape), dtype
         if self._form is None:
             self._form = form
-            self._batch = self._lender.lend((self._count, *shape), self._stride(shape), dtype)
+            self._batch = self._buffers.lend((self._count, *shape), self._stride(shape), dtype)
         return None if self._batch is None or form != self._form else self._batch[place]
 
     def _stride(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -165,44 +165,44 @@ def copy_image(image: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(image)
 
 
-def new_rows(count: int, channels_last: bool = False) -> LentRows | None:
+def new_rows(count: int, channels_last: bool = False) -> BufferRows | None:
     """Rows for `count` samples of one batch; None if no loader lends memory."""
-    lender = getattr(_here, "lender", None)
-    return None if lender is None else LentRows(lender, count, channels_last)
+    buffers = getattr(_here, "buffers", None)
+    return None if buffers is None else BufferRows(buffers, count, channels_last)
 
 
-class LendingCollate:
+class BufferCollate:
     """torch's default_collate, where samples may be rows of a batch that was lent.
 
     Args:
-        take: as for Lender.
+        take: as for BatchBuffers.
     """
 
     def __init__(self, take: Callable[[int], torch.Tensor]) -> None:
         self._take = take
-        self.lender = Lender(take)
-        self._collate = collate_stacking_by(self.lender.stack)
+        self.buffers = BatchBuffers(take)
+        self._collate = collate_stacking_by(self.buffers.stack)
 
     def __call__(self, samples: object) -> object:
         return self._collate(samples)
 
-    def for_thread(self) -> LendingCollate:
+    def for_thread(self) -> BufferCollate:
         """Another one, of the same memory, for another thread."""
-        return LendingCollate(self._take)
+        return BufferCollate(self._take)
 
 
-def lending_by(lender: Lender | None) -> contextlib.AbstractContextManager[None]:
-    """`lender.lending()`, or nothing where there is none."""
-    return contextlib.nullcontext() if lender is None else lender.lending()
+def buffering_by(buffers: BatchBuffers | None) -> contextlib.AbstractContextManager[None]:
+    """`buffers.lending()`, or nothing where there is none."""
+    return contextlib.nullcontext() if buffers is None else buffers.lending()
 
 
-class LendingIterator:
+class BufferIterator:
     """A base class beside one of torch's iterators: collates lent rows in this process.
 
-    `_lending` is set first, to what `lending_collate` gives for the loader.
+    `_lending` is set first, to what `buffering_collate` gives for the loader.
     """
 
-    _lending: LendingCollate | None
+    _lending: BufferCollate | None
 
     @property
     def _collate_fn(self) -> CollateFn:
@@ -213,7 +213,7 @@ class LendingIterator:
         self._collate = self._lending or collate_fn
 
 
-def lending_collate(loader: Loader) -> LendingCollate | None:
+def buffering_collate(loader: Loader) -> BufferCollate | None:
     """The collate function that lends memory, for a loader without worker processes.
 
     None if nothing would be lent. Only datasets with a true `fills_rows`, and torch's Subsets of
@@ -232,4 +232,4 @@ def lending_collate(loader: Loader) -> LendingCollate | None:
     slots: _C.Slots = own.slots
     slots.keep(3 + asked_ahead(loader))
     form = torch.empty(0, dtype=torch.uint8, device="cpu")
-    return LendingCollate(lambda size: slots.empty(form, size))
+    return BufferCollate(lambda size: slots.empty(form, size))
