@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import TensorDataset
+from torch.utils.data import RandomSampler, TensorDataset
 
 from faststep.data import DataLoader
+from faststep.data.order.random_order import RandomOrder
 
 from .test_lifetime import BATCH, ROWS, _no_thread_stays, dataset, wide  # noqa: F401
 
@@ -167,6 +168,47 @@ class Counter:
             raise StopIteration
         self.at += 2
         return [self.at - 2, self.at - 1]
+
+
+@pytest.mark.parametrize("ahead", [0, 3])
+@pytest.mark.parametrize("name", ["_indices", "_draw_part"])
+def test_an_interrupt_among_indices_loses_none(
+    name: str, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before and after a function that computes a part of the order."""
+    count = 40_000
+
+    def loader() -> DataLoader[Any]:
+        torch.manual_seed(3)
+        sampler = RandomSampler(range(count), replacement=True)
+        return DataLoader(TensorDataset(torch.arange(count)), sampler=sampler, batch_size=50)
+
+    expected = torch.cat([batch for (batch,) in loader()]).tolist()
+    function = getattr(RandomOrder, name)
+    calls = alarms = 0
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 7 == 1:
+            raise Alarm
+        found = function(self, *args)
+        if calls % 7 == 2:
+            raise Alarm
+        return found
+
+    iterator = iter(loader())
+    seen = [next(iterator)[0] for _ in range(ahead)]
+    monkeypatch.setattr(RandomOrder, name, interrupted)
+    while True:
+        try:
+            seen.append(next(iterator)[0])
+        except Alarm:
+            alarms += 1
+        except StopIteration:
+            break
+    assert torch.cat(seen).tolist() == expected
+    assert alarms > 1
 
 
 @pytest.mark.parametrize("options", [{"batch_size": 2}, {"batch_sampler": Counter()}])

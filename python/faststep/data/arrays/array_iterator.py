@@ -167,7 +167,9 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             if not 0 <= place < count:
                 try:
                     self._known = run_of_batches(order, number)
-                except Exception:
+                except Exception as error:
+                    if error is not order.error:  # a signal handler's: the run is asked for again
+                        raise
                     if self._queue:  # not before its place
                         return
                     order.batches = number

@@ -47,7 +47,6 @@ class OnceDrawnOrder(Order):
         self._items: Iterator[object] = iter(())
         self._list: list[object] = []  # from this place on
         self._list_from = 0
-        self._error: Exception | None = None  # of the sampler, for the batch that it is about
 
     def _load(self, state: State) -> None:
         self._must_equal(state, "length", len(self.sampler), "a number of samples of")
@@ -76,14 +75,13 @@ class OnceDrawnOrder(Order):
             self._list = [*islice(self._items, self.skipped - 1, self.skipped)]
 
     def _indices(self, start: int, count: int) -> Run:
-        del self._list[: start - self._list_from]
-        self._list_from = start
-        if self._error is not None:
-            raise self._error
+        self._list, self._list_from = self._list[start - self._list_from :], start
+        if self.error is not None:
+            raise self.error
         try:
             self._list += islice(self._items, max(0, count - len(self._list)))
         except Exception as error:
-            self._error = error
+            self.error = error
             raise
         return self._list[:count], 0, count
 

@@ -26,6 +26,7 @@ class Order:
     """
 
     in_lists = False  # runs are lists, not tensors
+    error: Exception | None = None  # of the sampler, for the batch that it is about
 
     def __init__(self, sampler: Any, batch_size: int, drop_last: bool, state: State | None) -> None:
         self.sampler = sampler
@@ -59,7 +60,11 @@ class Order:
         return self._last if batch <= self._last else max(batch, self.batches)
 
     def run(self, batch: int, batches: int = 1) -> Run:
-        """The indices of a batch, or of some from that on."""
+        """The indices of a batch, or of some from that on.
+
+        What a signal handler raises inside changes nothing: the same may be asked for again. An
+        exception of the sampler is `error` from then on.
+        """
         start = batch * self.batch_size
         return self._indices(start, min(batches * self.batch_size, self._samples - start))
 

@@ -33,6 +33,7 @@ class RandomOrder(Order):
         self._indices_from = self.state.get("drawn", 0)  # samples of the epoch before these
         self._drawn = torch.empty(0, dtype=torch.int64, device="cpu")
         self._noted: deque[tuple[int, torch.Tensor]] = deque(maxlen=PARTS_NOTED)
+        self._is_torn = False  # an exception may have come between the lines that draw a part
 
     def _load(self, state: State) -> None:
         self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
@@ -95,13 +96,16 @@ class RandomOrder(Order):
 
     def _indices(self, start: int, count: int) -> Run:
         start += self.skipped
-        if start < self._indices_from:
+        if self._is_torn or start < self._indices_from:
+            self._is_torn = True
             self._go_back(start)
         while start + count > self._indices_from + len(self._drawn):
+            self._is_torn = True
             done = min(start - self._indices_from, len(self._drawn))
             self._drawn = self._drawn[done:].clone()  # without the memory of those before
             self._indices_from += done
             self._draw_part()
+        self._is_torn = False
         return self._drawn, start - self._indices_from, count
 
     def _go_back(self, start: int) -> None:
