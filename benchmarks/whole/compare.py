@@ -31,7 +31,7 @@ from works import FOLDERS, WORKS, Work
 from written import as_tables
 
 from faststep.cli.busy import Watch
-from faststep.cli.console import CommandError, Progress
+from faststep.cli.console import CommandError, ProgressBar
 
 sys.path.append(str(Path(__file__).parents[1]))
 from report import machine
@@ -189,7 +189,7 @@ def main() -> None:
     modes = chosen_modes(given)
     names = given.works or [name for name in WORKS if WORKS[name].in_quick or not given.quick]
     rounds = given.rounds or (1 if given.quick else 3)
-    progress = Progress(len(names) * len(modes) * rounds)
+    progress = ProgressBar(len(names) * len(modes) * rounds)
     done = 0
 
     def show(note: str) -> None:
