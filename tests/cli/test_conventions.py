@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import faststep
-from faststep.cli import main
+from faststep.cli import main, plots
 
 PROGRAM = [sys.executable, "-m", "faststep"]
 SHORT_DEMO = ("demo", "--steps", "1", "--only", "table")
@@ -44,10 +45,7 @@ def test_a_reader_that_leaves_ends_the_program_quietly(buffered: bool) -> None:
 
 @pytest.mark.parametrize("given", ["absolute", "none", "relative"])
 def test_plots_go_to_the_users_cache(
-    given: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing appears where the user stands."""
     home, here, cache = tmp_path / "home", tmp_path / "here", tmp_path / "cache"
@@ -59,10 +57,11 @@ def test_plots_go_to_the_users_cache(
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     else:
         monkeypatch.setenv("XDG_CACHE_HOME", str(cache) if given == "absolute" else "cache")
-    plot = (cache if given == "absolute" else home / ".cache") / "faststep" / "demo.png"
-    assert main(SHORT_DEMO) == 0
-    assert plot.is_file()
-    assert f"Plot: {plot}" in capsys.readouterr().out
+    parser = argparse.ArgumentParser()
+    plots.add_arguments(parser, "demo.png")
+    folder = (cache if given == "absolute" else home / ".cache") / "faststep"
+    assert plots.plot_path(parser.parse_args([]), "demo.png") == folder / "demo.png"
+    assert folder.is_dir()
     assert list(here.iterdir()) == []
 
 
