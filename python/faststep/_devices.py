@@ -54,7 +54,7 @@ def _usable(number: int) -> bool:
 
 
 def has_kernels_for(tensor: Tensor) -> bool:
-    """Whether this build, driver and device can run our kernels on a CUDA tensor."""
+    """True if this build, driver and device can run our kernels on a CUDA tensor."""
     return _C.has_kernels() and _usable(ordinal_of(tensor))
 
 

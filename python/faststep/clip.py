@@ -60,7 +60,7 @@ __all__ = ["clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_", "get_
 
 
 def _is_for_torch() -> bool:
-    """Whether torch's own functions must run, because its operators are traced or watched."""
+    """True if torch's own functions must run, because its operators are traced or watched."""
     return torch.compiler.is_compiling() or is_watched()
 
 
@@ -119,12 +119,12 @@ def _clip(
 
 
 def _is_wide(norm: Tensor) -> bool:
-    """Whether this is a norm in CPU memory whose clip coefficient torch keeps in 32 or 64 bits."""
+    """True if this is a norm in CPU memory whose clip coefficient torch keeps in 32 or 64 bits."""
     return _C.fusable([norm]) and norm.dtype in (torch.float32, torch.float64)
 
 
 def _for_device(tensor: object) -> bool:
-    """Whether a list that begins with this tensor goes to the CUDA kernels."""
+    """True if a list that begins with this tensor goes to the CUDA kernels."""
     return isinstance(tensor, Tensor) and tensor.is_cuda and has_kernels_for(tensor)
 
 

@@ -57,7 +57,7 @@ __all__ = [
 
 
 def collates_as_default(function: Any, containers: Iterable[type]) -> bool:
-    """Whether `function` is torch's default_collate and treats tensors and these types as usual.
+    """True if `function` is torch's default_collate and treats tensors and these types as usual.
 
     Users may register functions for further types in `default_collate_fn_map`.
     """

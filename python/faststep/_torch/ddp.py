@@ -31,7 +31,7 @@ def current_backward() -> int:
 
 
 def is_inside_backward() -> bool:
-    """Whether a pass that ends now is inside of another, as with reentrant checkpoints."""
+    """True if a pass that ends now is inside of another, as with reentrant checkpoints."""
     frame, depth = sys._getframe(), 0
     # On a CUDA device a pass ends in a thread of autograd's, below which there is no outer pass.
     outermost = 0 if isinstance(threading.current_thread(), threading._DummyThread) else 1

@@ -54,13 +54,13 @@ def learn_dtensors() -> None:
 
 
 def is_dtensor(tensor: object) -> bool:
-    """Whether this is a DTensor; not for those of a subclass, which may mean anything."""
+    """True if this is a DTensor; not for those of a subclass, which may mean anything."""
     learn_dtensors()
     return _known is not None and type(tensor) is _known
 
 
 def any_dtensor(tensors: Iterable[object]) -> bool:
-    """Whether one of these is a DTensor."""
+    """True if one of these is a DTensor."""
     learn_dtensors()
     return _known is not None and _known in map(type, tensors)
 

@@ -26,7 +26,7 @@ _groups_of_shards: dict[int, _Found] = {}  # by the id of the parameter
 
 
 def is_fsdp_shard(tensor: Tensor) -> bool:
-    """Whether FullyShardedDataParallel leaves only a part of this parameter on each rank.
+    """True if FullyShardedDataParallel leaves only a part of this parameter on each rank.
 
     FSDP2 has tensors of a class of its own (DTensor) instead.
     """

@@ -95,7 +95,7 @@ def _places() -> tuple[int, int, int] | None:
 
 
 def _works(places: tuple[int, int, int]) -> bool:
-    """Whether memory is held when its tensor moves, and freed when both have let go."""
+    """True if memory is held when its tensor moves, and freed when both have let go."""
     before, tensor = _C.holds(), torch.arange(4096)
     address, freed_by = tensor.data_ptr(), _words(tensor)[places[1]]
     first = _C.hold(tensor, storage_record_of(tensor))

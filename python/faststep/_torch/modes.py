@@ -1,4 +1,4 @@
-"""Whether torch's operators are watched."""
+"""Finds out whether something watches torch's operators."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ CALLED_BY_STEPS = (
 
 
 def is_torchs(function: object) -> bool:
-    """Whether a function is torch's, or faststep's, with all that is wrapped around it."""
+    """True if a function is torch's, or faststep's, with all that is wrapped around it."""
     while function is not None:
         where = getattr(function, "__globals__", {}).get("__name__", "")
         if not where.startswith(("torch.", "faststep.")):
@@ -64,14 +64,14 @@ def _are_torchs(*functions: Any) -> bool:
 
 
 def has_torchs_passes(scaler: torch.amp.GradScaler) -> bool:
-    """Whether a script has replaced nothing that a GradScaler's step calls of the scaler."""
+    """True if a script has replaced nothing that a GradScaler's step calls of the scaler."""
     own = vars(scaler)
     passes = (*_passes_of(type(scaler)), *_passes_of(torch.amp.GradScaler))
     return _are_torchs(*passes) and all(is_torchs(own[name]) for name in _PASSES if name in own)
 
 
 def replaces_unscaling() -> bool:
-    """Whether a script has replaced what unscales gradients in torch's GradScaler."""
+    """True if a script has replaced what unscales gradients in torch's GradScaler."""
     return not is_torchs(torch.amp.GradScaler._unscale_grads_)
 
 
@@ -87,7 +87,7 @@ def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
 
 
 def is_of_scheduler(step: Any, inner: Any) -> bool:
-    """Whether this is a scheduler's wrapper, which notes that it was called, around `inner`.
+    """True if this is a scheduler's wrapper, which notes that it was called, around `inner`.
 
     The mark that schedulers leave on it is copied by functools.wraps to what a script puts around.
     """

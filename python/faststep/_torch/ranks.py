@@ -1,4 +1,4 @@
-"""Whether torch.distributed runs here, with how many ranks, and which wrappers use it."""
+"""The ranks of torch.distributed, how they meet, and which wrappers use them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _Kind = TypeVar("_Kind")
 
 
 def is_distributed() -> bool:
-    """Whether there is a process group."""
+    """True if there is a process group."""
     return bool(dist.is_available() and dist.is_initialized())
 
 
@@ -135,12 +135,12 @@ def meet(group: Any, what: str, patience: float) -> list[str | None]:
 
 
 def is_in_join(joinable: Any) -> bool:
-    """Whether torch.distributed.algorithms.Join was given this object."""
+    """True if torch.distributed.algorithms.Join was given this object."""
     return bool(joinable._join_config.enable)
 
 
 def is_first_in_join(joinable: Any) -> bool:
-    """Whether Join was given this object before all others."""
+    """True if Join was given this object before all others."""
     return bool(joinable._join_config.is_first_joinable)
 
 

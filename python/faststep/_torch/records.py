@@ -252,7 +252,7 @@ def _unnoticed(layout: Layout) -> str:
 
 
 def _moves_versions(layout: Layout) -> bool:
-    """Whether torch's function moves the version counters of tensors that have one."""
+    """True if torch's function moves the version counters of tensors that have one."""
     if not layout.countable or not layout.move_version:
         return False
     move = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(layout.move_version)

@@ -8,7 +8,7 @@ __all__ = ["lasts"]
 
 
 def lasts(device: int, handle: int) -> bool:
-    """Whether the stream that is current on a CUDA device is never destroyed.
+    """True if the stream that is current on a CUDA device is never destroyed.
 
     That holds for the streams of torch's pools. A user has made any other, and given it to torch as
     an ExternalStream, so another one for the same handle equals it.

@@ -29,7 +29,7 @@ class FullyShardedRanks(ReducingRanks):
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether the sums of an open window are where `.grad` does not show them."""
+        """True if the sums of an open window are where `.grad` does not show them."""
         return True
 
     @property

@@ -57,7 +57,7 @@ class Ranks:
 
     @property
     def knows_model(self) -> bool:
-        """Whether the model is a DistributedDataParallel."""
+        """True if the model is a DistributedDataParallel."""
         return self._model is not None
 
     @property
@@ -73,7 +73,7 @@ class Ranks:
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether the sums of an open window are where `.grad` does not show them."""
+        """True if the sums of an open window are where `.grad` does not show them."""
         return False
 
     def drop(self) -> None:

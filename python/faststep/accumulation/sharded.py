@@ -22,7 +22,7 @@ class Sharded(Protocol):
 
     @property
     def sums_in_fp32(self) -> bool:
-        """Whether the ranks' gradients of low-precision parameters are added up in fp32."""
+        """True if the ranks' gradients of low-precision parameters are added up in fp32."""
 
     def add_up(self, numbers: torch.Tensor) -> int:
         """Replace numbers by their sums over all ranks; the number of ranks."""
@@ -32,7 +32,7 @@ class Sharded(Protocol):
 
 
 def is_sharded(optimizer: Any) -> TypeGuard[Sharded]:
-    """Whether this is an optimizer of faststep.zero, which builds on nothing of this folder."""
+    """True if this is an optimizer of faststep.zero, which builds on nothing of this folder."""
     return isinstance(optimizer, Optimizer) and hasattr(type(optimizer), "add_up")
 
 
@@ -41,7 +41,7 @@ class ReducingRanks(Ranks):
 
     @property
     def knows_model(self) -> bool:
-        """Whether nobody else reduces the gradients."""
+        """True if nobody else reduces the gradients."""
         return True
 
     def reduce(self) -> None:

@@ -32,15 +32,15 @@ class Steps:
         self._overflows: list[bool | Tensor] = []
 
     def has(self, optimizer: Optimizer) -> bool:
-        """Whether the step of this optimizer was called."""
+        """True if the step of this optimizer was called."""
         return id(optimizer) in self._divisions
 
     def are_all(self) -> bool:
-        """Whether each optimizer's step was called."""
+        """True if each optimizer's step was called."""
         return all(map(self.has, self._optimizers))
 
     def were_skipped(self) -> bool:
-        """Whether an optimizer's step was not called, or skipped for an overflow."""
+        """True if an optimizer's step was not called, or skipped for an overflow."""
         return not self.are_all() or any(bool(found) for found in self._overflows)
 
     def note(self, optimizer: Optimizer) -> None:

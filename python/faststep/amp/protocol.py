@@ -67,7 +67,7 @@ def takes_requests(optimizer: Optimizer) -> bool:
 
 
 def can_be_seen(optimizer: FusedOptimizer) -> bool:
-    """Whether anybody could see how often `step` is called, or what the gradients hold then.
+    """True if anybody could see how often `step` is called, or what the gradients hold then.
 
     Hooks and steps of a script can; so can a profiler. The wrapper of a scheduler sees only that it
     is called.
@@ -84,12 +84,12 @@ def can_be_seen(optimizer: FusedOptimizer) -> bool:
 
 
 def has_dtensors(optimizer: Optimizer) -> bool:
-    """Whether one of the parameters is a DTensor, which needs a process group."""
+    """True if one of the parameters is a DTensor, which needs a process group."""
     return is_distributed() and any_dtensor(params_of(optimizer))
 
 
 def had_grads_elsewhere(optimizer: Optimizer) -> bool:
-    """Whether another rank had a gradient at a step that has looked for overflows of DTensors."""
+    """True if another rank had a gradient at a step that has looked for overflows of DTensors."""
     return isinstance(optimizer, FusedOptimizer) and optimizer._ranks_have_grads()
 
 

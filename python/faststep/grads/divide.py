@@ -68,7 +68,7 @@ def _versions_of(grads: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def takes_gradscale(optimizer: Optimizer) -> bool:
-    """Whether the step divides by `grad_scale`, as faststep's and torch's fused classes do.
+    """True if the step divides by `grad_scale`, as faststep's and torch's fused classes do.
 
     The step of a script's subclass may read `.grad`, where it must not find the sum.
     """

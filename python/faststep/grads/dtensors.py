@@ -130,7 +130,7 @@ def align_all(parameters: Iterable[Tensor]) -> None:
 
 
 def _is_alike(one: Any, other: Any) -> bool:
-    """Whether two specs are sure to divide in the same way; most are the same object's."""
+    """True if two specs are sure to divide in the same way; most are the same object's."""
     same = one is other or (one.mesh is other.mesh and one.placements == other.placements)
     return same and not any(placement.is_partial() for placement in one.placements)
 

@@ -41,11 +41,11 @@ class Stepped(OnDevices, Protocol):
 
     @classmethod
     def _has_own_step(cls) -> bool:
-        """Whether a subclass has replaced the step."""
+        """True if a subclass has replaced the step."""
 
 
 def is_ours(optimizer: object) -> TypeGuard[Stepped]:
-    """Whether this is an optimizer of faststep.optim."""
+    """True if this is an optimizer of faststep.optim."""
     return hasattr(type(optimizer), "_has_own_step")
 
 

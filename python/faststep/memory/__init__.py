@@ -20,7 +20,7 @@ class Stats(NamedTuple):
     """What :func:`stats` returns; memory in bytes."""
 
     retains: bool
-    """Whether memory that torch frees is kept."""
+    """True if memory that torch frees is kept."""
     reason: str | None
     """Why :func:`retain` can do nothing in this process; None if it can."""
     minor_faults: int

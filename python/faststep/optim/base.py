@@ -88,7 +88,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a scaler leaves the gradients to the step, as `grad_scale` and `found_inf`.
+        """True if a scaler leaves the gradients to the step, as `grad_scale` and `found_inf`.
 
         torch.amp.GradScaler and frameworks read it. torch's classes set it with `fused=True` alone.
         It is also true if the step clips, or if `grad_scale` is set, by which the step divides.
@@ -146,7 +146,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         """Raise torch's error for a step that must not be captured into a CUDA graph."""
 
     def _zeros_differ(self, group: dict[str, Any]) -> bool:
-        """Whether a state of zeros makes the next step differ from a missing state.
+        """True if a state of zeros makes the next step differ from a missing state.
 
         It does in SGD with dampening.
         """
@@ -158,7 +158,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return () if self._stepper is None else self._stepper.devices
 
     def _ranks_have_grads(self) -> bool:
-        """Whether a rank had a gradient at the last step that measured DTensors."""
+        """True if a rank had a gradient at the last step that measured DTensors."""
         return self._stepper is not None and self._stepper.ranks_have_grads()
 
     def _lr_of(self, lr: float | Tensor) -> tuple[float, dict[int, Tensor] | None]:
@@ -191,12 +191,12 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     @classmethod
     def _has_own_step(cls) -> bool:
-        """Whether a script's code makes the step, and may do something with the gradients."""
+        """True if a script's code makes the step, and may do something with the gradients."""
         return not cls._has_our_step() or cls._has_scripts_code()
 
     @classmethod
     def _has_our_step(cls) -> bool:
-        """Whether `step` is that of this class, with nothing around it but its hooks."""
+        """True if `step` is that of this class, with nothing around it but its hooks."""
         step: Any = cls.step
         if getattr(step, "__code__", None) is _HOOKED:
             step = step.__wrapped__
@@ -293,7 +293,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return stepper.step(work, request)
 
     def _is_divided_by_fsdp1(self) -> bool:
-        """Whether FullyShardedDataParallel has left a part of the parameters on this rank."""
+        """True if FullyShardedDataParallel has left a part of the parameters on this rank."""
         if self._has_shards is None:
             self._has_shards = any(map(is_fsdp_shard, params_of(self)))
         return self._has_shards
@@ -311,7 +311,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         update_by_torch(self, FusedOptimizer)
 
     def _is_for_torch(self, group: int, index: int, *what: str) -> bool:
-        """Whether torch's operators step on what C cannot, or raise torch's error."""
+        """True if torch's operators step on what C cannot, or raise torch's error."""
         param = self.param_groups[group]["params"][index]
         grad = param if param.grad is None else param.grad
         if has_no_memory(param) or has_no_memory(grad):

@@ -153,6 +153,6 @@ def update_by_torch(optimizer: FusedOptimizer, after: type) -> None:
 
 
 def _may_be_refused(group: dict[str, Any]) -> bool:
-    """Whether it is captured, or some gradients are sparse or complex."""
+    """True if it is captured, or some gradients are sparse or complex."""
     grads = (param.grad for param in group["params"] if param.grad is not None)
     return bool(group.get("capturable")) or any(g.is_sparse or g.is_complex() for g in grads)

@@ -100,7 +100,7 @@ def refuse_shards(optimizer: Optimizer) -> None:
 
 
 def _is_inside_zero(optimizer: Optimizer) -> bool:
-    """Whether a ZeroRedundancyOptimizer has made this one; it leaves no mark there.
+    """True if a ZeroRedundancyOptimizer has made this one; it leaves no mark there.
 
     Looks at every object, so only scripts that can use it should pay for that: it cannot be made
     without a process group.

@@ -61,7 +61,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
 
     @property
     def keep_grads(self) -> bool:
-        """Whether a step that clips writes unscaled and clipped gradients back; may be set."""
+        """True if a step that clips writes unscaled and clipped gradients back; may be set."""
         return self._keep_grads
 
     @keep_grads.setter
@@ -84,7 +84,7 @@ class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step left everything as it was because a gradient was not finite.
+        """True if the last step left everything as it was because a gradient was not finite.
 
         torch.amp.GradScaler does not call the step then, unless the optimizer is `fused=True` or
         clips. For CUDA parameters this waits for the device.

@@ -41,7 +41,7 @@ class _TorchsStep:
         self.known: tuple[Any, ...] = ()
 
     def is_replaced(self, kind: type) -> bool:
-        """Whether a script's code is part of it, for an object of this class."""
+        """True if a script's code is part of it, for an object of this class."""
         found = self.now(kind)
         if not all(map(is_torchs, found)):
             return True
@@ -67,7 +67,7 @@ class HookedOptimizer(Optimizer):
 
     @classmethod
     def _has_scripts_code(cls) -> bool:
-        """Whether a script's code is part of the step of torch's class."""
+        """True if a script's code is part of the step of torch's class."""
         return cls._torchs_step is not None and cls._torchs_step.is_replaced(cls)
 
     def _steps_by_script(self) -> bool:
@@ -85,7 +85,7 @@ class HookedOptimizer(Optimizer):
         return super(torchs.before, self).step(*args, **kwargs)
 
     def _is_asked_for_more(self) -> bool:
-        """Whether the next step unscales or clips, or must look at a scaler's flag."""
+        """True if the next step unscales or clips, or must look at a scaler's flag."""
         return False
 
     def _step_around_script(self, closure: Callable[[], Any] | None = None) -> Any:

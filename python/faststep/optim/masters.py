@@ -40,7 +40,7 @@ MASTER = "master_weights"
 
 
 def keeps_masters(master_weights: object) -> bool:
-    """Whether the option of that name asks for masters.
+    """True if the option of that name asks for masters.
 
     Raises:
         ValueError: it names no kind of them.
@@ -51,7 +51,7 @@ def keeps_masters(master_weights: object) -> bool:
 
 
 def has_master(param: Tensor) -> bool:
-    """Whether a parameter has one where an optimizer keeps them."""
+    """True if a parameter has one where an optimizer keeps them."""
     return param.dtype in (torch.bfloat16, torch.float16)
 
 

@@ -108,7 +108,7 @@ class DividedGrads:
         return agreed
 
     def ranks_have_grads(self) -> bool:
-        """Whether a rank had a gradient at the last step that measured; waits for a device."""
+        """True if a rank had a gradient at the last step that measured; waits for a device."""
         return self._grads is not None and bool(self._grads != 0.0)
 
     def _follow(self, work: Work) -> None:

@@ -45,7 +45,7 @@ class StepRequest(NamedTuple):
 
     @property
     def measures(self) -> bool:
-        """Whether all gradients are read before the first parameter is written."""
+        """True if all gradients are read before the first parameter is written."""
         return self.looks_for_inf or self.max_norm is not None
 
 

@@ -57,7 +57,7 @@ class Stepper:
         self.devices = devices_of(param for params in work.params for param in params)
 
     def ranks_have_grads(self) -> bool:
-        """Whether another rank had a gradient at the last step that measured DTensors."""
+        """True if another rank had a gradient at the last step that measured DTensors."""
         return self._divided is not None and self._divided.ranks_have_grads()
 
     def step(self, work: Work, request: StepRequest) -> StepAnswer:

@@ -158,7 +158,7 @@ class Work:
         return group, next((i for i, other in enumerate(params) if other is param), index)
 
     def has_dtensors(self) -> bool:
-        """Whether one of the parameters is a DTensor."""
+        """True if one of the parameters is a DTensor."""
         return any_dtensor(itertools.chain.from_iterable(self.params))
 
     def _create_states(self, missing: list[Place], rules: list[Rule]) -> None:
@@ -185,7 +185,7 @@ class Work:
                 begin_state(optimizer, group, rules[which], self.params[which][index])
 
     def _begins(self, place: Place, rules: list[Rule]) -> bool:
-        """Whether the state begins with this step: not if it only had no master."""
+        """True if the state begins with this step: not if it only had no master."""
         which, index = place
         param = self.params[which][index]
         state = self.optimizer.state.get(param, {})

@@ -30,7 +30,7 @@ def _counted(threads: int) -> str:
 
 
 def _is_torchruns() -> bool:
-    """Whether torchrun, which started this process, has set OMP_NUM_THREADS to 1 by itself."""
+    """True if torchrun, which started this process, has set OMP_NUM_THREADS to 1 by itself."""
     if os.environ["OMP_NUM_THREADS"] != "1":
         return False
     try:

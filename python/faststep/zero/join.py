@@ -115,7 +115,7 @@ class JoinableSteps(Joinable):
             self._exchange_sync(wants_sync)
 
     def _exchange_sync(self, wants_sync: bool) -> bool:
-        """Whether the backward of a rank communicates; a collective."""
+        """True if the backward of a rank communicates; a collective."""
         assert self._engine is not None
         flag = torch.tensor([float(wants_sync)])
         self._engine.group.add_up(flag, "telling ranks without data of a backward pass")

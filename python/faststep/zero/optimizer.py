@@ -113,7 +113,7 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step left everything as it was, as a gradient was not finite.
+        """True if the last step left everything as it was, as a gradient was not finite.
 
         Waits for a CUDA device.
         """
@@ -245,7 +245,7 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
 
     @property
     def sums_in_fp32(self) -> bool:
-        """Whether the ranks' gradients of low-precision parameters are added up in fp32."""
+        """True if the ranks' gradients of low-precision parameters are added up in fp32."""
         return self._owned._keeps_masters and (self._engine is not None or self._group is None)
 
     @classmethod

@@ -31,7 +31,7 @@ def run_of_batches(order: Order, first: int) -> RunOfBatches:
 
 
 def is_submittable(indices: object) -> bool:
-    """Whether a batch of indices can be handed to the threads; a tensor must be packed int64."""
+    """True if a batch of indices can be handed to the threads; a tensor must be packed int64."""
     if type(indices) is not torch.Tensor:
         return type(indices) in (list, tuple)
     return (

@@ -114,7 +114,7 @@ class Column:
 
     @property
     def is_current(self) -> bool:
-        """Whether the tensor still has its address, type, shape and strides."""
+        """True if the tensor still has its address, type, shape and strides."""
         if self.watched is None:
             return True
         is_there = self.watched.data_ptr() == self.address  # one that is not held moves with it
@@ -131,7 +131,7 @@ class Column:
 
 
 def is_packed(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:
-    """Whether elements of `item` units lie one after another."""
+    """True if elements of `item` units lie one after another."""
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size == 0:
             return True
@@ -156,7 +156,7 @@ def column_of(array: object, name: str) -> Column:
 
 
 def check_array(array: object, name: str) -> None:
-    """Whether torch can hold rows of `array`.
+    """True if torch can hold rows of `array`.
 
     Raises:
         TypeError: it is no tensor and no numpy array of a type that torch has, or has no rows.
@@ -210,7 +210,7 @@ def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _fits_in_storage(tensor: torch.Tensor) -> bool:
-    """Whether a dense tensor's storage has all its elements: it may have been made smaller."""
+    """True if a dense tensor's storage has all its elements: it may have been made smaller."""
     if not tensor.numel():
         return True
     last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))

@@ -28,7 +28,7 @@ MOST_THREADS = 4  # without num_workers: more do not help memory that two or thr
 
 
 def _is(dataset: object, base: type) -> bool:
-    """Whether the dataset reads its samples as `base` does: a subclass may do it differently."""
+    """True if the dataset reads its samples as `base` does: a subclass may do it differently."""
     return isinstance(dataset, base) and all(
         getattr(type(dataset), name, None) is getattr(base, name, None) for name in READS_A_SAMPLE
     )
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def is_current(self) -> bool:
-        """Whether no tensor has moved, or got another form, since this plan was made."""
+        """True if no tensor has moved, or got another form, since this plan was made."""
         return all(column.is_current for column in self._columns)
 
     def gather(self, slots: _C.Slots, workers: int) -> _C.Gather:

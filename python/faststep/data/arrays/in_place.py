@@ -60,7 +60,7 @@ def images_of(column: Column) -> torch.Tensor | None:
 
 
 def _is_of_file(address: int) -> bool:
-    """Whether memory is that of a file; False where the system does not tell."""
+    """True if memory is that of a file; False where the system does not tell."""
     if sys.platform != "linux":
         return False
     with open("/proc/self/maps", encoding="utf-8", errors="replace") as maps:

@@ -20,7 +20,7 @@ class Structure:
 
     @functools.cached_property
     def is_flat(self) -> bool:
-        """Whether its batch is a list of all leaves."""
+        """True if its batch is a list of all leaves."""
         return self.kind in (list, tuple) and all(child.kind is None for child in self.children)
 
     def leaf_at(self, key: object) -> int | None:

@@ -51,7 +51,7 @@ class DeviceIterator(BatchStage):
 
     @property
     def _pin_memory(self) -> bool:
-        """Whether batches are delivered page-locked: what makes others of them does likewise."""
+        """True if batches are delivered page-locked: what makes others of them does likewise."""
         return self._copier.streams.device.type == "cpu" and self._batches._pin_memory
 
     @property

@@ -72,7 +72,7 @@ class ArrowDataset(GroupedDataset):
         super().__init__(name, names, transform, self._form.group_lengths)
 
     def has_rows_of_one_size(self) -> bool:
-        """Whether all columns are numbers or fixed-size lists of numbers."""
+        """True if all columns are numbers or fixed-size lists of numbers."""
         schema = self._handle()[0].schema
         return all(is_fixed(schema.field(name).type) for name in self.columns)
 
@@ -116,7 +116,7 @@ class _Batches:
         return self._reader.get_batch(number) if self._stream is None else self._stream[number]
 
     def holds(self, rows: Array) -> bool:
-        """Whether a numpy array lies in the file."""
+        """True if a numpy array lies in the file."""
         first = rows.ctypes.data - self.buffer.address
         return not rows.size or 0 <= first <= self.buffer.size - rows.nbytes
 

@@ -203,7 +203,7 @@ class ImageFolder(Dataset[Any]):
 
     @property
     def fills_rows(self) -> bool:
-        """Whether the samples are for the loader alone, as no subclass sees or makes them."""
+        """True if the samples are for the loader alone, as no subclass sees or makes them."""
         ours = ImageFolder.__getitem__, ImageFolder.__getitems__
         return (type(self).__getitem__, type(self).__getitems__) == ours
 

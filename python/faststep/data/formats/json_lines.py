@@ -27,7 +27,7 @@ GZIP = b"\x1f\x8b"
 
 
 def begins_json_lines(head: bytes, size: int) -> bool:
-    """Whether a file that begins so has JSON lines: its first line is an object, or begins one."""
+    """True if a file that begins so has JSON lines: its first line is an object, or begins one."""
     found = BEGIN.match(head)
     if found is None:
         return False

@@ -154,7 +154,7 @@ class LMDBDataset(RecordDataset):
 
 
 def _check_size(path: str) -> None:
-    """Whether the file has all its pages: reading a page beyond its end would end the process."""
+    """True if the file has all its pages: reading a page beyond its end would end the process."""
     name = os.path.join(path, "data.mdb") if os.path.isdir(path) else path
     with open_regular(name) as file, naming(name, struct.error):
         size = os.fstat(file.fileno()).st_size

@@ -141,7 +141,7 @@ def _not_ours(target: str, reason: str) -> FileExistsError:
 
 
 def _is_plain(path: str) -> bool:
-    """Whether it is a file, and no link to one."""
+    """True if it is a file, and no link to one."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:

@@ -29,7 +29,7 @@ FAULTS = {
 
 
 def begins_a_record(head: bytes) -> bool:
-    """Whether a file that begins so is a TFRecord file: by the checksum of the first length."""
+    """True if a file that begins so is a TFRecord file: by the checksum of the first length."""
     if len(head) < HEAD:
         return False
     crc = _C.crc32c(head[:8])

@@ -26,7 +26,7 @@ KINDS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 def is_zip(head: bytes, size: int) -> bool:
-    """Whether a file that begins so is a zip archive, but for those that torch.save writes."""
+    """True if a file that begins so is a zip archive, but for those that torch.save writes."""
     name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
     return head.startswith((b"PK\3\4", b"PK\5\6")) and not name.endswith(b"/data.pkl")
 

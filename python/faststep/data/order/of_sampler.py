@@ -128,7 +128,7 @@ def restore(sampler: object, state: State, finished: bool) -> None:
 
 @functools.cache
 def _draws_as_torch() -> bool:
-    """Whether this torch's RandomSampler draws as RandomOrder does: tried, on a few numbers."""
+    """True if this torch's RandomSampler draws as RandomOrder does: tried, on a few numbers."""
     with torch.random.fork_rng(devices=[]):
         for seed, count, replacement in ((1, 7, False), (2, 1000, True), (3, 17, False)):
             states = []

@@ -37,7 +37,7 @@ _answers_alone: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionar
 
 
 def is_stateful(obj: Any) -> bool:
-    """Whether an object can be asked for its state, without arguments; no module counts."""
+    """True if an object can be asked for its state, without arguments; no module counts."""
     if isinstance(obj, torch.nn.Module):
         return False
     if not all(callable(getattr(obj, name, None)) for name in ("state_dict", "load_state_dict")):
@@ -69,7 +69,7 @@ class Pace:
         self._cost = self._last = 0
 
     def is_due(self) -> bool:
-        """Whether it is time; counts."""
+        """True if it is time; counts."""
         self._count += 1
         if self._every is not None:
             return self._every > 0 and self._count % self._every == 0

@@ -21,12 +21,12 @@ __all__ = ["LoaderStandIn", "asked_ahead", "is_stream", "keeps_seed"]
 
 
 def is_stream(dataset: object) -> bool:
-    """Whether a dataset is an iterable one whose position can be saved."""
+    """True if a dataset is an iterable one whose position can be saved."""
     return isinstance(dataset, IterableDataset) and not isinstance(dataset, IterDataPipe)
 
 
 def keeps_seed(loader: Loader, state: State) -> bool:
-    """Whether an iterator with that state has its base seed: torch's persistent workers keep it."""
+    """True if an iterator with that state has its base seed: torch's persistent workers keep it."""
     goes_on = loader.persistent_workers or not state["_iterator_finished"]
     return goes_on and state["_base_seed"] is not None
 

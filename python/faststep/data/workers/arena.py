@@ -64,7 +64,7 @@ class Arena:
         self._kept = []
 
     def prepare_locks(self, device: int) -> bool:
-        """Whether blocks can be page-locked for a CUDA device; if not, `unlocked` says why."""
+        """True if blocks can be page-locked for a CUDA device; if not, `unlocked` says why."""
         try:
             self.memory.prepare_locks(device)
         except (RuntimeError, MemoryError) as error:

@@ -15,7 +15,7 @@ __all__ = ["Workers", "is_of_parent"]
 
 
 def is_of_parent(iterator: Any) -> bool:
-    """Whether the workers of an iterator stayed with the process that was forked."""
+    """True if the workers of an iterator stayed with the process that was forked."""
     batches = iterator
     while isinstance(batches, BatchStage):
         batches = batches._batches

@@ -71,7 +71,7 @@ class GradientBucket:
 
     @property
     def _holds(self) -> bool:
-        """Whether the slice has gradients of an earlier backward."""
+        """True if the slice has gradients of an earlier backward."""
         return any(slot.held for slot in self.slots)
 
     def drop(self) -> None:
@@ -126,7 +126,7 @@ class GradientBucket:
         return self._group.exchange(sent, self._pool, what)
 
     def is_there(self) -> bool:
-        """Whether `receive` would not wait; begins what follows on what has arrived."""
+        """True if `receive` would not wait; begins what follows on what has arrived."""
         if self._way is not None and not self._way.pending.is_done():
             return False
         if self._group.replicas is not None:

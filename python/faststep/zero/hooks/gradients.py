@@ -53,7 +53,7 @@ class Gradients:
 
     @property
     def is_collecting(self) -> bool:
-        """Whether gradients have still to be reduced."""
+        """True if gradients have still to be reduced."""
         return self._state is State.COLLECTING
 
     def settle_pass(self) -> None:

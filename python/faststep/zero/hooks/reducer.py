@@ -48,7 +48,7 @@ class Reducer:
         self._next = 0
 
     def has_sent(self, slot: Slot) -> bool:
-        """Whether the gradient of a parameter is on its way."""
+        """True if the gradient of a parameter is on its way."""
         return slot.bucket < self._next
 
     def put(self, slot: Slot, grad: Tensor) -> None:

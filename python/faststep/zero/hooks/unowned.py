@@ -50,11 +50,11 @@ class Unowned:
         self._numbers.keep_only([param for param, _ in self._numbers if id(param) not in gone])
 
     def are_trained(self) -> bool:
-        """Whether one of them is not frozen now."""
+        """True if one of them is not frozen now."""
         return any(param.requires_grad for param, _ in self._numbers)
 
     def has_touched(self) -> bool:
-        """Whether this rank has gradients that were not reduced."""
+        """True if this rank has gradients that were not reduced."""
         return bool(self._touched)
 
     def reduce(self, params: Sequence[Tensor] | None = None) -> None:
@@ -90,7 +90,7 @@ class Unowned:
 
 
 def can_be_trained(param: Tensor) -> bool:
-    """Whether a parameter may get a gradient, now or when a script unfreezes it."""
+    """True if a parameter may get a gradient, now or when a script unfreezes it."""
     is_plain = type(param) in (Tensor, nn.Parameter) and not param.is_inference()
     return param.requires_grad or (is_plain and param.is_floating_point())
 

@@ -80,7 +80,7 @@ class UseCounts:
         return [rank for rank, word in enumerate(self._words(self._flags)) if word & 1]
 
     def says_one(self) -> bool:
-        """Whether a rank has gradients of parameters without a slot, as far as this rank waits."""
+        """True if a rank has gradients of parameters without a slot, as far as this rank waits."""
         return self._waits and any(word & 2 for word in self._words(self._flags))
 
     def _words(self, flags: torch.Tensor) -> list[int]:

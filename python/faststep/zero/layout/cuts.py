@@ -170,7 +170,7 @@ def _begins(sizes: Sequence[int], part: int, world: int, step: int) -> tuple[lis
 
 
 def _is_cut_in_chunks(begins: Sequence[int], sizes: Sequence[int], part: int, world: int) -> bool:
-    """Whether all borders inside of parameters lie between their chunks."""
+    """True if all borders inside of parameters lie between their chunks."""
     return not any(
         begin < border < begin + size and (border - begin) % CHUNK
         for begin, size in zip(begins, sizes, strict=True)

@@ -104,7 +104,7 @@ class FlatParams:
             memory.copy_(view)
 
     def _is_held(self, number: int) -> bool:
-        """Whether a tensor of the script may have what was a parameter's memory."""
+        """True if a tensor of the script may have what was a parameter's memory."""
         if not self.flat.is_cpu:
             return True
         lent = self._lent[number]
@@ -142,7 +142,7 @@ def _uses(tensor: Tensor) -> object:
 
 
 def _is_alone(param: Tensor) -> bool:
-    """Whether no other tensor and no other process has the memory of a parameter."""
+    """True if no other tensor and no other process has the memory of a parameter."""
     if param.is_cpu and param.is_shared():  # type: ignore[no-untyped-call]
         return False
     return _uses(param) == _uses(torch.empty(0, device="cpu"))

@@ -96,7 +96,7 @@ class Placeholder(Tensor):
         super().__init__()
 
     def is_same(self, grad: object) -> bool:
-        """Whether it is this one, or what `detach()` or `.data` made of it."""
+        """True if it is this one, or what `detach()` or `.data` made of it."""
         return isinstance(grad, Placeholder) and (
             grad is self or (grad.number == self.number and grad._refer() is self._refer())
         )
@@ -230,7 +230,7 @@ _ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 def _is_elementwise(func: Any) -> bool:
-    """Whether an operator changes its first argument, each element for itself."""
+    """True if an operator changes its first argument, each element for itself."""
     name, tags = func._schema.name, func.tags
     if not func._schema.is_mutable or torch.Tag.nondeterministic_seeded in tags:
         return False
@@ -242,7 +242,7 @@ _ELEMENTWISE = {"aten::copy_", "aten::fill_", "aten::masked_fill_"}  # that have
 
 
 def _changes(target: Any) -> bool:
-    """Whether one of ours is among what an operator changes."""
+    """True if one of ours is among what an operator changes."""
     targets = target if isinstance(target, (list, tuple)) else [target]
     return any(isinstance(one, Placeholder) for one in targets)
 

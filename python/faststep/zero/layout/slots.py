@@ -54,7 +54,7 @@ class Slot:
 
     @property
     def is_present(self) -> bool:
-        """Whether the next step updates it."""
+        """True if the next step updates it."""
         return self.held and self.stand_in.is_same(self.param.grad)
 
     def begin_pass(self) -> None:

@@ -50,7 +50,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: a ModuleList cannot."""
+    """True if a module can be called: a ModuleList cannot."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 

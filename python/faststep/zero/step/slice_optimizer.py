@@ -120,7 +120,7 @@ class SliceOptimizer:
         return None if number is None else keys_for(self.take_options()[number], param)
 
     def has_states(self, slot: Slot) -> bool:
-        """Whether the class keeps states of a parameter."""
+        """True if the class keeps states of a parameter."""
         return bool(self._keys_of(slot.param))
 
     def new_states(self) -> dict[Tensor, dict[str, Any]]:
@@ -229,7 +229,7 @@ class SliceOptimizer:
         return parts
 
     def _is_seen(self, flag: Tensor | None) -> bool:
-        """Whether the host knows of an overflow before the step."""
+        """True if the host knows of an overflow before the step."""
         return self._on_host and flag is not None and bool(flag)
 
     def _measure(self, present: list[bool], scale: Tensor | None) -> Measured:

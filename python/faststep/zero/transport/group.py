@@ -32,7 +32,7 @@ class Pending:
         self._kept = list(kept)
 
     def is_done(self) -> bool:
-        """Whether `wait` would not wait."""
+        """True if `wait` would not wait."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> None:
@@ -155,7 +155,7 @@ class Group:
         return made
 
     def is_shared_with(self, other: Group) -> bool:
-        """Whether messages of both go through one process group."""
+        """True if messages of both go through one process group."""
         return self._group is other._group
 
     def mesh(self, device: str) -> Any:
@@ -184,7 +184,7 @@ class Group:
 
     @property
     def leaves_out_own(self) -> bool:
-        """Whether `exchange` leaves this rank's own slice where it is.
+        """True if `exchange` leaves this rank's own slice where it is.
 
         It does where the slice lies at an end of the tensor and is one of the first two to add.
         """
