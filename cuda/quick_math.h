@@ -127,8 +127,8 @@ FST_DEVICE int fst_others_zero(const float *p, const float *g, const float *mome
     int zero = 1;
     FST_UNROLL
     for (unsigned q = 0; q < 8; q++)
-        zero &=
-            (fabsf(p[q]) >= FST_QUICK_MIN) | ((p[q] == 0.0f) & (g[q] == 0.0f) & (moment[q] == 0.0f));
+        zero &= (fabsf(p[q]) >= FST_QUICK_MIN) |
+                ((p[q] == 0.0f) & (g[q] == 0.0f) & (moment[q] == 0.0f));
     return zero;
 }
 

@@ -62,8 +62,8 @@ static void init_conditions(fst_batcher *batcher)
     pthread_condattr_destroy(&clock);
 }
 
-fst_batcher *fst_batcher_new(const fst_table *table, fst_slots *pool, unsigned threads, int may_wait,
-                       fst_status *status)
+fst_batcher *fst_batcher_new(const fst_table *table, fst_slots *pool, unsigned threads,
+                             int may_wait, fst_status *status)
 {
     fst_batcher *batcher = calloc(1, sizeof *batcher);
     pthread_t *handles = calloc(threads ? threads : 1, sizeof *handles);
@@ -75,13 +75,13 @@ fst_batcher *fst_batcher_new(const fst_table *table, fst_slots *pool, unsigned t
     }
     const size_t row_bytes = fst_table_row_bytes(table);
     *batcher = (fst_batcher){.table = table,
-                       .pool = pool,
-                       .forks = fst_forks(),
-                       .may_wait = may_wait,
-                       .piece = row_bytes < PIECE_BYTES ? PIECE_BYTES / (row_bytes + 1) : 1,
-                       .row_bytes = row_bytes,
-                       .wanted = threads,
-                       .threads = handles};
+                             .pool = pool,
+                             .forks = fst_forks(),
+                             .may_wait = may_wait,
+                             .piece = row_bytes < PIECE_BYTES ? PIECE_BYTES / (row_bytes + 1) : 1,
+                             .row_bytes = row_bytes,
+                             .wanted = threads,
+                             .threads = handles};
     init_conditions(batcher);
     return batcher;
 }
@@ -236,8 +236,8 @@ static void enqueue(fst_batcher *batcher, batch *b, int wake)
     pthread_mutex_unlock(&batcher->lock);
 }
 
-fst_code fst_batcher_add(fst_batcher *batcher, const int64_t *indices, size_t count, char *const *outputs,
-                      uint64_t *number, fst_status *status)
+fst_code fst_batcher_add(fst_batcher *batcher, const int64_t *indices, size_t count,
+                         char *const *outputs, uint64_t *number, fst_status *status)
 {
     int known = count > 0;
     *number = 0;

@@ -13,15 +13,15 @@ typedef struct fst_batcher fst_batcher;
 /* Makes a batcher. Threads start with the first work for them, and take no signals. The consumer
  * fills small batches; with `may_wait`, for rows of a file, the threads do so after rows that
  * took long. The table and the pool must outlive the batcher. */
-fst_batcher *fst_batcher_new(const fst_table *table, fst_slots *pool, unsigned threads, int may_wait,
-                       fst_status *status);
+fst_batcher *fst_batcher_new(const fst_table *table, fst_slots *pool, unsigned threads,
+                             int may_wait, fst_status *status);
 
 /* Adds a batch of `count` samples to the queue. *number counts from 1; it is 0, and nothing is
  * done, if an index has no sample or `count` is 0. With `outputs`, an address per field, the
  * batch is written there, and the memory must stay until the batch is taken or the batcher is
  * freed; with NULL it is written to slots. */
-fst_code fst_batcher_add(fst_batcher *batcher, const int64_t *indices, size_t count, char *const *outputs,
-                      uint64_t *number, fst_status *status);
+fst_code fst_batcher_add(fst_batcher *batcher, const int64_t *indices, size_t count,
+                         char *const *outputs, uint64_t *number, fst_status *status);
 
 /* The number of the oldest batch; 0 if there is none. */
 uint64_t fst_batcher_oldest(const fst_batcher *batcher);

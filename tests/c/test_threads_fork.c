@@ -18,10 +18,10 @@ static void a_forked_child_is_told(void)
     CHECK_INT(fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status), FST_OK);
     const pid_t child = fork();
     if (child == 0) {
-        int right =
-            fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status) == FST_UNSUPPORTED &&
-            fst_batcher_wait(batcher, 1, &done, &status) == FST_UNSUPPORTED &&
-            strstr(status.message, "forked");
+        int right = fst_batcher_add(batcher, r.indices, r.count, NULL, &number, &status) ==
+                        FST_UNSUPPORTED &&
+                    fst_batcher_wait(batcher, 1, &done, &status) == FST_UNSUPPORTED &&
+                    strstr(status.message, "forked");
         fst_batcher_free(batcher);
         status.code = FST_OK;
         batcher = fst_batcher_new(&table, pool, 2, 0, &status);

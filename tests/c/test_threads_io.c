@@ -57,11 +57,12 @@ static void batches_come_in_order(unsigned threads, int may_wait, size_t limit)
     for (size_t i = 0; i < BATCHES + AHEAD; i++) {
         if (i < BATCHES) {
             fill_request(&requests[i], limit);
-            CHECK_INT(
-                fst_batcher_add(batcher, requests[i].indices, requests[i].count, NULL, &number, &status),
-                FST_OK);
+            CHECK_INT(fst_batcher_add(batcher, requests[i].indices, requests[i].count, NULL,
+                                      &number, &status),
+                      FST_OK);
             CHECK_INT((int64_t)number, (int64_t)i + 1);
-            CHECK_INT((int64_t)fst_batcher_oldest(batcher), (int64_t)(i < AHEAD ? 1 : i - AHEAD + 1));
+            CHECK_INT((int64_t)fst_batcher_oldest(batcher),
+                      (int64_t)(i < AHEAD ? 1 : i - AHEAD + 1));
         }
         if (i < AHEAD)
             continue;
@@ -121,8 +122,8 @@ static void batches_go_where_the_caller_says(unsigned threads)
     for (size_t i = 0; i < MIXED; i++) {
         char *outputs[FIELDS] = {(char *)own[i], (char *)own_labels[i]};
         fill_request(&requests[i], MOST);
-        CHECK_INT(fst_batcher_add(batcher, requests[i].indices, requests[i].count, i % 3 ? outputs : NULL,
-                               &number, &status),
+        CHECK_INT(fst_batcher_add(batcher, requests[i].indices, requests[i].count,
+                                  i % 3 ? outputs : NULL, &number, &status),
                   FST_OK);
     }
     for (size_t i = 0; i < MIXED; i++) {
