@@ -9,7 +9,8 @@ C_TESTS := $(MAKE) -f tests/c/Makefile
 LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py \
     tests/data/test_converted.py
 # What goes from Python to the kernels, on a machine that claims to have CUDA devices.
-DEVICE_TESTS := $(addprefix tests/device/test_,amp.py graphs.py lists.py state_dict.py steps.py)
+DEVICE_TESTS := $(addprefix tests/device/test_,amp.py graphs.py lists.py steps.py) \
+    $(addprefix tests/gpu/test_,amp.py bits.py graphs.py lists.py)
 # Of the loader, what starts no process: a lock of AddressSanitizer may be held while its owner forks.
 LOADER_TESTS := $(addprefix tests/data/test_,datasets.py documents.py exchange.py formats_arrays.py \
     keyed.py lifetime.py transforms.py)
@@ -94,8 +95,8 @@ asan-c: ## run the C tests under AddressSanitizer and UBSan
 	+$(C_TESTS) SANITIZE=$(SANITIZE)
 
 # What they find depends on the path to an element, not on its value: a part of the cases takes all paths.
-asan-python: build-asan ## run an eighth of the tests of loops, devices and the loader under them
-	FASTSTEP_EVERY=8 $(UNDER_ASAN) ASAN_OPTIONS=detect_leaks=0 \
+asan-python: build-asan ## run a sixteenth of the tests of loops, devices and the loader under them
+	FASTSTEP_EVERY=16 $(UNDER_ASAN) ASAN_OPTIONS=detect_leaks=0 \
 	    $(BIN)/python -m pytest -q --capture=sys $(LOOP_TESTS) $(DEVICE_TESTS) $(LOADER_TESTS)
 
 # First a program that leaks, which must be reported; some of the options cost five times the time.

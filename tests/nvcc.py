@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +28,8 @@ VIRTUAL = {  # architecture of the PTX that an architecture is assembled from
     )
     for arch in re.findall(r"\bsm_\d+\b", code)
 }
+SOURCES = ["cuda/*", "csrc/base/*", "csrc/rules/*"]
+_ONE_AT_A_TIME = threading.Lock()  # of what several architectures are assembled from
 RESOURCES = ROOT / "tests/cuda/resources.json"
 needs_nvcc = pytest.mark.skipif(not NVCC, reason="nvcc is not installed")
 
@@ -55,27 +57,42 @@ def version() -> str:
     return re.findall(r"\bV(\d+\.\d+\.\d+)", run(NVCC, "--version"))[0]
 
 
-def ptx(out: Path, fmad: bool = False, virtual: str = "compute_80") -> str:
+def ptx(virtual: str = "compute_80", fmad: bool = False) -> Path:
+    """The kernels in PTX, with the lines of their source, made if a source is newer."""
     flags = (ROOT / "cuda/nvcc.flags").read_text().split()
     options = [f"--fmad={fmad}".lower() if flag == "--fmad=false" else flag for flag in flags]
-    options += ["-ptx", f"-arch={virtual}", "-Werror=all-warnings", "-lineinfo"]
-    run(NVCC, *options, "-o", str(out), "cuda/kernels.cu")
-    return out.read_text()
+    options += ["-lineinfo", "-Werror=all-warnings", "-ptx", f"-arch={virtual}"]
+    with _ONE_AT_A_TIME:
+        name = f"{virtual}{'.fused' * fmad}.ptx"
+        return _made(name, options, "cuda/kernels.cu")
+
+
+def cubin(arch: str) -> Path:
+    """The machine code for an architecture; what the assembler says lies beside it."""
+    code = f"-gencode=arch={VIRTUAL[arch]},code={arch}"
+    verbose = "-Xptxas=-v,--warning-as-error"
+    options = ["--options-file=cuda/nvcc.flags", "-lineinfo", verbose, "-cubin", code]
+    return _made(f"{arch}.cubin", options, str(ptx(VIRTUAL[arch]).relative_to(ROOT)))
+
+
+def _made(name: str, options: list[str], source: str) -> Path:
+    built = ROOT / f"build/machine/{version()}/{name}"
+    newest = max(file.stat().st_mtime for glob in SOURCES for file in ROOT.glob(glob))
+    if not built.exists() or built.stat().st_mtime < newest:
+        built.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = built.with_suffix(f".{os.getpid()}{built.suffix}")
+        said = run(NVCC, *options, "-o", str(unfinished), source)
+        built.with_suffix(".txt").write_text(said)
+        unfinished.rename(built)
+    return built
 
 
 def assembled() -> dict[str, str]:
     """What the assembler says of each architecture."""
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        for virtual in {*VIRTUAL.values()}:
-            ptx(Path(folder) / f"{virtual}.ptx", virtual=virtual)
-
-        def assemble(arch: str) -> str:
-            source = f"{folder}/{VIRTUAL[arch]}.ptx"
-            verbose = "-Xptxas=-v,--warning-as-error"
-            out = f"{folder}/{arch}.cubin"
-            return run(NVCC, "-cubin", f"-arch={arch}", verbose, "-o", out, source)
-
-        return dict(zip(ARCHITECTURES, pool.map(assemble, ARCHITECTURES), strict=True))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        built = pool.map(cubin, ARCHITECTURES)
+        said = [path.with_suffix(".txt").read_text() for path in built]
+    return dict(zip(ARCHITECTURES, said, strict=True))
 
 
 def resources(said: dict[str, str]) -> dict[str, dict[str, dict[str, int]]]:

@@ -21,8 +21,8 @@ import json
 import re
 from pathlib import Path
 
+import nvcc
 from machine.budgets import load, record
-from machine.build import compiled
 from machine.figures import Loop, loops_of
 from machine.listing import disassemble, nvdisasm
 from machine.predict import PAGE, rival, written
@@ -90,7 +90,7 @@ def main() -> None:
         print(json.dumps(rival(given.rival), indent=1))
         return
     for arch in given.arch:
-        cubin = given.cubin or compiled(arch)
+        cubin = given.cubin or nvcc.cubin(arch)
         print(f"{arch}: {cubin}")
         found = [loop for loop in loops_in(cubin, arch) if re.search(given.match, loop.name)]
         print(table(found))

@@ -43,8 +43,8 @@ def lines_of(instruction: str, code: str) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def unfused_code(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return ptx(tmp_path_factory.mktemp("ptx") / "kernels.ptx")
+def unfused_code() -> str:
+    return ptx().read_text()
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +72,9 @@ def test_what_is_fused_says_so(unfused: dict[str, str], unfused_code: str) -> No
     assert callers <= {"fst_norm"}
 
 
-def test_the_search_finds_what_is_fused(tmp_path: Path) -> None:
+def test_the_search_finds_what_is_fused() -> None:
     """Where fusing is allowed nvcc does it, in fp32 and in fp64."""
-    code = ptx(tmp_path / "kernels.ptx", fmad=True)
+    code = ptx(fmad=True).read_text()
     assert {"fma.rn.f32", "fma.rn.f64"} <= set(fused(code))
     assert not all("fmaf(" in line for line in lines_of("fma.rn.f32", code))
 

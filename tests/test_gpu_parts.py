@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -247,21 +248,21 @@ def test_the_table_has_every_test_once() -> None:
 )
 def test_parts_of_a_file_share_its_tests_out(file: str) -> None:
     whole = {name: text for name, text in os.environ.items() if name != "FASTSTEP_EVERY"}
-
-    def collected(*options: str) -> list[str]:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", *options]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=False, env=whole
-        )
-        assert done.returncode == 0, done.stdout
-        return [line for line in done.stdout.splitlines() if "::" in line]
-
-    found = []
-    for p in PARTS:
-        if file in p.command:
-            words = p.command[p.command.index("-k") + 1]
-            found += collected(file, "-k", words)
-    assert sorted(found) == sorted(collected(file))
+    parts = [p.command[p.command.index("-k") + 1] for p in PARTS if file in p.command]
+    code = (
+        "import sys, pytest\n"
+        "for words in ['', *sys.argv[2:]]:\n"
+        "    print('==')\n"
+        "    assert pytest.main(['--collect-only', '-q', sys.argv[1], '-k', words]) == 0"
+    )
+    command = [sys.executable, "-c", code, file, *parts]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=whole)
+    assert done.returncode == 0, done.stdout + done.stderr
+    _, every, *found = (
+        [line for line in text.splitlines() if "::" in line] for text in done.stdout.split("==\n")
+    )
+    assert len(found) == len(parts) > 1
+    assert sorted(itertools.chain(*found)) == sorted(every)
 
 
 def test_parts_that_are_asked_for() -> None:

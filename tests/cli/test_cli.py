@@ -85,19 +85,20 @@ def test_demo_trains_in_both_ways_and_plots(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plot = tmp_path / "new folder" / "demo.png"
-    assert run("demo", "--steps", "3", "--output", str(plot), "--only", "gpt", "table") == 0
+    assert run("demo", "--steps", "3", "--output", str(plot), "--only", "table") == 0
     captured = capsys.readouterr()
     assert plot.read_bytes().startswith(PNG)
-    assert "4/4" in captured.err
+    assert "2/2" in captured.err
     assert captured.out.count("An MLP learns a table: 240 steps") == 1
     for row in ("data", "forward", "backward", "clip", "step", "whole step"):
         line = rf"^{row} +[\d.]+ +[\d.]+ +[\d.]+x$"
-        assert len(re.findall(line, captured.out, re.MULTILINE)) == 2, row
+        assert len(re.findall(line, captured.out, re.MULTILINE)) == 1, row
     gaps = re.findall(r"between the losses: (\S+) in the second step, (\S+) at most", captured.out)
-    assert len(gaps) == 2
-    assert all(float(first) < 1e-6 and float(most) < 1e-4 for first, most in gaps)
+    ((first, most),) = gaps
+    assert float(first) < 1e-6
+    assert float(most) < 1e-4
     losses = re.findall(r"Loss with [a-z ]+: (\S+) -> (\S+)", captured.out)
-    assert len(losses) == 4
+    assert len(losses) == 2
     assert all(float(last) < float(first) for first, last in losses)
 
 

@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import faststep
-from faststep import _C
 from optim.common import same_bits
-from optim.declarations import ALL, OTHERS, Declaration
 
 from . import fake
 from .common import Pair, scaler_on, values
@@ -39,97 +37,6 @@ def twins(pair: Pair, make: Any, **kwargs: Any) -> Any:
 def assert_same_scalers(a: Any, b: Any) -> None:
     assert same_bits(a._scale, fake.plain(b._scale))
     assert same_bits(a._growth_tracker, fake.plain(b._growth_tracker))
-
-
-@pytest.mark.parametrize("max_norm", [None, 0.5])
-@pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
-def test_chain_inside_the_step(declaration: Declaration, max_norm: float | None) -> None:
-    pair = Pair([values((30,), 0, torch.float32), values((300,), 1, torch.bfloat16)])
-    both = twins(pair, declaration.ours, **declaration.kwargs, max_grad_norm=max_norm)
-    for step in range(5):
-        pair.set_grads(grads_of(pair, step, bad=2))
-        for optimizer, scaler in both:
-            scaler.step(optimizer)
-            scaler.update()
-        (a, ours), (b, theirs) = both
-        # Nobody waits for a device: there the gradients of a skipped step stay scaled.
-        pair.assert_same(a, b, grads=max_norm is not None or step != 2)
-        assert_same_scalers(ours, theirs)
-        assert a.step_was_skipped == b.step_was_skipped == (step == 2)
-        if not a.step_was_skipped:
-            assert fake.plain(b.last_grad_norm) == a.last_grad_norm
-
-
-@pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
-def test_skipped_first_step(declaration: Declaration) -> None:
-    pair = Pair([values((30,), 0, torch.float32)])
-    both = twins(pair, declaration.ours, **declaration.kwargs)
-    for step in range(3):
-        pair.set_grads(grads_of(pair, step, bad=0))
-        for optimizer, scaler in both:
-            scaler.step(optimizer)
-            scaler.update()
-    pair.assert_same(both[0][0], both[1][0])
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_explicit_chain(dtype: torch.dtype) -> None:
-    pair = Pair([values((30,), 0, dtype), values((20000,), 1, dtype)])
-    both = twins(pair, faststep.optim.AdamW)
-    for step in range(4):
-        pair.set_grads(grads_of(pair, step, bad=1))
-        norms = []
-        for (optimizer, scaler), params in zip(both, (pair.cpu, pair.cuda), strict=True):
-            scaler.unscale_(optimizer)
-            norms.append(faststep.clip_grad_norm_(params, 0.5))
-            scaler.step(optimizer)
-            scaler.update()
-        assert norms[1].is_cuda
-        assert same_bits(norms[0], fake.plain(norms[1]))
-        pair.assert_same(both[0][0], both[1][0], grads=True)
-        assert_same_scalers(both[0][1], both[1][1])
-
-
-def test_torchs_scaler() -> None:
-    pair = Pair([values((30,), 0, torch.float32)])
-    a, b = pair.optimizers(faststep.optim.AdamW)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=2) for _ in range(2)]
-    scalers[0].scale(torch.ones(()))
-    scalers[1]._lazy_init_scale_growth_tracker(torch.device("cuda", 0))
-    for step in range(4):
-        pair.set_grads(grads_of(pair, step, bad=1))
-        for optimizer, scaler in zip((a, b), scalers, strict=True):
-            scaler.step(optimizer)
-            scaler.update()
-        pair.assert_same(a, b)
-        assert_same_scalers(*scalers)
-
-
-def test_optimizer_of_torch_with_our_scaler() -> None:
-    pair = Pair([values((30,), 0, torch.float32)])
-    both = twins(pair, torch.optim.AdamW)
-    for step in range(4):
-        pair.set_grads(grads_of(pair, step, bad=1))
-        for optimizer, scaler in both:
-            scaler.step(optimizer)
-            scaler.update()
-        assert_same_scalers(both[0][1], both[1][1])
-        assert same_bits(pair.cpu[0], fake.plain(pair.cuda[0]))
-
-
-def test_several_devices_agree_on_infinity() -> None:
-    tensors = [values((50,), i, torch.float32) for i in range(3)]
-    pair = Pair(tensors, [0, 1, None])
-    both = twins(pair, faststep.optim.AdamW)
-    for step in range(3):
-        pair.set_grads(grads_of(pair, step, bad=1))
-        for optimizer, scaler in both:
-            scaler.step(optimizer)
-            scaler.update()
-        for p, q in zip(pair.cpu, pair.cuda, strict=True):
-            assert same_bits(p, fake.plain(q))
-        assert_same_scalers(both[0][1], both[1][1])
-        assert both[1][0].step_was_skipped is (step == 1)
 
 
 def test_unscale_on_several_devices() -> None:
@@ -166,18 +73,6 @@ def test_scale_with_bounds(machine: fake.Machine, hysteresis: int) -> None:
             scaler.update()
         assert machine.calls("cuLaunchKernel") - before == 3
         assert_same_scalers(*scalers)
-
-
-def test_launches_of_a_chain(machine: fake.Machine) -> None:
-    pair = Pair([torch.ones(2)] * 300)
-    (_, _), (optimizer, scaler) = twins(pair, faststep.optim.AdamW, max_grad_norm=1.0)
-    for _ in range(2):
-        pair.set_grads([torch.ones(2)] * 300)
-        before = machine.calls("cuLaunchKernel")
-        scaler.step(optimizer)
-        assert machine.calls("cuLaunchKernel") - before == 2
-        scaler.update()
-    assert _C.device_counts()[0] > 0
 
 
 def test_kept_on_other_streams(machine: fake.Machine) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
 import faststep
 from faststep import _C
 from faststep.optim.request import ScalerRequest
-from optim.declarations import ADAMW, LION, SGD, Declaration
 
 from . import fake
 from .common import Pair, scaler_on, values
@@ -22,47 +20,6 @@ def refill(pair: Pair, step: int, scale: float = 1.0) -> None:
         grad = values(tuple(p.shape), 10 * step + i, torch.float32, scale)
         p.grad.copy_(grad)
         fake.plain(q.grad).copy_(grad)
-
-
-@pytest.mark.parametrize("declaration", [ADAMW, SGD, LION], ids=lambda d: d.name)
-def test_replays_with_another_learning_rate(
-    machine: fake.Machine, declaration: Declaration
-) -> None:
-    pair = Pair([values((n,), n, torch.float32) for n in SHAPES])
-    kwargs = {**declaration.kwargs, "lr": torch.tensor(0.25), "max_grad_norm": 0.5}
-    if declaration is ADAMW:
-        kwargs["capturable"] = True
-    a = (
-        declaration.ours(pair.cpu, **{**kwargs, "capturable": False})
-        if declaration is ADAMW
-        else (declaration.ours(pair.cpu, **kwargs))
-    )
-    b = declaration.ours(pair.cuda, **{**kwargs, "lr": fake.claim(torch.tensor(0.25))})
-    pair.set_grads([torch.zeros(n) for n in SHAPES])
-    for optimizer in (a, b):  # to warm up, as graphs need it
-        optimizer.step()
-    stream = machine.stream()
-    machine.use(stream)
-    machine.capture(stream)
-    b.step()
-    graph = machine.captured(stream)
-    pair.assert_same(a, b)
-    for step in range(3):
-        refill(pair, step)
-        for optimizer in (a, b):
-            fake.plain(optimizer.param_groups[0]["lr"]).fill_(0.5 / (step + 1))
-        a.step()
-        machine.replay(graph, stream)
-        machine.synchronize()
-        pair.assert_same(a, b)
-    b.step()  # outside of the graph again, with the graph alive
-    a.step()
-    pair.assert_same(a, b)
-    refill(pair, 7)
-    a.step()
-    machine.replay(graph, stream)
-    machine.synchronize()
-    pair.assert_same(a, b)
 
 
 def test_chain_with_overflow(machine: fake.Machine) -> None:
@@ -99,23 +56,6 @@ def test_chain_with_overflow(machine: fake.Machine) -> None:
         machine.synchronize()
         pair.assert_same(a, b)
         assert bool(fake.plain(flag) != 0) is (step == 1)
-
-
-@pytest.mark.parametrize("capturable", [False, True])
-def test_capture_has_to_be_allowed(
-    machine: fake.Machine, monkeypatch: pytest.MonkeyPatch, capturable: bool
-) -> None:
-    pair = Pair([torch.ones(3)])
-    optimizer = faststep.optim.AdamW(pair.cuda, capturable=capturable)
-    pair.set_grads([torch.ones(3)])
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    if capturable:
-        optimizer.step()
-        return
-    with pytest.raises(RuntimeError, match=r"Attempting CUDA graph capture of step\(\).*AdamW"):
-        optimizer.step()
-    assert torch.equal(fake.plain(pair.cuda[0]), torch.ones(3))
 
 
 def test_replays_tell_whether_they_were_skipped(machine: fake.Machine) -> None:

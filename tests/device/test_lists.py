@@ -15,10 +15,9 @@ from optim.common import DTYPES, dtype_name, same_bits
 from optim.layouts import negated
 
 from . import fake
-from .common import SPECIAL, Pair, values
+from .common import Pair, values
 
 pytestmark = pytest.mark.usefixtures("machine")
-NORMS = (2.0, 1.0, math.inf, -math.inf)
 
 
 def pair_of(*grads: Tensor) -> Pair:
@@ -30,44 +29,6 @@ def pair_of(*grads: Tensor) -> Pair:
 def assert_same_grads(pair: Pair) -> None:
     for p, q in zip(pair.cpu, pair.cuda, strict=True):
         assert same_bits(p.grad, fake.plain(q.grad))
-
-
-@pytest.mark.parametrize("norm_type", NORMS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-def test_clip_grad_norm(dtype: torch.dtype, norm_type: float) -> None:
-    pair = pair_of(*(values((n,), n, dtype) for n in (3, 20000, 1)))
-    norms = [faststep.clip_grad_norm_(p, 0.25, norm_type) for p in (pair.cpu, pair.cuda)]
-    assert norms[1].is_cuda
-    assert same_bits(norms[0], fake.plain(norms[1]))
-    assert_same_grads(pair)
-
-
-@pytest.mark.parametrize("norm_type", [0.0, 3.0])
-def test_other_norms(norm_type: float) -> None:
-    pair = pair_of(values((300,), 0, torch.float32))
-    norms = [faststep.clip_grad_norm_(p, 0.25, norm_type) for p in (pair.cpu, pair.cuda)]
-    torch.testing.assert_close(fake.plain(norms[1]), norms[0])
-    torch.testing.assert_close(fake.plain(pair.cuda[0].grad), pair.cpu[0].grad)
-
-
-@pytest.mark.parametrize("bad", SPECIAL)
-def test_special_values(bad: float) -> None:
-    grad = values((300,), 0, torch.float32)
-    grad[7] = bad
-    pair = pair_of(grad)
-    norms = [faststep.clip_grad_norm_(p, 0.25) for p in (pair.cpu, pair.cuda)]
-    assert same_bits(norms[0], fake.plain(norms[1]))
-    assert_same_grads(pair)
-
-
-def test_mixed_dtypes_and_layouts() -> None:
-    grads = [values((6, 4), 0, torch.float32).t(), *(values((9,), 1, d) for d in DTYPES)]
-    pair = Pair([torch.zeros(4, 6), *(torch.zeros(9, dtype=d) for d in DTYPES)])
-    for p, q, grad in zip(pair.cpu, pair.cuda, grads, strict=True):
-        p.grad, q.grad = grad.clone(), fake.claim(grad.clone())
-    norms = [faststep.clip_grad_norm_(p, 0.25) for p in (pair.cpu, pair.cuda)]
-    assert same_bits(norms[0], fake.plain(norms[1]))
-    assert_same_grads(pair)
 
 
 def test_negated_views() -> None:
@@ -96,13 +57,6 @@ def test_nothing_is_written_below_the_limit() -> None:
     assert pair.cuda[0].grad._version == version + 1  # nobody on the host knows
 
 
-def test_error_if_nonfinite() -> None:
-    pair = pair_of(torch.tensor([1.0, math.inf]))
-    with pytest.raises(RuntimeError, match=r"total norm of order 2.0 .* is non-finite"):
-        faststep.clip_grad_norm_(pair.cuda, 1.0, error_if_nonfinite=True)
-    assert torch.equal(fake.plain(pair.cuda[0].grad), torch.tensor([1.0, math.inf]))
-
-
 def test_error_if_the_returned_norm_is_nonfinite() -> None:
     pair = pair_of(torch.full((1000,), 6e4, dtype=torch.float16))
     with pytest.raises(RuntimeError, match=r"total norm of order 2.0 .* is non-finite"):
@@ -110,24 +64,6 @@ def test_error_if_the_returned_norm_is_nonfinite() -> None:
     with pytest.raises(RuntimeError, match=r"total norm of order 1.0 .* is non-finite"):
         faststep.get_total_norm([p.grad for p in pair.cuda], 1.0, error_if_nonfinite=True)
     assert (fake.plain(pair.cuda[0].grad) == 6e4).all()
-
-
-def test_get_total_norm_and_clip_with_it() -> None:
-    pair = pair_of(values((300,), 0, torch.float32), values((3,), 1, torch.float32))
-    grads = [[p.grad for p in params] for params in (pair.cpu, pair.cuda)]
-    norms = [faststep.get_total_norm(g) for g in grads]
-    assert same_bits(norms[0], fake.plain(norms[1]))
-    for params, norm in zip((pair.cpu, pair.cuda), norms, strict=True):
-        faststep.clip_grads_with_norm_(params, 0.5, norm)
-    assert_same_grads(pair)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-def test_clip_grad_value(dtype: torch.dtype) -> None:
-    pair = pair_of(values((300,), 0, dtype), torch.tensor(SPECIAL).to(dtype))
-    for params in (pair.cpu, pair.cuda):
-        faststep.clip_grad_value_(params, 0.3)
-    assert_same_grads(pair)
 
 
 def test_two_launches(machine: fake.Machine) -> None:

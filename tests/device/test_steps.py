@@ -10,23 +10,14 @@ import torch
 import faststep
 from faststep import _C
 from nvcc import KERNELS
-from optim.common import DTYPES, dtype_name
-from optim.declarations import ADAMW, ALL, LION, OTHERS, SGD, Declaration
+from optim.declarations import ADAMW, ALL, LION, SGD, Declaration
 from optim.layouts import negated
 
 from . import fake
-from .common import SPECIAL, Pair, values
+from .common import Pair, values
 
 pytestmark = pytest.mark.usefixtures("machine")
 SHAPES = ((3, 5), (257,), (1,), (), (0, 4), (40, 50))
-# What every optimizer shares with the first ones is not taken again for the others.
-SHARED = ("plain", "tensor_lr", "betas_zero", "rho_zero")
-SETTINGS = [
-    pytest.param(d, kwargs, id=f"{d.name}-{name}")
-    for d in ALL + OTHERS
-    for name, kwargs in {"usual": d.kwargs, "other": d.other, **d.variants}.items()
-    if d in ALL or name not in SHARED
-]
 
 
 def run(pair: Pair, make: Any, kwargs: dict[str, Any], steps: int = 3, **options: Any) -> None:
@@ -40,54 +31,6 @@ def run(pair: Pair, make: Any, kwargs: dict[str, Any], steps: int = 3, **options
         a.step()
         b.step()
         pair.assert_same(a, b, grads=True)
-
-
-@pytest.mark.parametrize(("declaration", "kwargs"), SETTINGS)
-def test_every_setting(declaration: Declaration, kwargs: dict[str, Any]) -> None:
-    run(Pair([values(s, i, torch.float32) for i, s in enumerate(SHAPES)]), declaration.ours, kwargs)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("declaration", ALL + OTHERS, ids=lambda d: d.name)
-def test_every_dtype(declaration: Declaration, dtype: torch.dtype) -> None:
-    pair = Pair([values(s, i, dtype) for i, s in enumerate(SHAPES)])
-    run(pair, declaration.ours, declaration.kwargs, max_grad_norm=0.7)
-    run(pair, declaration.ours, declaration.other, maximize=True)
-
-
-@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
-def test_mixed_dtypes_and_groups_in_one_step(declaration: Declaration) -> None:
-    pair = Pair([values((33,), i, dtype) for i, dtype in enumerate((*DTYPES, torch.float32))])
-    groups = [
-        [{"params": params[:3]}, {"params": params[3:], **declaration.other}]
-        for params in (pair.cpu, pair.cuda)
-    ]
-    optimizers = [declaration.ours(g, **declaration.kwargs, max_grad_norm=1.0) for g in groups]
-    for step in range(2):
-        pair.set_grads(values((33,), 50 + 10 * step + i, p.dtype) for i, p in enumerate(pair.cpu))
-        for optimizer in optimizers:
-            optimizer.step()
-        pair.assert_same(*optimizers)
-
-
-@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
-def test_layouts(declaration: Declaration) -> None:
-    dense = values((4, 6), 0, torch.float32)
-    image = values((2, 3, 4, 5), 1, torch.float32).to(memory_format=torch.channels_last)
-    shifted = values((101,), 2, torch.float32)[1:]
-    pair = Pair([dense, image, shifted])
-    a, b = pair.optimizers(declaration.ours, **declaration.kwargs)
-    for _ in range(2):
-        grads = [
-            values((6, 4), 5, torch.float32).t(),
-            values((2, 3, 4, 5), 6, torch.float32),
-            values((200,), 7, torch.float32)[::2],
-        ]
-        for p, q, grad in zip(pair.cpu, pair.cuda, grads, strict=True):
-            p.grad, q.grad = grad, fake.claim(grad)
-        a.step()
-        b.step()
-        pair.assert_same(a, b)
 
 
 @pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
@@ -113,34 +56,6 @@ def test_negated_views(declaration: Declaration) -> None:
         b.step()
         pair.assert_same(a, b, grads=True)
     assert all(value.is_neg() for state in b.state.values() for value in state.values())
-
-
-@pytest.mark.parametrize("declaration", ALL, ids=lambda d: d.name)
-def test_special_values(declaration: Declaration) -> None:
-    pair = Pair([torch.tensor(SPECIAL), torch.tensor(SPECIAL).flip(0)])
-    a, b = pair.optimizers(declaration.ours, **declaration.kwargs)
-    for _ in range(2):
-        pair.set_grads([torch.tensor(SPECIAL).roll(3), torch.tensor(SPECIAL)])
-        a.step()
-        b.step()
-        pair.assert_same(a, b)
-
-
-@pytest.mark.parametrize("keep_grads", [False, True])
-def test_norm_and_kept_gradients(keep_grads: bool) -> None:
-    pair = Pair([values((20000,), 0, torch.float32), values((7,), 1, torch.bfloat16)])
-    options = {"max_grad_norm": 0.5, "keep_grads": keep_grads}
-    a, b = pair.optimizers(faststep.optim.AdamW, **options)
-    assert b.last_grad_norm is None
-    pair.set_grads([values((20000,), 3, torch.float32), values((7,), 4, torch.bfloat16)])
-    a.step()
-    b.step()
-    pair.assert_same(a, b, grads=True)
-    norm = b.last_grad_norm
-    assert norm.is_cuda
-    assert norm.dtype == torch.float32
-    assert fake.plain(norm) == a.last_grad_norm
-    assert b.step_was_skipped is False
 
 
 def test_several_devices_and_the_host_in_one_optimizer() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from data.image_lists import FLIP, LISTS, bits, generator, images, layouts
+from data.image_lists import FLIP, bits, generator, images
 from faststep import _C
 from faststep.data import DataLoader
 from faststep.data import transforms as T  # noqa: N812
@@ -18,26 +18,6 @@ from leaks.test_leaks import assert_no_growth, assert_references_stay, failing
 from . import fake, late
 
 pytestmark = pytest.mark.usefixtures("machine")
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32], ids=["uint8", "float32"])
-@pytest.mark.parametrize("name", LISTS)
-def test_the_bits_of_the_cpu(name: str, dtype: torch.dtype, machine: fake.Machine) -> None:
-    compose = T.Compose(LISTS[name])
-    last = compose.transforms[-1] if compose.transforms else None
-    labels = torch.tensor([3, 0, 1, 4]) if hasattr(last, "num_classes") else None
-    for x in layouts(images(4, 3, 16, 22, dtype=dtype))[:2]:
-        want = compose(x, labels, generator=generator())
-        before = _C.device_counts()
-        got = compose(fake.claim(x), labels, generator=generator())
-        if labels is not None:
-            (want, want_labels), (got, got_labels) = want, got
-            assert torch.equal(want_labels, got_labels)
-        launches, uploads, size = (b - a for a, b in zip(before, _C.device_counts(), strict=True))
-        assert (launches, uploads, size) == (1, 1, 4 * 68)
-        machine.synchronize()
-        assert got.device == torch.device("cuda", 0)
-        assert bits(fake.plain(got)) == bits(want)
 
 
 def test_many_batches_while_the_device_is_behind(machine: fake.Machine) -> None:

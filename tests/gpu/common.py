@@ -16,30 +16,39 @@ from faststep import _C
 from optim.common import generator
 from optim.common import same_bits as same_memory
 
-# Run on the fake machine of tests/device instead, to see that the tests themselves work.
-REHEARSAL = os.environ.get("FASTSTEP_FAKE_GPU") == "1"
 CUDA = torch.device("cuda", 0)
 SPECIAL = (0.0, -0.0, 1e-42, -1e-42, 3.0e38, float("inf"), float("-inf"), float("nan"))
 
 
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """As in the CPU's tests, but any NaN equals any other: a GPU's has bits of its own."""
-    a, b = (
-        t.detach().where(~t.isnan(), torch.nan) if t.is_floating_point() else t
-        for t in (left, right)
-    )
-    return same_memory(a, b)
-
-
-def why_not() -> str | None:
-    """The reason why nothing can be tested here; None where it can."""
-    if REHEARSAL:
-        return None
+def _lacks() -> str | None:
+    """What a test of a real device lacks here."""
     if not torch.cuda.is_available():
         return "torch finds no CUDA device"
     if not _C.has_kernels():
         return "this build of faststep has no CUDA kernels: FASTSTEP_CUDA=1 builds them"
     return None
+
+
+# On a real device where there is one, else on the fake machine of tests/device. FASTSTEP_FAKE_GPU
+# decides it: 1 takes the fake machine, and 0 skips the tests without a device.
+_FAKE = os.environ.get("FASTSTEP_FAKE_GPU")
+REHEARSAL = _FAKE == "1" or (_FAKE is None and _lacks() is not None)
+
+
+def why_not() -> str | None:
+    """The reason why nothing can be tested here; None where it can."""
+    return None if REHEARSAL else _lacks()
+
+
+def same_bits(left: Tensor, right: Tensor) -> bool:
+    """As in the CPU's tests, but any NaN equals any other: a GPU's has bits of its own."""
+    if REHEARSAL:
+        return same_memory(left, right)
+    a, b = (
+        t.detach().where(~t.isnan(), torch.nan) if t.is_floating_point() else t
+        for t in (left, right)
+    )
+    return same_memory(a, b)
 
 
 def values(

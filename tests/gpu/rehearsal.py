@@ -1,7 +1,7 @@
 """Lets these tests run without a GPU: the fake machine of tests/device, and stand-ins for what
 they use of torch.cuda.
 
-`FASTSTEP_FAKE_GPU=1 python -m pytest tests/gpu` runs them so. It shows that the tests work, not
+So they run where no GPU is. It shows that the tests work, not
 that the hardware does: torch's own operators run on the CPU, at once, and nothing is late.
 """
 

@@ -186,6 +186,7 @@ class Runner:
         command = [word.format(**place) for word in part.command]
         package = self.root / ("build/wheel" if self.wheel else "python")
         environment = {
+            "FASTSTEP_FAKE_GPU": "0",
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(package), str(self.root / "tests")]),
             "PYTHONFAULTHANDLER": "1",

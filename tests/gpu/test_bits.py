@@ -11,7 +11,7 @@ import torch
 import faststep
 from combinations import of_three
 from optim.common import DTYPES, dtype_name, generator
-from optim.declarations import ALL, Declaration
+from optim.declarations import ALL, OTHERS, Declaration
 from optim.layouts import LAYOUTS, Layout
 
 from .common import REHEARSAL, SPECIAL, Twins, assert_same_scales, same_bits, scalers, values
@@ -20,10 +20,13 @@ SCALE = 16.0
 SHAPES = ((3, 5), (257,), (1,), (), (0, 4), (40, 50))
 CHAINS = ("plain", "clipped", "scaled", "scaled and clipped")
 LARGE = 300_003 if REHEARSAL else 30_000_003
+# What every optimizer shares with the first ones is not taken again for the others.
+SHARED = ("plain", "tensor_lr", "betas_zero", "rho_zero")
 SETTINGS = [
     pytest.param(d, kwargs, id=f"{d.name}-{name}")
-    for d in ALL
+    for d in ALL + OTHERS
     for name, kwargs in {"usual": d.kwargs, "other": d.other, **d.variants}.items()
+    if d in ALL or name not in SHARED
 ]
 # A scaled step without clipping writes gradients back; one that is expanded cannot be written.
 EVERY = [
@@ -71,6 +74,18 @@ def test_every_dtype_layout_and_chain(
         twins.assert_same(*both, grads=True)
     if scaled:
         assert_same_scales(*pair)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_name)
+@pytest.mark.parametrize("declaration", OTHERS, ids=lambda d: d.name)
+def test_every_dtype_of_the_others(declaration: Declaration, dtype: torch.dtype) -> None:
+    twins = Twins([values(s, i, dtype) for i, s in enumerate(SHAPES)])
+    both = twins.optimizers(declaration.ours, **declaration.kwargs, max_grad_norm=0.7)
+    for step in range(2):
+        twins.draw_grads(step)
+        for optimizer in both:
+            optimizer.step()
+        twins.assert_same(*both)
 
 
 @pytest.mark.parametrize(("declaration", "kwargs"), SETTINGS)

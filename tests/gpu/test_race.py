@@ -18,7 +18,7 @@ from torch import Tensor
 import faststep
 from faststep import _C
 from faststep._devices import HOST, Scalars
-from faststep.optim.work import Phase
+from faststep.optim.plan_step import Phase
 
 from .common import CUDA, REHEARSAL, place, values
 

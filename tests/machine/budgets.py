@@ -7,10 +7,9 @@ import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from machine.build import compiled
 from machine.figures import Loop, loops_of
 from machine.listing import disassemble
-from nvcc import ROOT, version
+from nvcc import ROOT, cubin, version
 
 FILE = ROOT / "tests/cuda/budgets.json"
 ARCHITECTURES = ["sm_80", "sm_90", "sm_100"]
@@ -41,7 +40,7 @@ def worst(loops: list[Loop]) -> dict[str, Figures]:
 
 
 def measure_one(arch: str) -> list[Loop]:
-    kernels = disassemble(compiled(arch)).values()
+    kernels = disassemble(cubin(arch)).values()
     return [loop for kernel in kernels for loop in loops_of(kernel, arch)]
 
 

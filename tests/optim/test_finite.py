@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
         "centered": [False, True],
         "momentum": [0, 0.9],
         "eps": [1e-8, 1e-3],
-        "alpha": [0.99, 0.5, 0.1],
+        "alpha": [0.99, 0.1],
         "weight_decay": [0, 0.1],
     },
     "Adadelta": {"eps": [1e-6, 1e-3], "rho": [0.9, 0.5], "lr": [1.0]},

@@ -327,10 +327,10 @@ if __name__ == "__main__":
         print(method, *answers.get())
         process.join()
     answers = multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(ranked, (answers,), 2)
+    torch.multiprocessing.spawn(ranked, (answers,), 1)
     expected = (type(None).__module__, type(optimizer).__module__, "faststep")
-    print(answers.get() == answers.get() == expected)
-    for method in ("spawn", "forkserver", "fork"):
+    print(answers.get() == expected)
+    for method in ("spawn", "fork"):
         options = {"num_workers": 1, "multiprocessing_context": method}
         loader = torch.utils.data.DataLoader(Workers(), 2, **options)
         print([batch.tolist() for batch in loader])
@@ -343,10 +343,10 @@ def test_processes_are_swapped_and_workers_that_are_spawned_are_not(run: Run) ->
     assert good(done).splitlines() == [
         *(f"{method} {ours} {ours} faststep" for method in ("spawn", "forkserver", "fork")),
         "True",
-        *("[[False, False]]", "[[False, False]]", "[[True, True]]"),
+        *("[[False, False]]", "[[True, True]]"),
     ]
     assert done.stderr.count("made ") == 1
-    assert "4 processes were started anew, with faststep's classes; they are not in" in done.stderr
+    assert "3 processes were started anew, with faststep's classes; they are not in" in done.stderr
 
 
 MET = """

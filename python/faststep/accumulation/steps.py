@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .._torch.compiler import disable_dynamo
 from ..grads import divide as division
-from ..grads.owners import accumulating
 from ..optim.base import FusedOptimizer
-
-if TYPE_CHECKING:
-    from .window import Window
 
 __all__ = ["StepHooks", "Steps"]
 
@@ -64,22 +60,31 @@ class Steps:
 
 
 class StepHooks:
-    """The hooks around an optimizer's step, which keep neither it nor the window alive."""
+    """The hooks around an optimizer's step, which keep neither it nor a window alive.
 
-    def __init__(self, window: Window, optimizer: Optimizer) -> None:
-        owner = weakref.ref(window)
-        accumulating.set(optimizer, window)
+    Args:
+        begin: a method of the window; called with the optimizer, and whether there is a closure.
+        end: another one; called with the optimizer.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        begin: Callable[[Optimizer, bool], None],
+        end: Callable[[Optimizer], None],
+    ) -> None:
+        begins, ends = weakref.WeakMethod(begin), weakref.WeakMethod(end)
 
         @disable_dynamo
         def before(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (window := owner()) is not None:
+            if (begin := begins()) is not None:
                 closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
-                window.before_step(optimizer, closure is not None)
+                begin(optimizer, closure is not None)
 
         @disable_dynamo
         def after(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if (window := owner()) is not None:
-                window.after_step(optimizer)
+            if (end := ends()) is not None:
+                end(optimizer)
 
         self._check = before
         self._before = optimizer.register_step_pre_hook(before)

@@ -14,6 +14,7 @@ from .._torch.compiler import uncompiled
 from .._torch.fsdp import fsdp_modules_of
 from ..grads import divide as division
 from ..grads.buckets import reducing_model
+from ..grads.owners import accumulating
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
 from .fsdp_ranks import FullyShardedRanks
@@ -59,7 +60,9 @@ class Window:
         self._marks: list[Mark] = []
         if self.sums is not None:
             self._attach_sums(self.sums)
-        self._hooks = [StepHooks(self, optimizer) for optimizer in optimizers]
+        self._hooks = [StepHooks(o, self.before_step, self.after_step) for o in optimizers]
+        for optimizer in optimizers:
+            accumulating.set(optimizer, self)
         self.undo = weakref.finalize(self, _undo, self._hooks, self.sums)
         self.undo.atexit = False
 

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from .arguments import Arguments, composed
+from .arguments import composed
 from .counted import CountedOptimizer
 from .masters import begin_state, has_master
+from .options import Arguments
 from .request import formula
 
 __all__ = ["Adagrad"]

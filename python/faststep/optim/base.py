@@ -21,13 +21,13 @@ from ..grads.owners import refuse_shared
 from ..grads.params import described, params_of
 from .by_torch import LeftToTorchError, leave_to_torch, step_by_torch, torchs_class, update_by_torch
 from .checks import check_limit, refuse_group_options, refuse_part
-from .clipping import ClippedOptimizer
 from .hooked import HookedOptimizer
+from .load_masters import loading_masters
 from .masters import complete_states, refuse_masters, with_master
+from .options import ClippedOptimizer
+from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
-from .wide import loading_wide
-from .work import Work
 from .zeros import Zeros
 
 __all__ = ["FusedOptimizer", "number"]
@@ -186,7 +186,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if torch.compiler.is_compiling():
             self._step_uncompiled()
         else:
-            self._fused_step()
+            self._fused_step(self._request())
         return loss
 
     @classmethod
@@ -213,16 +213,17 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
 
     @disable_dynamo
     def _step_uncompiled(self) -> None:
-        self._fused_step(self._steps_by_script())
+        self._fused_step(self._request(), self._steps_by_script())
 
     def _step_around_script(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = None if closure is None else loss_of(closure)
-        self._fused_step(by_torch=True)
+        self._fused_step(self._request(), by_torch=True)
         return loss
 
-    def _fused_step(self, by_torch: bool = False) -> None:
+    def _fused_step(self, request: StepRequest, by_torch: bool = False) -> None:
         refuse_shared(self)
-        request = self._request()
+        if request.max_norm is not None:
+            self._check_clipping(request.max_norm)
         try:
             if by_torch or is_watched():
                 why = "in a TorchDispatchMode" if is_watched() else "with code of the script"
@@ -260,10 +261,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         return not answer.skipped
 
     def _request(self) -> StepRequest:
-        request = request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
-        if request.max_norm is not None:
-            self._check_clipping(request.max_norm)
-        return request
+        return request_of(self, self._asked, self._max_grad_norm, self._keep_grads)
 
     def _is_asked_for_more(self) -> bool:
         request = self._request()
@@ -281,16 +279,16 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         """The step in C."""
         learn_dtensors()
         params = [_listed(group["params"]) for group in self.param_groups]
-        work = Work(self, params, self._rules)
+        plan_step = PlanStep(self, params, self._rules)
         if self._stepper is None:
             self._stepper = Stepper()
-            self._stepper.find_devices(work)
+            self._stepper.find_devices(plan_step)
         stepper = self._stepper
         if stepper.devices != HOST_ONLY:
             self._check_capture()
         if request.measures and self._is_divided_by_fsdp1():
             stepper.divide()
-        return stepper.step(work, request)
+        return stepper.step(plan_step, request)
 
     def _is_divided_by_fsdp1(self) -> bool:
         """True if FullyShardedDataParallel has left a part of the parameters on this rank."""
@@ -363,7 +361,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
         if self._made_from is not None:  # a state of that name is the script's
             super().load_state_dict(state_dict)
             return
-        with loading_wide(self, self._keeps_masters):
+        with loading_masters(self, self._keeps_masters):
             super().load_state_dict(state_dict)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

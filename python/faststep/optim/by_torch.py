@@ -10,7 +10,7 @@ norm, and torch's class makes the update, or raises its error.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,10 +19,7 @@ from torch.nn.utils import get_total_norm  # which faststep.run replaces in torc
 from .._devices import HOST
 from .._torch.dtensor import full_tensor
 from .._torch.optim import dtypes_of, is_torchs
-from .request import StepAnswer, StepRequest
-
-if TYPE_CHECKING:
-    from .base import FusedOptimizer
+from .request import StepAnswer, Steppable, StepRequest
 
 __all__ = [
     "LeftToTorchError",
@@ -57,13 +54,13 @@ def leave_to_torch(group: dict[str, Any], devices: tuple[int, ...]) -> None:
         raise LeftToTorchError("capturable=True")
 
 
-def step_by_torch(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer:
+def step_by_torch(optimizer: Steppable, request: StepRequest) -> StepAnswer:
     """Make the step; autograd records it where it records torch's."""
     with torch.set_grad_enabled(bool(optimizer.defaults.get("differentiable"))):
         return _step(optimizer, request)
 
 
-def _step(optimizer: FusedOptimizer, request: StepRequest) -> StepAnswer:
+def _step(optimizer: Steppable, request: StepRequest) -> StepAnswer:
     groups = optimizer.param_groups
     params = [p for group in groups for p in group["params"] if p.grad is not None]
     before: list[Tensor] = [p.grad for p in params]
@@ -113,7 +110,7 @@ def _set(params: list[Tensor], grads: list[Tensor]) -> None:
             param.grad = grad
 
 
-def _update_without_scaler(optimizer: FusedOptimizer) -> None:
+def _update_without_scaler(optimizer: Steppable) -> None:
     """The update alone: torch's loops refuse what a scaler has set, which is done already."""
     lent = {name: vars(optimizer).pop(name, None) for name in ("grad_scale", "found_inf")}
     try:
@@ -122,14 +119,14 @@ def _update_without_scaler(optimizer: FusedOptimizer) -> None:
         vars(optimizer).update({name: value for name, value in lent.items() if value is not None})
 
 
-def torchs_class(optimizer: FusedOptimizer, after: type) -> type | None:
+def torchs_class(optimizer: Steppable, after: type) -> type | None:
     """The class of torch that makes the update: it follows `after` in the order of bases."""
     order = type(optimizer).__mro__
     following = order[order.index(after) + 1 : order.index(torch.optim.Optimizer)]
     return next((cls for cls in following if "step" in vars(cls)), None)
 
 
-def update_by_torch(optimizer: FusedOptimizer, after: type) -> None:
+def update_by_torch(optimizer: Steppable, after: type) -> None:
     """torch's own update.
 
     Groups that torch may refuse come first, so that none is updated before the error.

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..grads.params import params_of
-from .request import Rule
+from .request import Rule, Steppable
 from .zeros import SMALL
-
-if TYPE_CHECKING:
-    from .base import FusedOptimizer
 
 __all__ = [
     "MASTER",
@@ -71,9 +68,7 @@ def keys_for(rule: Rule, param: Tensor) -> tuple[str, ...]:
     return rule.state_keys if has_master(param) else own_keys(rule)
 
 
-def begin_state(
-    optimizer: FusedOptimizer, group: dict[str, Any], rule: Rule, param: Tensor
-) -> None:
+def begin_state(optimizer: Steppable, group: dict[str, Any], rule: Rule, param: Tensor) -> None:
     """Create the missing entries of `optimizer.state[param]`, with a master if it has one."""
     if not rule.has_master or not has_master(param):
         optimizer._new_state(group, param)
@@ -99,7 +94,7 @@ def begin_state(
     state[MASTER] = master  # last, as in the rule's names
 
 
-def complete_states(optimizer: FusedOptimizer) -> None:
+def complete_states(optimizer: Steppable) -> None:
     """Give states their masters that have none yet, and parameters that need no state an empty one.
 
     torch.distributed.checkpoint loads either no states at all or one of each parameter, and of
@@ -128,7 +123,7 @@ def fitting(state: Mapping[str, Any], param: Tensor, keeps_masters: bool) -> dic
     }
 
 
-def refuse_masters(optimizer: FusedOptimizer, reason: str) -> None:
+def refuse_masters(optimizer: Steppable, reason: str) -> None:
     """Raise RuntimeError for a step by torch's operators, which know no masters."""
     if optimizer._keeps_masters and any(map(has_master, params_of(optimizer))):
         reason = reason.removesuffix("; nothing was updated")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import defaultdict
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from .. import _C
 from .checks import refuse_unchecked
+from .zeros import Zeros
 
 __all__ = [
     "Formula",
@@ -16,6 +18,7 @@ __all__ = [
     "ScalerRequest",
     "StepAnswer",
     "StepRequest",
+    "Steppable",
     "formula",
     "request_of",
 ]
@@ -119,3 +122,24 @@ def formula(rule: str, *state_keys: str) -> Formula:
     parts = (name.partition("[") for name in hyper)
     places = tuple((key, int(index[:-1])) if index else key for key, _, index in parts)
     return Formula(number, places, state_keys, "step" in state_keys)
+
+
+class Steppable(Protocol):
+    """A fused optimizer, as the modules below base.py know it."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+    defaults: dict[str, Any]
+    _keeps_masters: bool
+
+    @property
+    def _zeros(self) -> Zeros: ...
+    def _rules(self) -> list[Rule]: ...
+    def _new_state(self, group: dict[str, Any], param: Tensor) -> None: ...
+    def _drop_new_state(self, param: Tensor) -> None: ...
+    def _refuse_half_state(self, group: int, index: int, keys: tuple[str, ...]) -> None: ...
+    def _zeros_differ(self, group: dict[str, Any]) -> bool: ...
+    def _explained(
+        self, group: int, index: int, role: str, kind: str, detail: str
+    ) -> Exception: ...
+    def _update_by_torch(self) -> None: ...

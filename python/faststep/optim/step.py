@@ -18,9 +18,9 @@ from torch import Tensor
 from .. import _C
 from .._devices import HOST, HOST_ONLY, Scalars, agree, devices_of, new_scalar, on_device
 from .._torch.optim import increment_version
-from .measure import DividedGrads
+from .divided_grads import DividedGrads
+from .plan_step import DevicesChangedError, DividedError, Done, Phase, PlanStep
 from .request import Rule, StepAnswer, StepRequest
-from .work import DevicesChangedError, DividedError, Done, Phase, Work
 
 __all__ = ["Stepper", "loss_of"]
 
@@ -52,31 +52,31 @@ class Stepper:
         if self._divided is None:
             self._divided = DividedGrads()
 
-    def find_devices(self, work: Work) -> None:
+    def find_devices(self, plan_step: PlanStep) -> None:
         """Set `devices` before the first step."""
-        self.devices = devices_of(param for params in work.params for param in params)
+        self.devices = devices_of(param for params in plan_step.params for param in params)
 
     def ranks_have_grads(self) -> bool:
         """True if another rank had a gradient at the last step that measured DTensors."""
         return self._divided is not None and self._divided.ranks_have_grads()
 
-    def step(self, work: Work, request: StepRequest) -> StepAnswer:
-        """Update all parameters of `work` that have a gradient, or none of them.
+    def step(self, plan_step: PlanStep, request: StepRequest) -> StepAnswer:
+        """Update all parameters of `plan_step` that have a gradient, or none of them.
 
         Raises:
             TensorError: a tensor cannot be used.
             OutOfMemoryError: a device has no room for the tables of the step.
         """
         if not self.devices:
-            self.find_devices(work)
+            self.find_devices(plan_step)
         measures = request.measures
         try:
-            done, scalars = self._measure_and_apply(work, request, measures)
+            done, scalars = self._measure_and_apply(plan_step, request, measures)
         except BaseException:
             if self.devices == HOST_ONLY:
-                work.restore_states()
+                plan_step.restore_states()
             else:  # a device may have updated its parameters before another one failed
-                work.drop_new_states()
+                plan_step.drop_new_states()
             raise
         skipped, norm, written, written_grads = done
         if written:  # not those that C has counted
@@ -89,62 +89,62 @@ class Stepper:
         if self.devices != HOST_ONLY:
             answer = self._answer_of_devices(answer, scalars, measures)
         if request.is_tried and answer.skipped:
-            work.restore_states()
+            plan_step.restore_states()
         else:
-            work.drop_new_states_if(answer.skipped)
+            plan_step.drop_new_states_if(answer.skipped)
         return answer
 
     def _measure_and_apply(
-        self, work: Work, request: StepRequest, measures: bool
+        self, plan_step: PlanStep, request: StepRequest, measures: bool
     ) -> tuple[Done, dict[int, Scalars]]:
         while True:
             try:
-                rules, phase = work.rules(), Phase.WHOLE
+                rules, phase = plan_step.rules(), Phase.WHOLE
                 if request.norm is not None:
                     known = Scalars(request.grad_scale, request.found_inf, request.norm)
                     scalars = dict.fromkeys(self.devices, known)
-                    return work.run(self._plan, rules, request, scalars, Phase.APPLY), scalars
+                    return plan_step.run(self._plan, rules, request, scalars, Phase.APPLY), scalars
                 if measures and self._divided is not None:
-                    scalars = self._agree_with_ranks(self._divided, work, request)
-                    return self._applied(work, rules, request, scalars), scalars
+                    scalars = self._agree_with_ranks(self._divided, plan_step, request)
+                    return self._applied(plan_step, rules, request, scalars), scalars
                 if measures and len(self.devices) > 1:
                     scalars, phase = self._scalars(request, True, apart=True), Phase.APPLY
-                    work.run(self._plan, rules, request, scalars, Phase.MEASURE)
+                    plan_step.run(self._plan, rules, request, scalars, Phase.MEASURE)
                     scalars = agree(scalars)
                 else:
-                    scalars = self._scalars(request, measures and work.wants_norm)
-                return work.run(self._plan, rules, request, scalars, phase), scalars
+                    scalars = self._scalars(request, measures and plan_step.wants_norm)
+                return plan_step.run(self._plan, rules, request, scalars, phase), scalars
             except DevicesChangedError as changed:
                 self.devices = changed.devices
             except DividedError:
                 self._divided = DividedGrads()
             except _C.TensorError:
                 # Maybe before the plan came to a DTensor; then the other ranks measure, and wait.
-                if not measures or self._divided is not None or not work.has_dtensors():
+                if not measures or self._divided is not None or not plan_step.has_dtensors():
                     raise
                 self._divided = DividedGrads()
 
     def _agree_with_ranks(
-        self, divided: DividedGrads, work: Work, request: StepRequest
+        self, divided: DividedGrads, plan_step: PlanStep, request: StepRequest
     ) -> dict[int, Scalars]:
         """The norm and the flag of all ranks."""
 
-        def measure_part(plan: _C.Plan, part: Work) -> dict[int, Scalars]:
+        def measure_part(plan: _C.Plan, part: PlanStep) -> dict[int, Scalars]:
             scalars = self._scalars(request, True, apart=True)
             part.run(plan, part.rules(), request, scalars, Phase.MEASURE)
             return scalars
 
-        return divided.measure(work, self.devices[0], measure_part)
+        return divided.measure(plan_step, self.devices[0], measure_part)
 
     def _applied(
         self,
-        work: Work,
+        plan_step: PlanStep,
         rules: list[Rule],
         request: StepRequest,
         scalars: dict[int, Scalars],
     ) -> Done:
         """Apply what was agreed on; the plan has not seen the norm."""
-        skipped, _, written, grads = work.run(self._plan, rules, request, scalars, Phase.APPLY)
+        skipped, _, written, grads = plan_step.run(self._plan, rules, request, scalars, Phase.APPLY)
         norm = scalars[HOST].norm if self.devices == HOST_ONLY else None
         seen = norm is not None and (request.looks_for_inf or not skipped)
         return skipped, float(norm) if seen and norm is not None else None, written, grads

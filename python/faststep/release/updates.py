@@ -21,9 +21,9 @@ from ..grads.owners import refuse_clipping, refuse_shared, releasing
 from ..grads.params import name_of, params_of
 from ..optim.base import FusedOptimizer
 from ..optim.masters import begin_state, keys_for, own_keys
+from ..optim.plan_step import PlanStep
 from ..optim.request import Rule, StepRequest
 from ..optim.step import Stepper
-from ..optim.work import Work
 from .before_step import refuse_code_before_step
 from .clip_modes import Clip, Clipping, check_clipping
 from .tied import give_rows, tied_embeddings
@@ -331,5 +331,5 @@ def _step(
     else:
         groups, rules = [place.hook.group], [rule]
         unchanged = "the parameter was not updated"
-        work = Work(optimizer, [[param]], lambda: rules, groups, False, unchanged)
-        place.stepper.step(work, request)
+        plan_step = PlanStep(optimizer, [[param]], lambda: rules, groups, False, unchanged)
+        place.stepper.step(plan_step, request)

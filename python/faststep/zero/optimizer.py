@@ -17,7 +17,7 @@ from ..grads import divide as division
 from ..grads.params import params_of
 from ..optim.base import FusedOptimizer
 from ..optim.checks import check_limit, refuse_group_options
-from ..optim.request import ScalerRequest, StepAnswer, StepRequest, request_of
+from ..optim.request import ScalerRequest, StepAnswer, request_of
 from ..optim.step import loss_of
 from ..optim.wrapped import PassesOn
 from .engine import Engine
@@ -140,11 +140,11 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
             self._owned.param_groups = self.param_groups  # the script may have set others
         if self._before_step is not None:
             self._before_step()
+        request = request_of(self, self._asked, self.max_grad_norm, keep_grads=False)
         if self._engine is None:
-            self._step_alone()
+            self._owned._fused_step(request)
             return
         with torch.no_grad():
-            request = self._request()
             if request.grad_scale is not None or request.looks_for_inf:
                 self._refuse_in_join("a step with a scaler")
             self._note_backward(False)
@@ -156,26 +156,10 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
         if answer.norm is not None:
             self._last_norm = answer.norm
 
-    def _request(self) -> StepRequest:
-        return request_of(self, self._asked, self.max_grad_norm, keep_grads=False)
-
     def _note_step(self) -> None:
         """Tell schedulers of the optimizer that this one replaces that there was a step."""
         if hasattr(self._replaced.step, "_wrapped_by_lr_sched"):
             self._replaced._opt_called = True  # type: ignore[attr-defined]
-
-    def _step_alone(self) -> None:
-        """The step of the only rank: that of the fused optimizer itself."""
-        lent = {"_max_grad_norm": self.max_grad_norm, "_asked": self._asked}
-        for name in ("grad_scale", "found_inf"):
-            if name in vars(self):
-                lent[name] = vars(self)[name]
-        vars(self._owned).update(lent)
-        try:
-            self._owned._fused_step()
-        finally:
-            for name in lent.keys() - {"_max_grad_norm"}:
-                del vars(self._owned)[name]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients, or set them to zero. As torch's."""

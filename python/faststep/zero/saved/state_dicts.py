@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 from ..._torch.checkpoint import wanted_states
 from ...grads.params import params_of
 from ...optim.base import FusedOptimizer
+from ...optim.load_masters import loading_masters
 from ...optim.masters import complete_states
-from ...optim.wide import loading_wide
 from ..engine import Engine
 from ..transport.group import Group
 from .gathered import States, drop_missing, load_states, states_for
@@ -104,7 +104,7 @@ class StateDicts(Optimizer):
         groups, mine = self.param_groups, self.state
         self._consolidated = None
         if self._engine is None:
-            with loading_wide(self, self._owned._keeps_masters):
+            with loading_masters(self, self._owned._keeps_masters):
                 super().load_state_dict(state_dict)
             self._owned.state = self.state
         else:
@@ -113,7 +113,7 @@ class StateDicts(Optimizer):
             self._engine.follow_moves()
             self.state = defaultdict(dict)
             try:
-                with loading_wide(self, self._owned._keeps_masters):
+                with loading_masters(self, self._owned._keeps_masters):
                     super().load_state_dict(state_dict)
                 drop_missing(self.state)
                 self._complete_loaded()

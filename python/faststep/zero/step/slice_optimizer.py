@@ -25,9 +25,9 @@ from ...grads.params import params_of
 from ...grads.total import returned
 from ...optim.base import FusedOptimizer
 from ...optim.masters import begin_state, keys_for
+from ...optim.plan_step import PlanStep
 from ...optim.request import Rule, StepAnswer, StepRequest
 from ...optim.step import Stepper
-from ...optim.work import Work
 from ..layout.slots import Part, Slot
 from ..transport.group import Group
 from ..transport.late import Late, refuse_capture
@@ -178,7 +178,7 @@ class SliceOptimizer:
         if not any(params):
             return
         try:
-            self._stepper.step(Work(fused, params, fused._rules), request)
+            self._stepper.step(PlanStep(fused, params, fused._rules), request)
         except _C.TensorError as error:
             raise fused._explained(*error.args) from None
 

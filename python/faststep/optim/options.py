@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,10 +13,59 @@ from .checks import OPTIONS, check_limit
 from .masters import keeps_masters
 from .wrapped import PassesOn
 
-if TYPE_CHECKING:
-    from .arguments import Arguments
+__all__ = ["Arguments", "ClippedOptimizer"]
 
-__all__ = ["ClippedOptimizer"]
+
+class Arguments(TypedDict, total=False):
+    """Those after `params`: torch's and three of faststep, with their lines in docstrings.
+
+    A type checker reads here how all of them are called and typed. It does not know which class
+    takes which, what follows `params` by position, and the defaults.
+    """
+
+    lr: Annotated[float | Tensor, "(float or Tensor): learning rate."]
+    betas: Annotated[
+        tuple[float | Tensor, float | Tensor],
+        "(tuple of two floats): decay of the first and the second moment.",
+    ]
+    eps: Annotated[float, "(float): added to the denominator."]
+    weight_decay: Annotated[float | Tensor, "(float): L2 penalty."]
+    decoupled_weight_decay: Annotated[bool, "(bool): decay as in AdamW, not as an L2 penalty."]
+    amsgrad: Annotated[bool, "(bool): keep the largest second moment (Reddi et al. 2018)."]
+    momentum: Annotated[float, "(float): decay of the momentum buffer; with 0 there is none."]
+    dampening: float
+    nesterov: bool
+    momentum_decay: float
+    rho: float
+    alpha: float
+    lambd: float
+    t0: float
+    centered: bool
+    lr_decay: float
+    initial_accumulator_value: float
+    etas: tuple[float, float]
+    step_sizes: tuple[float, float]
+    maximize: Annotated[bool, "(bool): maximize instead of minimize."]
+    foreach: Annotated[bool | None, "(bool, optional): changes nothing."]
+    capturable: Annotated[bool, "(bool): as for torch."]
+    differentiable: Annotated[bool, "(bool): as for torch, whose class then makes the step."]
+    fused: Annotated[
+        bool | None,
+        "(bool, optional): changes only that torch.amp.GradScaler leaves unscaling to the step, "
+        "as in torch.",
+    ]
+    max_grad_norm: Annotated[
+        float | None,
+        "(float, optional): clip all gradients by their global 2-norm inside the step.",
+    ]
+    keep_grads: Annotated[
+        bool, "(bool): with `max_grad_norm`, write unscaled and clipped gradients back."
+    ]
+    master_weights: Annotated[
+        bool | Literal["fp32"],
+        '(bool or "fp32"): keep fp32 masters, and fp32 states, of bfloat16 and float16 parameters. '
+        'True is "fp32".',
+    ]
 
 
 class ClippedOptimizer(PassesOn, torch.optim.Optimizer):

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,7 @@ from .._torch.dtensor import any_dtensor
 from .._torch.optim import is_capturing
 from ..grads.dtensors import LayoutError, align, align_states, wait_for
 from .masters import MASTER, begin_state, keys_for, own_keys
-from .request import Rule, StepRequest
-
-if TYPE_CHECKING:
-    from .base import FusedOptimizer
+from .request import Rule, Steppable, StepRequest
 
 __all__ = [
     "DevicesChangedError",
@@ -31,7 +28,7 @@ __all__ = [
     "Done",
     "Phase",
     "Place",
-    "Work",
+    "PlanStep",
 ]
 
 _NO_CLIPPING = math.nan
@@ -63,7 +60,7 @@ Place = tuple[int, int]  # a list of parameters or a group, and the index in it
 Done = tuple[bool, float | None, list[Tensor], list[Tensor] | None]
 
 
-class Work:
+class PlanStep:
     """Some or all parameters of an optimizer, how to step them, and the states made for one step.
 
     Args:
@@ -88,7 +85,7 @@ class Work:
 
     def __init__(
         self,
-        optimizer: FusedOptimizer,
+        optimizer: Steppable,
         params: list[list[Tensor]],
         rules: Callable[[], list[Rule]],
         groups: list[int] | None = None,

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 from ..grads.params import params_of
 from .masters import fitting, has_master
 
-__all__ = ["loading_wide"]
+__all__ = ["loading_masters"]
 
 
-class _Wide(Tensor):
+class _Boxed(Tensor):
     """Holds a state, which torch then leaves as it is."""
 
     value: Tensor
@@ -27,8 +27,8 @@ class _Wide(Tensor):
         return self
 
 
-def _wide(value: Tensor) -> _Wide:
-    held = _Wide()  # an empty tensor: some classes of torch replace states that are no tensors
+def _boxed(value: Tensor) -> _Boxed:
+    held = _Boxed()  # an empty tensor: some classes of torch replace states that are no tensors
     held.value = value
     return held
 
@@ -41,10 +41,10 @@ class _Loading(NamedTuple):
         if not self.keeps_masters:
             return state_dict
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-        wide = {key for key, param in zip(saved, params_of(optimizer)) if has_master(param)}  # noqa: B905 - torch says what does not fit
+        own = {key for key, param in zip(saved, params_of(optimizer)) if has_master(param)}  # noqa: B905 - torch says what does not fit
         states = {
             key: {name: _wrapped(name, value) for name, value in state.items()}
-            if key in wide
+            if key in own
             else state
             for key, state in state_dict["state"].items()
         }
@@ -62,7 +62,7 @@ class _Loading(NamedTuple):
 
 
 @contextlib.contextmanager
-def loading_wide(optimizer: Optimizer, keeps_masters: bool) -> Iterator[None]:
+def loading_masters(optimizer: Optimizer, keeps_masters: bool) -> Iterator[None]:
     """Inside, torch's load_state_dict() loads masters and fp32 states, or drops masters."""
     loading = _Loading(keeps_masters)
     handles = [
@@ -77,12 +77,12 @@ def loading_wide(optimizer: Optimizer, keeps_masters: bool) -> Iterator[None]:
 
 
 def _wrapped(name: str, value: Any) -> Any:
-    return _wide(value) if isinstance(value, Tensor) and name != "step" else value
+    return _boxed(value) if isinstance(value, Tensor) and name != "step" else value
 
 
 def _unwrapped(state: dict[str, Any], param: Tensor) -> dict[str, Any]:
     return {
-        name: _on_device(value.value, param) if isinstance(value, _Wide) else value
+        name: _on_device(value.value, param) if isinstance(value, _Boxed) else value
         for name, value in state.items()
     }
 

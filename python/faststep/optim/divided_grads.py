@@ -17,8 +17,8 @@ from .._torch.dtensor import specs_of
 from ..grads.agreement import Agreed, over_ranks
 from ..grads.dtensors import LayoutError
 from ..grads.regions import Region, groups_of, regions_of
+from .plan_step import DevicesChangedError, PlanStep
 from .request import Rule
-from .work import DevicesChangedError, Work
 
 __all__ = ["DividedGrads"]
 
@@ -48,9 +48,9 @@ class DividedGrads:
 
     def measure(
         self,
-        work: Work,
+        plan_step: PlanStep,
         device: int,
-        measure_part: Callable[[_C.Plan, Work], dict[int, Scalars]],
+        measure_part: Callable[[_C.Plan, PlanStep], dict[int, Scalars]],
     ) -> dict[int, Scalars]:
         """The norm of all gradients and the flag of all ranks, for each device in use.
 
@@ -60,19 +60,19 @@ class DividedGrads:
             device: the first in use.
             measure_part: measures the gradients of a part of the parameters by a plan.
         """
-        self._follow(work)
+        self._follow(plan_step)
         failure = None
         rows: list[dict[int, Scalars]] = []
         try:
             for part in self._parts:
-                rows.append(measure_part(part.plan, _work_on(part.params, work)))
+                rows.append(measure_part(part.plan, _part_of(part.params, plan_step)))
         except DevicesChangedError:  # this rank measures again
             raise
         except Exception as error:
             failure = error
-        agreed = self._agreed(work, device, rows, failure)
+        agreed = self._agreed(plan_step, device, rows, failure)
         if failure is not None:
-            raise _explained(work, failure) if agreed.fails_alone else failure
+            raise _explained(plan_step, failure) if agreed.fails_alone else failure
         found = agreed.found.ne(0.0).float()
         norm = agreed.values.sum().sqrt()
         return {
@@ -82,7 +82,7 @@ class DividedGrads:
 
     def _agreed(
         self,
-        work: Work,
+        plan_step: PlanStep,
         device: int,
         rows: list[dict[int, Scalars]],
         failure: Exception | None,
@@ -102,7 +102,7 @@ class DividedGrads:
             torch.stack(norms).square(),
             torch.stack(flags).ne(0.0).any(),
             has_grads=any(param.grad is not None for param in self._params),
-            failure=None if failure is None else str(_explained(work, failure)),
+            failure=None if failure is None else str(_explained(plan_step, failure)),
         )
         self._grads = agreed.grads
         return agreed
@@ -111,25 +111,25 @@ class DividedGrads:
         """True if a rank had a gradient at the last step that measured; waits for a device."""
         return self._grads is not None and bool(self._grads != 0.0)
 
-    def _follow(self, work: Work) -> None:
+    def _follow(self, plan_step: PlanStep) -> None:
         """Find the regions anew, if the parameters or how they are divided have changed."""
-        params = list(itertools.chain.from_iterable(work.params))
+        params = list(itertools.chain.from_iterable(plan_step.params))
         specs = specs_of(params)
         if _same(params, self._params) and _same(specs, self._specs):
             return
         try:
             self._regions = regions_of(params)
         except LayoutError as error:
-            raise _C.TensorError(*_first_outside(work), *error.args) from None
+            raise _C.TensorError(*_first_outside(plan_step), *error.args) from None
         self._params, self._specs = params, specs
-        lists = [_in_region(work.params, set(region.places)) for region in self._regions]
+        lists = [_in_region(plan_step.params, set(region.places)) for region in self._regions]
         self._parts = [_Part(_C.Plan(), some) for some in lists]
 
 
-def _explained(work: Work, failure: Exception) -> Exception:
+def _explained(plan_step: PlanStep, failure: Exception) -> Exception:
     """What the optimizer's step raises for it."""
     if isinstance(failure, _C.TensorError):
-        return work.optimizer._explained(*failure.args)
+        return plan_step.optimizer._explained(*failure.args)
     return failure
 
 
@@ -142,14 +142,14 @@ def _of(scalar: Tensor | None) -> Tensor:
     return scalar
 
 
-def _first_outside(work: Work) -> tuple[int, int]:
+def _first_outside(plan_step: PlanStep) -> tuple[int, int]:
     """The place of the first parameter of which this rank has no part that is known."""
-    for which, params in enumerate(work.params):
+    for which, params in enumerate(plan_step.params):
         for index, param in enumerate(params):
             try:
                 groups_of(param)
             except LayoutError:
-                return work.place(which, index)
+                return plan_step.place(which, index)
     raise AssertionError("every parameter has a part on this rank")
 
 
@@ -162,8 +162,10 @@ def _in_region(params: list[list[Tensor]], places: set[int]) -> list[list[Tensor
     return lists
 
 
-def _work_on(params: list[list[Tensor]], work: Work) -> Work:
-    """The work on some of the parameters: measuring them."""
-    groups = list(range(len(params))) if work.groups is None else work.groups
+def _part_of(params: list[list[Tensor]], plan_step: PlanStep) -> PlanStep:
+    """The same of some of the parameters, to measure them."""
+    groups = list(range(len(params))) if plan_step.groups is None else plan_step.groups
     rules = [_NO_RULE] * len(params)
-    return Work(work.optimizer, params, lambda: rules, groups, unchanged=work.unchanged)
+    return PlanStep(
+        plan_step.optimizer, params, lambda: rules, groups, unchanged=plan_step.unchanged
+    )
