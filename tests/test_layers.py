@@ -10,6 +10,7 @@ Within csrc/py: module.c -> step, grads, load, memory -> module.h, docs.h -> tor
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -401,14 +402,49 @@ def circles_of_calls(root: Path) -> list[list[str]]:
     """Files of csrc/py that use each other's functions, directly or by way of others."""
     sources = {path: code for path, code in code_of(root).items() if path.suffix == ".c"}
     owner = {name: path for path, code in sources.items() for name in DEFINED.findall(code)}
-    uses = {
-        path: {owner[word] for word in re.findall(r"\w+", code) if owner.get(word, path) != path}
-        for path, code in sources.items()
-    }
-    while free := [path for path, used in uses.items() if not used & uses.keys()]:
-        for path in free:
-            del uses[path]
-    return [sorted(map(str, {path, *(used & uses.keys())})) for path, used in uses.items()]
+    return circles_in(
+        {
+            path: {owner[word] for word in re.findall(r"\w+", code) if owner.get(word, path) != path}
+            for path, code in sources.items()
+        }
+    )
+
+
+def circles_in(uses: dict[Any, set[Any]]) -> list[list[str]]:
+    """What uses itself by way of others, each with what it uses of these."""
+    uses = dict(uses)
+    while free := [one for one, used in uses.items() if not used & uses.keys()]:
+        for one in free:
+            del uses[one]
+    return [sorted(map(str, {one, *(used & uses.keys())})) for one, used in uses.items()]
+
+
+def circles_of_modules(root: Path) -> list[list[str]]:
+    """Modules of the package that import each other, for types or in functions, too.
+
+    A module may import from the package around it what stands before it there, as `_C`.
+    """
+    package = root / "python" / "faststep"
+    uses = {}
+    for path in package.rglob("*.py"):
+        parts = path.relative_to(package).with_suffix("").parts
+        own = parts[:-1] if parts[-1] == "__init__" else parts
+        uses[own] = {
+            module for _, module in imported_modules(path, package) if module != own[: len(module)]
+        }
+    return circles_in(uses)
+
+
+def test_no_module_of_the_package_imports_itself_by_way_of_others(tmp_path: Path) -> None:
+    assert circles_of_modules(ROOT) == []
+    inside = tmp_path / "python" / "faststep" / "optim"
+    inside.mkdir(parents=True)
+    (inside / "__init__.py").write_text("from .a import A")
+    (inside / "a.py").write_text("from . import b")
+    (inside / "b.py").write_text("x = 1")
+    assert circles_of_modules(tmp_path) == []
+    (inside / "b.py").write_text("def late():\n    from .a import A")
+    assert len(circles_of_modules(tmp_path)) >= 2
 
 
 def test_rooms_of_the_extension_keep_their_order() -> None:
