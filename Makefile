@@ -5,6 +5,14 @@ VENV ?= .venv
 BIN := $(abspath $(VENV))/bin
 C_FILES = $(wildcard csrc/*/*.[ch] csrc/py/*/*.[ch] cuda/*.cu cuda/*.h tests/c/*.[ch] tests/cuda/*.c tests/cuda/*.h tests/cuda/*.cu)
 C_TESTS := $(MAKE) -f tests/c/Makefile
+# The tests in parts, the longest first. `rest` is what the others do not name.
+TEST_PARTS := rest ranks data programs devices kernels
+PART_ranks := tests/sharding tests/zero
+PART_data := tests/data
+PART_programs := tests/leaks tests/cli tests/benchmarks
+PART_devices := tests/device tests/gpu
+PART_kernels := -rs tests/test_cuda_build.py tests/test_cuda_machine_code.py tests/test_cuda_subset.py
+PART_rest := $(patsubst tests/%,--ignore=tests/%,$(filter tests/%,$(foreach part,$(TEST_PARTS),$(PART_$(part)))))
 # What runs the loops: these tests are repeated for each instruction set, and under the sanitizers.
 LOOP_TESTS := tests/optim tests/amp tests/clip tests/accumulate/test_pass.py tests/accumulate/test_sums.py \
     tests/data/test_converted.py
@@ -67,10 +75,16 @@ build: $(BIN)/.installed-test ## install for development, and compile what has c
 demo: build ## train three small models, with plain torch and under run; plot in build/demo.png
 	$(BIN)/python -m faststep demo $(DEMO)
 
-test: tests levels ## run all tests, then those of the CPU loops over elements again, on each lower instruction set
+test: build ## run all tests on all cores, those of the CPU loops over elements on each lower instruction set, too
+	@echo 'The tests run in parts, side by side: $(TEST_PARTS) levels. Each prints when it has ended.'
+	+@OMP_WAIT_POLICY=passive $(MAKE) --no-print-directory -o build -k -O -j$$(nproc) $(TEST_PARTS:%=test-%) levels
 
-tests: build ## run all tests on the best instruction set only; ARGS are options of pytest
+tests: build ## run all tests one after another on the best instruction set; ARGS are options of pytest
 	$(BIN)/python -m pytest -q $(ARGS)
+
+test-%: build ## run one part of the tests: data, say; ARGS are options of pytest
+	$(if $(PART_$*),,$(error there is no part $* of the tests: $(TEST_PARTS)))
+	$(BIN)/python -m pytest -q $(PART_$*) $(ARGS)
 
 levels: build ## run the tests of the loops on each lower instruction set
 	@set -e; for level in $$($(BIN)/python -c \

@@ -15,7 +15,7 @@ FST_DEVICE void FST_K(widen_word)(const fst_words *word, REAL *x)
 #endif
 }
 
-/* Rounds numbers of which none is NaN. */
+/* Rounds numbers that are not NaN. */
 FST_DEVICE fst_words FST_K(narrow_numbers)(const REAL *x)
 {
     fst_words word;

@@ -30,7 +30,7 @@ typedef struct {
     uint64_t samples; /* fst_image_sample, one each */
     int64_t source_stride[FST_IMAGE_DIMS], out_stride[FST_IMAGE_DIMS];
     int32_t count, channels; /* of the output */
-    int32_t source_count;    /* images, of which the samples may be any */
+    int32_t source_count;    /* images; a sample may come from any */
     int32_t source_height, source_width, height, width;
     int32_t source_is_float; /* fp32; else bytes */
     int32_t out_dtype;       /* fst_dtype: fp32, bf16 or fp16 */

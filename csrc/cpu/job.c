@@ -2,14 +2,14 @@
 
 #include "cpu/parallel.h"
 
-/* The cost of the smallest part worth a thread, some 0.2 ms. Waking a thread takes microseconds,
+/* The cost of the smallest share worth a thread, some 0.2 ms. Waking a thread takes microseconds,
  * but waiting for one takes milliseconds where other programs keep the cores busy. */
-enum { GRAIN = 1 << 18, MOST_PARTS = 256 };
+enum { GRAIN = 1 << 18, MOST_SHARES = 256 };
 
-/* Chunks of a group. A backward pass takes the groups from last to first, and each group's
+/* Chunks of a strip. A backward pass takes the strips from last to first, and each strip's
  * chunks from first to last: it meets early what the measuring pass read last, and the
  * hardware's prefetchers still work from chunk to chunk. */
-enum { GROUP = 32 };
+enum { STRIP = 32 };
 
 /* The direction of the last pass over gradients. The next one goes the other way, as what was
  * touched last is still in the cache. The first one after an update goes forwards, as backward
@@ -20,12 +20,12 @@ static direction last_direction;
 /* Chunks of at most FETCH_MOST elements are prefetched, so many chunks ahead. */
 enum { FETCH_AHEAD = 8, FETCH_MOST = 256 };
 
-/* A part of a round. Its thread takes groups of chunks from one end; threads that have finished
- * their own parts take groups from the other end. */
+/* A share of a round. Its thread takes strips of chunks from one end; threads that have finished
+ * their own shares take strips from the other end. */
 typedef struct {
     size_t first, last; /* chunks */
-    uint64_t left;      /* groups: from the low half to before the high half */
-} part;
+    uint64_t left;      /* strips: from the low half to before the high half */
+} share;
 
 int fst_job_turns(void)
 {
@@ -71,36 +71,36 @@ static void fetch(const fst_job *job, size_t index)
     }
 }
 
-/* The chunk of a part that comes after `done` others. */
-static size_t chunk_after(const fst_job *job, const part *p, size_t done)
+/* The chunk of a share that comes after `done` others. */
+static size_t chunk_after(const fst_job *job, const share *p, size_t done)
 {
     if (!job->backwards)
         return p->first + done;
-    const size_t in_group = done % GROUP, left = p->last - p->first - (done - in_group);
-    return p->first + left - (left < GROUP ? left : GROUP) + in_group;
+    const size_t in_strip = done % STRIP, left = p->last - p->first - (done - in_strip);
+    return p->first + left - (left < STRIP ? left : STRIP) + in_strip;
 }
 
-/* Takes a group from the front or the end of what is left; 0 if nothing is. */
-static int take(part *p, int from_end, size_t *group)
+/* Takes a strip from the front or the end of what is left; 0 if nothing is. */
+static int take(share *p, int from_end, size_t *strip)
 {
     uint64_t left = __atomic_load_n(&p->left, __ATOMIC_RELAXED), rest;
     do {
         const uint64_t begin = left & UINT32_MAX, end = left >> 32;
         if (begin >= end)
             return 0;
-        *group = (size_t)(from_end ? end - 1 : begin);
+        *strip = (size_t)(from_end ? end - 1 : begin);
         rest = from_end ? begin | (end - 1) << 32 : (begin + 1) | end << 32;
     } while (
         !__atomic_compare_exchange_n(&p->left, &left, rest, 1, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
     return 1;
 }
 
-static void run_groups(const fst_job *job, part *p, int from_end)
+static void run_strips(const fst_job *job, share *p, int from_end)
 {
     const size_t count = p->last - p->first;
-    for (size_t group; take(p, from_end, &group);) {
-        const size_t end = (group + 1) * GROUP < count ? (group + 1) * GROUP : count;
-        for (size_t done = group * GROUP; done < end; done++) {
+    for (size_t strip; take(p, from_end, &strip);) {
+        const size_t end = (strip + 1) * STRIP < count ? (strip + 1) * STRIP : count;
+        for (size_t done = strip * STRIP; done < end; done++) {
             if (done + FETCH_AHEAD < count)
                 fetch(job, chunk_after(job, p, done + FETCH_AHEAD));
             job->chunk(job, chunk_after(job, p, done));
@@ -111,43 +111,43 @@ static void run_groups(const fst_job *job, part *p, int from_end)
 typedef struct {
     const fst_job *job;
     size_t count;
-    part parts[MOST_PARTS];
-} parts;
+    share shares[MOST_SHARES];
+} shares;
 
-static part *part_at(parts *all, size_t place)
+static share *share_at(shares *all, size_t place)
 {
-    return &all->parts[all->job->backwards ? all->count - 1 - place : place];
+    return &all->shares[all->job->backwards ? all->count - 1 - place : place];
 }
 
-/* A thread's own parts, and then what is left of the others'. */
+/* A thread's own shares, and then what is left of the others'. */
 static void run_parts(int64_t begin, int64_t end, void *context)
 {
-    parts *all = context;
+    shares *all = context;
     for (int64_t i = begin; i < end; i++)
-        run_groups(all->job, part_at(all, (size_t)i), 0);
+        run_strips(all->job, share_at(all, (size_t)i), 0);
     for (size_t i = all->count; i-- > 0;)
-        run_groups(all->job, part_at(all, i), 1);
+        run_strips(all->job, share_at(all, i), 1);
 }
 
-/* Cuts a round into parts of equal cost. */
-static void cut(const fst_work *work, size_t round, parts *all)
+/* Cuts a round into shares of equal cost. */
+static void cut(const fst_work *work, size_t round, shares *all)
 {
     const size_t first = work->rounds[round], last = work->rounds[round + 1];
     const uint64_t begin = work->chunks[first].cost, cost = work->chunks[last].cost - begin;
     const uint64_t wanted = (cost + GRAIN - 1) / GRAIN;
-    all->count = wanted < 1 ? 1 : wanted < MOST_PARTS ? (size_t)wanted : MOST_PARTS;
+    all->count = wanted < 1 ? 1 : wanted < MOST_SHARES ? (size_t)wanted : MOST_SHARES;
     for (size_t i = 0; i < all->count; i++) {
-        part *p = &all->parts[i];
+        share *p = &all->shares[i];
         const uint64_t end = begin + cost / all->count * (uint64_t)(i + 1);
         p->first = i ? p[-1].last : first;
         p->last = i + 1 < all->count ? chunk_at(work, p->first, last, end) : last;
-        p->left = (uint64_t)((p->last - p->first + GROUP - 1) / GROUP) << 32;
+        p->left = (uint64_t)((p->last - p->first + STRIP - 1) / STRIP) << 32;
     }
 }
 
 fst_code fst_job_run(const fst_job *job, fst_status *status)
 {
-    parts all;
+    shares all;
     all.job = job;
     for (size_t round = 0; round < job->work->round_count; round++) {
         cut(job->work, round, &all);

@@ -23,6 +23,11 @@ size_t fst_arena_page(void)
     return size > 0 ? (size_t)size : 4096;
 }
 
+void *fst_arena_data(const fst_arena *arena, size_t block)
+{
+    return (char *)arena->header + arena->header->blocks[block].offset;
+}
+
 int fst_arena_allocate(int file, size_t offset, size_t size)
 {
     for (size_t done = 0; done < size; done += STEP) {

@@ -9,6 +9,7 @@ answers with another device; torch itself goes on computing on the CPU.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import math
 import struct
@@ -32,9 +33,12 @@ FACTORIES = ("empty", "full", "ones", "tensor", "zeros")
 
 
 def build(library: str) -> None:
-    """One of the libraries that stand in for the driver."""
+    """One of the libraries that stand in for the driver; other tests may want it now, too."""
     command = ["make", "-s", "-f", "tests/c/Makefile", library]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    (ROOT / "build").mkdir(exist_ok=True)
+    with open(ROOT / "build/c.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         pytest.fail(f"{' '.join(command)}:\n{done.stdout}{done.stderr}", pytrace=False)
 

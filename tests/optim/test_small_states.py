@@ -18,7 +18,7 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import Parameter
 
 import faststep
-from faststep.optim.zeros import BLOCK, SMALL, Zeros
+from faststep.optim.zeros import SLAB, SMALL, Zeros
 
 from .common import assert_same_bits, parameters
 
@@ -75,13 +75,13 @@ def test_zeros_are_those_of_torch(layout: str, dtype: torch.dtype) -> None:
             made.fill_(1.0)  # the next one must not be over the same memory
 
 
-def test_states_do_not_overlap_and_blocks_are_bounded() -> None:
+def test_states_do_not_overlap_and_slabs_are_bounded() -> None:
     params = parameters(*SMALL_SHAPES * 40)
     states = states_of(stepped(params))
     places = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in states)
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(places))
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in states}
-    assert max(storages.values()) <= BLOCK
+    assert max(storages.values()) <= SLAB
     assert len(storages) < len(states) // 2
 
 
@@ -164,7 +164,7 @@ def saved(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 def pickled(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     """As broadcast_object_list() sends it: a storage is written for every tensor that is in it."""
     data = pickle.dumps(optimizer.state_dict())
-    assert len(data) < (BLOCK + 1000) * len(states_of(optimizer))
+    assert len(data) < (SLAB + 1000) * len(states_of(optimizer))
     state_dict: dict[str, object] = pickle.loads(data)
     return state_dict
 
@@ -192,7 +192,7 @@ def test_one_states_file_is_small() -> None:
     optimizer = stepped(params, 1)
     file = io.BytesIO()
     torch.save(optimizer.state[params[7]], file)
-    assert len(file.getvalue()) < 3 * BLOCK
+    assert len(file.getvalue()) < 3 * SLAB
 
 
 def test_a_pickle_of_states_stays_small() -> None:
@@ -237,8 +237,8 @@ def test_two_threads_do_not_take_the_same_place() -> None:
     zeros, param, taken = Zeros(), torch.ones(64), []
     for _ in range(5):
         zeros.like(param)
-    blocks = Interrupted(zeros._blocks)
-    zeros._blocks = blocks  # type: ignore[assignment]
+    blocks = Interrupted(zeros._slabs)
+    zeros._slabs = blocks  # type: ignore[assignment]
     other = blocks.other = threading.Thread(target=lambda: taken.append(zeros.like(param)))
     taken.append(zeros.like(param))
     other.join()

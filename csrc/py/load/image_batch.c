@@ -219,7 +219,7 @@ PyObject *fst_py_transform_images(PyObject *module, PyObject *args)
     return Py_NewRef(Py_None);
 }
 
-/* Reads a contiguous 3-d uint8 tensor in CPU memory, of which dimension `channels` is 3. */
+/* Reads a contiguous 3-d uint8 tensor in CPU memory, whose dimension `channels` is 3. */
 static int read_bytes(fst_module *state, PyObject *object, const char *name, int channels,
                       fst_dl_tensor *tensor)
 {

@@ -1,4 +1,4 @@
-"""What faststep asks torch itself, a module per subject: how many ranks, and private names.
+"""Questions to torch itself, a module per subject: how many ranks, and private names.
 
 No other folder reaches private names of torch's modules.
 

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint does not tell those whose state it asks for."""
+"""The form in which torch.distributed.checkpoint wants a state, which it does not say."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Wanted = Literal["slices", "whole", "whole everywhere"]
 
 
 def wanted_states() -> Wanted | None:
-    """What the caller of the function that calls this needs of states that are spread over ranks.
+    """The form of states, spread over ranks, that the caller's caller needs.
 
     torch.distributed.checkpoint saves and loads each rank's own part, with the states that
     `state_dict()` of the optimizer gives it. With StateDictOptions(full_state_dict=True) it wants

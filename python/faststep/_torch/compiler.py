@@ -1,4 +1,4 @@
-"""What torch keeps private of torch.compile."""
+"""Private names of torch: torch.compile."""
 
 from __future__ import annotations
 

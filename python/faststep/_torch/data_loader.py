@@ -1,4 +1,4 @@
-"""What torch keeps private of the DataLoader, its workers and its collate functions."""
+"""Private names of torch: the DataLoader, its workers and its collate functions."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def collate_stacking_by(function: Callable[..., torch.Tensor]) -> Callable[[Any]
 
 
 def collate_tensors(batch: list[torch.Tensor]) -> torch.Tensor:
-    """What torch's default_collate makes of tensors, with its errors."""
+    """Collate tensors as torch's default_collate does, with its errors."""
     collated: torch.Tensor = collate_tensor_fn(batch, collate_fn_map=default_collate_fn_map)
     return collated
 
@@ -148,14 +148,14 @@ def _can_be_pickled(kind: type) -> bool:
 
 
 def dataset_fetcher(dataset: Any, collate_fn: Any) -> Any:
-    """What fetches a batch of a map-style dataset: an object with `fetch(indices)`."""
+    """The fetcher of a batch of a map-style dataset: an object with `fetch(indices)`."""
     return _MapDatasetFetcher(dataset, True, collate_fn, False)
 
 
 def dataset_kind_fetcher(
     kind: int, dataset: Any, auto_collation: bool, collate_fn: Any, drop_last: bool
 ) -> Any:
-    """What fetches the batches of a worker."""
+    """The fetcher of the batches of a worker."""
     create: Any = _DatasetKind.create_fetcher
     return create(kind, dataset, auto_collation, collate_fn, drop_last)
 
@@ -207,7 +207,7 @@ _unpublished = object()
 
 @contextlib.contextmanager
 def worker_info_of_thread(info: Any) -> Iterator[None]:
-    """What get_worker_info() returns in this thread meanwhile.
+    """The answer of get_worker_info() in this thread meanwhile.
 
     torch keeps one info per process, and its function is imported under many names: its code is
     replaced, once, by one that looks for the thread's info first.

@@ -1,4 +1,4 @@
-"""What torch keeps private of backward passes and DistributedDataParallel."""
+"""Private names of torch: backward passes and DistributedDataParallel."""
 
 from __future__ import annotations
 

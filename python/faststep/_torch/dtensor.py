@@ -1,4 +1,4 @@
-"""What torch keeps private of DTensors: tensors that are divided among ranks.
+"""Private names of torch: DTensors, which are divided among ranks.
 
 Nothing here imports torch.distributed.tensor, which takes long. As long as no script has imported
 it there are no DTensors.

@@ -1,4 +1,4 @@
-"""What torch keeps private of FSDP2 (`fully_shard`) and FSDP1 (FullyShardedDataParallel)."""
+"""Private names of torch: FSDP2 (`fully_shard`) and FSDP1 (FullyShardedDataParallel)."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def fsdp_modules_of(model: nn.Module) -> list[Any]:
 
 
 def _param_groups_of(module: Any) -> list[Any]:
-    """What fully_shard reduces at once; one per module before torch 2.12."""
+    """The groups that fully_shard reduces at once; one per module before torch 2.12."""
     state = module._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)

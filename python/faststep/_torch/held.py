@@ -40,7 +40,7 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
     recognizes such memory by its owner. So it is for memory without an owner, which is never freed.
 
     Args:
-        tensor: a dense torch.Tensor in CPU memory, of which DLPack knows the type.
+        tensor: a dense torch.Tensor in CPU memory, of a type that DLPack knows.
 
     Raises:
         NotHeld: this torch keeps the owner of memory in a way that is not known; or the memory is
@@ -68,7 +68,7 @@ def hold(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _freed_by(strategy: str, place: int) -> int:
-    """What frees memory that is shared by this strategy, the one in use; at `place` in a record."""
+    """The function that frees memory shared by the strategy in use; at `place` in a record."""
     with torch.inference_mode(False):
         sample = torch.empty(1, dtype=torch.uint8, device="cpu")
         sample.share_memory_()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What torch keeps private of optimizers and the GradScaler."""
+"""Private names of torch: optimizers and the GradScaler."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def has_global_step_hooks() -> bool:
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What is called before each step: the hooks of all optimizers, then those of this one."""
+    """The hooks that are called before each step: those of all optimizers, then this one's."""
     own = optimizer._optimizer_step_pre_hooks
     return [*_step_hooks._global_optimizer_pre_hooks.values(), *own.values()]
 

@@ -95,7 +95,7 @@ def failed_at(group: Any, what: str, patience: float) -> dict[int, str | None]:
 
 
 def meet(group: Any, what: str, patience: float) -> list[str | None]:
-    """What each rank of a group is at, by rank, when all have called this; all hear the same.
+    """Meet the ranks of a group; returns the place of each, by rank. All hear the same.
 
     It goes through the store of torch.distributed, so the group has no message under way if a rank
     does not come. A rank that was late, or interrupted, meets the others at their next call.

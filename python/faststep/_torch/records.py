@@ -165,7 +165,7 @@ def _differences(tensors: Iterable[Tensor], place: int) -> int:
 
 
 def _mask(place: int) -> int:
-    """What is compared of a word: all but the bits that torch leaves as they were in memory."""
+    """The bits of a word that are compared: all but those that torch leaves as memory had them."""
     return (1 << 64) - 1 & ~_differences(_equal_tensors(), place)
 
 

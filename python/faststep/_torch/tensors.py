@@ -1,4 +1,4 @@
-"""What torch keeps private of tensors and storages."""
+"""Private names of torch: tensors and storages."""
 
 from __future__ import annotations
 

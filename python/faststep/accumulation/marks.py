@@ -18,7 +18,7 @@ class Mark(NamedTuple):
     version: int
 
     def change(self) -> str | None:
-        """What has happened to the gradient since: it was "cleared" or "changed"; None if not."""
+        """The change of the gradient since: "cleared", "changed" or None."""
         grad = self.param.grad
         if grad is None:
             return "cleared"

@@ -15,7 +15,7 @@ __all__ = ["ReducingRanks", "Sharded", "ShardedRanks", "is_sharded"]
 
 
 class Sharded(Protocol):
-    """What faststep.zero's optimizers offer."""
+    """The parts of faststep.zero's optimizers that accumulation uses."""
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Backward passes inside send nothing."""

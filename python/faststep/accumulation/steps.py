@@ -17,7 +17,7 @@ __all__ = ["StepHooks", "Steps"]
 
 
 class Steps:
-    """What the steps of these optimizers made of the window that is complete.
+    """The outcome of these optimizers' steps for the window that is complete.
 
     `optimizers` is the window's own list, which is empty once the window is removed.
     """

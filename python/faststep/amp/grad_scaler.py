@@ -26,7 +26,7 @@ from .protocol import (
     takes_found_inf,
     takes_requests,
 )
-from .scale_rule import ScaleRule, check_bounds, check_hysteresis
+from .scale_update import ScaleUpdate, check_bounds, check_hysteresis
 from .unscale import UnscalingScaler
 
 __all__ = ["GradScaler"]
@@ -69,7 +69,7 @@ class GradScaler(UnscalingScaler):
         max_scale: `update()` without `new_scale` keeps the scale at or below this.
             Default: None, no bound.
         hysteresis: back off only from the n-th overflow since the scale last grew; 1 is torch's
-            behaviour (see faststep.amp.scale_rule). Default: 1.
+            behaviour (see faststep.amp.scale_update). Default: 1.
 
     `min_scale`, `max_scale` and `hysteresis` are not part of the state dict: like an optimizer's
     class they belong to the script. With `hysteresis` above 1 the state dict has one more entry,
@@ -282,7 +282,7 @@ class GradScaler(UnscalingScaler):
         ]
         if not found:
             raise AssertionError("No inf checks were recorded prior to update.")
-        rule = ScaleRule(
+        rule = ScaleUpdate(
             self._growth_factor,
             self._backoff_factor,
             self._growth_interval,

@@ -50,7 +50,7 @@ class Watch:
 
 
 def busy_note(percent: float) -> str:
-    """What a reader of figures must know; empty if others did little or nothing is known."""
+    """A warning to readers of figures; empty if others did little or nothing is known."""
     if not percent > TOO_BUSY:
         return ""
     return (

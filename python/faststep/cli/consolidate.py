@@ -136,7 +136,7 @@ def _model_in(source: Path, entries: Entries, key: str | None) -> Keys:
 
 
 def _entries_of_file(source: Path) -> Entries:
-    """What a file of torch.save has. Its tensors are mapped, and read when they are used."""
+    """The content of a file of torch.save. Its tensors are mapped, and read when they are used."""
     content = torch.load(source, map_location="cpu", mmap=True, weights_only=True)
     if not isinstance(content, Mapping):
         raise CommandError(f"{source} has a {type(content).__name__}, and no dict")
@@ -172,7 +172,7 @@ def _reader(source: Path, name: str, value: Tensor) -> Callable[[], Tensor]:
 
 
 def _entries_of_folder(source: Path) -> Entries:
-    """What a folder of torch.distributed.checkpoint has. Its tensors are read one by one."""
+    """The content of a torch.distributed.checkpoint folder, whose tensors are read one by one."""
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata

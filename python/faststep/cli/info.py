@@ -118,7 +118,7 @@ def _our_cuda() -> str:
 
 
 def collect() -> dict[str, str]:
-    """What ``info`` shows: a title and a text for each line."""
+    """The lines of ``info``: a title and a text for each."""
     gil = getattr(sys, "_is_gil_enabled", None)
     threading = " (free-threaded)" if gil is not None and not gil() else ""
     cpu = _C.cpu_info()

@@ -1,4 +1,4 @@
-"""What a DataLoader has besides torch's attributes."""
+"""The options of a DataLoader beside torch's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = {  # arguments of the constructor that torch's has not, and their defa
 
 @dataclasses.dataclass
 class Extras:
-    """What a DataLoader of faststep has besides torch's attributes, in one attribute.
+    """The options of a DataLoader of faststep beside torch's, in one attribute.
 
     A subclass in a script may use any other attribute name.
 

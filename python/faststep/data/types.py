@@ -1,4 +1,4 @@
-"""What the parts of a loader expect of each other, of datasets and of samplers."""
+"""The types by which the parts of a loader know each other, datasets and samplers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class CountsEpochs(Protocol):
 
 
 class LoaderExtras(CountsEpochs, Protocol):
-    """What a loader has besides torch's attributes, as far as its iterators need it."""
+    """The attributes of a loader, beside torch's, that its iterators need."""
 
     device: torch.device | None
     prefetch_to_device: int

@@ -1,1 +1,1 @@
-"""What happens to gradients before the step: they are divided, measured and added."""
+"""Gradients before the step: they are divided, measured and added."""

@@ -1,4 +1,4 @@
-"""What the ranks tell each other before gradients are written: one small collective per group.
+"""Messages of the ranks before gradients are written: one small collective per group.
 
 Every rank that has a part in a process group takes part, with gradients or without, and also if it
 fails: then the others raise too, instead of waiting for it until the group's timeout.
@@ -22,7 +22,7 @@ _FOUND, _GRADS, _FAILED, _WORKED = range(-4, 0)  # the last entries of what is s
 
 
 class Agreed(NamedTuple):
-    """What all ranks have."""
+    """The findings of all ranks."""
 
     values: Tensor  # 1-d float64, one of each region
     found: Tensor  # 0-d float64, above 0 if a rank has found something, or has failed
@@ -88,7 +88,7 @@ def _reduced(table: Tensor, group: Any, operation: Any) -> Tensor:
 
 
 def _gathered(groups: Sequence[Any], failure: str | None) -> dict[int, str]:
-    """What went wrong, by rank. Each group passes on what its ranks have heard in those before."""
+    """The errors by rank. Each group passes on what its ranks have heard in those before."""
     texts = {} if failure is None else {dist.get_rank(): failure}
     for group in groups:
         heard: list[dict[int, str]] = [{}] * dist.get_world_size(group)

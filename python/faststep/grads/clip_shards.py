@@ -101,7 +101,7 @@ def _norm(parts: list[Tensor], norm_type: float) -> tuple[Tensor, int]:
 
 
 def _text_of(failure: Exception, tensors: Sequence[Tensor | None]) -> str:
-    """What went wrong, with the place of the first gradient that cannot be used."""
+    """The error, with the place of the first gradient that cannot be used."""
     for place, one in enumerate(tensors):
         if one is not None and not _C.fusable([part_of(one)]):
             shape = tuple(one.shape)

@@ -1,4 +1,4 @@
-"""What torch's functions return and raise for the norm of several tensors."""
+"""Returns and errors of torch's functions for the norm of several tensors."""
 
 from __future__ import annotations
 

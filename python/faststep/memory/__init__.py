@@ -17,7 +17,7 @@ _VARIABLE = "FASTSTEP_RETAIN"
 
 
 class Stats(NamedTuple):
-    """What :func:`stats` returns; memory in bytes."""
+    """The answer of :func:`stats`; memory in bytes."""
 
     retains: bool
     """True if memory that torch frees is kept."""
@@ -106,7 +106,7 @@ def _resident() -> int:
 
 
 def stats() -> Stats:
-    """What is kept, and the page faults and memory of this process."""
+    """The memory that is kept, and the page faults and memory of this process."""
     retains, limit, used, kept, *_ = _C.retained_memory()
     foreign = _C.foreign_allocator()
     reason = f"malloc is that of {foreign}, not glibc's" if foreign else None
@@ -115,7 +115,7 @@ def stats() -> Stats:
 
 
 def _begin() -> None:
-    """What the environment asks for, when faststep is imported."""
+    """Follow FASTSTEP_RETAIN when faststep is imported."""
     value = os.environ.get(_VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ImportError(f"{_VARIABLE}={value}: it must be 1, 0 or empty")

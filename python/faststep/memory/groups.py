@@ -28,7 +28,7 @@ def _limit_of(folder: Path, version: int) -> int | None:
 
 
 def _memberships(process: Path) -> list[tuple[int, str]]:
-    """The version and path of each group of memory, of which there are at most two."""
+    """The version and path of each group of memory; there are at most two."""
     try:
         lines = (process / "cgroup").read_text().splitlines()
     except OSError:

@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What this torch has and others may lack: Muon."""
+    """Muon, which this torch has and others may lack."""
     if name.startswith("_") or not hasattr(torch.optim, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(torch.optim, name)

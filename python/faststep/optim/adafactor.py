@@ -23,7 +23,7 @@ Group = tuple[list[Tensor], float, float, float, float, float, float, bool]
 
 
 def _numbers(group: dict[str, Any], params: list[Tensor]) -> Group:
-    """What the step of a group computes with, of the parameters in `params`."""
+    """The numbers that the step of a group computes with, for the parameters in `params`."""
     lr = group["lr"]
     eps1, eps2 = group["eps"]
     if eps1 is None:  # as torch with foreach=False: that of the first parameter, for all

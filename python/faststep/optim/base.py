@@ -1,4 +1,4 @@
-"""What the fused optimizers share: the step and its errors."""
+"""The base of the fused optimizers: the step and its errors."""
 
 from __future__ import annotations
 

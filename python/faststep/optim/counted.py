@@ -1,4 +1,4 @@
-"""What optimizers share that count their steps: new states, and torch's errors."""
+"""Optimizers that count their steps: new states, and torch's errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CountedOptimizer(FusedOptimizer):
         return self._zeros.like(param)
 
     def _first_number(self, group: dict[str, Any], key: str) -> float:
-        """What a 0-d state begins with."""
+        """The first value of a 0-d state."""
         raise NotImplementedError
 
     def _new_state(self, group: dict[str, Any], param: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Measures gradients of which this rank has a part, and agrees with the other ranks."""
+"""Measures gradients that are divided among ranks, and agrees with the other ranks."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class DividedGrads:
         rows: list[dict[int, Scalars]],
         failure: Exception | None,
     ) -> Agreed:
-        """What all ranks have; without rows where this rank has failed."""
+        """The findings of all ranks; without rows where this rank has failed."""
         for row in rows:
             if len(row) > 1:
                 row.update(agree(row))
@@ -127,7 +127,7 @@ class DividedGrads:
 
 
 def _explained(plan_step: PlanStep, failure: Exception) -> Exception:
-    """What the optimizer's step raises for it."""
+    """The error that the optimizer's step raises for it."""
     if isinstance(failure, _C.TensorError):
         return plan_step.optimizer._explained(*failure.args)
     return failure
@@ -143,7 +143,7 @@ def _of(scalar: Tensor | None) -> Tensor:
 
 
 def _first_outside(plan_step: PlanStep) -> tuple[int, int]:
-    """The place of the first parameter of which this rank has no part that is known."""
+    """The place of the first parameter without a known part on this rank."""
     for which, params in enumerate(plan_step.params):
         for index, param in enumerate(params):
             try:

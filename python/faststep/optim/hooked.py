@@ -1,4 +1,4 @@
-"""What stands around a step: hooks, and code of a script in the place of torch's.
+"""The surroundings of a step: hooks, and code of a script in the place of torch's.
 
 A script may replace `torch.optim.AdamW.step`, or a function that this step calls, and a subclass
 may override `_init_group`. Such code expects torch's step, which is then made as a whole.
@@ -99,7 +99,7 @@ class HookedOptimizer(Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[..., Any]) -> Callable[..., Any]:
-        """What torch puts around `step`: hooks, and a report to profilers.
+        """Put around `step` the hooks and the report to profilers that torch puts there.
 
         The report takes longer than the step of a small model. It is left out if no profiler runs
         and no hook is set.

@@ -69,7 +69,7 @@ class Arguments(TypedDict, total=False):
 
 
 class ClippedOptimizer(PassesOn, torch.optim.Optimizer):
-    """The options, of which `master_weights` is masters.py's, and what a step tells of the norm."""
+    """The options, and the norm that the last step found. Masters are masters.py's."""
 
     # Class attributes stand in where pickle and deepcopy restore an optimizer without __init__.
     _max_grad_norm: float | None = None

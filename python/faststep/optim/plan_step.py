@@ -47,7 +47,7 @@ class DividedError(Exception):
 
 
 class Phase(IntEnum):
-    """What one call of the plan does; see csrc/py/step/step_plan.h."""
+    """The work of one call of the plan; see csrc/py/step/step_plan.h."""
 
     WHOLE = 0
     MEASURE = 1

@@ -1,4 +1,4 @@
-"""What a step is asked for, how a group is stepped, and what the step answers."""
+"""Requests to a step, rules of groups, and answers of a step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RULES = _C.rules()
 
 
 class ScalerRequest(NamedTuple):
-    """What faststep's GradScaler asks of a step, beside torch's `grad_scale` and `found_inf`."""
+    """Requests of faststep's GradScaler, beside torch's `grad_scale` and `found_inf`."""
 
     looks_for_inf: bool = False  # the step checks the gradients, and writes `found_inf`
     refuses_fp16: bool = False  # as torch's `unscale_` refuses float16 gradients
@@ -35,7 +35,7 @@ class ScalerRequest(NamedTuple):
 
 
 class StepRequest(NamedTuple):
-    """What one step does beside the update."""
+    """The parts of one step beside the update."""
 
     grad_scale: Tensor | None = None  # gradients are divided by it; 0-d
     found_inf: Tensor | None = None  # the step is skipped where it is not 0; 0-d
@@ -58,7 +58,7 @@ _NOTHING = StepRequest()
 def request_of(
     optimizer: Optimizer, asked: ScalerRequest, max_grad_norm: float | None, keep_grads: bool
 ) -> StepRequest:
-    """What a step is asked for: by the optimizer's options, by torch's protocol, by ours.
+    """The request to a step: by the optimizer's options, by torch's protocol, by ours.
 
     torch's protocol are the attributes `grad_scale` and `found_inf`, which a scaler sets for the
     time of a step. They are read here alone.
@@ -86,7 +86,7 @@ def request_of(
 
 
 class StepAnswer(NamedTuple):
-    """What a step found.
+    """The findings of a step.
 
     On a CUDA device the values are tensors: the step has not waited for the device.
     """

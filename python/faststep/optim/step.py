@@ -28,7 +28,7 @@ _NO_SCALARS = Scalars(None, None, None)
 
 
 def loss_of(closure: Callable[[], Any]) -> Any:
-    """What the closure of a step returns; it may run backward."""
+    """Return what the closure of a step returns; it may run backward."""
     with torch.enable_grad():
         return closure()
 

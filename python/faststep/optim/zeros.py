@@ -13,10 +13,10 @@ from .._torch.dtensor import is_dtensor, like_dtensor, local_of
 
 __all__ = ["Zeros"]
 
-# pickle and copy.deepcopy() of one tensor take its whole block along, so blocks are small.
-BLOCK = 4096  # bytes
+# pickle and copy.deepcopy() of one tensor take its whole slab along, so slabs are small.
+SLAB = 4096  # bytes
 SHARED_BY = 16  # tensors of a size at most
-SMALL = BLOCK // 2  # bytes; larger ones have memory of their own
+SMALL = SLAB // 2  # bytes; larger ones have memory of their own
 ALIGNMENT = 64  # bytes: torch's own
 
 
@@ -24,14 +24,14 @@ class Zeros:
     """Makes the states of an optimizer.
 
     A step over thousands of small tensors spends its time on cache misses. States of at most 2 KiB
-    in CPU memory lie one after another in blocks of up to 4 KiB. A block has one storage and one
-    version counter, so a step reads fewer cache lines. The first block has the size of one state,
-    so an optimizer of one parameter takes no more than it needs. Each new block is twice as large,
+    in CPU memory lie one after another in slabs of up to 4 KiB. A slab has one storage and one
+    version counter, so a step reads fewer cache lines. The first slab has the size of one state,
+    so an optimizer of one parameter takes no more than it needs. Each new slab is twice as large,
     up to 4 KiB or 16 states. To resize its storage raises RuntimeError.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[tuple[torch.dtype, int, bool], tuple[Tensor, int]] = {}
+        self._slabs: dict[tuple[torch.dtype, int, bool], tuple[Tensor, int]] = {}
         self._taking = threading.Lock()  # no two threads take the same place
 
     def like(self, param: Tensor) -> Tensor:
@@ -62,21 +62,21 @@ class Zeros:
     ) -> Tensor:
         count = -(-size.numel() // align) * align
         with self._taking:
-            block, begin = self._place(dtype, align, count)
+            slab, begin = self._place(dtype, align, count)
         # detached: autograd treats a view that was made without it unlike other tensors
-        return block.as_strided(size, strides, begin).detach()
+        return slab.as_strided(size, strides, begin).detach()
 
     def _place(self, dtype: torch.dtype, align: int, count: int) -> tuple[Tensor, int]:
-        """The block, and where in it `count` elements are free, which they are no longer."""
+        """The slab, and where in it `count` elements are free, which they are no longer."""
         key = (dtype, align, torch.is_inference_mode_enabled())
-        block, used = self._blocks.get(key, (None, 0))
-        if block is None or used + count > block.numel():
-            grown = 0 if block is None else 2 * block.numel()
-            most = min(SHARED_BY * count, BLOCK // dtype.itemsize)
-            block, used = torch.zeros(max(count, min(grown, most)), dtype=dtype, device="cpu"), 0
-            if type(block) is not Tensor:  # made by a mode, such as FakeTensorMode, that will end
-                return block, 0
+        slab, used = self._slabs.get(key, (None, 0))
+        if slab is None or used + count > slab.numel():
+            grown = 0 if slab is None else 2 * slab.numel()
+            most = min(SHARED_BY * count, SLAB // dtype.itemsize)
+            slab, used = torch.zeros(max(count, min(grown, most)), dtype=dtype, device="cpu"), 0
+            if type(slab) is not Tensor:  # made by a mode, such as FakeTensorMode, that will end
+                return slab, 0
             # Over memory of DLPack, which torch does not resize: that would free all its states.
-            block = from_dlpack(block)
-        self._blocks[key] = block, used + count
-        return block, used
+            slab = from_dlpack(slab)
+        self._slabs[key] = slab, used + count
+        return slab, used

@@ -1,4 +1,4 @@
-"""The classes of which `run` makes optimizers: faststep's steps, and the names of torch's classes.
+"""The classes of optimizers under `run`: faststep's steps, and the names of torch's classes.
 
 A script that was not written for faststep may use `max_grad_norm` and the like for things of its
 own: as a key of a parameter group, as an attribute, or as an argument that must not exist.
@@ -43,7 +43,7 @@ def _made(torchs: type, ours: type) -> Any:
         return torch.optim.Optimizer.__getstate__(self)
 
     def reduced(self: Any, protocol: Any) -> Any:
-        """As an object of torch's class, of which `run` makes one of ours again."""
+        """As an object of torch's class. `run` makes it one of ours again."""
         if type(self) is not made:  # a wrapper of Lightning, say
             return super(made, self).__reduce_ex__(protocol)
         return operator.methodcaller("__new__", torchs), (torchs,), getstate(self)

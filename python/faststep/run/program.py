@@ -22,7 +22,7 @@ class ProgramError(Exception):
 
 
 class Program(NamedTuple):
-    """What is run.
+    """The program to run.
 
     Args:
         name: a path, the name of a module, code, or "-" for code on stdin.

@@ -1,4 +1,4 @@
-"""What ``run`` prints on stderr: a line at the start, a table at the end."""
+"""The output of ``run`` on stderr: a line at the start, a table at the end."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class HostGradScaler(amp.GradScaler, of_cpu.GradScaler):
 
 
 class Swaps:
-    """What is swapped.
+    """The classes and functions to swap.
 
     Attributes:
         done: what the first line says of each part.

@@ -28,7 +28,7 @@ class Moment(NamedTuple):
 
 
 class Look(NamedTuple):
-    """What the kernel said at some time."""
+    """The kernel's counters at some time."""
 
     seconds: float
     faults: int

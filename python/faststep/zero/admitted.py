@@ -62,7 +62,7 @@ def fused_class_of(optimizer: Optimizer) -> Kind:
 
 
 def line_of(name: str, param: Tensor, place: str, taken: set[int]) -> str:
-    """What all ranks must say alike of a parameter, which is at that place in the groups."""
+    """The line about a parameter, at that place in the groups, that all ranks must have alike."""
     frozen = "" if param.requires_grad else ", frozen"
     frozen += ", sharded" if id(param) in taken else ""
     frozen += "" if param.is_cpu else f", on {param.device.type}"

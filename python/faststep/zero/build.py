@@ -1,4 +1,4 @@
-"""What `shard` does once its arguments are checked: looks at every parameter, and moves it."""
+"""The second half of `shard`, with checked arguments: looks at each parameter, and moves it."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ LAST_BUCKET = 2**20  # bytes; with gather="forward", which needs it first
 
 
 class Options(NamedTuple):
-    """What `shard` was asked for, the same on all ranks."""
+    """The arguments of `shard`, the same on all ranks."""
 
     stage: int
     bucket_bytes: float

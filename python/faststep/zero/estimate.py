@@ -135,7 +135,7 @@ def estimate(
 def _states_of(
     optimizer_class: Callable[[list[Any]], Optimizer], like: Tensor, master_weights: bool
 ) -> _States:
-    """What the optimizer keeps for parameters of a dtype: it begins the states of a small one."""
+    """The entries that the optimizer keeps for parameters of a dtype, by starting a small one."""
     probe = nn.Parameter(torch.zeros(2, dtype=like.dtype, device="cpu"))
     script = optimizer_class([probe])
     fused = fused_class_of(script)([{**script.param_groups[0]}])

@@ -18,7 +18,7 @@ __all__ = ["JoinableSteps"]
 
 
 class _Shadow(JoinHook):
-    """What a rank does in the place of each step of the others when it has no more data.
+    """The part of a rank without more data in each step of the others.
 
     Args:
         optimizer: a ShardedOptimizer.

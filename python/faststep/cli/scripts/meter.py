@@ -1,4 +1,4 @@
-"""What a measured script records: its losses, the seconds of each phase, page faults, the peak.
+"""The meter of a script: its losses, the seconds of each phase, page faults, the peak.
 
 It imports neither torch nor faststep, so that a script runs the same in every way.
 """

@@ -1,4 +1,4 @@
-"""Datasets that name the columns of which their samples are rows."""
+"""Datasets whose samples are rows of named columns."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ WIDENED = {
 }
 TO_FLOATS = 14
 ROW_NUMBERS = 15  # the row's number instead of the row
-# the types of which floats are made, and their numbers in csrc/base/widen.h
+# the types that become floats, and their numbers in csrc/base/widen.h
 NUMBERS = {"bool": 0, "uint8": 0, "int8": 1, "int16": 2, "int32": 3}
 NUMBERS |= {"float16": 4, "bfloat16": 5, "float32": 6, "float64": 7}
 # what DLPack takes and gives back as it was: no bits, no quantized numbers, not several in a byte
@@ -108,7 +108,7 @@ class Column:
 
     @property
     def spec(self) -> tuple[object, ...]:
-        """What Gather takes for a field."""
+        """The arguments of Gather for a field."""
         spec = (self.prototype, self.conversion, *self.boundary)
         return spec if self.floats is None else (*spec, self.floats)
 

@@ -1,4 +1,4 @@
-"""What the formats share: errors that name the place, and libraries that are extras."""
+"""Errors that name the place, and libraries that are extras, for all formats."""
 
 from __future__ import annotations
 

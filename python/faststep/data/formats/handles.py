@@ -153,7 +153,7 @@ class FileDataset(Dataset[Any]):
 
 
 class RecordDataset(FileDataset):
-    """A FileDataset of records of which several are read at once.
+    """A FileDataset that reads several records at once.
 
     Args:
         path: the file.

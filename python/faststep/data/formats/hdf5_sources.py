@@ -35,7 +35,7 @@ def _refuse(file: object, name: str, place: str, seen: set[str]) -> None:
 
 
 def _found(file: object, name: str, place: str) -> Handle:
-    """What a name stands for, link by link; None if there is nothing."""
+    """The object that a name stands for, link by link; None if there is nothing."""
     h5py = library("h5py", "hdf5")
     found, parts, links = file, name.split("/")[::-1], 0
     while parts:

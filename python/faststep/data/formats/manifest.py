@@ -1,4 +1,4 @@
-"""What `convert` writes: a directory of .npy files, and a manifest that says what they are.
+"""The result of `convert`: a directory of .npy files, and a manifest that describes them.
 
 A field is one file of rows ("rows"), or items one after another with a file of the places where
 each record begins ("ragged", "text", "bytes").
@@ -81,7 +81,7 @@ def write_manifest(
 
 
 class RaggedArrays(Dataset[Any]):
-    """Samples of which some field varies in length: token sequences, texts, encoded images.
+    """Samples with a field that varies in length: token sequences, texts, encoded images.
 
     A sample has the containers of the source, with a tensor, str or bytes for each field.
     """
@@ -189,7 +189,7 @@ def files_of(folder: str) -> list[str]:
 
 
 def open_manifest(path: PathLike) -> MappedArrays | RaggedArrays:
-    """What `convert` wrote: an ArrayDataset unless a field varies in length.
+    """Open the result of `convert`: an ArrayDataset unless a field varies in length.
 
     Raises:
         FormatError: the manifest or a file is damaged.

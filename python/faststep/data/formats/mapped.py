@@ -41,7 +41,7 @@ class MappedArrays(ArrayDataset):
 
     Args:
         data: as for ArrayDataset.
-        opener: makes it again, from `arguments`, of which the first is the file, or has a `path`.
+        opener: makes it again, from `arguments`; the first is the file, or has a `path`.
     """
 
     def __init__(self, data: object, opener: Callable[..., Any], *arguments: Any) -> None:

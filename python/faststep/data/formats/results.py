@@ -149,7 +149,7 @@ def _is_plain(path: str) -> bool:
 
 
 def _identity(folder: str) -> tuple[int, int] | None:
-    """What tells a directory from another one at the same place; None if there is none."""
+    """The marks that tell a directory from another one at the same place; None without one."""
     try:
         found = os.lstat(folder)
     except FileNotFoundError:

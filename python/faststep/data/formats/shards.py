@@ -116,7 +116,7 @@ class ShardedStream(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """What was set last."""
+        """The value that was set last."""
         return int(self._epoch)
 
     def shards(self, epoch: int | None = None) -> list[str]:

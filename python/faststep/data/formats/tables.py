@@ -40,7 +40,7 @@ def chosen_columns(schema: Handle, columns: Sequence[str] | None, path: str) -> 
 
 
 class Form(NamedTuple):
-    """What a file is known by when it is opened again."""
+    """The marks by which a file is known when it is opened again."""
 
     columns: list[tuple[str, str]]  # names and types
     group_lengths: list[int]

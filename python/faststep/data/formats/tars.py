@@ -138,7 +138,7 @@ def _files(path: str) -> Iterator[tuple[tuple[str, str], bytes]]:
 
 
 def _content(file: _Watched, member: tarfile.TarInfo) -> tuple[tuple[str, str], bytes] | None:
-    """What `_files` gives of a regular file with a name and a suffix; None for anything else."""
+    """The entry of `_files` for a regular file with a name and a suffix; None for all others."""
     place = key_and_field(member.name) if member.isreg() else None
     if place is None:
         return None

@@ -137,7 +137,7 @@ class AskedOrder(Iterator[object]):
             self._snapshots.popleft()
 
     def state_after(self, batches: int) -> State:
-        """What is needed to go on after so many batches of those since the epoch was taken up."""
+        """The state to go on with after so many batches of those since the epoch was taken up."""
         given = self._given if batches == self.position else batches * (self.batch_size or 1)
         state = {**self._identity(), "items_yielded": self._before + given, "draws": {}}
         if self._epoch is not None:
@@ -163,7 +163,7 @@ class AskedOrder(Iterator[object]):
         return self._given - self._skips, opened(snapshot(self._states_now))
 
     def finished_state(self) -> State:
-        """What is needed for the next epoch."""
+        """The state to begin the next epoch with."""
         return state_between_epochs(self._asked, self._iterator)
 
     def _identity(self) -> State:
@@ -176,7 +176,7 @@ def asked_by(sampler: object) -> Any:
 
 
 def state_between_epochs(asked: object, iterator: object = None) -> State:
-    """What a sampler needs to begin its next epoch, after the one of `iterator`."""
+    """The state of a sampler to begin its next epoch with, after the one of `iterator`."""
     state: State = {"sampler": type(asked).__name__, "length": length_of(asked)}
     epoch, own = epoch_of(asked), generator_of(*parts_of(asked))
     if epoch is not None:

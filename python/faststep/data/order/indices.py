@@ -83,7 +83,7 @@ class _Without(Iterator[object]):
 
 
 class _KnownIndices(Iterator[object]):
-    """What torch's batch sampler yields, and draws, where all of it is known at once."""
+    """The batches of torch's batch sampler, with its draws, where all of it is known at once."""
 
     def __init__(self, order: Order, batched: bool) -> None:
         self._order = order

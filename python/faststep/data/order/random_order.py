@@ -123,7 +123,7 @@ class RandomOrder(Order):
         self._drawn = self._drawn[:0]
 
     def _draw_at_end(self) -> None:
-        """RandomSampler ends with one more permutation, of which it takes what is missing."""
+        """RandomSampler ends with the missing part of one more permutation."""
         n, generator = len(self.sampler.data_source), self.sampler.generator
         if generator is not None and self.sampler.num_samples % n == 0:
             torch.randperm(n, generator=generator)

@@ -87,7 +87,7 @@ class Pace:
 
 
 def items_of(iterator: Any) -> Iterator[object]:
-    """What an iterator gives; to begin with these does not call its `__iter__`, which may reset."""
+    """Go through an iterator without a call of its `__iter__`, which may reset it."""
     return map(next, repeat(iterator))
 
 
@@ -119,7 +119,7 @@ def snapshot(states: Callable[[], State]) -> bytes:
 
 
 def opened(packed: bytes) -> State:
-    """What `snapshot` took.
+    """Unpack the states that `snapshot` took.
 
     Raises:
         RuntimeError: it could not take it.

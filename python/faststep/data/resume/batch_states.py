@@ -78,7 +78,7 @@ class CollateWithStates:
 
 
 class InitWorker:
-    """What a worker process runs before it reads: the loader's worker_init_fn, and what is ours.
+    """Run in a worker process before it reads: the loader's worker_init_fn, and our own.
 
     Args:
         init_fn: the loader's.

@@ -13,7 +13,7 @@ __all__ = ["EpochIterator", "Position", "Progress", "Worker", "worker_of"]
 
 
 class Worker(NamedTuple):
-    """The position of a worker in a dataset of which only the worker knows it."""
+    """The position of a worker in a dataset, where only the worker knows it."""
 
     states: bytes | None = None  # of its dataset, after some batch
     samples: int = 0  # delivered since
@@ -33,7 +33,7 @@ class Worker(NamedTuple):
 
 
 def worker_of(saved: State) -> Worker:
-    """What a state says of a worker."""
+    """The entry of a state about a worker."""
     states = saved.get("states")
     return Worker(
         None if states is None else pickle.dumps(states, pickle.HIGHEST_PROTOCOL),

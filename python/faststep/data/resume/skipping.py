@@ -22,7 +22,7 @@ SHOWN = 500  # characters
 
 
 class Skipped(dict[str, Any]):
-    """What DataLoader.stats() has of a sample that was left out."""
+    """The entry of DataLoader.stats() about a sample that was left out."""
 
 
 def _attempt(read: Callable[[Any], object], index: Any) -> object:
@@ -83,7 +83,7 @@ def skipping(samples: Iterator[object]) -> Iterator[object]:
 
 
 class BatchWithSkipped:
-    """What is left of a batch that lost samples, on its way to the script."""
+    """The rest of a batch that lost samples, on its way to the script."""
 
     def __init__(self, batch: object, is_empty: bool, skipped: list[Skipped]) -> None:
         self.batch = batch

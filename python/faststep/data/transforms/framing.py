@@ -11,7 +11,7 @@ Offset = int | Tensor  # the same for all samples, or (N,) int64
 
 
 class Framing:
-    """A window of each source image, resized to a grid, of which the batch shows a part.
+    """A window of each source image, resized to a grid; the batch shows a part of the grid.
 
     Args:
         height, width: of the source images.
@@ -40,7 +40,7 @@ class Framing:
 
     @property
     def grid(self) -> tuple[Offset, Offset]:
-        """What the window is resized to."""
+        """The size that the window is resized to."""
         return self._grid or self.window[2:]
 
     def crop(self, top: Offset, left: Offset, height: Offset, width: Offset, pads: bool) -> None:

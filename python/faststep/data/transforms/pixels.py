@@ -15,7 +15,7 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 
 @dataclass(frozen=True)
 class ToFloat:
-    """What the result looks like; bytes become numbers between 0 and 1, floats stay as they are.
+    """The look of the result; bytes become numbers between 0 and 1, floats stay as they are.
 
     Args:
         dtype: torch.float32, torch.bfloat16 or torch.float16. All arithmetic is fp32, and rounded
@@ -53,7 +53,7 @@ class Normalize:
             raise ValueError(f"std must not be 0: {self.std!r}")
 
     def factors(self, channels: int, unit: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Scale and bias for pixels of which 1 / unit is 1.
+        """Scale and bias for pixels whose 1 / unit is 1.
 
         Raises:
             ValueError: it is for another number of channels.

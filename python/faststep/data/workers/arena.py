@@ -109,7 +109,7 @@ atexit.register(_C.keep_locked_memory, True)
 
 
 class _Child:
-    """The end of a pipe, of which a forked child has the other one as long as it lives."""
+    """The end of a pipe. A forked child has the other end as long as it lives."""
 
     def __init__(self, read_end: int) -> None:
         self._read_end = read_end

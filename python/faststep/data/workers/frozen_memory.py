@@ -84,7 +84,7 @@ class Writer:
         os.close(self._file)
 
     def finish(self) -> FrozenMemory:
-        """What was written; the writer is not used any more."""
+        """Return the memory that was written; the writer is not used any more."""
         if not self._end:
             self.write(bytes(WORD))
         return FrozenMemory(self._file)
@@ -154,7 +154,7 @@ def _encoded(text: str | bytes) -> bytes:
 
 
 def _shared_ends(items: Any) -> tuple[Any, Any]:
-    """What all of some str or bytes begin with, and what the rest of them ends with."""
+    """The common beginning of some str or bytes, and the common end of the rest of them."""
     first, last = min(items), max(items)
     length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
     length = len(first) if length is None else length

@@ -84,7 +84,7 @@ def _array_over(block: torch.Tensor, dtype: Any, shape: tuple[int, ...], order: 
 
 
 class _Contents:
-    """What the pickle of a batch refers to: blocks with its tensors and arrays."""
+    """The blocks that the pickle of a batch refers to, with its tensors and arrays."""
 
     def __init__(self, memory: _C.Arena, stacked: dict[int, int]) -> None:
         self.memory = memory
@@ -129,7 +129,7 @@ class _Contents:
         return _array_over, (reference, array.dtype, array.shape, order)
 
     def give_back(self) -> None:
-        """What was put into blocks is not sent after all."""
+        """Take back what was put into blocks: it is not sent after all."""
         stacked = {place for place, _ in self.leaving}
         for place, (block, _) in enumerate(self.blocks):
             if place not in stacked:

@@ -27,7 +27,7 @@ __all__ = ["Packer", "Start"]
 
 
 class Start:
-    """What a worker process runs first, before the user's `worker_init_fn`."""
+    """Run first in a worker process, before the user's `worker_init_fn`."""
 
     def __init__(self, init_fn: WorkerInitFn | None, packer: Packer) -> None:
         self._init_fn = init_fn

@@ -24,7 +24,7 @@ def is_of_parent(iterator: Any) -> bool:
 
 
 class Workers:
-    """What a loader keeps for its workers from epoch to epoch."""
+    """The tools that a loader keeps for its workers from epoch to epoch."""
 
     def __init__(self, method: str) -> None:
         self._method = method

@@ -135,7 +135,7 @@ class _Context:
 
 
 def _run(arguments: State, ready: threading.Event) -> None:
-    """What torch's worker processes do, in a thread."""
+    """Do in a thread the work of torch's worker processes."""
     torch.get_num_threads()  # the first call in a thread sets the process's number
     torch.set_num_threads(1)
     ready.set()

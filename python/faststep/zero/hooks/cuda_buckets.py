@@ -19,7 +19,7 @@ __all__ = ["CudaBucket"]
 
 
 class CudaBucket(GradientBucket):
-    """What GradientBucket does, on a device."""
+    """A GradientBucket on a device."""
 
     shares_slice = False
 

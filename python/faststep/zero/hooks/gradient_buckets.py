@@ -105,7 +105,7 @@ class GradientBucket:
         return self._buffer
 
     def _new_buffer(self) -> Tensor:
-        """Memory for whole gradients, of which all but gaps is written before it is sent."""
+        """Memory for whole gradients. All but gaps is written before it is sent."""
         return Pages(self.layout.size, self.layout.dtype, self.layout.device).tensor
 
     def send(self) -> None:

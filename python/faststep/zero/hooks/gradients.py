@@ -324,7 +324,7 @@ class Gradients:
 
 
 def _nothing(*_: object) -> None:
-    """What is called for optimizers that nobody joins."""
+    """Do nothing: for optimizers that nobody joins."""
 
 
 def _hook(owner: Callable[[], Gradients | None], slot: Slot) -> Callable[[Tensor], None]:

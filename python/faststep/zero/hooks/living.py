@@ -1,4 +1,4 @@
-"""The sharded models of this process, several of which a backward pass may reach."""
+"""The sharded models of this process. A backward pass may reach several."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ __all__ = ["HAS_FAILED", "State"]
 
 
 class State(enum.Enum):
-    """What has become of the gradients since the last zero_grad().
+    """The state of the gradients since the last zero_grad().
 
     Attributes:
         IDLE: there are none.

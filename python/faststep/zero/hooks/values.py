@@ -16,7 +16,7 @@ __all__ = ["GradientValues"]
 
 
 class GradientValues:
-    """What placeholders answer.
+    """The answers of placeholders.
 
     Args:
         slots: all parameters, by their number.
@@ -139,7 +139,7 @@ class GradientValues:
 
 
 def _part_of(slot: Slot, other: Tensor) -> Tensor:
-    """What lies beside a slice in another tensor, in fp32 where the slice has that for bf16."""
+    """The part of another tensor beside a slice, in fp32 where the slice has that for bf16."""
     assert slot.part is not None
     part = slot.cut(other)
     return part.to(slot.part.grad.dtype) if part.dtype == slot.stand_in.dtype else part

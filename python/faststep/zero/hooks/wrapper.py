@@ -97,7 +97,7 @@ class Wrapper:
 
 
 def _nothing(*_: object) -> None:
-    """What is called for optimizers that nobody joins."""
+    """Do nothing: for optimizers that nobody joins."""
 
 
 def _hook(

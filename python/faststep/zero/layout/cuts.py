@@ -21,7 +21,7 @@ ALIGNMENT = 128  # bytes between the starts of parameters are a multiple of this
 
 
 class Flat(NamedTuple):
-    """What the layout needs to know of a parameter."""
+    """A parameter, as the layout needs to know it."""
 
     size: int  # elements
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """What a rank owns of a parameter: elements in the order of the parameter's memory."""
+    """The part of a parameter that a rank owns: elements in the order of its memory."""
 
     param: int
     begin: int  # in the parameter
@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
         return slice(self.part * rank, self.part * (rank + 1))
 
     def pieces_of(self, rank: int) -> Iterator[Piece]:
-        """What a rank owns of each parameter. Parameters without elements are rank 0's."""
+        """The pieces of parameters that a rank owns. Parameters without elements are rank 0's."""
         low, high = self.part * rank, self.part * (rank + 1)
         for param, begin, size in self.places:
             if not size:

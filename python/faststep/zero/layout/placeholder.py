@@ -1,4 +1,4 @@
-"""What stands in `.grad` of a parameter whose gradient was reduced into the slices of the ranks."""
+"""The stand-in for `.grad` of a parameter whose gradient lies in the slices of the ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engine knows of one parameter."""
+"""A parameter, as the engine knows it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Part", "Slot"]
 
 
 class Part(NamedTuple):
-    """What this rank owns of a parameter."""
+    """The part of a parameter that this rank owns."""
 
     values: Tensor  # flat; a part of the bucket
     grad: Tensor  # their gradient, a part of the slice

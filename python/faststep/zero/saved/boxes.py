@@ -66,6 +66,6 @@ def _cut(begin: int, end: int, sizes: Sequence[int]) -> Iterator[tuple[list[int]
 def _inside(
     index: int, begin: int, end: int, sizes: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """What lies at one index of the first dimension."""
+    """The boxes at one index of the first dimension."""
     for offsets, lengths in _cut(begin, end, sizes[1:]):
         yield [index, *offsets], [1, *lengths]

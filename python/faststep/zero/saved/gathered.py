@@ -63,7 +63,7 @@ def _sliced_states(engine: Engine) -> States:
 def _entries_on_all(
     engine: Engine, states: Mapping[Tensor, dict[str, Any]]
 ) -> dict[int, dict[str, Any]]:
-    """What the states of each parameter are made of, by the number of its slot.
+    """The parts of the states of each parameter, by the number of its slot.
 
     Tensors with an element per element of the parameter are their dtype.
     """

@@ -1,4 +1,4 @@
-"""A state of a whole parameter of which this rank has a part, for torch.distributed.checkpoint."""
+"""A whole parameter's state, with the part of this rank, for torch.distributed.checkpoint."""
 
 from __future__ import annotations
 

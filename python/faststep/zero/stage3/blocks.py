@@ -1,4 +1,4 @@
-"""Which modules stage 3 shards one by one: the blocks of which a model has several."""
+"""Which modules stage 3 shards one by one: the blocks that a model repeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 __all__ = ["announce", "blocks_of", "has_forward", "homes_of", "tied_blocks"]
 
 FEW = 8  # a class of fewer blocks may be one of stages or stacks, which have blocks inside
-TOO_LARGE = 1 / 3  # of the model: stages and stacks of which one holds more are taken apart
+TOO_LARGE = 1 / 3  # of the model: a stage or stack that holds more is taken apart
 MOST = 2 / 3  # of a block: what those inside must hold for it
 SMALL = 1 / 20  # of the model: classes that hold less are no blocks
 HALF = 1 / 2  # of the model: a warning if more is gathered at once
@@ -21,7 +21,7 @@ _log = logging.getLogger("faststep.zero.blocks")
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules that have children and a class of which there are several.
+    """The outermost modules that have children and a class that occurs several times.
 
     So a stack of blocks is taken apart where it is there twice, as encoder and decoder are, or a
     few times in several widths, and one holds over a third of the model. Without such modules they

@@ -31,7 +31,7 @@ MOST_KEPT = 64  # sets of gradients whose places are remembered
 
 
 class Measured(NamedTuple):
-    """What all ranks know after the exchange, in tensors without dimensions."""
+    """The knowledge of all ranks after the exchange, in tensors without dimensions."""
 
     norm: Tensor  # float64, of the gradients divided by the scale
     found_inf: Tensor  # float32, 1 where an element is infinite or NaN
@@ -39,11 +39,11 @@ class Measured(NamedTuple):
 
 
 class _Places(NamedTuple):
-    """What is exchanged for a set of gradients, uploaded once: that waits for a CUDA device."""
+    """The numbers exchanged for a set of gradients, uploaded once: that waits for a CUDA device."""
 
     own: Tensor  # the places of this rank's chunks among all
     folded: Tensor  # the places of all ranks' chunks
-    code: Tensor  # a number made of which gradients they are, and its square
+    code: Tensor  # a number that tells which gradients they are, and its square
 
 
 class ChunkSums:
@@ -126,7 +126,7 @@ def _fold(sums: Tensor) -> Tensor:
 
 
 def _inverse(scale: Tensor | None) -> float:
-    """What gradients are multiplied by, rounded as a step of one process rounds it."""
+    """The factor of the gradients, rounded as a step of one process rounds it."""
     if scale is None:
         return 1.0
     inverse = 1.0 / float(scale.item())

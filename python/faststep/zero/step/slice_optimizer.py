@@ -254,7 +254,7 @@ def _refuse(differ: Tensor) -> None:
 
 
 def _owned(slots: Iterable[Slot]) -> list[tuple[Slot, Part]]:
-    """Those of which this rank has a part."""
+    """Those with a part on this rank."""
     return [(slot, slot.part) for slot in slots if slot.part is not None]
 
 

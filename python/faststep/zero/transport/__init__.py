@@ -1,1 +1,1 @@
-"""What ranks send each other."""
+"""Messages between ranks."""

@@ -48,7 +48,7 @@ class Pending:
 
 
 class Exchange(NamedTuple):
-    """What the ranks have of this rank's slice, on its way: to be read when it was waited for."""
+    """The values of all ranks for this rank's slice, on their way: read them after waiting."""
 
     parts: list[Tensor]  # by rank; the own one may lie in what was sent
     block: Tensor | None  # of the pool, where those of the others arrive

@@ -1,4 +1,4 @@
-"""What the host may not wait for on a CUDA device."""
+"""Results of a CUDA device that the host must not wait for."""
 
 from __future__ import annotations
 

@@ -13,14 +13,14 @@ import torch
 from hypothesis import strategies as st
 
 from faststep.amp import GradScaler
-from faststep.amp.scale_rule import ScaleRule
+from faststep.amp.scale_update import ScaleUpdate
 from scalers import iterate, make_scaler
 
 INF = math.inf
 # Overflow or not, per step.
 STEPS = st.lists(st.booleans(), max_size=20)
 RULES = st.builds(
-    ScaleRule,
+    ScaleUpdate,
     growth_factor=st.floats(1.001, 100.0),
     backoff_factor=st.floats(1e-3, 0.999),
     growth_interval=st.integers(1, 4),
@@ -31,7 +31,7 @@ RULES = st.builds(
 SCALES = st.floats(2.0**-20, 2.0**127, width=32)
 
 
-def slow_rule(rule: ScaleRule, scale: float, steps: list[bool]) -> list[tuple[float, int, int]]:
+def slow_rule(rule: ScaleUpdate, scale: float, steps: list[bool]) -> list[tuple[float, int, int]]:
     """(scale, growth tracker, hysteresis tracker) after each step, written out."""
     growth, left, history = 0, rule.hysteresis, []
     for overflow in steps:
@@ -58,7 +58,7 @@ def slow_rule(rule: ScaleRule, scale: float, steps: list[bool]) -> list[tuple[fl
 
 
 def run_rule(
-    rule: ScaleRule, way: str, scale: float, steps: list[bool]
+    rule: ScaleUpdate, way: str, scale: float, steps: list[bool]
 ) -> list[tuple[float, int, int]]:
     tensors = (
         torch.tensor(scale),
@@ -77,7 +77,7 @@ def run_rule(
 @pytest.mark.parametrize("way", ["_update_in_c", "_update_in_torch"])
 @hypothesis.given(rule=RULES, scale=SCALES, steps=STEPS)
 def test_both_ways_follow_the_rule(
-    way: str, rule: ScaleRule, scale: float, steps: list[bool]
+    way: str, rule: ScaleUpdate, scale: float, steps: list[bool]
 ) -> None:
     assert run_rule(rule, way, scale, steps) == slow_rule(rule, scale, steps)
 
@@ -85,7 +85,7 @@ def test_both_ways_follow_the_rule(
 @pytest.mark.parametrize("way", ["_update_in_c", "_update_in_torch", "update"])
 @hypothesis.given(rule=RULES, scale=SCALES, steps=STEPS)
 def test_without_extras_the_numbers_are_torchs(
-    way: str, rule: ScaleRule, scale: float, steps: list[bool]
+    way: str, rule: ScaleUpdate, scale: float, steps: list[bool]
 ) -> None:
     rule = replace(rule, min_scale=None, max_scale=None, hysteresis=1)
     expected, tracker = torch.tensor(scale), torch.tensor(0, dtype=torch.int32)
@@ -105,7 +105,7 @@ def test_without_extras_the_numbers_are_torchs(
 @pytest.mark.parametrize("way", ["_update_in_c", "_update_in_torch", "update"])
 @pytest.mark.parametrize("found_inf", [2.0, -1.0, math.nan, INF, 1e-30])
 def test_anything_but_zero_is_an_overflow(way: str, found_inf: float) -> None:
-    rule = ScaleRule(2.0, 0.5, 1, min_scale=1e-3)
+    rule = ScaleUpdate(2.0, 0.5, 1, min_scale=1e-3)
     scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
     getattr(rule, way)(scale, tracker, None, torch.tensor(found_inf))
     assert (scale, tracker) == (4.0, 0)
@@ -116,7 +116,7 @@ def test_the_scale_is_updated_in_place_and_autograd_sees_it(way: str) -> None:
     scale, tracker = torch.tensor(8.0), torch.tensor(0, dtype=torch.int32)
     outputs = torch.ones(2, requires_grad=True)
     loss = (outputs * scale).sum()
-    getattr(ScaleRule(2.0, 0.5, 1, max_scale=100.0), way)(scale, tracker, None, torch.tensor(0.0))
+    getattr(ScaleUpdate(2.0, 0.5, 1, max_scale=100.0), way)(scale, tracker, None, torch.tensor(0.0))
     assert scale == 16.0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
