@@ -120,7 +120,7 @@ static share *share_at(shares *all, size_t place)
 }
 
 /* A thread's own shares, and then what is left of the others'. */
-static void run_parts(int64_t begin, int64_t end, void *context)
+static void run_shares(int64_t begin, int64_t end, void *context)
 {
     shares *all = context;
     for (int64_t i = begin; i < end; i++)
@@ -151,7 +151,7 @@ fst_code fst_job_run(const fst_job *job, fst_status *status)
     all.job = job;
     for (size_t round = 0; round < job->work->round_count; round++) {
         cut(job->work, round, &all);
-        const fst_code code = fst_parallel_for((int64_t)all.count, 1, run_parts, &all, status);
+        const fst_code code = fst_parallel_for((int64_t)all.count, 1, run_shares, &all, status);
         if (code)
             return code;
     }

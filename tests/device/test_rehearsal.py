@@ -12,15 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu import test_race
+from gpu import common, test_race
 
 from . import fake
+
+
+@pytest.mark.skipif(os.environ.get("FASTSTEP_FAKE_GPU") == "0", reason="it leaves them out")
+def test_gpu_tests_run_here() -> None:
+    """Without a GPU, too: a suite that skips all of them would pass."""
+    assert common.why_not() is None
 
 
 def test_parts_run_on_the_fake_machine(tmp_path: Path) -> None:
     """What `make gpu` runs, of each kind of part; the benchmarks on tiny tensors."""
     fake.library()
-    names = ["info", "race", "bench-images"]
+    names = ["info", "race", "bench-small", "bench-images"]
     command = [sys.executable, "-m", "gpu.run_parts", "--folder", str(tmp_path / "parts")]
     done = subprocess.run(
         [*command, "--results", str(tmp_path / "kept"), *names],
@@ -34,8 +40,10 @@ def test_parts_run_on_the_fake_machine(tmp_path: Path) -> None:
     said = [line.split()[:2] for line in done.stdout.splitlines() if line.startswith("passed")]
     assert said == [["passed", name] for name in names]
     report = (tmp_path / "kept/report.md").read_text()
+    assert "## bench-small: what it wrote" in report
     assert "## bench-images: what it wrote" in report
     assert "torch, image by image" in report
+    assert "300 x 1024, fp32" in report
 
 
 class Stub:

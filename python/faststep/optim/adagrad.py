@@ -12,8 +12,8 @@ from typing_extensions import Unpack
 from .arguments import composed
 from .counted import CountedOptimizer
 from .masters import begin_state, has_master
-from .options import Arguments
 from .request import formula
+from .step_options import Arguments
 
 __all__ = ["Adagrad"]
 

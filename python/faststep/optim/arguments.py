@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from torch.optim import Optimizer
 
-from .options import Arguments, ClippedOptimizer
+from .step_options import Arguments, ClippedOptimizer
 
 __all__ = ["composed"]
 

@@ -24,10 +24,10 @@ from .checks import check_limit, refuse_group_options, refuse_part
 from .hooked import HookedOptimizer
 from .load_masters import loading_masters
 from .masters import complete_states, refuse_masters, with_master
-from .options import ClippedOptimizer
 from .plan_step import PlanStep
 from .request import Formula, Rule, ScalerRequest, StepAnswer, StepRequest, request_of
 from .step import Stepper, loss_of
+from .step_options import ClippedOptimizer
 from .zeros import Zeros
 
 __all__ = ["FusedOptimizer", "number"]

@@ -41,10 +41,10 @@ class _Loading(NamedTuple):
         if not self.keeps_masters:
             return state_dict
         saved = itertools.chain.from_iterable(g["params"] for g in state_dict["param_groups"])
-        own = {key for key, param in zip(saved, params_of(optimizer)) if has_master(param)}  # noqa: B905 - torch says what does not fit
+        with_master = {key for key, param in zip(saved, params_of(optimizer)) if has_master(param)}  # noqa: B905 - torch says what does not fit
         states = {
             key: {name: _wrapped(name, value) for name, value in state.items()}
-            if key in own
+            if key in with_master
             else state
             for key, state in state_dict["state"].items()
         }
