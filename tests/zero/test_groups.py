@@ -1,9 +1,9 @@
 """Parameter groups that a script changes while it trains, and parameters that it freezes and
-unfreezes: by torch's optimizer inside DistributedDataParallel, and sharded."""
+unfreezes, in every way of `beside_ddp`."""
 
 from __future__ import annotations
 
-import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,20 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from accumulate.processes import Job
 from faststep import zero
 
+from .beside_ddp import RANKS, Run, Table, whole
+
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
-KINDS: dict[str, dict[str, Any]] = {
-    "ddp": {},
-    "stage 1": {"stage": 1},
-    "stage 2": {"stage": 2},
-    "wrapped": {"stage": 2},
-    "in forward": {"gather": "forward"},
-}
 
 
 class _Net(nn.Module):
@@ -48,30 +42,25 @@ class _Net(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-class _Run:
-    """A model of one kind. DistributedDataParallel reduces what was trained when it was made."""
+class _Loop:
+    """DistributedDataParallel reduces what was trained when it was made."""
 
-    def __init__(self, kind: str, rank: int, world: int, adapted: bool) -> None:
-        self.kind, self.rank, self.world, self.adapted = kind, rank, world, adapted
-        self.inside = _Net()
-        self.model: Any = self.inside
-        if kind == "ddp" and adapted:
+    def __init__(self, run: Run, adapted: bool = False) -> None:
+        self.run, self.inside = run, _Net()
+        if run.kind == "ddp" and adapted:
             self.inside.adapt()
-        if kind in ("ddp", "wrapped"):
-            self.model = DistributedDataParallel(self.inside, find_unused_parameters=True)
+        self.model = run.wrap(self.inside)
 
-    def shard(self, optimizer: Any, **options: Any) -> Any:
-        if self.kind == "ddp":
-            return optimizer
-        return zero.shard(self.model, optimizer, bucket_mb=0.002, **KINDS[self.kind], **options)  # type: ignore[arg-type]
+    def shard(self, optimizer: Any) -> Any:
+        return self.run.shard(self.model, optimizer)
 
     def adapt(self) -> None:
         """Ranks begin with other values, and go on with those of rank 0."""
-        if self.kind != "ddp":
-            self.inside.adapt(3 + self.rank)
+        if self.run.kind != "ddp":
+            self.inside.adapt(3 + self.run.rank)
 
     def loss(self, step: int, adapted: bool = False) -> Tensor:
-        made = torch.Generator().manual_seed(100 * step + self.rank)
+        made = torch.Generator().manual_seed(100 * step + self.run.rank)
         return self.model(torch.randn(6, 40, generator=made), adapted).square().mean()  # type: ignore[no-any-return]
 
     def train(self, optimizer: Any, steps: range, adapted: bool = False) -> None:
@@ -85,122 +74,123 @@ def _adam(params: Any) -> Any:
     return torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)
 
 
-def _gradual(run: _Run) -> Any:
+def _gradual(loop: _Loop) -> Any:
     """All parameters are in the optimizer; more and more are trained, and then fewer."""
-    run.inside.blocks.requires_grad_(False)
-    optimizer = run.shard(_adam(run.inside.parameters()))
+    loop.inside.blocks.requires_grad_(False)
+    optimizer = loop.shard(_adam(loop.inside.parameters()))
     for number in (3, 1, 0):
-        run.train(optimizer, range(number, number + 2))
-        run.inside.blocks[number].requires_grad_(True)
-    run.train(optimizer, range(10, 12))
-    run.inside.head.requires_grad_(False)
-    run.inside.blocks[3].weight.requires_grad_(False)
-    run.train(optimizer, range(12, 14))
-    run.inside.requires_grad_(True)
-    run.train(optimizer, range(14, 17))
+        loop.train(optimizer, range(number, number + 2))
+        loop.inside.blocks[number].requires_grad_(True)
+    loop.train(optimizer, range(10, 12))
+    loop.inside.head.requires_grad_(False)
+    loop.inside.blocks[3].weight.requires_grad_(False)
+    loop.train(optimizer, range(12, 14))
+    loop.inside.requires_grad_(True)
+    loop.train(optimizer, range(14, 17))
     return optimizer
 
 
-def _all_frozen(run: _Run) -> Any:
-    run.inside.requires_grad_(False)
-    optimizer = run.shard(_adam(run.inside.parameters()))
-    run.inside.head.requires_grad_(True)
-    run.train(optimizer, range(3))
+def _all_frozen(loop: _Loop) -> Any:
+    loop.inside.requires_grad_(False)
+    optimizer = loop.shard(_adam(loop.inside.parameters()))
+    loop.inside.head.requires_grad_(True)
+    loop.train(optimizer, range(3))
     return optimizer
 
 
-def _added(run: _Run) -> Any:
+def _added(loop: _Loop) -> Any:
     """As fine-tuning callbacks unfreeze: by a group."""
-    run.inside.blocks.requires_grad_(False)
-    optimizer = run.shard(_adam(run.inside.head.parameters()))
-    run.train(optimizer, range(2))
+    loop.inside.blocks.requires_grad_(False)
+    optimizer = loop.shard(_adam(loop.inside.head.parameters()))
+    loop.train(optimizer, range(2))
     for number in (3, 2):
-        run.inside.blocks[number].requires_grad_(True)
-        more = run.inside.blocks[number].parameters()
+        loop.inside.blocks[number].requires_grad_(True)
+        more = loop.inside.blocks[number].parameters()
         optimizer.add_param_group({"params": more, "lr": 0.005})
-        run.train(optimizer, range(number, number + 2))
-    run.inside.blocks[3].requires_grad_(False)
-    run.train(optimizer, range(5, 7))
+        loop.train(optimizer, range(number, number + 2))
+    loop.inside.blocks[3].requires_grad_(False)
+    loop.train(optimizer, range(5, 7))
     return optimizer
 
 
-def _adapters(run: _Run) -> Any:
-    optimizer = run.shard(_adam([*run.inside.blocks.parameters(), *run.inside.head.parameters()]))
-    run.train(optimizer, range(2))
-    run.adapt()
-    optimizer.add_param_group({"params": run.inside.adapters.parameters(), "betas": (0.5, 0.9)})
-    run.inside.blocks.requires_grad_(False)
-    run.train(optimizer, range(2, 6), adapted=True)
+def _adapters(loop: _Loop) -> Any:
+    optimizer = loop.shard(
+        _adam([*loop.inside.blocks.parameters(), *loop.inside.head.parameters()])
+    )
+    loop.train(optimizer, range(2))
+    loop.adapt()
+    optimizer.add_param_group({"params": loop.inside.adapters.parameters(), "betas": (0.5, 0.9)})
+    loop.inside.blocks.requires_grad_(False)
+    loop.train(optimizer, range(2, 6), adapted=True)
     return optimizer
 
 
-def _by_hand(run: _Run) -> Any:
+def _by_hand(loop: _Loop) -> Any:
     """Lists that are changed without the optimizer."""
-    head = [*run.inside.head.parameters()]
-    blocks = [*run.inside.blocks.parameters()]
-    optimizer = run.shard(_adam([{"params": blocks}, {"params": head, "lr": 0.001}]))
+    head = [*loop.inside.head.parameters()]
+    blocks = [*loop.inside.blocks.parameters()]
+    optimizer = loop.shard(_adam([{"params": blocks}, {"params": head, "lr": 0.001}]))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
-    run.train(optimizer, range(2))
+    loop.train(optimizer, range(2))
     first, second = optimizer.param_groups
     gone = first["params"][3]
     del first["params"][3]
-    run.train(optimizer, range(2, 4))
+    loop.train(optimizer, range(2, 4))
     second["params"].append(first["params"].pop(0))
     scheduler.step()
-    run.train(optimizer, range(4, 6))
+    loop.train(optimizer, range(4, 6))
     gone.grad = None
     optimizer.param_groups = [{**second, "lr": 0.03}]
-    run.train(optimizer, range(6, 8))
+    loop.train(optimizer, range(6, 8))
     for param in blocks:
         param.grad = None
     optimizer.param_groups = [first, second]
     second["params"] = (*second["params"], gone)
-    run.train(optimizer, range(8, 10))
+    loop.train(optimizer, range(8, 10))
     second["params"] = list(second["params"])
     return optimizer
 
 
-def _unfrozen_in_a_list(run: _Run) -> Any:
+def _unfrozen_in_a_list(loop: _Loop) -> Any:
     """Of a frozen parameter that the optimizer gets by hand, after its first gradient."""
-    run.inside.blocks[2].requires_grad_(False)
-    optimizer = run.shard(_adam([p for p in run.inside.parameters() if p.requires_grad]))
-    run.train(optimizer, range(2))
-    run.inside.blocks[2].requires_grad_(True)
-    run.loss(2).backward()
-    optimizer.param_groups[0]["params"].extend(run.inside.blocks[2].parameters())
+    loop.inside.blocks[2].requires_grad_(False)
+    optimizer = loop.shard(_adam([p for p in loop.inside.parameters() if p.requires_grad]))
+    loop.train(optimizer, range(2))
+    loop.inside.blocks[2].requires_grad_(True)
+    loop.loss(2).backward()
+    optimizer.param_groups[0]["params"].extend(loop.inside.blocks[2].parameters())
     optimizer.step()
     return optimizer
 
 
-def _accumulated(run: _Run) -> Any:
+def _accumulated(loop: _Loop) -> Any:
     """Unfrozen inside of a window, whose gradients are summed on the ranks."""
-    run.inside.blocks[1].requires_grad_(False)
-    optimizer = run.shard(_adam(run.inside.parameters()))
-    quiet = run.model if run.kind in ("ddp", "wrapped") else optimizer
+    loop.inside.blocks[1].requires_grad_(False)
+    optimizer = loop.shard(_adam(loop.inside.parameters()))
     for step in range(4):
-        with quiet.no_sync():
-            run.loss(step).backward()
-            run.inside.blocks[1].requires_grad_(True)
-            run.loss(step + 10).backward()
-        with quiet.no_sync() if step == 2 else contextlib.nullcontext():
-            run.loss(step + 20).backward()
+        with loop.run.no_sync(loop.model, optimizer):
+            loop.loss(step).backward()
+            loop.inside.blocks[1].requires_grad_(True)
+            loop.loss(step + 10).backward()
+        with loop.run.no_sync(loop.model, optimizer, step == 2):
+            loop.loss(step + 20).backward()
         if step != 2:
             optimizer.step()
             optimizer.zero_grad()
     return optimizer
 
 
-def _clipped(run: _Run) -> Any:
-    run.inside.blocks[1].requires_grad_(False)
-    optimizer = run.shard(_adam(run.inside.parameters()))
+def _clipped(loop: _Loop) -> Any:
+    loop.inside.blocks[1].requires_grad_(False)
+    optimizer = loop.shard(_adam(loop.inside.parameters()))
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
     for step in range(4):
-        scaler.scale(run.loss(step)).backward()
+        scaler.scale(loop.loss(step)).backward()
         if step == 1:
-            run.inside.blocks[1].requires_grad_(True)
+            loop.inside.blocks[1].requires_grad_(True)
         scaler.unscale_(optimizer)
-        if run.kind == "ddp":
-            nn.utils.clip_grad_norm_(run.inside.parameters(), 0.05)
+        if loop.run.kind == "ddp":
+            nn.utils.clip_grad_norm_(loop.inside.parameters(), 0.05)
         else:
             optimizer.clip_grad_norm_(0.05)
         scaler.step(optimizer)
@@ -209,24 +199,24 @@ def _clipped(run: _Run) -> Any:
     return optimizer
 
 
-def _saved(run: _Run) -> Any:
+def _saved(loop: _Loop) -> Any:
     """Saved while parameters are frozen, loaded where they are, unfrozen, and saved again."""
-    optimizer = _gradual(run)
+    optimizer = _gradual(loop)
     box = [optimizer.state_dict()]
     dist.broadcast_object_list(box)
-    again = _Run(run.kind, run.rank, run.world, False)
-    again.inside.load_state_dict(run.inside.state_dict())
+    again = _Loop(loop.run)
+    again.inside.load_state_dict(loop.inside.state_dict())
     again.inside.blocks.requires_grad_(False)
     other = again.shard(_adam(again.inside.parameters()))
     other.load_state_dict(box[0])
     again.train(other, range(2))
     again.inside.requires_grad_(True)
     again.train(other, range(2, 5))
-    run.inside.load_state_dict(again.inside.state_dict())
+    loop.inside.load_state_dict(again.inside.state_dict())
     return other
 
 
-SCRIPTS: dict[str, Callable[[_Run], Any]] = {
+SCRIPTS: dict[str, Callable[[_Loop], Any]] = {
     "gradual": _gradual,
     "all frozen": _all_frozen,
     "added": _added,
@@ -239,37 +229,32 @@ SCRIPTS: dict[str, Callable[[_Run], Any]] = {
 }
 
 
-def _compared(rank: int, world: int, name: str) -> dict[str, float]:
-    found = {}
-    expected: list[Tensor] = []
-    for kind in KINDS:
-        run = _Run(kind, rank, world, name == "adapters")
-        optimizer = SCRIPTS[name](run)
-        if kind != "ddp":
-            optimizer.wait()
-        values = [param.detach().clone() for param in run.inside.parameters()]
-        if kind == "ddp" and name == "by hand":  # torch's raises for states of no group
-            known = {id(p) for g in optimizer.param_groups for p in g["params"]}
-            for param in [p for p in optimizer.state if id(p) not in known]:
-                del optimizer.state[param]
-        state = optimizer.state_dict()
-        if rank == 0:
-            for _, entries in sorted(state["state"].items()):
-                values += [entries["step"], entries["exp_avg"], entries["exp_avg_sq"]]
-        expected = expected or values
-        pairs = zip(values, expected, strict=True)
-        found[kind] = max(float((a - b).abs().max()) for a, b in pairs)
-    return found
+def _script(name: str, run: Run) -> None:
+    """The script, and then the states: rank 0 keeps them beside the parameters."""
+    optimizer = SCRIPTS[name](_Loop(run, name == "adapters"))
+    if run.kind == "ddp" and name == "by hand":  # torch's raises for states of no group
+        known = {id(p) for g in optimizer.param_groups for p in g["params"]}
+        for param in [p for p in optimizer.state if id(p) not in known]:
+            del optimizer.state[param]
+    state = optimizer.state_dict()
+    for _, entries in sorted(state["state"].items()):
+        kept = [whole(entries[key]) for key in ("step", "exp_avg", "exp_avg_sq")]
+        run.kept += kept if run.rank == 0 else []
 
 
-WORLDS = {"saved": 3, "added": 3}
+TABLE = Table(
+    "groups",
+    {name: functools.partial(_script, name) for name in SCRIPTS},
+    refused=dict.fromkeys(["added", "adapters"], "a parameter group cannot be added at stage 3"),
+    as_torch=["by hand", "saved"],
+)
 
 
+@pytest.mark.parametrize("world", RANKS)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_parameters_of_ddp(name: str, ranks: Ranks) -> None:
-    for said in ranks(f"groups: {name}"):
-        assert set(said) == set(KINDS)
-        assert max(said.values()) < 1e-5, said
+def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
+    for said in ranks(f"groups: {name} on {world}"):
+        TABLE.check(said, name)
 
 
 def _error(work: Callable[[], object]) -> str:
@@ -316,6 +301,6 @@ def test_what_is_refused(ranks: Ranks) -> None:
 
 
 ZERO_JOBS = [
-    *(Job(f"groups: {name}", WORLDS.get(name, 2), _compared, (name,)) for name in SCRIPTS),
+    *TABLE.jobs(),
     Job("groups: refused", 2, _refused),
 ]

@@ -1,5 +1,4 @@
-"""More scripts as people write them, run by torch's optimizer inside DistributedDataParallel, and
-sharded: plain, inside of it, and at stage 3."""
+"""Models and loops as people write them, in every way of `beside_ddp`."""
 
 from __future__ import annotations
 
@@ -12,17 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector, prune, vector_to_parameters
 from torch.utils.checkpoint import checkpoint
 
 from accumulate.processes import Job
 from faststep import zero
 
+from .beside_ddp import RANKS, Run, Script, Table
+
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
-STAGES = {"stage 1": 1, "stage 2": 2, "wrapped": 2, "stage 3": 3}
 
 
 class _Net(nn.Module):
@@ -41,47 +39,29 @@ class _Net(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-class _Run:
-    """A rank that runs a script in one way; `kept` is what is compared, beside the parameters."""
-
-    def __init__(self, kind: str, rank: int) -> None:
-        self.kind, self.rank = kind, rank
-        self.nets: list[nn.Module] = []
-        self.kept: list[Tensor] = []
-
-    def make(self, net: nn.Module, unused: bool = False) -> tuple[Any, Any]:
-        """The model that the loop calls, and its optimizer."""
-        self.nets.append(net)
-        model = net
-        if self.kind in ("ddp", "wrapped"):
-            model = DistributedDataParallel(net, find_unused_parameters=unused)
-        optimizer: Any = torch.optim.AdamW(net.parameters(), lr=0.02)
-        if self.kind != "ddp":
-            size: dict[str, Any] = {} if self.kind == "stage 3" else {"bucket_mb": 0.001}
-            optimizer = zero.shard(model, optimizer, stage=STAGES[self.kind], **size)
-        return model, optimizer
-
-    def rows(self, step: int, width: int = 6) -> Tensor:
-        made = torch.Generator().manual_seed(100 * step + self.rank)
-        return torch.randn(5, width, generator=made)
-
-    def train(
-        self, net: nn.Module, after: Callable[[int], Any] = bool, unused: bool = False
-    ) -> Any:
-        model, optimizer = self.make(net, unused)
-        for step in range(4):
-            optimizer.zero_grad()
-            model(self.rows(step)).square().mean().backward()
-            optimizer.step()
-            after(step)
-
-    def values(self) -> list[Tensor]:
-        params = [param.detach() for net in self.nets for param in net.parameters()]
-        whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in params]
-        return [value.clone() for value in (*whole, *self.kept)]
+def _make(run: Run, net: nn.Module, unused: bool = False) -> tuple[Any, Any]:
+    """The model that the loop calls, and its optimizer."""
+    model = run.wrap(net, unused)
+    return model, run.shard(model, torch.optim.AdamW(net.parameters(), lr=0.02))
 
 
-def _swapped_average(run: _Run) -> None:
+def _rows(run: Run, step: int, width: int = 6) -> Tensor:
+    made = torch.Generator().manual_seed(100 * step + run.rank)
+    return torch.randn(5, width, generator=made)
+
+
+def _train(
+    run: Run, net: nn.Module, after: Callable[[int], Any] = bool, unused: bool = False
+) -> None:
+    model, optimizer = _make(run, net, unused)
+    for step in range(4):
+        optimizer.zero_grad()
+        model(_rows(run, step)).square().mean().backward()
+        optimizer.step()
+        after(step)
+
+
+def _swapped_average(run: Run) -> None:
     net = _Net()
     average = copy.deepcopy(net)
 
@@ -93,21 +73,21 @@ def _swapped_average(run: _Run) -> None:
                 mean.data, param.data = param.data, mean.data
             run.kept.append(net(torch.ones(1, 6)).detach())
 
-    run.train(net, after)
+    _train(run, net, after)
 
 
-def _gan(run: _Run) -> None:
+def _gan(run: Run) -> None:
     """The discriminator is frozen while the generator learns."""
     torch.manual_seed(1)
     judge_net = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 1))
-    maker, maker_optimizer = run.make(_Net())
-    judge, judge_optimizer = run.make(judge_net)
+    maker, maker_optimizer = _make(run, _Net())
+    judge, judge_optimizer = _make(run, judge_net)
     for step in range(4):
-        made = maker(run.rows(step))
+        made = maker(_rows(run, step))
         judge_net.requires_grad_(True)
         judge_optimizer.zero_grad()
         judge(made.detach()).square().mean().backward()
-        judge(run.rows(step, 2)).sub(1).square().mean().backward()
+        judge(_rows(run, step, 2)).sub(1).square().mean().backward()
         judge_optimizer.step()
         judge_net.requires_grad_(False)
         maker_optimizer.zero_grad()
@@ -115,11 +95,11 @@ def _gan(run: _Run) -> None:
         maker_optimizer.step()
 
 
-def _gradient_penalty(run: _Run) -> None:
-    model, optimizer = run.make(_Net())
+def _gradient_penalty(run: Run) -> None:
+    model, optimizer = _make(run, _Net())
     for step in range(4):
         optimizer.zero_grad()
-        x = run.rows(step).requires_grad_()
+        x = _rows(run, step).requires_grad_()
         out = model(x)
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         (out.square().mean() + slope.square().mean()).backward()
@@ -143,37 +123,37 @@ class _Again(torch.autograd.Function):
         return x.grad, None
 
 
-def _backward_inside(run: _Run) -> None:
+def _backward_inside(run: Run) -> None:
     net = _Net()
     net.run = lambda block, x: _Again.apply(x, block) if x.requires_grad else block(x)
-    run.train(net)
+    _train(run, net)
 
 
-def _checkpoints(run: _Run) -> None:
+def _checkpoints(run: Run) -> None:
     for reentrant in (False, True):
         net = _Net()
         net.run = lambda block, x, kind=reentrant: (
             checkpoint(block, x, use_reentrant=kind) if x.requires_grad else block(x)
         )
-        run.train(net)
+        _train(run, net)
 
 
-def _inner_loop(run: _Run) -> None:
+def _inner_loop(run: Run) -> None:
     """Weights after a step of their own, as MAML has them."""
     net = _Net()
-    model, optimizer = run.make(net)
+    model, optimizer = _make(run, net)
     for step in range(3):
         optimizer.zero_grad()
         params = dict(net.named_parameters())
-        loss = torch.func.functional_call(net, params, (run.rows(step),)).square().mean()
+        loss = torch.func.functional_call(net, params, (_rows(run, step),)).square().mean()
         grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
         fast = {k: p - 0.1 * g for (k, p), g in zip(params.items(), grads, strict=True)}
-        outer = torch.func.functional_call(net, fast, (run.rows(step + 9),)).square().mean()
-        (outer + 0 * model(run.rows(step)).sum()).backward()
+        outer = torch.func.functional_call(net, fast, (_rows(run, step + 9),)).square().mean()
+        (outer + 0 * model(_rows(run, step)).sum()).backward()
         optimizer.step()
 
 
-def _pruned(run: _Run) -> None:
+def _pruned(run: Run) -> None:
     net = _Net()
     layer = net.blocks[0][0]  # type: ignore[index]
 
@@ -183,10 +163,10 @@ def _pruned(run: _Run) -> None:
         if step == 2:
             prune.remove(layer, "weight")
 
-    run.train(net, after)
+    _train(run, net, after)
 
 
-def _replaced(run: _Run) -> None:
+def _replaced(run: Run) -> None:
     """The optimizer has a parameter that is no longer the model's."""
     net = _Net()
 
@@ -194,7 +174,7 @@ def _replaced(run: _Run) -> None:
         if step == 1:
             net.head.weight = nn.Parameter(torch.full((2, 8), 0.3))
 
-    run.train(net, after, unused=True)
+    _train(run, net, after, unused=True)
 
 
 class _Normalized(nn.Linear):
@@ -203,14 +183,14 @@ class _Normalized(nn.Linear):
         return super().forward(x)
 
 
-def _set_in_forward(run: _Run) -> None:
+def _set_in_forward(run: Run) -> None:
     net = _Net()
     torch.manual_seed(3)
     net.head = _Normalized(8, 2)
-    run.train(net)
+    _train(run, net)
 
 
-def _as_a_vector(run: _Run) -> None:
+def _as_a_vector(run: Run) -> None:
     net = _Net()
 
     def after(_: int) -> None:
@@ -218,51 +198,49 @@ def _as_a_vector(run: _Run) -> None:
             parameters_to_vector(net.parameters()).detach() * 0.9, net.parameters()
         )
 
-    run.train(net, after)
+    _train(run, net, after)
 
 
-def _in_a_thread(run: _Run) -> None:
-    model, optimizer = run.make(_Net())
+def _in_a_thread(run: Run) -> None:
+    model, optimizer = _make(run, _Net())
     for step in range(3):
         optimizer.zero_grad()
-        loss = model(run.rows(step)).square().mean()
+        loss = model(_rows(run, step)).square().mean()
         thread = threading.Thread(target=loss.backward)
         thread.start()
         thread.join()
         optimizer.step()
 
 
-def _cycled(run: _Run) -> None:
+def _cycled(run: Run) -> None:
     """A scheduler that cycles learning rate and betas."""
     net = _Net()
-    model, optimizer = run.make(net)
+    model, optimizer = _make(run, net)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)
     for step in range(5):
         optimizer.zero_grad()
-        model(run.rows(step)).square().mean().backward()
+        model(_rows(run, step)).square().mean().backward()
         optimizer.step()
         optimizer.step()  # the same gradients again
         schedule.step()
 
 
-def _uneven_accumulation(run: _Run) -> None:
-    model, optimizer = run.make(_Net())
+def _uneven_accumulation(run: Run) -> None:
+    model, optimizer = _make(run, _Net())
     for step in range(3):
         optimizer.zero_grad()
         for micro in range(1 + 2 * run.rank):
-            with (model if run.kind in ("ddp", "wrapped") else optimizer).no_sync():
-                model(run.rows(10 * step + micro)).square().mean().backward()
-        model(run.rows(10 * step + 9)).square().mean().backward()
+            with run.no_sync(model, optimizer):
+                model(_rows(run, 10 * step + micro)).square().mean().backward()
+        model(_rows(run, 10 * step + 9)).square().mean().backward()
         optimizer.step()
 
 
-ALSO_STAGE_3: dict[str, Callable[[_Run], None]] = {
+SCRIPTS: dict[str, Script] = {
     "gan": _gan,
     "checkpoints": _checkpoints,
     "in a thread": _in_a_thread,
     "cycled": _cycled,
-}
-SCRIPTS: dict[str, Callable[[_Run], None]] = ALSO_STAGE_3 | {
     "swapped average": _swapped_average,
     "gradient penalty": _gradient_penalty,
     "backward inside": _backward_inside,
@@ -273,27 +251,27 @@ SCRIPTS: dict[str, Callable[[_Run], None]] = ALSO_STAGE_3 | {
     "as a vector": _as_a_vector,
     "uneven accumulation": _uneven_accumulation,
 }
+TABLE = Table(
+    "scripts",
+    SCRIPTS,
+    uneven=["uneven accumulation"],
+    as_torch=[
+        "swapped average",
+        "gradient penalty",
+        "inner loop",
+        "pruned",
+        "replaced",
+        "set in forward",
+        "as a vector",
+    ],
+)
 
 
-def _compared(rank: int, world: int, name: str) -> dict[str, float]:
-    found = {}
-    expected: list[Tensor] = []
-    kinds = [kind for kind in STAGES if kind != "stage 3" or name in ALSO_STAGE_3]
-    for kind in ("ddp", *kinds):
-        run = _Run(kind, rank)
-        SCRIPTS[name](run)
-        values = run.values()
-        expected = expected or values
-        pairs = zip(values, expected, strict=True)
-        found[kind] = max(float((a - b).abs().max()) for a, b in pairs)
-    return found
-
-
+@pytest.mark.parametrize("world", RANKS)
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_parameters_of_ddp(name: str, ranks: Ranks) -> None:
-    for said in ranks(f"scripts: {name}"):
-        assert len(said) == 4 + (name in ALSO_STAGE_3)
-        assert max(said.values()) < 1e-5, said
+def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
+    for said in ranks(f"scripts: {name} on {world}"):
+        TABLE.check(said, name)
 
 
 def _other_dtype(rank: int, world: int) -> list[str]:
@@ -319,5 +297,5 @@ def test_a_dtype_that_is_set_later_is_refused(ranks: Ranks) -> None:
 
 ZERO_JOBS = [
     Job("scripts: other dtype", 2, _other_dtype),
-    *(Job(f"scripts: {name}", 2, _compared, (name,)) for name in SCRIPTS),
+    *TABLE.jobs(),
 ]

@@ -199,7 +199,8 @@ class ShardedOptimizer(PassesOn, StateDicts, JoinableSteps):
         """Backward passes in this context send nothing; the next one sends the sums of all.
 
         For accumulation with a single reduction per step, as DistributedDataParallel.no_sync().
-        Whole gradients stay in memory until then.
+        Whole gradients stay in memory until then. At stage 3 they would not fit, so each pass sends
+        its own there, with the same sums. `faststep.accumulate(..., model=model)` sends once.
         """
         if self._engine is None:
             yield

@@ -1,0 +1,157 @@
+"""Runs a script by torch's optimizer inside DistributedDataParallel, and sharded in each way.
+
+`FASTSTEP_RANKS="2 3 4"` runs every script on as many ranks; on 2 alone without it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from accumulate.processes import Job
+from faststep import zero
+
+KINDS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "stage 1": {"stage": 1},
+    "stage 2": {"stage": 2},
+    "wrapped": {"stage": 2},
+    "in forward": {"gather": "forward"},
+    "fully_shard": {},
+    "stage 3": {"stage": 3},
+}
+RANKS = [int(number) for number in os.environ.get("FASTSTEP_RANKS", "2").split()]
+
+
+def _fully_shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """torch's own way to what stage 3 does."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    for blocks in (m for m in model.modules() if isinstance(m, nn.ModuleList)):
+        for block in blocks:
+            fully_shard(block)
+    fully_shard(model)
+    params = dict(model.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [params[names[id(param)]] for param in group["params"]]
+
+
+def whole(value: Any) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value  # type: ignore[no-any-return]
+
+
+class Run:
+    """One kind of a run on one rank; `kept` is compared beside the parameters of `nets`."""
+
+    def __init__(self, kind: str, rank: int, world: int) -> None:
+        self.kind, self.rank, self.world = kind, rank, world
+        self.has_ddp = kind in ("ddp", "wrapped")
+        self.nets: list[nn.Module] = []
+        self.optimizers: list[Any] = []
+        self.kept: list[Tensor] = []
+
+    def wrap(self, net: nn.Module, unused: bool = True) -> Any:
+        """The model that the loop calls."""
+        self.nets.append(net)
+        return DistributedDataParallel(net, find_unused_parameters=unused) if self.has_ddp else net
+
+    def shard(self, model: Any, optimizer: Any, **options: Any) -> Any:
+        if self.kind == "fully_shard":
+            _fully_shard(model, optimizer)
+        if self.kind in ("ddp", "fully_shard"):
+            return optimizer
+        size: dict[str, Any] = {} if self.kind == "stage 3" else {"bucket_mb": 0.001}
+        self.optimizers.append(zero.shard(model, optimizer, **KINDS[self.kind], **size, **options))
+        return self.optimizers[-1]
+
+    def no_sync(self, model: Any, optimizer: Any, is_on: bool = True) -> Any:
+        if not is_on:
+            return contextlib.nullcontext()
+        if self.kind == "fully_shard":
+            return self._collecting(model)
+        return (model if self.has_ddp else optimizer).no_sync()
+
+    @contextlib.contextmanager
+    def _collecting(self, model: Any) -> Iterator[None]:
+        model.set_requires_gradient_sync(False)
+        yield
+        model.set_requires_gradient_sync(True)
+
+    def values(self) -> list[Tensor]:
+        for optimizer in self.optimizers:
+            optimizer.wait()
+        params = [param.detach() for net in self.nets for param in net.parameters()]
+        return [whole(value).clone() for value in (*params, *self.kept)]
+
+
+Script = Callable[[Run], None]
+
+
+def _compared(rank: int, world: int, script: Script, kinds: Sequence[str]) -> dict[str, Any]:
+    """By kind the largest difference from DistributedDataParallel, or the error."""
+    found: dict[str, Any] = {}
+    expected: list[Tensor] = []
+    for kind in kinds:
+        run = Run(kind, rank, world)
+        # More than two ranks add up in another order than DistributedDataParallel's, which Adam
+        # makes visible in fp32 where a gradient is almost zero.
+        torch.set_default_dtype(torch.float32 if world == 2 else torch.float64)
+        try:
+            script(run)
+            values = run.values()
+        except (RuntimeError, ValueError, TypeError) as error:
+            if kind == "ddp":
+                raise
+            found[kind] = str(error)
+            continue
+        finally:
+            torch.set_default_dtype(torch.float32)
+        expected = expected or values
+        pairs = zip(values, expected, strict=True)
+        found[kind] = max(float((a - b).abs().max()) for a, b in pairs)
+    return found
+
+
+class Table(NamedTuple):
+    """Scripts, and those that stage 3 does not train as DistributedDataParallel does.
+
+    It refuses some: `refused` has a part of the text. Others would wait forever, as would any model
+    under fully_shard: in `uneven` ones ranks call modules that others do not. And in those of
+    `as_torch` fully_shard differs in the same way."""
+
+    title: str
+    scripts: Mapping[str, Script]
+    refused: Mapping[str, str] = {}
+    uneven: Sequence[str] = ()
+    as_torch: Sequence[str] = ()
+
+    def jobs(self) -> list[Job]:
+        return [
+            Job(f"{self.title}: {name} on {world}", world, _compared, (script, self._kinds(name)))
+            for name, script in self.scripts.items()
+            for world in RANKS
+        ]
+
+    def _kinds(self, name: str) -> list[str]:
+        gone = [] if name in self.as_torch else ["fully_shard"]
+        gone += ["stage 3"] if name in self.uneven else []
+        return [kind for kind in KINDS if kind not in gone]
+
+    def check(self, said: Mapping[str, Any], name: str) -> None:
+        assert [*said] == self._kinds(name)
+        said = dict(said)
+        torchs, third = said.pop("fully_shard", None), said.pop("stage 3", None)
+        if name in self.refused:
+            assert self.refused[name] in str(third), third
+        elif name in self.as_torch:
+            assert third == torchs or abs(third - torchs) < 1e-5, (third, torchs)
+        elif third is not None:
+            said["stage 3"] = third
+        wrong = {k: what for k, what in said.items() if isinstance(what, str) or not what < 1e-5}
+        assert not wrong, wrong
