@@ -67,7 +67,8 @@ MAY_IMPORT = {
         *("accumulation", "amp", "clip", "data", "memory", "optim", "release", "zero"),
     },
     "run": {"amp", "clip", "data.stats", "data", "memory", "optim"},
-    "cli": {*TORCH, "faststep", "data", "run"},
+    "doctor": {*TORCH, "run"},
+    "cli": {*TORCH, "faststep", "data", "doctor", "run"},
     "__main__": {"cli"},
 }
 COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.DOTALL)

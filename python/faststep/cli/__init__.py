@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         130 after Ctrl-C, 141 if the reader of the output has gone (``| head``). Wrong arguments
         exit with argparse's status 2.
     """
-    from . import consolidate, convert, demo, info, run
+    from . import consolidate, convert, demo, doctor, info, run
 
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["run"]:  # what ends the program that it runs is not reported here
@@ -41,20 +42,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"faststep {faststep.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("run", help=run.HELP)
+    commands.add_parser("doctor", help=doctor.HELP)
     for module in (info, demo, convert, consolidate):
         name = module.__name__.rpartition(".")[2]
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
         module.add_arguments(command)
         command.set_defaults(run=module.run)
-    arguments = parser.parse_args(argv)
+    if argv[:1] == ["doctor"]:  # whose options end where the script begins
+        name, work = "doctor", functools.partial(doctor.run_doctor, argv[1:])
+    else:
+        arguments = parser.parse_args(argv)
+        name, work = arguments.command, functools.partial(arguments.run, arguments)
     try:
-        arguments.run(arguments)
+        work()
         sys.stdout.flush()  # a write error is reported here, not when Python ends
     except CommandError as error:
-        print(f"faststep {arguments.command}: {error}", file=sys.stderr)
+        print(f"faststep {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print(f"\nfaststep {arguments.command}: interrupted", file=sys.stderr)
+        print(f"\nfaststep {name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         _drop_output()

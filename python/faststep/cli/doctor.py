@@ -1,0 +1,123 @@
+"""``faststep doctor``: says what bounds a script, and tries each remedy on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..doctor import Answer, DoctorError, examine
+from ..doctor.sandbox import is_available
+from ..run.program import Program
+from .console import CommandError, table
+from .doctor_page import page
+
+__all__ = ["HELP", "add_arguments", "run_doctor"]
+
+HELP = "say what bounds a script, and which remedies help, tried on it"
+WIDTH = 60  # characters of the bar that shows a step
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that stand before the script."""
+    parser.usage = "%(prog)s [OPTION ...] (SCRIPT | -c CODE | -m MODULE) [ARGUMENT ...]"
+    parser.add_argument(
+        "--minutes", type=float, default=3.0, metavar="N", help="take at most these (default: 3)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the answer to this file")
+    parser.add_argument("--html", metavar="FILE", help="write it as one page")
+    parser.add_argument(
+        "--network", action="store_true", help="let the script use the network in the runs"
+    )
+    parser.add_argument(
+        "--in-place",
+        action="store_true",
+        help="run the script without a sandbox: each run writes its files",
+    )
+
+
+def split(argv: Sequence[str]) -> tuple[Sequence[str], Program | None]:
+    """The options, and the program with its arguments, which may look like options."""
+    place = 0
+    while place < len(argv) and argv[place].startswith("-"):
+        if argv[place] in ("-m", "-c", "--"):
+            rest = argv[place + 1 :]
+            flag = argv[place].removeprefix("--")
+            return argv[:place], Program(rest[0], rest[1:], flag) if rest else None
+        place += 2 if argv[place] in ("--minutes", "--json", "--html") else 1
+    rest = argv[place:]
+    return argv[:place], Program(rest[0], rest[1:]) if rest else None
+
+
+def run_doctor(argv: Sequence[str]) -> int:
+    """Examine what the arguments after `doctor` say."""
+    parser = argparse.ArgumentParser(prog="python -m faststep doctor", description=HELP)
+    add_arguments(parser)
+    options, program = split(argv)
+    arguments = parser.parse_args(options)
+    if program is None:
+        parser.error("there is no script, no -c CODE and no -m MODULE")
+    if not arguments.minutes > 0:
+        parser.error("--minutes must be positive")
+    if not arguments.in_place and not is_available():
+        raise CommandError(
+            "this system lets this user make no sandbox (`unshare --user --mount`), so each run of "
+            "the script would write its files: pass --in-place where that does no harm"
+        )
+    try:
+        answer = examine(
+            program,
+            arguments.minutes,
+            arguments.network,
+            arguments.in_place,
+            say=lambda text: print(f"faststep doctor: {text}", file=sys.stderr, flush=True),
+        )
+    except DoctorError as error:
+        raise CommandError(str(error)) from None
+    if arguments.json:
+        Path(arguments.json).write_text(json.dumps(answer.as_json(), indent=1) + "\n")
+    if arguments.html:
+        Path(arguments.html).write_text(page(answer))
+    print(report(answer))
+    return 0
+
+
+def report(answer: Answer) -> str:
+    """A page of text."""
+    said = answer.as_json()
+    step = said["step"]
+    parts = [
+        answer.verdict,
+        f"A step takes {1e3 * step['mean']:.3g} ms (median {1e3 * step['median']:.3g} ms of "
+        f"{step['count']}), in {said['threads']} threads on {said['cores']} cores; peak memory "
+        f"{said['peak'] / 2**20:.0f} MiB.",
+    ]
+    shares = sorted(answer.phases.items(), key=lambda one: -one[1])
+    rows = [[name, f"{share:.1%}", "#" * round(WIDTH * share)] for name, share in shares]
+    parts.append("\n".join(f"{name:16} {share:>6}  {bar}" for name, share, bar in rows))
+    if answer.findings:
+        lines = []
+        for number, one in enumerate(answer.findings, 1):
+            gain = f"{one.gain:.2f}x" if one.gain > 1.0 else "error"
+            where = f"\n   {one.line}" if one.line else ""
+            lines.append(f"{number}. {one.cause} ({gain}): {one.text}{where}")
+        parts.append("\n".join(lines))
+    if answer.trials:
+        header = ["tried", "gain", "95 % interval", "results", "memory"]
+        tried = [
+            [
+                one.remedy,
+                f"{one.gain:.2f}x",
+                f"{one.low:.2f} to {one.high:.2f}",
+                one.results,
+                f"{one.memory / 2**20:+.0f} MiB",
+            ]
+            for one in sorted(answer.trials, key=lambda one: -one.gain)
+        ]
+        parts.append(table(header, tried))
+    if answer.best is not None:
+        best = answer.best
+        parts.append(f"Best of what keeps bits or rounds: {best.remedy}, {best.gain:.2f}x.")
+    return "\n\n".join(parts)

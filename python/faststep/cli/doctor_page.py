@@ -1,0 +1,109 @@
+"""The doctor's answer as one HTML file, without scripts and without the network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from ..doctor import Answer
+
+__all__ = ["page"]
+
+COLOURS = (
+    *("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#997700", "#009988"),
+    *("#cc3311", "#555588", "#888888"),
+)
+STYLE = """
+:root { color-scheme: light dark; --line: #8886 }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: auto; padding: 1rem }
+h1 { font-size: 1.3rem } h2 { font-size: 1.05rem; margin-top: 2rem }
+svg { width: 100%; height: auto; display: block }
+table { border-collapse: collapse; display: block; overflow-x: auto }
+th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(--line) }
+th:first-child, td:first-child { text-align: left }
+ul.key { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .3rem 1.2rem }
+ul.key span { display: inline-block; width: .8em; height: .8em; margin-right: .4em }
+code { overflow-wrap: anywhere }
+"""
+
+
+def page(answer: Answer) -> str:
+    """The whole file."""
+    step = answer.as_json()["step"]
+    shares = sorted(answer.phases.items(), key=lambda one: -one[1])
+    parts = [
+        f"<h1>{escape(answer.verdict)}</h1>",
+        f"<p>A step takes {1e3 * step['mean']:.3g} ms: the mean of {step['count']}.</p>",
+        "<h2>A step</h2>",
+        _bar(shares),
+    ]
+    if answer.findings:
+        parts += ["<h2>Findings</h2>", "<ol>"]
+        for one in answer.findings:
+            gain = f"{one.gain:.2f}x" if one.gain > 1.0 else "ends in an error"
+            where = f"<br><code>{escape(one.line)}</code>" if one.line else ""
+            text = escape(one.text)
+            parts.append(f"<li><b>{escape(one.cause)}</b>, {gain}: {text}{where}</li>")
+        parts.append("</ol>")
+    if answer.trials:
+        trials = sorted(answer.trials, key=lambda one: -one.gain)
+        rows = [
+            [
+                one.remedy,
+                f"{one.gain:.2f}x",
+                f"{one.low:.2f} to {one.high:.2f}",
+                one.results,
+                f"{one.memory / 2**20:+.0f} MiB",
+            ]
+            for one in trials
+        ]
+        header = ["tried", "gain", "95 % interval", "results", "peak memory"]
+        parts += ["<h2>Trials</h2>", _table(header, rows)]
+    parts += ["<h2>Memory of the C library, over the steps</h2>", _curve(answer.found["allocated"])]
+    head = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width"><title>faststep doctor</title>'
+        f"<style>{STYLE}</style></head>"
+    )
+    return f"{head}<body>{''.join(parts)}</body></html>\n"
+
+
+def _bar(shares: Sequence[tuple[str, float]]) -> str:
+    """The step as one bar, and what its colours are."""
+    total = sum(share for _, share in shares) or 1.0
+    at, boxes, keys = 0.0, [], []
+    for (name, share), colour in zip(shares, COLOURS, strict=False):
+        width = 1000.0 * share / total
+        title = f"{name}: {share:.1%}"
+        boxes.append(
+            f'<rect x="{at:.1f}" width="{width:.1f}" height="60" fill="{colour}">'
+            f"<title>{title}</title></rect>"
+        )
+        keys.append(f'<li><span style="background:{colour}"></span>{title}</li>')
+        at += width
+    return (
+        f'<svg viewBox="0 0 1000 60" role="img">{"".join(boxes)}</svg>'
+        f'<ul class="key">{"".join(keys)}</ul>'
+    )
+
+
+def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    def line(cells: Iterable[str], tag: str) -> str:
+        return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+    return f"<table>{line(header, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
+
+
+def _curve(values: Sequence[int]) -> str:
+    """Bytes over the steps, from 0 up."""
+    most = max(values, default=0) or 1
+    last = max(1, len(values) - 1)
+    points = " ".join(
+        f"{1000 * number / last:.1f},{150 - 140 * value / most:.1f}"
+        for number, value in enumerate(values)
+    )
+    return (
+        '<svg viewBox="0 0 1000 160" role="img"><title>memory</title>'
+        f'<polyline points="{points}" fill="none" stroke="{COLOURS[0]}" stroke-width="2"/></svg>'
+        f"<p>At most {most / 2**20:.0f} MiB.</p>"
+    )

@@ -1,0 +1,295 @@
+"""What costs a script time, by what a run of it has found, and which change would help."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Suspect", "suspects"]
+
+LEAST = 0.05  # of a step
+FAULT = 1e-6  # seconds that a page fault takes, or more
+COPY_RATE = 5e9  # bytes per second that an update moves at least
+PASSES = 8  # how often an update reads or writes a parameter's bytes, its states included
+OFTEN = 20  # steps between two evaluations, or fewer
+GROWTH = 4096  # bytes per step
+PRINTS = re.compile(r"\bprint\(|\blogg\w+\.|\.write\(")
+CLIPS = re.compile(r"norm|clip|clamp|max_")
+Found = dict[str, Any]
+
+
+class Suspect(NamedTuple):
+    """A cause that a run makes likely.
+
+    Attributes:
+        cause: its fixed name.
+        share: of a step, which a remedy would save at most.
+        text: one sentence, with the remedy.
+        changes: by the names of remedies that can be tried, as the probe takes them.
+        line: the place in the script, as "file:line".
+        is_error: it ends in an error or a wrong result, whatever it costs.
+        needs_trial: it is a finding only if a trial proves it.
+    """
+
+    cause: str
+    share: float
+    text: str
+    changes: dict[str, dict[str, Any]] = {}  # noqa: RUF012
+    line: str | None = None
+    is_error: bool = False
+    needs_trial: bool = True
+
+
+def suspects(found: Found) -> list[Suspect]:
+    """The likely causes, dearest first."""
+    total = sum(found["steps"]) or 1.0
+    made: list[Suspect] = []
+    for rule in _RULES:
+        made += rule(found, total)
+    return sorted(made, key=lambda one: (not one.is_error, -one.share))
+
+
+_RULES: list[Callable[[Found, float], Iterator[Suspect]]] = []
+
+
+def _rule(function: Callable[[Found, float], Iterator[Suspect]]) -> Any:
+    _RULES.append(function)
+    return function
+
+
+def _share(found: Found, total: float, phase: str) -> float:
+    return float(found["phases"].get(phase, 0.0)) / total
+
+
+def _place(entries: Sequence[Any], outer: bool = True) -> str | None:
+    """The line that took most, in the loop or where the time was spent."""
+    best = next((one for one in entries if one[2 if outer else 1]), None)
+    return None if best is None else "{}:{}".format(*best[2 if outer else 1])
+
+
+def _lines(found: Found, phase: str) -> list[Any]:
+    return [entry for entry in found["lines"] if entry[0] == phase]
+
+
+# ---- data
+
+
+@_rule
+def _loaders(found: Found, total: float) -> Iterator[Suspect]:
+    data = _share(found, total, "data")
+    used = [use for use in found["loaders"] if use["batches"]]
+    if not used:
+        return
+    main = max(used, key=lambda use: use["wait"])
+    line = _place(_lines(found, "data"))
+    restarted = [use for use in used if use["workers"] and not use["persistent"]]
+    starting = sum(
+        use["starting"] * (1 - 1 / use["iterators"]) for use in restarted if use["iterators"]
+    )
+    share = min(starting / total, data)
+    keep = {"persistent_workers": {"loader": {"persistent_workers": True}}}
+    if share >= LEAST:
+        anew = any(use["method"] != "fork" for use in restarted)
+        text = (
+            "every epoch starts the loader's workers again, and each imports the script and its "
+            "modules first: pass persistent_workers=True, or fork"
+            if anew
+            else "every epoch starts the loader's workers again: pass persistent_workers=True"
+        )
+        yield Suspect("spawn-imports" if anew else "workers-restarted", share, text, keep, line)
+    rest = data - share
+    if rest < LEAST:
+        return
+    cores = found["cores"]
+    if main["decodes"] > 0.5 and main["iterators"] > 1:
+        text = "each epoch decodes the same samples again, which would fit in memory: keep them"
+        changes: dict[str, dict[str, Any]] = {"samples kept in memory": {"keep_samples": True}}
+        inner = _place(_lines(found, "data"), outer=False)
+        yield Suspect("repeated-decoding", rest, text, changes, inner or line)
+        return
+    changes = {}
+    if main["workers"] < cores:
+        workers = {"num_workers": cores, "persistent_workers": True}
+        changes[f"num_workers={cores}"] = {"loader": workers}
+    changes["faststep's DataLoader"] = {"parts": ["data"]}
+    text = f"the loop waits for its DataLoader of {main['workers']} workers"
+    yield Suspect(
+        "starved-loader", rest, text, changes, line, needs_trial=share >= LEAST or rest < 3 * LEAST
+    )
+
+
+# ---- the step
+
+
+@_rule
+def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
+    share = _share(found, total, "optimizer")
+    steps = len(found["steps"])
+    if share < LEAST or not found["optimizers"] or not steps:
+        return
+    main = max(found["optimizers"], key=lambda one: one["steps"])
+    if main["module"].startswith(("torch.optim", "faststep.optim")):
+        text = f"torch's {main['class']} steps {main['tensors']} tensors: faststep's is faster"
+        changes = {"faststep's optimizer": {"parts": ["optim", "amp", "clip"]}}
+        yield Suspect("slow-optimizer", share, text, changes)
+        return
+    best = main["bytes"] * PASSES / COPY_RATE / (total / steps)
+    text = (
+        f"{main['class']} updates its {main['tensors']} tensors one by one in Python: use a class "
+        "of torch.optim or faststep.optim with the same formula"
+    )
+    line = "{}:{}".format(*main["place"])
+    if share - best >= LEAST:
+        yield Suspect("slow-optimizer", share - best, text, {}, line, needs_trial=False)
+
+
+@_rule
+def _clipping(found: Found, total: float) -> Iterator[Suspect]:
+    by_hand = [entry for entry in _lines(found, "everything else") if _clips(entry[1])]
+    share = sum(entry[3] for entry in by_hand) / total
+    if share >= LEAST:
+        text = "gradients are clipped one by one in Python: call torch.nn.utils.clip_grad_norm_"
+        line = _place(by_hand, outer=False)
+        yield Suspect("slow-clipping", share * 0.9, text, {}, line, needs_trial=False)
+    share = _share(found, total, "clipping")
+    if share >= LEAST:
+        text = "torch's clipping takes this: faststep's clips as part of fewer passes"
+        changes = {"faststep's clipping": {"parts": ["optim", "amp", "clip"]}}
+        yield Suspect("slow-clipping", share, text, changes, _place(_lines(found, "clipping")))
+
+
+# ---- what the loop does beside training
+
+
+@_rule
+def _beside(found: Found, total: float) -> Iterator[Suspect]:
+    share = _share(found, total, "checkpoint")
+    line = _place(_lines(found, "checkpoint"))
+    if share >= LEAST:
+        text = "the loop saves checkpoints this often: save fewer, or in a thread"
+        yield Suspect("checkpoint-in-loop", share, text, {}, line, needs_trial=False)
+    share = _share(found, total, "evaluation")
+    if share >= LEAST and found["evaluated"] * OFTEN >= 1.0:
+        text = f"the loop evaluates every {1 / found['evaluated']:.0f} steps: do so more seldom"
+        line = _place(_lines(found, "evaluation"))
+        yield Suspect("evaluation-in-loop", share, text, {}, line, needs_trial=False)
+    shown = [entry for entry in _lines(found, "everything else") if _prints(entry[1])]
+    shown = [*_lines(found, "printing"), *shown]
+    share = sum(entry[3] for entry in shown) / total
+    if share >= LEAST:
+        text = "each step waits for numbers to be shown: do so every hundred steps"
+        line = _place(shown, outer=False)
+        yield Suspect("synchronising", share, text, {}, line, needs_trial=False)
+
+
+# ---- the machine
+
+
+@_rule
+def _machine(found: Found, total: float) -> Iterator[Suspect]:
+    changes: dict[str, dict[str, Any]]
+    cores, threads = found["cores"], found["threads"]
+    if threads > cores * max(1, found["ranks"]):
+        text = f"torch computes in {threads} threads, and this process may use {cores} cores"
+        yield Suspect("too-many-threads", 1.0, text, {f"{cores} threads": {"threads": cores}})
+    share = sum(found["faults"]) * FAULT / total
+    if share >= LEAST:
+        per_step = sum(found["faults"]) / len(found["steps"])
+        text = (
+            f"each step takes {per_step:.0f} pages from the system and gives them back: call "
+            "faststep.memory.retain() first"
+        )
+        yield Suspect("page-faults", share, text, {"memory is kept": {"parts": ["memory"]}})
+    share = 1.0 - 1.0 / found["flushed"]
+    if share >= LEAST / 2 or any(one["denormals"] > 0 for one in found["optimizers"]):
+        text = (
+            "tensors have denormal numbers, with which the processor computes slowly: call "
+            "torch.set_flush_denormal(True) first"
+        )
+        changes = {"denormals are zero": {"flush": True}}
+        yield Suspect("denormals", max(share, LEAST), text, changes)
+    if found["autocast"].get("bfloat16"):
+        text = "this processor computes slower in bfloat16 than in fp32: leave autocast out"
+        yield Suspect("slow-bf16", 0.5, text, {"without autocast": {"autocast": "off"}})
+
+
+# ---- what goes wrong
+
+
+@_rule
+def _errors(found: Found, total: float) -> Iterator[Suspect]:
+    steps = len(found["steps"])
+    if found["autocast_steps"] and sum(found["autocast"].values()) * 2 < found["autocast_steps"]:
+        text = (
+            "autocast stays open over optimizer steps: it keeps the weights that it has cast, so "
+            "forward uses old ones. Enter it in each step, around forward and loss alone"
+        )
+        yield Suspect("autocast-held", 0.0, text, is_error=True, needs_trial=False)
+    growth = _growth(found["allocated"])
+    if found["graph"] is not None and growth > GROWTH and steps > OFTEN:
+        name, file, line = found["graph"]
+        what = f"{name!r} keeps" if name else "something keeps"
+        text = (
+            f"{what} the graph of every step, {growth / 1024:.0f} KiB each: add up loss.detach() "
+            "or loss.item() instead"
+        )
+        place = f"{file}:{_line_of(file, name) or line}" if name else None
+        yield Suspect("memory-creep", 0.0, text, line=place, is_error=True, needs_trial=False)
+
+
+def _growth(allocated: Sequence[int]) -> float:
+    """Bytes per step, over the second half."""
+    half = allocated[len(allocated) // 2 :]
+    return (half[-1] - half[0]) / (len(half) - 1) if len(half) > 1 else 0.0
+
+
+# ---- the script's text
+
+
+@functools.cache
+def _source(file: str) -> tuple[str, ast.Module | None]:
+    try:
+        text = Path(file).read_text()
+        return text, ast.parse(text)
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return "", None
+
+
+def _text_of(file: str, line: int) -> str:
+    lines = _source(file)[0].splitlines()
+    return lines[line - 1] if 0 < line <= len(lines) else ""
+
+
+def _prints(place: tuple[str, int] | None) -> bool:
+    return place is not None and bool(PRINTS.search(_text_of(*place)))
+
+
+def _clips(place: tuple[str, int] | None) -> bool:
+    """True if the innermost loop or function around a line changes gradients by their size."""
+    if place is None:
+        return False
+    text, tree = _source(place[0])
+    kinds = (ast.For, ast.FunctionDef, ast.ListComp, ast.GeneratorExp, ast.Assign)
+    around = [
+        node
+        for node in ast.walk(tree or ast.Module([], []))
+        if isinstance(node, kinds) and node.lineno <= place[1] <= (node.end_lineno or node.lineno)
+    ]
+    for node in sorted(around, key=lambda one: (one.end_lineno or one.lineno) - one.lineno)[:2]:
+        said = ast.get_source_segment(text, node) or ""
+        if ".grad" in said and CLIPS.search(said) and "backward(" not in said:
+            return True
+    return False
+
+
+def _line_of(file: str, name: str) -> int | None:
+    """Where a variable grows."""
+    grows = re.compile(rf"\b{re.escape(name)}\s*(\+=|\.append\(|=.*\b{re.escape(name)}\b)")
+    for number, line in enumerate(_source(file)[0].splitlines(), 1):
+        if grows.search(line):
+            return number
+    return None

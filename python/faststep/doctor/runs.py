@@ -1,0 +1,105 @@
+"""Runs of a script that are thrown away, each in a process and a sandbox of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any, NamedTuple
+
+from ..run.program import Program
+from . import sandbox
+
+__all__ = ["DoctorError", "Runs"]
+
+GRACE = 20.0  # seconds to start and to end, beyond what a run may measure
+
+
+class DoctorError(Exception):
+    """Why there is no answer."""
+
+
+class Length(NamedTuple):
+    """How long a run measures."""
+
+    seconds: float
+    least_steps: int
+
+
+class Runs:
+    """Makes them, until the time is over.
+
+    Args:
+        program: the script.
+        until: `time.monotonic()` of the end.
+        network: let the script use the network.
+        in_place: without a sandbox: what the script writes stays.
+    """
+
+    def __init__(self, program: Program, until: float, network: bool, in_place: bool) -> None:
+        self._program = program
+        self._until = until
+        self._network = network
+        self._in_place = in_place
+        self.started = 0.0  # seconds that a run takes beside measuring, as the first one has shown
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end."""
+        return self._until - time.monotonic()
+
+    def measure(self, length: Length, change: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What a run with a change has found.
+
+        Raises:
+            DoctorError: the script failed, or made no step in time.
+        """
+        begun = time.monotonic()
+        most = max(5.0, self.left - 2.0)
+        with (
+            tempfile.TemporaryDirectory(prefix="faststep-") as empty,
+            tempfile.TemporaryFile() as answer,
+        ):
+            order = {
+                "empty": None if self._in_place else empty,
+                "answer": answer.fileno(),
+                "program": self._program,
+                "seconds": length.seconds,
+                "least_steps": length.least_steps,
+                "most_seconds": most,
+                "change": change or {},
+            }
+            command = [sys.executable, "-m", "faststep.doctor.probe", json.dumps(order)]
+            if not self._in_place:
+                command = sandbox.sandboxed(command, self._network)
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env=sandbox.environment(os.environ, self._network),
+                pass_fds=(answer.fileno(),),
+                start_new_session=True,
+                text=True,
+            )
+            try:
+                _, errors = process.communicate(timeout=most + GRACE)
+            except subprocess.TimeoutExpired:
+                raise DoctorError(f"the script did not end within {most + GRACE:.0f} s") from None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            answer.seek(0)
+            text = answer.read()
+        if not text:
+            raise DoctorError(f"the script ended without an answer:\n{errors[-2000:]}")
+        found: dict[str, Any] = json.loads(text)
+        if "error" in found:
+            raise DoctorError(f"the script failed:\n{found['error']}")
+        self.started = time.monotonic() - begun - sum(found["steps"])
+        return found

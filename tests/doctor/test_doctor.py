@@ -1,0 +1,138 @@
+"""``python -m faststep doctor``: whole answers, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faststep.doctor.findings import suspects
+from faststep.doctor.gains import compare, results_of
+from faststep.doctor.sandbox import is_available
+
+HERE = Path(__file__).parent
+needs_sandbox = pytest.mark.skipif(
+    sys.platform != "linux" or not is_available(), reason="no sandbox on this system"
+)
+
+
+def doctor(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "faststep", "doctor", *map(str, arguments)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+@needs_sandbox
+def test_a_whole_answer(tmp_path: Path) -> None:
+    """The remedy is tried twice, and nothing of all runs is left."""
+    (tmp_path / "last.pt").write_text("mine")
+    script = HERE / "planted" / "starved_loader.py"
+    before = {*Path("/dev/shm").iterdir()}
+    done = doctor(tmp_path, "--minutes", 1, "--json", "answer.json", script)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads((tmp_path / "answer.json").read_text())
+    first = answer["findings"][0]
+    assert first["cause"] == "starved-loader"
+    assert first["line"] == f"{script}:21"
+    assert answer["verdict"].startswith("starved-loader")
+    assert first["gain"] > 1.05
+    assert answer["phases"]["data"] > 0.5
+    assert abs(sum(answer["phases"].values()) - 1.0) < 0.1
+    trial = answer["trials"][0]
+    assert trial.keys() == {"remedy", "gain", "low", "high", "results", "memory"}
+    assert trial["low"] <= trial["gain"] <= trial["high"]
+    assert trial["results"] in ("same bits", "rounding", "changes training")
+    assert "starved-loader" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"last.pt", "answer.json"}
+    assert (tmp_path / "last.pt").read_text() == "mine"
+    assert {*Path("/dev/shm").iterdir()} == before
+
+
+@needs_sandbox
+def test_what_a_script_writes_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("before")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, subprocess, torch\n"
+        "open('kept', 'w').write('after')\n"
+        "os.remove('train.py')\n"
+        "os.makedirs('new/folder')\n"
+        "subprocess.run(['touch', '/tmp/faststep-doctor-left'], check=True)\n"
+        "subprocess.Popen(['sleep', '4242'])\n"
+        "weight = torch.nn.Parameter(torch.ones(64, 64))\n"
+        "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
+        "for _ in range(200):\n"
+        "    weight.square().sum().backward()\n"
+        "    optimizer.step()\n"
+        "    optimizer.zero_grad()\n"
+        "    torch.save(weight, 'new/folder/last.pt')\n"
+    )
+    done = doctor(tmp_path, "--minutes", 1, "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "checkpoint-in-loop" in done.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {"kept", "train.py"}
+    assert (tmp_path / "kept").read_text() == "before"
+    assert not Path("/tmp/faststep-doctor-left").exists()
+    commands = [
+        path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if _is_mine(path)
+    ]
+    assert not [line for line in commands if b"4242" in line]
+
+
+def _is_mine(path: Path) -> bool:
+    try:
+        return path.stat().st_uid == os.getuid() and bool(path.read_bytes())
+    except OSError:
+        return False
+
+
+@needs_sandbox
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("raise ValueError('the reason')", "ValueError: the reason"),
+        ("import torch", "fewer than two steps"),
+        ("raise SystemExit(3)", "ended with status 3"),
+    ],
+)
+def test_scripts_that_cannot_be_measured(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "train.py").write_text(text)
+    done = doctor(tmp_path, "--minutes", 0.5, "train.py")
+    assert done.returncode == 1
+    assert said in done.stderr
+
+
+def test_wrong_arguments(tmp_path: Path) -> None:
+    assert "there is no script" in doctor(tmp_path, "--minutes", 1).stderr
+    assert "--minutes must be positive" in doctor(tmp_path, "--minutes", 0, "train.py").stderr
+
+
+def test_a_gain_has_the_interval_of_its_noise() -> None:
+    steady = [1.0, 1.01, 0.99] * 40
+    gain = compare([(steady, [0.5 * one for one in steady]), (steady, [0.5 * s for s in steady])])
+    assert gain.gain == pytest.approx(2.0)
+    assert 1.9 < gain.low <= gain.gain <= gain.high < 2.1
+    noisy = [0.2, 1.8] * 60
+    same = compare([(noisy, noisy[::-1]), (noisy[::-1], noisy)])
+    assert same.low <= 1.0 <= same.high
+
+
+def test_what_a_change_does_to_losses() -> None:
+    nan = float("nan")
+    assert results_of([1.0, 0.5, nan], [1.0, 0.5, nan]) == "same bits"
+    assert results_of([1.0, 0.5], [1.0, 0.5000001]) == "rounding"
+    assert results_of([1.0, 0.5], [1.0, 0.6]) == "changes training"
+
+
+def test_a_script_without_a_fault_is_not_suspected() -> None:
+    found = {
+        "steps": [0.1] * 50, "faults": [0] * 50, "allocated": [1000] * 50, "cores": 2, "ranks": 1,
+        "threads": 2, "phases": {"forward": 2.0, "backward": 3.0}, "lines": [], "loaders": [],
+        "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
+        "flushed": 1.0, "graph": None,
+    }  # fmt: skip
+    assert suspects(found) == []

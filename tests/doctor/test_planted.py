@@ -1,0 +1,51 @@
+"""Scripts with one cause each, which a run of them shows, and scripts that only look odd.
+
+Here the doctor looks at one run of each. `test_doctor.py` has it try remedies.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from faststep.doctor.findings import suspects
+from faststep.doctor.runs import Length, Runs
+from faststep.doctor.sandbox import is_available
+from faststep.run.program import Program
+
+HERE = Path(__file__).parent
+PLANTED = sorted((HERE / "planted").glob("*.py"))
+HEALTHY = sorted((HERE / "healthy").glob("*.py"))
+
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not is_available(), reason="no sandbox on this system"
+)
+
+
+def measured(script: Path, folder: Path, seconds: float) -> dict[str, Any]:
+    runs = Runs(Program(str(script), []), time.monotonic() + 60, network=False, in_place=False)
+    return runs.measure(Length(seconds, 25))
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("script", PLANTED, ids=lambda path: path.stem)
+def test_the_cause_is_suspected_first(script: Path, tmp_path: Path) -> None:
+    found = suspects(measured(script, tmp_path, 2.0))
+    assert found, "nothing is suspected"
+    assert found[0].cause == script.stem.replace("_", "-"), found
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", HEALTHY, ids=lambda path: path.stem)
+def test_nothing_is_wrong_with_what_looks_odd(script: Path, tmp_path: Path) -> None:
+    found = suspects(measured(script, tmp_path, 2.0))
+    assert not [one for one in found if one.is_error or not one.needs_trial], found
+    assert not list(tmp_path.iterdir())
