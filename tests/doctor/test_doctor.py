@@ -53,6 +53,42 @@ def test_a_whole_answer(tmp_path: Path) -> None:
 
 
 @needs_sandbox
+def test_what_is_proven_is_kept(tmp_path: Path) -> None:
+    """`run --with` does what the doctor has saved, to a script that shows it."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "torch.set_num_threads(64)\n"
+        "model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(10)))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.001)\n"
+        "for _ in range(300):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.randn(64, 256)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+        "print('threads', torch.get_num_threads())\n"
+    )
+    done = doctor(tmp_path, "--minutes", 1, "--save", "proven.json", "--html", "page.html", script)
+    assert done.returncode == 0, done.stderr
+    cores = json.loads((tmp_path / "proven.json").read_text())["changes"]["threads"]
+    command = [sys.executable, "-m", "faststep", "run", "--with", "proven.json", str(script)]
+    kept = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert f"threads {cores}" in kept.stdout
+    assert f"{cores} threads" in kept.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert "too-many-threads" in page
+    assert "<svg" in page
+    assert "http" not in page
+
+
+def test_a_file_that_is_none_of_the_doctors(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text("[]")
+    command = [sys.executable, "-m", "faststep", "run", "--with", "other.json", "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "'other.json' is no file of `doctor --save`" in done.stderr
+
+
+@needs_sandbox
 def test_what_a_script_writes_is_gone(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("before")
     script = tmp_path / "train.py"

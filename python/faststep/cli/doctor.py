@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ..doctor import Answer, DoctorError, examine
 from ..doctor.sandbox import is_available
-from ..run.program import Program
 from .console import CommandError, table
 from .doctor_page import page
+from .run import split
 
 __all__ = ["HELP", "add_arguments", "run_doctor"]
 
@@ -29,6 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", metavar="FILE", help="write the answer to this file")
     parser.add_argument("--html", metavar="FILE", help="write it as one page")
     parser.add_argument(
+        "--save", metavar="FILE", help="write what is proven to help, for `run --with FILE`"
+    )
+    parser.add_argument(
+        "--accept",
+        action="append",
+        default=[],
+        metavar="REMEDY",
+        help="let the best combination have this remedy, though it changes training",
+    )
+    parser.add_argument(
         "--network", action="store_true", help="let the script use the network in the runs"
     )
     parser.add_argument(
@@ -38,24 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def split(argv: Sequence[str]) -> tuple[Sequence[str], Program | None]:
-    """The options, and the program with its arguments, which may look like options."""
-    place = 0
-    while place < len(argv) and argv[place].startswith("-"):
-        if argv[place] in ("-m", "-c", "--"):
-            rest = argv[place + 1 :]
-            flag = argv[place].removeprefix("--")
-            return argv[:place], Program(rest[0], rest[1:], flag) if rest else None
-        place += 2 if argv[place] in ("--minutes", "--json", "--html") else 1
-    rest = argv[place:]
-    return argv[:place], Program(rest[0], rest[1:]) if rest else None
-
-
 def run_doctor(argv: Sequence[str]) -> int:
     """Examine what the arguments after `doctor` say."""
     parser = argparse.ArgumentParser(prog="python -m faststep doctor", description=HELP)
     add_arguments(parser)
-    options, program = split(argv)
+    options, program = split(argv, parser)
     arguments = parser.parse_args(options)
     if program is None:
         parser.error("there is no script, no -c CODE and no -m MODULE")
@@ -72,12 +69,17 @@ def run_doctor(argv: Sequence[str]) -> int:
             arguments.minutes,
             arguments.network,
             arguments.in_place,
+            arguments.accept,
             say=lambda text: print(f"faststep doctor: {text}", file=sys.stderr, flush=True),
         )
     except DoctorError as error:
         raise CommandError(str(error)) from None
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(answer.as_json(), indent=1) + "\n")
+    if arguments.save:
+        best = answer.best
+        saved = {"remedy": best and best.remedy, "changes": best.change if best else {}}
+        Path(arguments.save).write_text(json.dumps(saved, indent=1) + "\n")
     if arguments.html:
         Path(arguments.html).write_text(page(answer))
     print(report(answer))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from ..run import PARTS, start
+from ..run.changes import Changes
 from ..run.program import Program, ProgramError
 
-__all__ = ["HELP", "add_arguments", "run_program"]
+__all__ = ["HELP", "add_arguments", "run_program", "split"]
 
 HELP = "run a script with faststep's classes in place of torch's"
 PYTHONS = tuple(f"-{letter}" for letter in "bBdEiIOPqRsStuvVWxX")  # its options beside -c and -m
@@ -25,10 +29,22 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
+def _proven(path: str) -> Changes:
+    try:
+        found: dict[str, Any] = json.loads(Path(path).read_text())
+        changes: Changes = found["changes"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise argparse.ArgumentTypeError(
+            f"{path!r} is no file of `doctor --save`: {error!r}"
+        ) from None
+    return changes
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that stand before the script."""
     parser.usage = (
-        "%(prog)s [--only PARTS] [--verbose] (SCRIPT | - | -c CODE | -m MODULE) [ARGUMENT ...]"
+        "%(prog)s [--only PARTS] [--threads N] [--workers N] [--with FILE] [--verbose] "
+        "(SCRIPT | - | -c CODE | -m MODULE) [ARGUMENT ...]"
     )
     parser.add_argument(
         "--only",
@@ -38,19 +54,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"use these parts alone, separated by commas: {', '.join(PARTS)}",
     )
     parser.add_argument(
+        "--threads", type=int, metavar="N", help="torch's threads, whatever the script sets"
+    )
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="workers of every DataLoader, kept over epochs"
+    )
+    parser.add_argument(
+        "--with",
+        dest="proven",
+        type=_proven,
+        metavar="FILE",
+        help="do what `doctor --save FILE` has found to help, and nothing else",
+    )
+    parser.add_argument(
         "--verbose", action="store_true", help="say at the end what stayed torch's, and why"
     )
 
 
-def _split(argv: Sequence[str]) -> tuple[Sequence[str], Program | None]:
-    """The options, and the program with its arguments, which may look like options."""
+def split(
+    argv: Sequence[str], parser: argparse.ArgumentParser
+) -> tuple[Sequence[str], Program | None]:
+    """The parser's options, and the program with its arguments, which may look like options."""
+    valued = {
+        name for action in parser._actions if action.nargs != 0 for name in action.option_strings
+    }
     place = 0
     while place < len(argv) and argv[place].startswith("-") and argv[place] != "-":
         if argv[place] in ("-m", "-c", "--"):
             rest = argv[place + 1 :]
             flag = argv[place].removeprefix("--")
             return argv[:place], Program(rest[0], rest[1:], flag) if rest else None
-        place += 2 if argv[place] == "--only" else 1
+        place += 2 if argv[place] in valued else 1
     rest = argv[place:]
     return argv[:place], Program(rest[0], rest[1:]) if rest else None
 
@@ -63,7 +97,7 @@ def run_program(argv: Sequence[str]) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m faststep run", description=HELP)
     add_arguments(parser)
-    options, program = _split(argv)
+    options, program = split(argv, parser)
     for option in options:
         if option.startswith(PYTHONS):
             parser.error(f"{option} is an option of Python: python {option} -m faststep run ...")
@@ -71,7 +105,15 @@ def run_program(argv: Sequence[str]) -> int:
     if program is None:
         parser.error("there is no script, no -c CODE and no -m MODULE")
     try:
-        start(program, arguments.only, arguments.verbose)
+        changes, parts = arguments.proven or Changes(), arguments.only
+        if arguments.proven is not None:
+            parts = changes.get("parts", [])
+        if arguments.threads is not None:
+            changes["threads"] = arguments.threads
+        if arguments.workers is not None:
+            kept = arguments.workers > 0
+            changes["loader"] = {"num_workers": arguments.workers, "persistent_workers": kept}
+        start(program, parts, arguments.verbose, changes)
     except ProgramError as error:
         print(f"{os.path.basename(sys.executable)}: {error}", file=sys.stderr)
         return NOT_FOUND

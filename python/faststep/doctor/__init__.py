@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ..run.program import Program
@@ -88,6 +88,7 @@ def examine(
     minutes: float = 3.0,
     network: bool = False,
     in_place: bool = False,
+    accept: Collection[str] = (),
     say: Callable[[str], object] = lambda text: None,
 ) -> Answer:
     """Run a script several times, each of them thrown away, and say what bounds it.
@@ -97,6 +98,8 @@ def examine(
         minutes: the most time that this takes. Default: 3.
         network: let the script use the network. Default: False, the loopback alone.
         in_place: run it without a sandbox: what it writes stays. Default: False.
+        accept: remedies, by name, that the best combination may have though they change training.
+            Default: none.
         say: is told what happens.
 
     Raises:
@@ -108,7 +111,7 @@ def examine(
     if len(base["steps"]) < 2:
         raise DoctorError("the script made fewer than two steps of an optimizer in this time")
     likely = suspects(base)
-    trials, findings = _Trials(runs, base, say), []
+    trials, findings = _Trials(runs, base, accept, say), []
     for suspect in likely:
         best = max(
             (trials.of(name, change) for name, change in suspect.changes.items()),
@@ -142,9 +145,16 @@ def _judged(suspect: Suspect, best: Trial | None) -> list[Finding]:
 class _Trials:
     """Tries remedies beside the script as it is."""
 
-    def __init__(self, runs: Runs, base: dict[str, Any], say: Callable[[str], object]) -> None:
+    def __init__(
+        self,
+        runs: Runs,
+        base: dict[str, Any],
+        accept: Collection[str],
+        say: Callable[[str], object],
+    ) -> None:
         self._runs = runs
         self._bases = [base]
+        self._accept = accept
         self._say = say
         self.made: list[Trial] = []
 
@@ -176,8 +186,12 @@ class _Trials:
         return self.made[-1]
 
     def together(self) -> Trial | None:
-        """All proven remedies that keep bits or round, as a whole."""
-        proven = [one for one in self.made if one.is_proven and one.results in SURE]
+        """All proven remedies that keep bits, round or are accepted, as a whole."""
+        proven = [
+            one
+            for one in self.made
+            if one.is_proven and (one.results in SURE or one.remedy in self._accept)
+        ]
         if len(proven) < 2:
             return proven[0] if proven else None
         change: dict[str, Any] = {}

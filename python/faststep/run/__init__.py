@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 
 from .. import memory
+from .changes import Changes, make_changes, summary
 from .cores import fit_threads
 from .program import Program
 from .report import Report
@@ -21,7 +22,12 @@ __all__ = ["PARTS", "start", "swap_silently"]
 PARTS = ("optim", "amp", "clip", "data", "memory", "threads")
 
 
-def start(program: Program, parts: Sequence[str] = PARTS, verbose: bool = False) -> None:
+def start(
+    program: Program,
+    parts: Sequence[str] = PARTS,
+    verbose: bool = False,
+    changes: Changes | None = None,
+) -> None:
     """Run a program in this process as Python would, with torch's classes swapped before.
 
     Returns when the program comes to its end. Its exceptions and SystemExit pass through.
@@ -30,13 +36,17 @@ def start(program: Program, parts: Sequence[str] = PARTS, verbose: bool = False)
         program: what is run.
         parts: what of `PARTS` is used.
         verbose: say at the end which objects stayed torch's, and why.
+        changes: what else is changed; its `parts` are not looked at.
     """
     meter = CallTimes()
     swaps = Swaps(meter)
     done = _swap(swaps, parts)
+    if changes:
+        make_changes(changes)
+        done.append(summary(changes))
     if os.environ.get("RANK", "0") == "0":
         report = Report(meter, swaps, verbose)
-        report.say("; ".join(done))
+        report.say("; ".join(filter(None, done)) or "nothing is changed")
         # The first that is registered runs last: what the program registers is measured too.
         atexit.register(report.at_exit)
     sys.stdout.flush()
