@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ..run.program import Program
 from .findings import LEAST, Suspect, suspects
-from .gains import Gain, compare, results_of
+from .gains import Gain, compare, ratio, results_of
 from .phases import PHASES
 from .runs import DoctorError, Length, Runs
 
@@ -18,7 +18,7 @@ FIRST = Length(6.0, 20)  # the run that shows what bounds the script
 SHORT = Length(4.0, 10)  # those that are compared
 PROMISING = 1.03  # a gain that is worth more pairs of runs
 LARGE = 1.25  # a gain that a second pair is enough to confirm; others take a third one
-REPEATED = 1.02  # the least gain of each pair of runs
+REPEATED = 1.02  # the least gain of the slowest run with a remedy over the fastest one without
 BUILT_IN = 1.1  # the least gain over torch's own optimizers and clipping that is a finding
 SURE = ("same bits", "rounding")
 
@@ -76,6 +76,7 @@ class Answer(NamedTuple):
             "threads": self.found["threads"],
             "cores": self.found["cores"],
             "peak": self.found["peak"],
+            "cpu": self.found["cpu"],  # seconds per second
         }
 
 
@@ -215,8 +216,7 @@ class _Trials:
         return is_promising and len(found) < enough and self._has_time(1 + is_new)
 
     def _least_ratio(self, found: list[dict[str, Any]]) -> float:
-        pairs = zip(self._bases, found, strict=False)
-        return min(compare([(base["steps"], run["steps"])]).gain for base, run in pairs)
+        return min(ratio(one["steps"], run["steps"]) for one in self._bases for run in found)
 
     def _gain(self, found: list[dict[str, Any]]) -> Gain:
         pairs = zip(self._bases, found, strict=False)

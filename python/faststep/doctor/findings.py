@@ -196,9 +196,9 @@ def _machine(found: Found, total: float) -> Iterator[Suspect]:
     if threads > cores * max(1, found["ranks"]):
         text = f"torch computes in {threads} threads, and this process may use {cores} cores"
         yield Suspect("too-many-threads", 1.0, text, {f"{cores} threads": {"threads": cores}})
-    share = sum(found["faults"]) * FAULT / total
+    share = found["faults"] * FAULT
     if share >= LEAST:
-        per_step = sum(found["faults"]) / len(found["steps"])
+        per_step = found["faults"] * total / len(found["steps"])
         text = (
             f"each step takes {per_step:.0f} pages from the system and gives them back: call "
             "faststep.memory.retain() first"
@@ -229,7 +229,7 @@ def _errors(found: Found, total: float) -> Iterator[Suspect]:
             "forward uses old ones. Enter it in each step, around forward and loss alone"
         )
         yield Suspect("autocast-held", 0.0, text, is_error=True, needs_trial=False)
-    growth = _growth(found["allocated"])
+    growth = _growth(found["allocated"], steps)
     if found["graph"] is not None and growth > GROWTH and steps > OFTEN:
         name, file, line = found["graph"]
         what = f"{name!r} keeps" if name else "something keeps"
@@ -241,10 +241,10 @@ def _errors(found: Found, total: float) -> Iterator[Suspect]:
         yield Suspect("memory-creep", 0.0, text, line=place, is_error=True, needs_trial=False)
 
 
-def _growth(allocated: Sequence[int]) -> float:
-    """Bytes per step, over the second half."""
+def _growth(allocated: Sequence[int], steps: int) -> float:
+    """Bytes per step, over the second half of the steps."""
     half = allocated[len(allocated) // 2 :]
-    return (half[-1] - half[0]) / (len(half) - 1) if len(half) > 1 else 0.0
+    return 2 * (half[-1] - half[0]) / steps if len(half) > 1 else 0.0
 
 
 # ---- the script's text

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Gain", "compare", "results_of"]
+__all__ = ["Gain", "compare", "ratio", "results_of"]
 
 RESAMPLED = 400
 GROUPS = 40  # of steps that follow each other: neighbours are alike
@@ -39,6 +39,11 @@ def compare(pairs: Sequence[tuple[Sequence[float], Sequence[float]]]) -> Gain:
         found.append(math.exp(sum(logs) / len(logs)))
     found.sort()
     return Gain(gain, found[RESAMPLED // 40], found[-RESAMPLED // 40])
+
+
+def ratio(before: Sequence[float], after: Sequence[float]) -> float:
+    """The gain of one run over another."""
+    return _ratio(_grouped(before, after))
 
 
 def _grouped(before: Sequence[float], after: Sequence[float]) -> list[list[float]]:

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -30,7 +30,8 @@ from .phases import Place, look
 
 __all__ = ["Recorder"]
 
-INTERVAL = 0.004  # seconds between two looks at the stack
+INTERVAL = 0.01  # seconds between two looks at the stack
+COUNTED = 0.05  # seconds between two looks at the counters of the kernel and the C library
 WARM_UP = 3  # steps that are not measured
 MOST_LOSSES = 64
 MOST_LINES = 60
@@ -60,6 +61,15 @@ def _allocated() -> Callable[[], int]:
         return int(found.uordblks + found.hblkhd)
 
     return count
+
+
+class Counts(NamedTuple):
+    """The counters of the kernel and the C library at some time."""
+
+    seconds: float
+    faults: int
+    cpu: float
+    allocated: int
 
 
 class Flushing:
@@ -119,7 +129,9 @@ class Recorder:
         self._lock = threading.Lock()
         self._is_over = False
         self._samples: list[tuple[float, str, Place | None, Place | None]] = []
-        self._steps: dict[int, list[tuple[float, int, float, int]]] = defaultdict(list)
+        self._steps: dict[int, list[float]] = defaultdict(list)  # when they ended
+        self._counts: list[Counts] = []
+        self._counted = 0.0
         self._optimizers: dict[int, Optimizer] = {}
         self._autocast_steps = 0
         self._autocasts: Counter[str] = Counter()
@@ -188,10 +200,14 @@ class Recorder:
         if threading.get_ident() != self._thread or self._is_over:
             return
         now = time.perf_counter()
-        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         steps = self._steps[id(optimizer)]
         self._optimizers[id(optimizer)] = optimizer
-        steps.append((now, faults, time.process_time(), self._allocated()))
+        steps.append(now)
+        if now - self._counted > COUNTED:
+            self._counted = now
+            used = resource.getrusage(resource.RUSAGE_SELF)
+            cpu = used.ru_utime + used.ru_stime
+            self._counts.append(Counts(now, used.ru_minflt, cpu, self._allocated()))
         self._autocast_steps += torch.is_autocast_enabled("cpu")
         if len(steps) == WARM_UP + 1:
             self._measured_from = now
@@ -229,13 +245,17 @@ class Recorder:
     def _found(self) -> dict[str, Any]:
         self._threads = self._threads or torch.get_num_threads()
         steps = max(self._steps.values(), key=len, default=[])
-        steps = [entry for entry in steps if entry[0] <= self._stops_at]
+        steps = [end for end in steps if end <= self._stops_at]
         kept = steps[WARM_UP:] if len(steps) > 2 * WARM_UP else steps
+        first, last = (kept[0], kept[-1]) if kept else (self._begun, time.perf_counter())
+        counts = [one for one in self._counts if first <= one.seconds <= last]
+        span = counts[-1].seconds - counts[0].seconds if len(counts) > 1 else 0.0
+        per_second = (counts[-1].faults - counts[0].faults) / span if span else 0.0
         found: dict[str, Any] = {
-            "steps": [b[0] - a[0] for a, b in itertools.pairwise(kept)],
-            "faults": [b[1] - a[1] for a, b in itertools.pairwise(kept)],
-            "allocated": [entry[3] for entry in kept],
-            "cpu": kept[-1][2] - kept[0][2] if kept else 0.0,
+            "steps": [after - before for before, after in itertools.pairwise(kept)],
+            "faults": per_second,
+            "allocated": [one.allocated for one in counts],
+            "cpu": (counts[-1].cpu - counts[0].cpu) / span if span else 0.0,
             "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "losses": [float(loss) for loss in self._losses],
             "autocast": dict(self._autocasts),
@@ -245,9 +265,8 @@ class Recorder:
             "cores": cores(inspected.PROCESS, inspected.SYSTEM),
             "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         }
-        first, last = (kept[0][0], kept[-1][0]) if kept else (self._begun, time.perf_counter())
         found["phases"], found["lines"] = self._shares(first, last)
-        found["evaluated"] = self._evaluated([entry[0] for entry in kept])
+        found["evaluated"] = self._evaluated(kept)
         found["loaders"] = [use.described() for use in self._loaders.values()]
         found["optimizers"] = [
             inspected.described(optimizer, len(self._steps[key]))
