@@ -57,25 +57,34 @@ def test_what_is_proven_is_kept(tmp_path: Path) -> None:
     """`run --with` does what the doctor has saved, to a script that shows it."""
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch\n"
-        "torch.set_num_threads(64)\n"
-        "model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(10)))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.001)\n"
-        "for _ in range(300):\n"
-        "    optimizer.zero_grad()\n"
-        "    model(torch.randn(64, 256)).square().mean().backward()\n"
-        "    optimizer.step()\n"
-        "print('threads', torch.get_num_threads())\n"
+        "import time, torch\n"
+        "class Slow(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n"
+        "        return 400\n"
+        "    def __getitem__(self, index):\n"
+        "        time.sleep(0.005)\n"
+        "        return torch.full((8,), float(index))\n"
+        "weight = torch.nn.Parameter(torch.ones(8))\n"
+        "optimizer = torch.optim.SGD([weight], lr=1e-9)\n"
+        "loader = torch.utils.data.DataLoader(Slow(), batch_size=4)\n"
+        "for _ in range(3):\n"
+        "    for x in loader:\n"
+        "        (x * weight).sum().backward()\n"
+        "        optimizer.step()\n"
+        "print('workers', loader.num_workers)\n"
     )
-    done = doctor(tmp_path, "--minutes", 1, "--save", "proven.json", "--html", "page.html", script)
+    done = doctor(
+        tmp_path, "--minutes", 1.5, "--save", "proven.json", "--html", "page.html", script
+    )
     assert done.returncode == 0, done.stderr
-    cores = json.loads((tmp_path / "proven.json").read_text())["changes"]["threads"]
+    changes = json.loads((tmp_path / "proven.json").read_text())["changes"]
+    workers = changes["loader"]["num_workers"]
     command = [sys.executable, "-m", "faststep", "run", "--with", "proven.json", str(script)]
     kept = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
-    assert f"threads {cores}" in kept.stdout
-    assert f"{cores} threads" in kept.stderr
+    assert f"workers {workers}" in kept.stdout
+    assert f"num_workers={workers}" in kept.stderr
     page = (tmp_path / "page.html").read_text()
-    assert "too-many-threads" in page
+    assert "starved-loader" in page
     assert "<svg" in page
     assert "http" not in page
 

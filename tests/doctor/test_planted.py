@@ -34,13 +34,15 @@ def measured(script: Path, folder: Path, seconds: float) -> dict[str, Any]:
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # Other tests run beside these, and threads that wait for each other then take all the time.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 @pytest.mark.parametrize("script", PLANTED, ids=lambda path: path.stem)
 def test_the_cause_is_suspected_first(script: Path, tmp_path: Path) -> None:
     found = suspects(measured(script, tmp_path, 2.0))
     assert found, "nothing is suspected"
-    assert found[0].cause == script.stem.replace("_", "-"), found
+    assert found[0].cause == script.stem.removesuffix("_by_hand").replace("_", "-"), found
     assert not list(tmp_path.iterdir())
 
 

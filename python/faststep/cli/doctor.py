@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,6 +59,8 @@ def run_doctor(argv: Sequence[str]) -> int:
         parser.error("there is no script, no -c CODE and no -m MODULE")
     if not arguments.minutes > 0:
         parser.error("--minutes must be positive")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise CommandError("takes a script of one process: start it without torchrun")
     if not arguments.in_place and not is_available():
         raise CommandError(
             "this system lets this user make no sandbox (`unshare --user --mount`), so each run of "

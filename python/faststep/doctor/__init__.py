@@ -14,7 +14,7 @@ from .runs import DoctorError, Length, Runs
 
 __all__ = ["Answer", "DoctorError", "Finding", "Trial", "examine"]
 
-FIRST = Length(6.0, 20)  # the run that shows what bounds the script
+FIRST = Length(6.0, 20, 0.5)  # the run that shows what bounds the script
 SHORT = Length(4.0, 10)  # those that are compared
 PROMISING = 1.03  # a gain that is worth more pairs of runs
 LARGE = 1.25  # a gain that a second pair is enough to confirm; others take a third one

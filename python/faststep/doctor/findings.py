@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 __all__ = ["Suspect", "suspects"]
 
 LEAST = 0.05  # of a step
-FAULT = 1e-6  # seconds that a page fault takes, or more
+FAULT = 1.5e-6  # seconds that a page fault takes in a virtual machine
 COPY_RATE = 5e9  # bytes per second that an update moves at least
 PASSES = 8  # how often an update reads or writes a parameter's bytes, its states included
 OFTEN = 20  # steps between two evaluations, or fewer
 GROWTH = 4096  # bytes per step
 PRINTS = re.compile(r"\bprint\(|\blogg\w+\.|\.write\(")
+UPDATES = re.compile(r"-=|\+=|sub_\(|add_\(|addc\w+_\(|copy_\(")
 CLIPS = re.compile(r"norm|clip|clamp|max_")
 Found = dict[str, Any]
 
@@ -127,6 +128,12 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
 
 @_rule
 def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
+    by_hand = [entry for entry in _lines(found, "everything else") if _updates(entry[1])]
+    share = sum(entry[3] for entry in by_hand) / total
+    if share >= LEAST:
+        text = "parameters are updated one by one in Python: use a class of faststep.optim or torch"
+        line = _place(by_hand, outer=False)
+        yield Suspect("slow-optimizer", share * 0.9, text, {}, line, needs_trial=False)
     share = _share(found, total, "optimizer")
     steps = len(found["steps"])
     if share < LEAST or not found["optimizers"] or not steps:
@@ -269,9 +276,20 @@ def _prints(place: tuple[str, int] | None) -> bool:
 
 
 def _clips(place: tuple[str, int] | None) -> bool:
-    """True if the innermost loop or function around a line changes gradients by their size."""
+    """True if a loop or a function around a line changes gradients by their size."""
+    return any(CLIPS.search(said) for said in _on_gradients(place))
+
+
+def _updates(place: tuple[str, int] | None) -> bool:
+    """True if a loop or a function around a line changes parameters by their gradients."""
+    around = _on_gradients(place)
+    return any(UPDATES.search(said) for said in around) and not _clips(place)
+
+
+def _on_gradients(place: tuple[str, int] | None) -> list[str]:
+    """The texts of the two innermost loops or functions around a line, if they use gradients."""
     if place is None:
-        return False
+        return []
     text, tree = _source(place[0])
     kinds = (ast.For, ast.FunctionDef, ast.ListComp, ast.GeneratorExp, ast.Assign)
     around = [
@@ -279,11 +297,9 @@ def _clips(place: tuple[str, int] | None) -> bool:
         for node in ast.walk(tree or ast.Module([], []))
         if isinstance(node, kinds) and node.lineno <= place[1] <= (node.end_lineno or node.lineno)
     ]
-    for node in sorted(around, key=lambda one: (one.end_lineno or one.lineno) - one.lineno)[:2]:
-        said = ast.get_source_segment(text, node) or ""
-        if ".grad" in said and CLIPS.search(said) and "backward(" not in said:
-            return True
-    return False
+    around.sort(key=lambda one: (one.end_lineno or one.lineno) - one.lineno)
+    said = [ast.get_source_segment(text, node) or "" for node in around[:2]]
+    return [one for one in said if ".grad" in one and "backward(" not in one]
 
 
 def _line_of(file: str, name: str) -> int | None:

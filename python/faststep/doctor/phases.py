@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
+import re
 import sysconfig
 from types import CodeType, FrameType
 
@@ -33,13 +33,17 @@ _FILES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("torch/nn/functional.py", "forward", ()),
     ("torch/serialization.py", "checkpoint", ("save", "load")),
     ("torch/distributed/checkpoint/", "checkpoint", ()),
+    ("safetensors/", "checkpoint", ()),
     ("torch/distributed/distributed_c10d.py", "communication", ()),
     ("torch/_tensor_str.py", "printing", ()),
+    ("logging/__init__.py", "printing", ()),
+    ("/tqdm/", "printing", ()),
 )
 _LIBRARIES = tuple(
     {os.path.realpath(path) + os.sep for path in sysconfig.get_paths().values()}
     | {os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep}
 )
+_EVALUATES = re.compile(r"eval|valid|infer|predict")  # functions that only look at a model
 _OF_BACKWARD = ("forward", "communication")  # phases that a backward pass calls, too
 
 
@@ -85,17 +89,13 @@ def look(frame: FrameType | None) -> tuple[str, Place | None, Place | None]:
                 phase = found
             if found == "forward" and code.co_name == "_call_impl":
                 module = frame.f_locals.get("self")
-                is_training = getattr(module, "training", True)
+                is_training = is_training and getattr(module, "training", True)
         elif _is_scripts(code):
             place = code.co_filename, frame.f_lineno
+            is_training = is_training and not _EVALUATES.search(code.co_name)
             inner = inner or place
             outer = outer or place
         frame = frame.f_back
     if phase == "forward" and not is_training:
         phase = "evaluation"
     return phase or "everything else", inner, outer
-
-
-def main_frame(thread: int) -> FrameType | None:
-    """The frame in which a thread is."""
-    return sys._current_frames().get(thread)

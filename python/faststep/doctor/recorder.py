@@ -140,6 +140,7 @@ class Recorder:
         self._allocated = _allocated()
         self._flushing: Flushing | None = None  # after what is measured otherwise
         self._stops_at = float("inf")
+        self._leading: list[float] = []  # the steps of the optimizer that ended this
         self._threads = 0  # of torch
 
     def start(self) -> None:
@@ -160,7 +161,10 @@ class Recorder:
             is_early = len(self._losses) < MOST_LOSSES and self._flushing is None
             if root is not None and root.numel() == 1 and is_early:
                 self._losses.append(root.detach().clone())
-            return backward(tensors, *args, **kwargs)
+            result = backward(tensors, *args, **kwargs)
+            if not self._optimizers and threading.get_ident() == self._thread:
+                self._note_step(self._steps[0])  # of a script that updates by hand
+            return result
 
         torch.autograd.backward = noted
 
@@ -197,39 +201,42 @@ class Recorder:
         torch.autocast.__enter__ = entered  # type: ignore[method-assign]
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if threading.get_ident() != self._thread or self._is_over:
+        if threading.get_ident() == self._thread:
+            self._optimizers[id(optimizer)] = optimizer
+            self._autocast_steps += torch.is_autocast_enabled("cpu")
+            self._note_step(self._steps[id(optimizer)])
+
+    def _note_step(self, steps: list[float]) -> None:
+        """A step ends: of an optimizer, or a backward pass where there is none."""
+        if self._is_over:
             return
         now = time.perf_counter()
-        steps = self._steps[id(optimizer)]
-        self._optimizers[id(optimizer)] = optimizer
         steps.append(now)
         if now - self._counted > COUNTED:
             self._counted = now
             used = resource.getrusage(resource.RUSAGE_SELF)
             cpu = used.ru_utime + used.ru_stime
             self._counts.append(Counts(now, used.ru_minflt, cpu, self._allocated()))
-        self._autocast_steps += torch.is_autocast_enabled("cpu")
         if len(steps) == WARM_UP + 1:
             self._measured_from = now
         elif self._flushing is not None:
-            if self._flushing.is_over(now):
+            if steps is self._leading and self._flushing.is_over(now):
                 self.end()
         elif len(steps) > WARM_UP + self._least_steps and now - self._measured_from > self._seconds:
             self._stops_at = now
             self._threads = torch.get_num_threads()
+            self._leading = steps
             self._flushing = Flushing(now)
 
     # ---- the other thread
 
     def _look_on(self) -> None:
-        last = time.perf_counter()
         while not self._is_over:
             time.sleep(INTERVAL)
             phase, inner, outer = look(sys._current_frames().get(self._thread))
             now = time.perf_counter()
             self._samples.append((now, phase, inner, outer))
-            last = now
-            if last - self._begun > self._most:
+            if now - self._begun > self._most:
                 self.end()
 
     # ---- the end

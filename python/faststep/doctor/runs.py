@@ -8,14 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from ..run.program import Program
 from . import sandbox
 
 __all__ = ["DoctorError", "Runs"]
 
+MOST_READ = 65536  # characters
 GRACE = 20.0  # seconds to start and to end, beyond what a run may measure
 
 
@@ -24,10 +26,11 @@ class DoctorError(Exception):
 
 
 class Length(NamedTuple):
-    """How long a run measures."""
+    """How long a run measures, and the most of the time that is left that it may take."""
 
     seconds: float
     least_steps: int
+    most: float = 1.0
 
 
 class Runs:
@@ -59,7 +62,7 @@ class Runs:
             DoctorError: the script failed, or made no step in time.
         """
         begun = time.monotonic()
-        most = max(5.0, self.left - 2.0)
+        most = max(5.0, self.left * length.most - 2.0)
         with (
             tempfile.TemporaryDirectory(prefix="faststep-") as empty,
             tempfile.TemporaryFile() as answer,
@@ -79,27 +82,46 @@ class Runs:
             process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,  # as what shows output would read it
                 stderr=subprocess.PIPE,
                 env=sandbox.environment(os.environ, self._network),
                 pass_fds=(answer.fileno(),),
                 start_new_session=True,
                 text=True,
+                errors="replace",
             )
+            errors: list[str] = []
+            readers = [
+                threading.Thread(target=_drain, args=(stream, kept), daemon=True)
+                for stream, kept in ((process.stdout, None), (process.stderr, errors))
+            ]
+            for one in readers:
+                one.start()
             try:
-                _, errors = process.communicate(timeout=most + GRACE)
+                process.wait(most + GRACE)
             except subprocess.TimeoutExpired:
                 raise DoctorError(f"the script did not end within {most + GRACE:.0f} s") from None
             finally:
                 if process.poll() is None:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
+                for one in readers:
+                    one.join()
             answer.seek(0)
             text = answer.read()
         if not text:
-            raise DoctorError(f"the script ended without an answer:\n{errors[-2000:]}")
+            raise DoctorError(f"the script ended without an answer:\n{''.join(errors)[-2000:]}")
         found: dict[str, Any] = json.loads(text)
         if "error" in found:
             raise DoctorError(f"the script failed:\n{found['error']}")
         self.started = time.monotonic() - begun - sum(found["steps"])
         return found
+
+
+def _drain(stream: TextIO | None, kept: list[str] | None) -> None:
+    """Read a stream to its end; the newest of it is kept."""
+    assert stream is not None
+    while text := stream.read(MOST_READ):
+        if kept is not None:
+            kept[:] = [*kept[-1:], text]
+    stream.close()

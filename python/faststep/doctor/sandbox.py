@@ -22,7 +22,7 @@ from pathlib import Path
 __all__ = ["enter", "environment", "is_available", "sandboxed"]
 
 _BIND, _REC, _PRIVATE = 4096, 16384, 1 << 18  # flags of mount(2)
-_AS_IT_IS = {"sysfs", "devtmpfs", "cgroup", "cgroup2"}  # kinds of file systems without files
+_AS_IT_IS = {"sysfs", "cgroup", "cgroup2"}  # kinds of file systems without files
 _OFFLINE = {"WANDB_MODE": "offline", "HF_HUB_OFFLINE": "1", "MLFLOW_TRACKING_URI": "file:./mlruns"}
 
 
@@ -76,7 +76,7 @@ def _show(place: str, at: Path, kinds: Mapping[str, str], empty: str) -> None:
     at.mkdir(parents=True, exist_ok=True)
     if place == "/proc":
         _mount("proc", str(at), "proc", 0)  # of the processes inside
-    elif kinds.get(place) in _AS_IT_IS:
+    elif place == "/dev" or kinds.get(place) in _AS_IT_IS:
         _mount(place, str(at), None, _BIND | _REC)
     elif not any(inner.startswith(place.rstrip("/") + "/") for inner in kinds):
         upper, work = (Path(empty, kind, place.strip("/")) for kind in ("upper", "work"))
@@ -90,9 +90,9 @@ def _show(place: str, at: Path, kinds: Mapping[str, str], empty: str) -> None:
         for entry in os.scandir(place):
             if entry.is_symlink():
                 os.symlink(os.readlink(entry.path), at / entry.name)
-            elif entry.is_dir():
+            elif entry.is_dir() and os.access(entry.path, os.X_OK):
                 _show(entry.path, at / entry.name, kinds, empty)
-            elif entry.is_file():
+            elif entry.is_file() and os.access(entry.path, os.R_OK):
                 shutil.copy2(entry.path, at / entry.name)
 
 
