@@ -79,43 +79,48 @@ class Runs:
             command = [sys.executable, "-m", "faststep.doctor.probe", json.dumps(order)]
             if not self._in_place:
                 command = sandbox.sandboxed(command, self._network)
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,  # as what shows output would read it
-                stderr=subprocess.PIPE,
-                env=sandbox.environment(os.environ, self._network),
-                pass_fds=(answer.fileno(),),
-                start_new_session=True,
-                text=True,
-                errors="replace",
-            )
-            errors: list[str] = []
-            readers = [
-                threading.Thread(target=_drain, args=(stream, kept), daemon=True)
-                for stream, kept in ((process.stdout, None), (process.stderr, errors))
-            ]
-            for one in readers:
-                one.start()
-            try:
-                process.wait(most + GRACE)
-            except subprocess.TimeoutExpired:
-                raise DoctorError(f"the script did not end within {most + GRACE:.0f} s") from None
-            finally:
-                if process.poll() is None:
-                    os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-                for one in readers:
-                    one.join()
+            errors = self._finish(command, answer.fileno(), most + GRACE)
             answer.seek(0)
             text = answer.read()
         if not text:
-            raise DoctorError(f"the script ended without an answer:\n{''.join(errors)[-2000:]}")
+            raise DoctorError(f"the script ended without an answer:\n{errors[-2000:]}")
         found: dict[str, Any] = json.loads(text)
         if "error" in found:
             raise DoctorError(f"the script failed:\n{found['error']}")
         self.started = time.monotonic() - begun - sum(found["steps"])
         return found
+
+    def _finish(self, command: list[str], answer: int, seconds: float) -> str:
+        """Run a command to its end; returns the newest of what it says on stderr."""
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,  # as what shows output would read it
+            stderr=subprocess.PIPE,
+            env=sandbox.environment(os.environ, self._network),
+            pass_fds=(answer,),
+            start_new_session=True,
+            text=True,
+            errors="replace",
+        )
+        said: list[str] = []
+        readers = [
+            threading.Thread(target=_drain, args=(stream, kept), daemon=True)
+            for stream, kept in ((process.stdout, None), (process.stderr, said))
+        ]
+        for one in readers:
+            one.start()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise DoctorError(f"the script did not end within {seconds:.0f} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+            for one in readers:
+                one.join()
+        return "".join(said)
 
 
 def _drain(stream: TextIO | None, kept: list[str] | None) -> None:
