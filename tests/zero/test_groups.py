@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accumulate.processes import Job
 from faststep import zero
 
-from .beside_ddp import RANKS, Run, Table, whole
+from .beside_ddp import Run, Table, whole
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -247,11 +247,11 @@ TABLE = Table(
     {name: functools.partial(_script, name) for name in SCRIPTS},
     refused=dict.fromkeys(["added", "adapters"], "a parameter group cannot be added at stage 3"),
     as_torch=["by hand", "saved"],
+    on_three=["added", "saved"],
 )
 
 
-@pytest.mark.parametrize("world", RANKS)
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("name", "world"), TABLE.cases())
 def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
     for said in ranks(f"groups: {name} on {world}"):
         TABLE.check(said, name)

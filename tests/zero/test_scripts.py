@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from accumulate.processes import Job
 from faststep import zero
 
-from .beside_ddp import RANKS, Run, Script, Table
+from .beside_ddp import UNEVEN, Run, Script, Table
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="torch has no gloo")
 Ranks = Callable[[str], list[Any]]
@@ -254,7 +254,7 @@ SCRIPTS: dict[str, Script] = {
 TABLE = Table(
     "scripts",
     SCRIPTS,
-    uneven=["uneven accumulation"],
+    left_out={"uneven accumulation": UNEVEN},
     as_torch=[
         "swapped average",
         "gradient penalty",
@@ -267,8 +267,7 @@ TABLE = Table(
 )
 
 
-@pytest.mark.parametrize("world", RANKS)
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize(("name", "world"), TABLE.cases())
 def test_the_parameters_of_ddp(name: str, world: int, ranks: Ranks) -> None:
     for said in ranks(f"scripts: {name} on {world}"):
         TABLE.check(said, name)
