@@ -26,9 +26,9 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def measured(script: Path, folder: Path, seconds: float) -> dict[str, Any]:
+def measured(script: Path) -> dict[str, Any]:
     runs = Runs(Program(str(script), []), time.monotonic() + 60, network=False, in_place=False)
-    return runs.measure(Length(seconds, 25))
+    return runs.measure(Length(2.0, 25))
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("script", PLANTED, ids=lambda path: path.stem)
 def test_the_cause_is_suspected_first(script: Path, tmp_path: Path) -> None:
-    found = suspects(measured(script, tmp_path, 2.0))
+    found = suspects(measured(script))
     assert found, "nothing is suspected"
     assert found[0].cause == script.stem.removesuffix("_by_hand").replace("_", "-"), found
     assert not list(tmp_path.iterdir())
@@ -48,6 +48,6 @@ def test_the_cause_is_suspected_first(script: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("script", HEALTHY, ids=lambda path: path.stem)
 def test_nothing_is_wrong_with_what_looks_odd(script: Path, tmp_path: Path) -> None:
-    found = suspects(measured(script, tmp_path, 2.0))
+    found = suspects(measured(script))
     assert not [one for one in found if one.is_error or not one.needs_trial], found
     assert not list(tmp_path.iterdir())

@@ -99,9 +99,11 @@ def report(answer: Answer) -> str:
         f"{step['count']}), in {said['threads']} threads on {said['cores']} cores; peak memory "
         f"{said['peak'] / 2**20:.0f} MiB.",
     ]
-    shares = sorted(answer.phases.items(), key=lambda one: -one[1])
-    rows = [[name, f"{share:.1%}", "#" * round(WIDTH * share)] for name, share in shares]
-    parts.append("\n".join(f"{name:16} {share:>6}  {bar}" for name, share, bar in rows))
+    bars = [
+        f"{name:16} {share:>6.1%}  {'#' * round(WIDTH * share)}"
+        for name, share in answer.parts_of_a_step()
+    ]
+    parts.append("\n".join(bars))
     if answer.findings:
         lines = []
         for number, one in enumerate(answer.findings, 1):
@@ -110,18 +112,7 @@ def report(answer: Answer) -> str:
             lines.append(f"{number}. {one.cause} ({gain}): {one.text}{where}")
         parts.append("\n".join(lines))
     if answer.trials:
-        header = ["tried", "gain", "95 % interval", "results", "memory"]
-        tried = [
-            [
-                one.remedy,
-                f"{one.gain:.2f}x",
-                f"{one.low:.2f} to {one.high:.2f}",
-                one.results,
-                f"{one.memory / 2**20:+.0f} MiB",
-            ]
-            for one in sorted(answer.trials, key=lambda one: -one.gain)
-        ]
-        parts.append(table(header, tried))
+        parts.append(table(*answer.table_of_trials()))
     if answer.best is not None:
         best = answer.best
         parts.append(f"Best of what keeps bits or rounds: {best.remedy}, {best.gain:.2f}x.")

@@ -30,12 +30,11 @@ code { overflow-wrap: anywhere }
 def page(answer: Answer) -> str:
     """The whole file."""
     step = answer.as_json()["step"]
-    shares = sorted(answer.phases.items(), key=lambda one: -one[1])
     parts = [
         f"<h1>{escape(answer.verdict)}</h1>",
         f"<p>A step takes {1e3 * step['mean']:.3g} ms: the mean of {step['count']}.</p>",
         "<h2>A step</h2>",
-        _bar(shares),
+        _bar(answer.parts_of_a_step()),
     ]
     if answer.findings:
         parts += ["<h2>Findings</h2>", "<ol>"]
@@ -46,19 +45,7 @@ def page(answer: Answer) -> str:
             parts.append(f"<li><b>{escape(one.cause)}</b>, {gain}: {text}{where}</li>")
         parts.append("</ol>")
     if answer.trials:
-        trials = sorted(answer.trials, key=lambda one: -one.gain)
-        rows = [
-            [
-                one.remedy,
-                f"{one.gain:.2f}x",
-                f"{one.low:.2f} to {one.high:.2f}",
-                one.results,
-                f"{one.memory / 2**20:+.0f} MiB",
-            ]
-            for one in trials
-        ]
-        header = ["tried", "gain", "95 % interval", "results", "peak memory"]
-        parts += ["<h2>Trials</h2>", _table(header, rows)]
+        parts += ["<h2>Trials</h2>", _table(*answer.table_of_trials())]
     parts += ["<h2>Memory of the C library, over the steps</h2>", _curve(answer.found["allocated"])]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

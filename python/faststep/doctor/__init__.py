@@ -79,6 +79,24 @@ class Answer(NamedTuple):
             "cpu": self.found["cpu"],  # seconds per second
         }
 
+    def parts_of_a_step(self) -> list[tuple[str, float]]:
+        """The phases and their shares, largest first."""
+        return sorted(self.phases.items(), key=lambda one: -one[1])
+
+    def table_of_trials(self) -> tuple[list[str], list[list[str]]]:
+        """The titles of the columns, and a row for each trial, best first."""
+        rows = [
+            [
+                one.remedy,
+                f"{one.gain:.2f}x",
+                f"{one.low:.2f} to {one.high:.2f}",
+                one.results,
+                f"{one.memory / 2**20:+.0f} MiB",
+            ]
+            for one in sorted(self.trials, key=lambda one: -one.gain)
+        ]
+        return ["tried", "gain", "95 % interval", "results", "memory"], rows
+
 
 def _shown(trial: Trial) -> dict[str, Any]:
     return {key: value for key, value in trial._asdict().items() if key != "change"}

@@ -76,6 +76,16 @@ def _lines(found: Found, phase: str) -> list[Any]:
     return [entry for entry in found["lines"] if entry[0] == phase]
 
 
+def _spent_in(
+    cause: str, entries: Sequence[Any], total: float, text: str, saved: float = 1.0
+) -> Iterator[Suspect]:
+    """What is spent in lines of the script, of which a remedy that cannot be tried saves a part."""
+    share = sum(entry[3] for entry in entries) / total
+    if share >= LEAST:
+        line = _place(entries, outer=False)
+        yield Suspect(cause, share * saved, text, {}, line, needs_trial=False)
+
+
 # ---- data
 
 
@@ -129,11 +139,8 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
 @_rule
 def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
     by_hand = [entry for entry in _lines(found, "everything else") if _updates(entry[1])]
-    share = sum(entry[3] for entry in by_hand) / total
-    if share >= LEAST:
-        text = "parameters are updated one by one in Python: use a class of faststep.optim or torch"
-        line = _place(by_hand, outer=False)
-        yield Suspect("slow-optimizer", share * 0.9, text, {}, line, needs_trial=False)
+    text = "parameters are updated one by one in Python: use a class of faststep.optim or torch"
+    yield from _spent_in("slow-optimizer", by_hand, total, text, 0.9)
     share = _share(found, total, "optimizer")
     steps = len(found["steps"])
     if share < LEAST or not found["optimizers"] or not steps:
@@ -157,11 +164,8 @@ def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
 @_rule
 def _clipping(found: Found, total: float) -> Iterator[Suspect]:
     by_hand = [entry for entry in _lines(found, "everything else") if _clips(entry[1])]
-    share = sum(entry[3] for entry in by_hand) / total
-    if share >= LEAST:
-        text = "gradients are clipped one by one in Python: call torch.nn.utils.clip_grad_norm_"
-        line = _place(by_hand, outer=False)
-        yield Suspect("slow-clipping", share * 0.9, text, {}, line, needs_trial=False)
+    text = "gradients are clipped one by one in Python: call torch.nn.utils.clip_grad_norm_"
+    yield from _spent_in("slow-clipping", by_hand, total, text, 0.9)
     share = _share(found, total, "clipping")
     if share >= LEAST:
         text = "torch's clipping takes this: faststep's clips as part of fewer passes"
@@ -185,12 +189,8 @@ def _beside(found: Found, total: float) -> Iterator[Suspect]:
         line = _place(_lines(found, "evaluation"))
         yield Suspect("evaluation-in-loop", share, text, {}, line, needs_trial=False)
     shown = [entry for entry in _lines(found, "everything else") if _prints(entry[1])]
-    shown = [*_lines(found, "printing"), *shown]
-    share = sum(entry[3] for entry in shown) / total
-    if share >= LEAST:
-        text = "each step waits for numbers to be shown: do so every hundred steps"
-        line = _place(shown, outer=False)
-        yield Suspect("synchronising", share, text, {}, line, needs_trial=False)
+    text = "each step waits for numbers to be shown: do so every hundred steps"
+    yield from _spent_in("synchronising", [*_lines(found, "printing"), *shown], total, text)
 
 
 # ---- the machine
@@ -200,7 +200,7 @@ def _beside(found: Found, total: float) -> Iterator[Suspect]:
 def _machine(found: Found, total: float) -> Iterator[Suspect]:
     changes: dict[str, dict[str, Any]]
     cores, threads = found["cores"], found["threads"]
-    if threads > cores * max(1, found["ranks"]):
+    if threads > cores:
         text = f"torch computes in {threads} threads, and this process may use {cores} cores"
         yield Suspect("too-many-threads", 1.0, text, {f"{cores} threads": {"threads": cores}})
     share = found["faults"] * FAULT

@@ -138,7 +138,6 @@ def described(optimizer: Optimizer, steps: int) -> dict[str, Any]:
         "steps": steps,
         "tensors": len(params),
         "bytes": sum(param.nbytes for param in params),
-        "bf16": any(param.dtype == torch.bfloat16 for param in params),
         "denormals": _denormals([*params, *grads, *states]),
     }
 

@@ -9,7 +9,13 @@ import sys
 import traceback
 from typing import Any
 
+import torch
+
+from ..run import swap_silently
+from ..run.changes import make_changes
+from ..run.program import Program
 from . import sandbox
+from .recorder import Recorder
 
 __all__ = ["main"]
 
@@ -26,12 +32,6 @@ def main(order: dict[str, Any]) -> None:
     """
     if order["empty"] is not None:
         sandbox.enter(order["empty"])
-    import torch
-
-    from ..run import swap_silently
-    from ..run.changes import make_changes
-    from ..run.program import Program
-    from .recorder import Recorder
 
     def done(found: dict[str, Any]) -> None:
         with os.fdopen(order["answer"], "w") as answer:

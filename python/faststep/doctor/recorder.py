@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import ctypes
 import itertools
-import os
 import resource
 import sys
 import threading
@@ -270,7 +269,6 @@ class Recorder:
             "flushed": 1.0 if self._flushing is None else self._flushing.gain(),
             "threads": self._threads,
             "cores": cores(inspected.PROCESS, inspected.SYSTEM),
-            "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         }
         found["phases"], found["lines"] = self._shares(first, last)
         found["evaluated"] = self._evaluated(kept)
