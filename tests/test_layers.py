@@ -67,7 +67,7 @@ MAY_IMPORT = {
         *("accumulation", "amp", "clip", "data", "memory", "optim", "release", "zero"),
     },
     "run": {"amp", "clip", "data.stats", "data", "memory", "optim"},
-    "doctor": {*TORCH, "run"},
+    "doctor": {*TORCH, "memory", "run"},
     "cli": {*TORCH, "faststep", "data", "doctor", "run"},
     "__main__": {"cli"},
 }

@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,19 @@ def _parts(text: str) -> list[str]:
     return parts
 
 
+def _count(least: int) -> Callable[[str], int]:
+    """The type of an argument that is an integer of at least so much."""
+
+    def parsed(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
+        return value
+
+    parsed.__name__ = "int"  # for argparse's error
+    return parsed
+
+
 def _proven(path: str) -> Changes:
     try:
         found: dict[str, Any] = json.loads(Path(path).read_text())
@@ -43,7 +56,7 @@ def _proven(path: str) -> Changes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that stand before the script."""
     parser.usage = (
-        "%(prog)s [--only PARTS] [--threads N] [--workers N] [--with FILE] [--verbose] "
+        "%(prog)s [OPTION ...] "
         "(SCRIPT | - | -c CODE | -m MODULE) [ARGUMENT ...]"
     )
     parser.add_argument(
@@ -54,10 +67,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"use these parts alone, separated by commas: {', '.join(PARTS)}",
     )
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="torch's threads, whatever the script sets"
+        "--threads", type=_count(1), metavar="N", help="torch's threads, whatever the script sets"
     )
     parser.add_argument(
-        "--workers", type=int, metavar="N", help="workers of every DataLoader, kept over epochs"
+        "--workers", type=_count(0), metavar="N", help="workers of every DataLoader, kept over epochs"
+    )
+    parser.add_argument(
+        "--autocast",
+        choices=["bf16", "off"],
+        help="run models under autocast, with their results in fp32; or leave the script's out",
+    )
+    parser.add_argument(
+        "--channels-last",
+        action="store_true",
+        help="lay out the weights of two-dimensional convolutions in that way",
+    )
+    parser.add_argument("--compile", action="store_true", help="compile models with torch.compile")
+    parser.add_argument(
+        "--accumulate",
+        type=_count(1),
+        metavar="N",
+        help="step once for N steps of the script, with the mean of their gradients",
     )
     parser.add_argument(
         "--with",
@@ -113,6 +143,9 @@ def run_program(argv: Sequence[str]) -> int:
         if arguments.workers is not None:
             kept = arguments.workers > 0
             changes["loader"] = {"num_workers": arguments.workers, "persistent_workers": kept}
+        for name in ("autocast", "channels_last", "compile", "accumulate"):
+            if value := getattr(arguments, name):
+                changes[name] = value  # type: ignore[literal-required]
         start(program, parts, arguments.verbose, changes)
     except ProgramError as error:
         print(f"{os.path.basename(sys.executable)}: {error}", file=sys.stderr)

@@ -126,7 +126,7 @@ def examine(
     """
     runs = Runs(program, time.monotonic() + 60.0 * minutes, network, in_place)
     say("running the script as it is")
-    base = runs.measure(FIRST)
+    base = runs.measure(FIRST, tries=True)
     if len(base["steps"]) < 2:
         raise DoctorError("the script made fewer than two steps of an optimizer in this time")
     likely = suspects(base)
@@ -182,7 +182,8 @@ class _Trials:
         for trial in self.made:
             if trial.remedy == name:
                 return trial
-        if not self._has_time(1):
+        switched = self._bases[0]["switched"].get(name)
+        if not self._has_time(1) or (switched is not None and switched[2] < PROMISING):
             return None
         self._say(f"trying {name}")
         try:

@@ -66,6 +66,12 @@ def _share(found: Found, total: float, phase: str) -> float:
     return float(found["phases"].get(phase, 0.0)) / total
 
 
+def _switched(found: Found, name: str, otherwise: float) -> float:
+    """The share of a step that a switch has surely saved, if it was tried."""
+    gain = found["switched"].get(name)
+    return otherwise if gain is None else 1.0 - 1.0 / max(1.0, gain[1])
+
+
 def _place(entries: Sequence[Any], outer: bool = True) -> str | None:
     """The line that took most, in the loop or where the time was spent."""
     best = next((one for one in entries if one[2 if outer else 1]), None)
@@ -198,12 +204,14 @@ def _beside(found: Found, total: float) -> Iterator[Suspect]:
 
 @_rule
 def _machine(found: Found, total: float) -> Iterator[Suspect]:
-    changes: dict[str, dict[str, Any]]
     cores, threads = found["cores"], found["threads"]
-    if threads > cores:
-        text = f"torch computes in {threads} threads, and this process may use {cores} cores"
-        yield Suspect("too-many-threads", 1.0, text, {f"{cores} threads": {"threads": cores}})
-    share = found["faults"] * FAULT
+    for count in sorted({1, min(cores, threads)}):
+        name = f"{count} thread{'' if count == 1 else 's'}"
+        share = _switched(found, name, 0.5 if threads > cores else 0.0)
+        if count < threads and share >= LEAST:
+            text = f"torch computes in {threads} threads on {cores} cores: {name} may be faster"
+            yield Suspect("too-many-threads", share, text, {name: {"threads": count}})
+    share = _switched(found, "memory is kept", found["faults"] * FAULT)
     if share >= LEAST:
         per_step = found["faults"] * total / len(found["steps"])
         text = (
@@ -211,14 +219,13 @@ def _machine(found: Found, total: float) -> Iterator[Suspect]:
             "faststep.memory.retain() first"
         )
         yield Suspect("page-faults", share, text, {"memory is kept": {"parts": ["memory"]}})
-    share = 1.0 - 1.0 / found["flushed"]
+    share = _switched(found, "denormals are zero", 0.0)
     if share >= LEAST / 2 or any(one["denormals"] > 0 for one in found["optimizers"]):
         text = (
             "tensors have denormal numbers, with which the processor computes slowly: call "
             "torch.set_flush_denormal(True) first"
         )
-        changes = {"denormals are zero": {"flush": True}}
-        yield Suspect("denormals", max(share, LEAST), text, changes)
+        yield Suspect("denormals", share, text, {"denormals are zero": {"flush": True}})
     if found["autocast"].get("bfloat16"):
         text = "this processor computes slower in bfloat16 than in fp32: leave autocast out"
         yield Suspect("slow-bf16", 0.5, text, {"without autocast": {"autocast": "off"}})

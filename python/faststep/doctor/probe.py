@@ -27,8 +27,8 @@ def main(order: dict[str, Any]) -> None:
 
     Args:
         order: `empty`, a folder for `sandbox.enter`, or None; `answer`, the file descriptor;
-            `program`, the arguments of `Program`; `seconds`, `least_steps` and `most_seconds` for
-            `Recorder`; `change`, `Changes` of `run`.
+            `program`, the arguments of `Program`; `seconds`, `least_steps`, `most_seconds` and
+            `tries` for `Recorder`; `change`, `Changes` of `run`.
     """
     if order["empty"] is not None:
         sandbox.enter(order["empty"])
@@ -45,7 +45,8 @@ def main(order: dict[str, Any]) -> None:
     make_changes(order["change"])
     if "parts" in order["change"]:
         swap_silently(order["change"]["parts"])
-    recorder = Recorder(order["seconds"], order["least_steps"], order["most_seconds"], done)
+    names = ("seconds", "least_steps", "most_seconds", "tries")
+    recorder = Recorder(*(order[name] for name in names), done)
     recorder.start()
     try:
         Program(*order["program"]).run()

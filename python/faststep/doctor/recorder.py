@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader
 
 from .._torch.data_loader import BaseDataLoaderIter
 from ..run.cores import cores
-from . import inspected
+from . import inspected, rates
+from .alternation import Alternation, Switch, switches
 from .phases import Place, look
 
 __all__ = ["Recorder"]
@@ -34,8 +35,7 @@ COUNTED = 0.05  # seconds between two looks at the counters of the kernel and th
 WARM_UP = 3  # steps that are not measured
 MOST_LOSSES = 64
 MOST_LINES = 60
-FLUSHED_STEPS = 4  # that follow each other
-FLUSHED_SECONDS = 1.0
+FAULT = 1.5e-6  # seconds that a page fault takes in a virtual machine
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -71,39 +71,6 @@ class Counts(NamedTuple):
     allocated: int
 
 
-class Flushing:
-    """Lets denormal numbers be zero in every other step, and measures what that saves.
-
-    torch sets this for one thread, so it computes in one alone from here on.
-    """
-
-    def __init__(self, now: float) -> None:
-        torch.set_num_threads(1)
-        self._begun = self._last = now
-        self._is_on = False
-        self._seconds: tuple[list[float], list[float]] = ([], [])
-        self._count = 0
-
-    def is_over(self, now: float) -> bool:
-        """After a step: note how long it took, and prepare the next one."""
-        if self._count % FLUSHED_STEPS:  # not the first after a change
-            self._seconds[self._is_on].append(now - self._last)
-        self._count += 1
-        if self._count % FLUSHED_STEPS == 0:
-            self._is_on = self._count // FLUSHED_STEPS % 4 in (1, 2)  # off, on, on, off
-            torch.set_flush_denormal(self._is_on)
-        self._last = time.perf_counter()
-        done = self._count >= 4 * FLUSHED_STEPS and now - self._begun > FLUSHED_SECONDS
-        return done or now - self._begun > 5 * FLUSHED_SECONDS
-
-    def gain(self) -> float:
-        """The ratio of the median seconds of steps without and with."""
-        without, with_it = (sorted(some) for some in self._seconds)
-        if min(len(without), len(with_it)) < FLUSHED_STEPS:
-            return 1.0
-        return without[len(without) // 2] / with_it[len(with_it) // 2]
-
-
 class Recorder:
     """Measures the thread that makes it.
 
@@ -111,6 +78,7 @@ class Recorder:
         seconds: how long to measure after the first steps.
         least_steps: measure no fewer, if `most_seconds` allow them.
         most_seconds: end the script after these, from its start on.
+        tries: turn switches on and off after that, see `switches`.
         done: called with what was found, when enough was seen.
     """
 
@@ -119,10 +87,11 @@ class Recorder:
         seconds: float,
         least_steps: int,
         most_seconds: float,
+        tries: bool,
         done: Callable[[dict[str, Any]], None],
     ) -> None:
         self._seconds, self._least_steps, self._most = seconds, least_steps, most_seconds
-        self._done = done
+        self._done, self._tries = done, tries
         self._thread = threading.get_ident()
         self._begun = time.perf_counter()
         self._lock = threading.Lock()
@@ -137,7 +106,10 @@ class Recorder:
         self._losses: list[torch.Tensor] = []
         self._loaders: dict[int, inspected.LoaderUse] = {}
         self._allocated = _allocated()
-        self._flushing: Flushing | None = None  # after what is measured otherwise
+        self._alternation: Alternation | None = None  # after what is measured otherwise
+        self._holds_batch = False
+        self._products: rates.Products | None = None
+        self._result: dict[str, Any] | None = None  # of what came before
         self._stops_at = float("inf")
         self._leading: list[float] = []  # the steps of the optimizer that ended this
         self._threads = 0  # of torch
@@ -157,7 +129,7 @@ class Recorder:
 
         def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
-            is_early = len(self._losses) < MOST_LOSSES and self._flushing is None
+            is_early = len(self._losses) < MOST_LOSSES and self._alternation is None
             if root is not None and root.numel() == 1 and is_early:
                 self._losses.append(root.detach().clone())
             result = backward(tensors, *args, **kwargs)
@@ -169,6 +141,7 @@ class Recorder:
 
     def _watch_loaders(self) -> None:
         make, following = DataLoader.__iter__, BaseDataLoaderIter.__next__
+        newest: list[Any] = []
 
         def made(loader: Any) -> Any:
             use = self._loaders.setdefault(id(loader), inspected.LoaderUse(loader))
@@ -179,9 +152,13 @@ class Recorder:
 
         def timed(iterator: Any) -> Any:
             begun, is_last = time.perf_counter(), True
+            if self._holds_batch and newest:
+                return newest[0]
             try:
                 batch = following(iterator)
                 is_last = False
+                if self._alternation is not None:
+                    newest[:] = [batch]
                 return batch
             finally:
                 inspected.LoaderUse.waited(iterator, time.perf_counter() - begun, is_last)
@@ -218,14 +195,44 @@ class Recorder:
             self._counts.append(Counts(now, used.ru_minflt, cpu, self._allocated()))
         if len(steps) == WARM_UP + 1:
             self._measured_from = now
-        elif self._flushing is not None:
-            if steps is self._leading and self._flushing.is_over(now):
-                self.end()
+        elif self._alternation is not None:
+            if steps is self._leading and self._alternation.is_over():
+                self._count_products()
         elif len(steps) > WARM_UP + self._least_steps and now - self._measured_from > self._seconds:
             self._stops_at = now
             self._threads = torch.get_num_threads()
             self._leading = steps
-            self._flushing = Flushing(now)
+            if not self._tries:
+                self.end()
+                return
+            self._result = self._found()
+            self._alternation = Alternation(self._switches(self._result))
+
+    def _switches(self, found: dict[str, Any]) -> list[Switch]:
+        total = sum(found["steps"])
+        shares = {phase: spent / total for phase, spent in found["phases"].items()}
+        return switches(
+            shares,
+            found["faults"] * FAULT,
+            found["cores"],
+            [*self._optimizers.values()],
+            self._hold_batch,
+            self._after_step,
+        )
+
+    def _count_products(self) -> None:
+        """In the step after all others; then the end."""
+        if self._products is None:
+            self._products = rates.Products()
+            self._products.__enter__()
+            return
+        self._products.__exit__(None, None, None)
+        if self._result is not None:
+            self._result["machine"] = rates.measured(self._products.operations)
+        self.end()
+
+    def _hold_batch(self, is_on: bool) -> None:
+        self._holds_batch = is_on
 
     # ---- the other thread
 
@@ -246,7 +253,10 @@ class Recorder:
             if self._is_over:
                 return
             self._is_over = True
-        self._done(self._found())
+        found = self._result or self._found()
+        if self._alternation is not None:
+            found["switched"] = self._alternation.gains
+        self._done(found)
 
     def _found(self) -> dict[str, Any]:
         self._threads = self._threads or torch.get_num_threads()
@@ -266,7 +276,8 @@ class Recorder:
             "losses": [float(loss) for loss in self._losses],
             "autocast": dict(self._autocasts),
             "autocast_steps": self._autocast_steps,
-            "flushed": 1.0 if self._flushing is None else self._flushing.gain(),
+            "switched": {},
+            "machine": {},
             "threads": self._threads,
             "cores": cores(inspected.PROCESS, inspected.SYSTEM),
         }

@@ -55,8 +55,10 @@ class Runs:
         """Seconds until the end."""
         return self._until - time.monotonic()
 
-    def measure(self, length: Length, change: dict[str, Any] | None = None) -> dict[str, Any]:
-        """What a run with a change has found.
+    def measure(
+        self, length: Length, change: dict[str, Any] | None = None, tries: bool = False
+    ) -> dict[str, Any]:
+        """What a run with a change has found; with `tries`, of switches too.
 
         Raises:
             DoctorError: the script failed, or made no step in time.
@@ -74,6 +76,7 @@ class Runs:
                 "seconds": length.seconds,
                 "least_steps": length.least_steps,
                 "most_seconds": most,
+                "tries": tries,
                 "change": change or {},
             }
             command = [sys.executable, "-m", "faststep.doctor.probe", json.dumps(order)]

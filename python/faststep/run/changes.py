@@ -1,13 +1,16 @@
-"""Changes of what a script does that its text does not show: threads, workers, denormal numbers."""
+"""Changes of what a script does that its text does not show: threads, workers, precision."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
 from torch.utils.data import DataLoader
+
+from . import forward
 
 __all__ = ["Changes", "make_changes", "summary"]
 
@@ -19,8 +22,12 @@ class Changes(TypedDict, total=False):
         parts: those of `run` that are swapped.
         threads: of torch, whatever the script sets.
         flush: denormal numbers become zero.
-        autocast: "off": contexts of autocast do nothing.
+        autocast: "off": contexts of autocast do nothing; "bf16": models run in bfloat16.
+        channels_last: two-dimensional convolutions have their weights in that layout.
+        compile: models are compiled.
+        accumulate: steps of a window of gradients that are summed up.
         loader: arguments that every DataLoader of torch gets.
+        batch: how often as many samples every batch has.
         keep_samples: datasets remember what they have given.
     """
 
@@ -28,7 +35,11 @@ class Changes(TypedDict, total=False):
     threads: int
     flush: bool
     autocast: str
+    channels_last: bool
+    compile: bool
+    accumulate: int
     loader: dict[str, Any]
+    batch: float
     keep_samples: bool
 
 
@@ -41,16 +52,28 @@ def make_changes(changes: Changes) -> None:
         torch.set_flush_denormal(True)
     if changes.get("autocast") == "off":
         _wrap(torch.autocast, lambda args, kwargs: (args, {**kwargs, "enabled": False}))
-    loader, keeps = changes.get("loader", {}), changes.get("keep_samples", False)
-    if loader or keeps:
+    elif changes.get("autocast"):
+        forward.autocast(torch.bfloat16)
+    if changes.get("channels_last"):
+        forward.use_channels_last()
+    if changes.get("compile"):
+        forward.compile_models()
+    if steps := changes.get("accumulate"):
+        forward.accumulate(steps)
+    if changes.keys() & {"loader", "batch", "keep_samples"}:
+        _wrap(DataLoader, functools.partial(_of_loader, changes))
 
-        def changed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            dataset, *others = args or (kwargs.pop("dataset"),)
-            if keeps and hasattr(dataset, "__len__"):
-                dataset = _Kept(dataset)
-            return (dataset, *others), {**kwargs, **loader}
 
-        _wrap(DataLoader, changed)
+def _of_loader(changes: Changes, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The arguments of a DataLoader with the changes."""
+    named = inspect.signature(DataLoader).bind_partial(*args, **kwargs).arguments
+    dataset = named["dataset"]
+    if changes.get("keep_samples") and hasattr(dataset, "__len__"):
+        named["dataset"] = _Kept(dataset)
+    size = named.get("batch_size", 1)
+    if "batch" in changes and size is not None and named.get("batch_sampler") is None:
+        named["batch_size"] = max(1, round(size * changes["batch"]))
+    return (), {**named, **changes.get("loader", {})}
 
 
 def summary(changes: Changes) -> str:
@@ -61,8 +84,20 @@ def summary(changes: Changes) -> str:
         said.append(f"{threads} threads")
     if changes.get("flush"):
         said.append("denormal numbers are zero")
-    if changes.get("autocast") == "off":
-        said.append("no autocast")
+    said += [
+        text
+        for name, text in (
+            ("channels_last", "weights of convolutions lie channels last"),
+            ("compile", "models are compiled"),
+        )
+        if changes.get(name)
+    ]
+    if mode := changes.get("autocast"):
+        said.append("no autocast" if mode == "off" else f"models run under autocast to {mode}")
+    if steps := changes.get("accumulate"):
+        said.append(f"gradients of {steps} steps are summed up")
+    if factor := changes.get("batch"):
+        said.append(f"batches of {factor:g} times as many samples")
     if changes.get("keep_samples"):
         said.append("samples are kept in memory")
     return "; ".join(said)

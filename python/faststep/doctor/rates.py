@@ -1,0 +1,105 @@
+"""What a machine does in a second at most, and how much of a step its matrix products need."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import flop_registry
+
+from .._torch.modes import TorchDispatchMode
+
+__all__ = ["Products", "measured"]
+
+COPIED = 64 << 20  # bytes
+SECONDS = 0.05  # of one measurement
+LARGEST = 3  # shapes that are measured
+Shape = tuple[int, int, int]  # rows, columns that are summed over, columns
+
+
+class Products(TorchDispatchMode):
+    """Counts the floating-point operations of matrix products and convolutions while it is entered.
+
+    Attributes:
+        operations: by the shape of the product; that of a convolution is the one it amounts to.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[Shape] = Counter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call the operator, and count what it did."""
+        result = function(*args, **(kwargs or {}))
+        packet = function.overloadpacket
+        count = flop_registry.get(packet)
+        if count is not None:
+            done = count(*args, **(kwargs or {}), out_val=result)
+            self.operations[_shape(packet.__name__, args, result)] += int(done)
+        return result
+
+
+def _shape(name: str, args: Any, result: Any) -> Shape:
+    tensors = [one for one in args if isinstance(one, torch.Tensor)]
+    if name.startswith("convolution"):
+        made = tensors[0] if name == "convolution_backward" else result
+        weight = tensors[2] if name == "convolution_backward" else tensors[1]
+        places = made.shape[0] * math.prod(made.shape[2:])
+        return places, math.prod(weight.shape[1:]), weight.shape[0]
+    if "attention" in name:
+        length, size = tensors[0].shape[-2:]
+        return length, size, length
+    first, second = tensors[-2:]
+    return first.shape[-2], first.shape[-1], second.shape[-1]
+
+
+def measured(operations: Counter[Shape]) -> dict[str, float]:
+    """The rates of this machine, for a step that does so much.
+
+    Returns:
+        `copy` in bytes per second; `operations` of a step; `fp32` and `bf16`, their rates in
+        operations per second.
+    """
+    return {
+        "copy": _copy_rate(),
+        "operations": operations.total(),
+        "fp32": _product_rate(operations, torch.float32),
+        "bf16": _product_rate(operations, torch.bfloat16),
+    }
+
+
+def _product_rate(operations: Counter[Shape], dtype: torch.dtype) -> float:
+    """Operations per second of products of the largest shapes, weighed by what each of them does."""
+    seconds = done = 0.0
+    for (rows, summed, columns), count in operations.most_common(LARGEST):
+        one, other = torch.ones(rows, summed, dtype=dtype), torch.ones(summed, columns, dtype=dtype)
+        made = torch.empty(rows, columns, dtype=dtype)
+        taken = _seconds(lambda a=one, b=other, c=made: torch.mm(a, b, out=c))
+        seconds += count * taken / (2 * rows * summed * columns)
+        done += count
+    return done / seconds if seconds else 0.0
+
+
+def _copy_rate() -> float:
+    """Bytes per second that are read and written by a copy of memory."""
+    source = torch.ones(COPIED // 4)
+    target = torch.empty_like(source)
+    return 2 * COPIED / _seconds(lambda: target.copy_(source))
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    """The least that a call takes."""
+    least = float("inf")
+    call()
+    begun = time.perf_counter()
+    while time.perf_counter() - begun < SECONDS:
+        before = time.perf_counter()
+        call()
+        least = min(least, time.perf_counter() - before)
+    return least

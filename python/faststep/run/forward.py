@@ -1,0 +1,144 @@
+"""Changes around a model's forward, for scripts that do nothing of the kind: precision, compilation.
+
+A model is the outermost module with parameters that a thread calls.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["accumulate", "autocast", "compile_models", "use_channels_last"]
+
+Around = Callable[[nn.Module], AbstractContextManager[Any]]
+
+
+def autocast(dtype: torch.dtype) -> None:
+    """Let models run under autocast, with floating-point results of theirs in fp32.
+
+    The loss outside of a model is computed in fp32 from these.
+    """
+
+    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        device = next(model.parameters()).device.type
+        with torch.autocast(device, dtype):
+            result = call(model, *args, **kwargs)
+        return _in_fp32(result, dtype)
+
+    _wrap_models(around)
+
+
+def compile_models() -> None:
+    """Let models be compiled when they are called first."""
+    seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if model not in seen:
+            seen.add(model)
+            model.compile()
+        return call(model, *args, **kwargs)
+
+    _wrap_models(around)
+
+
+def use_channels_last() -> None:
+    """Let the weights of two-dimensional convolutions that are made from now on lie in that way."""
+    for kind in (nn.Conv2d, nn.ConvTranspose2d):
+        _lay_out(kind)
+
+
+def _lay_out(kind: Any) -> None:
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def made(module: Any, *args: Any, **kwargs: Any) -> None:
+        make(module, *args, **kwargs)
+        weight = module.weight
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+
+    kind.__init__ = made
+
+
+def accumulate(steps: int) -> None:
+    """Let the script's loop accumulate gradients over windows of so many steps.
+
+    Begins with the first model that is called to train, with all optimizers, the scaler and the
+    schedulers that were made until then.
+    """
+    from ..accumulation import accumulate as begin
+
+    made: dict[type, list[Any]] = {
+        kind: _kept(kind)
+        for kind in (
+            torch.optim.Optimizer,
+            torch.amp.GradScaler,
+            torch.optim.lr_scheduler.LRScheduler,
+        )
+    }
+    begun: list[Any] = []
+
+    def around(call: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        optimizers, scalers, schedulers = made.values()
+        if not begun and optimizers and model.training and torch.is_grad_enabled():
+            window = begin(optimizers, steps, model=model)
+            scaler = scalers[-1] if scalers else None
+            begun.append(window.install(scaler=scaler, scheduler=schedulers))
+        return call(model, *args, **kwargs)
+
+    _wrap_models(around)
+
+
+def _kept(kind: Any) -> list[Any]:
+    """The list of the objects of a class and its subclasses that are made from now on."""
+    made: list[Any] = []
+    make = kind.__init__
+
+    @functools.wraps(make)
+    def init(one: Any, *args: Any, **kwargs: Any) -> None:
+        make(one, *args, **kwargs)
+        made.append(one)
+
+    kind.__init__ = init
+    return made
+
+
+def _wrap_models(around: Callable[..., Any]) -> None:
+    """Let calls of models go through a function, which gets how to call one, and the model."""
+    call: Callable[..., Any] = nn.Module.__call__
+    inside = threading.local()
+
+    @functools.wraps(call)
+    def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or getattr(inside, "is_model", False):
+            return call(module, *args, **kwargs)
+        if next(module.parameters(), None) is None:  # a loss, say
+            return call(module, *args, **kwargs)
+        inside.is_model = True
+        try:
+            return around(call, module, *args, **kwargs)
+        finally:
+            inside.is_model = False
+
+    nn.Module.__call__ = called  # type: ignore[method-assign]
+
+
+def _in_fp32(result: Any, dtype: torch.dtype) -> Any:
+    """A result with its tensors of a dtype in fp32."""
+    if isinstance(result, torch.Tensor):
+        return result.float() if result.dtype == dtype else result
+    if isinstance(result, Mapping):
+        changed = {key: _in_fp32(value, dtype) for key, value in result.items()}
+        made: Any = type(result)
+        return made(changed)
+    if isinstance(result, tuple) and hasattr(result, "_fields"):
+        return type(result)(*(_in_fp32(value, dtype) for value in result))
+    if isinstance(result, (list, tuple)):
+        return type(result)(_in_fp32(value, dtype) for value in result)
+    return result

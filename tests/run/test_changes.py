@@ -1,0 +1,100 @@
+"""Switches of ``faststep run`` that change precision, layout, compilation and windows of steps."""
+
+from __future__ import annotations
+
+import torch
+from conftest import Run
+
+MODEL = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+inner = []
+model[0].register_forward_hook(lambda module, given, made: inner.append(made))
+loss_of = nn.CrossEntropyLoss()
+for step in range(STEPS):
+    x, y = torch.randn(2, 3, 8, 8), torch.arange(2)
+    made = model(x)
+    loss = loss_of(made, y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    schedule.step()
+print(made.dtype, loss.dtype, inner[-1].dtype)
+print(inner[-1].is_contiguous(memory_format=torch.channels_last))
+print(model._compiled_call_impl is not None)
+print(schedule.last_epoch)
+print(repr(float(model[3].weight.detach().double().sum())))
+"""
+
+
+def said(run: Run, *options: str, steps: int = 4, before: str = "") -> list[str]:
+    source = before + MODEL.replace("STEPS", str(steps))
+    done = run(source, options=options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_models_run_under_autocast_and_losses_in_fp32(run: Run) -> None:
+    plain, changed = said(run), said(run, "--autocast", "bf16")
+    assert plain[0] == "torch.float32 torch.float32 torch.float32"
+    assert changed[0] == "torch.float32 torch.float32 torch.bfloat16"
+    assert float(changed[4]) != float(plain[4])
+    assert abs(float(changed[4]) - float(plain[4])) < 0.05
+
+
+def test_weights_of_convolutions_lie_channels_last(run: Run) -> None:
+    plain, changed = said(run), said(run, "--channels-last")
+    assert (plain[1], changed[1]) == ("False", "True")
+    assert abs(float(changed[4]) - float(plain[4])) < 1e-5
+
+
+def test_models_are_compiled(run: Run) -> None:
+    eager = "import torch\ntorch.compiler.set_stance('force_eager')\n"
+    assert said(run)[2] == "False"
+    assert said(run, "--compile", before=eager)[2] == "True"
+
+
+def test_a_window_of_steps_is_one_step(run: Run) -> None:
+    """As with a loss that is divided, and a step in every fourth pass."""
+    changed = said(run, "--accumulate", "4", steps=8)
+    by_hand = MODEL.replace("STEPS", "8").replace("loss.backward()", "(loss / 4).backward()")
+    by_hand = by_hand.replace(
+        "    optimizer.step()\n    optimizer.zero_grad()\n    schedule.step()\n",
+        "    if step % 4 == 3:\n"
+        "        optimizer.step()\n        optimizer.zero_grad()\n        schedule.step()\n",
+    )
+    expected = run(by_hand).stdout.splitlines()
+    assert changed[3] == expected[3] == "2"
+    assert abs(float(changed[4]) - float(expected[4])) < 1e-6
+
+
+def test_a_switch_that_cannot_be(run: Run) -> None:
+    for options, text in (
+        (("--accumulate", "0"), "must be at least 1, not 0"),
+        (("--threads", "0"), "must be at least 1, not 0"),
+        (("--workers", "-1"), "must be at least 0, not -1"),
+        (("--workers", "two"), "invalid int value"),
+        (("--autocast", "fp8"), "invalid choice"),
+    ):
+        done = run("", options=options)
+        assert done.returncode == 2
+        assert text in done.stderr
+
+
+def test_results_of_any_kind_are_in_fp32() -> None:
+    from collections import OrderedDict, namedtuple
+
+    from faststep.run.forward import _in_fp32
+
+    pair = namedtuple("pair", "a b")
+    half = torch.ones(2, dtype=torch.bfloat16)
+    made = _in_fp32(OrderedDict(x=[half, (half, 3)], y=pair(half, None)), torch.bfloat16)
+    assert type(made) is OrderedDict
+    assert made["x"][0].dtype == made["x"][1][0].dtype == made["y"].a.dtype == torch.float32
+    assert made["x"][1][1] == 3
+    assert type(made["y"]) is pair
