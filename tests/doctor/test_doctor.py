@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from faststep.doctor.findings import suspects
-from faststep.doctor.gains import compare, results_of
+from faststep.doctor.gains import compare, deviations, is_rounding
 from faststep.doctor.sandbox import is_available
 
 HERE = Path(__file__).parent
@@ -168,9 +168,14 @@ def test_a_gain_has_the_interval_of_its_noise() -> None:
 
 def test_what_a_change_does_to_losses() -> None:
     nan = float("nan")
-    assert results_of([1.0, 0.5, nan], [1.0, 0.5, nan]) == "same bits"
-    assert results_of([1.0, 0.5], [1.0, 0.5000001]) == "rounding"
-    assert results_of([1.0, 0.5], [1.0, 0.6]) == "changes training"
+    assert not any(deviations([1.0, 0.5, nan], [1.0, 0.5, nan]))
+    assert is_rounding(deviations([1.0, 0.5], [1.0, 0.5000001]), [])
+    far = deviations([1.0, 0.5, 0.5], [1.0, 0.6, 0.5])
+    assert far == pytest.approx([0.0, 1 / 6, 1 / 6])
+    assert not is_rounding(far, [])
+    assert is_rounding(far, [0.0, 0.1, 0.1])
+    assert not is_rounding(far, [0.0, 0.001, 0.1])
+    assert not is_rounding(deviations([1.0], [nan]), [])
 
 
 def test_a_script_without_a_fault_is_not_suspected() -> None:
@@ -178,6 +183,6 @@ def test_a_script_without_a_fault_is_not_suspected() -> None:
         "steps": [0.1] * 50, "faults": 0.0, "allocated": [1000] * 50, "cores": 2,
         "threads": 2, "phases": {"forward": 2.0, "backward": 3.0}, "lines": [], "loaders": [],
         "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
-        "switched": {}, "graph": None,
+        "switched": {}, "machine": {}, "graph": None,
     }  # fmt: skip
     assert suspects(found) == []

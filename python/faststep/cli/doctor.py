@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..doctor import Answer, DoctorError, examine
+from ..doctor import KINDS, Answer, DoctorError, examine
 from ..doctor.sandbox import is_available
 from .console import CommandError, table
 from .doctor_page import page
@@ -19,6 +19,14 @@ __all__ = ["HELP", "add_arguments", "run_doctor"]
 
 HELP = "say what bounds a script, and which remedies help, tried on it"
 WIDTH = 60  # characters of the bar that shows a step
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    for kind in kinds:
+        if kind not in KINDS:
+            raise argparse.ArgumentTypeError(f"{kind!r} is none of {', '.join(KINDS)}")
+    return kinds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="REMEDY",
         help="let the best combination have this remedy, though it changes training",
+    )
+    parser.add_argument(
+        "--only",
+        type=_kinds,
+        default=[],
+        metavar="KINDS",
+        help=f"try these alone, separated by commas: {', '.join(KINDS)}; compile needs to be named",
     )
     parser.add_argument(
         "--network", action="store_true", help="let the script use the network in the runs"
@@ -73,6 +88,7 @@ def run_doctor(argv: Sequence[str]) -> int:
             arguments.network,
             arguments.in_place,
             arguments.accept,
+            arguments.only,
             say=lambda text: print(f"faststep doctor: {text}", file=sys.stderr, flush=True),
         )
     except DoctorError as error:

@@ -55,10 +55,7 @@ def _proven(path: str) -> Changes:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that stand before the script."""
-    parser.usage = (
-        "%(prog)s [OPTION ...] "
-        "(SCRIPT | - | -c CODE | -m MODULE) [ARGUMENT ...]"
-    )
+    parser.usage = "%(prog)s [OPTION ...] (SCRIPT | - | -c CODE | -m MODULE) [ARGUMENT ...]"
     parser.add_argument(
         "--only",
         type=_parts,
@@ -70,7 +67,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads", type=_count(1), metavar="N", help="torch's threads, whatever the script sets"
     )
     parser.add_argument(
-        "--workers", type=_count(0), metavar="N", help="workers of every DataLoader, kept over epochs"
+        "--workers",
+        type=_count(0),
+        metavar="N",
+        help="workers of every DataLoader, kept over epochs",
     )
     parser.add_argument(
         "--autocast",

@@ -8,19 +8,15 @@ from typing import Any, NamedTuple
 
 from ..run.program import Program
 from .findings import LEAST, Suspect, suspects
-from .gains import Gain, compare, ratio, results_of
 from .phases import PHASES
 from .runs import DoctorError, Length, Runs
+from .remedies import KINDS, general, is_chosen
+from .trials import SURE, Trial, Trials
 
-__all__ = ["Answer", "DoctorError", "Finding", "Trial", "examine"]
+__all__ = ["KINDS", "Answer", "DoctorError", "Finding", "Trial", "examine"]
 
 FIRST = Length(6.0, 20, 0.5)  # the run that shows what bounds the script
-SHORT = Length(4.0, 10)  # those that are compared
-PROMISING = 1.03  # a gain that is worth more pairs of runs
-LARGE = 1.25  # a gain that a second pair is enough to confirm; others take a third one
-REPEATED = 1.02  # the least gain of the slowest run with a remedy over the fastest one without
 BUILT_IN = 1.1  # the least gain over torch's own optimizers and clipping that is a finding
-SURE = ("same bits", "rounding")
 
 
 class Finding(NamedTuple):
@@ -30,23 +26,6 @@ class Finding(NamedTuple):
     gain: float
     line: str | None
     text: str
-
-
-class Trial(NamedTuple):
-    """A remedy that was tried, beside the script as it is."""
-
-    remedy: str
-    gain: float
-    low: float
-    high: float
-    results: str
-    memory: int  # bytes of the peak, more than without
-    change: dict[str, Any]
-
-    @property
-    def is_proven(self) -> bool:
-        """True if a repetition has confirmed that it is faster."""
-        return self.low > 1.0 and self.gain >= PROMISING
 
 
 class Answer(NamedTuple):
@@ -99,7 +78,7 @@ class Answer(NamedTuple):
 
 
 def _shown(trial: Trial) -> dict[str, Any]:
-    return {key: value for key, value in trial._asdict().items() if key != "change"}
+    return {key: value for key, value in trial._asdict().items() if key not in ("change", "losses")}
 
 
 def examine(
@@ -108,6 +87,7 @@ def examine(
     network: bool = False,
     in_place: bool = False,
     accept: Collection[str] = (),
+    only: Collection[str] = (),
     say: Callable[[str], object] = lambda text: None,
 ) -> Answer:
     """Run a script several times, each of them thrown away, and say what bounds it.
@@ -119,6 +99,7 @@ def examine(
         in_place: run it without a sandbox: what it writes stays. Default: False.
         accept: remedies, by name, that the best combination may have though they change training.
             Default: none.
+        only: kinds of remedies that are tried, of `KINDS`. Default: all but "compile".
         say: is told what happens.
 
     Raises:
@@ -129,21 +110,25 @@ def examine(
     base = runs.measure(FIRST, tries=True)
     if len(base["steps"]) < 2:
         raise DoctorError("the script made fewer than two steps of an optimizer in this time")
-    likely = suspects(base)
-    trials, findings = _Trials(runs, base, accept, say), []
-    for suspect in likely:
-        best = max(
-            (trials.of(name, change) for name, change in suspect.changes.items()),
-            key=lambda trial: 0.0 if trial is None else trial.gain,
-            default=None,
-        )
+    trials, findings = Trials(runs, base, accept, say), []
+    for suspect in suspects(base):
+        tried = [
+            trials.of(name, change)
+            for name, change in suspect.changes.items()
+            if is_chosen(change, only)
+        ]
+        best = max(filter(None, tried), key=lambda trial: trial.gain, default=None)
         findings += _judged(suspect, best)
+    for name, change in general(base):
+        if is_chosen(change, only):
+            trials.of(name, change)
     findings.sort(key=lambda one: (one.gain != 1.0, -one.gain))  # errors first
     best = trials.together()
     total = sum(base["steps"])
     phases = {phase: base["phases"].get(phase, 0.0) / total for phase in PHASES}
     shown = {phase: share for phase, share in phases.items() if share}
-    return Answer(_verdict(shown, findings), shown, findings, trials.made, best, base)
+    verdict = _verdict(base, shown, findings, trials.made)
+    return Answer(verdict, shown, findings, trials.made, best, base)
 
 
 def _judged(suspect: Suspect, best: Trial | None) -> list[Finding]:
@@ -161,95 +146,32 @@ def _judged(suspect: Suspect, best: Trial | None) -> list[Finding]:
     return [Finding(suspect.cause, 1.0 / (1.0 - min(0.95, suspect.share)), where, text)]
 
 
-class _Trials:
-    """Tries remedies beside the script as it is."""
-
-    def __init__(
-        self,
-        runs: Runs,
-        base: dict[str, Any],
-        accept: Collection[str],
-        say: Callable[[str], object],
-    ) -> None:
-        self._runs = runs
-        self._bases = [base]
-        self._accept = accept
-        self._say = say
-        self.made: list[Trial] = []
-
-    def of(self, name: str, change: dict[str, Any]) -> Trial | None:
-        """The trial of a remedy; None if the time is over or the script fails with it."""
-        for trial in self.made:
-            if trial.remedy == name:
-                return trial
-        switched = self._bases[0]["switched"].get(name)
-        if not self._has_time(1) or (switched is not None and switched[2] < PROMISING):
-            return None
-        self._say(f"trying {name}")
-        try:
-            found = [self._runs.measure(SHORT, change)]
-            gain = self._gain(found)
-            while self._wants_more(gain, found):
-                self._say(f"{name}: {gain.gain:.2f}x; once more")
-                if len(self._bases) == len(found):
-                    self._bases.append(self._runs.measure(SHORT))
-                found.append(self._runs.measure(SHORT, change))
-                gain = self._gain(found)
-            if self._least_ratio(found) < REPEATED or len(found) < 2:
-                gain = gain._replace(low=min(gain.low, 1.0))  # nothing has confirmed it
-        except DoctorError as error:
-            self._say(f"{name}: {error}")
-            return None
-        results = results_of(self._bases[0]["losses"], found[0]["losses"])
-        memory = found[0]["peak"] - self._bases[0]["peak"]
-        self.made.append(Trial(name, *gain, results, memory, change))
-        return self.made[-1]
-
-    def together(self) -> Trial | None:
-        """All proven remedies that keep bits, round or are accepted, as a whole."""
-        proven = [
-            one
-            for one in self.made
-            if one.is_proven and (one.results in SURE or one.remedy in self._accept)
-        ]
-        if len(proven) < 2:
-            return proven[0] if proven else None
-        change: dict[str, Any] = {}
-        for one in proven:
-            for key, value in one.change.items():
-                if key == "parts":
-                    change[key] = [*dict.fromkeys([*change.get(key, []), *value])]
-                elif key == "loader":
-                    change[key] = {**value, **change.get(key, {})}
-                else:
-                    change[key] = value
-        whole = self.of(" + ".join(one.remedy for one in proven), change)
-        best = max(proven, key=lambda one: one.gain)
-        return whole if whole is not None and whole.gain > best.gain else best
-
-    def _wants_more(self, gain: Gain, found: list[dict[str, Any]]) -> bool:
-        """True if one more pair may confirm a gain, and there is time for it."""
-        enough = 2 if gain.gain >= LARGE else 3
-        is_promising = gain.gain >= PROMISING and self._least_ratio(found) >= REPEATED
-        is_new = len(self._bases) == len(found)
-        return is_promising and len(found) < enough and self._has_time(1 + is_new)
-
-    def _least_ratio(self, found: list[dict[str, Any]]) -> float:
-        return min(ratio(one["steps"], run["steps"]) for one in self._bases for run in found)
-
-    def _gain(self, found: list[dict[str, Any]]) -> Gain:
-        pairs = zip(self._bases, found, strict=False)
-        return compare([(base["steps"], run["steps"]) for base, run in pairs])
-
-    def _has_time(self, runs: int) -> bool:
-        return self._runs.left > runs * (self._runs.started + 2 * SHORT.seconds)
-
-
-def _verdict(phases: dict[str, float], findings: list[Finding]) -> str:
+def _verdict(
+    found: dict[str, Any], phases: dict[str, float], findings: list[Finding], trials: list[Trial]
+) -> str:
     if findings:
         first = findings[0]
         where = f" ({first.line})" if first.line else ""
         gain = f", {first.gain:.2f}x to gain" if first.gain > 1.0 else ""
         return f"{first.cause}{gain}: {first.text}{where}"
     main = max(phases, key=phases.__getitem__)
-    return f"nothing to mend was found: {main} takes {phases[main]:.0%} of a step"
+    said = f"nothing to mend was found: {main} takes {phases[main]:.0%} of a step"
+    share = needed_by_products(found)
+    computing = phases.get("forward", 0.0) + phases.get("backward", 0.0)
+    if share is not None and computing:
+        said += f"; forward and backward run at {share / computing:.0%} of what this machine does"
+        said += " in its own matrix products"
+    proven = [one for one in trials if one.is_proven and one.results not in SURE]
+    if proven:
+        best = max(proven, key=lambda one: one.gain)
+        said += f". {best.remedy} would be {best.gain:.2f}x, and changes training"
+    return said
+
+
+def needed_by_products(found: dict[str, Any]) -> float | None:
+    """The share of a step that its matrix products need at this machine's own rate in fp32."""
+    machine = found["machine"]
+    if not machine or not machine["fp32"]:
+        return None
+    step = sum(found["steps"]) / len(found["steps"])
+    return float(machine["operations"] / machine["fp32"] / step)

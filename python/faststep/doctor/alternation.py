@@ -99,7 +99,9 @@ class Alternation:
         if switch.in_one_thread:
             torch.set_num_threads(self._threads)
         if len(self._blocks[0]) >= LEAST_PAIRS:
-            self.gains[switch.name] = compare([([a], [b]) for a, b in zip(*self._blocks, strict=True)])
+            self.gains[switch.name] = compare(
+                [([a], [b]) for a, b in zip(*self._blocks, strict=True)]
+            )
         self._begin()
 
 

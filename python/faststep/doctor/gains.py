@@ -7,11 +7,12 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Gain", "compare", "ratio", "results_of"]
+__all__ = ["Gain", "compare", "deviations", "is_rounding", "ratio"]
 
 RESAMPLED = 400
 GROUPS = 40  # of steps that follow each other: neighbours are alike
 ROUNDED = 1e-3  # the largest relative difference of losses that rounding makes in a few steps
+MANY = 10.0  # more than one rounding of the gradients makes
 
 
 class Gain(NamedTuple):
@@ -59,10 +60,23 @@ def _ratio(pair: Sequence[Sequence[float]]) -> float:
     return before / after
 
 
-def results_of(before: Sequence[float], after: Sequence[float]) -> str:
-    """What a change does to losses: "same bits", "rounding" or "changes training"."""
-    both = list(zip(before, after, strict=False))
-    if all(a == b or (a != a and b != b) for a, b in both):
-        return "same bits"
-    differences = [abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in both]
-    return "rounding" if max(differences) < ROUNDED else "changes training"
+def deviations(before: Sequence[float], after: Sequence[float]) -> list[float]:
+    """The relative differences of two runs' losses; the largest of all until then, for each."""
+    found, most = [], 0.0
+    for a, b in zip(before, after, strict=False):
+        if a != b and not (a != a and b != b):
+            relative = abs(a - b) / max(abs(a), abs(b), 1e-30)
+            most = max(most, relative if relative == relative else float("inf"))
+        found.append(most)
+    return found
+
+
+def is_rounding(found: Sequence[float], own: Sequence[float]) -> bool:
+    """True if losses deviate by what rounding does to them.
+
+    Args:
+        found: the deviations.
+        own: those of a run whose gradients were multiplied by 1 + 2^-23, if there was one.
+    """
+    limits = [max(ROUNDED, MANY * one) for one in own] or [ROUNDED] * len(found)
+    return all(one <= limit for one, limit in zip(found, limits, strict=False))

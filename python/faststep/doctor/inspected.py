@@ -65,6 +65,7 @@ class LoaderUse:
             "wait": self.wait,
             "starting": self.starting,
             "workers": loader.num_workers,
+            "batch": loader.batch_size,
             "persistent": bool(loader.persistent_workers),
             "method": context.get_start_method(),
             "decodes": self._decodes(),
@@ -138,6 +139,7 @@ def described(optimizer: Optimizer, steps: int) -> dict[str, Any]:
         "steps": steps,
         "tensors": len(params),
         "bytes": sum(param.nbytes for param in params),
+        "moved": sum(3 * param.nbytes for param in params) + sum(2 * one.nbytes for one in states),
         "denormals": _denormals([*params, *grads, *states]),
     }
 

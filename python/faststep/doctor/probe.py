@@ -10,6 +10,8 @@ import traceback
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..run import swap_silently
 from ..run.changes import make_changes
@@ -28,7 +30,8 @@ def main(order: dict[str, Any]) -> None:
     Args:
         order: `empty`, a folder for `sandbox.enter`, or None; `answer`, the file descriptor;
             `program`, the arguments of `Program`; `seconds`, `least_steps`, `most_seconds` and
-            `tries` for `Recorder`; `change`, `Changes` of `run`.
+            `tries` for `Recorder`; `rounds`, to round gradients once more; `change`, `Changes` of
+            `run`.
     """
     if order["empty"] is not None:
         sandbox.enter(order["empty"])
@@ -45,6 +48,8 @@ def main(order: dict[str, Any]) -> None:
     make_changes(order["change"])
     if "parts" in order["change"]:
         swap_silently(order["change"]["parts"])
+    if order["rounds"]:
+        register_optimizer_step_pre_hook(_round)
     names = ("seconds", "least_steps", "most_seconds", "tries")
     recorder = Recorder(*(order[name] for name in names), done)
     recorder.start()
@@ -54,8 +59,15 @@ def main(order: dict[str, Any]) -> None:
         if error.code not in (None, 0):
             done({"error": f"the script ended with status {error.code}"})
     except BaseException:
-        done({"error": traceback.format_exc()})
+        if not recorder.is_measured:
+            done({"error": traceback.format_exc()})
     recorder.end()
+
+
+def _round(optimizer: Optimizer, *_: object) -> None:
+    for param in (one for group in optimizer.param_groups for one in group["params"]):
+        if param.grad is not None:
+            param.grad.mul_(1.0 + 2.0**-23)
 
 
 if __name__ == "__main__":

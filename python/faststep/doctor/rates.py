@@ -26,11 +26,13 @@ class Products(TorchDispatchMode):
 
     Attributes:
         operations: by the shape of the product; that of a convolution is the one it amounts to.
+        convolutions: the part of them that convolutions are.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: Counter[Shape] = Counter()
+        self.convolutions = 0
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -42,6 +44,8 @@ class Products(TorchDispatchMode):
         if count is not None:
             done = count(*args, **(kwargs or {}), out_val=result)
             self.operations[_shape(packet.__name__, args, result)] += int(done)
+            if packet.__name__.startswith("convolution"):
+                self.convolutions += int(done)
         return result
 
 
@@ -59,16 +63,18 @@ def _shape(name: str, args: Any, result: Any) -> Shape:
     return first.shape[-2], first.shape[-1], second.shape[-1]
 
 
-def measured(operations: Counter[Shape]) -> dict[str, float]:
+def measured(products: Products) -> dict[str, float]:
     """The rates of this machine, for a step that does so much.
 
     Returns:
-        `copy` in bytes per second; `operations` of a step; `fp32` and `bf16`, their rates in
-        operations per second.
+        `copy` in bytes per second; `operations` of a step, and `convolutions`, a part of them;
+        `fp32` and `bf16`, in operations per second, for products of the step's shapes.
     """
+    operations = products.operations
     return {
         "copy": _copy_rate(),
         "operations": operations.total(),
+        "convolutions": products.convolutions,
         "fp32": _product_rate(operations, torch.float32),
         "bf16": _product_rate(operations, torch.bfloat16),
     }

@@ -114,6 +114,11 @@ class Recorder:
         self._leading: list[float] = []  # the steps of the optimizer that ended this
         self._threads = 0  # of torch
 
+    @property
+    def is_measured(self) -> bool:
+        """True when only switches are left to be tried."""
+        return self._result is not None
+
     def start(self) -> None:
         """Begin to measure."""
         register_optimizer_step_post_hook(self._after_step)
@@ -228,7 +233,7 @@ class Recorder:
             return
         self._products.__exit__(None, None, None)
         if self._result is not None:
-            self._result["machine"] = rates.measured(self._products.operations)
+            self._result["machine"] = rates.measured(self._products)
         self.end()
 
     def _hold_batch(self, is_on: bool) -> None:

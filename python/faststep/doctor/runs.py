@@ -56,9 +56,19 @@ class Runs:
         return self._until - time.monotonic()
 
     def measure(
-        self, length: Length, change: dict[str, Any] | None = None, tries: bool = False
+        self,
+        length: Length,
+        change: dict[str, Any] | None = None,
+        tries: bool = False,
+        rounds: bool = False,
     ) -> dict[str, Any]:
-        """What a run with a change has found; with `tries`, of switches too.
+        """What a run with a change has found.
+
+        Args:
+            length: how long it measures.
+            change: `Changes` of `run`.
+            tries: turn switches on and off after that.
+            rounds: multiply all gradients by 1 + 2^-23 before each step.
 
         Raises:
             DoctorError: the script failed, or made no step in time.
@@ -77,6 +87,7 @@ class Runs:
                 "least_steps": length.least_steps,
                 "most_seconds": most,
                 "tries": tries,
+                "rounds": rounds,
                 "change": change or {},
             }
             command = [sys.executable, "-m", "faststep.doctor.probe", json.dumps(order)]
