@@ -66,7 +66,7 @@ MAY_IMPORT = {
         *TORCH,
         *("accumulation", "amp", "clip", "data", "memory", "optim", "release", "zero"),
     },
-    "run": {"amp", "clip", "data.stats", "data", "memory", "optim"},
+    "run": {"accumulation", "amp", "clip", "data.stats", "data", "memory", "optim"},
     "doctor": {*TORCH, "memory", "run"},
     "cli": {*TORCH, "faststep", "data", "doctor", "run"},
     "__main__": {"cli"},

@@ -183,6 +183,6 @@ def test_a_script_without_a_fault_is_not_suspected() -> None:
         "steps": [0.1] * 50, "faults": 0.0, "allocated": [1000] * 50, "cores": 2,
         "threads": 2, "phases": {"forward": 2.0, "backward": 3.0}, "lines": [], "loaders": [],
         "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
-        "switched": {}, "machine": {}, "graph": None,
+        "is_ddp": False, "switched": {}, "machine": {}, "graph": None,
     }  # fmt: skip
     assert suspects(found) == []

@@ -74,8 +74,11 @@ def run_doctor(argv: Sequence[str]) -> int:
         parser.error("there is no script, no -c CODE and no -m MODULE")
     if not arguments.minutes > 0:
         parser.error("--minutes must be positive")
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise CommandError("takes a script of one process: start it without torchrun")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks != int(os.environ.get("LOCAL_WORLD_SIZE", "1")):
+        raise CommandError("takes the ranks of one machine: start it with torchrun --nnodes 1")
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # rank 0 runs the script on as many ranks, again and again
     if not arguments.in_place and not is_available():
         raise CommandError(
             "this system lets this user make no sandbox (`unshare --user --mount`), so each run of "
@@ -89,6 +92,7 @@ def run_doctor(argv: Sequence[str]) -> int:
             arguments.in_place,
             arguments.accept,
             arguments.only,
+            ranks,
             say=lambda text: print(f"faststep doctor: {text}", file=sys.stderr, flush=True),
         )
     except DoctorError as error:
@@ -120,6 +124,7 @@ def report(answer: Answer) -> str:
         for name, share in answer.parts_of_a_step()
     ]
     parts.append("\n".join(bars))
+    parts.append("\n".join(answer.of_the_machine()))
     if answer.findings:
         lines = []
         for number, one in enumerate(answer.findings, 1):
@@ -127,9 +132,14 @@ def report(answer: Answer) -> str:
             where = f"\n   {one.line}" if one.line else ""
             lines.append(f"{number}. {one.cause} ({gain}): {one.text}{where}")
         parts.append("\n".join(lines))
+    if answer.found["switched"]:
+        parts.append(table(*answer.table_of_switches()))
     if answer.trials:
         parts.append(table(*answer.table_of_trials()))
+    if answer.left:
+        parts.append(f"There was no time to try: {', '.join(answer.left)} (raise --minutes).")
+    parts.append("\n".join(f"- {note}" for note in answer.notes))
     if answer.best is not None:
         best = answer.best
         parts.append(f"Best of what keeps bits or rounds: {best.remedy}, {best.gain:.2f}x.")
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))

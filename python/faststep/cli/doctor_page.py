@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -33,6 +34,7 @@ def page(answer: Answer) -> str:
     parts = [
         f"<h1>{escape(answer.verdict)}</h1>",
         f"<p>A step takes {1e3 * step['mean']:.3g} ms: the mean of {step['count']}.</p>",
+        *(f"<p>{escape(text)}</p>" for text in answer.of_the_machine()),
         "<h2>A step</h2>",
         _bar(answer.parts_of_a_step()),
     ]
@@ -46,6 +48,14 @@ def page(answer: Answer) -> str:
         parts.append("</ol>")
     if answer.trials:
         parts += ["<h2>Trials</h2>", _table(*answer.table_of_trials())]
+        parts += ["<h2>Losses of the trials</h2>", _losses(answer)]
+    if answer.found["switched"]:
+        parts += ["<h2>Switches</h2>", _table(*answer.table_of_switches())]
+    if answer.left:
+        parts.append(f"<p>There was no time to try: {escape(', '.join(answer.left))}.</p>")
+    if answer.notes:
+        notes = "".join(f"<li>{escape(note)}</li>" for note in answer.notes)
+        parts.append(f"<h2>The system</h2><ul>{notes}</ul>")
     parts += ["<h2>Memory of the C library, over the steps</h2>", _curve(answer.found["allocated"])]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -66,7 +76,7 @@ def _bar(shares: Sequence[tuple[str, float]]) -> str:
             f'<rect x="{at:.1f}" width="{width:.1f}" height="60" fill="{colour}">'
             f"<title>{title}</title></rect>"
         )
-        keys.append(f'<li><span style="background:{colour}"></span>{title}</li>')
+        keys.append(_key(title, colour))
         at += width
     return (
         f'<svg viewBox="0 0 1000 60" role="img">{"".join(boxes)}</svg>'
@@ -81,16 +91,37 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     return f"<table>{line(header, 'th')}{''.join(line(row, 'td') for row in rows)}</table>"
 
 
+def _losses(answer: Answer) -> str:
+    """The losses of the script as it is and of each trial, over each other."""
+    curves = {"as it is": answer.found["losses"]}
+    curves |= {trial.remedy: trial.losses for trial in answer.trials}
+    keys = [_key(name, colour) for name, colour in zip(curves, COLOURS, strict=False)]
+    return f'{_curves("losses", [*curves.values()])}<ul class="key">{"".join(keys)}</ul>'
+
+
 def _curve(values: Sequence[int]) -> str:
     """Bytes over the steps, from 0 up."""
-    most = max(values, default=0) or 1
-    last = max(1, len(values) - 1)
-    points = " ".join(
-        f"{1000 * number / last:.1f},{150 - 140 * value / most:.1f}"
-        for number, value in enumerate(values)
-    )
-    return (
-        '<svg viewBox="0 0 1000 160" role="img"><title>memory</title>'
-        f'<polyline points="{points}" fill="none" stroke="{COLOURS[0]}" stroke-width="2"/></svg>'
-        f"<p>At most {most / 2**20:.0f} MiB.</p>"
-    )
+    most = max(values, default=0)
+    return f"{_curves('memory', [values], 0.0)}<p>At most {most / 2**20:.0f} MiB.</p>"
+
+
+def _curves(title: str, curves: Sequence[Sequence[float]], least: float | None = None) -> str:
+    """Lines over the same steps, from the least of all values or a given one to the largest."""
+    finite = [value for curve in curves for value in curve if math.isfinite(value)]
+    bottom = min(finite, default=0.0) if least is None else least
+    height = max(finite, default=1.0) - bottom or 1.0
+    last = max(1, *(len(curve) - 1 for curve in curves))
+    lines = []
+    for curve, colour in zip(curves, COLOURS, strict=False):
+        points = " ".join(
+            f"{1000 * number / last:.1f},{150 - 140 * (value - bottom) / height:.1f}"
+            for number, value in enumerate(curve)
+            if math.isfinite(value)
+        )
+        line = f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        lines.append(line)
+    return f'<svg viewBox="0 0 1000 160" role="img"><title>{title}</title>{"".join(lines)}</svg>'
+
+
+def _key(name: str, colour: str) -> str:
+    return f'<li><span style="background:{colour}"></span>{escape(name)}</li>'

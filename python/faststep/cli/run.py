@@ -145,7 +145,7 @@ def run_program(argv: Sequence[str]) -> int:
             changes["loader"] = {"num_workers": arguments.workers, "persistent_workers": kept}
         for name in ("autocast", "channels_last", "compile", "accumulate"):
             if value := getattr(arguments, name):
-                changes[name] = value  # type: ignore[literal-required]
+                changes[name] = value
         start(program, parts, arguments.verbose, changes)
     except ProgramError as error:
         print(f"{os.path.basename(sys.executable)}: {error}", file=sys.stderr)

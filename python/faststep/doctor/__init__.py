@@ -7,14 +7,16 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ..run.program import Program
-from .findings import LEAST, Suspect, suspects
+from .findings import FASTSTEPS, LEAST, Suspect, suspects
 from .phases import PHASES
-from .runs import DoctorError, Length, Runs
 from .remedies import KINDS, general, is_chosen
+from .runs import DoctorError, Length, Runs
+from .system import notes
 from .trials import SURE, Trial, Trials
 
 __all__ = ["KINDS", "Answer", "DoctorError", "Finding", "Trial", "examine"]
 
+NOISE = 1.1  # of a gain, beyond all that a remedy can save
 FIRST = Length(6.0, 20, 0.5)  # the run that shows what bounds the script
 BUILT_IN = 1.1  # the least gain over torch's own optimizers and clipping that is a finding
 
@@ -37,6 +39,8 @@ class Answer(NamedTuple):
     trials: list[Trial]
     best: Trial | None
     found: dict[str, Any]  # of the script as it is
+    left: list[str]  # remedies for which there was no time
+    notes: list[str]  # on the system
 
     def as_json(self) -> dict[str, Any]:
         """With plain lists and dicts."""
@@ -55,12 +59,43 @@ class Answer(NamedTuple):
             "threads": self.found["threads"],
             "cores": self.found["cores"],
             "peak": self.found["peak"],
+            "machine": self.found["machine"],
+            "switched": self.found["switched"],
+            "left": self.left,
+            "system": self.notes,
             "cpu": self.found["cpu"],  # seconds per second
         }
 
     def parts_of_a_step(self) -> list[tuple[str, float]]:
         """The phases and their shares, largest first."""
         return sorted(self.phases.items(), key=lambda one: -one[1])
+
+    def of_the_machine(self) -> list[str]:
+        """Sentences on what this machine does in a second, and what a step needs of it."""
+        machine, step = self.found["machine"], sum(self.found["steps"]) / len(self.found["steps"])
+        if not machine:
+            return []
+        said = [f"This machine copies {machine['copy'] / 1e9:.3g} GB/s."]
+        share = needed_by_products(self.found)
+        if share is not None:
+            said.append(
+                f"Matrix products of this script's shapes run at {machine['fp32'] / 1e9:.3g} "
+                f"GFLOP/s in fp32 and {machine['bf16'] / 1e9:.3g} in bf16: at the first rate the "
+                f"{machine['operations'] / 1e9:.3g} GFLOP of a step take {share:.0%} of it."
+            )
+        spent = self.phases.get("optimizer", 0.0) * step
+        if spent and self.found["optimizers"]:
+            moved = sum(one["moved"] for one in self.found["optimizers"])
+            said.append(f"The optimizer moves {moved / spent / 1e9:.3g} GB/s.")
+        return said
+
+    def table_of_switches(self) -> tuple[list[str], list[list[str]]]:
+        """As `table_of_trials`, for what was turned on and off between the steps of one run."""
+        rows = [
+            [name, f"{gain[0]:.2f}x", f"{gain[1]:.2f} to {gain[2]:.2f}"]
+            for name, gain in self.found["switched"].items()
+        ]
+        return ["between steps of one run", "gain", "95 % interval"], rows
 
     def table_of_trials(self) -> tuple[list[str], list[list[str]]]:
         """The titles of the columns, and a row for each trial, best first."""
@@ -88,24 +123,26 @@ def examine(
     in_place: bool = False,
     accept: Collection[str] = (),
     only: Collection[str] = (),
+    ranks: int = 1,
     say: Callable[[str], object] = lambda text: None,
 ) -> Answer:
     """Run a script several times, each of them thrown away, and say what bounds it.
 
     Args:
-        program: the script, which trains on one process.
+        program: the script.
         minutes: the most time that this takes. Default: 3.
         network: let the script use the network. Default: False, the loopback alone.
         in_place: run it without a sandbox: what it writes stays. Default: False.
         accept: remedies, by name, that the best combination may have though they change training.
             Default: none.
         only: kinds of remedies that are tried, of `KINDS`. Default: all but "compile".
+        ranks: the processes of the script, as torchrun starts them on one machine. Default: 1.
         say: is told what happens.
 
     Raises:
         DoctorError: the script fails, or trains no step in this time.
     """
-    runs = Runs(program, time.monotonic() + 60.0 * minutes, network, in_place)
+    runs = Runs(program, time.monotonic() + 60.0 * minutes, network, in_place, ranks)
     say("running the script as it is")
     base = runs.measure(FIRST, tries=True)
     if len(base["steps"]) < 2:
@@ -128,7 +165,8 @@ def examine(
     phases = {phase: base["phases"].get(phase, 0.0) / total for phase in PHASES}
     shown = {phase: share for phase, share in phases.items() if share}
     verdict = _verdict(base, shown, findings, trials.made)
-    return Answer(verdict, shown, findings, trials.made, best, base)
+    said = notes(base)
+    return Answer(verdict, shown, findings, trials.made, best, base, trials.left, said)
 
 
 def _judged(suspect: Suspect, best: Trial | None) -> list[Finding]:
@@ -136,14 +174,18 @@ def _judged(suspect: Suspect, best: Trial | None) -> list[Finding]:
     where, text = suspect.line, suspect.text
     if suspect.is_error:
         return [Finding(suspect.cause, 1.0, where, text)]
-    if best is not None and best.is_proven:
-        is_built_in = suspect.cause == "slow-optimizer" or best.remedy == "faststep's clipping"
-        if best.gain >= (BUILT_IN if is_built_in else 1.0 + LEAST):
-            said = f"{text}. {best.remedy}: {best.gain:.2f}x, {best.results}"
-            return [Finding(suspect.cause, best.gain, where, said)]
+    least = BUILT_IN if suspect.changes is FASTSTEPS else 1.0 + LEAST
+    is_possible = best is not None and best.gain * (1.0 - suspect.most) < NOISE
+    if best is not None and best.is_proven and best.gain >= least and is_possible:
+        said = f"{text}. {best.remedy}: {best.gain:.2f}x, {best.results}"
+        return [Finding(suspect.cause, best.gain, where, said)]
     if suspect.needs_trial:
         return []
-    return [Finding(suspect.cause, 1.0 / (1.0 - min(0.95, suspect.share)), where, text)]
+    if best is not None and best.gain >= 1.0 + LEAST:
+        said = f"{text}. {best.remedy}: {best.gain:.2f}x, which was not tried often enough"
+        return [Finding(suspect.cause, best.gain, where, said)]
+    said = f"{text}. That can gain at most this"
+    return [Finding(suspect.cause, 1.0 / (1.0 - min(0.95, suspect.share)), where, said)]
 
 
 def _verdict(

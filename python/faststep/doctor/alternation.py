@@ -48,6 +48,11 @@ class Alternation:
     def __init__(self, chosen: Sequence[Switch]) -> None:
         self.gains: dict[str, Gain] = {}
         self._waiting = list(chosen)
+        self._is_on = False
+        self._begun = self._last = time.perf_counter()
+        self._count = 0  # steps
+        self._block: list[float] = []
+        self._blocks: tuple[list[float], list[float]] = ([], [])
         self._threads = torch.get_num_threads()
         self._begin()
 
@@ -72,10 +77,7 @@ class Alternation:
         return False
 
     def _begin(self) -> None:
-        self._blocks: tuple[list[float], list[float]] = ([], [])
-        self._block: list[float] = []
-        self._count = 0
-        self._is_on = False
+        self._blocks, self._block, self._count = ([], []), [], 0
         self._begun = self._last = time.perf_counter()
         if self._waiting and self._waiting[0].in_one_thread:
             torch.set_num_threads(1)
@@ -206,7 +208,7 @@ def _beside(
         for optimizer, own, other in zip(optimizers, before, steps, strict=True):
             step = other if is_on else own
             if step is not None:
-                setattr(optimizer, "step", step)
+                optimizer.step = step  # type: ignore[method-assign]
             elif "step" in vars(optimizer):
                 delattr(optimizer, "step")
 

@@ -18,8 +18,10 @@ PASSES = 8  # how often an update reads or writes a parameter's bytes, its state
 OFTEN = 20  # steps between two evaluations, or fewer
 GROWTH = 4096  # bytes per step
 PRINTS = re.compile(r"\bprint\(|\blogg\w+\.|\.write\(")
+WAITS = re.compile(r"\.wait\(|all_reduce|all_gather|reduce_scatter|broadcast|barrier\(")
 UPDATES = re.compile(r"-=|\+=|sub_\(|add_\(|addc\w+_\(|copy_\(")
 CLIPS = re.compile(r"norm|clip|clamp|max_")
+FASTSTEPS: dict[str, dict[str, Any]] = {"faststep's optimizer": {"parts": ["optim", "amp", "clip"]}}
 Found = dict[str, Any]
 
 
@@ -34,6 +36,7 @@ class Suspect(NamedTuple):
         line: the place in the script, as "file:line".
         is_error: it ends in an error or a wrong result, whatever it costs.
         needs_trial: it is a finding only if a trial proves it.
+        most: the share of a step that remedies can touch; a trial that saves more is noise.
     """
 
     cause: str
@@ -43,6 +46,7 @@ class Suspect(NamedTuple):
     line: str | None = None
     is_error: bool = False
     needs_trial: bool = True
+    most: float = 1.0
 
 
 def suspects(found: Found) -> list[Suspect]:
@@ -152,10 +156,12 @@ def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
     if share < LEAST or not found["optimizers"] or not steps:
         return
     main = max(found["optimizers"], key=lambda one: one["steps"])
-    if main["module"].startswith(("torch.optim", "faststep.optim")):
+    if main["module"].startswith("faststep."):
+        return
+    if main["module"].startswith("torch.optim"):
         text = f"torch's {main['class']} steps {main['tensors']} tensors: faststep's is faster"
-        changes = {"faststep's optimizer": {"parts": ["optim", "amp", "clip"]}}
-        yield Suspect("slow-optimizer", share, text, changes)
+        most = share + _share(found, total, "clipping") + _share(found, total, "scaler")
+        yield Suspect("slow-optimizer", share, text, FASTSTEPS, most=most)
         return
     best = main["bytes"] * PASSES / COPY_RATE / (total / steps)
     text = (
@@ -174,9 +180,10 @@ def _clipping(found: Found, total: float) -> Iterator[Suspect]:
     yield from _spent_in("slow-clipping", by_hand, total, text, 0.9)
     share = _share(found, total, "clipping")
     if share >= LEAST:
-        text = "torch's clipping takes this: faststep's clips as part of fewer passes"
-        changes = {"faststep's clipping": {"parts": ["optim", "amp", "clip"]}}
-        yield Suspect("slow-clipping", share, text, changes, _place(_lines(found, "clipping")))
+        text = "torch's clipping takes this: faststep's optimizer clips in fewer passes"
+        most = share + _share(found, total, "optimizer") + _share(found, total, "scaler")
+        line = _place(_lines(found, "clipping"))
+        yield Suspect("slow-clipping", share, text, FASTSTEPS, line, most=most)
 
 
 # ---- what the loop does beside training
@@ -197,6 +204,34 @@ def _beside(found: Found, total: float) -> Iterator[Suspect]:
     shown = [entry for entry in _lines(found, "everything else") if _prints(entry[1])]
     text = "each step waits for numbers to be shown: do so every hundred steps"
     yield from _spent_in("synchronising", [*_lines(found, "printing"), *shown], total, text)
+
+
+@_rule
+def _communication(found: Found, total: float) -> Iterator[Suspect]:
+    if found["is_ddp"]:
+        yield from _exposed_by_ddp(_share(found, total, "communication"))
+        return
+    waits = [one for one in _lines(found, "everything else") if _waits(one[1])]
+    by_script = [*_lines(found, "communication"), *waits]
+    text = (
+        "ranks wait for each other's gradients: wrap the model in DistributedDataParallel, which "
+        "sends them during backward"
+    )
+    yield from _spent_in("exposed-communication", by_script, total, text)
+
+
+def _exposed_by_ddp(share: float) -> Iterator[Suspect]:
+    if share >= LEAST:
+        text = (
+            "backward ends and gradients are still sent: take larger buckets, a static graph, or "
+            "accumulate under no_sync()"
+        )
+        larger: dict[str, Any] = {"bucket_cap_mb": 100, "gradient_as_bucket_view": True}
+        changes: dict[str, dict[str, Any]] = {
+            "larger buckets": {"ddp": larger},
+            "a static graph": {"ddp": {"static_graph": True}},
+        }
+        yield Suspect("exposed-communication", share, text, changes, needs_trial=share < 3 * LEAST)
 
 
 # ---- the machine
@@ -226,9 +261,10 @@ def _machine(found: Found, total: float) -> Iterator[Suspect]:
             "torch.set_flush_denormal(True) first"
         )
         yield Suspect("denormals", share, text, {"denormals are zero": {"flush": True}})
-    if found["autocast"].get("bfloat16"):
-        text = "this processor computes slower in bfloat16 than in fp32: leave autocast out"
-        yield Suspect("slow-bf16", 0.5, text, {"without autocast": {"autocast": "off"}})
+    for dtype, cause in (("bfloat16", "slow-bf16"), ("float16", "slow-fp16")):
+        if found["autocast"].get(dtype):
+            text = f"this processor computes slower in {dtype} than in fp32: leave autocast out"
+            yield Suspect(cause, 0.5, text, {"without autocast": {"autocast": "off"}})
 
 
 # ---- what goes wrong
@@ -282,6 +318,14 @@ def _prints(place: tuple[str, int] | None) -> bool:
     return place is not None and bool(PRINTS.search(_text_of(*place)))
 
 
+def _waits(place: tuple[str, int] | None) -> bool:
+    """True if a line, or the function around it, waits for other ranks."""
+    if place is None:
+        return False
+    functions = [text for node, text in _around(place) if isinstance(node, ast.FunctionDef)]
+    return any(WAITS.search(text) for text in [_text_of(*place), *functions[:1]])
+
+
 def _clips(place: tuple[str, int] | None) -> bool:
     """True if a loop or a function around a line changes gradients by their size."""
     return any(CLIPS.search(said) for said in _on_gradients(place))
@@ -295,8 +339,12 @@ def _updates(place: tuple[str, int] | None) -> bool:
 
 def _on_gradients(place: tuple[str, int] | None) -> list[str]:
     """The texts of the two innermost loops or functions around a line, if they use gradients."""
-    if place is None:
-        return []
+    said = [text for _, text in _around(place)[:2]] if place is not None else []
+    return [one for one in said if ".grad" in one and "backward(" not in one]
+
+
+def _around(place: tuple[str, int]) -> list[tuple[ast.AST, str]]:
+    """The loops, functions and assignments around a line with their texts, innermost first."""
     text, tree = _source(place[0])
     kinds = (ast.For, ast.FunctionDef, ast.ListComp, ast.GeneratorExp, ast.Assign)
     around = [
@@ -305,8 +353,7 @@ def _on_gradients(place: tuple[str, int] | None) -> list[str]:
         if isinstance(node, kinds) and node.lineno <= place[1] <= (node.end_lineno or node.lineno)
     ]
     around.sort(key=lambda one: (one.end_lineno or one.lineno) - one.lineno)
-    said = [ast.get_source_segment(text, node) or "" for node in around[:2]]
-    return [one for one in said if ".grad" in one and "backward(" not in one]
+    return [(node, ast.get_source_segment(text, node) or "") for node in around]
 
 
 def _line_of(file: str, name: str) -> int | None:

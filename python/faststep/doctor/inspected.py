@@ -14,10 +14,13 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-__all__ = ["LoaderUse", "described", "kept_graph"]
+from .._torch.ddp import exposed_seconds
+
+__all__ = ["LoaderUse", "described", "exposed", "kept_graph", "swapped"]
 
 PROCESS, SYSTEM = Path("/proc/self"), Path("/sys")
 READS = 4  # samples of a dataset that are read again
@@ -119,6 +122,14 @@ def _are_equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
+def swapped() -> int:
+    """Bytes of this process that lie in swap."""
+    for line in (PROCESS / "status").read_text().splitlines():
+        if line.startswith("VmSwap:"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
 def described(optimizer: Optimizer, steps: int) -> dict[str, Any]:
     """An optimizer, as findings need to know it."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -153,6 +164,17 @@ def _denormals(tensors: list[torch.Tensor]) -> float:
             sizes = tensor.detach().abs()
             most = max(most, float(((sizes < limit) & (sizes > 0)).float().mean()))
     return most
+
+
+def exposed() -> float | None:
+    """Seconds of a step in which models of DistributedDataParallel wait for each other.
+
+    None if there are no such models.
+    """
+    if not torch.distributed.is_initialized():
+        return None
+    models = [one for one in gc.get_objects() if type(one) is DistributedDataParallel]
+    return sum(map(exposed_seconds, models)) if models else None
 
 
 def kept_graph(frame: FrameType | None, steps: int) -> list[Any] | None:

@@ -44,7 +44,7 @@ _LIBRARIES = tuple(
     | {os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep}
 )
 _EVALUATES = re.compile(r"eval|valid|infer|predict")  # functions that only look at a model
-_OF_BACKWARD = ("forward", "communication")  # phases that a backward pass calls, too
+_OPTIMIZERS = re.compile(r"/torch/|/faststep/")
 
 
 @functools.cache
@@ -66,6 +66,16 @@ def _is_scripts(code: CodeType) -> bool:
     return not os.path.realpath(path).startswith(_LIBRARIES)
 
 
+def _is_bucket(value: object) -> bool:
+    return type(value).__name__ == "GradBucket"
+
+
+def _is_closure(step: FrameType, called: CodeType | None) -> bool:
+    """True if an optimizer's step calls what is no part of it, below the wrapper of all steps."""
+    is_wrapper = step.f_code.co_filename.endswith("torch/optim/optimizer.py")
+    return called is not None and not is_wrapper and not _OPTIMIZERS.search(called.co_filename)
+
+
 def look(frame: FrameType | None) -> tuple[str, Place | None, Place | None]:
     """The phase of a stack, and the lines of the script that are to blame.
 
@@ -79,23 +89,27 @@ def look(frame: FrameType | None) -> tuple[str, Place | None, Place | None]:
     inner: Place | None = None
     outer: Place | None = None
     is_training = True
+    called: CodeType | None = None
     while frame is not None:
         code = frame.f_code
         found = _phase_of(code)
         if found is not None:
             outer = None
-            is_around = found == "backward" and phase in _OF_BACKWARD
-            if phase is None or found == "data" or is_around:
+            if found == "optimizer" and phase is None and _is_closure(frame, called):
+                phase = "everything else"
+            if phase is None or found == "data" or (found, phase) == ("backward", "forward"):
                 phase = found
             if found == "forward" and code.co_name == "_call_impl":
                 module = frame.f_locals.get("self")
                 is_training = is_training and getattr(module, "training", True)
         elif _is_scripts(code):
             place = code.co_filename, frame.f_lineno
+            if phase is None and any(map(_is_bucket, frame.f_locals.values())):
+                phase = "communication"  # a hook of DistributedDataParallel
             is_training = is_training and not _EVALUATES.search(code.co_name)
             inner = inner or place
             outer = outer or place
-        frame = frame.f_back
+        called, frame = code, frame.f_back
     if phase == "forward" and not is_training:
         phase = "evaluation"
     return phase or "everything else", inner, outer

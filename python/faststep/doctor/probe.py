@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
+import subprocess
 import sys
 import traceback
 from typing import Any
@@ -28,15 +30,19 @@ def main(order: dict[str, Any]) -> None:
     """Run a script as it was ordered, and write what was found to a file descriptor.
 
     Args:
-        order: `empty`, a folder for `sandbox.enter`, or None; `answer`, the file descriptor;
-            `program`, the arguments of `Program`; `seconds`, `least_steps`, `most_seconds` and
-            `tries` for `Recorder`; `rounds`, to round gradients once more; `change`, `Changes` of
-            `run`.
+        order: `empty`, a folder for `sandbox.enter`, or None; `answer`, the file descriptor, or
+            None in a rank that measures nothing; `ranks` of the script, all of this machine;
+            `program`, the arguments of `Program`; `change`, `Changes` of `run`; `rounds`, to round
+            gradients once more; `seconds`, `least_steps`, `most_seconds`, `tries` of `Recorder`.
     """
     if order["empty"] is not None:
         sandbox.enter(order["empty"])
 
+    others = _start_others(order) if order["ranks"] > 1 and order["answer"] is not None else []
+
     def done(found: dict[str, Any]) -> None:
+        for one in others:
+            one.kill()
         with os.fdopen(order["answer"], "w") as answer:
             json.dump(found, answer)
         os._exit(0)
@@ -50,8 +56,12 @@ def main(order: dict[str, Any]) -> None:
         swap_silently(order["change"]["parts"])
     if order["rounds"]:
         register_optimizer_step_pre_hook(_round)
-    names = ("seconds", "least_steps", "most_seconds", "tries")
-    recorder = Recorder(*(order[name] for name in names), done)
+    if order["answer"] is None:  # a rank that is not asked
+        Program(*order["program"]).run()
+        return
+    recorder = Recorder(
+        order["seconds"], order["least_steps"], order["most_seconds"], order["tries"], done
+    )
     recorder.start()
     try:
         Program(*order["program"]).run()
@@ -62,6 +72,23 @@ def main(order: dict[str, Any]) -> None:
         if not recorder.is_measured:
             done({"error": traceback.format_exc()})
     recorder.end()
+
+
+def _start_others(order: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
+    """Make this process rank 0 of a script on this machine, and start the other ranks."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    count = str(order["ranks"])
+    ranks = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": "0"}
+    os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(RANK="0", LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="False")
+    command = [sys.executable, "-m", "faststep.doctor.probe"]
+    command.append(json.dumps({**order, "empty": None, "answer": None}))
+    return [
+        subprocess.Popen(command, env={**os.environ, "RANK": rank, "LOCAL_RANK": rank})
+        for rank in map(str, range(1, order["ranks"]))
+    ]
 
 
 def _round(optimizer: Optimizer, *_: object) -> None:

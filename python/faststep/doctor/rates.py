@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import Counter
@@ -21,7 +22,7 @@ LARGEST = 3  # shapes that are measured
 Shape = tuple[int, int, int]  # rows, columns that are summed over, columns
 
 
-class Products(TorchDispatchMode):
+class Products(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the floating-point operations of matrix products and convolutions while it is entered.
 
     Attributes:
@@ -30,7 +31,7 @@ class Products(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operations: Counter[Shape] = Counter()
         self.convolutions = 0
 
@@ -81,12 +82,12 @@ def measured(products: Products) -> dict[str, float]:
 
 
 def _product_rate(operations: Counter[Shape], dtype: torch.dtype) -> float:
-    """Operations per second of products of the largest shapes, weighed by what each of them does."""
+    """Operations per second of products of the largest shapes, weighed by what each does."""
     seconds = done = 0.0
     for (rows, summed, columns), count in operations.most_common(LARGEST):
         one, other = torch.ones(rows, summed, dtype=dtype), torch.ones(summed, columns, dtype=dtype)
         made = torch.empty(rows, columns, dtype=dtype)
-        taken = _seconds(lambda a=one, b=other, c=made: torch.mm(a, b, out=c))
+        taken = _seconds(functools.partial(torch.mm, one, other, out=made))
         seconds += count * taken / (2 * rows * summed * columns)
         done += count
     return done / seconds if seconds else 0.0

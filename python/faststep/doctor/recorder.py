@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 
 from .._torch.data_loader import BaseDataLoaderIter
 from ..run.cores import cores
-from . import inspected, rates
+from . import inspected, rates, system
 from .alternation import Alternation, Switch, switches
 from .phases import Place, look
 
@@ -113,6 +113,8 @@ class Recorder:
         self._stops_at = float("inf")
         self._leading: list[float] = []  # the steps of the optimizer that ended this
         self._threads = 0  # of torch
+        self._measured_from: float | None = None
+        self._busy = 0.0, 0.0
 
     @property
     def is_measured(self) -> bool:
@@ -200,10 +202,14 @@ class Recorder:
             self._counts.append(Counts(now, used.ru_minflt, cpu, self._allocated()))
         if len(steps) == WARM_UP + 1:
             self._measured_from = now
+            self._busy = system.busy_seconds()
         elif self._alternation is not None:
             if steps is self._leading and self._alternation.is_over():
                 self._count_products()
-        elif len(steps) > WARM_UP + self._least_steps and now - self._measured_from > self._seconds:
+        elif (
+            len(steps) > WARM_UP + self._least_steps
+            and now - (self._measured_from or now) > self._seconds
+        ):
             self._stops_at = now
             self._threads = torch.get_num_threads()
             self._leading = steps
@@ -229,9 +235,9 @@ class Recorder:
         """In the step after all others; then the end."""
         if self._products is None:
             self._products = rates.Products()
-            self._products.__enter__()
+            self._products.__enter__()  # type: ignore[no-untyped-call]
             return
-        self._products.__exit__(None, None, None)
+        self._products.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if self._result is not None:
             self._result["machine"] = rates.measured(self._products)
         self.end()
@@ -281,12 +287,15 @@ class Recorder:
             "losses": [float(loss) for loss in self._losses],
             "autocast": dict(self._autocasts),
             "autocast_steps": self._autocast_steps,
+            "swapped": inspected.swapped(),
+            "others": self._others(),
             "switched": {},
             "machine": {},
             "threads": self._threads,
             "cores": cores(inspected.PROCESS, inspected.SYSTEM),
         }
         found["phases"], found["lines"] = self._shares(first, last)
+        self._move_waits(found)
         found["evaluated"] = self._evaluated(kept)
         found["loaders"] = [use.described() for use in self._loaders.values()]
         found["optimizers"] = [
@@ -295,6 +304,24 @@ class Recorder:
         ]
         found["graph"] = inspected.kept_graph(sys._current_frames().get(self._thread), len(steps))
         return found
+
+    def _move_waits(self, found: dict[str, Any]) -> None:
+        """Let what models wait for each other in backward, below Python, be communication."""
+        exposed, phases = inspected.exposed(), found["phases"]
+        found["is_ddp"] = exposed is not None
+        waited = min((exposed or 0.0) * len(found["steps"]), phases.get("backward", 0.0))
+        if waited:
+            phases["backward"] -= waited
+            phases["communication"] = phases.get("communication", 0.0) + waited
+
+    def _others(self) -> float:
+        """The cores that other programs have used meanwhile."""
+        if self._measured_from is None:
+            return 0.0
+        busy, own = system.busy_seconds()
+        before, own_before = self._busy
+        seconds = time.perf_counter() - self._measured_from
+        return max(0.0, (busy - before) - (own - own_before)) / seconds
 
     def _evaluated(self, ends: list[float]) -> float:
         """The share of steps in which an evaluation was seen, of those that were looked at."""

@@ -9,7 +9,7 @@ __all__ = ["KINDS", "general", "is_chosen"]
 
 KINDS = (
     *("optim", "amp", "clip", "data", "memory"),  # parts of `run`
-    *("threads", "denormals", "loader", "samples"),
+    *("threads", "denormals", "loader", "samples", "ddp"),
     *("autocast", "channels-last", "batch", "compile"),
 )
 _NAMES = {"flush": "denormals", "keep_samples": "samples", "channels_last": "channels-last"}

@@ -41,12 +41,16 @@ class Runs:
         until: `time.monotonic()` of the end.
         network: let the script use the network.
         in_place: without a sandbox: what the script writes stays.
+        ranks: the processes of the script.
     """
 
-    def __init__(self, program: Program, until: float, network: bool, in_place: bool) -> None:
+    def __init__(
+        self, program: Program, until: float, network: bool, in_place: bool, ranks: int = 1
+    ) -> None:
         self._program = program
         self._until = until
         self._network = network
+        self._ranks = ranks
         self._in_place = in_place
         self.started = 0.0  # seconds that a run takes beside measuring, as the first one has shown
 
@@ -86,7 +90,8 @@ class Runs:
                 "seconds": length.seconds,
                 "least_steps": length.least_steps,
                 "most_seconds": most,
-                "tries": tries,
+                "tries": tries and self._ranks == 1,  # else all ranks would have to turn them
+                "ranks": self._ranks,
                 "rounds": rounds,
                 "change": change or {},
             }

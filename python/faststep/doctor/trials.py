@@ -39,6 +39,10 @@ class Trial(NamedTuple):
 class Trials:
     """Makes trials beside the script as it is.
 
+    Attributes:
+        made: the trials.
+        left: names of remedies for which there was no time.
+
     Args:
         runs: makes their runs.
         base: what the run of the script as it is has found.
@@ -59,6 +63,7 @@ class Trials:
         self._say = say
         self._own: list[float] | None = None  # deviations of losses that one rounding makes
         self.made: list[Trial] = []
+        self.left: list[str] = []
 
     def of(self, name: str, change: dict[str, Any]) -> Trial | None:
         """The trial of a remedy.
@@ -70,7 +75,10 @@ class Trials:
             if trial.remedy == name:
                 return trial
         switched = self._bases[0]["switched"].get(name)
-        if not self._has_time(1) or (switched is not None and switched[2] < PROMISING):
+        if switched is not None and switched[2] < PROMISING:
+            return None
+        if not self._has_time(1):
+            self.left.append(name)
             return None
         self._say(f"trying {name}")
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from . import forward
@@ -28,6 +29,7 @@ class Changes(TypedDict, total=False):
         accumulate: steps of a window of gradients that are summed up.
         loader: arguments that every DataLoader of torch gets.
         batch: how often as many samples every batch has.
+        ddp: arguments that every DistributedDataParallel gets.
         keep_samples: datasets remember what they have given.
     """
 
@@ -40,6 +42,7 @@ class Changes(TypedDict, total=False):
     accumulate: int
     loader: dict[str, Any]
     batch: float
+    ddp: dict[str, Any]
     keep_samples: bool
 
 
@@ -60,6 +63,8 @@ def make_changes(changes: Changes) -> None:
         forward.compile_models()
     if steps := changes.get("accumulate"):
         forward.accumulate(steps)
+    if ddp := changes.get("ddp"):
+        _wrap(DistributedDataParallel, lambda args, kwargs: (args, {**kwargs, **ddp}))
     if changes.keys() & {"loader", "batch", "keep_samples"}:
         _wrap(DataLoader, functools.partial(_of_loader, changes))
 
@@ -78,8 +83,8 @@ def _of_loader(changes: Changes, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def summary(changes: Changes) -> str:
     """What `make_changes` does, for a line of a report."""
-    loader = changes.get("loader", {})
-    said = [f"{name}={value}" for name, value in loader.items()]
+    given = {**changes.get("loader", {}), **changes.get("ddp", {})}
+    said = [f"{name}={value}" for name, value in given.items()]
     if threads := changes.get("threads"):
         said.append(f"{threads} threads")
     if changes.get("flush"):

@@ -1,4 +1,4 @@
-"""Changes around a model's forward, for scripts that do nothing of the kind: precision, compilation.
+"""Changes around a model's forward: precision, compilation, windows of steps.
 
 A model is the outermost module with parameters that a thread calls.
 """
@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from ..accumulation import accumulate as begin
 
 __all__ = ["accumulate", "autocast", "compile_models", "use_channels_last"]
 
@@ -72,8 +74,6 @@ def accumulate(steps: int) -> None:
     Begins with the first model that is called to train, with all optimizers, the scaler and the
     schedulers that were made until then.
     """
-    from ..accumulation import accumulate as begin
-
     made: dict[type, list[Any]] = {
         kind: _kept(kind)
         for kind in (
