@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 from ..run import PARTS, start
 from ..run.changes import Changes
 from ..run.program import Program, ProgramError
+from . import live
 
 __all__ = ["HELP", "add_arguments", "run_program", "split"]
 
@@ -43,8 +45,8 @@ def _proven(path: str) -> Changes:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that stand before the script."""
     parser.usage = (
-        "%(prog)s [--only PARTS] [--threads N] [--workers N] [--with FILE] [--verbose] "
-        "(SCRIPT | - | -c CODE | -m MODULE) [ARGUMENT ...]"
+        "%(prog)s [--only PARTS] [--threads N] [--workers N] [--with FILE] [--live] [--log FILE] "
+        "[--verbose] (SCRIPT | - | -c CODE | -m MODULE) [ARGUMENT ...]"
     )
     parser.add_argument(
         "--only",
@@ -65,6 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_proven,
         metavar="FILE",
         help="do what `doctor --save FILE` has found to help, and nothing else",
+    )
+    parser.add_argument(
+        "--live", action="store_true", help="show on stderr what training does at present"
+    )
+    parser.add_argument(
+        "--log",
+        type=live.opened,
+        metavar="FILE",
+        help="write it to a file, a line of JSON per second",
     )
     parser.add_argument(
         "--verbose", action="store_true", help="say at the end what stayed torch's, and why"
@@ -113,7 +124,10 @@ def run_program(argv: Sequence[str]) -> int:
         if arguments.workers is not None:
             kept = arguments.workers > 0
             changes["loader"] = {"num_workers": arguments.workers, "persistent_workers": kept}
-        start(program, parts, arguments.verbose, changes)
+        with contextlib.ExitStack() as stack:
+            if arguments.live or arguments.log is not None:
+                stack.enter_context(live.watched(arguments.live, arguments.log))
+            start(program, parts, arguments.verbose, changes)
     except ProgramError as error:
         print(f"{os.path.basename(sys.executable)}: {error}", file=sys.stderr)
         return NOT_FOUND

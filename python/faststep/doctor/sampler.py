@@ -20,7 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .phases import Place, look
 
-__all__ = ["Sampler"]
+__all__ = ["INTERVAL", "Sampler"]
+
+INTERVAL = 0.025  # seconds between two looks that cost below 1 % of a step
 
 
 class Sampler:
@@ -32,7 +34,9 @@ class Sampler:
         interval: seconds between two looks at the stack.
         looked: called in the other thread after each look, with the time and what `look` returns.
         stepped: called when a step ends, with its optimizer, or None, and the list of `ends`.
+            Default: nothing is called.
         lost: called before each backward pass from a tensor of one element, with this tensor.
+            Default: nothing is called.
 
     Attributes:
         ends: when steps ended, by the `id` of the optimizer, or 0 for backward passes.
@@ -42,8 +46,8 @@ class Sampler:
         self,
         interval: float,
         looked: Callable[[float, str, Place | None, Place | None], object],
-        stepped: Callable[[Optimizer | None, list[float]], object],
-        lost: Callable[[torch.Tensor], object],
+        stepped: Callable[[Optimizer | None, list[float]], object] = lambda *_: None,
+        lost: Callable[[torch.Tensor], object] = lambda _: None,
     ) -> None:
         self.ends: dict[int, list[float]] = defaultdict(list)
         self._interval = interval
