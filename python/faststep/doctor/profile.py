@@ -71,7 +71,7 @@ def profile() -> Iterator[Profile]:
     """Measure where the time of a block goes, at below 1 % of a step.
 
     ``with faststep.profile() as measured: train()``, then ``print(measured)`` shows a table.
-    Another thread looks at the stack of this one every 25 ms, so a block needs some seconds.
+    Another thread looks at the stack of this one every 50 ms, so a block needs some seconds.
     Compilation and other work of the first steps count too.
 
     Yields:

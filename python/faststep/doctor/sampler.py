@@ -18,11 +18,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from .._torch.compiler import disable_dynamo
 from .phases import Place, look
 
 __all__ = ["INTERVAL", "Sampler"]
 
-INTERVAL = 0.025  # seconds between two looks that cost below 1 % of a step
+INTERVAL = 0.05  # seconds between two looks that cost below 1 % of a step
 
 
 class Sampler:
@@ -60,9 +61,10 @@ class Sampler:
     def start(self) -> None:
         """Begin to watch."""
         self._is_on = True
-        self._hook = register_optimizer_step_post_hook(self._after_step)
+        hook = disable_dynamo(lambda *given: self._after_step(*given))  # takes no method
+        self._hook = register_optimizer_step_post_hook(hook)
         self._backward = torch.autograd.backward
-        self._noting = self._noted(self._backward)
+        self._noting = disable_dynamo(self._noted(self._backward))
         torch.autograd.backward = self._noting
         self._thread.start()
 
@@ -99,9 +101,8 @@ class Sampler:
         self._stepped(optimizer, ends)
 
     def _is_elsewhere(self) -> bool:
-        """True while nothing is to be noted: in other threads, and in code that is compiled."""
-        is_here = self._is_on and threading.get_ident() == self._watched
-        return torch.compiler.is_compiling() or not is_here
+        """True where nothing is to be noted."""
+        return not self._is_on or threading.get_ident() != self._watched
 
     def _look_on(self) -> None:
         while self._is_on:
