@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "data": {f"data.{room}" for room in LOADER},
     "faststep": {
         *TORCH,
-        *("accumulation", "amp", "clip", "data", "memory", "optim", "release", "zero"),
+        *("accumulation", "amp", "clip", "data", "doctor", "memory", "optim", "release", "zero"),
     },
     "run": {"accumulation", "amp", "clip", "data.stats", "data", "memory", "optim"},
     "doctor": {*TORCH, "memory", "run"},

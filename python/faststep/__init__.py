@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from . import _C
 from ._torch import records as _records
@@ -26,6 +27,19 @@ from .accumulation import accumulate  # noqa: E402
 from .clip import clip_grad_norm_, clip_grad_value_, clip_grads_with_norm_, get_total_norm  # noqa: E402
 from .release import release_gradients  # noqa: E402
 
+if TYPE_CHECKING:
+    from .doctor.profile import profile
+else:
+
+    def __getattr__(name: str) -> Any:
+        """`profile`, which is imported when it is used: it is seldom, and needs all of `run`."""
+        if name != "profile":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from .doctor.profile import profile
+
+        return profile
+
+
 __version__ = "0.1.0"
 
 memory._begin()
@@ -40,6 +54,7 @@ __all__ = [
     "get_total_norm",
     "memory",
     "optim",
+    "profile",
     "release_gradients",
     "zero",
 ]

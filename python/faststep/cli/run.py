@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 from ..run import PARTS, start
 from ..run.changes import Changes
 from ..run.program import Program, ProgramError
+from . import live
 
 __all__ = ["HELP", "add_arguments", "run_program", "split"]
 
@@ -97,6 +99,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="do what `doctor --save FILE` has found to help, and nothing else",
     )
     parser.add_argument(
+        "--live", action="store_true", help="show on stderr what training does at present"
+    )
+    parser.add_argument(
+        "--log",
+        type=live.opened,
+        metavar="FILE",
+        help="write it to a file, a line of JSON per second",
+    )
+    parser.add_argument(
         "--verbose", action="store_true", help="say at the end what stayed torch's, and why"
     )
 
@@ -146,7 +157,10 @@ def run_program(argv: Sequence[str]) -> int:
         for name in ("autocast", "channels_last", "compile", "accumulate"):
             if value := getattr(arguments, name):
                 changes[name] = value
-        start(program, parts, arguments.verbose, changes)
+        with contextlib.ExitStack() as stack:
+            if arguments.live or arguments.log is not None:
+                stack.enter_context(live.watched(arguments.live, arguments.log))
+            start(program, parts, arguments.verbose, changes)
     except ProgramError as error:
         print(f"{os.path.basename(sys.executable)}: {error}", file=sys.stderr)
         return NOT_FOUND

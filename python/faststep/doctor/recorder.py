@@ -1,7 +1,7 @@
 """Measures a training script from inside, without a change of what it does.
 
-A thread looks at the script's stack every few milliseconds. Hooks of torch note every step of an
-optimizer, every loss and every DataLoader. The script ends when enough was seen.
+A sampler looks at the script's stack every few milliseconds and notes steps and losses. Here they
+are kept, with every DataLoader and autocast. The script ends when enough was seen.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 
 from .._torch.data_loader import BaseDataLoaderIter
 from ..run.cores import cores
 from . import inspected, rates, system
 from .alternation import Alternation, Switch, switches
-from .phases import Place, look
+from .phases import Place
+from .sampler import Sampler
 
 __all__ = ["Recorder"]
 
@@ -92,12 +92,12 @@ class Recorder:
     ) -> None:
         self._seconds, self._least_steps, self._most = seconds, least_steps, most_seconds
         self._done, self._tries = done, tries
+        self._sampler = Sampler(INTERVAL, self._looked, self._stepped, self._lost)
         self._thread = threading.get_ident()
         self._begun = time.perf_counter()
         self._lock = threading.Lock()
         self._is_over = False
         self._samples: list[tuple[float, str, Place | None, Place | None]] = []
-        self._steps: dict[int, list[float]] = defaultdict(list)  # when they ended
         self._counts: list[Counts] = []
         self._counted = 0.0
         self._optimizers: dict[int, Optimizer] = {}
@@ -123,28 +123,15 @@ class Recorder:
 
     def start(self) -> None:
         """Begin to measure."""
-        register_optimizer_step_post_hook(self._after_step)
-        self._watch_losses()
         self._watch_loaders()
         self._watch_autocast()
-        threading.Thread(target=self._look_on, name="faststep doctor", daemon=True).start()
+        self._sampler.start()
 
     # ---- what the script does
 
-    def _watch_losses(self) -> None:
-        backward = torch.autograd.backward
-
-        def noted(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
-            is_early = len(self._losses) < MOST_LOSSES and self._alternation is None
-            if root is not None and root.numel() == 1 and is_early:
-                self._losses.append(root.detach().clone())
-            result = backward(tensors, *args, **kwargs)
-            if not self._optimizers and threading.get_ident() == self._thread:
-                self._note_step(self._steps[0])  # of a script that updates by hand
-            return result
-
-        torch.autograd.backward = noted
+    def _lost(self, root: torch.Tensor) -> None:
+        if len(self._losses) < MOST_LOSSES and self._alternation is None:
+            self._losses.append(root.detach().clone())
 
     def _watch_loaders(self) -> None:
         make, following = DataLoader.__iter__, BaseDataLoaderIter.__next__
@@ -183,18 +170,11 @@ class Recorder:
 
         torch.autocast.__enter__ = entered  # type: ignore[method-assign]
 
-    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
-        if threading.get_ident() == self._thread:
+    def _stepped(self, optimizer: Optimizer | None, steps: list[float]) -> None:
+        if optimizer is not None:
             self._optimizers[id(optimizer)] = optimizer
             self._autocast_steps += torch.is_autocast_enabled("cpu")
-            self._note_step(self._steps[id(optimizer)])
-
-    def _note_step(self, steps: list[float]) -> None:
-        """A step ends: of an optimizer, or a backward pass where there is none."""
-        if self._is_over:
-            return
-        now = time.perf_counter()
-        steps.append(now)
+        now = steps[-1]
         if now - self._counted > COUNTED:
             self._counted = now
             used = resource.getrusage(resource.RUSAGE_SELF)
@@ -228,7 +208,7 @@ class Recorder:
             found["cores"],
             [*self._optimizers.values()],
             self._hold_batch,
-            self._after_step,
+            self._sampler.note_step,
         )
 
     def _count_products(self) -> None:
@@ -247,14 +227,10 @@ class Recorder:
 
     # ---- the other thread
 
-    def _look_on(self) -> None:
-        while not self._is_over:
-            time.sleep(INTERVAL)
-            phase, inner, outer = look(sys._current_frames().get(self._thread))
-            now = time.perf_counter()
-            self._samples.append((now, phase, inner, outer))
-            if now - self._begun > self._most:
-                self.end()
+    def _looked(self, now: float, phase: str, inner: Place | None, outer: Place | None) -> None:
+        self._samples.append((now, phase, inner, outer))
+        if now - self._begun > self._most:
+            self.end()
 
     # ---- the end
 
@@ -264,6 +240,7 @@ class Recorder:
             if self._is_over:
                 return
             self._is_over = True
+        self._sampler.stop()
         found = self._result or self._found()
         if self._alternation is not None:
             found["switched"] = self._alternation.gains
@@ -271,7 +248,7 @@ class Recorder:
 
     def _found(self) -> dict[str, Any]:
         self._threads = self._threads or torch.get_num_threads()
-        steps = max(self._steps.values(), key=len, default=[])
+        steps = max(self._sampler.ends.values(), key=len, default=[])
         steps = [end for end in steps if end <= self._stops_at]
         kept = steps[WARM_UP:] if len(steps) > 2 * WARM_UP else steps
         first, last = (kept[0], kept[-1]) if kept else (self._begun, time.perf_counter())
@@ -299,7 +276,7 @@ class Recorder:
         found["evaluated"] = self._evaluated(kept)
         found["loaders"] = [use.described() for use in self._loaders.values()]
         found["optimizers"] = [
-            inspected.described(optimizer, len(self._steps[key]))
+            inspected.described(optimizer, len(self._sampler.ends[key]))
             for key, optimizer in self._optimizers.items()
         ]
         found["graph"] = inspected.kept_graph(sys._current_frames().get(self._thread), len(steps))

@@ -12,7 +12,7 @@ from .. import memory
 from .changes import Changes, make_changes, summary
 from .cores import fit_threads
 from .program import Program
-from .report import Report
+from .report import Report, say
 from .spawned import swap_in_spawned
 from .swaps import Swaps
 from .timing import CallTimes
@@ -46,7 +46,7 @@ def start(
         done.append(summary(changes))
     if os.environ.get("RANK", "0") == "0":
         report = Report(meter, swaps, verbose)
-        report.say("; ".join(filter(None, done)) or "nothing is changed")
+        say("; ".join(filter(None, done)) or "nothing is changed")
         # The first that is registered runs last: what the program registers is measured too.
         atexit.register(report.at_exit)
     sys.stdout.flush()

@@ -9,7 +9,14 @@ import sys
 from .swaps import Swaps
 from .timing import CallTimes, Moment
 
-__all__ = ["Report"]
+__all__ = ["Report", "say"]
+
+
+def say(text: str) -> None:
+    """A line on stderr, unless nobody can read it: that must not end the program."""
+    if sys.__stderr__ is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"faststep run: {text}", file=sys.__stderr__, flush=True)
 
 
 class Report:
@@ -21,36 +28,30 @@ class Report:
         self._verbose = verbose
         self._process = os.getpid()
 
-    def say(self, text: str) -> None:
-        """A line on stderr, unless nobody can read it: that must not end the program."""
-        if sys.__stderr__ is not None:
-            with contextlib.suppress(OSError, ValueError):
-                print(f"faststep run: {text}", file=sys.__stderr__, flush=True)
-
     def at_exit(self) -> None:
         """The table, and with `verbose` what stayed torch's."""
         if os.getpid() != self._process:
             return  # a fork, which has the parent's functions for its end
         made = ", ".join(f"{count} {name}" for name, count in self._swaps.made.items())
-        self.say(f"made {made or 'no object'} of faststep's classes")
+        say(f"made {made or 'no object'} of faststep's classes")
         for kind, count in self._swaps.met.items():
             steps, whose = self._meter.steps[kind], self._swaps.whose(kind)
             what = f"{_counted(count, 'object')}, {_counted(steps, 'step')}"
-            self.say(f"{kind.__name__} ({whose}): {what}")
+            say(f"{kind.__name__} ({whose}): {what}")
         first, last = self._meter.first, self._meter.last
         if first is not None and last is not None and self._meter.steps.total() > 1:
             self._table(first, last)
         elif calls := {name: count for name, count in self._meter.calls.items() if count}:
-            self.say("calls: " + ", ".join(f"{count} of {name}" for name, count in calls.items()))
+            say("calls: " + ", ".join(f"{count} of {name}" for name, count in calls.items()))
         if self._meter.calls.get("clipping"):
-            self.say("clipping: faststep's norm is right to 1e-8; torch's is off by 1e-4 and more")
-            self.say("for large tensors: losses of clipped steps may differ by that")
+            say("clipping: faststep's norm is right to 1e-8; torch's is off by 1e-4 and more")
+            say("for large tensors: losses of clipped steps may differ by that")
         if swapped := self._swaps.spawned:
             were = f"{_counted(swapped, 'process', 'es')} {'was' if swapped == 1 else 'were'}"
-            self.say(f"{were} started anew, with faststep's classes; they are not in this report")
+            say(f"{were} started anew, with faststep's classes; they are not in this report")
         if self._verbose:
             for (name, reason), count in self._swaps.left.items():
-                self.say(f"{count} of {name} stayed torch's: {reason}")
+                say(f"{count} of {name} stayed torch's: {reason}")
 
     def _table(self, first: Moment, last: Moment) -> None:
         whole = last.seconds - first.seconds
@@ -61,12 +62,12 @@ class Report:
             if calls:
                 rows.append((name, f"{calls}", f"{1e3 * taken / calls:.3f}", _share(taken, whole)))
         rows.append(("all", "", f"{1e3 * whole:.3f}", "100.0 %"))
-        self.say("from the end of the first step of an optimizer to the end of the last, by clock;")
-        self.say("the time of each call is without that in the calls that it makes")
+        say("from the end of the first step of an optimizer to the end of the last, by clock;")
+        say("the time of each call is without that in the calls that it makes")
         for name, *cells in rows:
-            self.say("  " + f"{name:16}" + "".join(f"{cell:>14}" for cell in cells))
+            say("  " + f"{name:16}" + "".join(f"{cell:>14}" for cell in cells))
         faults = self._meter.faults_per_step()
-        self.say(f"  page faults per step of an optimizer: {faults:.1f}")
+        say(f"  page faults per step of an optimizer: {faults:.1f}")
 
 
 def _share(taken: float, whole: float) -> str:
