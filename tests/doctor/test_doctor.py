@@ -23,7 +23,11 @@ needs_sandbox = pytest.mark.skipif(
 
 def doctor(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "faststep", "doctor", *map(str, arguments)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    # Other tests run beside these, and threads that wait for each other then take all the time.
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=folder, env=alone, capture_output=True, text=True, check=False
+    )
 
 
 @needs_sandbox
@@ -151,8 +155,32 @@ def test_scripts_that_cannot_be_measured(tmp_path: Path, text: str, said: str) -
     assert said in done.stderr
 
 
+@needs_sandbox
+def test_ranks_of_torchrun(tmp_path: Path) -> None:
+    """Rank 0 answers for all; the others say nothing."""
+    script = HERE / "planted_on_ranks" / "exposed_communication.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", "0", "-m", "faststep", "doctor", "--minutes", "0.7"]
+    done = subprocess.run(
+        [*command, str(script)], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("A step takes") == 1
+    assert done.stdout.startswith("exposed-communication")
+    assert not list(tmp_path.iterdir())
+
+
+def test_ranks_of_several_machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    done = doctor(tmp_path, "train.py")
+    assert done.returncode == 1
+    assert "takes the ranks of one machine" in done.stderr
+
+
 def test_wrong_arguments(tmp_path: Path) -> None:
     assert "there is no script" in doctor(tmp_path, "--minutes", 1).stderr
+    assert "'speed' is none of" in doctor(tmp_path, "--only", "speed", "train.py").stderr
     assert "--minutes must be positive" in doctor(tmp_path, "--minutes", 0, "train.py").stderr
 
 

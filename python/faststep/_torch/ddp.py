@@ -37,7 +37,7 @@ def exposed_seconds(model: DistributedDataParallel) -> float:
 
     It measures its first ten passes, and each hundredth.
     """
-    said = model._get_ddp_logging_data()
+    said = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     spent = said.get("avg_backward_comm_time", 0)
     return float(spent - said.get("avg_backward_compute_comm_overlap_time", 0)) / 1e9
 
