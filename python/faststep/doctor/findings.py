@@ -15,6 +15,7 @@ LEAST = 0.05  # of a step
 FAULT = 1.5e-6  # seconds that a page fault takes in a virtual machine
 COPY_RATE = 5e9  # bytes per second that an update moves at least
 PASSES = 8  # how often an update reads or writes a parameter's bytes, its states included
+SAVED = 0.7  # of the optimizer's share, by a faster one
 OFTEN = 20  # steps between two evaluations, or fewer
 GROWTH = 4096  # bytes per step
 PRINTS = re.compile(r"\bprint\(|\blogg\w+\.|\.write\(")
@@ -161,7 +162,7 @@ def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
     if main["module"].startswith("torch.optim"):
         text = f"torch's {main['class']} steps {main['tensors']} tensors: faststep's is faster"
         most = share + _share(found, total, "clipping") + _share(found, total, "scaler")
-        yield Suspect("slow-optimizer", share, text, FASTSTEPS, most=most)
+        yield Suspect("slow-optimizer", SAVED * share, text, FASTSTEPS, most=most)
         return
     best = main["bytes"] * PASSES / COPY_RATE / (total / steps)
     text = (

@@ -3,12 +3,12 @@
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-data = TensorDataset(torch.randn(16384, 512), torch.randint(10, (16384,)))
+data = TensorDataset(torch.randn(4096, 512), torch.randint(10, (4096,)))
 model = torch.nn.Sequential(
-    torch.nn.Linear(512, 4096),
+    torch.nn.Linear(512, 1024),
     torch.nn.ReLU(),
-    torch.nn.Linear(4096, 4096),
-    torch.nn.Linear(4096, 10),
+    torch.nn.Linear(1024, 1024),
+    torch.nn.Linear(1024, 10),
 )
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 schedule = torch.optim.lr_scheduler.StepLR(optimizer, 100)
