@@ -115,11 +115,11 @@ def test_remedies_for_scripts_that_compute() -> None:
         "machine": {"operations": 10, "convolutions": 8, "fp32": 1.0, "bf16": 2.0},
     }  # fmt: skip
     names = [name for name, _ in general(found)]
-    assert names == ["channels last", "autocast to bf16", "batches twice as large",
+    assert names == ["all of `run`", "channels last", "autocast to bf16", "batches twice as large",
                      "compiled models"]  # fmt: skip
     found["machine"] = {"operations": 10, "convolutions": 0, "fp32": 1.0, "bf16": 1.1}
-    assert [name for name, _ in general(found)] == ["batches twice as large", "compiled models"]
-    assert not list(general({**found, "phases": {"data": 0.9}}))
+    assert [name for name, _ in general(found)][1:] == ["batches twice as large", "compiled models"]
+    assert len(list(general({**found, "phases": {"data": 0.9}}))) == 1
 
 
 def test_kinds_of_remedies_are_chosen_by_name() -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from ..run import PARTS
+
 __all__ = ["KINDS", "general", "is_chosen"]
 
 KINDS = (
-    *("optim", "amp", "clip", "data", "memory"),  # parts of `run`
-    *("threads", "denormals", "loader", "samples", "ddp"),
+    *PARTS,  # of `run`; threads are one of them
+    *("denormals", "loader", "samples", "ddp"),
     *("autocast", "channels-last", "batch", "compile"),
 )
 _NAMES = {"flush": "denormals", "keep_samples": "samples", "channels_last": "channels-last"}
@@ -27,7 +29,8 @@ def is_chosen(change: dict[str, Any], only: Collection[str]) -> bool:
 
 
 def general(found: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The names and changes of what may help a script that computes most of the time."""
+    """The names and changes of what may help a script, whatever takes its time."""
+    yield "all of `run`", {"parts": list(PARTS)}
     phases, machine = found["phases"], found["machine"]
     computing = phases.get("forward", 0.0) + phases.get("backward", 0.0)
     if computing < COMPUTES * sum(found["steps"]) or not machine:
