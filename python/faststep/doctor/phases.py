@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import gc
+import linecache
 import os
 import re
+import sys
 import sysconfig
-from types import CodeType, FrameType
+from types import CodeType
 
 __all__ = ["PHASES", "Place", "look"]
 
@@ -44,6 +48,7 @@ _LIBRARIES = tuple(
     | {os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep}
 )
 _EVALUATES = re.compile(r"eval|valid|infer|predict")  # functions that only look at a model
+_WITHOUT_GRAD = re.compile(r"no_grad|inference_mode")  # what they are decorated with, or blocks
 _OF_BACKWARD = ("forward", "communication")  # phases that a backward pass calls, too
 
 
@@ -66,8 +71,46 @@ def _is_scripts(code: CodeType) -> bool:
     return not os.path.realpath(path).startswith(_LIBRARIES)
 
 
-def look(frame: FrameType | None) -> tuple[str, Place | None, Place | None]:
-    """The phase of a stack, and the lines of the script that are to blame.
+@functools.cache
+def _without_grad(path: str) -> list[range]:
+    """The lines of a file in which a script asks for no gradients."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:  # of a file that has changed since it was run
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With):
+            asks = [item.context_expr for item in node.items]
+        elif isinstance(node, ast.FunctionDef):
+            asks = node.decorator_list
+        else:
+            continue
+        if any(_WITHOUT_GRAD.search(ast.dump(one)) for one in asks):
+            found.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return found
+
+
+def _stack(thread: int) -> list[tuple[CodeType, int]]:
+    """The code and the line of each call of a thread, innermost first.
+
+    The thread stands still meanwhile. What would let it go on is left alone: its variables, and
+    garbage, whose destructors may release the GIL while CPython 3.11 makes an object of a frame.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    frame = sys._current_frames().get(thread)
+    stack = []
+    while frame is not None:
+        stack.append((frame.f_code, frame.f_lineno or 0))
+        frame = frame.f_back
+    if collects:
+        gc.enable()
+    return stack
+
+
+def look(thread: int) -> tuple[str, Place | None, Place | None]:
+    """The phase of a thread, and the lines of the script that are to blame.
 
     The innermost call that has a phase says which, but what a loader calls is a part of it.
 
@@ -79,23 +122,21 @@ def look(frame: FrameType | None) -> tuple[str, Place | None, Place | None]:
     inner: Place | None = None
     outer: Place | None = None
     is_training = True
-    while frame is not None:
-        code = frame.f_code
+    for code, line in _stack(thread):
         found = _phase_of(code)
         if found is not None:
             outer = None
             is_around = found == "backward" and phase in _OF_BACKWARD
             if phase is None or found == "data" or is_around:
                 phase = found
-            if found == "forward" and code.co_name == "_call_impl":
-                module = frame.f_locals.get("self")
-                is_training = is_training and getattr(module, "training", True)
         elif _is_scripts(code):
-            place = code.co_filename, frame.f_lineno
-            is_training = is_training and not _EVALUATES.search(code.co_name)
+            place = code.co_filename, line
+            if _EVALUATES.search(code.co_name) or any(
+                line in one for one in _without_grad(place[0])
+            ):
+                is_training = False
             inner = inner or place
             outer = outer or place
-        frame = frame.f_back
     if phase == "forward" and not is_training:
         phase = "evaluation"
     return phase or "everything else", inner, outer
