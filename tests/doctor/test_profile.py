@@ -81,7 +81,7 @@ def test_it_is_imported_when_it_is_used() -> None:
         faststep.profiles  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_evaluation_is_told_without_a_look_at_variables() -> None:
+def test_blocks_without_gradients_are_another_phase() -> None:
     """Variables of a thread that runs cannot be read safely; a module's text can."""
     model = Model(4, 1)
     with faststep.profile() as measured:

@@ -52,7 +52,7 @@ _WITHOUT_GRAD = re.compile(r"no_grad|inference_mode")  # what they are decorated
 _OF_BACKWARD = ("forward", "communication")  # phases that a backward pass calls, too
 
 
-@functools.cache
+@functools.lru_cache(2**14)
 def _phase_of(code: CodeType) -> str | None:
     path = code.co_filename
     for part, phase, names in _FILES:
@@ -62,7 +62,7 @@ def _phase_of(code: CodeType) -> str | None:
     return None
 
 
-@functools.cache
+@functools.lru_cache(2**14)
 def _is_scripts(code: CodeType) -> bool:
     """True if a file is the user's own."""
     path = code.co_filename
@@ -94,8 +94,9 @@ def _without_grad(path: str) -> list[range]:
 def _stack(thread: int) -> list[tuple[CodeType, int]]:
     """The code and the line of each call of a thread, innermost first.
 
-    The thread stands still meanwhile. What would let it go on is left alone: its variables, and
-    garbage, whose destructors may release the GIL while CPython 3.11 makes an object of a frame.
+    Nothing is done that could let the thread leave a call which is being looked at: variables are
+    not read, and no garbage is collected, whose destructors may release the GIL. CPython 3.11
+    crashes by both.
     """
     collects = gc.isenabled()
     gc.disable()
