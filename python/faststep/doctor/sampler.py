@@ -22,7 +22,7 @@ from .phases import Place, look
 
 __all__ = ["INTERVAL", "Sampler"]
 
-INTERVAL = 0.05  # seconds between two looks that cost below 1 % of a step
+INTERVAL = 0.05  # seconds between two looks where training goes on
 
 
 class Sampler:
