@@ -79,3 +79,17 @@ def test_it_is_imported_when_it_is_used() -> None:
     assert "profile" in faststep.__all__
     with pytest.raises(AttributeError, match="module 'faststep' has no attribute 'profiles'"):
         faststep.profiles  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_blocks_without_gradients_are_another_phase() -> None:
+    """Variables of a thread that runs cannot be read safely; a module's text can."""
+    model = Model(4, 1)
+    with faststep.profile() as measured:
+        for _ in range(20):
+            with torch.no_grad():
+                model(torch.ones(4))
+    assert next(iter(measured.phases)) == "evaluation"
+    with faststep.profile() as measured:
+        for _ in range(20):
+            model.eval()(torch.ones(4))
+    assert next(iter(measured.phases)) == "forward"

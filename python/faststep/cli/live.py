@@ -29,7 +29,7 @@ def opened(path: str) -> TextIO:
     """The file of the log, empty; under torchrun each rank has its own: `log.0.jsonl`."""
     file = Path(path)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        file = file.with_suffix(f".{os.environ['RANK']}{file.suffix}")
+        file = file.with_suffix(f".{os.environ.get('RANK', '0')}{file.suffix}")
     try:
         return file.open("w")
     except OSError as error:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import gc
+import linecache
 import os
 import re
+import sys
 import sysconfig
-from types import CodeType, FrameType
+from types import CodeType
 
 __all__ = ["PHASES", "Place", "look"]
 
@@ -44,10 +48,12 @@ _LIBRARIES = tuple(
     | {os.path.dirname(os.path.dirname(os.path.realpath(__file__))) + os.sep}
 )
 _EVALUATES = re.compile(r"eval|valid|infer|predict")  # functions that only look at a model
+_EVALUATION = re.compile(r"_?evaluat")  # those of libraries, at the beginning of their names
 _OPTIMIZERS = re.compile(r"/torch/|/faststep/")
+_WITHOUT_GRAD = re.compile(r"no_grad|inference_mode")  # what they are decorated with, or blocks
 
 
-@functools.cache
+@functools.lru_cache(2**14)
 def _phase_of(code: CodeType) -> str | None:
     path = code.co_filename
     for part, phase, names in _FILES:
@@ -57,7 +63,7 @@ def _phase_of(code: CodeType) -> str | None:
     return None
 
 
-@functools.cache
+@functools.lru_cache(2**14)
 def _is_scripts(code: CodeType) -> bool:
     """True if a file is the user's own."""
     path = code.co_filename
@@ -66,18 +72,53 @@ def _is_scripts(code: CodeType) -> bool:
     return not os.path.realpath(path).startswith(_LIBRARIES)
 
 
-def _is_bucket(value: object) -> bool:
-    return type(value).__name__ == "GradBucket"
-
-
-def _is_closure(step: FrameType, called: CodeType | None) -> bool:
+def _is_closure(step: CodeType, called: CodeType | None) -> bool:
     """True if an optimizer's step calls what is no part of it, below the wrapper of all steps."""
-    is_wrapper = step.f_code.co_filename.endswith("torch/optim/optimizer.py")
+    is_wrapper = step.co_filename.endswith("torch/optim/optimizer.py")
     return called is not None and not is_wrapper and not _OPTIMIZERS.search(called.co_filename)
 
 
-def look(frame: FrameType | None) -> tuple[str, Place | None, Place | None]:
-    """The phase of a stack, and the lines of the script that are to blame.
+@functools.cache
+def _without_grad(path: str) -> list[range]:
+    """The lines of a file in which a script asks for no gradients."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(path)))
+    except SyntaxError:  # of a file that has changed since it was run
+        return []
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.With):
+            asks = [item.context_expr for item in node.items]
+        elif isinstance(node, ast.FunctionDef):
+            asks = node.decorator_list
+        else:
+            continue
+        if any(_WITHOUT_GRAD.search(ast.dump(one)) for one in asks):
+            found.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return found
+
+
+def _stack(thread: int) -> list[tuple[CodeType, int]]:
+    """The code and the line of each call of a thread, innermost first.
+
+    Nothing is done that could let the thread leave a call which is being looked at: variables are
+    not read, and no garbage is collected, whose destructors may release the GIL. CPython 3.11
+    crashes by both.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    frame = sys._current_frames().get(thread)
+    stack = []
+    while frame is not None:
+        stack.append((frame.f_code, frame.f_lineno or 0))
+        frame = frame.f_back
+    if collects:
+        gc.enable()
+    return stack
+
+
+def look(thread: int) -> tuple[str, Place | None, Place | None]:
+    """The phase of a thread, and the lines of the script that are to blame.
 
     The innermost call that has a phase says which, but what a loader calls is a part of it.
 
@@ -88,28 +129,30 @@ def look(frame: FrameType | None) -> tuple[str, Place | None, Place | None]:
     phase: str | None = None
     inner: Place | None = None
     outer: Place | None = None
-    is_training = True
+    is_training, is_hook = True, False
     called: CodeType | None = None
-    while frame is not None:
-        code = frame.f_code
+    for code, line in _stack(thread):
         found = _phase_of(code)
         if found is not None:
             outer = None
-            if found == "optimizer" and phase is None and _is_closure(frame, called):
+            if found == "optimizer" and phase is None and _is_closure(code, called):
                 phase = "everything else"
+            if phase is None and found == "backward" and is_hook:
+                phase = "communication"
             if phase is None or found == "data" or (found, phase) == ("backward", "forward"):
                 phase = found
-            if found == "forward" and code.co_name == "_call_impl":
-                module = frame.f_locals.get("self")
-                is_training = is_training and getattr(module, "training", True)
         elif _is_scripts(code):
-            place = code.co_filename, frame.f_lineno
-            if phase is None and any(map(_is_bucket, frame.f_locals.values())):
-                phase = "communication"  # a hook of DistributedDataParallel
-            is_training = is_training and not _EVALUATES.search(code.co_name)
+            place = code.co_filename, line
+            is_hook = is_hook or "bucket" in code.co_varnames[: code.co_argcount]  # of DDP
+            if _EVALUATES.search(code.co_name) or any(
+                line in one for one in _without_grad(place[0])
+            ):
+                is_training = False
             inner = inner or place
             outer = outer or place
-        called, frame = code, frame.f_back
+        elif _EVALUATION.match(code.co_name):
+            is_training = False
+        called = code
     if phase == "forward" and not is_training:
         phase = "evaluation"
     return phase or "everything else", inner, outer

@@ -68,7 +68,7 @@ class Profile:
 
 @contextlib.contextmanager
 def profile() -> Iterator[Profile]:
-    """Measure where the time of a block goes, at below 1 % of a step.
+    """Measure where the time of a block goes.
 
     ``with faststep.profile() as measured: train()``, then ``print(measured)`` shows a table.
     Another thread looks at the stack of this one every 50 ms, so a block needs some seconds.

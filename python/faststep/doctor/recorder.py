@@ -279,7 +279,9 @@ class Recorder:
             inspected.described(optimizer, len(self._sampler.ends[key]))
             for key, optimizer in self._optimizers.items()
         ]
-        found["graph"] = inspected.kept_graph(sys._current_frames().get(self._thread), len(steps))
+        # Variables of a thread that runs cannot be read: CPython 3.11 crashes.
+        is_here = threading.get_ident() == self._thread
+        found["graph"] = inspected.kept_graph(sys._getframe() if is_here else None, len(steps))
         return found
 
     def _move_waits(self, found: dict[str, Any]) -> None:

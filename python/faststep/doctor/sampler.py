@@ -7,7 +7,6 @@ optimizer and each loss.
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -23,7 +22,7 @@ from .phases import Place, look
 
 __all__ = ["INTERVAL", "Sampler"]
 
-INTERVAL = 0.05  # seconds between two looks that cost below 1 % of a step
+INTERVAL = 0.05  # seconds between two looks where training goes on
 
 
 class Sampler:
@@ -108,5 +107,5 @@ class Sampler:
     def _look_on(self) -> None:
         while self._is_on:
             time.sleep(self._interval)
-            found = look(sys._current_frames().get(self._watched))
+            found = look(self._watched)
             self._looked(time.perf_counter(), *found)
