@@ -27,11 +27,6 @@
 #define FST_DOC_FOLD_SQUARES                  \
     FST_DOC("fold_squares($module, sums, /)", \
             "The sum of the sums of squares of chunks, added up as every norm adds them.")
-#define FST_DOC_FACTORED_STEP                                                                     \
-    FST_DOC("factored_step($module, groups, state, /)",                                           \
-            "Make a step of Adafactor. Returns (groups with a missing state, (group, index) of "  \
-            "parameters that are for torch, tensors whose version counters are to be moved). If " \
-            "one of the first two is not empty, nothing was changed.")
 #define FST_DOC_FUSABLE                                                                        \
     FST_DOC("fusable($module, tensors, device=-1, /)",                                         \
             "Whether the functions of this module take these tensors, all on one device. The " \

@@ -9,7 +9,6 @@
 #include "io/table.h"
 #include "py/docs.h"
 #include "py/grads/unscaled.h"
-#include "py/step/factored_bind.h"
 
 static PyMethodDef methods[] = {
     {"accumulate", fst_py_accumulate, METH_VARARGS, FST_DOC_ACCUMULATE},
@@ -30,7 +29,6 @@ static PyMethodDef methods[] = {
     {"device_norm", fst_py_device_norm, METH_VARARGS, FST_DOC_DEVICE_NORM},
     {"device_unscale", fst_py_device_unscale, METH_VARARGS, FST_DOC_DEVICE_UNSCALE},
     {"end_retaining", fst_py_end_retaining, METH_NOARGS, FST_DOC_END_RETAINING},
-    {"factored_step", fst_py_factored_step, METH_VARARGS, FST_DOC_FACTORED_STEP},
     {"fold_squares", fst_py_fold_squares, METH_O, FST_DOC_FOLD_SQUARES},
     {"foreign_allocator", fst_py_foreign_allocator, METH_NOARGS, FST_DOC_FOREIGN_ALLOCATOR},
     {"fusable", fst_py_fusable, METH_VARARGS, FST_DOC_FUSABLE},
@@ -114,13 +112,7 @@ static int intern_names(fst_names *names)
     names->grad = PyUnicode_InternFromString("grad");
     names->state = PyUnicode_InternFromString("state");
     names->max_grad_norm = PyUnicode_InternFromString("_max_grad_norm");
-    names->step = PyUnicode_InternFromString("step");
-    names->row_var = PyUnicode_InternFromString("row_var");
-    names->col_var = PyUnicode_InternFromString("col_var");
-    names->variance = PyUnicode_InternFromString("variance");
-    const int made = names->grad && names->state && names->max_grad_norm && names->step &&
-                     names->row_var && names->col_var && names->variance;
-    return made ? 0 : -1;
+    return names->grad && names->state && names->max_grad_norm ? 0 : -1;
 }
 
 static int module_exec(PyObject *module)
@@ -163,10 +155,6 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->names.grad);
     Py_CLEAR(state->names.state);
     Py_CLEAR(state->names.max_grad_norm);
-    Py_CLEAR(state->names.step);
-    Py_CLEAR(state->names.row_var);
-    Py_CLEAR(state->names.col_var);
-    Py_CLEAR(state->names.variance);
     return 0;
 }
 
@@ -176,8 +164,6 @@ static void module_free(void *module)
     module_clear(module);
     if (state)
         fst_unscaled_forget(&state->unscaled);
-    if (state)
-        fst_factored_forget(state);
     for (int i = 0; state && i < FST_GPU_DEVICES; i++)
         if (state->list_tables[i])
             fst_gpu_tables_free(state->list_tables[i]);

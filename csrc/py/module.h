@@ -2,14 +2,12 @@
 #ifndef FST_PY_MODULE_H
 #define FST_PY_MODULE_H
 
-#include "core/overlap.h"
 #include "gpu/tables.h"
 #include "py/torch/tensor_record.h"
 
 /* Names of attributes, as Python has them. */
 typedef struct {
     PyObject *grad, *state, *max_grad_norm;
-    PyObject *step, *row_var, *col_var, *variance; /* keys of Adafactor's states */
 } fst_names;
 
 /* The sums of squares that the last unscale_ measured (unscaled.c). */
@@ -18,18 +16,6 @@ typedef struct fst_unscaled {
     double *partial;
     size_t count;
 } fst_unscaled;
-
-/* The memory that the last step of Adafactor wrote, which is known not to overlap. */
-typedef struct {
-    fst_extent *extents;
-    size_t count, capacity;
-} fst_apart;
-
-/* What the last step of Adafactor found of each parameter (factored_known.c). */
-typedef struct {
-    struct fst_factored_known *all;
-    size_t count;
-} fst_factored_cache;
 
 /* The words of a storage's record that hold its memory's address, the owner of the memory, and
  * the function that frees it (hold.c). */
@@ -47,8 +33,6 @@ typedef struct {
     fst_owner_places owners;
     fst_forms forms;
     fst_unscaled unscaled;
-    fst_apart apart;
-    fst_factored_cache factored;
     _Bool (*has_callbacks)(void);                 /* libtorch's; NULL: not known */
     int has_kernels;                              /* use_kernels_of() was called */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
@@ -107,9 +91,6 @@ PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
 
 /* The hyper-parameters of a group (groups.c). */
 PyObject *fst_py_hyper(PyObject *module, PyObject *const *args, Py_ssize_t given);
-
-/* A step of Adafactor (factored_call.c). */
-PyObject *fst_py_factored_step(PyObject *module, PyObject *args);
 
 /* The types Plan (step_plan.c) and ReleaseHook (release.c). */
 extern PyType_Spec fst_step_plan_spec, fst_release_hook_spec;

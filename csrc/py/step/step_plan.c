@@ -77,6 +77,8 @@ static int prepare_parts(fst_module *module, fst_step_plan *self, const fst_step
 static int run_parts(fst_module *module, fst_step_plan *self, const fst_step_options *options,
                      fst_step_outcome *outcome)
 {
+    if (self->is_factored)
+        return fst_factored_run(module, self);
     for (size_t i = 1; i < self->part_count; i++)
         if (self->parts[i].counter_count && fst_device_step(module, &self->parts[i], options))
             return -1;
@@ -127,6 +129,25 @@ static int measures(const fst_step_options *options)
     return options->measure_found_inf || !isnan(options->max_norm);
 }
 
+/* Learns whether the step is Adafactor's, which measures and writes no gradients. Parameters are
+ * learnt anew where that has changed. Returns 0, or -1 with a Python error. */
+static int learn_kind(fst_step_plan *self, const fst_step_options *options)
+{
+    size_t factored = 0;
+    for (size_t g = 0; g < self->group_count; g++)
+        factored += self->groups[g].rule == FST_FACTORED;
+    if (factored && (factored < self->group_count || measures(options) || options->write_grads ||
+                     options->phase != FST_STEP_WHOLE)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "a step of adafactor has no other rules, measures and writes no gradients");
+        return -1;
+    }
+    if (self->is_factored != (factored > 0))
+        fst_params_free(self);
+    self->is_factored = factored > 0;
+    return 0;
+}
+
 /* Binds unless the step is like the one before, and runs if nothing is missing. */
 static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
@@ -139,14 +160,14 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
     } else {
         PyObject *missing =
             fst_step_bind(module, self, param_lists, state, fresh, options->write_grads);
-        if (missing && self->unsettled) {
-            Py_DECREF(missing);
-            return answer("layouts", Py_NewRef(self->unsettled));
-        }
-        if (!missing || PyList_Size(missing) > 0)
+        if (!missing || (!self->unsettled && PyList_Size(missing) > 0))
             return answer("missing", missing);
         Py_DECREF(missing);
     }
+    if (self->is_factored && !self->unsettled && fst_factored_prepare(module, self))
+        return NULL;
+    if (self->unsettled)
+        return answer("layouts", Py_NewRef(self->unsettled));
     if (options->phase == FST_STEP_WHOLE && measures(options) && self->has_dtensors)
         return answer("divided", Py_NewRef(Py_None));
     if (options->measure_found_inf > 1 && self->has_fp16) {
@@ -186,7 +207,8 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
         return NULL;
     }
     self->busy = 1;
-    if (!fst_groups_parse(self, specs) && !fst_groups_learn_types(module, self, options.scalars)) {
+    if (!fst_groups_parse(self, specs) && !learn_kind(self, &options) &&
+        !fst_groups_learn_types(module, self, options.scalars)) {
         fst_quiet_begin(&module->tensors);
         result = bind_and_run(module, self, param_lists, state, fresh, &options);
         fst_quiet_end(&module->tensors);
@@ -223,7 +245,7 @@ static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *para
 int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
                     PyObject *state, const fst_step_options *options, fst_step_outcome *outcome)
 {
-    if (self->busy || !self->traced)
+    if (self->busy || !self->traced || self->is_factored)
         return 0;
     self->busy = 1;
     int done = fst_groups_parse(self, specs);
@@ -261,6 +283,7 @@ static void plan_dealloc(PyObject *object)
     PyMem_Free(self->counted);
     PyMem_Free(self->grads);
     PyMem_Free(self->layouts);
+    PyMem_Free(self->factored);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
