@@ -2,7 +2,6 @@
 #include "py/step/step_plan.h"
 
 #include "py/step/bind.h"
-#include "py/docs.h"
 #include "py/torch/quiet.h"
 
 static PyObject *list_of(PyObject *const *objects, size_t count)
@@ -319,9 +318,18 @@ static PyObject *plan_forget(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef plan_methods[] = {
-    {"forget", plan_forget, METH_NOARGS, FST_DOC_PLAN_FORGET},
-    {"settle", fst_step_settle, METH_VARARGS, FST_DOC_PLAN_SETTLE},
-    {"step", plan_step, METH_VARARGS, FST_DOC_PLAN_STEP},
+    {"forget", plan_forget, METH_NOARGS,
+     FST_DOC("forget($self, /)",
+             "Drop the tensors of earlier steps. Raises RuntimeError during a step.")},
+    {"settle", fst_step_settle, METH_VARARGS,
+     FST_DOC("settle($self, index, param_spec, grad_spec, state_specs=(), /)",
+             "Take a gradient and states with these specs for a parameter with that one: all are "
+             "divided in the same way. The index counts the parameters of all lists.")},
+    {"step", plan_step, METH_VARARGS,
+     FST_DOC("step($self, param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, "
+             "write_grads, phase, /)",
+             "Update all parameters that have a gradient. Returns (word, value): the word says "
+             "what was done or what is missing.")},
     {NULL, NULL, 0, NULL},
 };
 
