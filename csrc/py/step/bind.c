@@ -347,6 +347,7 @@ PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param
                         PyObject *state, PyObject *fresh, int write_grads)
 {
     fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
+    at.held_at = self->held_count;
     int checked = 0, inference = 0;
     at.fresh = fresh == Py_None ? NULL : fresh;
     PyObject *missing;

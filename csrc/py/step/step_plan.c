@@ -151,9 +151,13 @@ static int learn_kind(fst_step_plan *self, const fst_step_options *options)
 static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
 {
-    int known;
-    if (fresh == Py_None &&
-        fst_trace_follow(module, self, param_lists, state, options->write_grads)) {
+    int known, followed = fresh == Py_None &&
+                          fst_trace_follow(module, self, param_lists, state, options->write_grads);
+    if (followed && self->is_long)
+        followed = fst_trace_hold(module, self, param_lists);
+    if (followed < 0)
+        return NULL;
+    if (followed) {
         if (fst_step_count_written(module, self))
             return NULL;
     } else {
@@ -244,7 +248,7 @@ static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *para
 int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
                     PyObject *state, const fst_step_options *options, fst_step_outcome *outcome)
 {
-    if (self->busy || !self->traced || self->is_factored)
+    if (self->busy || !self->traced || self->is_factored || self->is_long)
         return 0;
     self->busy = 1;
     int done = fst_groups_parse(self, specs);
