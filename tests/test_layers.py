@@ -4,7 +4,7 @@ python/faststep -> csrc/py -> csrc/core -> csrc/cpu, csrc/gpu, csrc/io -> csrc/r
 csrc/py -> csrc/memory -> csrc/base
 
 MAY_IMPORT has the rooms of python/faststep.
-Within csrc/py: module.c -> step, grads, load, memory -> module.h, docs.h -> torch
+Within csrc/py: module.c -> step, grads, load, memory -> module.h, functions.def -> torch
 """
 
 import ast
@@ -352,8 +352,8 @@ def test_a_wrong_arrow_between_rooms_is_caught(
     assert complaint in found[0]
 
 
-# The rooms of csrc/py: torch below, then what the module shares (module.h, docs.h), then step,
-# grads, load and memory, which know nothing of each other, and module.c above them all.
+# The rooms of csrc/py: torch below, then what the module shares (module.h, functions.def), then
+# step, grads, load and memory, which know nothing of each other, and module.c above them all.
 ROOM_MAY_INCLUDE = {
     "torch": {"torch"},
     "shared": {"shared", "torch"},

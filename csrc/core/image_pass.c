@@ -1,9 +1,15 @@
 #include "core/image_pass.h"
 
-#include "cpu/image_threads.h"
+#include <stdlib.h>
+
+#include "cpu/image_scratch.h"
+#include "cpu/parallel.h"
 #include "rules/pixels.h"
 
-enum { FARTHEST = 1 << 24 }; /* fp32 counts so far; and sums of a few such places stay in 32 bits */
+enum {
+    FARTHEST = 1 << 24, /* fp32 counts so far; and sums of a few such places stay in 32 bits */
+    GRAIN = 1 << 16,    /* elements of the smallest part worth a thread: some 30 microseconds */
+};
 
 static const fst_cpu_kernels *kernels;
 
@@ -72,10 +78,38 @@ void fst_image_split(size_t count, uint8_t *planes, const uint8_t *pixels)
     kernels->split(count, planes, pixels);
 }
 
+typedef struct {
+    const fst_image_batch *batch;
+    size_t scratch; /* bytes that a thread works in */
+    int failed;     /* a thread found no memory */
+} job;
+
+static void run_rows(int64_t begin, int64_t end, void *context)
+{
+    job *all = context;
+    void *memory = NULL;
+    if (posix_memalign(&memory, FST_IMAGE_ALIGNMENT, all->scratch)) {
+        __atomic_store_n(&all->failed, 1, __ATOMIC_RELAXED);
+        return;
+    }
+    kernels->image(all->batch, begin, end, memory);
+    free(memory);
+}
+
 fst_code fst_image_transform(const fst_image_batch *batch, fst_status *status)
 {
     const fst_image_sample *samples = (const fst_image_sample *)(uintptr_t)batch->samples;
+    const int64_t rows = (int64_t)batch->count * batch->height;
+    const int64_t row = (int64_t)batch->channels * batch->width;
     if (fst_image_check(batch, samples, status))
         return status->code;
-    return fst_cpu_image(batch, kernels, status);
+    if (!row)
+        return FST_OK;
+    job all = {.batch = batch, .scratch = fst_image_scratch_of(batch, NULL).size};
+    if (fst_parallel_for(rows, GRAIN / row + 1, run_rows, &all, status))
+        return status->code;
+    if (all.failed)
+        return fst_fail(status, FST_NO_MEMORY, "no memory for %zu bytes to transform images in",
+                        all.scratch);
+    return FST_OK;
 }

@@ -2,14 +2,43 @@
 
 #include <string.h>
 
-#include "cpu/cpu_passes.h"
+#include "cpu/job.h"
 #include "rules/loss_scale.h"
+
+/* The first term of a sum of this many elements or more is written with non-temporal stores. */
+enum { STREAM_FROM = 1 << 19 };
 
 static const fst_cpu_kernels *kernels;
 
 void fst_passes_use(const fst_cpu_kernels *chosen)
 {
     kernels = chosen;
+}
+
+static void reduce_chunk(const fst_job *job, size_t index)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    job->partial[index] = job->kernels->reduce(fst_job_operands(job, index), chunk->begin,
+                                               chunk->count, job->norm, job->power, job->factor);
+}
+
+/* partial[c] = reduction of factor * operand over chunk c. */
+static fst_code reduce(const fst_work *work, unsigned operand, fst_norm_kind norm, double power,
+                       double factor, double *partial, fst_status *status)
+{
+    const fst_job job = {
+        .work = work,
+        .kernels = kernels,
+        .chunk = reduce_chunk,
+        .backwards = fst_job_turns(),
+        .operand = operand,
+        .operand_count = 1,
+        .norm = norm,
+        .power = power,
+        .factor = factor,
+        .partial = partial,
+    };
+    return fst_job_run(&job, status);
 }
 
 static int any_nonfinite(const fst_work *work, unsigned operand, const double *partial)
@@ -27,8 +56,7 @@ fst_code fst_measure(fst_plan *plan, unsigned operand, double inv_scale, fst_mea
                      fst_status *status)
 {
     const fst_work work = fst_plan_work(plan);
-    if (fst_cpu_reduce(&work, kernels, operand, FST_NORM_SQUARES, 2.0, inv_scale, plan->partial,
-                       status))
+    if (reduce(&work, operand, FST_NORM_SQUARES, 2.0, inv_scale, plan->partial, status))
         return status->code;
     out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
     /* The sum of squares of fp32 elements is finite in double. It overflows only for fp64
@@ -42,11 +70,33 @@ double fst_fold_squares(const double *sums, size_t count)
     return kernels->combine(sums, count, FST_NORM_SQUARES);
 }
 
+static void unscale_chunk(const fst_job *job, size_t index)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    int nonfinite = 0;
+    job->partial[index] = job->kernels->unscale(fst_job_operands(job, index), chunk->begin,
+                                                chunk->count, job->factor, &nonfinite);
+    if (nonfinite)
+        __atomic_store_n(job->nonfinite, 1, __ATOMIC_RELAXED);
+}
+
 fst_code fst_unscale(fst_plan *plan, unsigned operand, double inv_scale, fst_measurement *out,
                      fst_status *status)
 {
     const fst_work work = fst_plan_work(plan);
-    if (fst_cpu_unscale(&work, kernels, operand, inv_scale, plan->partial, &out->nonfinite, status))
+    const fst_job job = {
+        .work = &work,
+        .kernels = kernels,
+        .chunk = unscale_chunk,
+        .backwards = fst_job_turns(),
+        .operand = operand,
+        .operand_count = 1,
+        .factor = inv_scale,
+        .partial = plan->partial,
+        .nonfinite = &out->nonfinite,
+    };
+    out->nonfinite = 0;
+    if (fst_job_run(&job, status))
         return status->code;
     out->square_sum = kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES);
     return FST_OK;
@@ -81,7 +131,7 @@ fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm
 {
     const fst_work work = fst_plan_work(plan);
     const fst_norm_kind kind = fst_norm_kind_of(p);
-    if (fst_cpu_reduce(&work, kernels, operand, kind, p, 1.0, plan->partial, status))
+    if (reduce(&work, operand, kind, p, 1.0, plan->partial, status))
         return status->code;
     const double sum = kernels->combine(plan->partial, work.chunk_count, kind);
     if (kind == FST_NORM_NONZERO)
@@ -93,6 +143,30 @@ fst_code fst_total_norm(fst_plan *plan, unsigned operand, double p, double *norm
     else
         *norm = sum;
     return FST_OK;
+}
+
+static void scale_by(const fst_job *job, size_t index, double factor)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    job->kernels->scale(fst_job_operands(job, index), chunk->begin, chunk->count, factor);
+}
+
+static int is_expected(const fst_job *job, size_t index)
+{
+    return job->partial[index] == job->expected[index];
+}
+
+/* Measures a chunk, and scales it by `again` if its sum of squares is the expected one. */
+static void scale_expected_chunk(const fst_job *job, size_t index)
+{
+    reduce_chunk(job, index);
+    if (is_expected(job, index))
+        scale_by(job, index, job->again);
+}
+
+static void scale_rest_chunk(const fst_job *job, size_t index)
+{
+    scale_by(job, index, is_expected(job, index) ? job->again : job->factor);
 }
 
 /* A smaller coefficient could make ordinary numbers subnormal, and the second pass could not
@@ -109,37 +183,113 @@ fst_code fst_clip_expected(fst_plan *plan, unsigned operand, const double *expec
     *done = factor >= LEAST_COEFFICIENT && factor < 1.0;
     if (!*done)
         return FST_OK;
-    if (fst_cpu_scale_expected(&work, kernels, operand, expected, factor, plan->partial, status))
+    fst_job job = {
+        .work = &work,
+        .kernels = kernels,
+        .chunk = scale_expected_chunk,
+        .backwards = fst_job_turns(),
+        .operand = operand,
+        .norm = FST_NORM_SQUARES,
+        .power = 2.0,
+        .factor = 1.0,
+        .again = factor,
+        .partial = plan->partial,
+        .expected = expected,
+    };
+    if (fst_job_run(&job, status))
         return status->code;
     *norm = sqrt(kernels->combine(plan->partial, work.chunk_count, FST_NORM_SQUARES));
     if (!memcmp(plan->partial, expected, size))
         return FST_OK;
     const double right = fst_clip_coefficient(*norm, max_norm);
-    return fst_cpu_scale_rest(&work, kernels, operand, expected, plan->partial, right / factor,
-                              right, status);
+    job.chunk = scale_rest_chunk;
+    job.backwards = fst_job_turns();
+    job.factor = right;
+    job.again = right / factor;
+    return fst_job_run(&job, status);
+}
+
+static void scale_chunk(const fst_job *job, size_t index)
+{
+    scale_by(job, index, job->factor);
 }
 
 fst_code fst_scale(fst_plan *plan, unsigned operand, double factor, fst_status *status)
 {
     const fst_work work = fst_plan_work(plan);
-    return fst_cpu_scale(&work, kernels, operand, factor, status);
+    const fst_job job = {
+        .work = &work,
+        .kernels = kernels,
+        .chunk = scale_chunk,
+        .backwards = fst_job_turns(),
+        .operand = operand,
+        .factor = factor,
+    };
+    return fst_job_run(&job, status);
+}
+
+static void clamp_chunk(const fst_job *job, size_t index)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    job->kernels->clamp(fst_job_operands(job, index), chunk->begin, chunk->count, job->factor);
 }
 
 fst_code fst_clamp(fst_plan *plan, unsigned operand, double limit, fst_status *status)
 {
     const fst_work work = fst_plan_work(plan);
-    return fst_cpu_clamp(&work, kernels, operand, limit, status);
+    const fst_job job = {
+        .work = &work,
+        .kernels = kernels,
+        .chunk = clamp_chunk,
+        .operand = operand,
+        .factor = limit,
+    };
+    return fst_job_run(&job, status);
+}
+
+static void accumulate_chunk(const fst_job *job, size_t index)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    const int large = job->work->spans[chunk->span].count >= STREAM_FROM;
+    const fst_sum_kind how = !job->start ? FST_SUM_ADD : large ? FST_SUM_STREAM : FST_SUM_START;
+    job->kernels->accumulate(fst_job_operands(job, index), job->work->width - 1, chunk->begin,
+                             chunk->count, job->factor, how);
 }
 
 fst_code fst_accumulate(fst_plan *plan, double factor, int start, fst_status *status)
 {
     const fst_work work = fst_plan_work(plan);
-    return fst_cpu_accumulate(&work, kernels, factor, start, status);
+    const fst_job job = {
+        .work = &work,
+        .kernels = kernels,
+        .chunk = accumulate_chunk,
+        .factor = factor,
+        .start = start,
+    };
+    return fst_job_run(&job, status);
+}
+
+static void update_chunk(const fst_job *job, size_t index)
+{
+    const fst_chunk *chunk = &job->work->chunks[index];
+    const fst_update_args *args = &job->args[job->work->spans[chunk->span].args];
+    job->kernels->update(fst_job_operands(job, index), chunk->begin, chunk->count, args,
+                         job->factor, job->write_grad);
 }
 
 fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scale, int write_grad,
                     fst_status *status)
 {
     const fst_work work = fst_plan_work(plan);
-    return fst_cpu_update(&work, kernels, args, inv_scale, write_grad, status);
+    const fst_job job = {
+        .work = &work,
+        .kernels = kernels,
+        .chunk = update_chunk,
+        .backwards = fst_job_turns_last(),
+        .operand_count = work.width,
+        .factor = inv_scale,
+        .args = args,
+        .write_grad = write_grad,
+    };
+    return fst_job_run(&job, status);
 }

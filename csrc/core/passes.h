@@ -48,7 +48,8 @@ fst_code fst_clamp(fst_plan *plan, unsigned operand, double limit, fst_status *s
  * the first is overwritten, not read. */
 fst_code fst_accumulate(fst_plan *plan, double factor, int start, fst_status *status);
 
-/* One optimizer step on spans with FST_OP_COUNT operands; see cpu/kernels.h. */
+/* One optimizer step on spans with FST_OP_COUNT operands; see cpu/kernels.h. `args` is indexed by
+ * span.args. */
 fst_code fst_update(fst_plan *plan, const fst_update_args *args, double inv_scale, int write_grad,
                     fst_status *status);
 

@@ -5,10 +5,13 @@ static const struct {
     const char *name;
     unsigned states;
     const char *hyper[FST_MAX_HYPER + 1];
-} rules[FST_RULE_COUNT] = {
+} rules[FST_RULE_COUNT + 1] = {
 #define RULE(name, states, HYPER) [FST_RULE_##name] = {#name, states, {HYPER(NAME) NULL}},
 #include "rules/rules.def"
 #undef RULE
+    [FST_FACTORED] = {"adafactor",
+                      3,
+                      {"lr", "beta2_decay", "eps[0]", "eps[1]", "d", "weight_decay"}},
 };
 #undef NAME
 

@@ -5,6 +5,9 @@
 
 #include "rules/rules.h"
 
+/* Adafactor stands behind the rules: its step is no formula of one element (factored_step.h). */
+#define FST_FACTORED FST_RULE_COUNT
+
 enum { FST_MAX_HYPER = FST_NUMBER(0) + 1 }; /* the numbers of a tensor included */
 
 const char *fst_rule_name(fst_rule rule);

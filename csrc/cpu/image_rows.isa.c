@@ -1,7 +1,6 @@
 /* Transforms rows of images. Compiled once per instruction set, as kernels.isa.c. */
 #include "base/dtype.h"
 #include "base/stream.h"
-#include "cpu/image_threads.h"
 #include "cpu/image_scratch.h"
 #include "cpu/isa.h"
 #include "rules/pixels.h"

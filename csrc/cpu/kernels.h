@@ -45,7 +45,7 @@ typedef struct {
                        double factor, fst_sum_kind how);
     const fst_factored_loops *factored; /* Adafactor, computed in float and, behind it, in double */
     /* Rows [begin, end) of the output of a batch of images, counted over all samples; `scratch` has
-     * fst_cpu_image_scratch() bytes. */
+     * the size that fst_image_scratch_of() finds. */
     void (*image)(const fst_image_batch *batch, int64_t begin, int64_t end, void *scratch);
     /* `count` pixels of three bytes each, to three planes one after another. */
     void (*split)(size_t count, uint8_t *planes, const uint8_t *pixels);

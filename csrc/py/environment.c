@@ -51,7 +51,7 @@ PyObject *fst_py_rules(PyObject *module, PyObject *unused)
 {
     PyObject *all = PyDict_New();
     (void)module, (void)unused;
-    for (unsigned r = 0; all && r < FST_RULE_COUNT; r++) {
+    for (unsigned r = 0; all && r <= FST_RULE_COUNT; r++) {
         const fst_rule rule = (fst_rule)r;
         const unsigned count = fst_rule_hyper_count(rule);
         PyObject *names = PyTuple_New(count);

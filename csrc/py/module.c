@@ -7,63 +7,17 @@
 #include "core/image_pass.h"
 #include "core/passes.h"
 #include "io/table.h"
-#include "py/docs.h"
 #include "py/grads/unscaled.h"
-#include "py/step/factored_bind.h"
 
 static PyMethodDef methods[] = {
-    {"accumulate", fst_py_accumulate, METH_VARARGS, FST_DOC_ACCUMULATE},
-    {"chunk_squares", fst_py_chunk_squares, METH_VARARGS, FST_DOC_CHUNK_SQUARES},
-    {"clamp", fst_py_clamp, METH_VARARGS, FST_DOC_CLAMP},
-    {"collect_grads", fst_py_collect_grads, METH_O, FST_DOC_COLLECT_GRADS},
-    {"copy_indices", fst_py_copy_indices, METH_VARARGS, FST_DOC_COPY_INDICES},
-    {"cpu_info", fst_py_cpu_info, METH_NOARGS, FST_DOC_CPU_INFO},
-    {"crc32c", fst_py_crc32c, METH_O, FST_DOC_CRC32C},
-    {"device_accumulate", fst_py_device_accumulate, METH_VARARGS, FST_DOC_DEVICE_ACCUMULATE},
-    {"device_chunk_squares", fst_py_device_chunk_squares, METH_VARARGS,
-     FST_DOC_DEVICE_CHUNK_SQUARES},
-    {"device_clamp", fst_py_device_clamp, METH_VARARGS, FST_DOC_DEVICE_CLAMP},
-    {"device_clip", fst_py_device_clip, METH_VARARGS, FST_DOC_DEVICE_CLIP},
-    {"device_counts", fst_py_device_counts, METH_NOARGS, FST_DOC_DEVICE_COUNTS},
-    {"device_fold_squares", fst_py_device_fold_squares, METH_VARARGS, FST_DOC_DEVICE_FOLD_SQUARES},
-    {"device_info", fst_py_device_info, METH_O, FST_DOC_DEVICE_INFO},
-    {"device_norm", fst_py_device_norm, METH_VARARGS, FST_DOC_DEVICE_NORM},
-    {"device_unscale", fst_py_device_unscale, METH_VARARGS, FST_DOC_DEVICE_UNSCALE},
-    {"end_retaining", fst_py_end_retaining, METH_NOARGS, FST_DOC_END_RETAINING},
-    {"factored_step", fst_py_factored_step, METH_VARARGS, FST_DOC_FACTORED_STEP},
-    {"fold_squares", fst_py_fold_squares, METH_O, FST_DOC_FOLD_SQUARES},
-    {"foreign_allocator", fst_py_foreign_allocator, METH_NOARGS, FST_DOC_FOREIGN_ALLOCATOR},
-    {"fusable", fst_py_fusable, METH_VARARGS, FST_DOC_FUSABLE},
-    {"has_kernels", fst_py_has_kernels, METH_NOARGS, FST_DOC_HAS_KERNELS},
-    {"hold", fst_py_hold, METH_VARARGS, FST_DOC_HOLD},
-    {"holds", fst_py_holds, METH_NOARGS, FST_DOC_HOLDS},
-    {"hyper", (PyCFunction)(void (*)(void))fst_py_hyper, METH_FASTCALL, FST_DOC_HYPER},
-    {"is_built_in", fst_py_is_built_in, METH_O, FST_DOC_IS_BUILT_IN},
-    {"is_recorded", fst_py_is_recorded, METH_NOARGS, FST_DOC_IS_RECORDED},
-    {"keep_freed_memory", fst_py_keep_freed_memory, METH_NOARGS, FST_DOC_KEEP_FREED_MEMORY},
-    {"keep_locked_memory", fst_py_keep_locked_memory, METH_O, FST_DOC_KEEP_LOCKED_MEMORY},
-    {"measure", fst_py_measure, METH_VARARGS, FST_DOC_MEASURE},
-    {"clip_grads", fst_py_clip_grads, METH_VARARGS, FST_DOC_CLIP_GRADS},
-    {"unscale_grads", fst_py_unscale_grads, METH_VARARGS, FST_DOC_UNSCALE_GRADS},
-    {"norm", fst_py_norm, METH_VARARGS, FST_DOC_NORM},
-    {"permute", fst_py_permute, METH_VARARGS, FST_DOC_PERMUTE},
-    {"release_memory", fst_py_release_memory, METH_NOARGS, FST_DOC_RELEASE_MEMORY},
-    {"retain_memory", fst_py_retain_memory, METH_VARARGS, FST_DOC_RETAIN_MEMORY},
-    {"retained_memory", fst_py_retained_memory, METH_NOARGS, FST_DOC_RETAINED_MEMORY},
-    {"rules", fst_py_rules, METH_NOARGS, FST_DOC_RULES},
-    {"scale", fst_py_scale, METH_VARARGS, FST_DOC_SCALE},
-    {"scan_tfrecords", fst_py_scan_tfrecords, METH_VARARGS, FST_DOC_SCAN_TFRECORDS},
-    {"transform_images", fst_py_transform_images, METH_VARARGS, FST_DOC_TRANSFORM_IMAGES},
-    {"split_channels", fst_py_split_channels, METH_VARARGS, FST_DOC_SPLIT_CHANNELS},
-    {"update_scale", fst_py_update_scale, METH_VARARGS, FST_DOC_UPDATE_SCALE},
-    {"use_callbacks", fst_py_use_callbacks, METH_O, FST_DOC_USE_CALLBACKS},
-    {"use_dtensors", fst_py_use_dtensors, METH_VARARGS, FST_DOC_USE_DTENSORS},
-    {"use_kernels_of", fst_py_use_kernels_of, METH_O, FST_DOC_USE_KERNELS_OF},
-    {"use_modes", fst_py_use_modes, METH_O, FST_DOC_USE_MODES},
-    {"use_owners", fst_py_use_owners, METH_VARARGS, FST_DOC_USE_OWNERS},
-    {"use_records", fst_py_use_records, METH_VARARGS, FST_DOC_USE_RECORDS},
-    {"use_streams", fst_py_use_streams, METH_O, FST_DOC_USE_STREAMS},
-    {"use_threads_of", fst_py_use_threads_of, METH_O, FST_DOC_USE_THREADS_OF},
+#define FUNCTION(name, how, params, text) \
+    {#name, fst_py_##name, how, FST_DOC(#name "($module, " params ")", text)},
+#include "py/functions.def"
+#undef FUNCTION
+    {"hyper", (PyCFunction)(void (*)(void))fst_py_hyper, METH_FASTCALL,
+     FST_DOC("hyper($module, group, places, /)",
+             "The numbers at places in a parameter group, as floats. A place is a key, or a key "
+             "and an index.")},
     {NULL, NULL, 0, NULL},
 };
 
@@ -103,8 +57,10 @@ static int add_loader(PyObject *module, fst_module *state)
 
 static int add_tensor_error(PyObject *module, fst_module *state)
 {
-    state->tensor_error = PyErr_NewExceptionWithDoc("faststep._C.TensorError", FST_DOC_TENSOR_ERROR,
-                                                    PyExc_TypeError, NULL);
+    state->tensor_error = PyErr_NewExceptionWithDoc(
+        "faststep._C.TensorError",
+        "A tensor cannot be used. The arguments are (group, index, role, kind, detail).",
+        PyExc_TypeError, NULL);
     return state->tensor_error ? PyModule_AddObjectRef(module, "TensorError", state->tensor_error)
                                : -1;
 }
@@ -114,13 +70,7 @@ static int intern_names(fst_names *names)
     names->grad = PyUnicode_InternFromString("grad");
     names->state = PyUnicode_InternFromString("state");
     names->max_grad_norm = PyUnicode_InternFromString("_max_grad_norm");
-    names->step = PyUnicode_InternFromString("step");
-    names->row_var = PyUnicode_InternFromString("row_var");
-    names->col_var = PyUnicode_InternFromString("col_var");
-    names->variance = PyUnicode_InternFromString("variance");
-    const int made = names->grad && names->state && names->max_grad_norm && names->step &&
-                     names->row_var && names->col_var && names->variance;
-    return made ? 0 : -1;
+    return names->grad && names->state && names->max_grad_norm ? 0 : -1;
 }
 
 static int module_exec(PyObject *module)
@@ -163,10 +113,6 @@ static int module_clear(PyObject *module)
     Py_CLEAR(state->names.grad);
     Py_CLEAR(state->names.state);
     Py_CLEAR(state->names.max_grad_norm);
-    Py_CLEAR(state->names.step);
-    Py_CLEAR(state->names.row_var);
-    Py_CLEAR(state->names.col_var);
-    Py_CLEAR(state->names.variance);
     return 0;
 }
 
@@ -176,8 +122,6 @@ static void module_free(void *module)
     module_clear(module);
     if (state)
         fst_unscaled_forget(&state->unscaled);
-    if (state)
-        fst_factored_forget(state);
     for (int i = 0; state && i < FST_GPU_DEVICES; i++)
         if (state->list_tables[i])
             fst_gpu_tables_free(state->list_tables[i]);

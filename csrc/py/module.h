@@ -2,14 +2,12 @@
 #ifndef FST_PY_MODULE_H
 #define FST_PY_MODULE_H
 
-#include "core/overlap.h"
 #include "gpu/tables.h"
 #include "py/torch/tensor_record.h"
 
 /* Names of attributes, as Python has them. */
 typedef struct {
     PyObject *grad, *state, *max_grad_norm;
-    PyObject *step, *row_var, *col_var, *variance; /* keys of Adafactor's states */
 } fst_names;
 
 /* The sums of squares that the last unscale_ measured (unscaled.c). */
@@ -18,18 +16,6 @@ typedef struct fst_unscaled {
     double *partial;
     size_t count;
 } fst_unscaled;
-
-/* The memory that the last step of Adafactor wrote, which is known not to overlap. */
-typedef struct {
-    fst_extent *extents;
-    size_t count, capacity;
-} fst_apart;
-
-/* What the last step of Adafactor found of each parameter (factored_known.c). */
-typedef struct {
-    struct fst_factored_known *all;
-    size_t count;
-} fst_factored_cache;
 
 /* The words of a storage's record that hold its memory's address, the owner of the memory, and
  * the function that frees it (hold.c). */
@@ -47,8 +33,6 @@ typedef struct {
     fst_owner_places owners;
     fst_forms forms;
     fst_unscaled unscaled;
-    fst_apart apart;
-    fst_factored_cache factored;
     _Bool (*has_callbacks)(void);                 /* libtorch's; NULL: not known */
     int has_kernels;                              /* use_kernels_of() was called */
     fst_gpu_tables *list_tables[FST_GPU_DEVICES]; /* for functions on lists; made when needed */
@@ -61,83 +45,25 @@ static inline fst_module *fst_module_state(PyObject *module)
     return PyModule_GetState(module);
 }
 
-/* What the extension runs on (environment.c). */
-PyObject *fst_py_use_threads_of(PyObject *module, PyObject *path);
-PyObject *fst_py_cpu_info(PyObject *module, PyObject *unused);
-PyObject *fst_py_rules(PyObject *module, PyObject *unused);
-PyObject *fst_py_use_kernels_of(PyObject *module, PyObject *path);
-PyObject *fst_py_has_kernels(PyObject *module, PyObject *unused);
-PyObject *fst_py_use_records(PyObject *module, PyObject *args);
-PyObject *fst_py_use_callbacks(PyObject *module, PyObject *address);
-PyObject *fst_py_use_modes(PyObject *module, PyObject *address);
-PyObject *fst_py_use_dtensors(PyObject *module, PyObject *args);
-PyObject *fst_py_use_streams(PyObject *module, PyObject *function);
-PyObject *fst_py_is_recorded(PyObject *module, PyObject *unused);
-PyObject *fst_py_device_info(PyObject *module, PyObject *ordinal);
-PyObject *fst_py_device_counts(PyObject *module, PyObject *unused);
+/* The functions of the module. */
+#define FUNCTION(name, how, params, text) PyObject *fst_py_##name(PyObject *module, PyObject *args);
+#include "py/functions.def"
+#undef FUNCTION
+
+/* The hyper-parameters of a group (groups.c). */
+PyObject *fst_py_hyper(PyObject *module, PyObject *const *args, Py_ssize_t given);
+
+/* A docstring whose first line inspect.signature() reads. */
+#define FST_DOC(signature, text) signature "\n--\n\n" text
 
 /* The names of the instruction sets that are compiled in, or of those that this CPU also runs.
  * Returns a tuple, or NULL with a Python error. */
 PyObject *fst_level_names(int supported_only);
 
-/* Functions on lists of tensors (tensor_lists.c, grads.c, accumulate.c) and on the loss scale
- * (scaler.c). */
-PyObject *fst_py_collect_grads(PyObject *module, PyObject *params);
-PyObject *fst_py_unscale_grads(PyObject *module, PyObject *args);
-PyObject *fst_py_clip_grads(PyObject *module, PyObject *args);
-PyObject *fst_py_fusable(PyObject *module, PyObject *args);
-PyObject *fst_py_chunk_squares(PyObject *module, PyObject *args); /* chunk_squares.c */
-PyObject *fst_py_fold_squares(PyObject *module, PyObject *sums);
-PyObject *fst_py_measure(PyObject *module, PyObject *args);
-PyObject *fst_py_norm(PyObject *module, PyObject *args);
-PyObject *fst_py_scale(PyObject *module, PyObject *args);
-PyObject *fst_py_clamp(PyObject *module, PyObject *args);
-PyObject *fst_py_accumulate(PyObject *module, PyObject *args);
-PyObject *fst_py_update_scale(PyObject *module, PyObject *args);
-
-/* The same on a CUDA device (device_lists.c). They launch kernels and do not wait for the
- * device. */
-PyObject *fst_py_device_accumulate(PyObject *module, PyObject *args); /* accumulate.c */
-PyObject *fst_py_device_norm(PyObject *module, PyObject *args);
-PyObject *fst_py_device_chunk_squares(PyObject *module, PyObject *args); /* device_squares.c */
-PyObject *fst_py_device_fold_squares(PyObject *module, PyObject *args);
-PyObject *fst_py_device_unscale(PyObject *module, PyObject *args);
-PyObject *fst_py_device_clip(PyObject *module, PyObject *args);
-PyObject *fst_py_device_clamp(PyObject *module, PyObject *args);
-
-/* The hyper-parameters of a group (groups.c). */
-PyObject *fst_py_hyper(PyObject *module, PyObject *const *args, Py_ssize_t given);
-
-/* A step of Adafactor (factored_call.c). */
-PyObject *fst_py_factored_step(PyObject *module, PyObject *args);
-
 /* The types Plan (step_plan.c) and ReleaseHook (release.c). */
 extern PyType_Spec fst_step_plan_spec, fst_release_hook_spec;
 
-/* Batches from arrays (slots_object.c, gather.c) and from worker processes (arena_object.c), and
- * functions on indices. */
-PyObject *fst_py_copy_indices(PyObject *module, PyObject *args);
-PyObject *fst_py_permute(PyObject *module, PyObject *args);
-PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused);
-PyObject *fst_py_keep_locked_memory(PyObject *module, PyObject *whether); /* arena_locked.c */
-PyObject *fst_py_hold(PyObject *module, PyObject *args);                  /* hold.c */
-PyObject *fst_py_holds(PyObject *module, PyObject *unused);
-PyObject *fst_py_use_owners(PyObject *module, PyObject *args);
-PyObject *fst_py_is_built_in(PyObject *module, PyObject *object); /* built_in.c */
+/* The types Slots (slots_object.c), Gather (gather.c) and Arena (arena_object.c). */
 extern PyType_Spec fst_slots_spec, fst_gather_spec, fst_arena_spec;
-
-/* Memory that stays with the process (retaining.c). */
-PyObject *fst_py_retain_memory(PyObject *module, PyObject *args);
-PyObject *fst_py_release_memory(PyObject *module, PyObject *unused);
-PyObject *fst_py_end_retaining(PyObject *module, PyObject *unused);
-PyObject *fst_py_retained_memory(PyObject *module, PyObject *unused);
-PyObject *fst_py_foreign_allocator(PyObject *module, PyObject *unused);
-
-/* TFRecord files (tfrecord_scan.c). */
-PyObject *fst_py_crc32c(PyObject *module, PyObject *bytes);
-PyObject *fst_py_scan_tfrecords(PyObject *module, PyObject *args);
-/* Batches of images (image_batch.c). */
-PyObject *fst_py_transform_images(PyObject *module, PyObject *args);
-PyObject *fst_py_split_channels(PyObject *module, PyObject *args);
 
 #endif

@@ -73,7 +73,8 @@ class Plan:
             ("missing", [(group, index), ...]): a state is missing, or a step counter is not on its
             parameter's device.
             ("layouts", [(group, index), ...]): the parameter, its gradient or a state is a DTensor,
-            and settle() was not told that all are divided in the same way.
+            and settle() was not told that all are divided in the same way. Of adafactor: torch's
+            operators have to step the parameter; one may be listed twice.
             ("divided", None): a parameter is a DTensor, and a norm or an overflow of this rank's
             part is not that of all: measure and apply in two calls.
             ("devices", [...]): the devices with gradients; `scalars` lacks one of them.
@@ -82,7 +83,8 @@ class Plan:
         Raises:
             TensorError: a tensor cannot be used; nothing was done. The kind "driver" is an error of
                 the CUDA driver, and names the first of the parameters that the call was for.
-            ValueError: a float16 gradient was refused; nothing was done.
+            ValueError: a float16 gradient was refused, or adafactor is one of several rules, or is
+                to measure or write gradients; nothing was done.
         """
 
 class ReleaseHook:
@@ -220,22 +222,6 @@ def device_unscale(
         ValueError: a tensor is float16 and `allow_fp16` is False; nothing was changed.
     """
 
-def factored_step(
-    groups: tuple[tuple[list[Tensor], float, float, float, float, float, float, bool], ...],
-    state: dict[Tensor, Any],
-    /,
-) -> tuple[list[int], list[tuple[int, int]], list[Tensor]]:
-    """Make a step of Adafactor.
-
-    A group is (params, lr, beta2_decay, eps1, eps2, d, weight_decay, maximize). Returns (missing,
-    left, written): the groups with a parameter whose state is missing, the (group, index) of the
-    parameters that are for torch, and the written tensors whose version counters are to be moved.
-    Nothing was changed if `missing` or `left` is not empty.
-
-    Raises:
-        TensorError: a tensor cannot be used; nothing was changed.
-    """
-
 def fold_squares(sums: Tensor, /) -> float:
     """The sum of chunks' sums of squares, added up as every norm adds them.
 
@@ -294,7 +280,10 @@ def norm(tensors: Sequence[Tensor], norm_type: float, /) -> tuple[float, int]:
     """
 
 def rules() -> dict[str, tuple[int, int, tuple[str, ...]]]:
-    """Per optimizer rule: its number, its states per element, the names of its hyper-parameters."""
+    """Per optimizer rule: its number, its states per element, the names of its hyper-parameters.
+
+    The last one is adafactor, whose three states are those of vectors and matrices.
+    """
 
 def scale(tensors: Sequence[Tensor], factor: float, /) -> None:
     """Multiply all elements by factor in place."""

@@ -2,7 +2,7 @@
  * only the places that are worked on are touched. Every place has a twin in ordinary memory. */
 #include <sys/mman.h>
 
-#include "cpu/cpu_passes.h"
+#include "core/passes.h"
 #include "reference.h"
 
 enum { SMALL = 40000 }; /* elements at the far end that are worked on */
@@ -101,11 +101,11 @@ static void kernels_reach_far(const fst_cpu_kernels *kernels, twins *t, const up
 /* The same through a chunk list that names the far end only. */
 static void passes_reach_far(const fst_cpu_kernels *kernels, twins *t, const update_case *c)
 {
-    const fst_span far_span = {far_away + SMALL, 0}, near_span = {SMALL, 0};
-    const uint32_t rounds[] = {0, 3};
+    fst_span far_span = {far_away + SMALL, 0}, near_span = {SMALL, 0};
+    uint32_t rounds[] = {0, 3};
     fst_chunk far_chunks[4], near_chunks[4];
     const fst_update_args args = args_of(c);
-    double far_sum[3], near_sum[3];
+    double far_sum[3], near_sum[3], norm;
     fst_status status = {0};
     for (size_t i = 0; i < 4; i++) {
         near_chunks[i] = (fst_chunk){(int64_t)i * FST_CHUNK, i * (FST_CHUNK + FST_CHUNK_COST), 0,
@@ -113,15 +113,22 @@ static void passes_reach_far(const fst_cpu_kernels *kernels, twins *t, const upd
         far_chunks[i] = near_chunks[i];
         far_chunks[i].begin += far_away;
     }
-    const fst_work far = {&far_span, t->far, far_chunks, rounds, 1, 3, 1, 0, FST_OP_COUNT};
-    const fst_work near = {&near_span, t->near, near_chunks, rounds, 1, 3, 1, 0, FST_OP_COUNT};
-    CHECK_INT(fst_cpu_update(&far, kernels, &args, c->inv_scale, 1, &status), FST_OK);
-    CHECK_INT(fst_cpu_update(&near, kernels, &args, c->inv_scale, 1, &status), FST_OK);
-    CHECK_INT(fst_cpu_reduce(&far, kernels, FST_OP_PARAM, FST_NORM_ABS, 1.0, 1.0, far_sum, &status),
-              FST_OK);
-    CHECK_INT(
-        fst_cpu_reduce(&near, kernels, FST_OP_PARAM, FST_NORM_ABS, 1.0, 1.0, near_sum, &status),
-        FST_OK);
+    fst_plan far = {.spans = &far_span, .chunks = far_chunks, .operands = t->far};
+    far.rounds = rounds;
+    far.partial = far_sum;
+    far.span_count = far.round_count = 1;
+    far.chunk_count = 3;
+    far.width = FST_OP_COUNT;
+    fst_plan near = far;
+    near.spans = &near_span;
+    near.chunks = near_chunks;
+    near.operands = t->near;
+    near.partial = near_sum;
+    fst_passes_use(kernels);
+    CHECK_INT(fst_update(&far, &args, c->inv_scale, 1, &status), FST_OK);
+    CHECK_INT(fst_update(&near, &args, c->inv_scale, 1, &status), FST_OK);
+    CHECK_INT(fst_total_norm(&far, FST_OP_PARAM, 1.0, &norm, &status), FST_OK);
+    CHECK_INT(fst_total_norm(&near, FST_OP_PARAM, 1.0, &norm, &status), FST_OK);
     for (size_t i = 0; i < 3; i++)
         CHECK(same_double(far_sum[i], near_sum[i]));
     twins_are_equal(t);

@@ -1,7 +1,7 @@
 /* Batches of images: every instruction set, any cut of the rows among threads, and the kernel give
  * the same bits, read nothing outside of the source and write nothing outside of the output. */
 #include "core/image_pass.h"
-#include "cpu/image_threads.h"
+#include "cpu/image_scratch.h"
 #include "device.h"
 
 enum { MAX_COUNT = 4, GUARD = 64 };
@@ -116,7 +116,7 @@ static unsigned char *out_new(images *m)
 static unsigned char *by_pieces(images *m, const fst_cpu_kernels *level)
 {
     const int64_t rows = (int64_t)m->batch.count * m->batch.height;
-    const size_t size = fst_cpu_image_scratch(&m->batch);
+    const size_t size = fst_image_scratch_of(&m->batch, NULL).size;
     unsigned char *out = out_new(m), *scratch = must_alloc(size);
     for (int64_t begin = 0, end; begin < rows; begin = end) {
         end = begin + 1 + (int64_t)random_below((size_t)rows);

@@ -23,7 +23,6 @@ from . import hostile
 from .backward import BACKWARD
 from .batches import BATCHES
 from .data_functions import DATA_FUNCTIONS
-from .factored import FACTORED
 from .functions import FUNCTIONS, gradients_of
 from .odd_tensors import leave_out
 from .steps import STEPS
@@ -33,7 +32,6 @@ TARGETS: dict[str, Callable[[World], None]] = {
     **FUNCTIONS,
     **DATA_FUNCTIONS,
     **STEPS,
-    **FACTORED,
     **BACKWARD,
     **BATCHES,
 }

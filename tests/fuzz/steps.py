@@ -20,7 +20,12 @@ RULES = _C.rules()
 # 0-d states beside the step counter: csrc/rules/numbers.def.
 NUMBERS = {"nadam": ("mu_product",), "asgd": ("eta", "mu")}
 OF_COUNTERS = (torch.float32, torch.float32, torch.float64, torch.bfloat16, torch.int64)
+ADAFACTORS = ("row_var", "col_var", "variance")
 HYPER = {
+    "beta2_decay": -0.8,
+    "eps[0]": 1e-7,
+    "eps[1]": 1e-3,
+    "d": 1.0,
     "alpha": 0.9,
     "rho": 0.9,
     "etas[0]": 0.5,
@@ -45,9 +50,11 @@ class Stepping:
         self.rule = rng.choice(list(RULES))
         number, states, names = RULES[self.rule]
         self.has_step = self.rule not in ("sgd", "momentum", "lion") or world.chance(0.1)
-        has_master = world.chance(0.2)
+        self.is_factored = self.rule == "adafactor"
+        self.has_step = self.has_step or self.is_factored
+        has_master = world.chance(0.2) and not self.is_factored
         steps = ("step",) if self.has_step else ()
-        own = tuple(f"s{i}" for i in range(states))
+        own = ADAFACTORS if self.is_factored else tuple(f"s{i}" for i in range(states))
         master = ("master",) if has_master else ()
         self.keys = (*steps, *NUMBERS.get(self.rule, ()), *own, *master)
         hyper = tuple(HYPER.get(name, 0.0) for name in names)
@@ -74,7 +81,8 @@ class Stepping:
                 value = torch.tensor(1.0, dtype=world.rng.choice(OF_COUNTERS))
             elif world.chance(0.95):
                 dtype = torch.float32 if has_master else param.dtype
-                value = torch.zeros_like(param.detach(), dtype=dtype)
+                like = torch.zeros_like(param.detach(), dtype=dtype)
+                value = _of_factor(like, key) if self.is_factored else like
             else:
                 value = any_tensor(world.rng, tuple(param.shape))
             row[key] = world.track(value)
@@ -83,6 +91,15 @@ class Stepping:
         self.state[param] = row
         if world.chance(0.05) and "hostile steps" not in world.known:
             self.state[Key(param, world.chance(0.3))] = row
+
+
+def _of_factor(like: torch.Tensor, key: str) -> torch.Tensor:
+    """A state of Adafactor for a parameter like this one."""
+    shape = like.shape
+    if key == "variance" or len(shape) < 2:
+        return like
+    row = key == "row_var"
+    return like.new_zeros((*shape[:-1], 1) if row else (*shape[:-2], 1, shape[-1]))
 
 
 def _with_hostile_keys(world: World, row: dict[Any, Any]) -> Any:

@@ -179,33 +179,6 @@ def _last_first(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dim() < 2 else tensor.mT.contiguous().mT
 
 
-def factored_step() -> Iterator[Case]:
-    """Steps, and calls that are refused, that lack a state, or that leave a parameter to torch."""
-    numbers = (0.01, -0.8, 1e-7, 1e-3, 1.0, 0.1, False)
-    for shape in ((64,), (3, 5), (70, 80), (2, 3, 3), (270, 260), (5, 0)):
-        for dtype in (torch.float32, torch.bfloat16):
-            param = torch.nn.Parameter(_last_first(torch.ones(shape, dtype=dtype)))
-            param.grad = torch.ones(shape, dtype=dtype)
-            factors = ("row_var", "col_var") if len(shape) > 1 else ("variance",)
-            sizes = ((*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:]))
-            own = {"step": torch.tensor(1.0)}
-            for key, size in zip(factors, sizes if len(shape) > 1 else (shape,), strict=True):
-                own[key] = torch.zeros(size, dtype=dtype)
-            groups, state = (([param], *numbers),), {param: own}
-            arguments = [groups, state, param, param.grad, *own.values()]
-            if 0 in shape:
-                yield failing(_C.factored_step, groups, state), arguments
-                continue
-            yield functools.partial(_C.factored_step, groups, state), arguments
-            yield functools.partial(_C.factored_step, groups, {}), arguments
-            yield functools.partial(_C.factored_step, groups, {param: {}}), arguments
-            yield failing(_C.factored_step, groups, {param: {"step": own["step"]}}), arguments
-            odd = {param: {**own, "step": torch.tensor(1)}}
-            yield functools.partial(_C.factored_step, groups, odd), arguments
-            yield failing(_C.factored_step, ((param, *numbers),), state), arguments
-            yield failing(_C.factored_step, (([None], *numbers),), state), arguments
-
-
 def fold_squares() -> Iterator[Case]:
     sums = torch.ones(700, dtype=torch.float64)
     yield lambda: _C.fold_squares(sums), [sums]
@@ -309,6 +282,37 @@ def plan() -> Iterator[Case]:
         ([[p]], [spec], state, None, {-1: None}, *options[1:]),
     ):
         yield failing(kept.step, *arguments), [p, p.grad, state, spec]
+    yield from factored_steps()
+
+
+def factored_steps() -> Iterator[Case]:
+    """Steps, and calls that are refused, that lack a state, or that leave a parameter to torch."""
+    number = _C.rules()["adafactor"][0]
+    keys = ("step", "row_var", "col_var", "variance")
+    spec = (number, keys, True, (0.01, -0.8, 1e-7, 1e-3, 1.0, 0.1), False, None)
+    options = (None, {-1: (None, None, None)}, False, float("nan"), False, 0)
+    for shape in ((64,), (3, 5), (70, 80), (2, 3, 3), (270, 260), (5, 0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            param = torch.nn.Parameter(_last_first(torch.ones(shape, dtype=dtype)))
+            param.grad = torch.ones(shape, dtype=dtype)
+            factors = ("row_var", "col_var") if len(shape) > 1 else ("variance",)
+            sizes = ((*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:]))
+            own = {"step": torch.tensor(1.0)}
+            for key, size in zip(factors, sizes if len(shape) > 1 else (shape,), strict=True):
+                own[key] = torch.zeros(size, dtype=dtype)
+            kept, state = _C.Plan(), {param: own}
+            arguments = [spec, state, param, param.grad, *own.values()]
+            if 0 in shape:
+                yield failing(kept.step, [[param]], [spec], state, *options), arguments
+                continue
+            odd = {param: {**own, "step": torch.tensor(1)}}
+            for some in (state, {}, {param: {}}, odd):
+                call = functools.partial(kept.step, [[param]], [spec], some, *options)
+                yield call, arguments
+            lacking = {param: {"step": own["step"]}}
+            yield failing(kept.step, [[param]], [spec], lacking, *options), arguments
+            yield failing(kept.step, [[param]], [spec], state, *options[:-1], 1), arguments
+            yield functools.partial(_C.Plan().step, [[param]], [spec], state, *options), arguments
 
 
 def dtensors() -> Iterator[Case]:
@@ -728,7 +732,6 @@ CASES: dict[str, Callable[[], Iterator[Case]]] = {
     "device_counts": lambda: iter([(_C.device_counts, [])]),
     "device_info": device_info,
     "end_retaining": lambda: iter([(_C.end_retaining, [])]),
-    "factored_step": factored_step,
     "fold_squares": fold_squares,
     "foreign_allocator": lambda: iter([(_C.foreign_allocator, [])]),
     "fusable": fusable,

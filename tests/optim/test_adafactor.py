@@ -423,8 +423,15 @@ def _whole_count(run: Made) -> None:
     run[1].step()
 
 
+def _row_of_vector(run: Made) -> None:
+    """Nobody reads it."""
+    run[1].state[run[0][1]]["row_var"] = torch.ones(1)
+    run[1].step()
+
+
 @pytest.mark.parametrize(
-    "use", [_watched, _other_gradients, _strided_states, _shared_gradient, _whole_count]
+    "use",
+    [_watched, _other_gradients, _strided_states, _shared_gradient, _whole_count, _row_of_vector],
 )
 def test_what_torchs_operators_do(use: Callable[[Made], None]) -> None:
     """They do it for the parameters concerned, and C for the rest."""
@@ -433,7 +440,58 @@ def test_what_torchs_operators_do(use: Callable[[Made], None]) -> None:
         train(run, 2)
         set_grads(run[0], 2)
         use(run)
+        train(run, 2, 3)
     assert_same(ours, theirs)
+
+
+def _spec(rule: str, keys: tuple[str, ...], *hyper: float) -> tuple[Any, ...]:
+    return _C.rules()[rule][0], keys, bool(keys), hyper, False, None
+
+
+FACTORED = _spec(
+    "adafactor", ("step", "row_var", "col_var", "variance"), 0.01, -0.8, 1e-7, 1e-3, 1.0, 0.0
+)
+SGD = _spec("sgd", (), 0.01, 0.0, 0.0, 0.0, 0.0)
+ALONE: tuple[Any, ...] = (0, float("nan"), False, 0)
+
+
+@pytest.mark.parametrize(
+    ("specs", "options"),
+    [
+        ([FACTORED, SGD], ALONE),
+        ([FACTORED, FACTORED], (1, *ALONE[1:])),
+        ([FACTORED, FACTORED], (0, 1.0, False, 0)),
+        ([FACTORED, FACTORED], (0, float("nan"), True, 0)),
+        ([FACTORED, FACTORED], (0, float("nan"), False, 1)),
+    ],
+)
+def test_a_plan_refuses_what_this_step_lacks(specs: Any, options: tuple[Any, ...]) -> None:
+    scalars = {-1: (None, None, None)}
+    with pytest.raises(ValueError, match="adafactor"):
+        _C.Plan().step([[], []], specs, {}, None, scalars, *options)
+
+
+def test_a_plan_that_steps_by_another_rule_before() -> None:
+    """It takes a parameter's elements in the order of memory, Adafactor in that of the shape."""
+    results = []
+    for specs in ([SGD, FACTORED, FACTORED], [FACTORED, FACTORED]):
+        plan, param = _C.Plan(), Parameter(torch.linspace(-1, 1, 20).view(5, 4).t())
+        param.grad = torch.linspace(1, 2, 20).view(4, 5)
+        states = {
+            "step": torch.zeros(()),
+            "row_var": torch.zeros(4, 1),
+            "col_var": torch.zeros(1, 5),
+        }
+        start = param.detach().clone()
+        for spec in specs:
+            scalars = {-1: (None, None, None)}
+            answer = plan.step([[param]], [spec], {param: states}, None, scalars, *ALONE)
+            assert answer[0] == "done"
+            if spec is SGD:
+                with torch.no_grad():
+                    param.copy_(start)
+        results.append(param)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("first", [0, 3, 25])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch.nn import Parameter
 
 from .common import TOLERANCE, assert_near, assert_same_bits, parameters, set_gradients, train
-from .declarations import ALL, TORCHS, Declaration
+from .declarations import ADAMW, ALL, TORCHS, Declaration
 
 SHAPES = ((17,), (4, 5), ())
 Optimizer = torch.optim.Optimizer
@@ -81,10 +83,10 @@ def grow_storage_of_states(optimizer: Optimizer, params: list[Parameter]) -> Non
     for values in optimizer.state.values():
         for key, value in values.items():
             try:
-                value.untyped_storage().resize_(1 << 20)
+                value.untyped_storage().resize_(1 << 23)
             except RuntimeError:  # a storage that small states share
                 values[key] = value.clone()
-                values[key].untyped_storage().resize_(1 << 20)
+                values[key].untyped_storage().resize_(1 << 23)
 
 
 def share_memory_of_states(optimizer: Optimizer, params: list[Parameter]) -> None:
@@ -205,6 +207,51 @@ def test_change_between_steps(declaration: Declaration, change: Change) -> None:
         results.append(params)
     for p, q in zip(*results, strict=True):
         assert_near(p, q, TOLERANCE, change.__name__)
+
+
+LONG = (1025, 1025)  # more elements than a step works on with the GIL held
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_change_between_long_steps(change: Change) -> None:
+    results = []
+    for cls, extra in ((ADAMW.ours, {}), (ADAMW.torchs, {"foreach": False})):
+        params = parameters(*SHAPES, LONG)
+        optimizer = cls(params, **ADAMW.kwargs, **extra)
+        train(optimizer, params, steps=3)
+        change(optimizer, params)
+        train(optimizer, params, steps=3, seed=2)
+        results.append(params)
+    for p, q in zip(*results, strict=True):
+        assert_near(p, q, TOLERANCE, change.__name__)
+
+
+def test_long_steps_while_another_thread_replaces_what_they_read() -> None:
+    """It is chance which tensors a step takes, but it works on live ones."""
+    params = parameters(*(LONG,) * 2)
+    optimizer = ADAMW.ours(params, **ADAMW.kwargs)
+    train(optimizer, params, steps=3)
+    done = threading.Event()
+
+    def replace() -> None:
+        for turn in itertools.count():
+            if done.wait(0.0005):
+                return
+            for p in params:
+                p.grad = torch.zeros_like(p)
+                state = optimizer.state[p]
+                if turn % 20 == 0:
+                    state["exp_avg"] = state["exp_avg"].clone()
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        for _ in range(40):
+            optimizer.step()
+    finally:
+        done.set()
+        thread.join()
+    assert all(p.isfinite().all() for p in params)
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

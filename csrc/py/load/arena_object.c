@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include "py/load/arena_object.h"
-#include "py/docs.h"
 
 PyObject *fst_py_keep_freed_memory(PyObject *module, PyObject *unused)
 {
@@ -206,25 +205,53 @@ static PyObject *arena_reserve(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef arena_methods[] = {
-    {"counts", arena_counts, METH_NOARGS, FST_DOC_ARENA_COUNTS},
-    {"fileno", arena_fileno, METH_NOARGS, FST_DOC_ARENA_FILENO},
-    {"give_back", arena_give_back, METH_O, FST_DOC_ARENA_GIVE_BACK},
-    {"hold", arena_hold, METH_VARARGS, FST_DOC_ARENA_HOLD},
-    {"locked", fst_py_arena_locked, METH_VARARGS, FST_DOC_ARENA_LOCKED},
-    {"pin", arena_pin, METH_NOARGS, FST_DOC_ARENA_PIN},
-    {"prepare_locks", fst_py_arena_prepare_locks, METH_O, FST_DOC_ARENA_PREPARE_LOCKS},
-    {"put", arena_put, METH_VARARGS, FST_DOC_ARENA_PUT},
-    {"reserve", arena_reserve, METH_NOARGS, FST_DOC_ARENA_RESERVE},
-    {"send", arena_send, METH_O, FST_DOC_ARENA_SEND},
-    {"sent", arena_sent, METH_O, FST_DOC_ARENA_SENT},
-    {"sweep", arena_sweep, METH_NOARGS, FST_DOC_ARENA_SWEEP},
-    {"take", arena_take, METH_O, FST_DOC_ARENA_TAKE},
-    {"unpin", arena_unpin, METH_O, FST_DOC_ARENA_UNPIN},
+    {"counts", arena_counts, METH_NOARGS,
+     FST_DOC("counts($self, /)",
+             "A dict with the numbers of blocks in each state, and the bytes that have memory.")},
+    {"fileno", arena_fileno, METH_NOARGS,
+     FST_DOC("fileno($self, /)", "The descriptor of the anonymous file that holds the blocks.")},
+    {"give_back", arena_give_back, METH_O,
+     FST_DOC("give_back($self, block, /)",
+             "In a worker: free a block of put(), or one that was sent.")},
+    {"hold", arena_hold, METH_VARARGS,
+     FST_DOC("hold($self, block, size, /)", "In the main process: the first size bytes of a block "
+                                            "that a worker filled, as a uint8 tensor.")},
+    {"locked", fst_py_arena_locked, METH_VARARGS,
+     FST_DOC("locked($self, address, size, /)",
+             "The bytes at an address of a held block, page-locked, as a uint8 tensor. None where "
+             "they are not locked.")},
+    {"pin", arena_pin, METH_NOARGS,
+     FST_DOC("pin($self, /)", "Keep the blocks with tensors in this process from being used again, "
+                              "and return their numbers.")},
+    {"prepare_locks", fst_py_arena_prepare_locks, METH_O,
+     FST_DOC("prepare_locks($self, device, /)",
+             "In the main process: map the file a second time, for memory that is page-locked for "
+             "a CUDA device.")},
+    {"put", arena_put, METH_VARARGS,
+     FST_DOC("put($self, address, size, /)",
+             "In a worker: copy size bytes to a new block, and return its number.")},
+    {"reserve", arena_reserve, METH_NOARGS,
+     FST_DOC("reserve($self, /)", "The bytes of address space that the arena has.")},
+    {"send", arena_send, METH_O,
+     FST_DOC("send($self, block, /)",
+             "Keep the block of take() when its tensor is gone, as it goes to the main process.")},
+    {"sent", arena_sent, METH_O,
+     FST_DOC("sent($self, block, /)",
+             "Whether the tensor of a block is gone. If not, send() is undone.")},
+    {"sweep", arena_sweep, METH_NOARGS,
+     FST_DOC("sweep($self, /)",
+             "Free what workers took, and return the number of such blocks. No worker may live.")},
+    {"take", arena_take, METH_O,
+     FST_DOC("take($self, size, /)",
+             "In a worker: the number of a new block, and its bytes as a uint8 tensor.")},
+    {"unpin", arena_unpin, METH_O, FST_DOC("unpin($self, block, /)", "Undo pin() for one block.")},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot arena_slots[] = {
-    {Py_tp_doc, FST_DOC_ARENA},
+    {Py_tp_doc,
+     FST_DOC("Arena(file=-1, reserve=0, /)",
+             "Shared memory for batches, used again when the tensors over it are gone.")},
     {Py_tp_new, arena_new},
     {Py_tp_dealloc, arena_dealloc},
     {Py_tp_methods, arena_methods},

@@ -1,8 +1,6 @@
 /* The type faststep._C.Gather: threads gather batches of rows into memory that is reused. */
 #include "py/load/gather.h"
 
-#include "py/docs.h"
-
 enum { PATIENCE = 50 }; /* milliseconds between two looks at Python's signals */
 
 static PyObject *gather_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
@@ -245,15 +243,23 @@ static PyObject *gather_close(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef gather_methods[] = {
-    {"close", gather_close, METH_NOARGS, FST_DOC_GATHER_CLOSE},
-    {"queued", gather_queued, METH_NOARGS, FST_DOC_GATHER_QUEUED},
-    {"submit", gather_submit, METH_VARARGS, FST_DOC_GATHER_SUBMIT},
-    {"take", gather_take, METH_O, FST_DOC_GATHER_TAKE},
+    {"close", gather_close, METH_NOARGS,
+     FST_DOC("close($self, /)", "End the threads. Nothing else can be done after that.")},
+    {"queued", gather_queued, METH_NOARGS,
+     FST_DOC("queued($self, /)", "The number of batches that were asked for and not taken.")},
+    {"submit", gather_submit, METH_VARARGS,
+     FST_DOC("submit($self, indices, start=0, count=-1, outputs=None, /)",
+             "Ask for the batch of these indices, and return its number. 0 means that an index has "
+             "no sample, and nothing was done.")},
+    {"take", gather_take, METH_O,
+     FST_DOC("take($self, number, /)",
+             "Wait for a batch, and return a tensor for each field. Older batches are dropped.")},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot gather_slots[] = {
-    {Py_tp_doc, FST_DOC_GATHER},
+    {Py_tp_doc, FST_DOC("Gather(slots, fields, nodes, threads, eager, owner, /)",
+                        "Gathers batches of rows in threads, in the order they were asked for.")},
     {Py_tp_new, gather_new},
     {Py_tp_dealloc, gather_dealloc},
     {Py_tp_methods, gather_methods},

@@ -1,5 +1,4 @@
 /* The type faststep._C.Slots, and tensors over its slots. */
-#include "py/docs.h"
 #include "py/load/gather.h"
 
 #include <stdlib.h>
@@ -152,9 +151,15 @@ static PyObject *slots_empty(PyObject *object, PyObject *args)
 }
 
 static PyMethodDef slots_methods[] = {
-    {"counts", slots_counts, METH_NOARGS, FST_DOC_SLOTS_COUNTS},
-    {"empty", slots_empty, METH_VARARGS, FST_DOC_SLOTS_EMPTY},
-    {"keep", slots_keep, METH_O, FST_DOC_SLOTS_KEEP},
+    {"counts", slots_counts, METH_NOARGS,
+     FST_DOC("counts($self, /)", "The numbers of slots whose memory came from the system so far, "
+                                 "of free slots, and of slots with a tensor.")},
+    {"empty", slots_empty, METH_VARARGS,
+     FST_DOC(
+         "empty($self, like, rows, /)",
+         "A tensor of this many rows, with the dtype, row shape and strides of a dense tensor.")},
+    {"keep", slots_keep, METH_O,
+     FST_DOC("keep($self, number, /)", "Keep at most this many free slots.")},
     {NULL, NULL, 0, NULL},
 };
 

@@ -53,7 +53,7 @@ static void trace_param(fst_binding *at, const fst_param *param, PyObject *objec
 {
     fst_step_plan *self = at->self;
     const fst_record_layout *layout = &at->module->records;
-    self->traceable = self->traceable && param->flat;
+    self->traceable = self->traceable && (param->flat || self->is_factored);
     at->trace = fst_trace_param(layout, self, at->param_count, local, view, grad, grad_view);
     if (at->trace && object != local)
         fst_trace_dtensor(layout, self, at->trace, at->param_count, object);
@@ -76,36 +76,67 @@ static int note_grad(fst_step_plan *self, PyObject *grad)
     return fst_bind_note(&self->grads, &self->grad_count, &self->grad_capacity, grad);
 }
 
-/* Reads a parameter and its gradient. Returns 0, or -1 with a Python error. */
+/* Reads a parameter and its gradient. Returns 1, FST_UNSETTLED if Adafactor leaves them to torch,
+ * or -1 with a Python error. */
 static int view_both(fst_binding *at, PyObject *param, PyObject *grad, fst_view views[2])
 {
     PyObject *objects[] = {param, grad};
     fst_problem problem;
     unsigned which;
-    if (!fst_tensor_views(&at->module->tensors, objects, 2, views, &which, &problem))
-        return 0;
-    return fst_bind_problem(at, which ? "gradient" : "parameter", &problem);
+    const int bad = fst_tensor_views(&at->module->tensors, objects, 2, views, &which, &problem);
+    if (at->self->is_factored)
+        return bad || views[0].device != FST_HOST || views[1].device != FST_HOST ||
+                       views[0].dtype != views[1].dtype
+                   ? FST_UNSETTLED
+                   : 1;
+    return bad ? fst_bind_problem(at, which ? "gradient" : "parameter", &problem) : 1;
 }
 
-/* Binds one parameter and its gradient, straight into the operands of a new span. */
+/* Adds the span of a parameter, unless it is empty. *ops becomes its operands. Returns 0, or -1
+ * with a Python error. */
+static int add_span(fst_binding *at, const fst_param *param, fst_counter *counter,
+                    fst_operand **ops)
+{
+    fst_step_plan *self = at->self;
+    fst_status status = {0};
+    fst_problem problem;
+    if (param->count == 0 && self->is_factored) {
+        fst_problem_set(&problem, "empty", "has no elements");
+        return fst_bind_problem(at, "parameter", &problem);
+    }
+    if (param->count == 0)
+        return 0;
+    *ops = fst_plan_add(&at->part->plan, param->count, 0, &status);
+    if (!*ops)
+        return fst_raise_int(&status);
+    counter->span = (int64_t)at->part->plan.span_count - 1;
+    self->total += at->part->device == FST_HOST ? param->count : 0;
+    self->written_total += param->count;
+    return 0;
+}
+
+/* Binds one parameter and its gradient, straight into the operands of a new span. Returns as
+ * fst_bind_states() does. */
 static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObject *whole_grad)
 {
     fst_step_plan *self = at->self;
     fst_operand of_empty[FST_OP_COUNT], *ops = of_empty;
     fst_view views[2];
     fst_problem problem;
-    fst_status status = {0};
     PyObject *local = object, *grad = whole_grad;
     if (fst_bind_local(at, param, FST_IS_PARAM, &local) ||
-        fst_bind_local(at, param, FST_IS_GRAD, &grad) || view_both(at, local, grad, views))
+        fst_bind_local(at, param, FST_IS_GRAD, &grad))
         return -1;
+    const int viewed = view_both(at, local, grad, views);
+    if (viewed != 1)
+        return viewed;
     const fst_view view = views[0], grad_view = views[1];
     param->record = view.shape;
     param->grad = grad;
     param->grad_record = grad_view.shape;
     self->has_fp16 |= grad_view.dtype == FST_F16;
     if ((param->param != object || !fst_param_fits(param, &view)) &&
-        fst_param_learn(param, &self->old_pins, object, &view, &problem))
+        fst_param_learn(param, &self->old_pins, object, &view, self->is_factored, &problem))
         return fst_bind_problem(at, "parameter", &problem);
     fst_step_part *part = enter_part(at, local, view.device);
     if (!part || fst_reserve(&part->counters, &part->counter_capacity, part->counter_count,
@@ -115,23 +146,16 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     *counter = (fst_counter){.group = (uint32_t)at->group, .value = 2.0, .span = -1};
     counter->index = (uint32_t)at->index;
     counter->wide = view.dtype == FST_F64;
-    if (param->count > 0) {
-        ops = fst_plan_add(&part->plan, param->count, 0, &status);
-        if (!ops)
-            return fst_raise_int(&status);
-        counter->span = (int64_t)part->plan.span_count - 1;
-        self->total += part->device == FST_HOST ? param->count : 0;
-        self->written_total += param->count;
-    }
-    if (fst_bind_operand(at, param, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
+    if (add_span(at, param, counter, &ops) ||
+        fst_bind_operand(at, param, "parameter", &view, 1, &ops[FST_OP_PARAM]) ||
         fst_bind_operand(at, param, "gradient", &grad_view, at->write_grads, &ops[FST_OP_GRAD]))
         return -1;
     trace_param(at, param, object, local, &view, grad, &grad_view, counter->span);
-    const int found = fst_bind_states(at, param, object, view.dtype, ops, counter);
-    if (found < 0)
-        return -1;
+    const int found = self->is_factored
+                          ? fst_factored_bind_states(at, param, object, view.dtype, counter)
+                          : fst_bind_states(at, param, object, view.dtype, ops, counter);
     if (found != 1)
-        return found ? fst_bind_unsettled(at) : note_missing(at);
+        return found;
     const int fresh = is_fresh(at);
     if (fresh < 0)
         return -1;
@@ -141,7 +165,7 @@ static int bind_param(fst_binding *at, fst_param *param, PyObject *object, PyObj
     part->number_count += self->groups[at->group].number_count;
     if (note_written(at, local, object) || note_grad(self, grad))
         return -1;
-    return grad != whole_grad && note_grad(self, whole_grad) ? -1 : 0;
+    return grad != whole_grad && note_grad(self, whole_grad) ? -1 : 1;
 }
 
 /* Finds the parameter at hand and its gradient. The step holds a reference to both. Returns 0,
@@ -167,17 +191,29 @@ static int find_param(fst_binding *at, PyObject *params, PyObject **object, PyOb
     return *grad && fst_bind_hold(at->self, *grad) ? 0 : -1;
 }
 
-/* Binds the parameter at hand, which has a gradient, unless the gradient has to be looked at by
- * Python first. */
-static int bind_settled(fst_binding *at, PyObject *object, PyObject *grad)
+/* Whether the parameter at hand and its gradient can be bound, or Python has to look at them
+ * first; -1 with a Python error. */
+static int is_settled(const fst_binding *at, PyObject *object, PyObject *grad)
 {
-    const fst_step_plan *self = at->self;
-    const int settled =
-        at->again || fst_step_is_settled(&at->module->tensors, self, at->param_count, object, grad);
-    if (settled < 0)
+    const fst_tensors *tensors = &at->module->tensors;
+    if (at->self->is_factored)
+        return fst_tensor_is_plain(tensors, object) && fst_tensor_is_plain(tensors, grad);
+    return at->again || fst_step_is_settled(tensors, at->self, at->param_count, object, grad);
+}
+
+/* Binds the parameter at hand, which has a gradient, or lists it as one that cannot be bound yet.
+ */
+static int bind_or_list(fst_binding *at, PyObject *object, PyObject *grad)
+{
+    fst_step_plan *self = at->self;
+    const int settled = is_settled(at, object, grad);
+    const int found =
+        settled > 0 ? bind_param(at, &self->params[at->param_count], object, grad) : settled;
+    if (found < 0)
         return -1;
-    return settled ? bind_param(at, &self->params[at->param_count], object, grad)
-                   : fst_bind_unsettled(at);
+    if (settled == 0 || found == FST_UNSETTLED)
+        return fst_step_list_unsettled(self, at->group, at->index);
+    return found ? 0 : note_missing(at);
 }
 
 static int bind_group(fst_binding *at, PyObject *params)
@@ -199,7 +235,7 @@ static int bind_group(fst_binding *at, PyObject *params)
         self->has_dtensors |= is_dtensor;
         if (grad == Py_None)
             fst_trace_idle(&at->module->records, self, at->param_count, object);
-        else if (bind_settled(at, object, grad))
+        else if (bind_or_list(at, object, grad))
             return -1;
         if (tensors->ran_python)
             self->traceable = 0; /* Python ran between torch's answer and the look at the record */
@@ -311,6 +347,7 @@ PyObject *fst_step_bind(fst_module *module, fst_step_plan *self, PyObject *param
                         PyObject *state, PyObject *fresh, int write_grads)
 {
     fst_binding at = {.module = module, .self = self, .state = state, .write_grads = write_grads};
+    at.held_at = self->held_count;
     int checked = 0, inference = 0;
     at.fresh = fresh == Py_None ? NULL : fresh;
     PyObject *missing;

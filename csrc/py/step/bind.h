@@ -41,10 +41,6 @@ static inline PyObject *fst_bind_found(fst_binding *at)
  * `param->dtensors` (dtensors.c). Returns 0, or -1 with a Python error. */
 int fst_bind_local(fst_binding *at, fst_param *param, unsigned which, PyObject **object);
 
-/* Lists a parameter whose gradient or state may be divided among the ranks in another way. Returns
- * 0, or -1 with a Python error. */
-int fst_bind_unsettled(fst_binding *at);
-
 /* Lists a tensor that the step writes. Returns 0, or -1 with a Python error. */
 int fst_bind_written(fst_step_plan *self, PyObject *object);
 
@@ -56,10 +52,39 @@ int fst_bind_operand(const fst_binding *at, const fst_param *param, const char *
                      const fst_view *view, int written, fst_operand *op);
 
 /* Binds the states of the parameter at hand (states.c). Returns 1 if all are there, 0 if one is
- * missing, FST_UNSETTLED if one may be divided in another way than the parameter, -1 with a Python
- * error. */
+ * missing, FST_UNSETTLED if Python has to look at one, which may be divided in another way than the
+ * parameter, -1 with a Python error. */
 enum { FST_UNSETTLED = 2 };
 int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype of_param,
                     fst_operand *ops, fst_counter *counter);
+
+/* The same for Adafactor (factored_states.c), where FST_UNSETTLED is for torch's operators. */
+int fst_factored_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dtype dtype,
+                             fst_counter *counter);
+
+/* Parts of the two (states.c). The state dictionary of a parameter, which the step holds, or NULL:
+ */
+PyObject *fst_state_of(fst_binding *at, const fst_param *param, PyObject *object);
+
+/* A state by name, which the step holds, or NULL. Where it is the next entry of the dictionary, as
+ * usual, *key becomes its key, borrowed; else NULL. */
+PyObject *fst_state_find(fst_binding *at, PyObject *state, Py_ssize_t *position, PyObject *wanted,
+                         PyObject **key);
+
+/* fst_bind_problem() for the state of that name. */
+int fst_state_refuse(const fst_binding *at, PyObject *name, const fst_problem *problem);
+
+/* Refuses to write a state that was made in inference mode outside of it. Returns 0, or -1 with a
+ * Python error. */
+int fst_state_check_inference(const fst_binding *at, PyObject *name, PyObject *object);
+
+/* Traces state `k` of the parameter at hand, entry `k` of its dictionary. `value` is the local
+ * tensor of `whole`, which may be a DTensor. */
+void fst_state_trace(const fst_binding *at, const fst_param *param, unsigned k, const PyObject *key,
+                     PyObject *whole, PyObject *value, const fst_view *view);
+
+/* Lists a state that the step writes. Neighbouring small states share a version counter, which
+ * moves once. */
+int fst_state_written(fst_binding *at, PyObject *value, PyObject *whole);
 
 #endif

@@ -25,12 +25,11 @@ int fst_bind_local(fst_binding *at, fst_param *param, unsigned which, PyObject *
     return *object ? 0 : -1;
 }
 
-int fst_bind_unsettled(fst_binding *at)
+int fst_step_list_unsettled(fst_step_plan *self, Py_ssize_t group, Py_ssize_t index)
 {
-    fst_step_plan *self = at->self;
     if (!self->unsettled)
         self->unsettled = PyList_New(0);
-    PyObject *pair = self->unsettled ? Py_BuildValue("nn", at->group, at->index) : NULL;
+    PyObject *pair = self->unsettled ? Py_BuildValue("nn", group, index) : NULL;
     const int failed = !pair || PyList_Append(self->unsettled, pair);
     Py_XDECREF(pair);
     return failed ? -1 : 0;

@@ -68,7 +68,7 @@ static int parse_group(PyObject *spec, fst_group *group)
     if (!PyArg_ParseTuple(spec, "iO!pO!pO|p", &rule, &PyTuple_Type, &keys, &has_step, &PyTuple_Type,
                           &hyper, &maximize, &lr, &has_master))
         return -1;
-    if (rule < 0 || rule >= FST_RULE_COUNT) {
+    if (rule < 0 || rule > FST_RULE_COUNT) {
         PyErr_Format(PyExc_ValueError, "no rule %d", rule);
         return -1;
     }
@@ -86,7 +86,7 @@ static int parse_group(PyObject *spec, fst_group *group)
     group->number_count = fst_rule_numbers(group->rule);
     const unsigned states = fst_rule_states(group->rule) + group->number_count;
     if (group->key_count != states + (unsigned)(has_step + has_master) ||
-        (group->number_count && !has_step) ||
+        (group->number_count && !has_step) || (rule == FST_FACTORED && (!has_step || has_master)) ||
         (size_t)PyTuple_Size(hyper) != fst_rule_hyper_count(group->rule)) {
         PyErr_Format(PyExc_ValueError, "rule %s takes %u states and %u hyper-parameters",
                      fst_rule_name(group->rule), states, fst_rule_hyper_count(group->rule));

@@ -106,7 +106,7 @@ int fst_param_is_packed_in(const fst_param *param, const fst_view *view)
 }
 
 int fst_param_learn(fst_param *param, fst_old_pins *old, PyObject *object, const fst_view *view,
-                    fst_problem *problem)
+                    int in_shape_order, fst_problem *problem)
 {
     const size_t ndim = (size_t)view->ndim;
     const int64_t count = fst_view_count(view);
@@ -125,7 +125,11 @@ int fst_param_learn(fst_param *param, fst_old_pins *old, PyObject *object, const
     memcpy(param->geometry + ndim, view->strides, ndim * sizeof *param->geometry);
     param->ndim = view->ndim;
     param->count = count;
-    param->order_count = fst_layout_order(view->ndim, view->shape, view->strides, param->order);
+    if (!in_shape_order)
+        param->order_count = fst_layout_order(view->ndim, view->shape, view->strides, param->order);
+    for (int d = 0; in_shape_order && d < view->ndim; d++)
+        if (view->shape[d] != 1)
+            param->order[param->order_count++] = d;
     plain.negated = 0;
     if (count > 0 && fst_view_layout(&plain, param->order_count, param->order, 1, &layout, problem))
         return -1;

@@ -15,7 +15,7 @@ typedef struct {
     const PyObject *param;
     Py_ssize_t state_at; /* where PyDict_Next() finds it in optimizer.state */
     int64_t *geometry;   /* shape, then strides */
-    int *order;          /* its dimensions in the order of memory */
+    int *order;          /* its dimensions in the order of the elements */
     int64_t count;
     int ndim, order_count;
     unsigned dtensors;              /* which of its tensors are DTensors */
@@ -40,10 +40,10 @@ typedef struct {
 /* Frees the pins, which may be the last references to their tensors. Python code may run. */
 void fst_old_pins_free(fst_old_pins *old);
 
-/* Learns a parameter that is new or has changed its shape. Returns 0, or -1 with `problem` filled.
- */
+/* Learns a parameter that is new or has changed its shape. Its elements are taken in the order of
+ * the shape, or else in that of memory. Returns 0, or -1 with `problem` filled. */
 int fst_param_learn(fst_param *param, fst_old_pins *old, PyObject *object, const fst_view *view,
-                    fst_problem *problem);
+                    int in_shape_order, fst_problem *problem);
 
 void fst_param_forget(fst_param *param, fst_old_pins *old);
 

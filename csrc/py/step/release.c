@@ -7,8 +7,6 @@
 
 #include <structmember.h>
 
-#include "py/docs.h"
-
 typedef struct {
     PyObject_HEAD
     PyObject *plan;      /* of this parameter alone */
@@ -210,23 +208,34 @@ static void hook_dealloc(PyObject *object)
 }
 
 static PyMemberDef hook_members[] = {
-    {"clips", T_BOOL, offsetof(release_hook, clips), 0, FST_DOC_RELEASE_HOOK_CLIPS},
-    {"group", T_OBJECT, offsetof(release_hook, group), 0, FST_DOC_RELEASE_HOOK_GROUP},
-    {"last_norm", T_DOUBLE, offsetof(release_hook, last_norm), 0, FST_DOC_RELEASE_HOOK_LAST_NORM},
-    {"measures", T_BOOL, offsetof(release_hook, measures), 0, FST_DOC_RELEASE_HOOK_MEASURES},
-    {"plain", T_BOOL, offsetof(release_hook, plain), 0, FST_DOC_RELEASE_HOOK_PLAIN},
-    {"plan", T_OBJECT, offsetof(release_hook, plan), READONLY, FST_DOC_RELEASE_HOOK_PLAN},
+    {"clips", T_BOOL, offsetof(release_hook, clips), 0,
+     "Whether gradients are clipped to the optimizer's max_grad_norm."},
+    {"group", T_OBJECT, offsetof(release_hook, group), 0, "The number of the parameter's group."},
+    {"last_norm", T_DOUBLE, offsetof(release_hook, last_norm), 0,
+     "The norm of all gradients of the step before; negative where it is not known."},
+    {"measures", T_BOOL, offsetof(release_hook, measures), 0,
+     "Whether a gradient is measured, and clipped by last_norm instead of by its own norm."},
+    {"plain", T_BOOL, offsetof(release_hook, plain), 0,
+     "Whether the hook may step without calling Python."},
+    {"plan", T_OBJECT, offsetof(release_hook, plan), READONLY, "The Plan for this parameter only."},
     {"square_sum", T_DOUBLE, offsetof(release_hook, square_sum), 0,
-     FST_DOC_RELEASE_HOOK_SQUARE_SUM},
-    {"updated", T_BOOL, offsetof(release_hook, updated), 0, FST_DOC_RELEASE_HOOK_UPDATED},
+     "The sum of squares of the gradient that was measured."},
+    {"updated", T_BOOL, offsetof(release_hook, updated), 0,
+     "Whether the parameter was updated since the last optimizer.step()."},
     {NULL, 0, 0, 0, NULL},
 };
 
 static PyType_Slot hook_slots[] = {
-    {Py_tp_doc, FST_DOC_RELEASE_HOOK}, {Py_tp_new, hook_new},
-    {Py_tp_dealloc, hook_dealloc},     {Py_tp_traverse, hook_traverse},
-    {Py_tp_clear, hook_clear},         {Py_tp_call, hook_call},
-    {Py_tp_members, hook_members},     {0, NULL},
+    {Py_tp_doc, FST_DOC("ReleaseHook(otherwise, optimizer, rules, /)",
+                        "Updates a parameter in backward and frees its gradient, or calls "
+                        "otherwise with the parameter.")},
+    {Py_tp_new, hook_new},
+    {Py_tp_dealloc, hook_dealloc},
+    {Py_tp_traverse, hook_traverse},
+    {Py_tp_clear, hook_clear},
+    {Py_tp_call, hook_call},
+    {Py_tp_members, hook_members},
+    {0, NULL},
 };
 
 PyType_Spec fst_release_hook_spec = {

@@ -22,8 +22,7 @@ static void rescan_state(fst_binding *at)
         }
 }
 
-/* The state dictionary of a parameter, or NULL. The step holds a reference. */
-static PyObject *state_of(fst_binding *at, const fst_param *param, PyObject *object)
+PyObject *fst_state_of(fst_binding *at, const fst_param *param, PyObject *object)
 {
     PyObject *key = NULL, *value = NULL;
     fst_tensors *tensors = &at->module->tensors;
@@ -59,16 +58,13 @@ static int name_role(PyObject *name, char role[64])
     return 0;
 }
 
-/* fst_bind_problem() for the state of that name. */
-static int refuse(const fst_binding *at, PyObject *name, const fst_problem *problem)
+int fst_state_refuse(const fst_binding *at, PyObject *name, const fst_problem *problem)
 {
     char role[64];
     return name_role(name, role) ? -1 : fst_bind_problem(at, role, problem);
 }
 
-/* Refuses to write a step counter or a number that was made in inference mode outside of it.
- * Returns 0, or -1 with a Python error. */
-static int check_counter(const fst_binding *at, PyObject *name, PyObject *object)
+int fst_state_check_inference(const fst_binding *at, PyObject *name, PyObject *object)
 {
     fst_problem problem;
     if (at->again || fst_record_counter(&at->module->records, object))
@@ -78,7 +74,7 @@ static int check_counter(const fst_binding *at, PyObject *name, PyObject *object
     if (frozen <= 0)
         return frozen;
     fst_problem_set(&problem, "inference", FST_INFERENCE);
-    return refuse(at, name, &problem);
+    return fst_state_refuse(at, name, &problem);
 }
 
 /* Reads the step counter, or number k - 1 beside it. Returns 0, or -1 with a Python error, which
@@ -95,7 +91,7 @@ static int view_counter(const fst_binding *at, unsigned k, PyObject *name, PyObj
         fst_problem_set(&problem, "dtype",
                         "is not a one-element tensor of type float32, float64, bfloat16%s",
                         k == 0 ? ", float16, int64, int32, int16, int8 or uint8" : " or float16");
-    return refuse(at, name, &problem);
+    return fst_state_refuse(at, name, &problem);
 }
 
 /* Binds the step counter, or number k - 1 beside it. Returns 1; 0 if it must be moved to the
@@ -105,7 +101,7 @@ static int bind_counter(const fst_binding *at, fst_param *param, unsigned k, PyO
                         PyObject *object, fst_counter *counter, fst_view *view)
 {
     fst_step_part *part = at->part;
-    if (view_counter(at, k, name, object, view) || check_counter(at, name, object))
+    if (view_counter(at, k, name, object, view) || fst_state_check_inference(at, name, object))
         return -1;
     if (at->module->tensors.ran_python && /* which may have moved it */
         view_counter(at, k, name, object, view))
@@ -128,9 +124,8 @@ static int bind_counter(const fst_binding *at, fst_param *param, unsigned k, PyO
     return 1;
 }
 
-/* Traces state `k` of the parameter at hand, entry `k` of its dictionary. */
-static void trace_state(const fst_binding *at, const fst_param *param, unsigned k,
-                        const PyObject *key, PyObject *whole, PyObject *value, const fst_view *view)
+void fst_state_trace(const fst_binding *at, const fst_param *param, unsigned k, const PyObject *key,
+                     PyObject *whole, PyObject *value, const fst_view *view)
 {
     if (at->trace)
         fst_trace_state(&at->module->records, at->self, at->trace, key, value, view,
@@ -139,9 +134,7 @@ static void trace_state(const fst_binding *at, const fst_param *param, unsigned 
         fst_trace_dtensor_state(&at->module->records, at->self, at->trace, k, whole);
 }
 
-/* Lists a state that the step writes. Neighbouring small states share a version counter, which
- * moves once. */
-static int note_written(fst_binding *at, PyObject *value, PyObject *whole)
+int fst_state_written(fst_binding *at, PyObject *value, PyObject *whole)
 {
     const void *counter = fst_record_counter(&at->module->records, value);
     if (whole != value && fst_bind_written(at->self, whole)) /* a DTensor has its own */
@@ -194,10 +187,8 @@ static PyObject *next_state(fst_tensors *tensors, PyObject *state, Py_ssize_t *p
     return foreign ? ask_for_state(tensors, state, wanted) : NULL;
 }
 
-/* Does the same for the parameter at hand. Returns a borrowed reference: the step holds the
- * state. */
-static PyObject *find_state(fst_binding *at, PyObject *state, Py_ssize_t *position,
-                            PyObject *wanted, PyObject **key)
+PyObject *fst_state_find(fst_binding *at, PyObject *state, Py_ssize_t *position, PyObject *wanted,
+                         PyObject **key)
 {
     *key = NULL;
     if (at->again)
@@ -254,7 +245,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
     const unsigned key_count = group->key_count - (unsigned)(group->has_master && !is_low);
     if (key_count == 0)
         return 1;
-    PyObject *state = state_of(at, param, object), *key;
+    PyObject *state = fst_state_of(at, param, object), *key;
     Py_ssize_t position = 0;
     if (!state)
         return PyErr_Occurred() ? -1 : 0;
@@ -263,7 +254,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         fst_trace_dict(at->trace, state, param->state_at, key_count);
     for (unsigned k = 0; k < key_count; k++) {
         PyObject *wanted = PyTuple_GetItem(group->keys, k);
-        PyObject *whole = find_state(at, state, &position, wanted, &key), *value = whole;
+        PyObject *whole = fst_state_find(at, state, &position, wanted, &key), *value = whole;
         fst_view view;
         if (!value || value == Py_None)
             return PyErr_Occurred() ? -1 : 0;
@@ -276,7 +267,7 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
             const int there = bind_counter(at, param, k, wanted, value, counter, &view);
             if (there <= 0)
                 return there;
-            trace_state(at, param, k, key, whole, value, &view);
+            fst_state_trace(at, param, k, key, whole, value, &view);
             continue;
         }
         fst_problem problem;
@@ -291,9 +282,9 @@ int fst_bind_states(fst_binding *at, fst_param *param, PyObject *object, fst_dty
         fst_operand *op = &ops[which];
         counter->wide |= view.dtype == FST_F64;
         fst_param_note_state(&at->module->tensors, param, &at->self->old_pins, k, value, &view);
-        if (fst_bind_operand(at, param, role, &view, 1, op) || note_written(at, value, whole))
+        if (fst_bind_operand(at, param, role, &view, 1, op) || fst_state_written(at, value, whole))
             return -1;
-        trace_state(at, param, k, key, whole, value, &view);
+        fst_state_trace(at, param, k, key, whole, value, &view);
         if (op->layout)
             at->self->traceable = 0;
     }

@@ -2,7 +2,6 @@
 #include "py/step/step_plan.h"
 
 #include "py/step/bind.h"
-#include "py/docs.h"
 #include "py/torch/quiet.h"
 
 static PyObject *list_of(PyObject *const *objects, size_t count)
@@ -77,6 +76,8 @@ static int prepare_parts(fst_module *module, fst_step_plan *self, const fst_step
 static int run_parts(fst_module *module, fst_step_plan *self, const fst_step_options *options,
                      fst_step_outcome *outcome)
 {
+    if (self->is_factored)
+        return fst_factored_run(module, self);
     for (size_t i = 1; i < self->part_count; i++)
         if (self->parts[i].counter_count && fst_device_step(module, &self->parts[i], options))
             return -1;
@@ -127,26 +128,49 @@ static int measures(const fst_step_options *options)
     return options->measure_found_inf || !isnan(options->max_norm);
 }
 
+/* Learns whether the step is Adafactor's, which measures and writes no gradients. Parameters are
+ * learnt anew where that has changed. Returns 0, or -1 with a Python error. */
+static int learn_kind(fst_step_plan *self, const fst_step_options *options)
+{
+    size_t factored = 0;
+    for (size_t g = 0; g < self->group_count; g++)
+        factored += self->groups[g].rule == FST_FACTORED;
+    if (factored && (factored < self->group_count || measures(options) || options->write_grads ||
+                     options->phase != FST_STEP_WHOLE)) {
+        PyErr_SetString(PyExc_ValueError,
+                        "a step of adafactor has no other rules, measures and writes no gradients");
+        return -1;
+    }
+    if (self->is_factored != (factored > 0))
+        fst_params_free(self);
+    self->is_factored = factored > 0;
+    return 0;
+}
+
 /* Binds unless the step is like the one before, and runs if nothing is missing. */
 static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                               PyObject *state, PyObject *fresh, const fst_step_options *options)
 {
-    int known;
-    if (fresh == Py_None &&
-        fst_trace_follow(module, self, param_lists, state, options->write_grads)) {
+    int known, followed = fresh == Py_None &&
+                          fst_trace_follow(module, self, param_lists, state, options->write_grads);
+    if (followed && self->is_long)
+        followed = fst_trace_hold(module, self, param_lists);
+    if (followed < 0)
+        return NULL;
+    if (followed) {
         if (fst_step_count_written(module, self))
             return NULL;
     } else {
         PyObject *missing =
             fst_step_bind(module, self, param_lists, state, fresh, options->write_grads);
-        if (missing && self->unsettled) {
-            Py_DECREF(missing);
-            return answer("layouts", Py_NewRef(self->unsettled));
-        }
-        if (!missing || PyList_Size(missing) > 0)
+        if (!missing || (!self->unsettled && PyList_Size(missing) > 0))
             return answer("missing", missing);
         Py_DECREF(missing);
     }
+    if (self->is_factored && !self->unsettled && fst_factored_prepare(module, self))
+        return NULL;
+    if (self->unsettled)
+        return answer("layouts", Py_NewRef(self->unsettled));
     if (options->phase == FST_STEP_WHOLE && measures(options) && self->has_dtensors)
         return answer("divided", Py_NewRef(Py_None));
     if (options->measure_found_inf > 1 && self->has_fp16) {
@@ -186,7 +210,8 @@ static PyObject *plan_step(PyObject *object, PyObject *args)
         return NULL;
     }
     self->busy = 1;
-    if (!fst_groups_parse(self, specs) && !fst_groups_learn_types(module, self, options.scalars)) {
+    if (!fst_groups_parse(self, specs) && !learn_kind(self, &options) &&
+        !fst_groups_learn_types(module, self, options.scalars)) {
         fst_quiet_begin(&module->tensors);
         result = bind_and_run(module, self, param_lists, state, fresh, &options);
         fst_quiet_end(&module->tensors);
@@ -223,7 +248,7 @@ static int step_if_alike(fst_module *module, fst_step_plan *self, PyObject *para
 int fst_step_repeat(fst_module *module, fst_step_plan *self, PyObject *param_lists, PyObject *specs,
                     PyObject *state, const fst_step_options *options, fst_step_outcome *outcome)
 {
-    if (self->busy || !self->traced)
+    if (self->busy || !self->traced || self->is_factored || self->is_long)
         return 0;
     self->busy = 1;
     int done = fst_groups_parse(self, specs);
@@ -261,6 +286,7 @@ static void plan_dealloc(PyObject *object)
     PyMem_Free(self->counted);
     PyMem_Free(self->grads);
     PyMem_Free(self->layouts);
+    PyMem_Free(self->factored);
     ((freefunc)PyType_GetSlot(type, Py_tp_free))(object);
     Py_DECREF(type);
 }
@@ -296,9 +322,18 @@ static PyObject *plan_forget(PyObject *object, PyObject *unused)
 }
 
 static PyMethodDef plan_methods[] = {
-    {"forget", plan_forget, METH_NOARGS, FST_DOC_PLAN_FORGET},
-    {"settle", fst_step_settle, METH_VARARGS, FST_DOC_PLAN_SETTLE},
-    {"step", plan_step, METH_VARARGS, FST_DOC_PLAN_STEP},
+    {"forget", plan_forget, METH_NOARGS,
+     FST_DOC("forget($self, /)",
+             "Drop the tensors of earlier steps. Raises RuntimeError during a step.")},
+    {"settle", fst_step_settle, METH_VARARGS,
+     FST_DOC("settle($self, index, param_spec, grad_spec, state_specs=(), /)",
+             "Take a gradient and states with these specs for a parameter with that one: all are "
+             "divided in the same way. The index counts the parameters of all lists.")},
+    {"step", plan_step, METH_VARARGS,
+     FST_DOC("step($self, param_lists, groups, state, fresh, scalars, measure_found_inf, max_norm, "
+             "write_grads, phase, /)",
+             "Update all parameters that have a gradient. Returns (word, value): the word says "
+             "what was done or what is missing.")},
     {NULL, NULL, 0, NULL},
 };
 

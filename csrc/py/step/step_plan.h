@@ -4,6 +4,7 @@
 
 #include "core/rule_args.h"
 #include "core/plan.h"
+#include "cpu/factored.h"
 #include "gpu/tables.h"
 #include "py/module.h"
 #include "py/step/param.h"
@@ -107,6 +108,7 @@ typedef struct {
     int busy;
     int has_dtensors; /* one of the parameters that are bound is a DTensor */
     int has_fp16;     /* one of their gradients is of type float16 */
+    int is_factored;  /* the step is Adafactor's */
     int is_long;      /* of more than FST_SHORT_STEP elements: its passes run without the GIL */
     /* The trace: tells whether the next step is like this one, so that what is bound stays
      * valid. */
@@ -135,6 +137,8 @@ typedef struct {
     size_t grad_count, grad_capacity;
     fst_layout **layouts;
     size_t layout_count, layout_capacity;
+    fst_factored *factored; /* what Adafactor computes of each parameter */
+    size_t factored_capacity;
 } fst_step_plan;
 
 /* Where parameters lie on several devices these agree first: one call of step() measures into
@@ -207,6 +211,9 @@ int fst_step_state_is_settled(const fst_tensors *tensors, const fst_step_plan *s
 /* settle(index, param_spec, grad_spec, state_specs) of a plan. */
 PyObject *fst_step_settle(PyObject *object, PyObject *args);
 
+/* Lists a parameter as one that Python has to look at. Returns 0, or -1 with a Python error. */
+int fst_step_list_unsettled(fst_step_plan *self, Py_ssize_t group, Py_ssize_t index);
+
 /* Drops what settle() was told. */
 void fst_step_unsettle(fst_step_plan *self);
 
@@ -246,6 +253,11 @@ int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_option
 int fst_device_prepare(fst_module *module, fst_step_plan *self, fst_step_part *part,
                        const fst_step_options *options);
 int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_options *options);
+
+/* The same for Adafactor (factored_run.c). `prepare` lists parameters that share memory as
+ * unsettled: torch makes their step. */
+int fst_factored_prepare(fst_module *module, fst_step_plan *self);
+int fst_factored_run(fst_module *module, fst_step_plan *self);
 
 /* Steps without Python code if the step is like the one before: all parameters in CPU memory, and
  * nothing but the gradients' memory has changed. Returns 1, 0 if nothing was done, or -1 with a

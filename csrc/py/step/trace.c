@@ -1,6 +1,6 @@
 /* Recognizes a step that is like the one before: nothing but the gradients' memory has changed,
  * and what is bound stays valid. */
-#include "py/step/trace.h"
+#include "py/step/bind.h"
 
 #include "py/torch/quiet.h"
 #include "py/torch/tensor_record_read.h"
@@ -45,7 +45,7 @@ static void *make_room(void *array, size_t *capacity, size_t wanted, size_t size
 void fst_trace_begin(const fst_record_layout *layout, fst_step_plan *self, int again)
 {
     size_t states = 0;
-    self->traceable = layout->known && !again && !self->is_long && self->param_count <= INT32_MAX;
+    self->traceable = layout->known && !again && self->param_count <= INT32_MAX;
     if (!self->traceable)
         return;
     for (size_t g = 0; g < self->group_count; g++)
@@ -139,7 +139,7 @@ static int counts_grads(const fst_record_layout *layout, const fst_step_plan *se
 
 void fst_trace_end(const fst_record_layout *layout, fst_step_plan *self, int write_grads)
 {
-    self->traceable = self->traceable && self->total <= FST_SHORT_STEP;
+    self->traceable = self->traceable && (self->total <= FST_SHORT_STEP || !self->has_dtensors);
     for (size_t i = 0; i < self->part_count; i++)
         self->traceable = self->traceable && !is_first(&self->parts[i]);
     if (!self->traceable)
@@ -309,6 +309,35 @@ static int find_streams(fst_module *module, fst_step_plan *self)
             return -1;
     }
     return 0;
+}
+
+/* Holds the parameter, its gradient and its states. Returns 0, or -1 with a Python error. */
+static int hold_param(fst_module *module, fst_step_plan *self, const fst_trace *trace,
+                      PyObject *object)
+{
+    if (!fst_bind_hold(self, Py_NewRef(object)))
+        return -1;
+    if (!trace->has_grad)
+        return 0;
+    PyObject *grad = fst_tensor_grad(&module->tensors, object);
+    if (!grad || !fst_bind_hold(self, grad))
+        return -1;
+    for (unsigned k = 0; k < trace->key_count; k++)
+        if (!fst_bind_hold(self, Py_NewRef(self->traced_states[trace->states + k].value.object)))
+            return -1;
+    return 0;
+}
+
+int fst_trace_hold(fst_module *module, fst_step_plan *self, PyObject *param_lists)
+{
+    const fst_trace *trace = self->traces;
+    for (size_t g = 0; g < self->group_count; g++) {
+        PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
+        for (Py_ssize_t i = 0; i < self->traced_groups[g].size; i++, trace++)
+            if (hold_param(module, self, trace, PyList_GetItem(params, i)))
+                return -1;
+    }
+    return module->tensors.ran_python ? 0 : 1;
 }
 
 int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,

@@ -83,6 +83,10 @@ PyObject *fst_trace_same_state(const fst_module *module, const fst_step_plan *se
 int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                      PyObject *state, int write_grads);
 
+/* Holds all tensors of a step that is followed until its end, as a long step releases the GIL.
+ * Returns 1, 0 if Python code has run, so that all has to be bound anew, -1 with a Python error. */
+int fst_trace_hold(fst_module *module, fst_step_plan *self, PyObject *param_lists);
+
 /* Moves the version counters of the gradients, where a step that writes them is traced. */
 void fst_trace_move_grads(const fst_record_layout *layout, const fst_step_plan *self);
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from .._devices import HOST, Scalars
 from .._torch.modes import is_watched
 from .._torch.optim import increment_version
 from ..grads.params import described
@@ -19,27 +21,29 @@ from .step import loss_of
 __all__ = ["Adafactor"]
 
 _LEFT = "parameters that are not dense CPU tensors of one dtype, as their gradients and states are"
-Group = tuple[list[Tensor], float, float, float, float, float, float, bool]
+_NUMBER = _C.rules()["adafactor"][0]
+_STATES = ("step", "row_var", "col_var", "variance")
+_ON_HOST = {HOST: Scalars(None, None, None)}
+Params = list[list[Tensor]]
+Rule = tuple[int, tuple[str, ...], bool, tuple[float, ...], bool, None, bool]
 
 
-def _numbers(group: dict[str, Any], params: list[Tensor]) -> Group:
-    """The numbers that the step of a group computes with, for the parameters in `params`."""
+def _rule_of(group: dict[str, Any]) -> Rule:
+    """The numbers that the step of a group computes with."""
     lr = group["lr"]
     eps1, eps2 = group["eps"]
     if eps1 is None:  # as torch with foreach=False: that of the first parameter, for all
-        every = group["params"]
-        first = next((p for p in every if p.grad is not None), None)
+        first = next((p for p in group["params"] if p.grad is not None), None)
         eps1 = 0.0 if first is None or first.is_complex() else torch.finfo(first.dtype).eps
-    return (
-        params,
+    hyper = (
         float(lr.item() if isinstance(lr, Tensor) else lr),
         group["beta2_decay"],
         eps1,
         eps2,
         group["d"],
         group["weight_decay"],
-        group["maximize"],
     )
+    return _NUMBER, _STATES, True, hyper, group["maximize"], None, False
 
 
 class Adafactor(HookedOptimizer, torch.optim.Adafactor):
@@ -55,6 +59,10 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
     states that are not contiguous, parameters that share memory), under a TorchDispatchMode, and in
     a compiled step. `foreach` makes no difference in C.
     """
+
+    # A class attribute stands in where pickle and deepcopy restore an optimizer without __init__.
+    # The second plan is for what remains of parameters of which torch's operators take some.
+    _plans: tuple[_C.Plan, ...] = ()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -75,7 +83,8 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
             self._step_by_torch(self.param_groups, "in a TorchDispatchMode")
         else:
             self._refuse_scaler()
-            self._step_in_c([self._listed(group) for group in self.param_groups])
+            self._plans = self._plans or (_C.Plan(), _C.Plan())
+            self._step_in_c([self._listed(group) for group in self.param_groups], self._plans[0])
 
     @staticmethod
     def _listed(group: dict[str, Any]) -> list[Tensor]:
@@ -89,42 +98,51 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
             if getattr(self, name, None) is not None:
                 raise AssertionError("Grad scaling should occur outside of optimizer.step()")
 
-    def _step_in_c(self, params: list[list[Tensor]]) -> None:
-        groups = tuple(map(_numbers, self.param_groups, params))
-        missing, left, written = self._called(groups)
-        if missing:
-            for index in missing:
-                self._init_group(self.param_groups[index], [], [], [], [], [], [])
-            missing, left, written = self._called(groups)
-        if not left:
-            if written:
+    def _step_in_c(self, params: Params, plan: _C.Plan) -> None:
+        rules = [_rule_of(group) for group in self.param_groups]
+        what, value = self._called(plan, params, rules)
+        if what == "missing":
+            self._begin_states(value)
+            what, value = self._called(plan, params, rules)
+        if what == "missing":
+            group, index = value[0]
+            raise self._explained(params, group, index, "state", "key", "has no 'step'")
+        if what == "done":
+            if written := value[2]:
                 increment_version(written)
             return
-        for index in {group for group, _ in left}:  # raises torch's errors before anything is done
-            self._init_group(self.param_groups[index], [], [], [], [], [], [])
-        places = {*left}
+        self._begin_states(value)  # raises torch's errors before anything is done
+        left = {*value}
         rest = [
-            [p for at, p in enumerate(of_group) if (index, at) not in places]
+            [p for at, p in enumerate(of_group) if (index, at) not in left]
             for index, of_group in enumerate(params)
         ]
         torchs = [
             {
                 **group,
-                "params": [params[index][at] for of, at in left if of == index],
-                "eps": (groups[index][3], groups[index][4]),
+                "params": [params[index][at] for of, at in sorted(left) if of == index],
+                "eps": rules[index][3][2:4],
             }
             for index, group in enumerate(self.param_groups)
         ]
         self._step_by_torch(torchs, _LEFT)
-        self._step_in_c(rest)
+        self._step_in_c(rest, self._plans[1])
 
-    def _called(
-        self, groups: tuple[Group, ...]
-    ) -> tuple[list[int], list[tuple[int, int]], list[Tensor]]:
+    def _begin_states(self, places: list[tuple[int, int]]) -> None:
+        """As torch's step does, of all parameters of these groups."""
+        for group in {group for group, _ in places}:
+            self._init_group(self.param_groups[group], [], [], [], [], [], [])
+
+    def _called(self, plan: _C.Plan, params: Params, rules: list[Rule]) -> tuple[str, Any]:
         try:
-            return _C.factored_step(groups, self.state)
+            return plan.step(params, rules, self.state, None, _ON_HOST, 0, math.nan, False, 0)
         except _C.TensorError as error:
-            raise self._explained(groups, *error.args) from None
+            raise self._explained(params, *error.args) from None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for plan in self._plans:  # they would keep small tensors of the old state alive
+            plan.forget()
 
     def _step_by_torch(self, groups: list[dict[str, Any]], reason: str) -> None:
         """The step of torch's class, on these groups. `reason` is what `run` reports."""
@@ -136,10 +154,10 @@ class Adafactor(HookedOptimizer, torch.optim.Adafactor):
             self.param_groups = whole
 
     def _explained(
-        self, groups: tuple[Group, ...], group: int, index: int, role: str, kind: str, detail: str
+        self, params: Params, group: int, index: int, role: str, kind: str, detail: str
     ) -> Exception:
         """The error for a tensor that cannot be used, of the type that torch's has."""
-        param = groups[group][0][index]
+        param = params[group][index]
         at = next(i for i, p in enumerate(self.param_groups[group]["params"]) if p is param)
         where = ("" if role == "parameter" else f"{role} of ") + described(self, group, at)
         text = f"{where} {detail}; nothing was updated"
