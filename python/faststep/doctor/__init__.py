@@ -17,7 +17,7 @@ from .trials import SURE, Trial, Trials
 __all__ = ["KINDS", "Answer", "DoctorError", "Finding", "Trial", "examine"]
 
 NOISE = 1.1  # of a gain, beyond all that a remedy can save
-FIRST = Length(6.0, 20, 0.5)  # the run that shows what bounds the script
+FIRST = Length(6.0, 8, 0.5)  # the run that shows what bounds the script
 BUILT_IN = 1.1  # the least gain over torch's own optimizers and clipping that is a finding
 
 

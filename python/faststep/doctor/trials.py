@@ -10,7 +10,7 @@ from .runs import DoctorError, Length, Runs
 
 __all__ = ["PROMISING", "Trial", "Trials"]
 
-SHORT = Length(4.0, 10)
+SHORT = Length(3.0, 5)
 PROMISING = 1.03  # a gain that is worth more pairs of runs
 LARGE = 1.25  # a gain that a second pair is enough to confirm; others take a third one
 REPEATED = 1.02  # the least gain of the slowest run with a remedy over the fastest one without
