@@ -49,7 +49,9 @@ def test_optimizers_are_exchanged_and_put_back(kind: type) -> None:
     stepped: list[Any] = []
     made[1].register_step_post_hook(lambda optimizer, *_: stepped.append(type(optimizer)))
     own = made[1].step
-    chosen = switches({"optimizer": 0.5}, 0.0, 8, [made[1]], lambda on: None, lambda one: None)
+    chosen = switches(
+        0.01, {"optimizer": 0.5}, 0.0, 8, [made[1]], lambda on: None, lambda one: None
+    )
     [switch] = [one for one in chosen if one.name == "faststep's optimizer"]
     x = torch.randn(8, 4)
     for step in range(8):
@@ -71,7 +73,7 @@ def test_steps_are_left_out() -> None:
     param = torch.ones(2, requires_grad=True)
     optimizer = torch.optim.SGD([param], lr=0.1)
     left: list[Any] = []
-    chosen = switches({"optimizer": 0.5}, 0.0, 8, [optimizer], lambda on: None, left.append)
+    chosen = switches(0.01, {"optimizer": 0.5}, 0.0, 8, [optimizer], lambda on: None, left.append)
     [switch] = [one for one in chosen if one.name == alternation.NO_OPTIMIZER]
     param.grad = torch.ones(2)
     switch.turn(True)
@@ -85,11 +87,14 @@ def test_steps_are_left_out() -> None:
 
 def test_switches_are_those_that_can_gain() -> None:
     torch.set_num_threads(2)
-    names = {one.name for one in switches({}, 0.0, 2, [], lambda on: None, lambda one: None)}
+    names = {one.name for one in switches(0.01, {}, 0.0, 2, [], lambda on: None, lambda one: None)}
     assert names == {"nothing", "1 thread", "denormals are zero"}
     shares = {"data": 0.5}
-    names = {one.name for one in switches(shares, 0.3, 2, [], lambda on: None, lambda one: None)}
+    names = {
+        one.name for one in switches(0.01, shares, 0.3, 2, [], lambda on: None, lambda one: None)
+    }
     assert {alternation.HELD_BATCH, "memory is kept"} <= names
+    assert switches(1.0, shares, 0.3, 2, [], lambda on: None, lambda one: None) == []
 
 
 def test_operations_of_products_are_counted() -> None:

@@ -108,6 +108,7 @@ class Alternation:
 
 
 def switches(
+    seconds: float,
     shares: dict[str, float],
     faults: float,
     cores: int,
@@ -117,7 +118,10 @@ def switches(
 ) -> list[Switch]:
     """Those that may gain something for a script, and one that changes nothing.
 
+    None for steps that are so long that blocks of them take more than the time of a switch.
+
     Args:
+        seconds: of a step.
         shares: of a step, by phases.
         faults: the share of a step that page faults take.
         cores: that this process may use.
@@ -125,6 +129,8 @@ def switches(
         hold_batch: lets loaders give the newest batch again and again.
         stepped: is told of a step that is left out.
     """
+    if 2 * LEAST_PAIRS * BLOCK * seconds > 2 * MOST_SECONDS:
+        return []
     chosen = [Switch(NOTHING, lambda is_on: None)]
     if faults > LEAST_SHARE and not memory.stats().retains:
         chosen.append(Switch("memory is kept", _keep_memory))

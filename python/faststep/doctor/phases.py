@@ -10,7 +10,12 @@ import os
 import re
 import sys
 import sysconfig
+from pathlib import Path
 from types import CodeType
+
+import torch
+
+from .. import _C
 
 __all__ = ["PHASES", "Place", "look"]
 
@@ -49,7 +54,7 @@ _LIBRARIES = tuple(
 )
 _EVALUATES = re.compile(r"eval|valid|infer|predict")  # functions that only look at a model
 _EVALUATION = re.compile(r"_?evaluat")  # those of libraries, at the beginning of their names
-_OPTIMIZERS = re.compile(r"/torch/|/faststep/")
+_OPTIMIZERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, _C.__file__))
 _WITHOUT_GRAD = re.compile(r"no_grad|inference_mode")  # what they are decorated with, or blocks
 
 
@@ -75,7 +80,7 @@ def _is_scripts(code: CodeType) -> bool:
 def _is_closure(step: CodeType, called: CodeType | None) -> bool:
     """True if an optimizer's step calls what is no part of it, below the wrapper of all steps."""
     is_wrapper = step.co_filename.endswith("torch/optim/optimizer.py")
-    return called is not None and not is_wrapper and not _OPTIMIZERS.search(called.co_filename)
+    return called is not None and not (is_wrapper or called.co_filename.startswith(_OPTIMIZERS))
 
 
 @functools.cache

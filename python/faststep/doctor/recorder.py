@@ -203,6 +203,7 @@ class Recorder:
         total = sum(found["steps"])
         shares = {phase: spent / total for phase, spent in found["phases"].items()}
         return switches(
+            total / len(found["steps"]),
             shares,
             found["faults"] * FAULT,
             found["cores"],
