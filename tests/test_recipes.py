@@ -339,9 +339,9 @@ def test_two_answers_of_the_doctor_are_compared(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     [code] = blocks("Linux settings")
-    found = {"steps": [0.2] * 4, "threads": 2, "cores": 2, "peak": 1, "cpu": 1.0}
+    found = {"threads": 2, "cores": 2, "peak": 1, "cpu": 1.0, "machine": {}, "switched": {}}
     for name, seconds, phases in (("before", 0.2, {"data": 0.5}), ("after", 0.1, {})):
-        answer = Answer("", phases, [], [], None, {**found, "steps": [seconds] * 4})
+        answer = Answer("", phases, [], [], None, {**found, "steps": [seconds] * 4}, [], [])
         Path(f"{name}.json").write_text(json.dumps(answer.as_json()))
     run(code)
     assert capsys.readouterr().out == f"2.00x\n{'data':16} 50.0% -> 0.0%\n"
