@@ -113,7 +113,8 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
         use["starting"] * (1 - 1 / use["iterators"]) for use in restarted if use["iterators"]
     )
     share = min(starting / total, data)
-    keep = {"persistent_workers": {"loader": {"persistent_workers": True}}}
+    ours: dict[str, dict[str, Any]] = {"faststep's DataLoader": {"parts": ["data"]}}
+    keep = {"persistent_workers": {"loader": {"persistent_workers": True}}, **ours}
     if share >= LEAST:
         anew = any(use["method"] != "fork" for use in restarted)
         text = (
@@ -124,7 +125,7 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
         )
         yield Suspect("spawn-imports" if anew else "workers-restarted", share, text, keep, line)
     rest = data - share
-    if rest < LEAST:
+    if rest < max(LEAST, share):  # one cause, which both remedies serve
         return
     cores = found["cores"]
     if main["decodes"] > 0.5 and main["iterators"] > 1:
@@ -137,7 +138,7 @@ def _loaders(found: Found, total: float) -> Iterator[Suspect]:
     if main["workers"] < cores:
         workers = {"num_workers": cores, "persistent_workers": True}
         changes[f"num_workers={cores}"] = {"loader": workers}
-    changes["faststep's DataLoader"] = {"parts": ["data"]}
+    changes |= ours
     text = f"the loop waits for its DataLoader of {main['workers']} workers"
     yield Suspect(
         "starved-loader", rest, text, changes, line, needs_trial=share >= LEAST or rest < 3 * LEAST
