@@ -12,7 +12,7 @@ __all__ = ["PROMISING", "Trial", "Trials"]
 
 SHORT = Length(3.0, 5)
 PROMISING = 1.03  # a gain that is worth more pairs of runs
-LARGE = 1.25  # a gain that a second pair is enough to confirm; others take a third one
+LARGE = 1.5  # a gain that a second pair is enough to confirm; others take a third one
 REPEATED = 1.02  # the least gain of the slowest run with a remedy over the fastest one without
 SURE = ("same bits", "rounding")
 CHANGING = {"autocast", "batch", "accumulate"}  # whatever the losses of some steps say
