@@ -13,6 +13,7 @@ import torch
 from faststep.doctor import alternation, rates, system
 from faststep.doctor.alternation import Alternation, Switch, switches
 from faststep.doctor.remedies import general, is_chosen
+from faststep.doctor.trials import Trial, Trials
 
 FOUND: dict[str, Any] = {
     "others": 0.0, "cores": 4, "swapped": 0, "peak": 1 << 20, "switched": {}, "loaders": [],
@@ -196,3 +197,15 @@ def test_the_seconds_of_all_cores_and_of_this_process() -> None:
     after = system.busy_seconds()
     assert after[0] - before[0] > 0.2
     assert after[1] - before[1] > 0.2
+
+
+def test_a_remedy_that_has_all_others_is_not_tried_again() -> None:
+    runs: Any = None  # no run is made
+    trials = Trials(runs, {"switched": {}}, [], lambda text: None)
+    for name, gain, parts in (
+        ("some", 1.2, ["amp", "clip"]),
+        ("all", 1.5, ["clip", "amp", "data"]),
+    ):
+        change = {"parts": parts}
+        trials.made.append(Trial(name, gain, 1.1, 1.6, "same bits", 0, change, []))
+    assert trials.together() == trials.made[1]

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TextIO
 
-__all__ = ["CommandError", "ProgressBar", "table", "times"]
+__all__ = ["CommandError", "ProgressBar", "some_of", "table", "times"]
 
 
 class CommandError(Exception):
     """A problem that the user can solve; shown as one message without a traceback."""
+
+
+def some_of(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """The type of an argument that is some of these names, separated by commas."""
+
+    def parsed(text: str) -> list[str]:
+        given = text.split(",")
+        for name in given:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(names)}")
+        return given
+
+    return parsed
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], markdown: bool = False) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..doctor import KINDS, Answer, DoctorError, examine
 from ..doctor.sandbox import is_available
-from .console import CommandError, table
+from .console import CommandError, some_of, table
 from .doctor_page import page
 from .run import split
 
@@ -19,14 +19,6 @@ __all__ = ["HELP", "add_arguments", "run_doctor"]
 
 HELP = "say what bounds a script, and which remedies help, tried on it"
 WIDTH = 60  # characters of the bar that shows a step
-
-
-def _kinds(text: str) -> list[str]:
-    kinds = text.split(",")
-    for kind in kinds:
-        if kind not in KINDS:
-            raise argparse.ArgumentTypeError(f"{kind!r} is none of {', '.join(KINDS)}")
-    return kinds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--only",
-        type=_kinds,
+        type=some_of(KINDS),
         default=[],
         metavar="KINDS",
         help=f"try these alone, separated by commas: {', '.join(KINDS)}; compile needs to be named",

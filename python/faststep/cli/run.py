@@ -15,20 +15,13 @@ from ..run import PARTS, start
 from ..run.changes import Changes
 from ..run.program import Program, ProgramError
 from . import live
+from .console import some_of
 
 __all__ = ["HELP", "add_arguments", "run_program", "split"]
 
 HELP = "run a script with faststep's classes in place of torch's"
 PYTHONS = tuple(f"-{letter}" for letter in "bBdEiIOPqRsStuvVWxX")  # its options beside -c and -m
 NOT_FOUND = 2  # the status of Python itself
-
-
-def _parts(text: str) -> list[str]:
-    parts = text.split(",")
-    for part in parts:
-        if part not in PARTS:
-            raise argparse.ArgumentTypeError(f"{part!r} is none of {', '.join(PARTS)}")
-    return parts
 
 
 def _count(least: int) -> Callable[[str], int]:
@@ -60,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "%(prog)s [OPTION ...] (SCRIPT | - | -c CODE | -m MODULE) [ARGUMENT ...]"
     parser.add_argument(
         "--only",
-        type=_parts,
+        type=some_of(PARTS),
         default=list(PARTS),
         metavar="PARTS",
         help=f"use these parts alone, separated by commas: {', '.join(PARTS)}",

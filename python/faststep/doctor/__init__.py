@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 from ..run.program import Program
-from .findings import FASTSTEPS, LEAST, Suspect, suspects
+from .findings import LEAST, OPTIMIZER, Suspect, suspects
 from .phases import PHASES
 from .remedies import KINDS, general, is_chosen
 from .runs import DoctorError, Length, Runs
@@ -53,7 +53,7 @@ class Answer(NamedTuple):
             "best": None if self.best is None else _shown(self.best),
             "step": {
                 "count": len(seconds),
-                "mean": sum(seconds) / len(seconds),
+                "mean": mean_step(self.found),
                 "median": sorted(seconds)[len(seconds) // 2],
             },
             "threads": self.found["threads"],
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
 
     def of_the_machine(self) -> list[str]:
         """Sentences on what this machine does in a second, and what a step needs of it."""
-        machine, step = self.found["machine"], sum(self.found["steps"]) / len(self.found["steps"])
+        machine, step = self.found["machine"], mean_step(self.found)
         if not machine:
             return []
         said = [f"This machine copies {machine['copy'] / 1e9:.3g} GB/s."]
@@ -174,7 +174,7 @@ def _judged(suspect: Suspect, best: Trial | None) -> list[Finding]:
     where, text = suspect.line, suspect.text
     if suspect.is_error:
         return [Finding(suspect.cause, 1.0, where, text)]
-    least = BUILT_IN if suspect.changes is FASTSTEPS else 1.0 + LEAST
+    least = BUILT_IN if suspect.changes is OPTIMIZER else 1.0 + LEAST
     is_possible = best is not None and best.gain * (1.0 - suspect.most) < NOISE
     if best is not None and best.is_proven and best.gain >= least and is_possible:
         said = f"{text}. {best.remedy}: {best.gain:.2f}x, {best.results}"
@@ -215,5 +215,9 @@ def needed_by_products(found: dict[str, Any]) -> float | None:
     machine = found["machine"]
     if not machine or not machine["fp32"]:
         return None
-    step = sum(found["steps"]) / len(found["steps"])
-    return float(machine["operations"] / machine["fp32"] / step)
+    return float(machine["operations"] / machine["fp32"]) / mean_step(found)
+
+
+def mean_step(found: dict[str, Any]) -> float:
+    """Seconds."""
+    return float(sum(found["steps"]) / len(found["steps"]))

@@ -11,8 +11,10 @@ import torch
 from torch.optim import Optimizer
 
 from .. import memory
+from ..run.cores import counted
 from ..run.optimizers import CLASSES
 from .gains import Gain, compare
+from .remedies import FASTSTEPS, FLUSHED, KEPT
 
 __all__ = ["HELD_BATCH", "NOTHING", "NO_OPTIMIZER", "Alternation", "Switch", "switches"]
 
@@ -133,22 +135,17 @@ def switches(
         return []
     chosen = [Switch(NOTHING, lambda is_on: None)]
     if faults > LEAST_SHARE and not memory.stats().retains:
-        chosen.append(Switch("memory is kept", _keep_memory))
+        chosen.append(Switch(KEPT, _keep_memory))
     threads = torch.get_num_threads()
     for count in {1, cores}:
         if count < threads:
-            chosen.append(Switch(_threads(count), _set_threads(count, threads)))
+            chosen.append(Switch(counted(count), _set_threads(count, threads)))
     if shares.get("optimizer", 0.0) > LEAST_SHARE:
         chosen += _of_optimizers(optimizers, stepped)
     if shares.get("data", 0.0) > LEAST_SHARE:
         chosen.append(Switch(HELD_BATCH, hold_batch))
-    chosen.append(Switch("denormals are zero", torch.set_flush_denormal, in_one_thread=True))
+    chosen.append(Switch(FLUSHED, torch.set_flush_denormal, in_one_thread=True))
     return chosen
-
-
-def _threads(count: int) -> str:
-    """The name of a remedy."""
-    return f"{count} thread{'' if count == 1 else 's'}"
 
 
 def _set_threads(count: int, before: int) -> Callable[[bool], object]:
@@ -167,7 +164,7 @@ def _of_optimizers(
 ) -> Iterator[Switch]:
     known = [one for one in optimizers if type(one) in CLASSES]
     if known:
-        yield Switch("faststep's optimizer", _exchange(known))
+        yield Switch(FASTSTEPS, _exchange(known))
     yield Switch(NO_OPTIMIZER, _leave_out(optimizers, stepped))
 
 

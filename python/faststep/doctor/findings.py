@@ -9,6 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..run.cores import counted
+from .remedies import FASTSTEPS, FLUSHED, KEPT
+
 __all__ = ["Suspect", "suspects"]
 
 LEAST = 0.05  # of a step
@@ -22,7 +25,7 @@ PRINTS = re.compile(r"\bprint\(|\blogg\w+\.|\.write\(")
 WAITS = re.compile(r"\.wait\(|all_reduce|all_gather|reduce_scatter|broadcast|barrier\(")
 UPDATES = re.compile(r"-=|\+=|sub_\(|add_\(|addc\w+_\(|copy_\(")
 CLIPS = re.compile(r"norm|clip|clamp|max_")
-FASTSTEPS: dict[str, dict[str, Any]] = {"faststep's optimizer": {"parts": ["optim", "amp", "clip"]}}
+OPTIMIZER: dict[str, dict[str, Any]] = {FASTSTEPS: {"parts": ["optim", "amp", "clip"]}}
 Found = dict[str, Any]
 
 
@@ -163,7 +166,7 @@ def _optimizer(found: Found, total: float) -> Iterator[Suspect]:
     if main["module"].startswith("torch.optim"):
         text = f"torch's {main['class']} steps {main['tensors']} tensors: faststep's is faster"
         most = share + _share(found, total, "clipping") + _share(found, total, "scaler")
-        yield Suspect("slow-optimizer", SAVED * share, text, FASTSTEPS, most=most)
+        yield Suspect("slow-optimizer", SAVED * share, text, OPTIMIZER, most=most)
         return
     best = main["bytes"] * PASSES / COPY_RATE / (total / steps)
     text = (
@@ -185,7 +188,7 @@ def _clipping(found: Found, total: float) -> Iterator[Suspect]:
         text = "torch's clipping takes this: faststep's optimizer clips in fewer passes"
         most = share + _share(found, total, "optimizer") + _share(found, total, "scaler")
         line = _place(_lines(found, "clipping"))
-        yield Suspect("slow-clipping", share, text, FASTSTEPS, line, most=most)
+        yield Suspect("slow-clipping", share, text, OPTIMIZER, line, most=most)
 
 
 # ---- what the loop does beside training
@@ -243,26 +246,26 @@ def _exposed_by_ddp(share: float) -> Iterator[Suspect]:
 def _machine(found: Found, total: float) -> Iterator[Suspect]:
     cores, threads = found["cores"], found["threads"]
     for count in sorted({1, min(cores, threads)}):
-        name = f"{count} thread{'' if count == 1 else 's'}"
+        name = counted(count)
         share = _switched(found, name, 0.5 if threads > cores else 0.0)
         if count < threads and share >= LEAST:
             text = f"torch computes in {threads} threads on {cores} cores: {name} may be faster"
             yield Suspect("too-many-threads", share, text, {name: {"threads": count}})
-    share = _switched(found, "memory is kept", found["faults"] * FAULT)
+    share = _switched(found, KEPT, found["faults"] * FAULT)
     if share >= LEAST:
         per_step = found["faults"] * total / len(found["steps"])
         text = (
             f"each step takes {per_step:.0f} pages from the system and gives them back: call "
             "faststep.memory.retain() first"
         )
-        yield Suspect("page-faults", share, text, {"memory is kept": {"parts": ["memory"]}})
-    share = _switched(found, "denormals are zero", 0.0)
+        yield Suspect("page-faults", share, text, {KEPT: {"parts": ["memory"]}})
+    share = _switched(found, FLUSHED, 0.0)
     if share >= LEAST / 2 or any(one["denormals"] > 0 for one in found["optimizers"]):
         text = (
             "tensors have denormal numbers, with which the processor computes slowly: call "
             "torch.set_flush_denormal(True) first"
         )
-        yield Suspect("denormals", share, text, {"denormals are zero": {"flush": True}})
+        yield Suspect("denormals", share, text, {FLUSHED: {"flush": True}})
     for dtype, cause in (("bfloat16", "slow-bf16"), ("float16", "slow-fp16")):
         if found["autocast"].get(dtype):
             text = f"this processor computes slower in {dtype} than in fp32: leave autocast out"

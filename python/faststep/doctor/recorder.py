@@ -25,6 +25,7 @@ from .._torch.data_loader import BaseDataLoaderIter
 from ..run.cores import cores
 from . import inspected, rates, system
 from .alternation import Alternation, Switch, switches
+from .findings import FAULT
 from .phases import Place
 from .sampler import Sampler
 
@@ -35,7 +36,6 @@ COUNTED = 0.05  # seconds between two looks at the counters of the kernel and th
 WARM_UP = 3  # steps that are not measured
 MOST_LOSSES = 64
 MOST_LINES = 60
-FAULT = 1.5e-6  # seconds that a page fault takes in a virtual machine
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -7,7 +7,10 @@ from typing import Any
 
 from ..run import PARTS
 
-__all__ = ["KINDS", "general", "is_chosen"]
+__all__ = ["FASTSTEPS", "FLUSHED", "KEPT", "KINDS", "general", "is_chosen"]
+
+# The names of remedies that are switched between steps, and tried in runs of their own.
+FASTSTEPS, FLUSHED, KEPT = "faststep's optimizer", "denormals are zero", "memory is kept"
 
 KINDS = (
     *PARTS,  # of `run`; threads are one of them

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ..memory.groups import group_of
+from .findings import LEAST
+from .remedies import KEPT
 
 __all__ = ["busy_seconds", "notes"]
 
 PROC, SYS = Path("/proc"), Path("/sys")
-LEAST = 0.05  # of a step
 SWAPPED = 64 << 20  # bytes
 PER_WORKER = 64 << 20  # bytes of shared memory for the batches of a worker
 FULL = 0.9  # of a limit
@@ -74,7 +75,7 @@ def _of_memory(found: Mapping[str, Any], proc: Path, sys: Path) -> Iterator[str]
             f"{swappiness}): free memory, or set sysctl vm.swappiness=10"
         )
     pages = _text(sys / "kernel/mm/transparent_hugepage/enabled")
-    if "[never]" in pages and found["switched"].get("memory is kept", [0, 0])[1] > 1.0 + LEAST:
+    if "[never]" in pages and found["switched"].get(KEPT, [0, 0])[1] > 1.0 + LEAST:
         yield "huge pages are off: write madvise to /sys/kernel/mm/transparent_hugepage/enabled"
     group = group_of(proc / "self", sys / "fs/cgroup")
     if group is not None and found["peak"] > FULL * group.limit:

@@ -109,8 +109,10 @@ class Trials:
                     change[key] = {**value, **change.get(key, {})}
                 else:
                     change[key] = value
-        whole = self.of(" + ".join(one.remedy for one in proven), change)
         best = max(proven, key=lambda one: one.gain)
+        if any(_is_same(change, one.change) for one in proven):  # one that has all others
+            return best
+        whole = self.of(" + ".join(one.remedy for one in proven), change)
         return whole if whole is not None and whole.gain > best.gain else best
 
     def _repeated(self, name: str, change: dict[str, Any]) -> tuple[Gain, list[dict[str, Any]]]:
@@ -149,9 +151,9 @@ class Trials:
 
     def _results(self, change: dict[str, Any], losses: list[float]) -> str:
         """What a change does to losses: "same bits", "rounding" or "changes training"."""
-        found = deviations(self._bases[0]["losses"], losses)
         if CHANGING & change.keys():
             return "changes training"
+        found = deviations(self._bases[0]["losses"], losses)
         if not any(found):
             return "same bits"
         if not is_rounding(found, []) and self._own is None and self._has_time(1):
@@ -162,3 +164,9 @@ class Trials:
 
     def _has_time(self, runs: int) -> bool:
         return self._runs.left > runs * (self._runs.started + 2 * SHORT.seconds)
+
+
+def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """True if two changes are one, whatever the order of their parts."""
+    first, second = ({**each, "parts": sorted(each.get("parts", ()))} for each in (one, other))
+    return first == second

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["cores", "fit_threads"]
+__all__ = ["cores", "counted", "fit_threads"]
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -18,14 +18,15 @@ def fit_threads() -> str:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     before = torch.get_num_threads()
     if chosen and not (ranks > 1 and chosen == ["OMP_NUM_THREADS"] and _is_torchruns()):
-        return f"{_counted(before)} ({chosen[0]} is set)"
+        return f"{counted(before)} ({chosen[0]} is set)"
     fitting = max(1, cores(Path("/proc/self"), Path("/sys")) // ranks)
     if chosen or fitting < before:
         torch.set_num_threads(fitting)
-    return _counted(torch.get_num_threads())
+    return counted(torch.get_num_threads())
 
 
-def _counted(threads: int) -> str:
+def counted(threads: int) -> str:
+    """So many threads, in words."""
     return f"{threads} thread{'' if threads == 1 else 's'}"
 
 

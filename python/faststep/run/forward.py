@@ -53,19 +53,12 @@ def compile_models() -> None:
 def use_channels_last() -> None:
     """Let the weights of two-dimensional convolutions that are made from now on lie in that way."""
     for kind in (nn.Conv2d, nn.ConvTranspose2d):
-        _lay_out(kind)
+        _when_made(kind, _lay_out)
 
 
-def _lay_out(kind: Any) -> None:
-    make = kind.__init__
-
-    @functools.wraps(make)
-    def made(module: Any, *args: Any, **kwargs: Any) -> None:
-        make(module, *args, **kwargs)
-        weight = module.weight
-        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-
-    kind.__init__ = made
+def _lay_out(module: nn.Conv2d | nn.ConvTranspose2d) -> None:
+    weight = module.weight
+    weight.data = weight.data.contiguous(memory_format=torch.channels_last)
 
 
 def accumulate(steps: int) -> None:
@@ -98,15 +91,20 @@ def accumulate(steps: int) -> None:
 def _kept(kind: Any) -> list[Any]:
     """The list of the objects of a class and its subclasses that are made from now on."""
     made: list[Any] = []
+    _when_made(kind, made.append)
+    return made
+
+
+def _when_made(kind: Any, act: Callable[[Any], object]) -> None:
+    """Call a function with each object of a class and its subclasses that is made from now on."""
     make = kind.__init__
 
     @functools.wraps(make)
     def init(one: Any, *args: Any, **kwargs: Any) -> None:
         make(one, *args, **kwargs)
-        made.append(one)
+        act(one)
 
     kind.__init__ = init
-    return made
 
 
 def _wrap_models(around: Callable[..., Any]) -> None:
