@@ -232,11 +232,36 @@ def test_what_a_change_does_to_losses() -> None:
     assert not is_rounding(deviations([1.0], [nan]), [])
 
 
+# What a run of a script without a fault has found.
+QUIET: dict[str, Any] = {
+    "steps": [0.1] * 50, "faults": 0.0, "allocated": [1000] * 50, "cores": 2,
+    "threads": 2, "phases": {"forward": 2.0, "backward": 3.0}, "lines": [], "loaders": [],
+    "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
+    "is_ddp": False, "switched": {}, "machine": {}, "graph": None,
+}  # fmt: skip
+
+
 def test_a_script_without_a_fault_is_not_suspected() -> None:
+    assert suspects(QUIET) == []
+
+
+def test_numbers_that_are_read_one_by_one(tmp_path: Path) -> None:
+    """In a loop of their own, and not where the loop that trains reads its loss."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "for step in range(9):\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    total += loss.item()\n"
+        "    for one, other in zip(labels, guessed):\n"
+        "        counts[one.item()] += other\n"
+    )
     found = {
-        "steps": [0.1] * 50, "faults": 0.0, "allocated": [1000] * 50, "cores": 2,
-        "threads": 2, "phases": {"forward": 2.0, "backward": 3.0}, "lines": [], "loaders": [],
-        "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
-        "is_ddp": False, "switched": {}, "machine": {}, "graph": None,
-    }  # fmt: skip
-    assert suspects(found) == []
+        **QUIET,
+        "steps": [0.01] * 20,
+        "phases": {"everything else": 0.2},
+        "lines": [["everything else", [str(script), line], None, 0.05] for line in (2, 5, 6)],
+    }
+    [suspect] = suspects(found)
+    assert (suspect.cause, suspect.line) == ("synchronising", f"{script}:5")
+    assert suspect.share == pytest.approx(0.5)

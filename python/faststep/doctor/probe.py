@@ -31,10 +31,11 @@ def main(order: dict[str, Any]) -> None:
     """Run a script as it was ordered, and write what was found to a file descriptor.
 
     Args:
-        order: `sandbox`, its kind; `empty`, a folder for it; `network`, if it may be used; `answer`, the file descriptor, or
-            None in a rank that measures nothing; `ranks` of the script, all of this machine;
-            `program`, the arguments of `Program`; `change`, `Changes` of `run`; `rounds`, to round
-            gradients once more; `seconds`, `least_steps`, `most_seconds`, `tries` of `Recorder`.
+        order: `sandbox`, its kind; `empty`, a folder for it; `network`, if it may be used;
+            `answer`, the file descriptor, or None in a rank that measures nothing; `ranks` of the
+            script, all of this machine; `program`, the arguments of `Program`; `change`, `Changes`
+            of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
+            `most_seconds`, `tries` of `Recorder`.
     """
     if order["sandbox"] == "namespaces":
         sandbox.enter(order["empty"])

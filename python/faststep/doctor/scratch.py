@@ -31,6 +31,7 @@ _WRITE_FILE = 1 << 1
 _CHANGES = (_WRITE_FILE | 0b1_1111_1111 << 4, 1 << 13, 1 << 14)  # by version; refer, truncate
 _NETWORK_FROM, _NETWORK = 4, 0b11  # version; TCP's bind and connect
 _KEPT = ("/dev/", "/proc/", "/sys/")
+_OF_LINKS = ("lstat", "readlink")  # functions that do not follow them
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 
@@ -118,10 +119,8 @@ class _Overlay:
 
     def install(self) -> None:
         """Put this in the place of Python's functions."""
-        for name in ("stat", "access", "chdir", "statvfs"):
+        for name in ("stat", "access", "chdir", "statvfs", *_OF_LINKS):
             self._put(os, name, self._read)
-        for name in ("lstat", "readlink"):
-            self._put(os, name, functools.partial(self._read, follow=False))
         for name in ("truncate", "chmod", "chown", "utime"):
             self._put(os, name, self._write)
         for name in ("unlink", "remove", "rmdir"):
@@ -239,8 +238,8 @@ class _Overlay:
 
     # ---- what the functions do
 
-    def _read(self, function: Any, path: Any, *args: Any, follow: bool = True, **kwargs: Any) -> Any:
-        follow = follow and kwargs.get("follow_symlinks", True)
+    def _read(self, function: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+        follow = kwargs.get("follow_symlinks", True) and function.__name__ not in _OF_LINKS
         return function(self._place_of(path, follow), *args, **kwargs)
 
     def _write(self, function: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
