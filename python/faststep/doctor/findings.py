@@ -270,10 +270,10 @@ def _machine(found: Found, total: float) -> Iterator[Suspect]:
             "torch.set_flush_denormal(True) first"
         )
         yield Suspect("denormals", share, text, {FLUSHED: {"flush": True}})
-    for dtype, cause in (("bfloat16", "slow-bf16"), ("float16", "slow-fp16")):
+    for dtype in ("bfloat16", "float16"):
         if found["autocast"].get(dtype):
             text = f"this processor computes slower in {dtype} than in fp32: leave autocast out"
-            yield Suspect(cause, 0.5, text, {"without autocast": {"autocast": "off"}})
+            yield Suspect("slow-bf16", 0.5, text, {"without autocast": {"autocast": "off"}})
 
 
 # ---- what goes wrong
