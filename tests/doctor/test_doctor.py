@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from faststep.doctor import scratch
 from faststep.doctor.findings import suspects
 from faststep.doctor.gains import compare, deviations, is_rounding
 from faststep.doctor.sandbox import is_available
@@ -21,10 +23,12 @@ needs_sandbox = pytest.mark.skipif(
 )
 
 
-def doctor(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+def doctor(
+    folder: Path, *arguments: object, path: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "faststep", "doctor", *map(str, arguments)]
     # Other tests run beside these, and threads that wait for each other then take all the time.
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": str(path or os.environ["PATH"])}
     return subprocess.run(
         command, cwd=folder, env=alone, capture_output=True, text=True, check=False
     )
@@ -95,8 +99,20 @@ def test_a_file_that_is_none_of_the_doctors(tmp_path: Path) -> None:
     assert "'other.json' is no file of `doctor --save`" in done.stderr
 
 
+@pytest.fixture
+def no_unshare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A PATH for a system that lets this user make no namespaces."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in ("touch", "sleep"):
+        (folder / name).symlink_to(shutil.which(name) or "")
+    return folder
+
+
 @needs_sandbox
-def test_what_a_script_writes_is_gone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["namespaces", "scratch"])
+def test_what_a_script_writes_is_gone(tmp_path: Path, no_unshare: Path, kind: str) -> None:
+    if kind == "scratch" and not scratch.is_available(network=False):
+        pytest.skip("no Landlock")
     (tmp_path / "kept").write_text("before")
     script = tmp_path / "train.py"
     script.write_text(
@@ -104,7 +120,7 @@ def test_what_a_script_writes_is_gone(tmp_path: Path) -> None:
         "open('kept', 'w').write('after')\n"
         "os.remove('train.py')\n"
         "os.makedirs('new/folder')\n"
-        "subprocess.run(['touch', '/tmp/faststep-doctor-left'], check=True)\n"
+        "subprocess.run(['touch', '/tmp/faststep-doctor-left'])\n"
         "subprocess.Popen(['sleep', '4242'])\n"
         "weight = torch.nn.Parameter(torch.ones(64, 64))\n"
         "optimizer = torch.optim.SGD([weight], lr=0.1)\n"
@@ -114,7 +130,8 @@ def test_what_a_script_writes_is_gone(tmp_path: Path) -> None:
         "    optimizer.zero_grad()\n"
         "    torch.save(weight, 'new/folder/last.pt')\n"
     )
-    done = doctor(tmp_path, "--minutes", 1, "train.py")
+    path = no_unshare if kind == "scratch" else None
+    done = doctor(tmp_path, "--minutes", 1, "train.py", path=path)
     assert done.returncode == 0, done.stderr
     assert "checkpoint-in-loop" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"kept", "train.py"}
@@ -147,6 +164,21 @@ def test_scripts_that_cannot_be_measured(tmp_path: Path, text: str, said: str) -
     done = doctor(tmp_path, "--minutes", 0.5, "train.py")
     assert done.returncode == 1
     assert said in done.stderr
+
+
+def test_what_a_sandbox_without_namespaces_refuses(tmp_path: Path, no_unshare: Path) -> None:
+    if not scratch.is_available(network=False):
+        pytest.skip("no Landlock")
+    script = tmp_path / "train.py"
+    script.write_text("import torch\ntorch._C.PyTorchFileWriter('written.pt')\n")
+    done = doctor(tmp_path, "--minutes", 0.5, script, path=no_unshare)
+    assert done.returncode == 1
+    assert "only Python's own functions and torch.save may write files" in done.stderr
+    script.write_text("import socket\nsocket.create_connection(('127.0.0.1', 9))\n")
+    done = doctor(tmp_path, "--minutes", 0.5, script, path=no_unshare)
+    assert "PermissionError" in done.stderr
+    assert "unless --network is passed" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 @needs_sandbox
@@ -200,11 +232,36 @@ def test_what_a_change_does_to_losses() -> None:
     assert not is_rounding(deviations([1.0], [nan]), [])
 
 
+# What a run of a script without a fault has found.
+QUIET: dict[str, Any] = {
+    "steps": [0.1] * 50, "faults": 0.0, "allocated": [1000] * 50, "cores": 2,
+    "threads": 2, "phases": {"forward": 2.0, "backward": 3.0}, "lines": [], "loaders": [],
+    "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
+    "is_ddp": False, "switched": {}, "machine": {}, "graph": None,
+}  # fmt: skip
+
+
 def test_a_script_without_a_fault_is_not_suspected() -> None:
+    assert suspects(QUIET) == []
+
+
+def test_numbers_that_are_read_one_by_one(tmp_path: Path) -> None:
+    """In a loop of their own, and not where the loop that trains reads its loss."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "for step in range(9):\n"
+        "    loss.backward()\n"
+        "    optimizer.step()\n"
+        "    total += loss.item()\n"
+        "    for one, other in zip(labels, guessed):\n"
+        "        counts[one.item()] += other\n"
+    )
     found = {
-        "steps": [0.1] * 50, "faults": 0.0, "allocated": [1000] * 50, "cores": 2,
-        "threads": 2, "phases": {"forward": 2.0, "backward": 3.0}, "lines": [], "loaders": [],
-        "optimizers": [], "autocast": {}, "autocast_steps": 0, "evaluated": 0.0,
-        "is_ddp": False, "switched": {}, "machine": {}, "graph": None,
-    }  # fmt: skip
-    assert suspects(found) == []
+        **QUIET,
+        "steps": [0.01] * 20,
+        "phases": {"everything else": 0.2},
+        "lines": [["everything else", [str(script), line], None, 0.05] for line in (2, 5, 6)],
+    }
+    [suspect] = suspects(found)
+    assert (suspect.cause, suspect.line) == ("synchronising", f"{script}:5")
+    assert suspect.share == pytest.approx(0.5)

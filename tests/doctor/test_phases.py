@@ -69,10 +69,14 @@ def test_forward_without_gradients_looks_at_a_model() -> None:
     layer = Layer()
     layer(torch.ones(1))
     with torch.no_grad():
-        layer(torch.ones(1))
+        layer(torch.ones(1))  # with what a teacher says, training goes on
+
+    with torch.no_grad():
+        accuracy = layer(torch.ones(1))
+    assert accuracy
 
     def validate() -> None:
         layer(torch.ones(1))
 
     validate()
-    assert said == ["forward", "evaluation", "evaluation"]
+    assert said == ["forward", "forward", "evaluation", "evaluation"]

@@ -44,7 +44,7 @@ def needs(package: str) -> None:
 
 def started(script: Path, *arguments: str) -> Runs:
     program = Program(str(script), list(arguments))
-    return Runs(program, time.monotonic() + 120, network=False, in_place=False)
+    return Runs(program, time.monotonic() + 120, network=False, sandbox="namespaces")
 
 
 def assert_is_healthy(found: dict[str, Any], *phases: str) -> None:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..doctor import KINDS, Answer, DoctorError, examine
-from ..doctor.sandbox import is_available
+from ..doctor import KINDS, Answer, DoctorError, examine, scratch
+from ..doctor.sandbox import Kind, is_available
 from .console import CommandError, some_of, table
 from .doctor_page import page
 from .run import split
@@ -71,17 +71,12 @@ def run_doctor(argv: Sequence[str]) -> int:
         raise CommandError("takes the ranks of one machine: start it with torchrun --nnodes 1")
     if os.environ.get("RANK", "0") != "0":
         return 0  # rank 0 runs the script on as many ranks, again and again
-    if not arguments.in_place and not is_available():
-        raise CommandError(
-            "this system lets this user make no sandbox (`unshare --user --mount`), so each run of "
-            "the script would write its files: pass --in-place where that does no harm"
-        )
     try:
         answer = examine(
             program,
             arguments.minutes,
             arguments.network,
-            arguments.in_place,
+            "none" if arguments.in_place else _sandbox(arguments.network, ranks),
             arguments.accept,
             arguments.only,
             ranks,
@@ -99,6 +94,28 @@ def run_doctor(argv: Sequence[str]) -> int:
         Path(arguments.html).write_text(page(answer))
     print(report(answer))
     return 0
+
+
+def _sandbox(network: bool, ranks: int) -> Kind:
+    """The kind that this system lets this user make.
+
+    Raises:
+        CommandError: there is none.
+    """
+    if is_available():
+        return "namespaces"
+    if scratch.is_available(network=network or ranks > 1):
+        if ranks > 1 and not network:
+            raise CommandError(
+                "this system lets this user make no namespaces (`unshare --user --mount`), and "
+                "without them ranks need the network to reach each other: pass --network"
+            )
+        return "scratch"
+    raise CommandError(
+        "this system lets this user make no sandbox (neither `unshare --user --mount` nor "
+        "Landlock), so each run of the script would write its files: pass --in-place where that "
+        "does no harm"
+    )
 
 
 def report(answer: Answer) -> str:

@@ -11,6 +11,7 @@ from .findings import LEAST, OPTIMIZER, Suspect, suspects
 from .phases import PHASES
 from .remedies import KINDS, general, is_chosen
 from .runs import DoctorError, Length, Runs
+from .sandbox import Kind
 from .system import notes
 from .trials import SURE, Trial, Trials
 
@@ -120,7 +121,7 @@ def examine(
     program: Program,
     minutes: float = 3.0,
     network: bool = False,
-    in_place: bool = False,
+    sandbox: Kind = "namespaces",
     accept: Collection[str] = (),
     only: Collection[str] = (),
     ranks: int = 1,
@@ -132,7 +133,8 @@ def examine(
         program: the script.
         minutes: the most time that this takes. Default: 3.
         network: let the script use the network. Default: False, the loopback alone.
-        in_place: run it without a sandbox: what it writes stays. Default: False.
+        sandbox: the kind of sandbox that it runs in; without one, what it writes stays. Default:
+            namespaces.
         accept: remedies, by name, that the best combination may have though they change training.
             Default: none.
         only: kinds of remedies that are tried, of `KINDS`. Default: all but "compile".
@@ -142,7 +144,7 @@ def examine(
     Raises:
         DoctorError: the script fails, or trains no step in this time.
     """
-    runs = Runs(program, time.monotonic() + 60.0 * minutes, network, in_place, ranks)
+    runs = Runs(program, time.monotonic() + 60.0 * minutes, network, sandbox, ranks)
     say("running the script as it is")
     base = runs.measure(FIRST, tries=True)
     if len(base["steps"]) < 2:

@@ -22,6 +22,7 @@ SAVED = 0.7  # of the optimizer's share, by a faster one
 OFTEN = 20  # steps between two evaluations, or fewer
 GROWTH = 4096  # bytes per step
 PRINTS = re.compile(r"\bprint\(|\blogg\w+\.|\.write\(")
+READS = re.compile(r"\.item\(\)|\.tolist\(\)")
 WAITS = re.compile(r"\.wait\(|all_reduce|all_gather|reduce_scatter|broadcast|barrier\(")
 UPDATES = re.compile(r"-=|\+=|sub_\(|add_\(|addc\w+_\(|copy_\(")
 CLIPS = re.compile(r"norm|clip|clamp|max_")
@@ -209,6 +210,9 @@ def _beside(found: Found, total: float) -> Iterator[Suspect]:
     shown = [entry for entry in _lines(found, "everything else") if _prints(entry[1])]
     text = "each step waits for numbers to be shown: do so every hundred steps"
     yield from _spent_in("synchronising", [*_lines(found, "printing"), *shown], total, text)
+    read = [entry for entry in _lines(found, "everything else") if _reads(entry[1])]
+    text = "each step reads tensors number by number in Python: compute with whole tensors"
+    yield from _spent_in("synchronising", read, total, text)
 
 
 @_rule
@@ -266,10 +270,10 @@ def _machine(found: Found, total: float) -> Iterator[Suspect]:
             "torch.set_flush_denormal(True) first"
         )
         yield Suspect("denormals", share, text, {FLUSHED: {"flush": True}})
-    for dtype, cause in (("bfloat16", "slow-bf16"), ("float16", "slow-fp16")):
+    for dtype in ("bfloat16", "float16"):
         if found["autocast"].get(dtype):
             text = f"this processor computes slower in {dtype} than in fp32: leave autocast out"
-            yield Suspect(cause, 0.5, text, {"without autocast": {"autocast": "off"}})
+            yield Suspect("slow-bf16", 0.5, text, {"without autocast": {"autocast": "off"}})
 
 
 # ---- what goes wrong
@@ -323,6 +327,16 @@ def _prints(place: tuple[str, int] | None) -> bool:
     return place is not None and bool(PRINTS.search(_text_of(*place)))
 
 
+def _reads(place: tuple[str, int] | None) -> bool:
+    """True if a line, or a loop around it that does not train, reads numbers of tensors."""
+    if place is None or _clips(place):
+        return False
+    loops = (ast.For, ast.ListComp, ast.GeneratorExp)
+    around = [text for node, text in _around(place) if isinstance(node, loops)][:2]
+    around = [text for text in around if "backward(" not in text and ".step(" not in text]
+    return any(READS.search(text) for text in [_text_of(*place), *around])
+
+
 def _waits(place: tuple[str, int] | None) -> bool:
     """True if a line, or the function around it, waits for other ranks."""
     if place is None:
@@ -339,7 +353,8 @@ def _clips(place: tuple[str, int] | None) -> bool:
 def _updates(place: tuple[str, int] | None) -> bool:
     """True if a loop or a function around a line changes parameters by their gradients."""
     around = _on_gradients(place)
-    return any(UPDATES.search(said) for said in around) and not _clips(place)
+    updates = [said for said in around if UPDATES.search(said) and "_foreach_" not in said]
+    return bool(updates) and not _clips(place)
 
 
 def _on_gradients(place: tuple[str, int] | None) -> list[str]:

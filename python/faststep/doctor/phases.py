@@ -45,6 +45,7 @@ _FILES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("safetensors/", "checkpoint", ()),
     ("torch/distributed/distributed_c10d.py", "communication", ()),
     ("torch/_tensor_str.py", "printing", ()),
+    ("core/arrayprint.py", "printing", ()),  # of numpy
     ("logging/__init__.py", "printing", ()),
     ("/tqdm/", "printing", ()),
 )
@@ -56,6 +57,8 @@ _EVALUATES = re.compile(r"eval|valid|infer|predict")  # functions that only look
 _EVALUATION = re.compile(r"_?evaluat")  # those of libraries, at the beginning of their names
 _OPTIMIZERS = tuple(str(Path(file).parent) + os.sep for file in (torch.__file__, _C.__file__))
 _WITHOUT_GRAD = re.compile(r"no_grad|inference_mode")  # what they are decorated with, or blocks
+_JUDGES = re.compile(r"eval|valid|test|held|metric|accura|infer|\bval(_|\b)|_val\b|\bdev(_|\b)")
+_BEFORE = 3  # lines before a block that belong to it, as model.eval() may
 
 
 @functools.lru_cache(2**14)
@@ -85,9 +88,13 @@ def _is_closure(step: CodeType, called: CodeType | None) -> bool:
 
 @functools.cache
 def _without_grad(path: str) -> list[range]:
-    """The lines of a file in which a script asks for no gradients."""
+    """The lines of a file in which a script judges a model, and asks for no gradients.
+
+    Not those of a teacher, of the other player of a GAN, or of an agent that acts.
+    """
+    lines = linecache.getlines(path)
     try:
-        tree = ast.parse("".join(linecache.getlines(path)))
+        tree = ast.parse("".join(lines))
     except SyntaxError:  # of a file that has changed since it was run
         return []
     found = []
@@ -99,7 +106,9 @@ def _without_grad(path: str) -> list[range]:
         else:
             continue
         if any(_WITHOUT_GRAD.search(ast.dump(one)) for one in asks):
-            found.append(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+            end = node.end_lineno or node.lineno
+            if _JUDGES.search("".join(lines[max(0, node.lineno - 1 - _BEFORE) : end])):
+                found.append(range(node.lineno, end + 1))
     return found
 
 

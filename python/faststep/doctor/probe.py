@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ..run import swap_silently
 from ..run.changes import make_changes
 from ..run.program import Program
-from . import sandbox
+from . import sandbox, scratch
 from .recorder import Recorder
 
 __all__ = ["main"]
@@ -30,13 +31,16 @@ def main(order: dict[str, Any]) -> None:
     """Run a script as it was ordered, and write what was found to a file descriptor.
 
     Args:
-        order: `empty`, a folder for `sandbox.enter`, or None; `answer`, the file descriptor, or
-            None in a rank that measures nothing; `ranks` of the script, all of this machine;
-            `program`, the arguments of `Program`; `change`, `Changes` of `run`; `rounds`, to round
-            gradients once more; `seconds`, `least_steps`, `most_seconds`, `tries` of `Recorder`.
+        order: `sandbox`, its kind; `empty`, a folder for it; `network`, if it may be used;
+            `answer`, the file descriptor, or None in a rank that measures nothing; `ranks` of the
+            script, all of this machine; `program`, the arguments of `Program`; `change`, `Changes`
+            of `run`; `rounds`, to round gradients once more; `seconds`, `least_steps`,
+            `most_seconds`, `tries` of `Recorder`.
     """
-    if order["empty"] is not None:
+    if order["sandbox"] == "namespaces":
         sandbox.enter(order["empty"])
+    elif order["sandbox"] == "scratch":
+        scratch.enter(order["empty"], order["network"])
 
     others = _start_others(order) if order["ranks"] > 1 and order["answer"] is not None else []
 
@@ -45,6 +49,8 @@ def main(order: dict[str, Any]) -> None:
             one.kill()
         with os.fdopen(order["answer"], "w") as answer:
             json.dump(found, answer)
+        if order["sandbox"] != "namespaces":  # which end all processes inside
+            os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
     random.seed(SEED)
@@ -84,7 +90,7 @@ def _start_others(order: dict[str, Any]) -> list[subprocess.Popen[bytes]]:
     os.environ.update(ranks, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ.update(RANK="0", LOCAL_RANK="0", TORCHELASTIC_USE_AGENT_STORE="False")
     command = [sys.executable, "-m", "faststep.doctor.probe"]
-    command.append(json.dumps({**order, "empty": None, "answer": None}))
+    command.append(json.dumps({**order, "sandbox": "none", "answer": None}))
     return [
         subprocess.Popen(command, env={**os.environ, "RANK": rank, "LOCAL_RANK": rank})
         for rank in map(str, range(1, order["ranks"]))

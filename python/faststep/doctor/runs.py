@@ -40,18 +40,23 @@ class Runs:
         program: the script.
         until: `time.monotonic()` of the end.
         network: let the script use the network.
-        in_place: without a sandbox: what the script writes stays.
+        sandbox: the kind of sandbox that it runs in.
         ranks: the processes of the script.
     """
 
     def __init__(
-        self, program: Program, until: float, network: bool, in_place: bool, ranks: int = 1
+        self,
+        program: Program,
+        until: float,
+        network: bool,
+        sandbox: sandbox.Kind,
+        ranks: int = 1,
     ) -> None:
         self._program = program
         self._until = until
         self._network = network
         self._ranks = ranks
-        self._in_place = in_place
+        self._sandbox = sandbox
         self.started = 0.0  # seconds that a run takes beside measuring, as the first one has shown
 
     @property
@@ -84,7 +89,9 @@ class Runs:
             tempfile.TemporaryFile() as answer,
         ):
             order = {
-                "empty": None if self._in_place else empty,
+                "sandbox": self._sandbox,
+                "empty": empty,
+                "network": self._network,
                 "answer": answer.fileno(),
                 "program": self._program,
                 "seconds": length.seconds,
@@ -96,7 +103,7 @@ class Runs:
                 "change": change or {},
             }
             command = [sys.executable, "-m", "faststep.doctor.probe", json.dumps(order)]
-            if not self._in_place:
+            if self._sandbox == "namespaces":
                 command = sandbox.sandboxed(command, self._network)
             errors = self._finish(command, answer.fileno(), most + GRACE)
             answer.seek(0)
@@ -105,9 +112,18 @@ class Runs:
             raise DoctorError(f"the script ended without an answer:\n{errors[-2000:]}")
         found: dict[str, Any] = json.loads(text)
         if "error" in found:
-            raise DoctorError(f"the script failed:\n{found['error']}")
+            raise DoctorError(f"the script failed:\n{found['error']}{self._hint(found['error'])}")
         self.started = time.monotonic() - begun - sum(found["steps"])
         return found
+
+    def _hint(self, error: str) -> str:
+        if self._sandbox != "scratch" or "ermission" not in error:
+            return ""
+        return (
+            "Without namespaces only Python's own functions and torch.save may write files, and "
+            "nothing may use TCP unless --network is passed. --in-place runs the script without a "
+            "sandbox: each run then writes its files."
+        )
 
     def _finish(self, command: list[str], answer: int, seconds: float) -> str:
         """Run a command to its end; returns the newest of what it says on stderr."""

@@ -1,8 +1,8 @@
 """Runs a program that may write wherever it likes, and leaves nothing behind.
 
 The program runs in namespaces of its own: it sees the file system through an overlay in memory, its
-processes end with it, and it has a network of its own, of which only the loopback is up. The kernel
-must let this user make such namespaces.
+processes end with it, and it has a network of its own, of which only the loopback is up. Where the
+kernel lets this user make no namespaces, as in most containers, see `scratch`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
-__all__ = ["enter", "environment", "is_available", "sandboxed"]
+__all__ = ["Kind", "enter", "environment", "is_available", "sandboxed"]
+
+# Of a sandbox: namespaces, a folder for what is written (`scratch`), or none at all.
+Kind = Literal["namespaces", "scratch", "none"]
 
 _BIND, _REC, _PRIVATE = 4096, 16384, 1 << 18  # flags of mount(2)
 _AS_IT_IS = {"sysfs", "cgroup", "cgroup2"}  # kinds of file systems without files
