@@ -14,7 +14,7 @@ class TensorError(TypeError):
     """A tensor cannot be used: (group, index, role, kind, detail)."""
 
 class Plan:
-    """What an optimizer remembers of its parameters between steps."""
+    """Remembers the parameters of an optimizer between steps."""
 
     def forget(self) -> None:
         """Drop the tensors of earlier steps. RuntimeError during a step."""
@@ -233,13 +233,13 @@ def fold_squares(sums: Tensor, /) -> float:
     """
 
 def fusable(tensors: Sequence[Tensor], device: int = ..., /) -> bool:
-    """Whether the functions of this module take these tensors, all on one device.
+    """True if the functions of this module take these tensors, all on one device.
 
     The device is -1 for CPU memory, the default, or a CUDA ordinal.
     """
 
 def has_kernels() -> bool:
-    """Whether `use_kernels_of` was called: with a driver, CUDA tensors can be used."""
+    """True if `use_kernels_of` was called: with a driver, CUDA tensors can be used."""
 
 def hold(tensor: Tensor, storage_record: int, /) -> Tensor:
     """A tensor like this one over the same memory, which is not freed while that tensor lives.
@@ -261,13 +261,13 @@ def hyper(
     """
 
 def is_built_in(obj: object, /) -> bool:
-    """Whether there is nothing but str, bytes, numbers and None in lists, tuples and dicts.
+    """True if there is nothing but str, bytes, numbers and None in lists, tuples and dicts.
 
     Of these types themselves, not of classes derived from them, and within 4 others at most.
     """
 
 def is_recorded() -> bool:
-    """Whether a profiler or another callback observes torch's operators. True if not known."""
+    """True if a profiler or another callback observes torch's operators, or if not known."""
 
 def measure(tensors: Sequence[Tensor], inv_scale: float, /) -> tuple[float, bool]:
     """(sum of squares of all elements times inv_scale, whether one is infinite or NaN)."""
@@ -440,7 +440,7 @@ class Arena:
         """Keep the block of `take` when its tensor is gone."""
 
     def sent(self, block: int, /) -> bool:
-        """Whether the tensor is gone; if not, `send` is undone."""
+        """True if the tensor is gone; if not, `send` is undone."""
 
     def give_back(self, block: int, /) -> None:
         """In a worker: free a block of `put`, or one that was sent."""

@@ -111,7 +111,7 @@ def test_a_window(machine: fake.Machine, in_pairs: bool) -> None:
         sums.collect(last=False)
         expected += grad.float()
         sums.release_grads()
-    sums.add_held()
+    sums.add_waiting()
     assert _C.device_counts()[0] - launches == (2 if in_pairs else 3)
     hidden = sums.hidden(param)
     assert hidden is not None

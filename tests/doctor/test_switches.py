@@ -94,7 +94,7 @@ def test_switches_are_those_that_can_gain() -> None:
     names = {
         one.name for one in switches(0.01, shares, 0.3, 2, [], lambda on: None, lambda one: None)
     }
-    assert {alternation.HELD_BATCH, "memory is kept"} <= names
+    assert {alternation.SAME_BATCH, "memory is kept"} <= names
     assert switches(1.0, shares, 0.3, 2, [], lambda on: None, lambda one: None) == []
 
 

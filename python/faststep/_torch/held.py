@@ -4,7 +4,7 @@ torch moves a storage in place, and frees what was there: `share_memory_()` and 
 worker or queue do so, and `resize_`. A reference to the tensor does not prevent that. The record of
 a storage names who owns its memory and how that is freed; the C side (csrc/py/load/hold.c) puts a
 count there. Where these words are is found by experiment, as in records.py: a tensor whose
-record must hold certain numbers shows it, and then one is held, moved and let go. If anything comes
+record must have certain numbers shows it, and then one is held, moved and let go. If anything comes
 out otherwise `hold` raises, and nothing of torch's is ever written.
 """
 

@@ -59,7 +59,7 @@ def _address_in_libtorch(symbol: str) -> int:
 
 
 def libtorch_cpu_path() -> str:
-    """The file that holds torch's CPU operators and its thread pool.
+    """The file that has torch's CPU operators and its thread pool.
 
     A full path for a torch from a wheel; the bare file name, for the loader to find, where torch
     keeps its libraries elsewhere.

@@ -31,7 +31,7 @@ __all__ = ["Layout", "find"]
 _WORDS = 22  # that a tensor's record has at least: 176 bytes in torch 2.13, and read in every torch
 _META_WORDS = 12
 _STORAGE_WORDS = 8
-_ATTEMPTS = 5  # what is not in use in a record may by chance hold a number that is looked for
+_ATTEMPTS = 5  # what is not in use in a record may by chance be a number that is looked for
 
 
 class Layout(NamedTuple):
@@ -143,7 +143,7 @@ def _negated(place: int) -> int:
 
 
 def _equal_tensors() -> Iterator[Tensor]:
-    """Tensors without any difference but what their memory held before they were made."""
+    """Tensors without any difference but what their memory had before they were made."""
     program = ctypes.CDLL(None)  # Python's own functions may write to what they free
     allocate, free = program.malloc, program.free
     allocate.restype, allocate.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)

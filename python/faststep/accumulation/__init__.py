@@ -44,7 +44,7 @@ def accumulate(
             optimizer.zero_grad()
 
     The gradients of a window are summed up, and divided once, inside the optimizer's step: until
-    then `.grad` holds the sum. See docs/accumulation.md.
+    then `.grad` is the sum. See docs/accumulation.md.
 
     Args:
         optimizer: an optimizer, or several that are stepped together. faststep's and torch's
@@ -62,7 +62,7 @@ def accumulate(
             the time of the training their `.grad` is fp32. Default: None, as autograd does it.
         in_pairs: with dtype=torch.float32, add two gradients of a parameter to its sum at a time,
             with the same bits: 12 bytes of memory traffic per element instead of 20. The first of
-            two is held for another forward and backward pass, and the `.grad` of these parameters
+            two waits for another forward and backward pass, and the `.grad` of these parameters
             is None until the window's end. Default: False.
 
     Returns:

@@ -96,7 +96,7 @@ class Accumulation:
             self._window.ranks.set_quiet(False)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """`loss.backward(**kwargs)`, checked to be inside the block.
+        """`loss.backward(**kwargs)`, checked to be inside the `with` block.
 
         The loss is taken as it is: a mean for normalize="mean", a sum for "tokens".
         """
@@ -130,7 +130,7 @@ class Accumulation:
 
         "mean" then divides by the micro-steps that there were. With DistributedDataParallel every
         rank must call this (a collective), also those without a micro-step in the window. After
-        `install` it takes the step as well, with everything that was held back.
+        `install` it takes the step as well, with all calls that were left out.
 
         Returns:
             `ready`: False if there was nothing to complete.
@@ -154,7 +154,7 @@ class Accumulation:
 
     @disable_dynamo
     def reset(self) -> None:
-        """Drop the open window and its gradients, as after an exception inside a block."""
+        """Drop the open window and its gradients, as after an exception inside a `with` block."""
         window = self._window
         window.drop_grads()
         window.close(counts=False)

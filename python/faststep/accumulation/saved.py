@@ -28,7 +28,7 @@ def state_of(window: Window) -> dict[str, Any]:
             "not show them; save when a window is complete, or leave model= away"
         )
     if open_window and window.sums is not None:
-        window.sums.add_held()
+        window.sums.add_waiting()
     grads = [_sum_of(window, param) if open_window else None for _, param in window.named_params()]
     divisors = [division.divisor_of(optimizer) for optimizer in window.optimizers]
     return {

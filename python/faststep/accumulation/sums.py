@@ -30,10 +30,10 @@ class _Sum:
         self.name = name
         self.grad_dtype = get_grad_dtype(param)
         self.buffer: Tensor | None = None
-        self.generation = 0  # the number of the window whose sum the buffer holds
-        self.hidden = False  # the buffer holds a sum, but was taken out of `.grad` here
-        self.held: Tensor | None = None  # the first gradient of a pair
-        self.held_version = 0
+        self.generation = 0  # the number of the window whose sum is in the buffer
+        self.hidden = False  # a sum is in the buffer, but was taken out of `.grad` here
+        self.waiting: Tensor | None = None  # the first gradient of a pair
+        self.waiting_version = 0
 
 
 class Sums:
@@ -52,8 +52,8 @@ class Sums:
         self._sums: Hooked[_Sum] = Hooked()
         self._generation = 1
         self._in_pairs = in_pairs
-        self._holding = False  # in pairs, before the last micro-step of a window
-        self._came = False  # whether a gradient came since `mark`
+        self._pairs_up = False  # gradients wait, before the last micro-step of a window
+        self._came = False  # a gradient came since `mark`
 
     def __bool__(self) -> bool:
         return len(self._sums) > 0
@@ -76,24 +76,24 @@ class Sums:
         def add(param: Tensor) -> None:
             sums = owner()
             if sums is not None:
-                sums._add(mine, param, sums._holding)
+                sums._add(mine, param, sums._pairs_up)
 
         self._sums.add(param, mine, add)
         if param.grad is not None:
             self._add(mine, param)
 
-    def _add(self, mine: _Sum, param: Tensor, hold: bool = False) -> None:
-        """Hold `.grad`, or add it to the buffer and put the buffer into `.grad`."""
-        if (addition := self._taken(mine, param, hold)) is not None:
+    def _add(self, mine: _Sum, param: Tensor, waits: bool = False) -> None:
+        """Let `.grad` wait, or add it to the buffer and put the buffer into `.grad`."""
+        if (addition := self._taken(mine, param, waits)) is not None:
             add_all([addition])
             self._added(mine)
-            self._show(mine, param, not hold)
+            self._show(mine, param, not waits)
 
-    def _taken(self, mine: _Sum, param: Tensor, hold: bool) -> Addition | None:
+    def _taken(self, mine: _Sum, param: Tensor, waits: bool) -> Addition | None:
         """Keep the gradient for the next one, or return the addition to run; None if there is none.
 
         Args:
-            hold: keep the gradient, if none is kept already.
+            waits: let the gradient wait, if none does already.
         """
         align_all([param])
         grad = param.grad
@@ -105,11 +105,11 @@ class Sums:
                 mine.generation = 0
             self._check(mine, grad)
             self._came = True
-            if hold and mine.held is None:
-                mine.held, mine.held_version = grad, grad._version
+            if waits and mine.waiting is None:
+                mine.waiting, mine.waiting_version = grad, grad._version
                 self._show(mine, param, False)
                 return None
-        return None if hold and grad is None else self._addition(mine, grad)
+        return None if waits and grad is None else self._addition(mine, grad)
 
     def _show(self, mine: _Sum, param: Tensor, shown: bool = True) -> None:
         """Put the buffer into `.grad`, or None."""
@@ -128,18 +128,18 @@ class Sums:
                 f"accumulate(dtype=torch.float32): the gradient of {mine.name} is sparse; use "
                 "sparse=False, or leave dtype=None"
             )
-        before = mine.buffer if mine.generation == self._generation else mine.held
+        before = mine.buffer if mine.generation == self._generation else mine.waiting
         if before is not None and not _fits(before, grad):
             raise RuntimeError(
                 f"the shape or device of {mine.name} changed inside an accumulation window"
             )
 
     def _addition(self, mine: _Sum, grad: Tensor | None) -> Addition | None:
-        """The addition of the held gradient and `grad` to the buffer; None if there is neither."""
-        term, more = (grad, None) if mine.held is None else (mine.held, grad)
+        """The addition of the waiting gradient and `grad`; None if there is neither."""
+        term, more = (grad, None) if mine.waiting is None else (mine.waiting, grad)
         if term is None:
             return None
-        if mine.held is not None and mine.held._version != mine.held_version:
+        if mine.waiting is not None and mine.waiting._version != mine.waiting_version:
             raise RuntimeError(
                 f"accumulate(in_pairs=True): the gradient of {mine.name} was changed in place "
                 "after the backward that made it, while it waited for the next one"
@@ -152,34 +152,34 @@ class Sums:
         return Addition(mine.buffer, term, more, 1.0, start)
 
     def _added(self, mine: _Sum) -> None:
-        """After an addition: the buffer holds the sum, and the held gradient is freed."""
+        """After an addition: the sum is in the buffer, and the waiting gradient is freed."""
         mine.generation = self._generation
-        mine.held = None
+        mine.waiting = None
 
     def expect(self, last: bool) -> None:
         """Say whether the next micro-step is the last of a window."""
-        self._holding = self._in_pairs and not last
+        self._pairs_up = self._in_pairs and not last
 
     def collect(self, last: bool) -> None:
         """After a micro-step, take in gradients that no hook has seen, and fill `.grad`.
 
         Parameters without a gradient in this micro-step get their buffer back into `.grad`. In
-        pairs this waits for the last micro-step, and gradients may be held until then.
+        pairs this waits for the last micro-step, and gradients may wait until then.
         """
-        hold = self._in_pairs and not last
+        waits = self._in_pairs and not last
         found = []
         for param, mine in self._sums:
-            if (addition := self._taken(mine, param, hold)) is not None:
+            if (addition := self._taken(mine, param, waits)) is not None:
                 found.append((mine, param, addition))
-            elif not hold and param.grad is None and mine.generation == self._generation:
+            elif not waits and param.grad is None and mine.generation == self._generation:
                 self._show(mine, param)
         add_all([addition for _, _, addition in found])
         for mine, param, _ in found:
             self._added(mine)
-            self._show(mine, param, not hold)
+            self._show(mine, param, not waits)
 
-    def add_held(self) -> None:
-        """Add the gradients that are held."""
+    def add_waiting(self) -> None:
+        """Add the gradients that wait."""
         found = []
         for _, mine in self._sums:
             if (addition := self._addition(mine, None)) is not None:
@@ -193,7 +193,7 @@ class Sums:
         self._came = False
 
     def came_since_mark(self) -> bool:
-        """In pairs: whether a gradient was taken in since `mark`; `.grad` does not show that."""
+        """In pairs: True if a gradient was taken in since `mark`; `.grad` does not show that."""
         return self._in_pairs and self._came
 
     def release_grads(self) -> None:
@@ -223,7 +223,7 @@ class Sums:
     def end_window(self) -> None:
         """The sums are whole: the next gradient starts a new one."""
         self._generation += 1
-        self._holding = False
+        self._pairs_up = False
 
     def put(self, param: Tensor, value: Tensor) -> bool:
         """Make `value` the sum of a parameter; False if it has no buffer here."""
@@ -242,18 +242,18 @@ class Sums:
         return mine.buffer if mine is not None and live else None
 
     def clear(self, params: Iterable[Tensor]) -> None:
-        """The script clears these gradients: drop their sums and what is held of them."""
+        """The script clears these gradients: drop their sums and the gradients that wait."""
         for param in params:
             mine = self._sums.of(param)
             if mine is not None:
-                mine.generation, mine.held = 0, None
+                mine.generation, mine.waiting = 0, None
 
     def forget(self) -> None:
         """Drop the sums of the open window."""
         self._generation += 1
-        self._holding = False
+        self._pairs_up = False
         for param, mine in self._sums:
-            mine.held = None
+            mine.waiting = None
             if param.grad is mine.buffer:
                 param.grad = None
 
@@ -271,11 +271,11 @@ class Sums:
         """Remove the hooks. `.grad` gets the sum so far, rounded to the parameter's dtype."""
         found = list(self._sums)
         for param, mine in found:
-            if self._holding and param.grad is None:
+            if self._pairs_up and param.grad is None:
                 live = mine.generation == self._generation
-                if live and mine.buffer is not None and mine.held is not None:
-                    add_to(mine.buffer, mine.held, 1.0, False)
-                param.grad = mine.buffer if live else mine.held
+                if live and mine.buffer is not None and mine.waiting is not None:
+                    add_to(mine.buffer, mine.waiting, 1.0, False)
+                param.grad = mine.buffer if live else mine.waiting
         self.round([param for param, _ in found], 1.0)
         self._sums.remove()
         for param, mine in found:

@@ -67,7 +67,7 @@ def takes_requests(optimizer: Optimizer) -> bool:
 
 
 def can_be_seen(optimizer: FusedOptimizer) -> bool:
-    """True if anybody could see how often `step` is called, or what the gradients hold then.
+    """True if anybody could see how often `step` is called, or what the gradients are then.
 
     Hooks and steps of a script can; so can a profiler. The wrapper of a scheduler sees only that it
     is called.

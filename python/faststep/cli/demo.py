@@ -60,7 +60,7 @@ TRAININGS = {
 
 @dataclass(frozen=True)
 class Result:
-    """The record of one run of a script.
+    """The figures of one run of a script.
 
     Args:
         seconds: of each step after the first ones, by phase and of the whole.
@@ -76,7 +76,7 @@ class Result:
 
     @classmethod
     def read(cls, text: str) -> Result:
-        """Read the record that ``scripts/meter.py`` has written."""
+        """Read the figures that ``scripts/meter.py`` has written."""
         found = json.loads(text)
         phases: dict[str, list[float]] = {phase: found["phases"][phase] for phase in PHASES}
         whole = [sum(step) for step in zip(*phases.values(), strict=True)]

@@ -32,7 +32,7 @@ class Finding(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What the doctor says."""
+    """The answer of the doctor."""
 
     verdict: str
     phases: dict[str, float]

@@ -16,23 +16,23 @@ from ..run.optimizers import CLASSES
 from .gains import Gain, compare
 from .remedies import FASTSTEPS, FLUSHED, KEPT
 
-__all__ = ["HELD_BATCH", "NOTHING", "NO_OPTIMIZER", "Alternation", "Switch", "switches"]
+__all__ = ["NOTHING", "NO_OPTIMIZER", "SAME_BATCH", "Alternation", "Switch", "switches"]
 
-BLOCK = 4  # steps; the first after a change is not counted
-LEAST_PAIRS, ENOUGH_PAIRS = 3, 6  # of blocks without and with
+STRETCH = 4  # steps; the first after a change is not counted
+LEAST_PAIRS, ENOUGH_PAIRS = 3, 6  # of stretches without and with
 SECONDS, MOST_SECONDS = 1.0, 5.0  # for each switch
 LEAST_SHARE = 0.04  # of a step, in which a switch must have something to gain
 NOTHING = "nothing"
-HELD_BATCH, NO_OPTIMIZER = "one batch again and again", "no optimizer"
+SAME_BATCH, NO_OPTIMIZER = "one batch again and again", "no optimizer"
 
 
 class Switch(NamedTuple):
-    """What can be changed between two steps of a script that will not be kept.
+    """A change that can be made between two steps of a script that will not be kept.
 
     Attributes:
         name: of the remedy, or of what is left out.
         turn: called with True and False in turns, False last.
-        in_one_thread: both sides compute in one thread, where a change holds for one alone.
+        in_one_thread: both sides compute in one thread, where a change is of one alone.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Switch(NamedTuple):
 
 
 class Alternation:
-    """Tries switches in blocks of steps: without, with, with, without, and so on.
+    """Tries switches in stretches of steps: without, with, with, without, and so on.
 
     Attributes:
-        gains: of each switch that had enough blocks.
+        gains: of each switch that had enough stretches.
     """
 
     def __init__(self, chosen: Sequence[Switch]) -> None:
@@ -53,8 +53,8 @@ class Alternation:
         self._is_on = False
         self._begun = self._last = time.perf_counter()
         self._count = 0  # steps
-        self._block: list[float] = []
-        self._blocks: tuple[list[float], list[float]] = ([], [])
+        self._stretch: list[float] = []
+        self._stretches: tuple[list[float], list[float]] = ([], [])
         self._threads = torch.get_num_threads()
         self._begin()
 
@@ -63,23 +63,23 @@ class Alternation:
         if not self._waiting:
             return True
         now = time.perf_counter()
-        if self._count % BLOCK:
-            self._block.append(now - self._last)
+        if self._count % STRETCH:
+            self._stretch.append(now - self._last)
         self._count += 1
-        if self._count % BLOCK == 0:
-            self._blocks[self._is_on].append(statistics.median(self._block))
-            self._block = []
+        if self._count % STRETCH == 0:
+            self._stretches[self._is_on].append(statistics.median(self._stretch))
+            self._stretch = []
             if self._is_enough(now):
                 self._end()
                 if not self._waiting:
                     return True
             else:
-                self._turn(self._count // BLOCK % 4 in (1, 2))  # off, on, on, off
+                self._turn(self._count // STRETCH % 4 in (1, 2))  # off, on, on, off
         self._last = time.perf_counter()
         return False
 
     def _begin(self) -> None:
-        self._blocks, self._block, self._count = ([], []), [], 0
+        self._stretches, self._stretch, self._count = ([], []), [], 0
         self._begun = self._last = time.perf_counter()
         if self._waiting and self._waiting[0].in_one_thread:
             torch.set_num_threads(1)
@@ -90,8 +90,8 @@ class Alternation:
             self._is_on = is_on
 
     def _is_enough(self, now: float) -> bool:
-        pairs = min(map(len, self._blocks))
-        if len(self._blocks[0]) != len(self._blocks[1]):
+        pairs = min(map(len, self._stretches))
+        if len(self._stretches[0]) != len(self._stretches[1]):
             return False
         seconds = now - self._begun
         return (pairs >= ENOUGH_PAIRS and seconds > SECONDS) or seconds > MOST_SECONDS
@@ -102,9 +102,9 @@ class Alternation:
         switch = self._waiting.pop(0)
         if switch.in_one_thread:
             torch.set_num_threads(self._threads)
-        if len(self._blocks[0]) >= LEAST_PAIRS:
+        if len(self._stretches[0]) >= LEAST_PAIRS:
             self.gains[switch.name] = compare(
-                [([a], [b]) for a, b in zip(*self._blocks, strict=True)]
+                [([a], [b]) for a, b in zip(*self._stretches, strict=True)]
             )
         self._begin()
 
@@ -115,12 +115,12 @@ def switches(
     faults: float,
     cores: int,
     optimizers: Sequence[Optimizer],
-    hold_batch: Callable[[bool], object],
+    repeat_batch: Callable[[bool], object],
     stepped: Callable[[Optimizer], object],
 ) -> list[Switch]:
     """Those that may gain something for a script, and one that changes nothing.
 
-    None for steps that are so long that blocks of them take more than the time of a switch.
+    None for steps that are so long that stretches of them take more than the time of a switch.
 
     Args:
         seconds: of a step.
@@ -128,10 +128,10 @@ def switches(
         faults: the share of a step that page faults take.
         cores: that this process may use.
         optimizers: of the script.
-        hold_batch: lets loaders give the newest batch again and again.
+        repeat_batch: lets loaders give the newest batch again and again.
         stepped: is told of a step that is left out.
     """
-    if 2 * LEAST_PAIRS * BLOCK * seconds > 2 * MOST_SECONDS:
+    if 2 * LEAST_PAIRS * STRETCH * seconds > 2 * MOST_SECONDS:
         return []
     chosen = [Switch(NOTHING, lambda is_on: None)]
     if faults > LEAST_SHARE and not memory.stats().retains:
@@ -143,7 +143,7 @@ def switches(
     if shares.get("optimizer", 0.0) > LEAST_SHARE:
         chosen += _of_optimizers(optimizers, stepped)
     if shares.get("data", 0.0) > LEAST_SHARE:
-        chosen.append(Switch(HELD_BATCH, hold_batch))
+        chosen.append(Switch(SAME_BATCH, repeat_batch))
     chosen.append(Switch(FLUSHED, torch.set_flush_denormal, in_one_thread=True))
     return chosen
 

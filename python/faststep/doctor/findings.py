@@ -1,4 +1,4 @@
-"""What costs a script time, by what a run of it has found, and which change would help."""
+"""Finds in the result of a run what costs the script time, and which change would help."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _lines(found: Found, phase: str) -> list[Any]:
 def _spent_in(
     cause: str, entries: Sequence[Any], total: float, text: str, saved: float = 1.0
 ) -> Iterator[Suspect]:
-    """What is spent in lines of the script, of which a remedy that cannot be tried saves a part."""
+    """Time spent in lines of the script, of which a remedy that cannot be tried saves a part."""
     share = sum(entry[3] for entry in entries) / total
     if share >= LEAST:
         line = _place(entries, outer=False)

@@ -1,4 +1,4 @@
-"""What a script's objects are, looked at when it has trained for a while and will not go on."""
+"""Looks at a script's objects, when it has trained for a while and will not go on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class LoaderUse:
             iterator._faststep_is_new = False
 
     def described(self) -> dict[str, Any]:
-        """What findings need to know, as JSON has it."""
+        """The facts that findings need, as JSON has them."""
         loader = self.loader
         context = loader.multiprocessing_context or multiprocessing
         return {

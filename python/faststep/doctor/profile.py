@@ -30,12 +30,12 @@ class Line(NamedTuple):
 
 
 class Profile:
-    """What :func:`faststep.profile` has measured; all is empty until its block ends.
+    """Results of :func:`faststep.profile`; all are empty until its `with` block ends.
 
     Attributes:
         phases: the share of the time in each phase, from 0 to 1, largest first.
         steps: the seconds of each step of the optimizer that steps most often, or of each backward
-            pass where none steps. The first begins with the block.
+            pass where none steps. The first begins with the `with` block.
         lines: at most ten lines of the script, dearest first: `file`, `number`, `phase`, `share`.
             What torch calls in a line is a part of it; a line of a dataset or a model is its own.
     """
@@ -68,17 +68,17 @@ class Profile:
 
 @contextlib.contextmanager
 def profile() -> Iterator[Profile]:
-    """Measure where the time of a block goes.
+    """Measure where the time of a `with` block goes.
 
     ``with faststep.profile() as measured: train()``, then ``print(measured)`` shows a table.
-    Another thread looks at the stack of this one every 50 ms, so a block needs some seconds.
+    Another thread looks at the stack of this one every 50 ms, so measure some seconds.
     Compilation and other work of the first steps count too.
 
     Yields:
         A :class:`.Profile`, filled in when the block ends, by an exception too.
 
     Raises:
-        RuntimeError: another block is being measured: blocks cannot be nested, nor run in two
+        RuntimeError: another `with` block is being measured: they cannot be nested, nor run in two
             threads.
     """
     if not _measuring.acquire(blocking=False):

@@ -1,4 +1,4 @@
-"""What a machine does in a second at most, and how much of a step its matrix products need."""
+"""The most that a machine does in a second, and how much of a step its matrix products need."""
 
 from __future__ import annotations
 

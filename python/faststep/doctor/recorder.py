@@ -208,7 +208,7 @@ class Recorder:
             found["faults"] * FAULT,
             found["cores"],
             [*self._optimizers.values()],
-            self._hold_batch,
+            self._repeat_batch,
             self._sampler.note_step,
         )
 
@@ -223,7 +223,7 @@ class Recorder:
             self._result["machine"] = rates.measured(self._products)
         self.end()
 
-    def _hold_batch(self, is_on: bool) -> None:
+    def _repeat_batch(self, is_on: bool) -> None:
         self._holds_batch = is_on
 
     # ---- the other thread

@@ -71,7 +71,7 @@ class Runs:
         tries: bool = False,
         rounds: bool = False,
     ) -> dict[str, Any]:
-        """What a run with a change has found.
+        """The result of a run with a change.
 
         Args:
             length: how long it measures.

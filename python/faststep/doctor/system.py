@@ -1,4 +1,4 @@
-"""What a machine is set to that slows a script, or that it will run into."""
+"""Settings of a machine that slow a script, or that it will run into."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ def _of_loaders(found: Mapping[str, Any], shared: str) -> Iterator[str]:
     workers = max((use["workers"] for use in found["loaders"]), default=0)
     if not workers:
         return
-    held = os.statvfs(shared)
-    free = held.f_bavail * held.f_frsize
+    space = os.statvfs(shared)
+    free = space.f_bavail * space.f_frsize
     if free < workers * PER_WORKER:
         yield (
             f"{shared} has {free >> 20} MiB free for the batches of {workers} workers: give the "
@@ -134,7 +134,7 @@ def _of_variables(found: Mapping[str, Any], variables: Mapping[str, str]) -> Ite
 
 
 def _text(path: Path) -> str:
-    """What a file says; nothing where this kernel has none."""
+    """The text of a file; empty where this kernel has none."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -150,7 +150,7 @@ class Trials:
         return compare([(base["steps"], run["steps"]) for base, run in pairs])
 
     def _results(self, change: dict[str, Any], losses: list[float]) -> str:
-        """What a change does to losses: "same bits", "rounding" or "changes training"."""
+        """The effect of a change on losses: "same bits", "rounding" or "changes training"."""
         if CHANGING & change.keys():
             return "changes training"
         found = deviations(self._bases[0]["losses"], losses)

@@ -1,4 +1,4 @@
-"""What a script does while it trains: a line of figures per second."""
+"""Watches a script while it trains: a line of figures per second."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Figures(TypedDict):
 
 
 class Display(Protocol):
-    """What lines are given to; in another thread than that which trains, but for the last one."""
+    """Takes lines; in another thread than that which trains, but for the last one."""
 
     def show(self, figures: Figures) -> None:
         """Take a line."""

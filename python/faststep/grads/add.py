@@ -18,7 +18,7 @@ __all__ = ["Addition", "add_all", "add_to"]
 
 
 class Addition(NamedTuple):
-    """total += factor * term, then += factor * more; `start` ignores what the total held."""
+    """total += factor * term, then += factor * more; `start` ignores the total before."""
 
     total: Tensor
     term: Tensor

@@ -48,7 +48,7 @@ def over_ranks(
     Args:
         values: 1-d float64, one of each region.
         found: 0-d; not 0 where something was found on this rank.
-        has_grads: whether this rank has a gradient.
+        has_grads: True if this rank has a gradient.
         failure: what keeps this rank from going on. It raises by itself, after this call.
         largest: take the largest value; there must be no NaN then. Default: False.
 

@@ -17,7 +17,7 @@ _Value = TypeVar("_Value")
 
 
 class ByOptimizer(Generic[_Value]):
-    """One value per optimizer; keeps no optimizer alive, and no value if it is held `weakly`."""
+    """One value per optimizer; keeps no optimizer alive, and no value if `weakly`."""
 
     def __init__(self, *, weakly: bool) -> None:
         self._weakly = weakly

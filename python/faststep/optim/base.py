@@ -73,7 +73,7 @@ class FusedOptimizer(ClippedOptimizer, HookedOptimizer):
     _numbers: ClassVar[tuple[str, ...]] = ()
     _counts_on_device: ClassVar[bool] = False
 
-    # Whether a state may have entries of other code before ours exist (SGD).
+    # True if a state may have entries of other code before ours exist (SGD).
     _begins_in_parts: ClassVar[bool] = False
 
     # Of a class whose objects show a script what torch's do: the class of faststep with its step.

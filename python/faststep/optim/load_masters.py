@@ -18,7 +18,7 @@ __all__ = ["loading_masters"]
 
 
 class _Boxed(Tensor):
-    """Holds a state, which torch then leaves as it is."""
+    """A box around a state, which torch then leaves as it is."""
 
     value: Tensor
 
@@ -28,9 +28,9 @@ class _Boxed(Tensor):
 
 
 def _boxed(value: Tensor) -> _Boxed:
-    held = _Boxed()  # an empty tensor: some classes of torch replace states that are no tensors
-    held.value = value
-    return held
+    boxed = _Boxed()  # an empty tensor: some classes of torch replace states that are no tensors
+    boxed.value = value
+    return boxed
 
 
 class _Loading(NamedTuple):

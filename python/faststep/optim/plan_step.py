@@ -67,7 +67,7 @@ class PlanStep:
         params: lists of parameters.
         rules: gives a rule per list; asked again where devices have changed.
         groups: the group of each list. Default: None, all groups in their order.
-        wants_norm: whether the answer needs the norm of a step on a device. Default: True.
+        wants_norm: True if the answer needs the norm of a step on a device. Default: True.
         unchanged: ends the error that memory ran out.
     """
 

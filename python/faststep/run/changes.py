@@ -17,7 +17,7 @@ __all__ = ["Changes", "make_changes", "summary"]
 
 
 class Changes(TypedDict, total=False):
-    """What is changed, as JSON has it.
+    """The changes, as JSON has them.
 
     Attributes:
         parts: those of `run` that are swapped.
@@ -82,7 +82,7 @@ def _of_loader(changes: Changes, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def summary(changes: Changes) -> str:
-    """What `make_changes` does, for a line of a report."""
+    """The work of `make_changes`, for a line of a report."""
     given = {**changes.get("loader", {}), **changes.get("ddp", {})}
     said = [f"{name}={value}" for name, value in given.items()]
     if threads := changes.get("threads"):

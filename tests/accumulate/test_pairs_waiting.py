@@ -1,4 +1,4 @@
-"""in_pairs=True: how long the first gradient of a pair is held, and what raises meanwhile."""
+"""in_pairs=True: how long the first gradient of a pair waits, and what raises meanwhile."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def accumulate(optimizer: torch.optim.Optimizer, steps: int) -> Accumulation:
 
 
 @pytest.mark.parametrize("end", ["window", "flush", "reset", "remove", "load", "dropped"])
-def test_what_is_held_is_let_go(end: str) -> None:
+def test_a_waiting_gradient_is_let_go(end: str) -> None:
     """It lives from one micro-step into the next, and no longer than its window."""
     window, model = batches([4] * 4, 0, LOW), make_model(LOW)
     accum = accumulate(faststep.optim.SGD(model.parameters()), 4)
@@ -77,7 +77,7 @@ def one_micro_step(steps: int = 4) -> tuple[nn.Parameter, torch.optim.Optimizer,
 
 
 @pytest.mark.parametrize("then", ["backward", "flush", "state_dict"])
-def test_a_gradient_that_changes_while_it_is_held(then: str) -> None:
+def test_a_gradient_that_changes_while_it_waits(then: str) -> None:
     """Its sum would have other bits."""
     param = nn.Parameter(torch.ones(3, dtype=LOW))
     accum = accumulate(faststep.optim.SGD([param]), 4)
@@ -124,7 +124,7 @@ def test_clearing_and_clipping_between_micro_steps() -> None:
     assert param.grad.tolist() == [2.0] * 3
 
 
-def test_a_shape_that_changes_while_a_gradient_is_held() -> None:
+def test_a_shape_that_changes_while_a_gradient_waits() -> None:
     param, _, accum = one_micro_step()
     param.data = torch.ones(2, dtype=LOW)
     with pytest.raises(RuntimeError, match=r"parameter 0 .* changed inside an accum"), accum:
