@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from faststep.data import ArrayDataset, DataLoader, converted
 from faststep.data import transforms as T  # noqa: N812
-from faststep.data.arrays.image_rows import ImageRows
+from faststep.data.arrays.in_place import ImageRows
 
 from .image_lists import FLIP, LISTS, NORMALIZE, images
 from .test_resume import saved

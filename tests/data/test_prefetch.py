@@ -23,7 +23,7 @@ from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
 
 from faststep import _C
 from faststep.data import DataLoader
-from faststep.data.deliver import prefetch
+from faststep.data.deliver.stages import DeviceIterator
 
 from .test_lifetime import data_threads
 from .test_resume import ORDERS, dataset, saved
@@ -281,7 +281,7 @@ def test_the_loader_can_be_copied_and_its_iterator_cannot() -> None:
     iterator = iter(loader)
     next(iterator)
     for again in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
-        assert type(iter(again)) is prefetch.DeviceIterator
+        assert type(iter(again)) is DeviceIterator
         assert all_of(again) == all_of(loader)
     with pytest.raises(NotImplementedError, match="cannot be pickled"):
         pickle.dumps(iterator)

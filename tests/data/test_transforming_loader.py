@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from faststep.data import DataLoader
 from faststep.data import transforms as T  # noqa: N812
-from faststep.data.deliver.transformed import seed_of
+from faststep.data.deliver.stages import seed_of
 
 from .test_resume import saved
 from .torch_and_ours import plain

@@ -98,7 +98,7 @@ def assert_same(dataset: Any, epochs: int = 2, **options: Any) -> DataLoader[Any
 
 def arena_of(loader: DataLoader[Any]) -> Any:
     assert loader._faststep.workers is not None
-    return loader._faststep.workers._pool._latest
+    return loader._faststep.workers._latest
 
 
 def counts(loader: DataLoader[Any]) -> dict[str, int]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..types import State
 
-__all__ = ["ListOrder", "Order", "Run", "SequentialOrder", "other_epoch"]
+__all__ = ["Order", "Run", "SequentialOrder", "other_epoch"]
 
 AT_ONCE = 1 << 14  # indices computed at a time, where they are
 
@@ -103,22 +102,6 @@ class Order:
 
     def _indices(self, start: int, count: int) -> Run:
         raise NotImplementedError
-
-
-class ListOrder(Order):
-    """Indices that are a list as soon as they are drawn."""
-
-    in_lists = True
-    _list: Sequence[int] | torch.Tensor = ()
-
-    def _indices(self, start: int, count: int) -> Run:
-        start += self.skipped
-        if isinstance(self._list, torch.Tensor):
-            return self._list, start, count
-        return self._list[start : start + count], 0, count
-
-    def _draw(self) -> None:
-        self._list = list(self.sampler)
 
 
 class SequentialOrder(Order):

@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..types import State
 from .keyed import KeyedSampler
-from .orders import ListOrder, Run, SequentialOrder, other_epoch
+from .orders import Order, Run, SequentialOrder, other_epoch
 
 __all__ = ["DistributedOrder", "KeyedOrder"]
 
@@ -58,11 +58,12 @@ class KeyedOrder(SequentialOrder):
         }
 
 
-class DistributedOrder(ListOrder):
+class DistributedOrder(Order):
     """Of a DistributedSampler."""
 
     sampler: DistributedSampler[object]
     KEYS = ("seed", "shuffle", "drop_last")
+    in_lists = True
     position = 0
 
     def _complete_state(self) -> None:
@@ -91,9 +92,7 @@ class DistributedOrder(ListOrder):
         epoch = self.state.setdefault("epoch", self.sampler.epoch)
         if self.sampler.epoch != epoch:
             raise other_epoch(epoch, self.sampler.epoch)
-        super()._draw()
-        if self.position:
-            self._list = self._rest()
+        self._list = self._rest() if self.position else [*self.sampler]
 
     def _rest(self) -> list[int]:
         """This rank's part of what all ranks have left, filled up as torch fills up an epoch."""

@@ -16,8 +16,7 @@ from ..._torch.data_loader import (
     let_errors_travel,
     let_fetch,
 )
-from ..deliver.batch_buffers import BatchBuffers, Samples
-from ..deliver.plain_tensors import tensor_over, why_not_plain
+from ..deliver.batch_buffers import BatchBuffers, Samples, tensor_over, why_not_plain
 from ..types import CollateFn, WorkerInitFn
 from .arena import Arena
 from .packed_batch import pack

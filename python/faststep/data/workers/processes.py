@@ -11,7 +11,7 @@ from ..deliver.copies import copier_of
 from ..plain import PlacedWorkers
 from ..resume.loader_stand_in import LoaderStandIn
 from ..types import CollateFn, Loader, State, WorkerInitFn
-from .arena import Arena, ArenaPool
+from .arena import Arena, Workers
 from .packer import Packer, Start
 
 __all__ = ["ProcessIterator"]
@@ -22,17 +22,14 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
 
     Args:
         loader: the DataLoader.
-        pool: lends the arena.
+        workers: of the loader; has an arena to lend.
         state: of an epoch to go on with, or of the end of one; None for a new one.
-
-    Raises:
-        MemoryError: there is no shared memory.
     """
 
-    def __init__(self, loader: Loader, pool: ArenaPool, state: State | None = None) -> None:
-        self._pool = pool
+    def __init__(self, loader: Loader, workers: Workers, state: State | None = None) -> None:
+        self._lender = workers
         self._process = os.getpid()
-        self._arena: Arena | None = pool.lend()
+        self._arena: Arena | None = workers.lend()
         device = loader._faststep.device
         self._locks = False  # then batches need not be copied to be page-locked
         if device is not None and device.type == "cuda":
@@ -86,4 +83,4 @@ class ProcessIterator(PlacedWorkers, MultiProcessingDataLoaderIter):
         if self._shutdown and not any(worker.is_alive() for worker in self._workers):
             arena, self._arena = self._arena, None
             if arena is not None:
-                self._pool.give_back(arena)
+                self._lender.give_back(arena)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..._torch.tensors import uses_of
-from ..deliver.plain_tensors import why_not_plain
+from ..deliver.batch_buffers import why_not_plain
 
 __all__ = ["CONTAINERS", "Rows"]
 

@@ -34,11 +34,11 @@ from ..deliver.batch_buffers import (
     buffering_collate,
 )
 from ..plain import PlacedWorkers
-from ..resume.batch_states import AddStates
+from ..resume.batch_states import CollateWithStates
 from ..resume.loader_stand_in import LoaderStandIn
 from ..resume.skipping import SkippingCollate
 from ..resume.stream import Source, dataset_of
-from ..types import CollateFn, Fetcher, Loader, State
+from ..types import CollateFn, Loader, State
 
 __all__ = ["ThreadIterator"]
 
@@ -167,10 +167,9 @@ class _Loop:
             self._buffers, self._collate_fn = mine.buffers, _hiding_the_worker(mine)
         elif collates_as_default(own, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
-        self._states: AddStates | None = None
         if isinstance(dataset, Source):
-            self._states = AddStates(dataset)
-        self._fetcher: Fetcher  # once it has started without a failure
+            self._collate_fn = CollateWithStates(self._collate_fn, dataset)
+        self._fetcher: Any  # once it has started without a failure
         self._failure: object = None  # at the start: it stands for every batch
 
     def run(self) -> None:
@@ -205,23 +204,18 @@ class _Loop:
             epoch.call(dataset)
         self._fetcher = self._new_fetcher()
 
-    def _new_fetcher(self) -> Fetcher:
-        fetcher: Fetcher = dataset_kind_fetcher(
-            self._arguments["dataset_kind"],
-            self._dataset,
-            self._arguments["auto_collation"],
-            self._collate_fn,
-            self._arguments["drop_last"],
+    def _new_fetcher(self) -> Any:
+        kind, batched, drop_last = (
+            self._arguments[name] for name in ("dataset_kind", "auto_collation", "drop_last")
         )
-        return fetcher
+        return dataset_kind_fetcher(kind, self._dataset, batched, self._collate_fn, drop_last)
 
     def _fetch(self, indices: object) -> Any:
         if self._failure is not None:
             return self._failure
         try:
             with buffering_by(self._buffers):
-                batch = self._fetcher.fetch(indices)
-            return batch if self._states is None else self._states.with_states(batch)
+                return self._fetcher.fetch(indices)
         except BaseException as error:  # as above
             iterable = isinstance(self._dataset, (Source, IterableDataset))
             if isinstance(error, StopIteration) and iterable:
