@@ -19,7 +19,7 @@ from .deliver.copies import copier_of
 from .deliver.stages import BatchStage, DeviceIterator, LeavingOut, Transformed
 from .options import OPTIONS, Extras, Path, Unprepared
 from .order.of_sampler import order_of
-from .plain import MultiIterator, SingleIterator
+from .plain import MultiIterator, OwnWorkers, SingleIterator
 from .resume import states
 from .resume.loader_stand_in import keeps_seed
 from .resume.progress import EpochIterator
@@ -329,8 +329,7 @@ def _is_of_parent(iterator: Any) -> bool:
     """True if the workers of an iterator stayed with the process that was forked."""
     while isinstance(iterator, BatchStage):
         iterator = iterator._batches
-    ours = isinstance(iterator, (ProcessIterator, ThreadIterator))
-    return ours and iterator._process != os.getpid()
+    return isinstance(iterator, OwnWorkers) and iterator._process != os.getpid()
 
 
 def prepare_loader(accelerator: Any, loader: DataLoader[object]) -> Any:

@@ -17,12 +17,11 @@ import torch
 from ... import _C
 from ..._torch.data_loader import collate_stacking_by, collate_tensors, collates_as_default
 from ..resume.loader_stand_in import asked_ahead
-from ..types import CollateFn, Loader
+from ..types import Loader
 
 __all__ = [
     "BatchBuffers",
     "BufferCollate",
-    "BufferIterator",
     "BufferRows",
     "Samples",
     "buffering_by",
@@ -223,23 +222,6 @@ class BufferCollate:
 def buffering_by(buffers: BatchBuffers | None) -> contextlib.AbstractContextManager[None]:
     """`buffers.lending()`, or nothing where there is none."""
     return contextlib.nullcontext() if buffers is None else buffers.lending()
-
-
-class BufferIterator:
-    """A base class beside one of torch's iterators: collates lent rows in this process.
-
-    `_lending` is set first, to what `buffering_collate` gives for the loader.
-    """
-
-    _lending: BufferCollate | None
-
-    @property
-    def _collate_fn(self) -> CollateFn:
-        return self._collate
-
-    @_collate_fn.setter
-    def _collate_fn(self, collate_fn: CollateFn) -> None:
-        self._collate = self._lending or collate_fn
 
 
 def buffering_collate(loader: Loader) -> BufferCollate | None:
