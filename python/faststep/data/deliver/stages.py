@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..._torch.data_loader import pin_memory
-from ..resume.progress import EpochIterator, Position, Progress
+from ..resume.progress import EpochIterator, Progress
 from ..resume.skipping import BatchWithSkipped
 from ..stats import Metered
 from ..transforms import Compose
@@ -113,7 +113,7 @@ class _Ahead(NamedTuple):
 
     copy: Copy | None
     error: Exception | None  # what stands in its place
-    mark: Position  # the place after it
+    mark: Progress  # the place after it
 
 
 class DeviceIterator(BatchStage):
@@ -139,7 +139,7 @@ class DeviceIterator(BatchStage):
     def _begin(self) -> None:
         self._queue: deque[_Ahead] = deque()
         self._ended = False
-        self._progress = self._batches.progress.twin()
+        self._progress = self._batches.progress.mark()
 
     @property
     def progress(self) -> Progress:
