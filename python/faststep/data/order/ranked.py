@@ -21,9 +21,13 @@ class KeyedOrder(SequentialOrder):
     sampler: KeyedSampler
     position = 0
 
+    def _identity(self) -> dict[str, tuple[object, str]]:
+        return {
+            "length": (len(self.sampler.data_source), "a number of samples of"),
+            "seed": (self.sampler.seed, "the seed"),
+        }
+
     def _load(self, state: State) -> None:
-        self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
-        self._must_equal(state, "seed", self.sampler.seed, "the seed")
         self.position = state["position"]
         self.state["epoch"] = state["epoch"]
 
@@ -50,35 +54,27 @@ class KeyedOrder(SequentialOrder):
         }
 
     def finished_state(self) -> State:
-        return {
-            **self.state,
-            "length": len(self.sampler.data_source),
-            "seed": self.sampler.seed,
-            "epoch": self.sampler.epoch,
-        }
+        return {**self.state, "epoch": self.sampler.epoch}
 
 
 class DistributedOrder(Order):
     """Of a DistributedSampler."""
 
     sampler: DistributedSampler[object]
-    KEYS = ("seed", "shuffle", "drop_last")
     in_lists = True
     position = 0
-
-    def _complete_state(self) -> None:
-        self.state.update({key: getattr(self.sampler, key) for key in self.KEYS})
-        self.state["length"] = self._length()
 
     def _length(self) -> int:
         return len(self.sampler.dataset)  # type: ignore[arg-type]
 
+    def _identity(self) -> dict[str, tuple[object, str]]:
+        keys = ((key, getattr(self.sampler, key)) for key in ("seed", "shuffle", "drop_last"))
+        return {
+            "length": (self._length(), "a number of samples of"),
+            **{key: (value, f"a DistributedSampler's {key}") for key, value in keys},
+        }
+
     def _load(self, state: State) -> None:
-        self._must_equal(state, "length", self._length(), "a number of samples of")
-        for key in self.KEYS:
-            self._must_equal(
-                state, key, getattr(self.sampler, key), f"a DistributedSampler's {key}"
-            )
         self.position = state["position"]
         self.state["epoch"] = state["epoch"]
 
