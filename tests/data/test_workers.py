@@ -325,13 +325,6 @@ def test_pinned_batches_are_torchs() -> None:
     assert f"copies them into page-locked memory of its own, {why}" in ours.explain()
 
 
-def test_two_iterators_at_once() -> None:
-    ours = DataLoader(Wide(12), 2, num_workers=1)
-    for (one, _), (other, _) in zip(ours, ours, strict=True):
-        assert torch.equal(one, other)
-        assert one.data_ptr() != other.data_ptr()
-
-
 class Ragged(Wide):
     def __getitem__(self, index: int) -> Any:
         return torch.full((1 + index * 7919 % self.width,), float(index))

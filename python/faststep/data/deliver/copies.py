@@ -149,7 +149,7 @@ def page_locked(tensor: torch.Tensor) -> torch.Tensor | None:
     for owner in list(_owners):
         block = owner.locked(storage)
         if block is not None:
-            where = tensor.storage_offset(), tensor.shape, tensor.stride()
+            where = int(tensor.storage_offset()), tensor.shape, tensor.stride()
             return tensor_over(block, tensor.dtype, *where)
     return None
 
