@@ -27,6 +27,7 @@ SIZES = [
     ("fst_dl_device", "DLDevice"),
     ("fst_dl_dtype", "DLDataType"),
     ("fst_dl_tensor", "DLTensor"),
+    ("fst_dl_managed", "DLManagedTensorVersioned"),
     ("fst_dl_header", "DLPackExchangeAPIHeader"),
     ("fst_dl_api", "DLPackExchangeAPI"),
     ("int32_t", "DLDeviceType"),
@@ -37,6 +38,17 @@ FIELDS = [
     *(
         ("fst_dl_tensor", name, "DLTensor", name)
         for name in ("data", "device", "ndim", "dtype", "shape", "strides", "byte_offset")
+    ),
+    *(
+        ("fst_dl_managed", ours, "DLManagedTensorVersioned", theirs)
+        for ours, theirs in {
+            "version.major": "version.major",
+            "version.minor": "version.minor",
+            "context": "manager_ctx",
+            "deleter": "deleter",
+            "flags": "flags",
+            "tensor": "dl_tensor",
+        }.items()
     ),
     ("fst_dl_header", "version.major", "DLPackExchangeAPIHeader", "version.major"),
     ("fst_dl_header", "version.minor", "DLPackExchangeAPIHeader", "version.minor"),
@@ -54,6 +66,7 @@ FIELDS = [
     ),
 ]
 CONSTANTS = {
+    "0": "kDLInt",
     "FST_DL_CPU": "kDLCPU",
     "FST_DL_CUDA": "kDLCUDA",
     "FST_DL_UINT": "kDLUInt",
@@ -62,6 +75,7 @@ CONSTANTS = {
     "FST_DL_COMPLEX": "kDLComplex",
 }
 SIGNATURES = {
+    "managed_tensor_to_py_object_no_sync": "int (*)(DLManagedTensorVersioned *, void **)",
     "dltensor_from_py_object_no_sync": "int (*)(void *, DLTensor *)",
     "current_work_stream": "int (*)(DLDeviceType, int32_t, void **)",
 }
@@ -111,6 +125,7 @@ def test_declarations_match_those_of_torch(tmp_path: Path) -> None:
         ("uint8_t code, bits;", "uint8_t bits, code;"),
         ("int64_t *shape, *strides;", "int64_t *strides, *shape;"),
         ("int32_t ndim;", "int64_t ndim;"),
+        ("uint64_t flags;", "uint32_t flags;"),
         ("FST_DL_BFLOAT = 4", "FST_DL_BFLOAT = 3"),
         ("    void (*managed_tensor_to_py_object)(void);\n", ""),
     ],

@@ -43,7 +43,6 @@ LOADER = {
     "workers": "at_exit types stats resume deliver plain",
     "options": "types stats resume workers",
     "loader": "types stats order resume arrays transforms deliver plain workers options",
-    "accelerated": "types loader options",
 }
 MAY_IMPORT = {
     "_C": set(),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +23,9 @@ from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler
 
-from .torch_and_ours import plain
+from .torch_and_ours import plain, saved, seeded
 
 ROWS = 23
-
-
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(9)
 
 
 class Rows(Dataset[Any]):
@@ -269,40 +264,58 @@ def rows(**options: Any) -> Any:
     return Rows(), options
 
 
+# options of a loader, by its dataset; the first are of orders that are known ahead
+KNOWN: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "sequential": lambda d: {},
+    "random": lambda d: {"shuffle": True},
+    "generator": lambda d: {"shuffle": True, "generator": seeded()},
+    "own generator": lambda d: {"sampler": RandomSampler(d, generator=seeded())},
+    "few": lambda d: {"sampler": RandomSampler(d, num_samples=16, generator=seeded())},
+    "replacement": lambda d: {"sampler": RandomSampler(d, True, 31)},
+    "distributed": lambda d: {"sampler": DistributedSampler(d, 3, 1, seed=3)},
+    "short": lambda d: {"sampler": DistributedSampler(range(21), 2, 1, drop_last=True)},  # type: ignore[arg-type]
+    "keyed": lambda d: {"sampler": KeyedSampler(d, seed=4)},
+    "keyed, shared": lambda d: {"sampler": KeyedSampler(d, num_replicas=3, rank=2)},
+    "subset": lambda d: {"sampler": SubsetRandomSampler(range(3, 20))},
+    "subset, own": lambda d: {"sampler": SubsetRandomSampler(range(3, 20), seeded())},
+    "weighted": lambda d: {"sampler": WeightedRandomSampler([1.0, 2.0, 3.0], 17)},
+    "weighted, own": lambda d: {
+        "sampler": WeightedRandomSampler([1.0] * 20, 17, False, generator=seeded())
+    },
+}
+ASKED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "replacement, own": lambda d: {"sampler": RandomSampler(d, True, 70, generator=seeded())},
+    "several": lambda d: {"sampler": RandomSampler(d, False, 50, generator=seeded())},
+    "list": lambda d: {"sampler": list(range(5, 20))},
+    "torch": lambda d: {"sampler": Shuffled("torch")},
+    "python": lambda d: {"sampler": Shuffled("python")},
+    "numpy": lambda d: {"sampler": Shuffled("numpy")},
+    "epochs": lambda d: {"sampler": Epochs()},
+    "stateful": lambda d: {"sampler": Stateful()},
+    "iterator": lambda d: {"sampler": Walking()},
+    "batches": lambda d: {"batch_sampler": Pairs()},
+    "list of batches": lambda d: {"batch_sampler": [[1], [2, 3], [5, 4]]},
+}
+
+
+def of(make: Callable[[], Any], options: Callable[[Any], dict[str, Any]]) -> Callable[[], Any]:
+    def made() -> tuple[Any, dict[str, Any]]:
+        dataset = make()
+        return dataset, options(dataset)
+
+    return made
+
+
+def arrays() -> TensorDataset:
+    return TensorDataset(torch.arange(ROWS))
+
+
 MAPS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
-    "sequential": lambda: rows(),
-    "random": lambda: rows(shuffle=True),
+    **{name: of(Rows, options) for name, options in {**KNOWN, **ASKED}.items()},
+    **{f"arrays, {name}": of(arrays, options) for name, options in {**KNOWN, **ASKED}.items()},
     "unbatched": lambda: rows(shuffle=True, batch_size=None),
     "unbatched, asked": lambda: rows(sampler=Shuffled("torch"), batch_size=None),
-    "generator": lambda: rows(shuffle=True, generator=seeded()),
-    "replacement": lambda: rows(sampler=RandomSampler(Rows(), True, 31)),
-    "replacement, own": lambda: rows(sampler=RandomSampler(Rows(), True, 70, generator=seeded())),
-    "several": lambda: rows(sampler=RandomSampler(Rows(), False, 50, generator=seeded())),
-    "subset": lambda: rows(sampler=SubsetRandomSampler(range(3, 20))),
-    "subset, own": lambda: rows(sampler=SubsetRandomSampler(range(3, 20), seeded())),
-    "weighted": lambda: rows(sampler=WeightedRandomSampler([1.0, 2.0, 3.0], 17)),
-    "weighted, own": lambda: rows(
-        sampler=WeightedRandomSampler([1.0] * 20, 17, False, generator=seeded())
-    ),
-    "distributed": lambda: rows(sampler=DistributedSampler(Rows(), 2, 1, seed=3)),
-    "keyed": lambda: rows(sampler=KeyedSampler(Rows(), seed=4)),
-    "list": lambda: rows(sampler=list(range(5, 20))),
-    "torch": lambda: rows(sampler=Shuffled("torch")),
-    "python": lambda: rows(sampler=Shuffled("python")),
-    "numpy": lambda: rows(sampler=Shuffled("numpy")),
-    "epochs": lambda: rows(sampler=Epochs()),
-    "stateful": lambda: rows(sampler=Stateful()),
-    "iterator": lambda: rows(sampler=Walking()),
-    "batches": lambda: rows(batch_sampler=Pairs()),
-    "list of batches": lambda: rows(batch_sampler=[[1], [2, 3], [5, 4]]),
     "noisy": lambda: (Noisy(), {"shuffle": True}),
-    "arrays": lambda: (TensorDataset(torch.arange(ROWS)), {"shuffle": True}),
-    "arrays, asked": lambda: (TensorDataset(torch.arange(ROWS)), {"sampler": Shuffled("torch")}),
-    "arrays, stateful": lambda: (TensorDataset(torch.arange(ROWS)), {"sampler": Stateful()}),
-    "arrays, weighted": lambda: (
-        TensorDataset(torch.arange(ROWS)),
-        {"sampler": WeightedRandomSampler([1.0, 2.0, 3.0], 17)},
-    ),
 }
 STREAMS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "stream": lambda: (Stream(), {}),
@@ -315,14 +328,6 @@ STREAMS: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
     "own iterator": lambda: (OwnIterator(), {}),
     "walking stream": lambda: (WalkingStream(), {}),
 }
-
-
-def saved(state: Any) -> Any:
-    """As a checkpoint keeps it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 def random_states() -> Any:
@@ -403,6 +408,26 @@ class Run:
                     break
             state, states = loader.state_dict(), random_states()
         assert got == self.batches[number:], (place, number, breaks)
+
+
+def goes_on(make: Callable[[], Any], batches: int, epochs: int = 1) -> tuple[Any, list[Any]]:
+    """A loader that gets the state after so many batches gives what is left, of these epochs.
+
+    Returns the state, and what was left; random states are then as when the state was saved.
+    """
+    loader, other = make(), make()
+    iterator = iter(loader)
+    for _ in range(batches):
+        next(iterator)
+    state, numbers = saved(loader.state_dict()), random_states()
+    rest = [plain(batch) for batch in iterator]
+    rest += [plain(batch) for _ in range(1, epochs) for batch in loader]
+    other.load_state_dict(state)
+    set_random_states(numbers)
+    assert plain(other.state_dict()) == plain(state)
+    assert [plain(batch) for _ in range(epochs) for batch in other] == rest
+    set_random_states(numbers)
+    return state, rest
 
 
 set_random_states((seeded().get_state(), random.Random(1).getstate(), numpy.random.get_state()))

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 import faststep.data
 from faststep.cli import main
@@ -34,6 +33,7 @@ from faststep.data.formats import (
 )
 
 from . import test_formats_tars
+from .shapes import Mapped
 
 
 @pytest.fixture(autouse=True)
@@ -127,37 +127,52 @@ def test_a_range_of_a_million_is_no_error(tmp_path: Path) -> None:
         faststep.data.open(tmp_path / "x-{000000..000999}.tar")
 
 
-HEAD = {"format": "faststep arrays", "version": 1, "length": 1}
 FIELD = {"name": "x", "kind": "rows", "file": "data.npy", "dtype": None}
+RIGHT = {"format": "faststep arrays", "version": 1, "length": 1, "sample": None, "fields": [FIELD]}
 DEEP = '{"kind": "list", "keys": [], "children": [' * 50_000 + "null" + "]}" * 50_000
+
+
+def field(**changed: Any) -> dict[str, Any]:
+    return {"fields": [{**FIELD, **changed}]}
+
+
+def sample(kind: str, *keys: Any) -> dict[str, Any]:
+    children = [None] * max(1, len(keys))
+    containers = {"kind": kind, "keys": list(keys), "children": children}
+    return {"sample": containers, "fields": [FIELD] * len(children)}
+
+
 BAD_MANIFESTS = {
-    "deep": json.dumps({**HEAD, "fields": [FIELD], "sample": 0}).replace(
-        '"sample": 0', f'"sample": {DEEP}'
-    ),
+    "deep": json.dumps({**RIGHT, "sample": 0}).replace('"sample": 0', f'"sample": {DEEP}'),
     "deep noise": "[" * 200_000,
-    "length": json.dumps({**HEAD, "length": -1, "fields": [FIELD], "sample": None}),
-    "long": json.dumps({**HEAD, "length": 10**30, "fields": [FIELD], "sample": None}),
-    "text": json.dumps({**HEAD, "length": "1", "fields": [FIELD], "sample": None}),
-    "fields": json.dumps({**HEAD, "fields": "data.npy", "sample": None}),
-    "outside": json.dumps({**HEAD, "fields": [{**FIELD, "file": "../data.npy"}], "sample": None}),
-    "absolute": json.dumps({**HEAD, "fields": [{**FIELD, "file": "/etc/passwd"}], "sample": None}),
-    "null": json.dumps({**HEAD, "fields": [{**FIELD, "file": "data.npy\0"}], "sample": None}),
-    "type": json.dumps({**HEAD, "fields": [{**FIELD, "dtype": "nn"}], "sample": None}),
-    "wide": json.dumps({**HEAD, "fields": [{**FIELD, "dtype": "complex128"}], "sample": None}),
-    "kind": json.dumps({**HEAD, "fields": [{**FIELD, "kind": ["rows"]}], "sample": None}),
-    "keys": json.dumps(
-        {
-            **HEAD,
-            "fields": [FIELD, FIELD],
-            "sample": {"kind": "dict", "keys": ["a", "a"], "children": [None, None]},
-        }
-    ),
-    "key": json.dumps(
-        {**HEAD, "fields": [FIELD], "sample": {"kind": "dict", "keys": [[]], "children": [None]}}
-    ),
-    "container": json.dumps(
-        {**HEAD, "fields": [FIELD], "sample": {"kind": "set", "keys": [], "children": [None]}}
-    ),
+    "empty": "",
+    "list": "[]",
+    "cut": '{"format":',
+    **{
+        name: json.dumps({**RIGHT, **changed})
+        for name, changed in {
+            "format": {"format": "another"},
+            "version": {"version": 99},
+            "length": {"length": -1},
+            "another length": {"length": 4},
+            "float": {"length": 1.0},
+            "long": {"length": 10**30},
+            "text": {"length": "1"},
+            "no fields": {"fields": []},
+            "fields": {"fields": "data.npy"},
+            "outside": field(file="../data.npy"),
+            "absolute": field(file="/etc/passwd"),
+            "null": field(file="data.npy\0"),
+            "type": field(dtype="nn"),
+            "no type": field(dtype="Tensor"),
+            "wide": field(dtype="complex128"),
+            "kind": field(kind=["rows"]),
+            "other kind": field(kind="other"),
+            "keys": sample("dict", "a", "a"),
+            "key": sample("dict", []),
+            "container": sample("set"),
+        }.items()
+    },
 }
 
 
@@ -177,23 +192,12 @@ def test_headers_of_arrays_that_are_no_headers(tmp_path: Path, header: str) -> N
         faststep.data.open(tmp_path / "x.npy")
 
 
-class Samples(Dataset[Any]):
-    def __init__(self, *samples: Any) -> None:
-        self.samples = samples
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index]
-
-
 @pytest.mark.parametrize("shape", [(3, 0, 5), (3, 5, 0), (3, 0, 0)])
 def test_images_without_pixels(tmp_path: Path, shape: tuple[int, ...]) -> None:
     image = torch.zeros(shape, dtype=torch.uint8)
     size = f"{shape[1]} by {shape[2]}"
-    with pytest.raises(FormatError, match=f"Samples: record 0: an image of {size} pixels cannot"):
-        convert(Samples(image), tmp_path / "out", image_size=4)
+    with pytest.raises(FormatError, match=f"list: record 0: an image of {size} pixels cannot"):
+        convert([image], tmp_path / "out", image_size=4)
     assert not os.listdir(tmp_path)
     for transform in (transforms.Resize(4), transforms.RandomResizedCrop(4)):
         name = type(transform).__name__
@@ -207,14 +211,12 @@ def test_images_without_pixels(tmp_path: Path, shape: tuple[int, ...]) -> None:
 def test_a_size_for_data_without_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     read: list[int] = []
 
-    class Counted(Samples):
-        def __getitem__(self, index: int) -> Any:
-            read.append(index)
-            return super().__getitem__(index)
+    def made(index: int) -> Any:
+        read.append(index)
+        return {"x": torch.ones(3, 4, 4), "y": index}
 
-    samples = [{"x": torch.ones(3, 4, 4), "y": i} for i in range(200)]
     with pytest.raises(FormatError, match=r"record 0: image_size is for .*\(float32 \(3, 4, 4\)\)"):
-        convert(Counted(*samples), tmp_path / "out", image_size=4)
+        convert(Mapped(made, 200), tmp_path / "out", image_size=4)
     assert read == [0]
     np.save(tmp_path / "x.npy", np.zeros((2, 3)))
     assert main(["convert", str(tmp_path / "x.npy"), str(tmp_path / "out"), "--image-size=4"])

@@ -26,75 +26,25 @@ from faststep.data.formats.common import FormatError, walked
 from faststep.data.formats.jpeg import DECODERS, decoder_name
 
 MANY, FEW = 5000, 256
+ROOT = Path(__file__).parents[2]
 
 # Makes shards, and reads all of them in order and shuffled, with descriptors for a part of them.
 SHARDS = """
-import resource, sys
+import pathlib, resource, sys
 import numpy as np
 import torch
 import faststep.data as fs
-from faststep.data import formats
+from tests.data.written import FIELDS, WRITERS
 kind, folder, many, few = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 names = [f"{folder}/{i:05}" for i in range(many)]
-if kind == "npy":
-    for i, name in enumerate(names):
-        np.save(name + ".npy", np.full((2, 3), i, np.int32))
-    names = [name + ".npy" for name in names]
-elif kind == "tokens":
-    for i, name in enumerate(names):
+for i, name in enumerate(names):
+    if kind == "tokens":
         np.full(5, i, np.uint16).tofile(name)
-elif kind == "tfrecord":
-    from faststep import _C
-    def masked(data):
-        crc = _C.crc32c(data)
-        return (((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF).to_bytes(4, "little")
-    for i, name in enumerate(names):
-        data = str(i).encode()
-        head = len(data).to_bytes(8, "little")
-        with open(name, "wb") as file:
-            file.write(head + masked(head) + data + masked(data))
-elif kind in ("parquet", "arrow"):
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-    for i, name in enumerate(names):
-        table = pa.table({"x": [i, i], "name": [str(i)] * 2})
-        if kind == "parquet":
-            pq.write_table(table, name)
-        else:
-            with pa.OSFile(name, "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-                writer.write_table(table)
-elif kind == "hdf5":
-    import h5py
-    for i, name in enumerate(names):
-        with h5py.File(name, "w") as file:
-            file.create_dataset("x", data=np.full((2, 2), i), chunks=(1, 2))
-elif kind == "safetensors":
-    from safetensors.torch import save_file
-    for i, name in enumerate(names):
-        save_file({"x": torch.full((2, 2), i)}, name)
-elif kind == "json":
-    for i, name in enumerate(names):
-        with open(name, "w") as file:
-            file.write('{"x": %d}\\n' % i)
-elif kind in ("zip", "tar"):
-    import io, tarfile, zipfile
-    for i, name in enumerate(names):
-        data = str(i).encode()
-        if kind == "zip":
-            with zipfile.ZipFile(name, "w") as archive:
-                archive.writestr("a.id", data)
-        else:
-            info = tarfile.TarInfo("a.id")
-            info.size = len(data)
-            with tarfile.open(name, "w") as archive:
-                archive.addfile(info, io.BytesIO(data))
+    else:
+        WRITERS[kind](pathlib.Path(name), np.full((1 + (kind != "tfrecord"), 2), i))
 resource.setrlimit(resource.RLIMIT_NOFILE, (few, few))
-if kind == "tokens":
-    dataset = fs.TokenDataset(names, 4)
-elif kind == "tfrecord":
-    dataset = formats.TFRecordDataset(names, parse=int)
-else:
-    dataset = fs.open(names, **({"columns": ["id"]} if kind in ("zip", "tar") else {}))
+chosen = {"columns": [FIELDS[kind]]} if kind in ("tar", "zip") else {}
+dataset = fs.TokenDataset(names, 4) if kind == "tokens" else fs.open(names, **chosen)
 def number(batch):
     while not torch.is_tensor(batch):
         batch = next(iter(batch.values())) if isinstance(batch, dict) else batch[0]
@@ -111,12 +61,25 @@ print("read")
 
 @pytest.mark.parametrize(
     "kind",
-    ["npy", "tokens", "tfrecord", "parquet", "arrow", "hdf5", "safetensors", "json", "zip", "tar"],
+    [
+        "npy",
+        "tokens",
+        "tfrecord",
+        "parquet",
+        "texts",
+        "chunks",
+        "safetensors",
+        "json",
+        "zip",
+        "tar",
+    ],
 )
 def test_many_shards_under_few_descriptors(kind: str, tmp_path: Path) -> None:
     many = MANY if kind in ("npy", "tokens", "tfrecord") else 600
     command = [sys.executable, "-c", SHARDS, kind, str(tmp_path), str(many), str(FEW)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, cwd=ROOT
+    )
     assert done.stdout == "read\n", done.stderr
 
 
@@ -134,12 +97,20 @@ def png_of(width: int, height: int) -> bytes:
     return file.getvalue()
 
 
+def png_that_claims(height: int, width: int) -> bytes:
+    """In its header, which has a sum of its own: a PNG of a few bytes."""
+    data = png_of(1, 1)
+    chunk = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return data[:12] + chunk + struct.pack(">I", zlib.crc32(chunk)) + data[33:]
+
+
 @pytest.mark.parametrize("decoder", [d for d in DECODERS if d != "turbojpeg"])
 @pytest.mark.parametrize("min_size", [None, 64])
 def test_an_image_that_claims_too_many_pixels(decoder: str, min_size: int | None) -> None:
-    for data in (jpeg_that_claims(30000, 30000), jpeg_that_claims(16000, 16000)):
-        with pytest.raises(ValueError, match=r"max_pixels|decompression bomb"):
-            formats.decode_image(data, decoder_name(decoder), min_size)
+    for claim in (jpeg_that_claims, png_that_claims):
+        for side in (30000, 16000):
+            with pytest.raises(ValueError, match=r"max_pixels|decompression bomb"):
+                formats.decode_image(claim(side, side), decoder_name(decoder), min_size)
     small = png_of(20, 10)
     assert formats.decode_image(small, decoder, max_pixels=200).shape == (3, 10, 20)
     with pytest.raises(ValueError, match="10 by 20 pixels is larger than max_pixels, which is 199"):
@@ -256,29 +227,6 @@ def test_notes_beside_tables(tmp_path: Path) -> None:
         assert [int(sample["x"]) for sample in fs.open(tmp_path / name)] == [1, 2, 3]
 
 
-def test_named_databases_of_lmdb(tmp_path: Path) -> None:
-    lmdb = pytest.importorskip("lmdb")
-    with lmdb.open(str(tmp_path / "named"), max_dbs=2) as environment:
-        inside = environment.open_db(b"train")
-        with environment.begin(write=True) as transaction:
-            transaction.put(b"1", b"one", db=inside)
-    with pytest.raises(FormatError, match=r"named databases \(b'train'"):
-        fs.open(tmp_path / "named")
-    with lmdb.open(str(tmp_path / "plain")) as environment, environment.begin(write=True) as some:
-        some.put(b"1", b"x" * 48)
-    assert fs.open(tmp_path / "plain")[0] == b"x" * 48
-
-
-def test_a_crc_is_not_needed_to_be_refused() -> None:
-    """The claim stands in the header: a PNG of a few bytes."""
-    head = struct.pack(">IIBBBBB", 30000, 30000, 8, 2, 0, 0, 0)
-    chunk = b"IHDR" + head
-    data = b"\x89PNG\r\n\x1a\n" + struct.pack(">I", len(head)) + chunk
-    data += struct.pack(">I", zlib.crc32(chunk)) + png_of(1, 1)[33:]
-    with pytest.raises(ValueError, match=r"max_pixels|bomb"):
-        formats.decode_image(data)
-
-
 @pytest.mark.parametrize("shape", [(1, 60000), (60000, 1), (3, 1000), (50, 1001), (1000, 40)])
 def test_only_the_middle_of_a_long_image_is_resized(shape: tuple[int, int]) -> None:
     image = torch.randint(0, 256, (3, *shape), dtype=torch.uint8)
@@ -319,20 +267,24 @@ def test_headers_that_add_up(kind: bytes, between: bool, tmp_path: Path) -> None
             list(formats.TarDataset(path))
 
 
-def test_named_databases_of_lmdb_among_records(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [b"", b"abz"])
+def test_named_databases_of_lmdb(tmp_path: Path, keys: bytes) -> None:
     lmdb = pytest.importorskip("lmdb")
-    with lmdb.open(str(tmp_path / "named"), max_dbs=2) as environment:
-        inside = environment.open_db(b"train")
-        with environment.begin(write=True) as transaction:
-            transaction.put(b"1", b"one", db=inside)
-            for key in (b"a", b"b", b"z"):
-                transaction.put(key, b"x" * 48)
+    for name in ("plain", "named"):
+        with lmdb.open(str(tmp_path / name), max_dbs=2) as environment:
+            inside = environment.open_db(b"train") if name == "named" else None
+            with environment.begin(write=True) as transaction:
+                for key in keys or b"a" * (name == "plain"):
+                    transaction.put(bytes([key]), b"x" * 48)
+                if inside is not None:
+                    transaction.put(b"1", b"one", db=inside)
+    assert fs.open(tmp_path / "plain")[0] == b"x" * 48
     with pytest.raises(FormatError, match=r"named databases \(b'train'"):
         fs.open(tmp_path / "named")
-    dataset = formats.LMDBDataset(tmp_path / "named", keys=["z", "train"])
-    assert dataset[0] == b"x" * 48
+    dataset = formats.LMDBDataset(tmp_path / "named", keys=[*map(chr, keys[2:]), "train"])
+    assert [dataset[i] for i in range(len(dataset) - 1)] == [b"x" * 48] * len(keys[2:])
     with pytest.raises(FormatError, match=r"named databases \(b'train'"):
-        dataset[1]
+        dataset[-1]
 
 
 def test_what_save_to_disk_writes(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import shutil
 from pathlib import Path
@@ -13,6 +12,8 @@ import pytest
 import faststep.data
 from faststep.data import DataLoader, FormatError
 from faststep.data.formats import LMDBDataset
+
+from .torch_and_ours import child
 
 lmdb = pytest.importorskip("lmdb")
 RECORDS = {b"%04d" % i: bytes([i % 256]) * (i % 300) for i in range(500)}
@@ -47,16 +48,20 @@ def test_records(tmp_path: Path, subdir: bool, workers: int) -> None:
         dataset[500]
 
 
-def test_a_fork_opens_its_own(tmp_path: Path) -> None:
-    dataset = LMDBDataset(write(tmp_path / "x"), transform=len)
-    other = LMDBDataset(tmp_path / "x", keys=["0003", b"0001"])
+def check_fork(path: Path) -> None:
+    dataset = LMDBDataset(path, transform=len)
+    other = LMDBDataset(path, keys=["0003", b"0001"])
     assert (dataset[200], other[0]) == (200, RECORDS[b"0003"])
-    child = os.fork()
-    if not child:
-        os._exit(0 if (dataset[201], other[1]) == (201, RECORDS[b"0001"]) else 1)
-    assert os.waitpid(child, 0)[1] == 0
+
+    def work() -> None:
+        assert (dataset[201], other[1]) == (201, RECORDS[b"0001"])
+
+    child(work)
     assert (dataset[202], other[-1]) == (202, RECORDS[b"0001"])
-    del dataset, other
+
+
+def test_a_fork_opens_its_own(tmp_path: Path) -> None:
+    check_fork(write(tmp_path / "x"))
     lmdb.open(str(tmp_path / "x")).close()  # refused if one were still open
 
 

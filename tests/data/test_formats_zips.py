@@ -157,10 +157,8 @@ def test_archives_without_samples(tmp_path: Path) -> None:
 
 
 def test_an_image_of_too_many_pixels(tmp_path: Path) -> None:
-    pytest.importorskip("PIL.Image")
-    head = struct.pack(">IIBBBBB", 30000, 30000, 8, 2, 0, 0, 0)
     data = png(1)
-    write(tmp_path / "x", {"a.png": data[:16] + head[:8] + data[24:]})
+    write(tmp_path / "x", {"a.png": data[:16] + struct.pack(">II", 30000, 30000) + data[24:]})
     with pytest.raises(FormatError, match=r"/x: sample 0 \('a'\), field 'png': "):
         ZipDataset(tmp_path / "x")[0]
     assert zips.BASIC["png"] is decode_image

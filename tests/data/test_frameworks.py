@@ -12,6 +12,8 @@ from torch.utils.data import TensorDataset
 
 from faststep.data import DataLoader, prepare_loader, transforms
 
+from .shapes import Streamed
+
 IMAGES = torch.arange(20 * 3 * 6 * 6, dtype=torch.int64).to(torch.uint8).view(20, 3, 6, 6)
 
 
@@ -139,14 +141,9 @@ def test_accelerate_shares_among_processes(rank: int) -> None:
     assert len(got[0][0][0][0]) == 4
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(zip(IMAGES, range(20), strict=True))
-
-
 def test_accelerate_with_a_stream() -> None:
     def loader() -> DataLoader[Any]:
-        return DataLoader(Stream(), 4, transforms=flips())
+        return DataLoader(Streamed(lambda i: (IMAGES[i], i), 20), 4, transforms=flips())
 
     assert epoch(prepare_loader(accelerator(), loader())) == epoch(loader())
 

@@ -15,11 +15,10 @@ from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from faststep.data import ArrayDataset, DataLoader, converted
 from faststep.data import transforms as T  # noqa: N812
-from faststep.data.arrays.image_rows import ImageRows
+from faststep.data.arrays.in_place import ImageRows
 
 from .image_lists import FLIP, LISTS, NORMALIZE, images
-from .test_resume import saved
-from .torch_and_ours import plain
+from .torch_and_ours import is_error, outcomes, plain, saved
 
 ROWS, BATCH = 11, 4
 X = images(ROWS, 3, 16, 22)
@@ -42,24 +41,13 @@ def loader(kind: Any, data: Any, chosen: list[Any], fields: Any = None, **more: 
     return DataLoader(data, transforms=kind(chosen, fields), **options)
 
 
-def outcomes(of: Any, epochs: int = 2) -> list[Any]:
+def epochs(of: Any, count: int = 2) -> list[Any]:
     """Batches, or errors; and what was drawn."""
+    torch.default_generator.manual_seed(3)
     found: list[Any] = []
-    for _ in range(epochs):
-        iterator = iter(of)
-        while True:
-            try:
-                found.append(plain(next(iterator)))
-            except StopIteration:
-                break
-            except Exception as error:
-                found.append((type(error), str(error)))
-        found.append(torch.get_rng_state().tolist())
+    for _ in range(count):
+        found += [*outcomes(of), torch.get_rng_state().tolist()]
     return found
-
-
-def is_error(item: Any) -> bool:
-    return isinstance(item[0], type) and issubclass(item[0], Exception)
 
 
 def stays(of: Any) -> bool:
@@ -71,9 +59,8 @@ def assert_same(data: Any, chosen: list[Any], fields: Any = None, **options: Any
     in_place = loader(T.Compose, data, chosen, fields, **options)
     gathered = loader(Gathering, data, chosen, fields, **options)
     assert (stays(in_place), stays(gathered)) == (True, False)
-    got = outcomes(in_place)
-    torch.default_generator.manual_seed(3)
-    assert got == outcomes(gathered)
+    got = epochs(in_place)
+    assert got == epochs(gathered)
     return got
 
 
@@ -180,10 +167,7 @@ def test_what_cannot_stay_is_gathered(name: str) -> None:
     data, options = GATHERED[name]()
     both = [loader(kind, data, MIXED, **options) for kind in (T.Compose, Gathering)]
     assert not any(map(stays, both))
-    found = []
-    for each in both:
-        torch.default_generator.manual_seed(3)
-        found.append(outcomes(each))
+    found = [epochs(each) for each in both]
     assert found[0] == found[1]
     assert not any(map(is_error, found[0]))
 
@@ -204,7 +188,7 @@ def test_what_cannot_stay_is_gathered(name: str) -> None:
 def test_what_is_no_batch_of_images_has_the_same_errors(data: Any, fields: Any) -> None:
     both = [loader(kind, data, MIXED, fields) for kind in (T.Compose, Gathering)]
     assert not any(map(stays, both))
-    found = [outcomes(each, 1)[0] for each in both]
+    found = [epochs(each, 1)[0] for each in both]
     assert found[0] == found[1]
     assert issubclass(found[0][0], (TypeError, ValueError))
 
@@ -223,8 +207,7 @@ def test_threads_read_files_ahead(tmp_path: Path) -> None:
     for mapped in files(tmp_path):
         of_file = loader(T.Compose, ArrayDataset((mapped, Y)), MIXED)
         assert not stays(of_file)
-        got = outcomes(of_file)
-        assert got == outcomes(loader(T.Compose, DATA, MIXED))
+        assert epochs(of_file) == epochs(loader(T.Compose, DATA, MIXED))
 
 
 def test_no_image_is_gathered() -> None:
@@ -253,7 +236,7 @@ def test_states_are_those_of_gathered_batches(options: dict[str, Any]) -> None:
 
 
 def test_an_epoch_goes_on_with_the_tensors_it_began_with() -> None:
-    want = outcomes(loader(T.Compose, DATA, MIXED), 1)
+    want = outcomes(loader(T.Compose, DATA, MIXED))
     data = TensorDataset(X.clone(), Y.clone())
     of = loader(T.Compose, data, MIXED)
     iterator = iter(of)
@@ -261,7 +244,7 @@ def test_an_epoch_goes_on_with_the_tensors_it_began_with() -> None:
     data.tensors = (torch.zeros_like(X), torch.zeros_like(Y))
     gc.collect()
     got += [plain(batch) for batch in iterator]
-    assert got == want[:-1]
+    assert got == want
     assert not next(iter(loader(T.Compose, data, [])))[0].any()  # the next one has the new ones
 
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,33 +15,11 @@ import pytest
 import torch
 from torch.utils.data import RandomSampler, TensorDataset
 
-from faststep.data import DataLoader
+from faststep.data import DataLoader, convert
 from faststep.data.order.random_order import RandomOrder
 
 from .test_lifetime import BATCH, ROWS, _no_thread_stays, dataset, wide  # noqa: F401
-
-
-def child(work: Any) -> None:
-    """Runs `work` in a forked child; fails if it raises, or hangs."""
-    number = os.fork()
-    if number == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    for _ in range(6000):
-        done, status = os.waitpid(number, os.WNOHANG)
-        if done:
-            assert status == 0
-            return
-        time.sleep(0.01)
-    os.kill(number, 9)
-    os.waitpid(number, 0)
-    pytest.fail("the child hangs")
+from .torch_and_ours import child
 
 
 def within_a_second(end: Callable[[], float]) -> None:
@@ -92,7 +69,7 @@ def program(text: str, **options: Any) -> subprocess.Popen[str]:
     start = """
 import os, signal, sys, threading, time, torch
 from torch.utils.data import TensorDataset
-from faststep.data import DataLoader
+from faststep.data import DataLoader, convert
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 ours = DataLoader(TensorDataset(torch.ones(64, 50_000)), 4)
 iterator = iter(ours)
@@ -253,17 +230,16 @@ def test_interrupts_anywhere_mix_up_nothing(options: dict[str, Any], workers: in
 
 
 def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path) -> None:
-    script = (
-        "import os, signal, sys, faststep.data as d, torch\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "class D(torch.utils.data.Dataset):\n"
-        "    def __len__(self): return 1000\n"
-        "    def __getitem__(self, i):\n"
-        "        if i == 500: os.kill(os.getpid(), signal.SIGINT)\n"
-        "        return i\n"
-        "d.convert(D(), sys.argv[1])\n"
-    )
-    command = [sys.executable, "-c", script, str(tmp_path / "out")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert "KeyboardInterrupt" in done.stderr
+    class Interrupts(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            if index == 500:
+                os.kill(os.getpid(), signal.SIGINT)
+            return index
+
+    def work() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        with pytest.raises(KeyboardInterrupt):
+            convert(Interrupts([0] * 1000), tmp_path / "out")  # type: ignore[arg-type]
+
+    child(work)
     assert os.listdir(tmp_path) == []

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from faststep import _C
 from faststep.data import transforms as T  # noqa: N812
-from faststep.data.deliver import page_locked as locked_memory
+from faststep.data.deliver import copies
 from faststep.data.deliver.batch_buffers import BatchBuffers
-from faststep.data.deliver.page_locked import page_locked
+from faststep.data.deliver.copies import page_locked
 
 
 class Locked:
@@ -23,7 +23,7 @@ class Locked:
 
 
 def test_a_page_locked_block_stands_for_plain_tensors_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locked_memory, "_owners", [Locked()])
+    monkeypatch.setattr(copies, "_owners", [Locked()])
     for x in (torch.arange(6.0), torch.randn(6, dtype=torch.complex64)):
         same = page_locked(x)
         assert same is not None

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from faststep.data import ArrayDataset, DataLoader
 
-from .torch_and_ours import plain
+from .torch_and_ours import plain, side_by_side
 
 ROWS, BATCH = 64, 4
 TASKS = Path("/proc/self/task")
@@ -65,6 +65,25 @@ def test_batches_may_be_kept() -> None:
     assert all(torch.equal(got, batch) for (got, _), batch in zip(kept, want, strict=True))
 
 
+def test_a_batch_is_an_ordinary_tensor() -> None:
+    data = torch.arange(24.0).view(8, 3)
+    (batch,) = next(iter(DataLoader(TensorDataset(data), 4)))
+    assert type(batch) is torch.Tensor
+    assert batch.is_contiguous()
+    assert batch.data_ptr() % 64 == 0
+    assert batch.untyped_storage().nbytes() == 48
+    assert not batch.requires_grad
+    assert batch.is_leaf
+    assert batch._version == 0
+    batch.requires_grad_(True)
+    (batch * 2).sum().backward()
+    assert torch.equal(batch.grad, torch.full((4, 3), 2.0))
+    with torch.inference_mode():
+        (batch,) = next(iter(DataLoader(TensorDataset(data), 4)))
+        assert batch.is_inference()
+    assert torch.equal(torch.save(batch, "/dev/null") or batch.share_memory_(), data[:4])
+
+
 def test_memory_is_used_again() -> None:
     ours = loader()
     places = {batch.data_ptr() for _ in range(4) for batch, _ in ours}
@@ -87,10 +106,7 @@ def test_a_slot_is_free_when_the_last_tensor_over_it_is_gone(also: str) -> None:
     elif also == "numpy":
         kept.append(batch.numpy()[::2])
     elif also == "thread":
-        thread = threading.Thread(target=lambda b=batch: kept.append(b.view(-1)))
-        thread.start()
-        thread.join()
-        del thread
+        side_by_side(1, lambda b=batch: kept.append(b.view(-1)))  # type: ignore[misc]
     else:
         kept.append((torch.ones(3, requires_grad=True) * batch).sum())
     place = batch.data_ptr()
@@ -211,17 +227,14 @@ def test_who_waits_has_a_core(
             assert data_threads() == threads
 
 
-def test_several_threads_may_share_an_iterator() -> None:
-    iterator = iter(wide())
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}], ids=str)
+def test_several_threads_may_share_an_iterator(options: dict[str, Any]) -> None:
+    iterator = iter(loader(50_000, **options))
     seen: list[int] = []
 
     def consume() -> None:
         for _, labels in iterator:
             seen.extend(labels.tolist())
 
-    threads = [threading.Thread(target=consume) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(4, consume)
     assert sorted(seen) == list(range(ROWS))

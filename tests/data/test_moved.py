@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import threading
 import warnings
@@ -13,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, StackDataset, Subset, TensorDataset
 
 from faststep import _C
 from faststep._torch import held as _held
 from faststep.data import ArrayDataset, DataLoader, converted
 from faststep.data import transforms as T  # noqa: N812
 
-from .torch_and_ours import plain
+from .torch_and_ours import child, plain, side_by_side
 
 ROWS, WIDTH, BATCH = 12_000, 256, 512  # 12 MB, which malloc maps; batches that threads fill ahead
 AHEAD = 4
@@ -73,6 +72,16 @@ MOVES: list[Callable[[torch.Tensor], Any]] = [
 
 def wrong_rows(x: torch.Tensor, indices: torch.Tensor) -> int:
     return int((x != indices.view(-1, 1).to(x.dtype)).any(1).sum())
+
+
+def check_epoch(x: torch.Tensor, change: Callable[[torch.Tensor], Any]) -> None:
+    """An epoch, after whose fourth batch something happens, has the right rows."""
+    data = TensorDataset(x, torch.arange(ROWS))
+    for number, (batch, indices) in enumerate(DataLoader(data, BATCH, shuffle=True)):
+        assert wrong_rows(batch, indices) == 0
+        if number == 3:
+            change(x)
+            reuse_what_is_free()
 
 
 @pytest.mark.parametrize("options", [{}, {"num_workers": 2}, {"device": "cpu"}], ids=str)
@@ -179,31 +188,16 @@ def test_moves_by_another_thread() -> None:
     assert moves > 5
 
 
-class Other(Dataset[Any]):
-    """The same tensors, for a loader whose worker is sent a copy."""
-
-    def __init__(self, x: torch.Tensor) -> None:
-        self.x = x
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.x[index]
-
-
 @pytest.mark.parametrize("kind", [torch.utils.data.DataLoader, DataLoader])
 def test_validation_by_a_spawned_worker_in_the_middle(kind: Any) -> None:
-    x = rows()
-    data = TensorDataset(x, torch.arange(ROWS))
-    for number, (batch, indices) in enumerate(DataLoader(data, BATCH, shuffle=True)):
-        assert wrong_rows(batch, indices) == 0
-        if number == 3:
-            validation = kind(Other(x), 4, num_workers=1, multiprocessing_context="spawn")
-            found = torch.cat(list(validation))
-            assert wrong_rows(found, torch.arange(8)) == 0
-            assert x.is_shared()  # it was moved
-            reuse_what_is_free()
+    def validate(x: torch.Tensor) -> None:
+        other: Any = Subset(StackDataset(x), range(8))  # of a kind that is read by a worker
+        validation = kind(other, 4, num_workers=1, multiprocessing_context="spawn")
+        found = torch.cat([batch for (batch,) in validation])
+        assert wrong_rows(found, torch.arange(8)) == 0
+        assert x.is_shared()  # it was moved
+
+    check_epoch(rows(), validate)
 
 
 class TestKinds:
@@ -251,13 +245,7 @@ class TestKinds:
             buffer = bytearray(rows().numpy().tobytes())
             x = torch.frombuffer(buffer, dtype=torch.float32).view(ROWS, WIDTH)
             del buffer
-        for number, (batch, indices) in enumerate(
-            DataLoader(TensorDataset(x, torch.arange(ROWS)), BATCH)
-        ):
-            assert wrong_rows(batch, indices) == 0
-            if number == 3:
-                x.share_memory_()
-                reuse_what_is_free()
+        check_epoch(x, torch.Tensor.share_memory_)
 
     def test_images_that_are_read_in_place(self) -> None:
         def epoch(move: bool) -> list[Any]:
@@ -304,14 +292,14 @@ class TestKinds:
         next(iterator)
         x.share_memory_()
         next(iterator)
+
+        def work() -> None:
+            torch.set_num_threads(1)  # those of torch's own pool are not there
+            assert all(wrong_rows(batch, indices) == 0 for batch, indices in iterator)
+
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads, which are ours
-            child = os.fork()
-        if not child:
-            torch.set_num_threads(1)  # those of torch's own pool are not there
-            right = all(wrong_rows(batch, indices) == 0 for batch, indices in iterator)
-            os._exit(0 if right else 1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            child(work)
         assert all(wrong_rows(batch, indices) == 0 for batch, indices in iterator)
 
 
@@ -353,12 +341,7 @@ class TestHolding:
     def test_shared_memory_stays_shared(self) -> None:
         x = rows().share_memory_()
         address = x.data_ptr()
-        for number, (batch, indices) in enumerate(
-            DataLoader(TensorDataset(x, torch.arange(ROWS)), BATCH)
-        ):
-            assert wrong_rows(batch, indices) == 0
-            if number == 3:
-                put_into_queue(x)
+        check_epoch(x, put_into_queue)
         assert x.is_shared()
         assert x.data_ptr() == address
 
@@ -401,11 +384,7 @@ class TestHolding:
             for _ in range(300):
                 assert torch.equal(_held.hold(x), x)
 
-        threads = [threading.Thread(target=hold) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        side_by_side(4, hold)
         assert _C.holds() == before + 1
         x.resize_(0)
         assert _C.holds() == before + 1

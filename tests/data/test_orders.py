@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch.utils.data import (
     RandomSampler,
-    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
 
-from faststep.data import DataLoader, KeyedSampler
+from faststep.data import DataLoader
 from faststep.data.order.random_order import PART, PARTS_NOTED
 from programs import Programs
 
-from .torch_and_ours import assert_same, without_sanitizer
+from .resumable import goes_on
+from .shapes import Mapped
+from .torch_and_ours import assert_same, plain, without_sanitizer
 
 N = 1000
 DATA = TensorDataset(torch.arange(N))
@@ -31,14 +32,7 @@ def numbers(iterator: Any, batches: int) -> list[list[int]]:
     return [next(iterator)[0].tolist() for _ in range(batches)]
 
 
-class Rows(torch.utils.data.Dataset[Any]):
-    """The same samples, on torch's path."""
-
-    def __len__(self) -> int:
-        return N
-
-    def __getitem__(self, index: int) -> list[int]:
-        return [index]
+ROWS = Mapped(lambda index: [index], N)  # the same samples, on torch's path
 
 
 HUGE = """
@@ -110,7 +104,7 @@ def test_ten_billion_samples_cost_what_is_asked_for(
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("data", "workers"), [(DATA, 0), (DATA, 2), (Rows(), 0)])
+@pytest.mark.parametrize(("data", "workers"), [(DATA, 0), (DATA, 2), (ROWS, 0)])
 @pytest.mark.parametrize("replacement", [True, False])
 def test_draws_are_torchs_after_each_batch(replacement: bool, data: Any, workers: int) -> None:
     def make() -> tuple[Any, dict[str, Any]]:
@@ -128,24 +122,19 @@ def loader(kind: Any = DataLoader, replacement: bool = True, batch: int = 100) -
 @pytest.mark.parametrize("replacement", [True, False])
 @pytest.mark.parametrize("batches", [0, 1, PART // 100, PART // 100 + 1, 300, COUNT // 100])
 def test_going_on_in_any_part(batches: int, replacement: bool) -> None:
-    torch.manual_seed(2)
-    ours = loader(replacement=replacement)
-    iterator = iter(ours)
-    numbers(iterator, batches)
-    state, random = ours.state_dict(), torch.get_rng_state()
-    rest = [batch.tolist() for (batch,) in iterator]
+    state, rest = goes_on(lambda: loader(replacement=replacement), batches)
+    random = torch.get_rng_state()
     for again in (state, without_parts(state)):
-        other = loader(replacement=replacement)
-        other.load_state_dict(again)
+        second, third = (loader(replacement=replacement) for _ in range(2))
+        second.load_state_dict(again)
         torch.set_rng_state(random)
-        second = iter(other)
-        once_more = other.state_dict()
+        iterator = iter(second)
+        once_more = second.state_dict()
         assert once_more["_sampler_iter_state"]["samples_yielded"] == batches * 100
-        assert [batch.tolist() for (batch,) in second] == rest
-        third = loader(replacement=replacement)
+        assert [plain(batch) for batch in iterator] == rest
         third.load_state_dict(once_more)
         torch.set_rng_state(random)
-        assert [batch.tolist() for (batch,) in third] == rest
+        assert [plain(batch) for batch in third] == rest
 
 
 def without_parts(state: dict[str, Any]) -> dict[str, Any]:
@@ -198,7 +187,7 @@ def test_a_subset_is_asked_as_it_is_needed() -> None:
     assert len([*iterator]) == N // 10 - 3
 
 
-@pytest.mark.parametrize("data", [DATA, Rows()], ids=["arrays", "torch"])
+@pytest.mark.parametrize("data", [DATA, ROWS], ids=["arrays", "torch"])
 def test_an_error_of_the_indices_comes_in_its_place(data: Any) -> None:
     found = []
     for kind in (torch.utils.data.DataLoader, DataLoader):
@@ -220,19 +209,4 @@ def test_going_on_where_all_was_drawn_at_once(weighted: bool, batches: int) -> N
         sampler: Any = WeightedRandomSampler(weights.tolist(), 95)
         return DataLoader(DATA, 10, sampler=sampler if weighted else SubsetRandomSampler(range(95)))
 
-    torch.manual_seed(4)
-    ours = make()
-    iterator = iter(ours)
-    numbers(iterator, batches)
-    state, random = ours.state_dict(), torch.get_rng_state()
-    rest = [b.tolist() for (b,) in iterator]
-    other = make()
-    other.load_state_dict(state)
-    torch.set_rng_state(random)
-    assert [b.tolist() for (b,) in other] == rest
-
-
-@pytest.mark.parametrize("sampler", [SequentialSampler, KeyedSampler])
-def test_others_are_computed(sampler: Any) -> None:
-    ours = DataLoader(DATA, 7, sampler=sampler(DATA))
-    assert sorted(i for (b,) in ours for i in b.tolist()) == [*range(N)]
+    goes_on(make, batches)

@@ -8,26 +8,22 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
 import pickle
-import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import Dataset, Sampler, TensorDataset
 
 from faststep import _C
 from faststep.data import DataLoader
-from faststep.data.deliver import prefetch
+from faststep.data.deliver.stages import DeviceIterator
+from programs import Programs
 
+from .shapes import Streamed
 from .test_lifetime import data_threads
-from .test_resume import ORDERS, dataset, saved
-from .torch_and_ours import plain, run
+from .torch_and_ours import child, plain, run, seeded
 
 ROWS, BATCH = 23, 3
 STEPS = 8
@@ -54,11 +50,6 @@ class Samples(Dataset[Any]):
         return ROWS
 
 
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(ROWS))
-
-
 class Logged(Sampler[int]):
     """Says when it is asked."""
 
@@ -79,10 +70,6 @@ def all_of(batches: Any) -> list[Any]:
     return [plain(batch) for batch in batches]
 
 
-def seeded() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
 KINDS: dict[str, Any] = {
     "arrays": lambda: (table(), {}),
     "shuffled": lambda: (table(), {"shuffle": True}),
@@ -90,7 +77,7 @@ KINDS: dict[str, Any] = {
     "sampler": lambda: (table(), {"sampler": Logged(), "drop_last": True}),
     "torch": lambda: (Samples(), {"shuffle": True}),
     "bad": lambda: (Samples(0, 9, 10, 22), {}),
-    "iterable": lambda: (Stream(), {}),
+    "iterable": lambda: (Streamed(int, ROWS), {}),
     "empty": lambda: (TensorDataset(torch.ones(0)), {}),
 }
 
@@ -128,13 +115,6 @@ def test_workers(data: Any, persistent: bool) -> None:
     if not persistent:
         assert all_of(first) == want[2:]
     assert all_of(loader) == want
-
-
-def test_two_iterators_take_turns() -> None:
-    loader = DataLoader(table(), BATCH, device="cpu")
-    want = all_of(torch.utils.data.DataLoader(table(), BATCH))
-    for a, b, expected in zip(loader, loader, want, strict=True):
-        assert plain(a) == plain(b) == expected
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -175,53 +155,9 @@ def test_an_interrupt_comes_at_once_and_loses_nothing_that_was_fetched() -> None
     assert [next(iterator).tolist() for _ in range(2)] == [[0, 1, 2], [3, 4, 5]]
 
 
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("ahead", [1, 3])
-def test_the_place_is_that_of_what_was_delivered(order: str, ahead: int) -> None:
-    """A run that is taken up again, at every batch, gives what one without a break gives."""
-
-    def make() -> DataLoader[Any]:
-        data = dataset()
-        options = ORDERS[order](data)
-        return DataLoader(data, 5, **options, device="cpu", prefetch_to_device=ahead)
-
-    torch.default_generator.manual_seed(1)
-    whole = make()
-    start = torch.get_rng_state()
-    want = [plain(batch) for _ in range(2) for batch in whole]
-    per_epoch = len(whole)
-    for stop in range(per_epoch + 2):
-        torch.set_rng_state(start)
-        loader = make()
-        got, left = [], stop
-        for batch in loader:
-            if not left:
-                break
-            got.append(plain(batch))
-            left -= 1
-            state, random = saved(loader.state_dict()), torch.get_rng_state()
-        if stop > per_epoch:  # after the epoch
-            state, random = saved(loader.state_dict()), torch.get_rng_state()
-        if not stop:
-            continue
-        assert state["_num_yielded"] == min(stop, per_epoch)
-        assert state["_iterator_finished"] == (stop > per_epoch)
-        loader = make()
-        torch.set_rng_state(random)
-        loader.load_state_dict(state)
-        got += [plain(batch) for _ in range(2 - (stop > per_epoch)) for batch in loader]
-        assert got == want
-
-
 def test_errors_count_as_delivered() -> None:
-    class Bad(Sampler[int]):
-        def __iter__(self) -> Iterator[int]:
-            return iter([0, 1, 2, 3, 99, 4, 5, 6, 7, 8, 9, 10])
-
-        def __len__(self) -> int:
-            return 12
-
-    loader = DataLoader(table(), BATCH, sampler=Bad(), device="cpu")
+    bad = [0, 1, 2, 3, 99, 4, 5, 6, 7, 8, 9, 10]
+    loader = DataLoader(table(), BATCH, sampler=bad, device="cpu")
     iterator = iter(loader)
     next(iterator)
     progress = loader._faststep.progress
@@ -231,8 +167,7 @@ def test_errors_count_as_delivered() -> None:
         next(iterator)
     assert progress.delivered == 2
     assert len(list(iterator)) == 2
-    assert progress.delivered == 4
-    assert progress.finished
+    assert (progress.delivered, progress.finished) == (4, True)
 
 
 def test_objects_move_by_themselves_when_they_are_delivered() -> None:
@@ -281,7 +216,7 @@ def test_the_loader_can_be_copied_and_its_iterator_cannot() -> None:
     iterator = iter(loader)
     next(iterator)
     for again in (pickle.loads(pickle.dumps(loader)), copy.copy(loader)):
-        assert type(iter(again)) is prefetch.DeviceIterator
+        assert type(iter(again)) is DeviceIterator
         assert all_of(again) == all_of(loader)
     with pytest.raises(NotImplementedError, match="cannot be pickled"):
         pickle.dumps(iterator)
@@ -330,29 +265,15 @@ def test_outputs_of_another_form_are_refused() -> None:
     assert torch.equal(mine, rows[3:5])
 
 
-def test_several_threads_may_share_an_iterator() -> None:
-    iterator = iter(DataLoader(table(), 1, device="cpu"))
-    seen: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: seen.extend(int(y) for _, y in iterator)) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(seen) == list(range(ROWS))
-
-
 def test_a_forked_child_goes_on() -> None:
     iterator = iter(DataLoader(table(), BATCH, device="cpu"))
     next(iterator)
+
+    def work() -> None:
+        assert [row for _, y in iterator for row in y.tolist()] == list(range(BATCH, ROWS))
+
     with iterator._lock:  # another thread may be in it
-        child = os.fork()
-        if child == 0:
-            signal.alarm(60)  # rather than wait forever
-            rest = [row for _, y in iterator for row in y.tolist()]
-            os._exit(rest != list(range(BATCH, ROWS)))
-    assert os.waitpid(child, 0)[1] == 0
+        child(work)
     assert len(list(iterator)) == STEPS - 1
 
 
@@ -392,9 +313,8 @@ sys.exit(os.waitpid(child, 0)[1])
 """
 
 
-def test_a_forked_child_frees_no_page_locked_memory() -> None:
-    command = [sys.executable, "-c", FORKED_WHILE_IT_COPIES]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_a_forked_child_frees_no_page_locked_memory(programs: Programs) -> None:
+    result = programs.run(FORKED_WHILE_IT_COPIES)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
 
 

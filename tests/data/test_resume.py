@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -20,120 +19,57 @@ from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler
 
-from .torch_and_ours import plain
+from .resumable import KNOWN, MAPS, ROWS, Run, arrays, goes_on, loader_of
+from .torch_and_ours import plain, saved
 
-ROWS, BATCH, EPOCHS = 46, 5, 3
-
-
-def dataset(rows: int = ROWS) -> TensorDataset:
-    return TensorDataset(torch.arange(rows), torch.randn(rows, 2, generator=torch.Generator()))
-
-
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(9)
-
-
-ORDERS: dict[str, Any] = {
-    "sequential": lambda d: {},
-    "random": lambda d: {"shuffle": True},
-    "generator": lambda d: {"shuffle": True, "generator": generator()},
-    "own generator": lambda d: {"sampler": RandomSampler(d, generator=generator())},
-    "few": lambda d: {"sampler": RandomSampler(d, num_samples=31, generator=generator())},
-    "replacement": lambda d: {"sampler": RandomSampler(d, replacement=True, num_samples=60)},
-    "distributed": lambda d: {"sampler": DistributedSampler(d, 3, 1, seed=3)},
-    "short": lambda d: {"sampler": DistributedSampler(range(45), 2, 1, drop_last=True)},
-    "keyed": lambda d: {"sampler": KeyedSampler(d, seed=4)},
-    "keyed, shared": lambda d: {"sampler": KeyedSampler(d, num_replicas=3, rank=2)},
-}
+BATCH, EPOCHS = 3, 3
+WORKERS: dict[str, Any] = {"num_workers": 2}
+PERSISTENT = WORKERS | {"persistent_workers": True}
+PLACES: list[dict[str, Any]] = [
+    *(
+        {**options, "drop_last": drop}
+        for options in ({}, WORKERS, PERSISTENT)
+        for drop in (False, True)
+    ),
+    *({"device": "cpu", "prefetch_to_device": ahead} for ahead in (1, 3)),
+]
 
 
 def make(order: str, **options: Any) -> DataLoader[Any]:
-    data = dataset()
-    return DataLoader(data, BATCH, **ORDERS[order](data), **options)
+    return loader_of(MAPS[f"arrays, {order}"], {"batch_size": BATCH, **options})
 
 
-def saved(state: Any) -> Any:
-    """As a checkpoint keeps it."""
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
+@pytest.mark.parametrize("order", KNOWN)
+@pytest.mark.parametrize("options", PLACES, ids=str)
+def test_every_place(order: str, options: dict[str, Any]) -> None:
+    run = Run(MAPS[f"arrays, {order}"], options, EPOCHS)
+    batches = len(run.batches) // EPOCHS
+    assert batches > 1
+    states = [state for _, _, state, _ in run.places]
+    yielded = [0, *[*range(1, batches + 1), batches] * EPOCHS]
+    assert [state["_num_yielded"] for state in states] == yielded
+    finished = [True, *[*[False] * batches, True] * EPOCHS]
+    assert [state["_iterator_finished"] for state in states] == finished
+    for place in range(len(run.places)):
+        run.check(place)
 
 
-def step(loader: DataLoader[Any], epoch: int) -> None:
-    if isinstance(loader.sampler, DistributedSampler):
-        loader.sampler.set_epoch(epoch)
-
-
-def whole(order: str, options: dict[str, Any]) -> tuple[list[Any], list[Any]]:
-    """All epochs without interruption, and (epoch, state, random state) before each batch."""
-    torch.default_generator.manual_seed(1)
-    loader = make(order, **options)
-    batches: list[Any] = []
-    states: list[Any] = []
-    for epoch in range(EPOCHS):
-        step(loader, epoch)
-        for batch in loader:
-            batches.append(plain(batch))
-            states.append((epoch, saved(loader.state_dict()), torch.get_rng_state()))
-    return batches, states
-
-
-@pytest.mark.parametrize("order", ORDERS)
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("workers", [0, 2, -2])
-def test_every_place(order: str, drop_last: bool, workers: int) -> None:
-    options = {"drop_last": drop_last, "num_workers": abs(workers)}
-    options["persistent_workers"] = workers < 0
-    batches, states = whole(order, options)
-    assert len(batches) > 2 * EPOCHS
-    for place, (first, state, random_state) in enumerate(states):
-        loader = make(order, **options)
-        torch.set_rng_state(random_state)
-        loader.load_state_dict(state)
-        assert plain(loader.state_dict()) == plain(state)
-        got = []
-        for epoch in range(first, EPOCHS):
-            step(loader, epoch)
-            got += plain(list(loader))[1]
-        assert got == batches[place + 1 :], place
-
-
-@pytest.mark.parametrize("order", ORDERS)
-def test_a_resumed_epoch_can_be_interrupted_again(order: str) -> None:
-    batches, states = whole(order, {})
-    loader = make(order)
-    loader.load_state_dict(states[1][1])
-    iterator = iter(loader)
-    assert plain(next(iterator)) == batches[2]
-    state = saved(loader.state_dict())
-    assert state["_num_yielded"] == 3
-    del iterator
-    again = make(order)
-    again.load_state_dict(state)
-    assert plain(next(iter(again))) == batches[3]
-
-
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", KNOWN)
 @pytest.mark.parametrize("when", ["before", "between", "after iter"])
 @pytest.mark.parametrize("persistent", [False, True])
 def test_at_the_border_of_epochs(order: str, when: str, persistent: bool) -> None:
-    torch.default_generator.manual_seed(5)
     options = {"num_workers": int(persistent), "persistent_workers": persistent}
     loader = make(order, **options)
     if when == "between":
         list(loader)
     iterator = iter(loader) if when == "after iter" else None
-    state = saved(loader.state_dict())
-    random_state = torch.get_rng_state()
-    want = plain(list(iterator or loader))
-    random_state_after = torch.get_rng_state()
+    state, random_state = saved(loader.state_dict()), torch.get_rng_state()
+    want = plain(list(iterator or loader)), torch.get_rng_state().tolist()
     torch.set_rng_state(random_state)
     other = make(order, **options)
     other.load_state_dict(state)
     assert plain(other.state_dict()) == plain(state)
-    assert plain(list(other)) == want
-    assert torch.equal(torch.get_rng_state(), random_state_after)
+    assert (plain(list(other)), torch.get_rng_state().tolist()) == want
 
 
 def test_what_was_delivered_counts() -> None:
@@ -161,9 +97,9 @@ def test_another_batch_size() -> None:
     loader = make("random")
     iterator = iter(loader)
     had = [next(iterator)[0] for _ in range(3)]
-    other = DataLoader(dataset(), 8, shuffle=True)
+    other = DataLoader(arrays(), 8, shuffle=True)
     other.load_state_dict(loader.state_dict())
-    rest = [batch for batch, _ in other]
+    rest = [batch for (batch,) in other]
     assert len(rest[0]) == 8
     assert sorted(torch.cat(had + rest).tolist()) == list(range(ROWS))
 
@@ -221,23 +157,20 @@ def test_a_state_of_another_loader_is_refused() -> None:
     state = random.state_dict()
     for other, message in (
         (make("sequential"), "is of a RandomSampler, the loader has a SequentialSampler"),
-        (DataLoader(dataset(40), shuffle=True), "46, and the loader's is 40"),
-        (DataLoader(dataset(), sampler=RandomSampler(dataset(), num_samples=3)), "num_samples"),
+        (DataLoader(TensorDataset(torch.ones(40)), shuffle=True), "23, and the loader's is 40"),
+        (DataLoader(arrays(), sampler=RandomSampler(arrays(), num_samples=3)), "num_samples"),
     ):
         with pytest.raises(ValueError, match=message):
             other.load_state_dict(state)
-    for wrong in ({}, {"_num_yielded": 3}, None):
-        with pytest.raises(ValueError, match="not a state of this DataLoader"):
-            random.load_state_dict(wrong)  # type: ignore[arg-type]
     keyed = make("keyed")
     next(iter(keyed))
     with pytest.raises(ValueError, match="seed 4, and the loader's is 5"):
-        DataLoader(dataset(), sampler=KeyedSampler(dataset(), seed=5)).load_state_dict(
+        DataLoader(arrays(), sampler=KeyedSampler(arrays(), seed=5)).load_state_dict(
             keyed.state_dict()
         )
 
 
-@pytest.mark.parametrize("order", ["distributed", "keyed"])
+@pytest.mark.parametrize("order", ["distributed", "keyed", "epochs"])
 def test_another_epoch_than_the_states_is_an_error(order: str) -> None:
     loader = make(order)
     loader.sampler.set_epoch(2)
@@ -272,7 +205,7 @@ class Unready(SequentialSampler):
 
 
 def test_a_loaded_state_is_not_lost_if_no_iterator_can_be_made() -> None:
-    data = dataset()
+    data = arrays()
     loader = DataLoader(data, batch_size=None, sampler=Unready(data))
     loader.sampler.ready = True
     next(iter(loader))
@@ -286,17 +219,12 @@ def test_a_loaded_state_is_not_lost_if_no_iterator_can_be_made() -> None:
 
 
 def test_subsets_and_persistent_workers() -> None:
-    data = Subset(dataset(), range(1, ROWS))
-    options = {"num_workers": 1, "persistent_workers": True, "shuffle": True}
-    loader = DataLoader(data, BATCH, **options)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    want = plain(list(iterator))
-    other = DataLoader(data, BATCH, **options)
-    other.load_state_dict(state)
-    assert plain(list(other)) == want
-    assert len(list(other)) == 9
-    other.load_state_dict(state)
-    assert plain(list(other)) == want
+    data = Subset(arrays(), range(1, ROWS))
+    loaders = [DataLoader(data, BATCH, True, **PERSISTENT) for _ in range(2)]
+    state, want = goes_on(loaders.pop, 1)
+    other = DataLoader(data, BATCH, True, **PERSISTENT)
+    for _ in range(2):
+        other.load_state_dict(state)
+        assert [plain(batch) for batch in other] == want
+        assert len(list(other)) == 8
     assert BatchSampler is type(other.batch_sampler)

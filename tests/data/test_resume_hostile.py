@@ -8,12 +8,15 @@ import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy.random
 import pytest
 import torch
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, WeightedRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from faststep.data import DataLoader, KeyedSampler, transforms
+
+from .torch_and_ours import seeded
 
 
 class Stream(IterableDataset[int]):
@@ -53,21 +56,15 @@ class Drawing(Sampler[int]):
         return 30
 
     def __iter__(self) -> Iterator[int]:
-        import numpy
-
         numpy.random.permutation(3)
         random.random()
         yield from torch.randperm(30).tolist()
 
 
-def generator() -> torch.Generator:
-    return torch.Generator().manual_seed(3)
-
-
 LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "in order": lambda: DataLoader(range(30), 3),
     "shuffled": lambda: DataLoader(range(30), 3, shuffle=True),
-    "generator": lambda: DataLoader(range(30), 3, shuffle=True, generator=generator()),
+    "generator": lambda: DataLoader(range(30), 3, shuffle=True, generator=seeded()),
     "weighted": lambda: DataLoader(range(30), 3, sampler=WeightedRandomSampler([1.0] * 30, 30)),
     "distributed": lambda: DataLoader(
         range(30),
@@ -197,6 +194,23 @@ def test_a_part_of_an_order(key: str, value: Any) -> None:
         again.load_state_dict(with_value(state, ("_sampler_iter_state", key), value))
     again.load_state_dict(state)
     assert values(again) == values(iterator)
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [*((at, None) for at in (-1, 625, 10**9, 2**70)), (1000, torch.zeros(2000).long())],
+)
+def test_the_generator_of_numpy(place: int, words: Any) -> None:
+    """A place behind its words would end the process."""
+    state = state_of("drawing", False)
+    drawn = state["_sampler_iter_state"]["draws"]["first"]["numpy"]
+    assert drawn[0] == "MT19937"
+    assert 0 <= drawn[2] <= 624
+    drawn[1], drawn[2] = drawn[1] if words is None else words, place
+    before = random.getstate(), numpy.random.get_state()[1].tolist()
+    with pytest.raises(ValueError, match="expected random states"):
+        LOADERS["drawing"]().load_state_dict(state)
+    assert (random.getstate(), numpy.random.get_state()[1].tolist()) == before
 
 
 def test_a_stream_without_its_workers() -> None:

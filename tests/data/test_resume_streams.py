@@ -11,6 +11,9 @@ from torch.utils.data import IterableDataset, Sampler
 
 from faststep.data import DataLoader
 
+from .resumable import goes_on
+from .torch_and_ours import outcomes, without_texts
+
 
 def lists(batches: Any) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
@@ -34,16 +37,7 @@ class TwoDraws(Sampler[int]):
 
 
 def test_a_sampler_that_draws_twice() -> None:
-    loader = DataLoader(range(20), 4, sampler=TwoDraws())
-    iterator = iter(loader)
-    next(iterator), next(iterator)
-    state, numbers = loader.state_dict(), torch.get_rng_state()
-    rest = lists(iterator)
-    torch.manual_seed(99)
-    torch.set_rng_state(numbers)
-    other = DataLoader(range(20), 4, sampler=TwoDraws())
-    other.load_state_dict(state)
-    assert lists(other) == rest
+    goes_on(lambda: DataLoader(range(20), 4, sampler=TwoDraws()), 2)
 
 
 class OwnDraws(Sampler[int]):
@@ -150,12 +144,12 @@ def test_states_that_are_taken_rarely_know_the_epoch(batches: int) -> None:
 class Failing(IterableDataset[int]):
     """Some samples cannot be read; a generator is over after the first of them, an object not."""
 
-    def __init__(self, goes_on: bool = True) -> None:
-        self.goes_on = goes_on
+    def __init__(self, endures: bool = True) -> None:
+        self.endures = endures
         self.number = 0
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self.next_number, None) if self.goes_on else self.numbers()
+        return iter(self.next_number, None) if self.endures else self.numbers()
 
     def next_number(self) -> int | None:
         number, self.number = self.number, self.number + 1
@@ -175,18 +169,11 @@ class FailingWithState(Failing):
         self.number = state["number"]
 
 
-def outcomes(loader: DataLoader[Any], states: list[Any]) -> list[Any]:
+def outcomes_of(loader: DataLoader[Any], states: list[Any]) -> list[Any]:
     """Batches and what was raised instead of some, and the state after each."""
-    iterator, got = iter(loader), []
-    while len(got) < 40:
-        try:
-            got.append(next(iterator).tolist())
-        except StopIteration:
-            return got
-        except KeyError:
-            got.append(KeyError)
-        states.append(loader.state_dict())
-    raise AssertionError(got)
+    got = outcomes(loader, lambda: states.append(loader.state_dict()), stop=40)
+    assert len(got) < 40
+    return without_texts(got)
 
 
 PATHS: dict[str, dict[str, Any]] = {
@@ -199,7 +186,7 @@ PATHS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
-    ("kind", "goes_on", "every"),
+    ("kind", "endures", "every"),
     [
         (Failing, True, None),
         (Failing, False, None),
@@ -208,47 +195,48 @@ PATHS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_a_stream_with_samples_that_cannot_be_read(
-    path: str, kind: type[Failing], goes_on: bool, every: int | None
+    path: str, kind: type[Failing], endures: bool, every: int | None
 ) -> None:
     options = PATHS[path] | {"snapshot_every_n_steps": every}
 
     def new() -> DataLoader[Any]:
-        return DataLoader(kind(goes_on), 3, **options)
+        return DataLoader(kind(endures), 3, **options)
 
     states: list[Any] = []
-    want = outcomes(new(), states)
+    want = outcomes_of(new(), states)
     assert KeyError in want
-    assert (want.count(KeyError) > 2) == goes_on
+    assert (want.count(KeyError) > 2) == endures
     for place, state in enumerate(states):
-        other, again = new(), []
+        other, again = new(), list[Any]()
         other.load_state_dict(state)
-        assert outcomes(other, again) == want[place + 1 :]
+        assert outcomes_of(other, again) == want[place + 1 :]
         if again:  # once more, from an epoch that was itself taken up
             other = new()
             other.load_state_dict(again[0])
-            assert outcomes(other, []) == want[place + 2 :]
+            assert outcomes_of(other, []) == want[place + 2 :]
 
 
 def samples_of(got: list[Any]) -> list[int]:
-    return [sample for batch in got if batch is not KeyError for sample in batch]
+    return [sample for batch in got if batch is not KeyError for sample in batch[1]]
 
 
 def test_another_batch_size_after_a_sample_that_cannot_be_read() -> None:
     states: list[Any] = []
-    outcomes(DataLoader(Failing(), 3), states)
-    loader, again = DataLoader(Failing(), 4), list[Any]()
+    outcomes_of(DataLoader(Failing(), 3), states)
+    loader, again = DataLoader(Failing(), 4, collate_fn=list), list[Any]()
     loader.load_state_dict(states[2])  # [0, 1, 2], [3, 4, 5], and 6 is lost with 7
-    rest = [[8, 9, 10, 11], KeyError, KeyError, [14, 15, 16, 17], [18, 19]]
-    assert outcomes(loader, again) == rest
+    rest = outcomes_of(loader, again)
+    want = [[8, 9, 10, 11], KeyError, KeyError, [14, 15, 16, 17], [18, 19]]
+    assert rest == [one if one is KeyError else (list, one) for one in want]
     for place, state in enumerate(again):
-        loader = DataLoader(Failing(), 2)
+        loader = DataLoader(Failing(), 2, collate_fn=list)
         loader.load_state_dict(state)
-        assert samples_of(outcomes(loader, [])) == samples_of(rest[place + 1 :])
+        assert samples_of(outcomes_of(loader, [])) == samples_of(rest[place + 1 :])
 
 
 def test_a_new_error_while_samples_are_read_again_is_raised() -> None:
     states: list[Any] = []
-    outcomes(DataLoader(Failing(), 3), states)
+    outcomes_of(DataLoader(Failing(), 3), states)
     dataset = Failing()
     loader = DataLoader(dataset, 3)
     loader.load_state_dict(states[5])

@@ -142,10 +142,10 @@ def test_on_every_way(kind: Any, options: dict[str, Any]) -> None:
 
 
 def test_without_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(pool: object) -> None:
+    def refuse() -> None:
         raise MemoryError("none")
 
-    monkeypatch.setattr("faststep.data.workers.arena.ArenaPool.prepare", refuse)
+    monkeypatch.setattr("faststep._C.Arena", refuse)
     check(make(Stream))
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import (
     ConcatDataset,
-    Dataset,
     Subset,
     TensorDataset,
 )
@@ -25,14 +25,6 @@ class Odd(TensorDataset):
         return (index,)
 
 
-class Plain(Dataset[int]):
-    def __getitem__(self, index: int) -> int:
-        return index
-
-    def __len__(self) -> int:
-        return 10
-
-
 def without_tensors() -> TensorDataset:
     """Some versions of torch refuse to make one."""
     dataset = TensorDataset(torch.ones(1))
@@ -41,11 +33,12 @@ def without_tensors() -> TensorDataset:
 
 
 OTHERS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "dataset": (Plain(), {}, "dataset is a Plain"),
-    "in a subset": (Subset(Plain(), [1]), {}, "dataset.dataset is a Plain"),
+    "dataset": (range(10), {}, "dataset is a range"),
+    "in a subset": (Subset([2, 3], [1]), {}, "dataset.dataset is a list"),  # type: ignore[arg-type]
     "subclass": (Odd(torch.ones(3)), {}, "dataset is a Odd"),
     "gradient": (TensorDataset(torch.ones(3, requires_grad=True)), {}, "requires a gradient"),
     "strides": (TensorDataset(torch.ones(5, 3, 4).transpose(1, 2)), {}, "not contiguous"),
+    "numpy": (ArrayDataset(np.arange(60).reshape(3, 4, 5)[:, :, ::2]), {}, "not contiguous"),
     "bits": (TensorDataset(torch.zeros(4, 2).byte().view(torch.bits8)), {}, "of the type bits8"),
     "parts of bytes": (TensorDataset(torch.zeros(4, 2).byte().view(torch.int4)), {}, "type int4"),
     "no tensors": (without_tensors(), {"sampler": [0]}, "tensors is empty"),

@@ -11,9 +11,9 @@ from torch.utils.data import Dataset, TensorDataset
 
 from faststep.data import DataLoader
 from faststep.data import transforms as T  # noqa: N812
-from faststep.data.deliver.transformed import seed_of
+from faststep.data.deliver.stages import seed_of
 
-from .test_resume import saved
+from .resumable import Run
 from .torch_and_ours import plain
 
 ROWS, BATCH = 23, 4
@@ -81,38 +81,18 @@ def test_nothing_else_is_drawn() -> None:
     assert random.getstate() == before
 
 
-@pytest.mark.parametrize("options", [{}, {"num_workers": 2, "persistent_workers": True}])
-def test_a_resumed_epoch_goes_on_with_the_same_draws(options: dict[str, Any]) -> None:
-    torch.default_generator.manual_seed(1)
-    whole = loader(**options)
-    batches, states = [], []
-    for _ in range(3):
-        for batch in whole:
-            batches.append(plain(batch))
-            states.append((saved(whole.state_dict()), torch.get_rng_state()))
-    per_epoch = len(whole)
-    for number in (0, 2, per_epoch - 1, per_epoch + 1, 2 * per_epoch):
-        state, random_state = states[number]
-        again = loader(**options)
-        torch.set_rng_state(random_state)
-        again.load_state_dict(state)
-        assert again.state_dict() == state
-        rest = [plain(batch) for _ in range(3 - number // per_epoch) for batch in again]
-        assert rest == batches[number + 1 :]
-
-
-def test_the_next_epoch_of_persistent_workers_after_a_resume() -> None:
-    options = {"num_workers": 1, "persistent_workers": True}
-    torch.default_generator.manual_seed(1)
-    whole = loader(**options)
-    for _ in whole:
-        pass
-    state, random_state = whole.state_dict(), torch.get_rng_state()
-    want = [plain(batch) for batch in whole]
-    again = loader(**options)
-    again.load_state_dict(saved(state))
-    torch.set_rng_state(random_state)
-    assert [plain(batch) for batch in again] == want
+@pytest.mark.parametrize("dataset", [TensorDataset(X, Y), Samples()], ids=["arrays", "torch"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_workers": 2, "worker_method": "thread", "persistent_workers": True}],
+    ids=["plain", "persistent"],
+)
+def test_a_resumed_epoch_goes_on_with_the_same_draws(dataset: Any, options: dict[str, Any]) -> None:
+    options = {"batch_size": BATCH, "shuffle": True, **options}
+    run = Run(lambda: (dataset, {"transforms": transforms()}), options, 3)
+    per_epoch = len(run.batches) // 3
+    for place in (1, 3, per_epoch, per_epoch + 1, per_epoch + 3, 2 * per_epoch + 2):
+        run.check(place)
 
 
 def test_any_function_of_a_batch() -> None:

@@ -62,7 +62,7 @@ except KeyboardInterrupt:
     pass
 del iterator
 assert batch.shape == (2, 50_000)
-print(ours._faststep.workers._pool._latest.memory.counts()["taken"], flush=True)
+print(ours._faststep.workers._latest.memory.counts()["taken"], flush=True)
 """
     )
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,9 @@ from faststep import _C
 from faststep.data import DataLoader
 from faststep.data.workers import packed_batch, packer
 
-from .test_interrupts import child, within_a_second
+from .test_interrupts import within_a_second
 from .test_workers import Custom, Wide, arena_of, counts
-from .torch_and_ours import plain
+from .torch_and_ours import child, plain
 
 
 def children() -> set[str]:
@@ -312,17 +313,17 @@ class Full:
 def test_no_block_is_lost_where_memory_runs_out_for_a_copy(kept: list[int], copies: int) -> None:
     """Of tensors that somebody kept in the worker; one more tensor was copied before."""
     memory = _C.Arena()
-    stack = packer._Stack(memory)
-    batch = [stack([torch.full((100,), float(i))] * 3) for i in range(4)]
+    own = packer.Packer(default_collate, SimpleNamespace(memory=memory, key=1))  # type: ignore[arg-type]
+    batch = [own._stack([torch.full((100,), float(i))] * 3) for i in range(4)]
     held = [batch[i] for i in kept]
     contents = [{"stacked": batch, "other": torch.ones(50)}]
     del batch
     if copies > len(kept):
-        packed_batch.pack(1, Full(memory, copies), contents, stack.blocks)  # type: ignore[arg-type]
+        packed_batch.pack(1, Full(memory, copies), contents, own._blocks)  # type: ignore[arg-type]
         assert memory.counts()["taken"] == 5 + len(kept)
         return
     with pytest.raises(MemoryError, match="a batch"):
-        packed_batch.pack(1, Full(memory, copies), contents, stack.blocks)  # type: ignore[arg-type]
+        packed_batch.pack(1, Full(memory, copies), contents, own._blocks)  # type: ignore[arg-type]
     assert memory.counts()["taken"] == len(kept)
     assert [tensor[0, 0].item() for tensor in held] == kept
     del held

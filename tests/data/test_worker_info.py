@@ -6,20 +6,11 @@ import inspect
 from typing import Any
 
 import pytest
-from torch.utils.data import Dataset
 from torch.utils.data._utils import worker
 
 from faststep._torch.data_loader import dataset_of_worker, new_worker_info, set_worker_dataset
 from faststep.data import DataLoader
 from faststep.data.workers import threads
-
-
-class Numbers(Dataset[int]):
-    def __len__(self) -> int:
-        return 6
-
-    def __getitem__(self, index: int) -> int:
-        return index
 
 
 class Closed:
@@ -83,5 +74,5 @@ def test_threads_take_the_dataset_as_a_later_torch_gives_it(
             return super().bind(*values, **kwargs)
 
     monkeypatch.setattr(threads.inspect, "signature", lambda target: Bound(renamed))
-    loader = DataLoader(Numbers(), 2, num_workers=2, worker_method="thread")
+    loader = DataLoader(range(6), 2, num_workers=2, worker_method="thread")  # type: ignore[arg-type]
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5]]

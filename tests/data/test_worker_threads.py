@@ -20,10 +20,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from faststep.data import DataLoader
 
-from .test_interrupts import child, within_a_second
+from .test_interrupts import within_a_second
 from .test_worker_ends import START, run_program
 from .test_workers import Mixed, Wide, list_of
-from .torch_and_ours import plain
+from .torch_and_ours import child, plain
 
 
 def workers() -> list[str]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -34,24 +38,88 @@ def plain(value: Any) -> Any:
     return value
 
 
+def outcomes(
+    batches: Any, after: Callable[[], object] = list, stop: int | None = None
+) -> list[Any]:
+    """Batches, or what was raised in the place of some; `after` is called after each."""
+    iterator, found = iter(batches), list[Any]()
+    while len(found) != stop:
+        try:
+            found.append(plain(next(iterator)))
+        except StopIteration:
+            break
+        except Exception as error:
+            found.append((type(error), str(error)))
+        after()
+    return found
+
+
+def is_error(outcome: Any) -> bool:
+    return isinstance(outcome[0], type) and issubclass(outcome[0], Exception)
+
+
+def without_texts(found: list[Any]) -> list[Any]:
+    """Outcomes whose errors are only of the same type: the texts of workers' have a traceback."""
+    return [one[0] if is_error(one) else one for one in found]
+
+
+def saved(state: Any) -> Any:
+    """As a checkpoint keeps it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def seeded(seed: int = 9) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def side_by_side(count: int, work: Callable[[], object]) -> None:
+    """Runs `work` in so many threads."""
+    threads = [threading.Thread(target=work) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def child(work: Callable[[], object]) -> None:
+    """Runs `work` in a forked child; fails if it raises, or hangs."""
+    number = os.fork()
+    if number == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    for _ in range(6000):
+        done, status = os.waitpid(number, os.WNOHANG)
+        if done:
+            assert status == 0
+            return
+        time.sleep(0.01)
+    os.kill(number, 9)
+    os.waitpid(number, 0)
+    pytest.fail("the child hangs")
+
+
 def run(loader: Any, generators: list[torch.Generator], epochs: int, stop: int | None) -> Outcome:
     """All batches of some epochs, each perhaps broken off, and the generators' states between."""
     batches: list[Any] = []
     states: list[Any] = []
+
+    def note() -> None:
+        states.append([g.get_state().tolist() for g in generators])
+
     for _ in range(epochs):
         iterator = iter(loader)
-        states.append([g.get_state().tolist() for g in generators])
-        number = 0
-        while number != stop:
-            try:
-                batches.append(plain(next(iterator)))
-            except StopIteration:
-                break
-            except Exception as error:
-                batches.append((type(error), str(error)))
-            number += 1
-            states.append([g.get_state().tolist() for g in generators])
-        states.append([g.get_state().tolist() for g in generators])
+        note()
+        batches += outcomes(iterator, note, stop)
+        note()
         del iterator
     return batches, states
 

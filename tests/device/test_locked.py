@@ -35,7 +35,7 @@ def loader_of(**options: Any) -> DataLoader[Any]:
 
 def arena_of(loader: DataLoader[Any]) -> arenas.Arena:
     assert loader._faststep.workers is not None
-    latest = loader._faststep.workers._pool._latest
+    latest = loader._faststep.workers._latest
     assert latest is not None
     return latest
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from typing import Any, TypeVar
 
 import torch.utils.data
@@ -15,21 +16,21 @@ from .arrays.array_iterator import ArrayIterator
 from .arrays.columns import NotArrays
 from .arrays.gather_plan import Plan
 from .deliver.copies import copier_of
-from .deliver.left_out import LeavingOut
-from .deliver.prefetch import DeviceIterator
-from .deliver.transformed import Transformed
-from .options import OPTIONS, Extras, Path, Unprepared, checked
+from .deliver.stages import BatchStage, DeviceIterator, LeavingOut, Transformed
+from .options import OPTIONS, Extras, Path, Unprepared
 from .order.of_sampler import order_of
-from .plain import MultiIterator, SingleIterator
+from .plain import MultiIterator, OwnWorkers, SingleIterator
 from .resume import states
 from .resume.loader_stand_in import keeps_seed
 from .resume.progress import EpochIterator
 from .stats import Metered, StageTimes
 from .transforms import Compose
 from .types import State, TorchOptions, Transform
-from .workers.route import Workers, is_of_parent
+from .workers.arena import Workers
+from .workers.processes import ProcessIterator
+from .workers.threads import ThreadIterator
 
-__all__ = ["DataLoader"]
+__all__ = ["DataLoader", "prepare_loader"]
 
 _T_co = TypeVar("_T_co", covariant=True)
 
@@ -98,8 +99,14 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
         skip_errors: bool = False,
         **options: Unpack[TorchOptions],
     ) -> None:
-        every, skips = snapshot_every_n_steps, skip_errors
-        own = checked(device, prefetch_to_device, transforms, worker_method, every, skips)
+        own = Extras(
+            device,  # type: ignore[arg-type]
+            prefetch_to_device,
+            transforms,
+            worker_method,
+            snapshot_every_n_steps,
+            skip_errors,
+        )
         super().__init__(dataset, *arguments, **options)
         if worker_method == "thread" and self.multiprocessing_context is not None:
             raise ValueError("worker_method='thread' starts no process: no multiprocessing_context")
@@ -154,7 +161,7 @@ class DataLoader(torch.utils.data.DataLoader[_T_co]):
 
     def __iter__(self) -> BaseDataLoaderIter:
         own = self._faststep
-        if is_of_parent(self._iterator):
+        if _is_of_parent(self._iterator):
             self._iterator = None  # a persistent one, which a forked child cannot take over
         iterator = super().__iter__()
         if not isinstance(iterator, Metered):  # of a subclass, which has its own _get_iterator
@@ -309,5 +316,48 @@ def _iterator_from(loader: DataLoader[Any], plan: Plan | str, state: State | Non
         return ArrayIterator(loader, plan, own.slots, state)
     if not loader.num_workers:
         return SingleIterator(loader, state)
-    iterator = _workers_of(loader).iterator(loader, state)
-    return MultiIterator(loader, state) if iterator is None else iterator
+    loader.check_worker_number_rationality()
+    if own.worker_method == "thread":
+        return ThreadIterator(loader, state)
+    workers = _workers_of(loader)
+    if not workers.prepare():
+        return MultiIterator(loader, state)
+    return ProcessIterator(loader, workers, state)
+
+
+def _is_of_parent(iterator: Any) -> bool:
+    """True if the workers of an iterator stayed with the process that was forked."""
+    while isinstance(iterator, BatchStage):
+        iterator = iterator._batches
+    return isinstance(iterator, OwnWorkers) and iterator._process != os.getpid()
+
+
+def prepare_loader(accelerator: Any, loader: DataLoader[object]) -> Any:
+    """`accelerator.prepare(loader)`, with a loader of faststep inside instead of torch's.
+
+    Args:
+        accelerator: an `accelerate.Accelerator`.
+        loader: a faststep.data.DataLoader, with any of its arguments.
+
+    Returns:
+        accelerate's loader. Its batches are those of `loader`, transformed and on their device; on
+        several processes each has its part. To go on in an epoch use its `load_state_dict`:
+        `accelerator.skip_first_batches` makes a loader of torch's.
+
+    Raises:
+        TypeError: `loader` is no DataLoader of faststep, or accelerate gives a loader that none can
+            be put into, as for XLA.
+    """
+    if not isinstance(loader, DataLoader):
+        raise TypeError(f"prepare_loader takes a faststep.data.DataLoader, not {loader!r}")
+    plain: object = copy.copy(loader)
+    vars(plain)["_faststep"] = Extras()
+    prepared = accelerator.prepare_data_loader(plain)
+    if "base_dataloader" not in vars(prepared):
+        raise TypeError(f"accelerate made a {type(prepared).__name__}, which takes no other loader")
+    ours = copy.copy(loader)
+    vars(ours).update(vars(prepared.base_dataloader))  # its samplers, split among processes
+    prepared.base_dataloader = ours
+    prepared.dl_state_dict = ours.state_dict()
+    prepared._is_accelerate_prepared = True
+    return prepared

@@ -12,18 +12,9 @@ from .. import _C
 from .resume.progress import Progress
 from .stats import StageTimes
 from .types import State, Transform
-from .workers.route import Workers
+from .workers.arena import Workers
 
-__all__ = ["OPTIONS", "Extras", "Path", "Unprepared", "checked"]
-
-OPTIONS = {  # arguments of the constructor that torch's has not, and their defaults
-    "device": None,
-    "prefetch_to_device": 2,
-    "transforms": None,
-    "worker_method": "process",
-    "snapshot_every_n_steps": None,
-    "skip_errors": False,
-}
+__all__ = ["OPTIONS", "Extras", "Path", "Unprepared"]
 
 
 @dataclasses.dataclass
@@ -43,14 +34,17 @@ class Extras:
         meter: of the newest epoch.
         left_out: what the newest epoch has skipped; None if nothing is to be.
         resume: a state that was loaded, for the next iteration.
+
+    Raises:
+        TypeError, ValueError: an option cannot be used; names it.
     """
 
-    device: torch.device | None
-    prefetch_to_device: int
-    transforms: Transform | None
-    worker_method: str
-    snapshot_every_n_steps: int | None
-    skip_errors: bool
+    device: torch.device | None = None
+    prefetch_to_device: int = 2
+    transforms: Transform | None = None
+    worker_method: str = "process"
+    snapshot_every_n_steps: int | None = None
+    skip_errors: bool = False
     slots: _C.Slots | None = None
     workers: Workers | None = None
     epoch: int = 0
@@ -59,6 +53,24 @@ class Extras:
     meter: StageTimes | None = None
     left_out: State | None = None
     resume: State | None = None
+
+    def __post_init__(self) -> None:
+        if self.transforms is not None and not callable(self.transforms):
+            raise TypeError(f"transforms must be a function of a batch, not {self.transforms!r}")
+        if self.worker_method not in ("process", "thread"):
+            method = self.worker_method
+            raise ValueError(f"worker_method must be 'process' or 'thread', not {method!r}")
+        every, ahead, given = self.snapshot_every_n_steps, self.prefetch_to_device, self.device
+        if every is not None and (type(every) is not int or every < 0):
+            raise ValueError(
+                f"snapshot_every_n_steps must be an int from 0 on or None, not {every!r}"
+            )
+        self.device = None if given is None else torch.device(given)
+        if self.device is not None and self.device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be a CUDA device or the CPU, not {given!r}")
+        if type(ahead) is not int or ahead < 0:
+            raise ValueError(f"prefetch_to_device must be an int from 0 on, not {ahead!r}")
+        self.skip_errors = bool(self.skip_errors)
 
     def explain_device(self) -> str:
         if self.device is None:
@@ -71,6 +83,10 @@ class Extras:
             ("slots", "workers", "progress", "stranger", "meter", "left_out")
         )
         return vars(self) | of_process
+
+
+# arguments of the constructor that torch's has not, and their defaults
+OPTIONS = {field.name: field.default for field in dataclasses.fields(Extras)[:6]}
 
 
 class Path:
@@ -112,30 +128,3 @@ class Unprepared:
                 "faststep.data.prepare_loader(accelerator, loader)"
             )
         raise AttributeError("_is_accelerate_prepared")
-
-
-def checked(
-    device: torch.device | str | int | None,
-    prefetch_to_device: int,
-    transforms: Transform | None,
-    worker_method: str,
-    every: int | None,
-    skip_errors: bool,
-) -> Extras:
-    """The arguments of a DataLoader that torch's does not have.
-
-    Raises:
-        TypeError, ValueError: one cannot be used; names it.
-    """
-    if transforms is not None and not callable(transforms):
-        raise TypeError(f"transforms must be a function of a batch, not {transforms!r}")
-    if worker_method not in ("process", "thread"):
-        raise ValueError(f"worker_method must be 'process' or 'thread', not {worker_method!r}")
-    if every is not None and (type(every) is not int or every < 0):
-        raise ValueError(f"snapshot_every_n_steps must be an int from 0 on or None, not {every!r}")
-    target = None if device is None else torch.device(device)
-    if target is not None and target.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be a CUDA device or the CPU, not {device!r}")
-    if type(prefetch_to_device) is not int or prefetch_to_device < 0:
-        raise ValueError(f"prefetch_to_device must be an int from 0 on, not {prefetch_to_device!r}")
-    return Extras(target, prefetch_to_device, transforms, worker_method, every, bool(skip_errors))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import pickle
 import sys
+import traceback
 from typing import Any
 
 from torch.utils.data import IterDataPipe
@@ -16,7 +18,7 @@ from .._torch.data_loader import (
     MultiProcessingDataLoaderIter,
     SingleProcessDataLoaderIter,
 )
-from .deliver.batch_buffers import BufferIterator, buffering_collate
+from .deliver.batch_buffers import buffering_by, buffering_collate
 from .order.asked import AskedOrder
 from .order.indices import Indices
 from .order.of_sampler import epoch_of
@@ -29,7 +31,7 @@ from .resume.stream import Source, dataset_of
 from .stats import Metered
 from .types import Loader, State
 
-__all__ = ["MultiIterator", "Placed", "PlacedWorkers", "SingleIterator"]
+__all__ = ["MultiIterator", "OwnWorkers", "SingleIterator"]
 
 
 class Placed(Metered):
@@ -86,7 +88,7 @@ class Placed(Metered):
         self._num_yielded = progress.count
 
 
-class SingleIterator(BufferIterator, Placed, SingleProcessDataLoaderIter):
+class SingleIterator(Placed, SingleProcessDataLoaderIter):
     """torch's iterator without workers; datasets that make whole batches get memory for them.
 
     Args:
@@ -95,9 +97,12 @@ class SingleIterator(BufferIterator, Placed, SingleProcessDataLoaderIter):
     """
 
     def __init__(self, loader: Loader, state: State | None = None) -> None:
-        self._lending = buffering_collate(loader)
         stand_in = LoaderStandIn(loader, state)
         stand_in.load_into_dataset()
+        lending = buffering_collate(loader)
+        if lending is not None:
+            stand_in.collate_fn = lending
+        self._buffers = None if lending is None else lending.buffers
         super().__init__(stand_in)
 
     def _begin(self, state: State, saved_workers: list[State] | None) -> None:
@@ -114,9 +119,7 @@ class SingleIterator(BufferIterator, Placed, SingleProcessDataLoaderIter):
     def _next_data(self) -> Any:
         progress = self.progress
         try:
-            if self._lending is None:
-                return super()._next_data()
-            with self._lending.buffers.lending():
+            with buffering_by(self._buffers):
                 return super()._next_data()
         except StopIteration:
             progress.finished = True
@@ -277,6 +280,33 @@ class PlacedWorkers(Placed):
             if number <= task:
                 task += 1
         return task
+
+
+class OwnWorkers(PlacedWorkers, MultiProcessingDataLoaderIter):
+    """torch's iterator with workers of ours, which stay with the process that made them."""
+
+    refusal: str  # to a forked child
+    _process = 0  # until the constructor sets it; another one may fail before
+
+    def __init__(self, stand_in: LoaderStandIn) -> None:
+        self._process = os.getpid()
+        super().__init__(stand_in)
+
+    def _next_data(self) -> Any:
+        if self._process != os.getpid():
+            raise RuntimeError(f"{self.refusal}; iterate over the DataLoader anew in the child")
+        try:
+            return super()._next_data()
+        except BaseException as error:
+            # A frame that raises a variable is in a cycle with it and with this iterator: when that
+            # is collected its queues go first, and its workers are not told to end.
+            traceback.clear_frames(error.__traceback__)
+            raise
+
+    def _shutdown_workers(self) -> None:
+        """Ends the workers; a forked child leaves them to its parent."""
+        if self._process == os.getpid():
+            super()._shutdown_workers()
 
 
 class MultiIterator(PlacedWorkers, MultiProcessingDataLoaderIter):

@@ -6,14 +6,13 @@ import time
 import weakref
 from array import array
 from collections import UserDict
-from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
 
 from .._torch.tensors import nbytes_of
 
-__all__ = ["BatchStage", "Metered", "StageTimes"]
+__all__ = ["Metered", "StageTimes"]
 
 KEPT = 4096  # the newest waits, for percentiles
 MOST_OBJECTS = 64  # in the containers of a batch whose bytes are counted
@@ -155,15 +154,3 @@ class Metered:
 
     def _next(self) -> object:
         return super().__next__()  # type: ignore[misc]
-
-
-class BatchStage(Metered):
-    """An iterator over another one's batches."""
-
-    _batches: Sized
-
-    def __iter__(self) -> Iterator[object]:
-        return self
-
-    def __len__(self) -> int:
-        return len(self._batches)

@@ -13,14 +13,11 @@ from .. import _C
 __all__ = [
     "Array",
     "CollateFn",
-    "CountsEpochs",
-    "Fetcher",
     "Handle",
     "Loader",
     "LoaderExtras",
     "Parse",
     "State",
-    "Stateful",
     "TorchOptions",
     "Transform",
     "WorkerInitFn",
@@ -58,15 +55,10 @@ class TorchOptions(TypedDict, total=False):
     in_order: bool
 
 
-class CountsEpochs(Protocol):
-    """Has the number of the current epoch of a loader's iterator."""
-
-    epoch: int
-
-
-class LoaderExtras(CountsEpochs, Protocol):
+class LoaderExtras(Protocol):
     """The attributes of a loader, beside torch's, that its iterators need."""
 
+    epoch: int
     device: torch.device | None
     prefetch_to_device: int
     worker_method: str
@@ -101,16 +93,3 @@ class Loader(Protocol):
     @property
     def path(self) -> str: ...
     def check_worker_number_rationality(self) -> None: ...
-
-
-class Fetcher(Protocol):
-    """Makes a batch of the samples with some indices, as torch's fetchers do."""
-
-    def fetch(self, possibly_batched_index: Any) -> Any: ...
-
-
-class Stateful(Protocol):
-    """A sampler, dataset or iterator that keeps a state of its own, as torchdata asks for it."""
-
-    def state_dict(self) -> State: ...
-    def load_state_dict(self, state: State, /) -> None: ...

@@ -13,12 +13,11 @@ from ... import _C
 from ..._torch.data_loader import BaseDataLoaderIter, dataset_fetcher, pin_memory
 from ..at_exit import close_at_exit
 from ..order.of_sampler import order_of
-from ..order.orders import Order
+from ..order.orders import Order, Run
 from ..resume.loader_stand_in import LoaderStandIn, asked_ahead
 from ..resume.progress import Progress
 from ..stats import Metered
 from ..types import Loader, State
-from .batch_indices import NO_RUN, is_submittable, run_of_batches
 from .columns import NotArrays
 from .gather_plan import Arrays, Plan
 
@@ -26,6 +25,7 @@ __all__ = ["ArrayIterator"]
 
 AHEAD = 4  # batches gathered ahead without workers; with them prefetch_factor * num_workers
 MOST_BYTES_AHEAD = 1 << 29
+BATCHES_AT_ONCE = 64  # whose indices are asked of a known order
 
 _process = os.getpid()  # asking the system for each batch would take 0.15 us
 
@@ -36,6 +36,30 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
+
+
+class _RunOfBatches(NamedTuple):
+    """The indices of consecutive batches of a known order."""
+
+    first: int  # batch
+    run: Run
+    submits: bool  # whether they can be handed to the threads
+
+
+NO_RUN = _RunOfBatches(0, ((), 0, 0), False)
+
+
+def _is_submittable(indices: object) -> bool:
+    """True if a batch of indices can be handed to the threads; a tensor must be packed int64."""
+    if type(indices) is not torch.Tensor:
+        return type(indices) in (list, tuple)
+    return (
+        indices.dtype == torch.int64
+        and indices.dim() == 1
+        and indices.device.type == "cpu"
+        and indices.is_contiguous()
+        and not indices.is_neg()
+    )
 
 
 class _Entry(NamedTuple):
@@ -148,7 +172,7 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
         except Exception as error:
             self._queue.append(_Entry(self._next_number(), None, None, 0, error))
         else:
-            self._add(self._next_number(), indices, (indices,), is_submittable(indices))
+            self._add(self._next_number(), indices, (indices,), _is_submittable(indices))
 
     def _next_number(self) -> int:
         """The number of the next batch for the queue.
@@ -166,7 +190,9 @@ class ArrayIterator(Metered, BaseDataLoaderIter):
             place = (number - first) * size
             if not 0 <= place < count:
                 try:
-                    self._known = run_of_batches(order, number)
+                    # of indices in lists one batch at a time: a list is complete
+                    run = order.run(number, 1 if order.in_lists else BATCHES_AT_ONCE)
+                    self._known = _RunOfBatches(number, run, _is_submittable(run[0]))
                 except Exception as error:
                     if error is not order.error:  # a signal handler's: the run is asked for again
                         raise

@@ -6,9 +6,11 @@ import sys
 from typing import Any
 
 import torch
+from torch.utils.data import Dataset
 
 from ..._torch.held import NotHeld, hold
 from ..types import Array
+from .structure import Structure
 
 __all__ = [
     "AS_IS",
@@ -18,6 +20,7 @@ __all__ = [
     "TO_FLOATS",
     "WIDENED",
     "Column",
+    "ColumnDataset",
     "NotArrays",
     "check_array",
     "column_of",
@@ -128,6 +131,26 @@ class Column:
             and self.boundary == other.boundary
             and self.floats == other.floats
         )
+
+
+class ColumnDataset(Dataset[Any]):
+    """A dataset whose samples threads can gather; `__getitem__` gives the same ones.
+
+    The names are private, so that those of a script's subclass do not meet them.
+    """
+
+    def _structure(self) -> tuple[Structure, list[str]]:
+        """The containers of a sample, and the names of its parts."""
+        raise NotImplementedError
+
+    def _columns(self) -> list[tuple[Column, ...]]:
+        """The columns of each part of the dataset, one after another: one column per leaf."""
+        raise NotImplementedError
+
+    @classmethod
+    def _reads_rows_as(cls) -> type:
+        """The class that has `_columns`: a script's subclass of it may read in another way."""
+        return next(kind for kind in cls.__mro__ if "_columns" in vars(kind))
 
 
 def is_packed(shape: tuple[int, ...], strides: tuple[int, ...], item: int) -> bool:

@@ -13,8 +13,7 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
 from ... import _C
 from .array_dataset import ArrayDataset
-from .column_dataset import ColumnDataset
-from .columns import Column, NotArrays, column_of
+from .columns import Column, ColumnDataset, NotArrays, column_of
 from .converted import column_of_leaf
 from .in_place import InPlace, images_of, row_numbers
 from .structure import LEAF, Structure

@@ -9,12 +9,24 @@ from typing import Any
 import torch
 
 from .columns import AS_IS, ROW_NUMBERS, Column
-from .image_rows import ImageRows
 
-__all__ = ["InPlace", "images_of", "row_numbers"]
+__all__ = ["ImageRows", "InPlace", "images_of", "row_numbers"]
 
 MOST_IMAGES = (1 << 31) - 1
 MEMORY = ("/dev/shm/", "/dev/zero", "/memfd:", "/SYSV")  # what Linux maps as it does files
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Stands for images[rows], which is not made.
+
+    Args:
+        images: as Compose takes them, fewer than 2^31, in CPU memory.
+        rows: (N,) int64, none of them negative.
+    """
+
+    images: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(frozen=True)

@@ -17,22 +17,50 @@ import torch
 from ... import _C
 from ..._torch.data_loader import collate_stacking_by, collate_tensors, collates_as_default
 from ..resume.loader_stand_in import asked_ahead
-from ..types import CollateFn, Loader
-from .plain_tensors import tensor_over, why_not_plain
+from ..types import Loader
 
 __all__ = [
     "BatchBuffers",
     "BufferCollate",
-    "BufferIterator",
     "BufferRows",
     "Samples",
     "buffering_by",
     "buffering_collate",
     "copy_image",
     "new_rows",
+    "tensor_over",
+    "why_not_plain",
 ]
 
 _here = threading.local()  # .buffers: of the loader that this thread fetches for
+
+
+def tensor_over(
+    block: torch.Tensor,
+    dtype: torch.dtype,
+    offset: int,
+    size: tuple[int, ...],
+    stride: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """A tensor over the bytes of a block: its storage, but not a view."""
+    tensor = torch.empty(0, dtype=dtype, device="cpu")
+    where = (offset, size) if stride is None else (offset, size, stride)
+    return tensor.set_(block.untyped_storage(), *where)
+
+
+def why_not_plain(tensor: torch.Tensor) -> str | None:
+    """Why torch has to handle a tensor; "" if it has no elements, None if it is a plain one."""
+    if type(tensor) is not torch.Tensor:
+        return f"a {type(tensor).__name__}"
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        return "not a dense tensor"
+    if tensor.device.type != "cpu":
+        return f"on {tensor.device}"
+    if tensor.requires_grad:
+        return "requires a gradient"
+    if tensor.is_conj() or tensor.is_neg():
+        return "a conjugated or negated tensor"
+    return None if tensor.numel() else ""
 
 
 class Samples(list[Any]):
@@ -194,23 +222,6 @@ class BufferCollate:
 def buffering_by(buffers: BatchBuffers | None) -> contextlib.AbstractContextManager[None]:
     """`buffers.lending()`, or nothing where there is none."""
     return contextlib.nullcontext() if buffers is None else buffers.lending()
-
-
-class BufferIterator:
-    """A base class beside one of torch's iterators: collates lent rows in this process.
-
-    `_lending` is set first, to what `buffering_collate` gives for the loader.
-    """
-
-    _lending: BufferCollate | None
-
-    @property
-    def _collate_fn(self) -> CollateFn:
-        return self._collate
-
-    @_collate_fn.setter
-    def _collate_fn(self, collate_fn: CollateFn) -> None:
-        self._collate = self._lending or collate_fn
 
 
 def buffering_collate(loader: Loader) -> BufferCollate | None:

@@ -17,6 +17,7 @@ import ctypes
 import inspect
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, MutableSequence, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,9 +27,9 @@ from typing import Any, Protocol
 import torch
 
 from ..._torch.optim import is_capturing
-from .page_locked import page_locked
+from .batch_buffers import tensor_over
 
-__all__ = ["Copier", "Copy", "copier_of"]
+__all__ = ["Copier", "Copy", "ask_for_locked_memory", "copier_of", "page_locked"]
 
 
 # torch.cuda.Stream and torch.cuda.Event, or what stands for them on the CPU and in tests
@@ -36,61 +37,41 @@ Stream = Any
 Event = Any
 
 
-class Streams(Protocol):
-    """Streams and events of one device."""
-
-    device: torch.device
-    copies: Stream  # the stream of the copies
-
-    def current(self) -> Stream:
-        """The consumer's stream."""
-
-    def mark(self, stream: Stream) -> Event:
-        """Records an event behind all work that the stream has."""
-
-    def wait(self, stream: Stream, event: Event) -> None:
-        """Makes all later work of the stream wait for the event."""
-
-    def copying(self) -> AbstractContextManager[object]:
-        """A context in which work goes to the stream of the copies."""
-
-    def allocate(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Device memory, and the page-locked source of the copy; None if it is no plain tensor."""
-
-    def move(self, item: Any) -> object:
-        """The tensor or object on the device, by its own `to`."""
-
-
 class HostStreams:
-    """The CPU: nothing waits, and no tensor is copied."""
+    """Streams and events of the CPU, where nothing waits and no tensor is copied."""
 
     class Passed:
         def query(self) -> bool:
             return True
 
     device = torch.device("cpu")
-    copies = None
+    copies: Stream = None  # the stream of the copies
 
-    def current(self) -> None:
+    def current(self) -> Stream:
+        """The consumer's stream."""
         return None
 
-    def mark(self, stream: Stream) -> Passed:
+    def mark(self, stream: Stream) -> Event:
+        """Records an event behind all work that the stream has."""
         return self.Passed()
 
     def wait(self, stream: Stream, event: Event) -> None:
-        pass
+        """Makes all later work of the stream wait for the event."""
 
-    def copying(self) -> AbstractContextManager[None]:
+    def copying(self) -> AbstractContextManager[object]:
+        """A context in which work goes to the stream of the copies."""
         return nullcontext()
 
-    def allocate(self, tensor: torch.Tensor) -> None:
+    def allocate(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Device memory, and the page-locked source of the copy; None if `move` has to do it."""
         return None  # on another device: the copy from there has to be waited for
 
     def move(self, item: Any) -> object:
+        """The tensor or object on the device, by its own `to`."""
         return item.to(self.device)
 
 
-class CudaStreams:
+class CudaStreams(HostStreams):
     """A CUDA device, and a stream for copies to it."""
 
     def __init__(self, device: torch.device) -> None:
@@ -125,14 +106,11 @@ class CudaStreams:
         ):
             return None
         target = torch.empty_like(tensor, device=self.device)
-        source = tensor
-        if tensor.stride() != target.stride():  # of one with holes the host would wait for the copy
+        source = None  # of one with holes the host would wait for the copy
+        if tensor.stride() == target.stride():  # as it would of memory that can be swapped out
+            source = tensor if tensor.is_pinned() else page_locked(tensor)
+        if source is None:
             source = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-        elif not tensor.is_pinned():  # as it would of memory that can be swapped out
-            locked = page_locked(tensor)
-            if locked is None:
-                locked = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
-            source = locked
         return target, source
 
     def move(self, item: Any) -> object:
@@ -142,6 +120,38 @@ class CudaStreams:
             return item.to(self.device)
         pinned = item.pin_memory() if hasattr(item, "pin_memory") else item
         return pinned.to(self.device, non_blocking=True)
+
+
+class OwnsLockedMemory(Protocol):
+    """Has memory with two mappings, one of which is page-locked."""
+
+    def locked(self, storage: torch.UntypedStorage) -> torch.Tensor | None:
+        """The bytes of a storage where they are page-locked; None if they are not."""
+
+
+_owners: weakref.WeakSet[OwnsLockedMemory] = weakref.WeakSet()
+
+
+def ask_for_locked_memory(owner: OwnsLockedMemory) -> None:
+    """Lets `page_locked` ask `owner`, as long as it lives."""
+    _owners.add(owner)
+
+
+def page_locked(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The same elements where they are page-locked, if an owner of such memory has them.
+
+    Nothing but a copy to the device may see it: its block is used again when it and all tensors of
+    the batch are gone, whatever else still reads it.
+    """
+    if tensor.is_conj() or tensor.is_neg():
+        return None  # the block holds other elements
+    storage = tensor.untyped_storage()
+    for owner in list(_owners):
+        block = owner.locked(storage)
+        if block is not None:
+            where = int(tensor.storage_offset()), tensor.shape, tensor.stride()
+            return tensor_over(block, tensor.dtype, *where)
+    return None
 
 
 def _accepts_non_blocking(function: Any) -> bool:
@@ -169,7 +179,7 @@ class Copy:
 class Copier:
     """Copies batches to a device. Any thread may use it."""
 
-    def __init__(self, streams: Streams) -> None:
+    def __init__(self, streams: HostStreams) -> None:
         self.streams = streams
         self._pending: deque[Copy] = deque()  # in the order of the stream
         self._forgetting = threading.Lock()

@@ -9,8 +9,7 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from ..types import Array, Handle, Transform
 from .common import FormatError, PathLike, check_unchanged, library, naming, open_regular
-from .mapped import MappedArrays
-from .mapping import map_array
+from .mapped import MappedArrays, map_array
 from .tables import Form, GroupedDataset, chosen_columns, fixed_rows, form_of, is_fixed
 
 __all__ = ["ArrowDataset", "open_arrow"]

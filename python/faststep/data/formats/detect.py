@@ -17,12 +17,7 @@ from .arrow import open_arrow
 from .common import FormatError, PathLike, naming, open_regular, walked
 from .hdf5 import open_hdf5
 from .images import IMAGE_SUFFIXES, ImageFolder
-from .json_lines import (
-    JsonLinesDataset,
-    JsonLinesStream,
-    begins_json_lines,
-    begins_packed_json_lines,
-)
+from .json_lines import GZIP, JsonLinesDataset, JsonLinesStream, begins_json_lines
 from .lmdb_files import LMDBDataset
 from .manifest import MANIFEST, open_manifest
 from .mapped import open_npy, open_npz, open_safetensors
@@ -56,13 +51,22 @@ def _is_tar(head: bytes, size: int) -> bool:
     return True
 
 
-def _is_packed_tar(head: bytes, size: int) -> bool:
-    if not head.startswith(b"\x1f\x8b"):
-        return False
-    try:
-        return _is_tar(zlib.decompressobj(31).decompress(head, 512), size)
-    except zlib.error:
-        return False
+def _in_gzip(
+    fits: Callable[[bytes, int], bool], most: int | None = None
+) -> Callable[[bytes, int], bool]:
+    """The same for a file in gzip, of which at most so many bytes are unpacked."""
+
+    def fits_unpacked(head: bytes, size: int) -> bool:
+        if not head.startswith(GZIP):
+            return False
+        unpacking = zlib.decompressobj(31)
+        try:
+            begin = unpacking.decompress(head, most or len(head))
+        except zlib.error:
+            return False
+        return fits(begin, len(begin) + (not unpacking.eof))
+
+    return fits_unpacked
 
 
 def _is_npz(head: bytes, size: int) -> bool:
@@ -129,12 +133,12 @@ FORMATS = [
     Format("Arrow stream", _is_arrow_stream, open_arrow),
     LMDB,
     Format("tar", _is_tar, TarDataset, many=True),
-    Format("tar in gzip", _is_packed_tar, TarDataset, many=True),
+    Format("tar in gzip", _in_gzip(_is_tar, 512), TarDataset, many=True),
     Format("TFRecord", lambda head, size: begins_a_record(head), TFRecordDataset, many=True),
     Format("safetensors", _is_safetensors, open_safetensors),
     Format("zip", is_zip, ZipDataset, many=True),
     Format("JSON lines", begins_json_lines, JsonLinesDataset, many=True),
-    Format("JSON lines in gzip", begins_packed_json_lines, JsonLinesStream, many=True),
+    Format("JSON lines in gzip", _in_gzip(begins_json_lines), JsonLinesStream, many=True),
 ]
 
 
@@ -184,7 +188,7 @@ def format_of(path: str) -> Format:
             return kind
     if not size:
         raise FormatError(f"{path}: the file is empty")
-    hint = "; gzip data must be decompressed first" if head.startswith(b"\x1f\x8b") else ""
+    hint = "; gzip data must be decompressed first" if head.startswith(GZIP) else ""
     raise FormatError(
         f"{path}: its content, which begins with {head[:16]!r}, is none of "
         f"{', '.join(kind.name for kind in FORMATS)}{hint}. Bare token files are for TokenDataset"

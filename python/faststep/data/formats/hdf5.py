@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +19,13 @@ from .common import (
     same_rows,
 )
 from .handles import RecordDataset
-from .hdf5_sources import refuse_other_files
-from .mapped import MappedArrays
-from .mapping import map_array
+from .mapped import MappedArrays, map_array
 
 __all__ = ["HDF5Dataset", "open_hdf5"]
 
 CHUNK_CACHE = 1 << 25  # bytes per array that stay decompressed
 LARGEST = {"b": 1, "i": 8, "u": 8, "f": 8, "c": 16}  # bytes of a number of torch's
+MOST_LINKS = 100  # on the way to one array
 
 
 def open_hdf5(
@@ -45,12 +45,9 @@ def open_hdf5(
         with dataset:
             arrays = {name: _mapped(dataset, name) for name in dataset.columns}
         if all(array is not None for array in arrays.values()):
-            return MappedArrays(arrays, _again, dataset.path, dataset.columns, external)
+            again = functools.partial(open_hdf5, columns=dataset.columns, external=external)
+            return MappedArrays(arrays, again, dataset.path)
     return dataset
-
-
-def _again(path: str, columns: Sequence[str], external: bool) -> MappedArrays | HDF5Dataset:
-    return open_hdf5(path, columns=columns, external=external)
 
 
 class HDF5Dataset(RecordDataset):
@@ -128,8 +125,9 @@ class HDF5Dataset(RecordDataset):
 
     def _check_places(self, file: object) -> None:
         for name in () if self.external else self.columns:
-            with naming(f"{self.path}: {name!r}", RuntimeError):
-                refuse_other_files(file, name, self.path)
+            place = f"{self.path}: {name!r}"
+            with naming(place, RuntimeError):
+                _refuse_other_files(file, name, place, set())
 
     def _check(self, file: Handle, name: str) -> None:
         with naming(f"{self.path}: {name!r}", RuntimeError):
@@ -216,3 +214,57 @@ def _mapped(dataset: HDF5Dataset, name: str) -> Array:
         rows = map_array(dataset.path, array.dtype, array.shape, offset)
         ends = [numpy.asarray(array[i]).tobytes() == rows[i].tobytes() for i in (0, len(rows) - 1)]
     return rows if all(ends) else None
+
+
+def _refuse_other_files(file: object, name: str, place: str, seen: set[str]) -> None:
+    """
+    Raises:
+        FormatError: the array is read from other files, through an external link, external storage
+            or virtual sources; names one.
+    """
+    array = _found(file, name, place)
+    if array is None or not hasattr(array, "shape") or array.name in seen:
+        return
+    seen.add(array.name)
+    if array.external:
+        raise _other(place, array.external[0][0], "external storage")
+    for source in array.virtual_sources() if array.is_virtual else []:
+        if source.file_name != ".":
+            raise _other(place, source.file_name, "a virtual source")
+        if "%" in source.dset_name:
+            raise _other(place, source.dset_name, "virtual sources with a pattern as a name")
+        _refuse_other_files(file, source.dset_name, place, seen)
+
+
+def _found(file: object, name: str, place: str) -> Handle:
+    """The object that a name stands for, link by link; None if there is nothing."""
+    h5py = library("h5py", "hdf5")
+    found, parts, links = file, name.split("/")[::-1], 0
+    while parts:
+        part = parts.pop()
+        if part in ("", "."):
+            continue
+        if not isinstance(found, h5py.Group):
+            return None
+        link = found.get(part, getlink=True)
+        if isinstance(link, h5py.ExternalLink):
+            raise _other(place, link.filename, "an external link")
+        if isinstance(link, h5py.SoftLink):
+            links += 1
+            if links > MOST_LINKS:
+                raise FormatError(f"{place}: links lead to links without end")
+            if link.path.startswith("/"):
+                found = file
+            parts += link.path.split("/")[::-1]
+        elif link is None:
+            return None
+        else:
+            found = found[part]
+    return found
+
+
+def _other(place: str, source: str, kind: str) -> FormatError:
+    return FormatError(
+        f"{place} is read from another file, {source!r} ({kind}), which is refused unless asked "
+        "for: open it with external=True"
+    )

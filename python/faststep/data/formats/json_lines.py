@@ -15,11 +15,10 @@ import torch
 
 from ..types import Transform
 from .common import FormatError, PathLike, naming, open_regular
-from .handles import located
-from .ranges import RangeDataset
+from .handles import RangeDataset, located
 from .shards import ShardedStream
 
-__all__ = ["JsonLinesDataset", "JsonLinesStream", "begins_json_lines", "begins_packed_json_lines"]
+__all__ = ["GZIP", "JsonLinesDataset", "JsonLinesStream", "begins_json_lines"]
 
 BEGIN = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{[ \t]*(?:\}|"(?:[^"\\\n]|\\.)*")')
 MOST_OF_A_LINE = 1 << 30  # bytes
@@ -38,18 +37,6 @@ def begins_json_lines(head: bytes, size: int) -> bool:
         return isinstance(json.loads(line), dict)
     except (ValueError, RecursionError):
         return False
-
-
-def begins_packed_json_lines(head: bytes, size: int) -> bool:
-    """The same for a file in gzip."""
-    if not head.startswith(GZIP):
-        return False
-    unpacking = zlib.decompressobj(31)
-    try:
-        begin = unpacking.decompress(head, len(head))
-    except zlib.error:
-        return False
-    return begins_json_lines(begin, len(begin) + (not unpacking.eof))
 
 
 def _parsed(line: bytes, columns: Sequence[str] | None, place: str) -> dict[str, object]:

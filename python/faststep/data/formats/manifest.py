@@ -62,12 +62,6 @@ def _structure_of(saved: Any) -> Structure:
     return Structure(CONTAINERS[saved["kind"]], keys, children)
 
 
-def _leaves(structure: Structure) -> int:
-    if structure.kind is None:
-        return 1
-    return sum(_leaves(child) for child in structure.children)
-
-
 def write_manifest(
     folder: str, length: int, structure: object, fields: list[dict[str, Any]]
 ) -> None:
@@ -202,8 +196,8 @@ def open_manifest(path: PathLike) -> MappedArrays | RaggedArrays:
             raise ValueError(f"the length is {saved['length']!r}")
         structure = _structure_of(saved["sample"])
         fields = [_Field(folder, field, saved["length"]) for field in saved["fields"]]
-        if not fields or _leaves(structure) != len(fields):
-            raise ValueError(f"{len(fields)} fields for {_leaves(structure)} places in a sample")
+        if not fields or structure.leaves != len(fields):
+            raise ValueError(f"{len(fields)} fields for {structure.leaves} places in a sample")
         if any(field.kind != "rows" for field in fields):
             return RaggedArrays(folder, structure, fields)
         data = structure.sample(field.items for field in fields)

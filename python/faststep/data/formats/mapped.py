@@ -1,7 +1,14 @@
-"""Files that are arrays already: .npy, safetensors, and what `convert` writes."""
+"""Files that are arrays already: .npy, safetensors, and what `convert` writes.
+
+They are mapped without a descriptor: a process may have a thousand at most.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import math
+import mmap
 import os
 import tokenize
 from collections.abc import Callable, Sequence
@@ -20,11 +27,11 @@ from .common import (
     open_regular,
     same_rows,
 )
-from .mapping import map_array
 
 __all__ = [
     "BAD_HEADER",
     "MappedArrays",
+    "map_array",
     "map_npy",
     "open_npy",
     "open_npz",
@@ -34,6 +41,57 @@ __all__ = [
 
 # that of a .npy file is a piece of Python
 BAD_HEADER = SyntaxError, tokenize.TokenError, RecursionError, MemoryError
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long),
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Mapping:
+    """The first bytes of a file, mapped for reading; Python's own mappings keep a descriptor."""
+
+    def __init__(self, path: str, size: int) -> None:
+        with open_regular(path) as file:
+            if os.fstat(file.fileno()).st_size < size:
+                raise ValueError(f"the file has fewer than {size} bytes: it was cut off")
+            address = _libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+        if address == _FAILED:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), path)
+        self._address, self._size, self._unmap = address, size, _libc.munmap
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, True),
+        }
+
+    def __del__(self) -> None:
+        if hasattr(self, "_address"):
+            self._unmap(self._address, self._size)
+
+
+def map_array(
+    path: str, dtype: Any, shape: tuple[int, ...], offset: int = 0, order: Any = "C"
+) -> Array:
+    """An array that lies in a file, from byte `offset` on, as a numpy.memmap for reading.
+
+    Raises:
+        ValueError: the file ends before the array does.
+    """
+    import numpy
+
+    size = math.prod(shape) * numpy.dtype(dtype).itemsize
+    if not size:
+        return numpy.empty(shape, dtype, order)
+    whole = numpy.asarray(_Mapping(path, offset + size))
+    rows = numpy.ndarray(shape, dtype, whole[offset:], order=order).view(numpy.memmap)
+    rows.filename, rows.offset, rows.mode = path, offset, "r"
+    return rows
 
 
 class MappedArrays(ArrayDataset):
@@ -156,11 +214,7 @@ def open_safetensors(path: PathLike, *, columns: Sequence[str] | None = None) ->
             if not tensors[name].ndim:
                 raise FormatError(f"{path}: {name!r} has no rows")
     same_rows(path, {name: len(tensor) for name, tensor in tensors.items()}, "columns")
-    return MappedArrays(tensors, _safetensors_again, path, columns)
-
-
-def _safetensors_again(path: str, columns: Sequence[str] | None) -> MappedArrays:
-    return open_safetensors(path, columns=columns)
+    return MappedArrays(tensors, functools.partial(open_safetensors, columns=columns), path)
 
 
 def viewed_as(array: Array, dtype: torch.dtype) -> Array:

@@ -13,7 +13,7 @@ from ... import _C
 from ..types import Parse, State
 from .common import FormatError, PathLike, naming, open_regular, position
 from .example import parse_example
-from .mapping import map_array
+from .mapped import map_array
 from .shards import ShardedStream, shard_names
 
 __all__ = ["TFRecordDataset", "TFRecordStream", "begins_a_record"]

@@ -10,13 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..arrays.column_dataset import ColumnDataset
-from ..arrays.columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column
+from ..arrays.columns import CONVERSIONS, DOCUMENTS, POSITIONS, Column, ColumnDataset
 from ..arrays.structure import LEAF, Structure
 from ..types import Array, State
 from .handles import located
-from .mapped import map_npy
-from .mapping import map_array
+from .mapped import map_array, map_npy
 
 __all__ = ["TokenDataset", "TokenWindow", "cu_seqlens"]
 

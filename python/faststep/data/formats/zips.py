@@ -15,8 +15,7 @@ import torch
 from ..types import Parse, Transform
 from .common import FormatError, PathLike, naming, open_regular
 from .fields import BASIC, MOST_UNPACKED, WithFields, key_and_field
-from .handles import located
-from .ranges import RangeDataset
+from .handles import RangeDataset, located
 
 __all__ = ["ZipDataset", "is_zip"]
 

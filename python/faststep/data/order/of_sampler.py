@@ -8,7 +8,6 @@ an epoch can be resumed at any batch. Any other sampler is asked batch by batch,
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
@@ -42,14 +41,7 @@ class OnceDrawnOrder(Order):
     in_lists = True
     _resumes = False
 
-    def _complete_state(self) -> None:
-        self.state["length"] = len(self.sampler)
-        self._items: Iterator[object] = iter(())
-        self._list: list[object] = []  # from this place on
-        self._list_from = 0
-
     def _load(self, state: State) -> None:
-        self._must_equal(state, "length", len(self.sampler), "a number of samples of")
         self.state.update({k: state[k] for k in ("generator", "global") if k in state})
         self._resumes = "global" in state
 
@@ -70,7 +62,7 @@ class OnceDrawnOrder(Order):
 
     def _begin(self) -> None:
         self._items = iter(self.sampler)
-        self._list = [*islice(self._items, 1)]
+        self._list, self._list_from = [*islice(self._items, 1)], 0  # from this place on
         if self.skipped:
             self._list = [*islice(self._items, self.skipped - 1, self.skipped)]
 

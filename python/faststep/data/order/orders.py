@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ..types import State
 
-__all__ = ["ListOrder", "Order", "Run", "SequentialOrder", "other_epoch"]
+__all__ = ["Order", "Run", "SequentialOrder", "other_epoch"]
 
 AT_ONCE = 1 << 14  # indices computed at a time, where they are
 
@@ -35,6 +34,12 @@ class Order:
         self.drawn = False
         self.skipped = 0  # samples that were delivered before this epoch was taken up again
         self.state: State = {"sampler": type(sampler).__name__}
+        for key, (value, what) in self._identity().items():
+            if state is not None and state.get(key) != value:
+                raise ValueError(
+                    f"this state is of {what} {state.get(key)!r}, and the loader's is {value!r}"
+                )
+            self.state[key] = value
         if state is not None:
             self._load(state)
             self.skipped = state["samples_yielded"]
@@ -43,7 +48,6 @@ class Order:
         self.batches = self._samples // batch_size + (left > 0 and not drop_last)
         # the request at which torch's sampler would run to its end
         self._last = max(0, self.batches if drop_last or not left else self.batches - 1)
-        self._complete_state()
 
     def request(self, batch: int) -> None:
         """Draws what torch's sampler draws when it is asked for this batch, which come in order."""
@@ -78,18 +82,12 @@ class Order:
     def finished_state(self) -> State:
         return dict(self.state)
 
-    def _must_equal(self, state: State, key: str, value: object, what: str) -> None:
-        if state.get(key) != value:
-            raise ValueError(
-                f"this state is of {what} {state.get(key)!r}, and the loader's is {value!r}"
-            )
-        self.state[key] = value
+    def _identity(self) -> dict[str, tuple[object, str]]:
+        """What a state must have in common with the sampler, and what a message calls it."""
+        return {"length": (len(self.sampler), "a number of samples of")}
 
     def _load(self, state: State) -> None:
-        """Checks a state against the sampler, and keeps what it needs of it."""
-
-    def _complete_state(self) -> None:
-        """Adds to the state what a state is compared with when it is loaded."""
+        """Keeps what it needs of a state, which fits the sampler."""
 
     def _count(self) -> int:
         """Samples that are left."""
@@ -105,29 +103,7 @@ class Order:
         raise NotImplementedError
 
 
-class ListOrder(Order):
-    """Indices that are a list as soon as they are drawn."""
-
-    in_lists = True
-    _list: Sequence[int] | torch.Tensor = ()
-
-    def _indices(self, start: int, count: int) -> Run:
-        start += self.skipped
-        if isinstance(self._list, torch.Tensor):
-            return self._list, start, count
-        return self._list[start : start + count], 0, count
-
-    def _draw(self) -> None:
-        self._list = list(self.sampler)
-
-
 class SequentialOrder(Order):
-    def _complete_state(self) -> None:
-        self.state["length"] = len(self.sampler)
-
-    def _load(self, state: State) -> None:
-        self._must_equal(state, "length", len(self.sampler), "a number of samples of")
-
     def _draw(self) -> None:
         self._start, self._computed = 0, torch.empty(0, dtype=torch.int64, device="cpu")
 

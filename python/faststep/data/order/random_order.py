@@ -27,22 +27,22 @@ class RandomOrder(Order):
     `sampler.generator` is None.
     """
 
-    def _complete_state(self) -> None:
-        self.state["length"] = len(self.sampler.data_source)
-        self.state["num_samples"] = self.sampler.num_samples
-        self._indices_from = self.state.get("drawn", 0)  # samples of the epoch before these
-        self._drawn = torch.empty(0, dtype=torch.int64, device="cpu")
-        self._noted: deque[tuple[int, torch.Tensor]] = deque(maxlen=PARTS_NOTED)
-        self._is_torn = False  # an exception may have come between the lines that draw a part
+    def _identity(self) -> dict[str, tuple[object, str]]:
+        return {
+            "length": (len(self.sampler.data_source), "a number of samples of"),
+            "num_samples": (self.sampler.num_samples, "num_samples"),
+        }
 
     def _load(self, state: State) -> None:
-        self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
-        self._must_equal(state, "num_samples", self.sampler.num_samples, "num_samples")
         if ("drawn" in state) != ("then" in state):
             raise KeyError("drawn" if "then" in state else "then")
         self.state.update({k: state[k] for k in OF_AN_EPOCH if k in state})
 
     def _draw(self) -> None:
+        self._indices_from = self.state.get("drawn", 0)  # samples of the epoch before these
+        self._drawn = torch.empty(0, dtype=torch.int64, device="cpu")
+        self._noted: deque[tuple[int, torch.Tensor]] = deque(maxlen=PARTS_NOTED)
+        self._is_torn = False  # an exception may have come between the lines that draw a part
         generator = self.sampler.generator
         if generator is None:
             if not self.state.keys() & {"seed", "generator"}:

@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ..types import State
 from .keyed import KeyedSampler
-from .orders import ListOrder, Run, SequentialOrder, other_epoch
+from .orders import Order, Run, SequentialOrder, other_epoch
 
 __all__ = ["DistributedOrder", "KeyedOrder"]
 
@@ -21,9 +21,13 @@ class KeyedOrder(SequentialOrder):
     sampler: KeyedSampler
     position = 0
 
+    def _identity(self) -> dict[str, tuple[object, str]]:
+        return {
+            "length": (len(self.sampler.data_source), "a number of samples of"),
+            "seed": (self.sampler.seed, "the seed"),
+        }
+
     def _load(self, state: State) -> None:
-        self._must_equal(state, "length", len(self.sampler.data_source), "a number of samples of")
-        self._must_equal(state, "seed", self.sampler.seed, "the seed")
         self.position = state["position"]
         self.state["epoch"] = state["epoch"]
 
@@ -50,34 +54,27 @@ class KeyedOrder(SequentialOrder):
         }
 
     def finished_state(self) -> State:
-        return {
-            **self.state,
-            "length": len(self.sampler.data_source),
-            "seed": self.sampler.seed,
-            "epoch": self.sampler.epoch,
-        }
+        return {**self.state, "epoch": self.sampler.epoch}
 
 
-class DistributedOrder(ListOrder):
+class DistributedOrder(Order):
     """Of a DistributedSampler."""
 
     sampler: DistributedSampler[object]
-    KEYS = ("seed", "shuffle", "drop_last")
+    in_lists = True
     position = 0
-
-    def _complete_state(self) -> None:
-        self.state.update({key: getattr(self.sampler, key) for key in self.KEYS})
-        self.state["length"] = self._length()
 
     def _length(self) -> int:
         return len(self.sampler.dataset)  # type: ignore[arg-type]
 
+    def _identity(self) -> dict[str, tuple[object, str]]:
+        keys = ((key, getattr(self.sampler, key)) for key in ("seed", "shuffle", "drop_last"))
+        return {
+            "length": (self._length(), "a number of samples of"),
+            **{key: (value, f"a DistributedSampler's {key}") for key, value in keys},
+        }
+
     def _load(self, state: State) -> None:
-        self._must_equal(state, "length", self._length(), "a number of samples of")
-        for key in self.KEYS:
-            self._must_equal(
-                state, key, getattr(self.sampler, key), f"a DistributedSampler's {key}"
-            )
         self.position = state["position"]
         self.state["epoch"] = state["epoch"]
 
@@ -91,9 +88,7 @@ class DistributedOrder(ListOrder):
         epoch = self.state.setdefault("epoch", self.sampler.epoch)
         if self.sampler.epoch != epoch:
             raise other_epoch(epoch, self.sampler.epoch)
-        super()._draw()
-        if self.position:
-            self._list = self._rest()
+        self._list = self._rest() if self.position else [*self.sampler]
 
     def _rest(self) -> list[int]:
         """This rank's part of what all ranks have left, filled up as torch fills up an epoch."""

@@ -9,7 +9,7 @@ from ..order.stateful import is_stateful, load_map, snapshot, states_of
 from ..types import CollateFn, State, WorkerInitFn
 from .stream import Source, dataset_of
 
-__all__ = ["AddStates", "BatchWithStates", "CollateWithStates", "InitWorker"]
+__all__ = ["BatchWithStates", "CollateWithStates", "InitWorker"]
 
 
 class BatchWithStates:
@@ -32,19 +32,21 @@ class BatchWithStates:
         return BatchWithStates(pin_memory(self.batch, device), self.states, self.draws)
 
 
-class AddStates:
-    """Adds the states of the dataset to the batches of a worker, if it keeps any.
+class CollateWithStates:
+    """The collate function of a worker, whose batches leave with states if its dataset keeps any.
 
     Args:
+        collate_fn: the loader's.
         dataset: a Source, or a map-style dataset.
     """
 
-    def __init__(self, dataset: object) -> None:
+    def __init__(self, collate_fn: CollateFn, dataset: object) -> None:
+        self._collate_fn = collate_fn
         self._dataset = dataset if isinstance(dataset, Source) else dataset_of(dataset)
         self._has_sent = False
 
-    def with_states(self, batch: object) -> object:
-        """The batch as it leaves the worker."""
+    def __call__(self, samples: object) -> object:
+        batch = self._collate_fn(samples)
         source = self._dataset if isinstance(self._dataset, Source) else None
         if not (source.keeps_state() if source else is_stateful(self._dataset)):
             draws = source.new_draws() if source else {}
@@ -59,22 +61,6 @@ class AddStates:
 
     def _states_of_map(self) -> State:
         return states_of(self._dataset, None, False)
-
-
-class CollateWithStates:
-    """The collate function of a worker process, whose batches leave with states.
-
-    Args:
-        collate_fn: the loader's.
-        dataset: a Source, or a map-style dataset.
-    """
-
-    def __init__(self, collate_fn: CollateFn, dataset: object) -> None:
-        self._collate_fn = collate_fn
-        self._states = AddStates(dataset)
-
-    def __call__(self, samples: object) -> object:
-        return self._states.with_states(self._collate_fn(samples))
 
 
 class InitWorker:

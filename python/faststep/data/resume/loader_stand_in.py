@@ -12,7 +12,7 @@ from ..order.indices import Indices
 from ..order.of_sampler import epoch_of
 from ..order.orders import other_epoch
 from ..order.stateful import is_stateful, load_map
-from ..types import CollateFn, Loader, State
+from ..types import CollateFn, Loader, State, WorkerInitFn
 from .batch_states import CollateWithStates, InitWorker
 from .skipping import SkippingCollate, SkippingDataset
 from .stream import Source
@@ -47,6 +47,10 @@ class LoaderStandIn:
         ahead: batches that are asked for ahead, besides those of torch's workers.
     """
 
+    collate_fn: CollateFn
+    worker_init_fn: WorkerInitFn | None
+    pin_memory: bool
+
     def __init__(
         self,
         loader: Loader,
@@ -61,9 +65,8 @@ class LoaderStandIn:
         self.base_seed: int | None = None  # of the epoch that is resumed
         if state is not None and keeps_seed(loader, state):
             self.base_seed = state["_base_seed"]
-            self.generator = (
-                torch.Generator()
-            )  # torch draws a seed, which is not used: not from the loader's generator
+            # torch draws a seed, which is not used: not from the loader's generator
+            self.generator = torch.Generator()
         if context is not None:
             self.multiprocessing_context = context
         self.saved_workers: list[State] | None = self.state.get("_workers")
@@ -80,16 +83,14 @@ class LoaderStandIn:
             self._index_sampler = self._indices(ahead, every)
             self.dataset = SkippingDataset(loader.dataset) if skips else loader.dataset
         if skips:
-            self.collate_fn: CollateFn = SkippingCollate(loader.collate_fn)
+            self.collate_fn = SkippingCollate(loader.collate_fn)
         asks = isinstance(self.dataset, Source) or is_stateful(loader.dataset)
         self.asks_workers = has_processes and asks
         if self.asks_workers:
             self.collate_fn = CollateWithStates(self.collate_fn, self.dataset)
         if self.asks_workers or (skips and has_processes):
-            is_map = not isinstance(self.dataset, Source)
-            self.worker_init_fn = InitWorker(
-                loader.worker_init_fn, self.dataset, packed if is_map else None
-            )
+            of_map = None if isinstance(self.dataset, Source) else packed
+            self.worker_init_fn = InitWorker(loader.worker_init_fn, self.dataset, of_map)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)

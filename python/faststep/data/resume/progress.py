@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from ..order.stateful import opened
 from ..types import Loader, State
 
-__all__ = ["EpochIterator", "Position", "Progress", "Worker", "worker_of"]
+__all__ = ["EpochIterator", "Progress", "Worker", "worker_of"]
 
 
 class Worker(NamedTuple):
@@ -58,21 +59,14 @@ class EpochIterator(Protocol):
     @property
     def progress(self) -> Progress: ...
     @property
+    def _base_seed(self) -> Any: ...
+    @property
     def _pin_memory(self) -> bool: ...
     @property
     def _pin_memory_device(self) -> str | None: ...
     def __next__(self) -> Any: ...
     def __len__(self) -> int: ...
     def _reset(self, loader: Loader, first_iter: bool = False) -> None: ...
-
-
-class Position(NamedTuple):
-    """A position in an epoch."""
-
-    delivered: int
-    beyond: tuple[int, ...]
-    workers: tuple[Worker, ...] | None
-    last_worker: int
 
 
 class Progress:
@@ -105,30 +99,18 @@ class Progress:
         """All batches delivered in the epoch."""
         return self.before + self.delivered + len(self.beyond)
 
-    def mark(self, paced: bool = True) -> Position:
-        """The position. If `paced`, states may be older, and the samples since are counted."""
-        workers = self.workers
+    def mark(self, paced: bool = True) -> Progress:
+        """A copy. If `paced`, states may be older, and the samples since are counted."""
+        mark = copy.copy(self)
         if self.ask is not None:
-            workers = [self.ask(self.delivered, paced)]
-        return Position(
-            self.delivered,
-            self.beyond,
-            None if workers is None else tuple(workers),
-            self.last_worker,
-        )
+            mark.ask, mark.workers = None, [self.ask(self.delivered, paced)]
+        elif self.workers is not None:
+            mark.workers = list(self.workers)
+        return mark
 
-    def twin(self) -> Progress:
-        """The position of an iterator that delivers the same batches later, and calls `go_to`."""
-        twin = Progress(self.source, self.base_seed, self.before)
-        twin.dataset_epoch = self.dataset_epoch
-        twin.num_workers, twin.keeps_workers = self.num_workers, self.keeps_workers
-        twin.go_to(self.mark())
-        return twin
-
-    def go_to(self, mark: Position) -> None:
+    def go_to(self, mark: Progress) -> None:
         """Sets the position."""
-        self.delivered, self.beyond, workers, self.last_worker = mark
-        self.workers = None if workers is None else list(workers)
+        vars(self).update(vars(mark))
 
     def state_dict(self) -> State:
         """The position."""
@@ -155,7 +137,7 @@ class Progress:
             state["_num_workers"] = self.num_workers
             state["_last_worker"] = self.last_worker
             if self.finished:
-                workers = tuple(worker.in_next_epoch(True) for worker in workers)
+                workers = [worker.in_next_epoch(True) for worker in workers]
             if not self.finished or (self.keeps_workers and any(w.states for w in workers)):
                 state["_workers"] = [_record_of(worker) for worker in workers]
         return state

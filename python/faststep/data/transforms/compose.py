@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ... import _C
 from ..._torch.optim import is_capturing
-from ..arrays.image_rows import ImageRows
+from ..arrays.in_place import ImageRows
 from ..arrays.structure import Structure
 from ..types import State
 from .framing import Framing, Offset

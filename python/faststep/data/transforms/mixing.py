@@ -33,11 +33,6 @@ def _check_classes(num_classes: int) -> None:
         raise ValueError(f"num_classes must be a positive int, not {num_classes!r}")
 
 
-def _check_alpha(alpha: float) -> None:
-    if not 0 < alpha < math.inf:
-        raise ValueError(f"alpha must be positive, not {alpha!r}")
-
-
 def _seed(u: Tensor) -> int:
     """All bits of the first of some numbers in [0, 1)."""
     return int(float(u[0]) * 2**53)
@@ -100,18 +95,22 @@ class OneHot(Labels):
 
 
 @dataclass(frozen=True)
-class MixUp(Labels):
-    """Mixes each sample with the one before, by one Beta(alpha, alpha) number per batch.
-
-    Labels become (N, num_classes) float32, mixed alike (Zhang et al. 2018, arXiv:1710.09412).
-    """
-
+class _OfTwoSamples(Labels):
     alpha: float
     num_classes: int
 
     def __post_init__(self) -> None:
         _check_classes(self.num_classes)
-        _check_alpha(self.alpha)
+        if not 0 < self.alpha < math.inf:
+            raise ValueError(f"alpha must be positive, not {self.alpha!r}")
+
+
+@dataclass(frozen=True)
+class MixUp(_OfTwoSamples):
+    """Mixes each sample with the one before, by one Beta(alpha, alpha) number per batch.
+
+    Labels become (N, num_classes) float32, mixed alike (Zhang et al. 2018, arXiv:1710.09412).
+    """
 
     @property
     def uniforms(self) -> int:
@@ -123,19 +122,12 @@ class MixUp(Labels):
 
 
 @dataclass(frozen=True)
-class CutMix(Labels):
+class CutMix(_OfTwoSamples):
     """Puts a box of the sample before into each, the same one in the whole batch.
 
     A Beta(alpha, alpha) number is the share of the image outside; labels become (N, num_classes)
     float32, mixed by the area (Yun et al. 2019, arXiv:1905.04899).
     """
-
-    alpha: float
-    num_classes: int
-
-    def __post_init__(self) -> None:
-        _check_classes(self.num_classes)
-        _check_alpha(self.alpha)
 
     @property
     def uniforms(self) -> int:

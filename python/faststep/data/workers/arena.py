@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ... import _C
-from ..deliver.page_locked import ask_for_locked_memory
+from ..deliver.copies import ask_for_locked_memory
 
-__all__ = ["Arena", "ArenaPool", "arena_of"]
+__all__ = ["Arena", "Workers", "arena_of"]
 
 _keys = itertools.count(1)
 _arenas: weakref.WeakValueDictionary[int, Arena] = weakref.WeakValueDictionary()
@@ -168,24 +168,30 @@ os.register_at_fork(
 )
 
 
-class ArenaPool:
-    """The arena of a loader, lent to one of its iterators at a time."""
+class Workers:
+    """What a loader keeps for its workers from epoch to epoch.
 
-    def __init__(self) -> None:
+    Those that are processes get its arena, which is lent to one iterator at a time.
+    """
+
+    def __init__(self, method: str) -> None:
+        self._method = method
         self._idle: Arena | None = None
         self._latest: Arena | None = None
+        self.reason: str | None = None  # why torch's own iterator has to do it
 
-    def prepare(self) -> None:
-        """Has an arena to lend.
-
-        Raises:
-            MemoryError: there is no shared memory.
-        """
+    def prepare(self) -> bool:
+        """Has an arena to lend; False, and `reason` says why, if there is no shared memory."""
+        self.reason = None
         if self._idle is None or self._idle.process != os.getpid():
-            self._idle = Arena()
+            try:
+                self._idle = Arena()
+            except MemoryError as error:
+                self.reason = str(error)
+        return self.reason is None
 
     def lend(self) -> Arena:
-        self.prepare()
+        """The arena that was prepared."""
         arena, self._idle = self._idle, None
         assert arena is not None
         self._latest = arena
@@ -197,11 +203,24 @@ class ArenaPool:
         arena.unpin_what_no_child_sees()
         self._idle = arena
 
-    def counts(self) -> dict[str, int] | None:
-        """Those of the memory that was lent last."""
-        return None if self._latest is None else self._latest.memory.counts()
+    @property
+    def path(self) -> str:
+        if self._method == "thread":
+            return "threads"
+        return "workers" if self.reason is None else "torch"
+
+    def slots(self) -> dict[str, int] | None:
+        """How many blocks of memory there are for the newest iterator; None if it has none."""
+        if self._latest is None:
+            return None
+        counts = self._latest.memory.counts()
+        return {key: counts[key] for key in ("made", "free", "taken", "held")}
 
     def explain(self) -> str:
+        if self._method == "thread":
+            return "threads fetch and collate the samples"
+        if self.reason is not None:
+            return f"torch's own iterator loads the batches: {self.reason}"
         text = "processes fetch the samples; batches come through shared memory that is used again"
         if self._latest is None:
             return text

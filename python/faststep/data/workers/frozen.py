@@ -79,7 +79,15 @@ def _hash_table(keys: Any) -> array[int]:
     return table
 
 
-class FrozenList(Sequence[Any]):
+class _Frozen:
+    def __copy__(self) -> Any:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Any:
+        return self
+
+
+class FrozenList(_Frozen, Sequence[Any]):
     """A list or tuple in frozen memory; equal to one with the same items. A slice shares it."""
 
     def __init__(
@@ -118,14 +126,6 @@ class FrozenList(Sequence[Any]):
         same = isinstance(other, Sequence) and len(self) == len(other)
         return same and all(a == b for a, b in zip(self, other, strict=True))  # type: ignore[call-overload]
 
-    __hash__ = None  # type: ignore[assignment]
-
-    def __copy__(self) -> FrozenList:
-        return self
-
-    def __deepcopy__(self, memo: object) -> FrozenList:
-        return self
-
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return FrozenList, (*self._spec, self._places)
 
@@ -134,7 +134,7 @@ class FrozenList(Sequence[Any]):
         return f"<frozen {self._spec[2].__name__} of {len(self)} items: {first}, ...>"
 
 
-class FrozenDict(Mapping[Any, Any]):
+class FrozenDict(_Frozen, Mapping[Any, Any]):
     """A dict in frozen memory, in the order of its keys; equal to one with the same items."""
 
     def __init__(
@@ -182,14 +182,6 @@ class FrozenDict(Mapping[Any, Any]):
         return len(self) == len(other) and all(
             self._value(place) == other.get(self._key(place), missing) for place in range(len(self))
         )
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __copy__(self) -> FrozenDict:
-        return self
-
-    def __deepcopy__(self, memo: object) -> FrozenDict:
-        return self
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return FrozenDict, self._spec

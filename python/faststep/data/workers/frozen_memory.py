@@ -91,14 +91,9 @@ class Writer:
 
     def write(self, content: Any) -> int:
         """Where the bytes are now: at a whole word."""
-        view = memoryview(content).cast("B")
-        start, done = self._end, 0
-        while done < len(view):
-            done += os.write(self._file, view[done:])
-        padding = -len(view) % WORD
-        if padding:
-            os.write(self._file, bytes(padding))
-        self._end += len(view) + padding
+        start = self._end
+        self._append(memoryview(content).cast("B"))
+        self._append(bytes(-self._end % WORD))
         return start
 
     def write_items(self, items: Any, name: str) -> FrozenItems:
@@ -137,12 +132,12 @@ class Writer:
                 self._append(b"".join(waiting))
                 waiting.clear()
         self._append(b"".join(waiting))
-        self.write(bytes(-self._end % WORD))
+        self._append(bytes(-self._end % WORD))
         if end < MOST_OF_FOUR_BYTES:
             ends = array("I", ends)
         return FrozenItems(kind, len(ends), start, self.write(ends), ends.itemsize)
 
-    def _append(self, content: bytes) -> None:
+    def _append(self, content: bytes | memoryview) -> None:
         done = 0
         while done < len(content):
             done += os.write(self._file, memoryview(content)[done:])

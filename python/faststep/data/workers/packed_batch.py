@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ... import _C
-from ..deliver.plain_tensors import tensor_over, why_not_plain
+from ..deliver.batch_buffers import tensor_over, why_not_plain
 from ..types import Array
 from .arena import arena_of
 

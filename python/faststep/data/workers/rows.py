@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..._torch.tensors import uses_of
-from ..deliver.plain_tensors import why_not_plain
+from ..deliver.batch_buffers import BatchBuffers, why_not_plain
 
 __all__ = ["CONTAINERS", "Rows"]
 
 LARGE = 1 << 16  # bytes of a tensor that is worth it
 CONTAINERS = (tuple, list, dict)  # of tensors; in others they stay as they are
-
-Begin = Callable[[torch.Tensor, int], list[torch.Tensor] | None]
 
 
 class Rows:
@@ -32,12 +29,12 @@ class Rows:
     torch would stack it, when the last sample is there.
 
     Args:
-        begin: makes memory for so many tensors like one, and returns a tensor for each, or None.
+        buffers: lend the memory, and know the rows when they are collated.
         count: of samples.
     """
 
-    def __init__(self, begin: Begin, count: int) -> None:
-        self._begin = begin
+    def __init__(self, buffers: BatchBuffers, count: int) -> None:
+        self._buffers = buffers
         self._count = count
         self._rows: dict[object, list[torch.Tensor]] = {}  # by key within a sample
 
@@ -80,9 +77,9 @@ class Rows:
         if _references(holder, key) != _ALONE[torch.Tensor]:
             return
         if not number:
-            rows = self._begin(holder[key], self._count)
-            if rows is not None:
-                self._rows[key] = rows
+            batch = self._buffers.lend((self._count, *form[0]), None, form[1])
+            if batch is not None:
+                self._rows[key] = list(batch.unbind(0))
         row = self._rows[key][number] if key in self._rows else None
         if row is not None and form == (row.shape, row.dtype):
             holder[key] = row.copy_(holder[key])

@@ -7,7 +7,6 @@ import inspect
 import os
 import queue
 import threading
-import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.data import IterableDataset
 from ..._torch.data_loader import (
     ExceptionWrapper,
     IterableEnded,
-    MultiProcessingDataLoaderIter,
     ResumeIteration,
     collates_as_default,
     dataset_kind_fetcher,
@@ -26,24 +24,18 @@ from ..._torch.data_loader import (
     worker_info_of_thread,
 )
 from ..at_exit import close_at_exit
-from ..deliver.batch_buffers import (
-    BatchBuffers,
-    BufferCollate,
-    BufferIterator,
-    buffering_by,
-    buffering_collate,
-)
-from ..plain import PlacedWorkers
-from ..resume.batch_states import AddStates
+from ..deliver.batch_buffers import BatchBuffers, BufferCollate, buffering_by, buffering_collate
+from ..plain import OwnWorkers
+from ..resume.batch_states import CollateWithStates
 from ..resume.loader_stand_in import LoaderStandIn
 from ..resume.skipping import SkippingCollate
 from ..resume.stream import Source, dataset_of
-from ..types import CollateFn, Fetcher, Loader, State
+from ..types import CollateFn, Loader, State
 
 __all__ = ["ThreadIterator"]
 
 
-class ThreadIterator(BufferIterator, PlacedWorkers, MultiProcessingDataLoaderIter):
+class ThreadIterator(OwnWorkers):
     """torch's iterator with threads for workers. Order, draws, errors and time-outs are torch's.
 
     The threads share the dataset; an iterable one is copied (`copy.copy`) for each of them. Nothing
@@ -56,35 +48,21 @@ class ThreadIterator(BufferIterator, PlacedWorkers, MultiProcessingDataLoaderIte
         state: of an epoch to go on with, or of the end of one; None for a new one.
     """
 
+    refusal = "the threads of this iterator stayed in the process that was forked"
+
     def __init__(self, loader: Loader, state: State | None = None) -> None:
-        self._process = os.getpid()
-        self._lending = buffering_collate(loader)
+        stand_in = LoaderStandIn(loader, state, context=_Context)
+        stand_in.collate_fn = buffering_collate(loader) or stand_in.collate_fn
         threads = torch.get_num_threads()
         try:
-            super().__init__(LoaderStandIn(loader, state, context=_Context))
+            super().__init__(stand_in)
         finally:
             torch.set_num_threads(threads)  # a worker set it for itself, and for threads to come
         close_at_exit(self)
 
-    def _next_data(self) -> Any:
-        if self._process != os.getpid():
-            raise RuntimeError(
-                "the threads of this iterator stayed in the process that was forked; "
-                "iterate over the DataLoader anew in the child"
-            )
-        try:
-            return super()._next_data()
-        except BaseException as error:
-            traceback.clear_frames(error.__traceback__)  # they are in a cycle with this iterator
-            raise
-
     def close(self) -> None:
         """Ends the threads. An iterator that is dropped does so by itself."""
         self._shutdown_workers()
-
-    def _shutdown_workers(self) -> None:
-        if self._process == os.getpid():
-            super()._shutdown_workers()
 
 
 class _Queue(queue.Queue[Any]):
@@ -167,10 +145,9 @@ class _Loop:
             self._buffers, self._collate_fn = mine.buffers, _hiding_the_worker(mine)
         elif collates_as_default(own, ()):
             self._collate_fn = _hiding_the_worker(self._collate_fn)
-        self._states: AddStates | None = None
         if isinstance(dataset, Source):
-            self._states = AddStates(dataset)
-        self._fetcher: Fetcher  # once it has started without a failure
+            self._collate_fn = CollateWithStates(self._collate_fn, dataset)
+        self._fetcher: Any  # once it has started without a failure
         self._failure: object = None  # at the start: it stands for every batch
 
     def run(self) -> None:
@@ -205,23 +182,18 @@ class _Loop:
             epoch.call(dataset)
         self._fetcher = self._new_fetcher()
 
-    def _new_fetcher(self) -> Fetcher:
-        fetcher: Fetcher = dataset_kind_fetcher(
-            self._arguments["dataset_kind"],
-            self._dataset,
-            self._arguments["auto_collation"],
-            self._collate_fn,
-            self._arguments["drop_last"],
+    def _new_fetcher(self) -> Any:
+        kind, batched, drop_last = (
+            self._arguments[name] for name in ("dataset_kind", "auto_collation", "drop_last")
         )
-        return fetcher
+        return dataset_kind_fetcher(kind, self._dataset, batched, self._collate_fn, drop_last)
 
     def _fetch(self, indices: object) -> Any:
         if self._failure is not None:
             return self._failure
         try:
             with buffering_by(self._buffers):
-                batch = self._fetcher.fetch(indices)
-            return batch if self._states is None else self._states.with_states(batch)
+                return self._fetcher.fetch(indices)
         except BaseException as error:  # as above
             iterable = isinstance(self._dataset, (Source, IterableDataset))
             if isinstance(error, StopIteration) and iterable:
