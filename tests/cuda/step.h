@@ -121,7 +121,7 @@ static inline void cpu_move_numbers(model *m, int index, double step, double *hy
         store_value(&at[k], p->number_dtype[k], flipped(next.value[k], p->negated));
 }
 
-/* As fill_all_args in csrc/py/step/host_step.c. */
+/* As advance() in csrc/py/step/host_step.c. */
 static inline void cpu_fill_args(model *m, fst_update_args *args, double coefficient)
 {
     uint32_t span = 0;

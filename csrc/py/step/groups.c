@@ -159,12 +159,3 @@ int fst_groups_learn_types(fst_module *module, const fst_step_plan *self, PyObje
             return -1;
     return 0;
 }
-
-void fst_groups_free(fst_group *groups, size_t count)
-{
-    for (size_t g = 0; g < count; g++) {
-        Py_DECREF(groups[g].keys);
-        Py_DECREF(groups[g].lr);
-    }
-    PyMem_Free(groups);
-}

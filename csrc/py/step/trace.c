@@ -123,7 +123,7 @@ void fst_trace_state(const fst_record_layout *layout, fst_step_plan *self, fst_t
 static int is_first(const fst_step_part *part)
 {
     for (size_t i = 0; i < part->counter_count; i++)
-        if (!part->counters[i].data && part->counters[i].value != 2.0)
+        if (!part->counters[i].at.data && part->counters[i].value != 2.0)
             return 1;
     return 0;
 }
