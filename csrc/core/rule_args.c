@@ -1,47 +1,18 @@
 #include "core/rule_args.h"
 
 #define NAME(field) #field,
-static const struct {
-    const char *name;
-    unsigned states;
-    const char *hyper[FST_MAX_HYPER + 1];
-} rules[FST_RULE_COUNT + 1] = {
-#define RULE(name, states, HYPER) [FST_RULE_##name] = {#name, states, {HYPER(NAME) NULL}},
+#define ONE(field) +1
+const fst_rule_entry fst_rules[FST_RULE_COUNT + 1] = {
+#define RULE(name, states, HYPER) [FST_RULE_##name] = {#name, states, 0 HYPER(ONE), {HYPER(NAME)}},
 #include "rules/rules.def"
 #undef RULE
     [FST_FACTORED] = {"adafactor",
                       3,
+                      6,
                       {"lr", "beta2_decay", "eps[0]", "eps[1]", "d", "weight_decay"}},
 };
 #undef NAME
-
-const char *fst_rule_name(fst_rule rule)
-{
-    return rules[rule].name;
-}
-
-unsigned fst_rule_states(fst_rule rule)
-{
-    return rules[rule].states;
-}
-
-unsigned fst_rule_hyper_count(fst_rule rule)
-{
-    unsigned count = 0;
-    while (rules[rule].hyper[count])
-        count++;
-    return count;
-}
-
-const char *fst_rule_hyper_name(fst_rule rule, unsigned index)
-{
-    return index < fst_rule_hyper_count(rule) ? rules[rule].hyper[index] : NULL;
-}
-
-unsigned fst_rule_numbers(fst_rule rule)
-{
-    return fst_numbers_count((int32_t)rule);
-}
+#undef ONE
 
 fst_numbers fst_rule_next_numbers(fst_rule rule, fst_numbers held, double *hyper, double step)
 {

@@ -10,17 +10,14 @@
 
 enum { FST_MAX_HYPER = FST_NUMBER(0) + 1 }; /* the numbers of a tensor included */
 
-const char *fst_rule_name(fst_rule rule);
+typedef struct {
+    const char *name;
+    unsigned states; /* per element */
+    unsigned hyper_count;
+    const char *hyper[FST_MAX_HYPER]; /* their names */
+} fst_rule_entry;
 
-/* States per element. */
-unsigned fst_rule_states(fst_rule rule);
-
-/* Number of hyper-parameters; the name of hyper-parameter `index`, or NULL past the end. */
-unsigned fst_rule_hyper_count(fst_rule rule);
-const char *fst_rule_hyper_name(fst_rule rule, unsigned index);
-
-/* Numbers that each tensor has beside its step count; see rules/numbers.def. */
-unsigned fst_rule_numbers(fst_rule rule);
+extern const fst_rule_entry fst_rules[FST_RULE_COUNT + 1]; /* by fst_rule */
 
 /* The numbers of a tensor after step `step`. `hyper` then has those that the rule reads. */
 fst_numbers fst_rule_next_numbers(fst_rule rule, fst_numbers held, double *hyper, double step);

@@ -52,13 +52,12 @@ PyObject *fst_py_rules(PyObject *module, PyObject *unused)
     PyObject *all = PyDict_New();
     (void)module, (void)unused;
     for (unsigned r = 0; all && r <= FST_RULE_COUNT; r++) {
-        const fst_rule rule = (fst_rule)r;
-        const unsigned count = fst_rule_hyper_count(rule);
-        PyObject *names = PyTuple_New(count);
-        for (unsigned i = 0; names && i < count; i++)
-            PyTuple_SetItem(names, i, PyUnicode_FromString(fst_rule_hyper_name(rule, i)));
-        PyObject *row = names ? Py_BuildValue("IIN", r, fst_rule_states(rule), names) : NULL;
-        if (!row || PyDict_SetItemString(all, fst_rule_name(rule), row))
+        const fst_rule_entry *rule = &fst_rules[r];
+        PyObject *names = PyTuple_New(rule->hyper_count);
+        for (unsigned i = 0; names && i < rule->hyper_count; i++)
+            PyTuple_SetItem(names, i, PyUnicode_FromString(rule->hyper[i]));
+        PyObject *row = names ? Py_BuildValue("IIN", r, rule->states, names) : NULL;
+        if (!row || PyDict_SetItemString(all, rule->name, row))
             Py_CLEAR(all);
         Py_XDECREF(row);
     }

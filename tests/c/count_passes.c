@@ -117,7 +117,7 @@ static task *update_of(fst_rule rule, fst_dtype dtype, int64_t count, size_t spa
     const double hyper[FST_MAX_HYPER] = {0.01, 0.9, 0.99, 1e-8, 0.01, 1.0};
     for (unsigned k = 0; k < FST_OP_COUNT; k++)
         dtypes[k] = dtype;
-    for (unsigned k = 0; k < fst_rule_states(rule); k++)
+    for (unsigned k = 0; k < fst_rules[rule].states; k++)
         used[FST_OP_STATE + k] = 1;
     task *t = task_new(FST_OP_COUNT, dtypes, used, count, spans, 1.0, 0);
     t->args = (fst_update_args){.rule = rule, .clip_coefficient = 0.5, .sign = 1.0};
@@ -164,7 +164,7 @@ static void count_updates(void)
 {
     for (unsigned r = 0; r < FST_RULE_COUNT; r++) {
         char name[64];
-        snprintf(name, sizeof name, "update %s", fst_rule_name((fst_rule)r));
+        snprintf(name, sizeof name, "update %s", fst_rules[r].name);
         count(name, " fp32", run_update, update_of((fst_rule)r, FST_F32, LARGE, 1));
         count(name, " bf16", run_update, update_of((fst_rule)r, FST_BF16, LARGE, 1));
         count(name, " fp32, small", run_update, update_of((fst_rule)r, FST_F32, SMALL, MANY));

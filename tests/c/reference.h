@@ -56,7 +56,7 @@ static inline void expected_update(const fst_operand *op, int64_t begin, int64_t
     const fst_operand *value = &op[op[FST_OP_MASTER].data ? FST_OP_MASTER : FST_OP_PARAM];
     for (int64_t i = begin; i < begin + count; i++) {
         double s[FST_MAX_STATES] = {0.0};
-        for (unsigned k = 0; k < fst_rule_states(c->rule); k++)
+        for (unsigned k = 0; k < fst_rules[c->rule].states; k++)
             s[k] = R(get(&op[FST_OP_STATE + k], i));
         double p = value_of(op, i, c), g = R(R(get(&op[FST_OP_GRAD], i)) * R(c->inv_scale));
         g = R(g * R(c->clip));
@@ -64,7 +64,7 @@ static inline void expected_update(const fst_operand *op, int64_t begin, int64_t
             set(&op[FST_OP_GRAD], i, g);
         g *= c->sign;
         p = expected_rule(c, p, g, s);
-        for (unsigned k = 0; k < fst_rule_states(c->rule); k++)
+        for (unsigned k = 0; k < fst_rules[c->rule].states; k++)
             set(&op[FST_OP_STATE + k], i, s[k]);
         set(value, i, p);
         if (op[FST_OP_MASTER].data)

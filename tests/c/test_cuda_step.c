@@ -30,7 +30,7 @@ static void describe(const char *level, const kind *k, const options *o, const m
     fprintf(stderr,
             "    %s, %s: %s, gradient %s, state %s, master %d, placement %d; scale %g, "
             "found %g, measured %d, max_norm %g, write_grad %d\n",
-            level, fst_rule_name(m->groups[0].rule), dtype_names[k->dtype],
+            level, fst_rules[m->groups[0].rule].name, dtype_names[k->dtype],
             dtype_names[k->grad_dtype], dtype_names[k->state_dtype], k->master, k->how, o->scale,
             o->found_inf, o->measure_found_inf, o->max_norm, o->write_grad);
 }
@@ -136,8 +136,8 @@ static double mostly_zero(void)
 static void set_odd_eps(model *m, fst_rule rule)
 {
     static const double odd[] = {0.0, 1e-20, 1e-15, 2.0};
-    for (unsigned i = 0; i < fst_rule_hyper_count(rule); i++)
-        if (!strcmp(fst_rule_hyper_name(rule, i), "eps"))
+    for (unsigned i = 0; i < fst_rules[rule].hyper_count; i++)
+        if (!strcmp(fst_rules[rule].hyper[i], "eps"))
             m->groups[0].hyper[i] = odd[random_below(sizeof odd / sizeof odd[0])];
 }
 

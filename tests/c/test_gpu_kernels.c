@@ -18,7 +18,7 @@ typedef struct {
 static void add(model *m, unsigned group, int64_t count, fst_dtype dtype, arrangement how)
 {
     param *p = &m->params[m->param_count];
-    const unsigned states = fst_rule_states(m->groups[group].rule);
+    const unsigned states = fst_rules[m->groups[group].rule].states;
     *p = (param){.count = count, .group = group, .wide = dtype == FST_F64, .value = 2.0};
     p->counts = m->param_count % 3 != 2;
     p->is_double = m->param_count % 2;

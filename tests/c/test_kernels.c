@@ -46,7 +46,7 @@ static void release(array *operand[FST_OP_COUNT])
 
 static void describe(const char *level, size_t operand, const shape *what, const update_case *c)
 {
-    fprintf(stderr, "%s: %s%s, operand %zu; types", level, fst_rule_name(c->rule),
+    fprintf(stderr, "%s: %s%s, operand %zu; types", level, fst_rules[c->rule].name,
             c->wide ? " in fp64" : "", operand);
     for (size_t k = 0; k < FST_OP_COUNT; k++)
         fprintf(stderr, " %s", what->dtype[k] == ABSENT ? "-" : dtype_names[what->dtype[k]]);
@@ -117,7 +117,7 @@ static shape all_of(fst_rule rule, fst_dtype dtype, arrangement how, int64_t beg
     shape what = {.total = begin + (int64_t)count, .begin = begin, .count = count};
     for (unsigned k = 0; k < FST_OP_COUNT; k++) {
         const int there =
-            k < FST_OP_MASTER || (k >= FST_OP_STATE && k < FST_OP_STATE + fst_rule_states(rule));
+            k < FST_OP_MASTER || (k >= FST_OP_STATE && k < FST_OP_STATE + fst_rules[rule].states);
         what.dtype[k] = there ? (int)dtype : ABSENT;
         what.how[k] = how;
     }
@@ -140,10 +140,10 @@ static void all_types(fst_rule rule)
                         what.dtype[FST_OP_PARAM] = p;
                         what.dtype[FST_OP_GRAD] = g;
                         what.dtype[FST_OP_MASTER] = master;
-                        for (unsigned k = 0; k < fst_rule_states(rule); k++)
+                        for (unsigned k = 0; k < fst_rules[rule].states; k++)
                             what.dtype[FST_OP_STATE + k] = (s + (int)k) % FST_DTYPE_COUNT;
                         compare(&what, &c);
-                        if (fst_rule_states(rule) == 0 && s > 0)
+                        if (fst_rules[rule].states == 0 && s > 0)
                             return;
                     }
 }

@@ -73,14 +73,14 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
     *p = (param){.count = count, .group = group, .wide = k->dtype == FST_F64};
     for (int i = 0; i < FST_OP_COUNT; i++)
         p->array[i] = -1;
-    p->counts = rule == FST_RULE_adam || rule == FST_RULE_amsgrad || fst_rule_numbers(rule) ||
-                random_below(4) == 0;
+    p->counts = rule == FST_RULE_adam || rule == FST_RULE_amsgrad ||
+                fst_numbers_count((int32_t)rule) || random_below(4) == 0;
     p->is_double = (int)random_below(2);
     p->negated = (int)random_below(2);
     p->value = 1.0 + (double)random_below(2);
     scalar_set(&m->steps[m->param_count++], p->is_double,
                flipped((double)random_below(5), p->negated));
-    for (unsigned i = 0; i < fst_rule_numbers(rule); i++) {
+    for (unsigned i = 0; i < fst_numbers_count((int32_t)rule); i++) {
         p->number_dtype[i] = (fst_dtype)random_below(FST_DTYPE_COUNT);
         store_value(
             &m->numbers[m->param_count - 1][i], p->number_dtype[i],
@@ -91,7 +91,7 @@ static inline void add_param(model *m, unsigned group, int64_t count, const kind
     double (*const value)(void) = k->value ? k->value : random_value;
     add_operand(m, p, FST_OP_PARAM, k->dtype, k->how, value);
     add_operand(m, p, FST_OP_GRAD, k->grad_dtype, k->how, k->grad_value);
-    for (unsigned i = 0; i < fst_rule_states(rule); i++)
+    for (unsigned i = 0; i < fst_rules[rule].states; i++)
         add_operand(m, p, FST_OP_STATE + (int)i, k->state_dtype, k->how,
                     k->value ? value
                     : i      ? random_positive

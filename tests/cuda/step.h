@@ -112,16 +112,16 @@ static inline void cpu_move_numbers(model *m, int index, double step, double *hy
     const fst_rule rule = m->groups[p->group].rule;
     double *at = m->numbers[index];
     fst_numbers held = {.wide_step = p->is_double};
-    for (unsigned k = 0; k < fst_rule_numbers(rule); k++) {
+    for (unsigned k = 0; k < fst_numbers_count((int32_t)rule); k++) {
         held.value[k] = flipped(load_value(&at[k], p->number_dtype[k]), p->negated);
         held.dtype[k] = (int32_t)p->number_dtype[k];
     }
     const fst_numbers next = fst_rule_next_numbers(rule, held, hyper, step);
-    for (unsigned k = 0; k < fst_rule_numbers(rule); k++)
+    for (unsigned k = 0; k < fst_numbers_count((int32_t)rule); k++)
         store_value(&at[k], p->number_dtype[k], flipped(next.value[k], p->negated));
 }
 
-/* As fill_all_args in csrc/py/step/host_step.c. */
+/* As advance() in csrc/py/step/host_step.c. */
 static inline void cpu_fill_args(model *m, fst_update_args *args, double coefficient)
 {
     uint32_t span = 0;
@@ -133,7 +133,7 @@ static inline void cpu_fill_args(model *m, fst_update_args *args, double coeffic
                                 : p->value;
         double hyper[FST_MAX_HYPER];
         memcpy(hyper, g->hyper, sizeof hyper);
-        if (fst_rule_numbers(g->rule))
+        if (fst_numbers_count((int32_t)g->rule))
             cpu_move_numbers(m, i, step, hyper);
         if (p->count) {
             fst_update_args *a = &args[span++];
@@ -197,7 +197,7 @@ static inline void device_add_spans(device *d, model *m, const options *o, doubl
                                              .wide = p->wide};
             if (p->counts)
                 d->spans[at].step = scalar_held(&m->steps[i], p->is_double, p->negated);
-            for (unsigned k = 0; k < fst_rule_numbers(m->groups[p->group].rule); k++)
+            for (unsigned k = 0; k < fst_numbers_count((int32_t)m->groups[p->group].rule); k++)
                 d->spans[at].numbers[k] = (fst_device_number){
                     address_of(&m->numbers[i][k]), (int32_t)p->number_dtype[k], p->negated};
             at++;
@@ -232,7 +232,7 @@ static inline outcome device_step(model *m, const options *o, unsigned grid)
     begin.measure_found_inf = o->measure_found_inf;
     begin.measure = o->measure_found_inf || !isnan(o->max_norm);
     for (int i = 0; i < m->group_count; i++)
-        begin.has_numbers |= fst_rule_numbers(m->groups[i].rule) > 0;
+        begin.has_numbers |= fst_numbers_count((int32_t)m->groups[i].rule) > 0;
     begin.norm = scalar_held(&norm, o->norm_is_double, o->negated);
     scalar_set(&scale, o->scale_is_double, flipped(o->scale, o->negated));
     scalar_set(&found_inf, o->found_is_double, flipped(o->found_inf, o->negated));

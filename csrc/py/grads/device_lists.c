@@ -9,16 +9,16 @@
 static int scalar_of(fst_module *state, PyObject *object, int device, const char *name,
                      fst_device_scalar *scalar)
 {
-    fst_view view;
+    fst_number_place number;
     fst_problem problem;
     *scalar = (fst_device_scalar){0};
     if (object == Py_None)
         return 0;
-    if (fst_tensor_scalar(&state->tensors, object, device, &view, &problem)) {
+    if (fst_tensor_scalar(&state->tensors, object, device, &number, &problem)) {
         PyErr_Format(PyExc_TypeError, "%s %s", name, problem.detail);
         return -1;
     }
-    *scalar = fst_view_as_scalar(&view);
+    *scalar = fst_device_scalar_of(&number);
     return 0;
 }
 

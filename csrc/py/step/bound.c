@@ -118,7 +118,11 @@ void fst_step_end(fst_step_plan *self)
     self->held = NULL;
     self->group_count = self->held_count = self->held_capacity = 0;
     self->busy = 0;
-    fst_groups_free(groups, group_count);
+    for (size_t g = 0; g < group_count; g++) {
+        Py_DECREF(groups[g].keys);
+        Py_DECREF(groups[g].lr);
+    }
+    PyMem_Free(groups);
     for (size_t i = 0; i < held_count; i++)
         Py_DECREF(held[i]);
     PyMem_Free(held);

@@ -10,7 +10,7 @@
 static int find_lr(fst_module *module, PyObject *lrs, int device, size_t index,
                    fst_device_scalar *out)
 {
-    fst_view lr;
+    fst_number_place lr;
     fst_problem problem;
     PyObject *key = PyLong_FromLong(device);
     PyObject *object = key ? PyDict_GetItemWithError(lrs, key) : NULL;
@@ -24,7 +24,7 @@ static int find_lr(fst_module *module, PyObject *lrs, int device, size_t index,
         PyErr_Format(PyExc_RuntimeError, "lr of group %zu %s", index, problem.detail);
         return -1;
     }
-    *out = fst_view_as_scalar(&lr);
+    *out = fst_device_scalar_of(&lr);
     return 0;
 }
 
@@ -50,20 +50,17 @@ static void describe_span(const fst_step_plan *self, const fst_counter *counter,
 {
     const fst_group *group = &self->groups[counter->group];
     memset(span, 0, sizeof *span);
-    span->step.data = (uint64_t)(uintptr_t)counter->data;
-    span->step.is_double = counter->dtype == FST_F64;
-    span->step.negated = counter->negated;
-    span->value =
-        counter->data ? 0.0 : counter->value; /* 0 where it is not read, so that the tables stay the
-                                                 same after a first step */
+    span->step = fst_device_scalar_of(&counter->at);
+    /* 0 where it is not read, so that the tables stay the same after a first step */
+    span->value = counter->at.data ? 0.0 : counter->value;
     span->group = counter->group;
     span->rule = (int32_t)group->rule;
     span->maximize = group->maximize;
     span->wide = counter->wide;
     for (unsigned k = 0; k < group->number_count; k++)
-        span->numbers[k] = (fst_device_number){.data = (uint64_t)(uintptr_t)numbers[k].data,
-                                               .dtype = (int32_t)numbers[k].dtype,
-                                               .negated = numbers[k].negated};
+        span->numbers[k] = (fst_device_number){.data = (uint64_t)(uintptr_t)numbers[k].at.data,
+                                               .dtype = (int32_t)numbers[k].at.dtype,
+                                               .negated = numbers[k].at.negated};
 }
 
 static int by_address(const void *a, const void *b)
@@ -86,7 +83,7 @@ static int counters_differ(const fst_step_part *part)
         if (part->spans[i].step.data)
             sorted[count++] = part->spans[i].step.data;
     for (size_t i = 0; i < part->number_count; i++)
-        sorted[count++] = (uint64_t)(uintptr_t)part->numbers[i].data;
+        sorted[count++] = (uint64_t)(uintptr_t)part->numbers[i].at.data;
     qsort(sorted, count, sizeof *sorted, by_address);
     int differ = 1;
     for (size_t i = 1; i < count; i++)
@@ -175,23 +172,21 @@ int fst_device_prepare(fst_module *module, fst_step_plan *self, fst_step_part *p
 int fst_device_step(fst_module *module, fst_step_part *part, const fst_step_options *options)
 {
     fst_status status = {0};
-    fst_view scale, found, norm;
-    if (fst_step_scalar(module, options, part->device, 0, "grad_scale", &scale) ||
-        fst_step_scalar(module, options, part->device, 1, "found_inf", &found) ||
-        fst_step_scalar(module, options, part->device, 2, "last_grad_norm", &norm))
+    fst_step_scalar_set scalars;
+    if (fst_step_scalars(module, options, part->device, &scalars))
         return -1;
-    if (options->measure_found_inf && !found.data) {
+    if (options->measure_found_inf && !scalars.found_inf.data) {
         PyErr_SetString(PyExc_ValueError, "measure_found_inf needs found_inf");
         return -1;
     }
     const int apply = options->phase == FST_STEP_APPLY;
     const fst_begin_launch begin = {
-        .grad_scale = fst_view_as_scalar(&scale),
-        .found_inf = fst_view_as_scalar(&found),
+        .grad_scale = fst_device_scalar_of(&scalars.grad_scale),
+        .found_inf = fst_device_scalar_of(&scalars.found_inf),
         /* when applying, the common norm is there already: kernels read it to clip and never
          * write it */
-        .norm =
-            apply && isnan(options->max_norm) ? (fst_device_scalar){0} : fst_view_as_scalar(&norm),
+        .norm = apply && isnan(options->max_norm) ? (fst_device_scalar){0}
+                                                  : fst_device_scalar_of(&scalars.norm),
         .max_norm = options->max_norm,
         .measure = !apply && (options->measure_found_inf || !isnan(options->max_norm)),
         .measure_found_inf = !apply && options->measure_found_inf,

@@ -58,10 +58,11 @@ static int bind_state(fst_binding *at, const fst_param *param, int place, PyObje
     if (fst_tensor_view(tensors, value, view, &unused))
         return FST_UNSETTLED;
     if (place == COUNTER) {
-        counter->data = view->data;
-        counter->dtype = view->dtype;
-        counter->negated = view->negated;
-        return fst_view_is_scalar(view, FST_HOST, &unused) ? FST_UNSETTLED : 1;
+        counter->at = fst_view_number(view);
+        return view->device == FST_HOST && fst_view_count(view) == 1 &&
+                       (view->dtype == FST_F32 || view->dtype == FST_F64)
+                   ? 1
+                   : FST_UNSETTLED;
     }
     if (view->device != FST_HOST || view->dtype != dtype)
         return FST_UNSETTLED;

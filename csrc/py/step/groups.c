@@ -83,13 +83,14 @@ static int parse_group(PyObject *spec, fst_group *group)
                          .has_master = has_master,
                          .lr = lr};
     group->key_count = (unsigned)PyTuple_Size(keys);
-    group->number_count = fst_rule_numbers(group->rule);
-    const unsigned states = fst_rule_states(group->rule) + group->number_count;
+    const fst_rule_entry *known = &fst_rules[rule];
+    group->number_count = fst_numbers_count(rule);
+    const unsigned states = known->states + group->number_count;
     if (group->key_count != states + (unsigned)(has_step + has_master) ||
         (group->number_count && !has_step) || (rule == FST_FACTORED && (!has_step || has_master)) ||
-        (size_t)PyTuple_Size(hyper) != fst_rule_hyper_count(group->rule)) {
+        (size_t)PyTuple_Size(hyper) != known->hyper_count) {
         PyErr_Format(PyExc_ValueError, "rule %s takes %u states and %u hyper-parameters",
-                     fst_rule_name(group->rule), states, fst_rule_hyper_count(group->rule));
+                     known->name, states, known->hyper_count);
         return -1;
     }
     for (unsigned i = 0; i < group->key_count; i++)
@@ -97,7 +98,7 @@ static int parse_group(PyObject *spec, fst_group *group)
             PyErr_SetString(PyExc_TypeError, "the name of a state is not a str");
             return -1;
         }
-    for (unsigned i = 0; i < fst_rule_hyper_count(group->rule); i++) {
+    for (unsigned i = 0; i < known->hyper_count; i++) {
         group->hyper[i] = PyFloat_AsDouble(PyTuple_GetItem(hyper, (Py_ssize_t)i));
         if (group->hyper[i] == -1.0 && PyErr_Occurred())
             return -1;
@@ -157,13 +158,4 @@ int fst_groups_learn_types(fst_module *module, const fst_step_plan *self, PyObje
         if (self->groups[g].lr != Py_None && learn_types(&module->tensors, self->groups[g].lr))
             return -1;
     return 0;
-}
-
-void fst_groups_free(fst_group *groups, size_t count)
-{
-    for (size_t g = 0; g < count; g++) {
-        Py_DECREF(groups[g].keys);
-        Py_DECREF(groups[g].lr);
-    }
-    PyMem_Free(groups);
 }

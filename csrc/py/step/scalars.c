@@ -1,29 +1,32 @@
-/* The scalar tensors of a step: gradient scale, found inf and norm. */
+/* The scalar tensors of a step: gradient scale, found inf and norm; and numbers in CPU memory. */
 #include "py/step/step_plan.h"
 
-int fst_step_scalar(fst_module *module, const fst_step_options *options, int device,
-                    Py_ssize_t which, const char *name, fst_view *view)
+int fst_step_scalars(fst_module *module, const fst_step_options *options, int device,
+                     fst_step_scalar_set *scalars)
 {
+    const char *names[] = {"grad_scale", "found_inf",
+                           device == FST_HOST ? "norm" : "last_grad_norm"};
+    fst_number_place *const places[] = {&scalars->grad_scale, &scalars->found_inf, &scalars->norm};
     fst_problem problem;
-    *view = (fst_view){.device = device};
+    *scalars = (fst_step_scalar_set){.norm = {.data = NULL}};
     if (!options->scalars)
         return 0;
     PyObject *key = PyLong_FromLong(device);
     PyObject *row = key ? PyDict_GetItemWithError(options->scalars, key) : NULL;
-    PyObject *object = row && PyTuple_Check(row) ? PyTuple_GetItem(row, which) : NULL;
+    Py_XINCREF(row);
     Py_XDECREF(key);
-    if (!object) {
-        if (!PyErr_Occurred())
-            PyErr_SetString(PyExc_ValueError, "expected (grad_scale, found_inf, norm) per device");
-        return -1;
+    int failed = !row || !PyTuple_Check(row);
+    if (failed && !PyErr_Occurred())
+        PyErr_SetString(PyExc_ValueError, "expected (grad_scale, found_inf, norm) per device");
+    for (int i = 0; !failed && i < 3; i++) {
+        PyObject *object = PyTuple_GetItem(row, i);
+        failed = !object || (object != Py_None && fst_tensor_scalar(&module->tensors, object,
+                                                                    device, places[i], &problem));
+        if (failed && object)
+            PyErr_Format(PyExc_TypeError, "optimizer.%s %s", names[i], problem.detail);
     }
-    if (object == Py_None)
-        return 0;
-    if (fst_tensor_scalar(&module->tensors, object, device, view, &problem)) {
-        PyErr_Format(PyExc_TypeError, "optimizer.%s %s", name, problem.detail);
-        return -1;
-    }
-    return 0;
+    Py_XDECREF(row);
+    return failed ? -1 : 0;
 }
 
 static double read_number(int dtype, const void *data)
@@ -82,25 +85,24 @@ static void write_number(int dtype, void *data, double value)
     }
 }
 
-double fst_scalar_number(const fst_view *view)
+double fst_number_read(const fst_number_place *number)
 {
-    const double held = read_number((int)view->dtype, view->data);
-    return view->negated ? -held : held;
+    const double held = read_number((int)number->dtype, number->data);
+    return number->negated ? -held : held;
 }
 
-void fst_scalar_write(const fst_view *view, double value)
+void fst_number_write(const fst_number_place *number, double value)
 {
-    write_number((int)view->dtype, view->data, view->negated ? -value : value);
+    write_number((int)number->dtype, number->data, number->negated ? -value : value);
 }
 
 double fst_counter_next(fst_counter *counter)
 {
-    const int dtype = (int)counter->dtype;
+    const int dtype = (int)counter->at.dtype;
     uint64_t room;
-    if (!counter->data)
+    if (!counter->at.data)
         return counter->value;
-    const double held = read_number(dtype, counter->data);
-    counter->before = counter->negated ? -held : held;
+    counter->before = fst_number_read(&counter->at);
     const double next = counter->before + 1.0;
     if (dtype == FST_F32 || dtype == FST_F64)
         return next;
@@ -110,13 +112,6 @@ double fst_counter_next(fst_counter *counter)
 
 void fst_counter_write(const fst_counter *counter, double value)
 {
-    if (counter->data)
-        write_number((int)counter->dtype, counter->data, counter->negated ? -value : value);
-}
-
-/* torch rounds the inverse of a fp32 scale to fp32. */
-double fst_inverse_of(const fst_view *scale)
-{
-    const double inverse = scale->data ? 1.0 / fst_scalar_number(scale) : 1.0;
-    return scale->dtype == FST_F64 ? inverse : (double)(float)inverse;
+    if (counter->at.data)
+        fst_number_write(&counter->at, value);
 }

@@ -114,13 +114,10 @@ static int bind_counter(const fst_binding *at, fst_param *param, unsigned k, PyO
         const size_t place = part->number_count + k - 1;
         if (fst_reserve(&part->numbers, &part->number_capacity, place, sizeof *part->numbers))
             return -1;
-        part->numbers[place] =
-            (fst_tensor_number){.data = view->data, .dtype = view->dtype, .negated = view->negated};
-        return 1;
+        part->numbers[place] = (fst_tensor_number){.at = fst_view_number(view)};
+    } else {
+        counter->at = fst_view_number(view);
     }
-    counter->data = view->data;
-    counter->dtype = view->dtype;
-    counter->negated = view->negated;
     return 1;
 }
 

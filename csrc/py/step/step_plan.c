@@ -63,27 +63,6 @@ static PyObject *list_devices(const fst_step_plan *self, PyObject *scalars, int 
     return devices;
 }
 
-/* Does everything on CUDA devices that can fail, before anything is changed. */
-static int prepare_parts(fst_module *module, fst_step_plan *self, const fst_step_options *options)
-{
-    for (size_t i = 1; i < self->part_count; i++)
-        if (self->parts[i].counter_count &&
-            fst_device_prepare(module, self, &self->parts[i], options))
-            return -1;
-    return 0;
-}
-
-static int run_parts(fst_module *module, fst_step_plan *self, const fst_step_options *options,
-                     fst_step_outcome *outcome)
-{
-    if (self->is_factored)
-        return fst_factored_run(module, self);
-    for (size_t i = 1; i < self->part_count; i++)
-        if (self->parts[i].counter_count && fst_device_step(module, &self->parts[i], options))
-            return -1;
-    return self->parts[0].counter_count ? fst_host_step(module, self, options, outcome) : 0;
-}
-
 /* (what, value) of step(); takes over `value`. */
 static PyObject *answer(const char *what, PyObject *value)
 {
@@ -95,7 +74,12 @@ static PyObject *answer(const char *what, PyObject *value)
 static PyObject *run(fst_module *module, fst_step_plan *self, const fst_step_options *options)
 {
     fst_step_outcome outcome = {0};
-    if (run_parts(module, self, options, &outcome))
+    int failed = self->is_factored && fst_factored_run(module, self);
+    for (size_t i = 1; !failed && i < self->part_count; i++)
+        failed = self->parts[i].counter_count && fst_device_step(module, &self->parts[i], options);
+    if (!failed && !self->is_factored && self->parts[0].counter_count)
+        failed = fst_host_step(module, self, options, &outcome);
+    if (failed)
         return NULL;
     PyObject *norm = outcome.measured ? PyFloat_FromDouble(outcome.norm) : Py_NewRef(Py_None);
     const int wrote = !outcome.skipped && options->phase != FST_STEP_MEASURE;
@@ -181,8 +165,12 @@ static PyObject *bind_and_run(fst_module *module, fst_step_plan *self, PyObject 
     if (!devices || !known)
         return answer("devices", devices);
     Py_DECREF(devices);
-    if (prepare_parts(module, self, options))
-        return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text()) : NULL;
+    /* everything on CUDA devices that can fail, before anything is changed */
+    for (size_t i = 1; i < self->part_count; i++)
+        if (self->parts[i].counter_count &&
+            fst_device_prepare(module, self, &self->parts[i], options))
+            return PyErr_ExceptionMatches(PyExc_MemoryError) ? answer("memory", error_text())
+                                                             : NULL;
     return run(module, self, options);
 }
 

@@ -24,26 +24,22 @@ typedef struct {
 } fst_group;
 
 /* The step counter of a parameter: a 0-d tensor in the optimizer's state, or none for rules
- * without one. */
+ * without one. On the host its type may also be one of the integer types of tensor.h. */
 typedef struct {
-    void *data;
+    fst_number_place at; /* no data: there is none */
     double value;  /* without a tensor, the count that the rule reads: 1 for a new state, else 2 */
     double before; /* its value before the step that runs */
     int64_t span;  /* -1: the parameter has no elements */
     uint32_t group;
-    uint32_t index;  /* in its group */
-    fst_dtype dtype; /* on the host also one of the integer types of tensor.h */
-    int negated;
-    int wide; /* computed in double: an fp64 parameter, or one with an fp64 state */
+    uint32_t index; /* in its group */
+    int wide;       /* computed in double: an fp64 parameter, or one with an fp64 state */
 } fst_counter;
 
 /* A number that a parameter has beside its step counter, likewise a 0-d tensor: see
  * rules/numbers.def. */
 typedef struct {
-    void *data;
+    fst_number_place at;
     double before; /* its value before the step that runs */
-    fst_dtype dtype;
-    int negated;
 } fst_tensor_number;
 
 /* What a rule's arguments are for. Parameters that agree in it share them. */
@@ -157,6 +153,11 @@ typedef struct {
     int phase;
 } fst_step_options;
 
+/* The scalars of a device. */
+typedef struct {
+    fst_number_place grad_scale, found_inf, norm;
+} fst_step_scalar_set;
+
 /* What the step found on the host. A CUDA device keeps its findings in its memory. */
 typedef struct {
     int skipped, measured;
@@ -170,7 +171,6 @@ int fst_step_raise(const fst_module *module, Py_ssize_t group, Py_ssize_t index,
 
 /* Parses the list of groups (groups.c). Returns 0, or -1 with a Python error. */
 int fst_groups_parse(fst_step_plan *self, PyObject *specs);
-void fst_groups_free(fst_group *groups, size_t count);
 
 /* Learns the types of the scalars' tensors and of the groups' learning rates. That may run
  * Python code, so that reading them later does not. Returns 0, or -1 with a Python error. */
@@ -228,21 +228,18 @@ void fst_step_end(fst_step_plan *self);
 fst_step_part *fst_step_part_on(fst_step_plan *self, int device);
 void fst_step_free_parts(fst_step_plan *self);
 
-/* Reads a scalar of the options for a device (scalars.c). `view` has no data where the scalar is
- * None. Returns 0, or -1 with a Python error that calls it `name`. */
-int fst_step_scalar(fst_module *module, const fst_step_options *options, int device,
-                    Py_ssize_t which, const char *name, fst_view *view);
+/* Reads the scalars of the options for a device (scalars.c). A scalar that is None has no data.
+ * Returns 0, or -1 with a Python error. */
+int fst_step_scalars(fst_module *module, const fst_step_options *options, int device,
+                     fst_step_scalar_set *scalars);
 
-/* Reads and writes a scalar in CPU memory that has data. */
-double fst_scalar_number(const fst_view *view);
-void fst_scalar_write(const fst_view *view, double value);
+/* Reads and writes a number in CPU memory. */
+double fst_number_read(const fst_number_place *number);
+void fst_number_write(const fst_number_place *number, double value);
 
 /* Remembers the value of a step counter in CPU memory, and returns that after one more step. */
 double fst_counter_next(fst_counter *counter);
 void fst_counter_write(const fst_counter *counter, double value);
-
-/* 1 / scale for a scale in CPU memory; 1 where the view has no data. */
-double fst_inverse_of(const fst_view *scale);
 
 /* Runs the passes for the host's part (host_step.c). Returns 0, or -1 with a Python error. */
 int fst_host_step(fst_module *module, fst_step_plan *self, const fst_step_options *options,

@@ -123,7 +123,7 @@ void fst_trace_state(const fst_record_layout *layout, fst_step_plan *self, fst_t
 static int is_first(const fst_step_part *part)
 {
     for (size_t i = 0; i < part->counter_count; i++)
-        if (!part->counters[i].data && part->counters[i].value != 2.0)
+        if (!part->counters[i].at.data && part->counters[i].value != 2.0)
             return 1;
     return 0;
 }
@@ -162,21 +162,11 @@ void fst_trace_end(const fst_record_layout *layout, fst_step_plan *self, int wri
     self->traced = 1 + (write_grads && counts_grads(layout, self));
 }
 
-static Py_ssize_t size_of(PyObject *params)
+static int same_group(const fst_traced_group *before, const fst_group *group, PyObject *params)
 {
-    return params && PyList_Check(params) ? PyList_Size(params) : -1;
-}
-
-static int same_groups(const fst_step_plan *self, PyObject *param_lists)
-{
-    int same = self->group_count == self->traced_group_count;
-    for (size_t g = 0; same && g < self->group_count; g++) {
-        const fst_traced_group *before = &self->traced_groups[g];
-        same = before->keys == self->groups[g].keys && before->rule == self->groups[g].rule &&
-               before->maximize == self->groups[g].maximize &&
-               before->size == size_of(PyList_GetItem(param_lists, (Py_ssize_t)g));
-    }
-    return same;
+    return before->keys == group->keys && before->rule == group->rule &&
+           before->maximize == group->maximize && params && PyList_Check(params) &&
+           before->size == PyList_Size(params);
 }
 
 /* Whether the parameter has the same states in the same dictionary. Adds their records to the
@@ -271,8 +261,8 @@ static void fetch(const fst_record_layout *layout, const fst_step_plan *self,
     __builtin_prefetch(trace->meta);
     if (trace->is_dtensor)
         fst_trace_fetch_dtensors(self, trace, key_count);
-    fst_record_fetch(layout, &trace->param);
-    fst_moving_fetch(layout, &trace->grad);
+    fst_record_fetch(layout, trace->param.impl, trace->param.storage);
+    fst_record_fetch(layout, trace->grad.impl, trace->grad.storage);
     if (!key_count || !trace->has_grad)
         return;
     __builtin_prefetch(trace->dict);
@@ -281,20 +271,8 @@ static void fetch(const fst_record_layout *layout, const fst_step_plan *self,
         const fst_tensor_record *value = &self->traced_states[trace->states + k].value;
         if (!trace->pinned || trace->is_dtensor)
             __builtin_prefetch(value->object);
-        fst_record_fetch(layout, value);
+        fst_record_fetch(layout, value->impl, value->storage);
     }
-}
-
-static int same_params(fst_module *module, fst_step_plan *self, PyObject *params, fst_trace *trace,
-                       PyObject *state, unsigned key_count)
-{
-    const Py_ssize_t count = PyList_Size(params);
-    for (Py_ssize_t i = 0; i < count; i++, trace++) {
-        fetch(&module->records, self, trace, (size_t)(count - i), key_count);
-        if (!same_param(module, self, trace, PyList_GetItem(params, i), state))
-            return 0;
-    }
-    return 1;
 }
 
 static int find_streams(fst_module *module, fst_step_plan *self)
@@ -343,15 +321,21 @@ int fst_trace_hold(fst_module *module, fst_step_plan *self, PyObject *param_list
 int fst_trace_follow(fst_module *module, fst_step_plan *self, PyObject *param_lists,
                      PyObject *state, int write_grads)
 {
-    if (self->traced <= write_grads || !same_groups(self, param_lists))
+    if (self->traced <= write_grads || self->group_count != self->traced_group_count)
         return 0;
     module->tensors.ran_python = 0; /* by others, before */
     fst_trace *trace = self->traces;
     for (size_t g = 0; g < self->group_count; g++) {
+        const fst_group *group = &self->groups[g];
+        const Py_ssize_t count = self->traced_groups[g].size;
         PyObject *params = PyList_GetItem(param_lists, (Py_ssize_t)g);
-        if (!same_params(module, self, params, trace, state, self->groups[g].key_count))
+        if (!same_group(&self->traced_groups[g], group, params))
             return 0;
-        trace += self->traced_groups[g].size;
+        for (Py_ssize_t i = 0; i < count; i++, trace++) {
+            fetch(&module->records, self, trace, (size_t)(count - i), group->key_count);
+            if (!same_param(module, self, trace, PyList_GetItem(params, i), state))
+                return 0;
+        }
     }
     return !find_streams(module, self) && !module->tensors.ran_python;
 }

@@ -203,23 +203,17 @@ int fst_view_misplaced(const fst_view *view, int device, fst_problem *problem)
                            device_name(device, must));
 }
 
-int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem)
-{
-    if (fst_view_is_on(view, device, problem))
-        return -1;
-    if (fst_view_count(view) != 1 || (view->dtype != FST_F32 && view->dtype != FST_F64))
-        return fst_problem_set(problem, "dtype",
-                               "is not a one-element tensor of type float32 or float64");
-    return 0;
-}
-
-int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
+int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_number_place *number,
                       fst_problem *problem)
 {
-    return fst_tensor_view(tensors, object, view, problem) ||
-                   fst_view_is_scalar(view, device, problem)
-               ? -1
-               : 0;
+    fst_view view;
+    if (fst_tensor_view(tensors, object, &view, problem) || fst_view_is_on(&view, device, problem))
+        return -1;
+    if (fst_view_count(&view) != 1 || (view.dtype != FST_F32 && view.dtype != FST_F64))
+        return fst_problem_set(problem, "dtype",
+                               "is not a one-element tensor of type float32 or float64");
+    *number = fst_view_number(&view);
+    return 0;
 }
 
 int fst_tensor_stream(fst_tensors *tensors, PyObject *object, int device, void **stream,

@@ -108,19 +108,29 @@ static inline int fst_view_is_on(const fst_view *view, int device, fst_problem *
     return view->device == device ? 0 : fst_view_misplaced(view, device, problem);
 }
 
-/* Whether a view is one fp32 or fp64 number on `device`; 0, or -1 with `problem` filled. */
-int fst_view_is_scalar(const fst_view *view, int device, fst_problem *problem);
+/* The number of a tensor of one element. */
+typedef struct {
+    void *data; /* an address of the device; NULL: there is none */
+    fst_dtype dtype;
+    int negated;
+} fst_number_place;
 
-/* The same scalar as a kernel reads it; absent where the view has no data. */
-static inline fst_device_scalar fst_view_as_scalar(const fst_view *view)
+static inline fst_number_place fst_view_number(const fst_view *view)
 {
-    return (fst_device_scalar){.data = (uint64_t)(uintptr_t)view->data,
-                               .is_double = view->dtype == FST_F64,
-                               .negated = view->negated};
+    return (fst_number_place){view->data, view->dtype, view->negated};
 }
 
-/* Reads a tensor that must be such a scalar. Returns 0, or -1 with `problem` filled. */
-int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_view *view,
+/* The same scalar as a kernel reads it. */
+static inline fst_device_scalar fst_device_scalar_of(const fst_number_place *number)
+{
+    return (fst_device_scalar){.data = (uint64_t)(uintptr_t)number->data,
+                               .is_double = number->dtype == FST_F64,
+                               .negated = number->negated};
+}
+
+/* Reads a tensor that must be one fp32 or fp64 number on `device`. Returns 0, or -1 with `problem`
+ * filled. */
+int fst_tensor_scalar(fst_tensors *tensors, PyObject *object, int device, fst_number_place *number,
                       fst_problem *problem);
 
 /* Torch's current stream, a CUstream, on the CUDA device that the tensor lies on. Returns 0, or -1

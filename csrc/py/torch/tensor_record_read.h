@@ -66,20 +66,14 @@ static inline const void *fst_record_grad(const fst_record_layout *layout, const
     return meta ? fst_word_pointer(meta, layout->at.grad_in_meta) : NULL;
 }
 
-/* Whether a word that names an owner is unchanged, or equals the memory's address before and
- * after. */
-static inline int fst_same_owner(uint64_t before, uint64_t now, uint64_t data_before,
-                                 uint64_t data_now)
-{
-    return now == before || (before == data_before && now == data_now);
-}
-
-/* Whether two storages own their memory in the same way. */
+/* Whether two storages own their memory in the same way: a word that names an owner is unchanged,
+ * or equals the memory's address before and after. */
 static inline int fst_same_owners(const uint64_t *before, const uint64_t *now)
 {
-    return (now[0] == 0) == (before[0] == 0) &&
-           fst_same_owner(before[1], now[1], before[0], now[0]) &&
-           fst_same_owner(before[2], now[2], before[0], now[0]);
+    int same = (now[0] == 0) == (before[0] == 0);
+    for (int i = 1; i < 3; i++)
+        same = same && (now[i] == before[i] || (before[i] == before[0] && now[i] == now[0]));
+    return same;
 }
 
 /* Whether a tensor matches `moving` in all but its memory's address. If so, `moving` follows it
@@ -119,17 +113,11 @@ static inline void fst_fetch_storage(const fst_record_places *at, const void *st
 }
 
 /* Prefetches the words that tell whether a tensor has changed. */
-static inline void fst_record_fetch(const fst_record_layout *layout,
-                                    const fst_tensor_record *record)
+static inline void fst_record_fetch(const fst_record_layout *layout, const void *impl,
+                                    const void *storage)
 {
-    fst_fetch_impl(&layout->at, record->impl);
-    fst_fetch_storage(&layout->at, record->storage);
-}
-
-static inline void fst_moving_fetch(const fst_record_layout *layout, const fst_moving *moving)
-{
-    fst_fetch_impl(&layout->at, moving->impl);
-    fst_fetch_storage(&layout->at, moving->storage);
+    fst_fetch_impl(&layout->at, impl);
+    fst_fetch_storage(&layout->at, storage);
 }
 
 #endif
